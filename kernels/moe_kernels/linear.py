@@ -1,0 +1,116 @@
+"""Linear layers whose weight is packed once, at load.
+
+On a CPU that oneDNN serves, the weight is reordered into oneDNN's blocked layout and the original
+can be dropped: 1.4-3.6x faster than F.linear for few rows, and row-invariant. Elsewhere a plain
+F.linear; in fp32 on a CPU its rows are padded to a multiple of 8, because MKL sums short inputs in
+another order (rows 1-3, and 5 and 7 with two threads).
+
+T rows, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_ROW_MULTIPLE = 8
+
+
+class Linear(Protocol):
+    """x [T, K] -> x W^T [T, N], in the weight's dtype."""
+
+    def __call__(self, x_TK: Tensor) -> Tensor: ...
+
+
+class PackedLinear:
+    """oneDNN's blocked weight."""
+
+    __slots__ = ("bias", "weight")
+
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> None:
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous())
+        self.bias = bias_N
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x_TK, self.weight, self.bias, "none", [], ""
+        )
+        return out
+
+    def silu(self, x_TK: Tensor) -> Tensor:
+        """silu(x W^T), the activation applied to the fp32 sums before they are rounded."""
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x_TK, self.weight, self.bias, "swish", [], ""
+        )
+        return out
+
+    def times(self, x_TK: Tensor, other_TN: Tensor) -> Tensor:
+        """(x W^T) * other, rounded once."""
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
+            x_TK, other_TN, self.weight, self.bias, "mul"
+        )
+        return out
+
+
+class PlainLinear:
+    """F.linear, padded where that keeps a CPU's rows invariant."""
+
+    __slots__ = ("bias", "needs_padding", "weight")
+
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> None:
+        self.weight, self.bias = weight_NK, bias_N
+        self.needs_padding = weight_NK.device.type == "cpu" and weight_NK.dtype == torch.float32
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        num_rows = x_TK.shape[0]
+        missing = -num_rows % _ROW_MULTIPLE if self.needs_padding else 0
+        if missing:
+            return F.linear(F.pad(x_TK, (0, 0, 0, missing)), self.weight, self.bias)[:num_rows]
+        return F.linear(x_TK, self.weight, self.bias)
+
+    def silu(self, x_TK: Tensor) -> Tensor:
+        """silu(x W^T), from operations whose result does not depend on a value's position."""
+        gate_TN = self(x_TK).float()
+        return (gate_TN / (1.0 + torch.exp(-gate_TN))).to(x_TK.dtype)
+
+    def times(self, x_TK: Tensor, other_TN: Tensor) -> Tensor:
+        """(x W^T) * other."""
+        return self(x_TK) * other_TN
+
+
+FastLinear = PackedLinear | PlainLinear
+
+
+@functools.lru_cache(maxsize=8)
+def packing_refusal(dtype: torch.dtype) -> str | None:
+    """Why CPU weights of this dtype are not packed, or None if they are. Probed once, by running."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"oneDNN packs float32 and bfloat16 here, not {dtype}".replace("torch.", "")
+    if not torch.backends.mkldnn.is_available():
+        return "this torch was built without oneDNN"
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(48, 64, generator=generator).to(dtype)
+    x = torch.randn(5, 64, generator=generator).to(dtype)
+    try:
+        packed = PackedLinear(weight)
+        gate, out = packed.silu(x), packed(x)
+        product = packed.times(x, gate)
+    except (RuntimeError, AttributeError) as error:
+        return f"oneDNN refused: {str(error).splitlines()[0]}"
+    expected = F.linear(x.double(), weight.double())
+    tolerance = 1e-4 if dtype == torch.float32 else 0.05
+    fits = torch.allclose(out.double(), expected, rtol=tolerance, atol=tolerance)
+    fits &= torch.allclose(gate.double(), F.silu(expected), rtol=tolerance, atol=tolerance)
+    fits &= torch.allclose(product.double(), expected * gate, rtol=tolerance, atol=tolerance)
+    return None if fits else "oneDNN's packed linear failed its self-check"
+
+
+def make_linear(weight_NK: Tensor, bias_N: Tensor | None = None) -> FastLinear:
+    """The fastest row-invariant linear for this weight. May keep or replace `weight_NK`."""
+    if weight_NK.device.type == "cpu" and packing_refusal(weight_NK.dtype) is None:
+        return PackedLinear(weight_NK, bias_N)
+    return PlainLinear(weight_NK.contiguous(), bias_N)

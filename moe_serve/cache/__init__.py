@@ -1,0 +1,1 @@
+"""The KV cache: pages, who owns them, and the tensors behind them."""

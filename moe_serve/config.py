@@ -1,0 +1,82 @@
+"""The typed configuration: one frozen dataclass per component, each given only its own part.
+
+`config_sources.py` fills it from the command line, the environment, a YAML file and these defaults,
+in that order. Resolving an "auto" returns a new object (`dataclasses.replace`), never writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+PAGE_SIZE = 16  # tokens in a KV page
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which checkpoint, and how it is held."""
+
+    path: str | None = None  # a folder in Hugging Face layout; None: the demonstration model
+    dtype: DtypeName = "auto"  # auto: the checkpoint's own
+    device: DeviceName = "auto"  # auto: cuda if there is one
+    max_model_len: int | None = None  # None: the checkpoint's context
+    num_threads: int | None = None  # CPU threads for the math; None: torch's choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """How large the KV cache is. At most one of the two may be set."""
+
+    num_pages: int | None = None
+    memory_bytes: int | None = None  # None and None: enough for `max_num_seqs` average requests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """How many sequences and tokens a step may hold, and how long the queue may grow."""
+
+    max_num_seqs: int = 64
+    max_batched_tokens: int = 1024
+    max_queued_requests: int = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineConfig:
+    """How a step is cut into micro-batches."""
+
+    micro_batches: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything that the engine (offline or behind HTTP) needs."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The HTTP side."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None  # None: the checkpoint folder's name
+    api_keys: tuple[str, ...] = ()  # empty: no key needed
+    max_body_bytes: int = 4 * 1024 * 1024
+    drain_timeout_s: float = 30.0
+    is_strict: bool = True  # unknown request fields: 400; else 200 and X-Ignored-Parameters
+    sse_ping_s: float = 15.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """The whole configuration of `moe-serve serve`."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)

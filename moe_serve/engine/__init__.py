@@ -1,0 +1,1 @@
+"""Requests in, tokens out: sequences, scheduler, sampler, and the step that joins them."""

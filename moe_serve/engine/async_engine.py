@@ -1,0 +1,181 @@
+"""The engine on a thread of its own, behind the interface that an event loop can use.
+
+    event loop                         engine thread
+    submit, abort  -- inbox (deque) -->  take, step, step, ...
+    queues   <-- call_soon_threadsafe --  one list of deltas per step
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from moe_serve.config import EngineConfig
+from moe_serve.engine.build import BuiltEngine, build_engine
+from moe_serve.engine.client import EngineStats
+from moe_serve.engine.engine import Engine
+from moe_serve.engine.layout import Layout
+from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
+from moe_serve.errors import ServerOverloadedError
+from moe_serve.model.loader import LoadProgress
+
+_log = logging.getLogger(__name__)
+
+_Command = GenerationRequest | str  # a request to add, or the id of one to abort
+
+
+class AsyncEngine:
+    """Implements `EngineClient`. All public methods but `close` run on the event loop's thread."""
+
+    def __init__(self, built: BuiltEngine, max_queued_requests: int) -> None:
+        self._engine: Engine = built.engine
+        self.layout: Layout = built.layout
+        self._max_queued = max_queued_requests
+        self._inbox: deque[_Command] = deque()
+        self._num_submitted = 0  # written by the event loop's thread
+        self._num_taken = 0  # written by the engine thread
+        self._wake = threading.Event()
+        self._is_closing = self._is_draining = False
+        self._death: str | None = None
+        self._queues: dict[str, asyncio.Queue[TokenDelta]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="moe-serve-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def start(cls, config: EngineConfig, progress: LoadProgress | None = None) -> AsyncEngine:
+        """Load the model (blocking) and start the thread."""
+        return cls(build_engine(config, progress), config.scheduler.max_queued_requests)
+
+    @property
+    def max_model_len(self) -> int:
+        return self.layout.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        return self.layout.vocab_size
+
+    @property
+    def num_open_requests(self) -> int:
+        return len(self._queues)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[asyncio.Queue[TokenDelta]]:
+        """See `EngineClient.submit`."""
+        self._loop = asyncio.get_running_loop()
+        self._check_open(len(requests))
+        queues = []
+        for request in requests:
+            queue: asyncio.Queue[TokenDelta] = asyncio.Queue()
+            self._queues[request.request_id] = queue
+            queues.append(queue)
+        self._num_submitted += len(requests)
+        self._inbox.extend(requests)
+        self._wake.set()
+        return queues
+
+    def abort(self, request_id: str) -> None:
+        """See `EngineClient.abort`. Its queue gets nothing more but the end."""
+        if request_id in self._queues:
+            self._inbox.append(request_id)
+            self._wake.set()
+
+    def begin_drain(self) -> None:
+        self._is_draining = True
+
+    def stats(self) -> EngineStats:
+        stats = self._engine.stats()
+        return dataclasses.replace(
+            stats,
+            num_waiting=stats.num_waiting + self._num_in_inbox,
+            is_alive=self._death is None and self._thread.is_alive(),
+        )
+
+    def close(self) -> None:
+        """Stop the thread after its current step. Open requests end with an error."""
+        self._is_closing = True
+        self._wake.set()
+        self._thread.join()
+
+    @property
+    def _num_in_inbox(self) -> int:
+        return self._num_submitted - self._num_taken
+
+    def _check_open(self, count: int) -> None:
+        if self._death is not None or self._is_closing:
+            why = self._death or "it was closed"
+            raise ServerOverloadedError(f"The engine has stopped: {why}.", retry_after_s=5.0)
+        if self._is_draining:
+            raise ServerOverloadedError(
+                "The server is shutting down and takes no new requests.",
+                retry_after_s=5.0,
+                is_draining=True,
+            )
+        waiting = self._engine.num_waiting + self._num_in_inbox
+        if waiting + count > self._max_queued:
+            raise ServerOverloadedError(
+                f"The queue is full: {waiting} requests wait, {count} more were sent, and "
+                f"max_queued_requests is {self._max_queued}. Try again later.",
+                retry_after_s=1.0,
+            )
+
+    def _run(self) -> None:
+        """The engine thread: the only one that touches the engine."""
+        try:
+            while not self._is_closing:
+                self._wake.clear()
+                self._take_inbox()
+                if self._engine.has_work:
+                    self._publish(self._engine.step())
+                elif not self._inbox:
+                    self._engine.check_integrity()
+                    self._wake.wait()
+        except BaseException as error:  # top of the thread: say why it died, then end it
+            self._death = f"{type(error).__name__}: {error}"
+            _log.critical("the engine thread died", exc_info=True)
+        self._death = self._death or "it was closed"
+        self._call_loop(self._end_all)
+
+    def _take_inbox(self) -> None:
+        while self._inbox:
+            command = self._inbox.popleft()
+            if isinstance(command, GenerationRequest):
+                self._engine.add(command)
+                self._num_taken += 1
+            else:
+                self._engine.abort(command)
+
+    def _publish(self, deltas: list[TokenDelta]) -> None:
+        if deltas:
+            self._call_loop(self._deliver, deltas)
+
+    def _call_loop(self, callback: Callable[..., None], *arguments: object) -> None:
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            try:
+                loop.call_soon_threadsafe(callback, *arguments)
+            except RuntimeError:
+                _log.debug("the event loop closed before the last deltas")
+
+    def _deliver(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            queue = self._queues.get(delta.request_id)
+            if queue is not None:
+                queue.put_nowait(delta)
+                if delta.finish_reason is not None:
+                    del self._queues[delta.request_id]
+
+    def _end_all(self) -> None:
+        self._deliver(
+            [
+                TokenDelta(
+                    request_id=request_id,
+                    finish_reason=FinishReason.ERROR,
+                    error=f"the engine has stopped: {self._death}",
+                )
+                for request_id in list(self._queues)
+            ]
+        )

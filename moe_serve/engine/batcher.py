@@ -1,0 +1,34 @@
+"""From a schedule to a step plan: token ids, page tables, and the cut into micro-batches."""
+
+from __future__ import annotations
+
+from moe_serve.engine.scheduler import Schedule
+from moe_serve.engine.sequence import Sequence
+from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
+
+
+def make_step_plan(schedule: Schedule, max_micro_batches: int) -> StepPlan:
+    """Slices of the scheduled sequences in at most `max_micro_batches` groups of like size."""
+    slices = [_slice(sequence, count) for sequence, count in schedule.values()]
+    return StepPlan(split(slices, max_micro_batches))
+
+
+def split(slices: list[SequenceSlice], max_micro_batches: int) -> tuple[MicroBatch, ...]:
+    """Longest first into the smallest group (LPT): token counts differ by at most one slice."""
+    groups: list[list[SequenceSlice]] = [[] for _ in range(min(max_micro_batches, len(slices)))]
+    sizes = [0] * len(groups)
+    for item in sorted(slices, key=lambda s: -len(s.token_ids)):
+        index = sizes.index(min(sizes))
+        groups[index].append(item)
+        sizes[index] += len(item.token_ids)
+    return tuple(MicroBatch(tuple(group)) for group in groups)
+
+
+def _slice(sequence: Sequence, count: int) -> SequenceSlice:
+    start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
+    num_logits = 1 if end == sequence.num_tokens else 0
+    if sequence.request.params.prompt_logprobs is not None and start < sequence.num_prompt_tokens:
+        num_logits = count
+    return SequenceSlice(
+        sequence.id, start, sequence.pending(count), tuple(sequence.page_table), num_logits
+    )

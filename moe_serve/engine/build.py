@@ -1,0 +1,126 @@
+"""From a configuration to a running engine: device, dtype, weights, cache, pipeline."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from moe_kernels.linear import packing_refusal
+
+from moe_serve.cache.kv_cache import KVCache
+from moe_serve.cache.sizing import num_pages
+from moe_serve.config import PAGE_SIZE, EngineConfig, ModelConfig
+from moe_serve.engine.engine import Engine
+from moe_serve.engine.layout import Layout
+from moe_serve.errors import CheckpointError, ConfigError
+from moe_serve.model.demo import demo_model_folder
+from moe_serve.model.hf_config import generation_eos_token_ids
+from moe_serve.model.loader import LoadProgress, ModelLoader
+from moe_serve.model.spec import ModelSpec
+from moe_serve.pipeline.pipeline import Pipeline
+from moe_serve.pipeline.transport import LocalTransport
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """An engine and what it is made of."""
+
+    engine: Engine
+    layout: Layout
+    spec: ModelSpec
+
+
+def model_folder(config: ModelConfig) -> Path:
+    """The checkpoint's folder; raises CheckpointError if there is none."""
+    folder = demo_model_folder() if config.path is None else Path(config.path).expanduser()
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder} is not a folder: give a local checkpoint in Hugging Face layout "
+            "(config.json, *.safetensors, tokenizer.json)."
+        )
+    return folder
+
+
+def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> BuiltEngine:
+    """Load the model and make the engine. Sets torch's number of threads if the config does."""
+    clock = time.monotonic()
+    if config.model.num_threads is not None:
+        torch.set_num_threads(config.model.num_threads)
+    folder, device = model_folder(config.model), _device(config.model)
+    dtype = None if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
+    loader = ModelLoader(folder, dtype=dtype, device=device, progress=progress)
+    spec = loader.spec
+    max_model_len = _max_model_len(config.model, spec)
+    expert_stage = loader.expert_stage()
+    attention_stage = loader.attention_stage(max_model_len)
+    token_bytes = spec.kv_bytes_per_token(loader.dtype.itemsize)
+    pages = num_pages(
+        config.cache,
+        bytes_per_token=token_bytes,
+        max_model_len=max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        available_bytes=_available_bytes(device),
+    )
+    cache = KVCache(spec, pages, loader.dtype, device)
+    engine = Engine(
+        Pipeline(attention_stage, LocalTransport(expert_stage), cache, device),
+        scheduler=config.scheduler,
+        num_pages=pages,
+        micro_batches=config.pipeline.micro_batches,
+        max_model_len=max_model_len,
+        eos_token_ids=frozenset(generation_eos_token_ids(folder) or spec.eos_token_ids),
+    )
+    layout = Layout(
+        folder=folder,
+        family=spec.family,
+        num_layers=spec.num_layers,
+        num_experts=spec.router.num_experts,
+        top_k=spec.router.top_k,
+        vocab_size=spec.vocab_size,
+        max_model_len=max_model_len,
+        dtype=str(loader.dtype).removeprefix("torch."),
+        device=str(device),
+        linear_backend=_linear_backend(device, loader.dtype),
+        num_threads=torch.get_num_threads(),
+        num_pages=pages,
+        page_size=PAGE_SIZE,
+        kv_bytes=pages * PAGE_SIZE * token_bytes,
+        micro_batches=config.pipeline.micro_batches,
+        load_seconds=time.monotonic() - clock,
+    )
+    return BuiltEngine(engine, layout, spec)
+
+
+def _device(config: ModelConfig) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda', but torch finds no CUDA GPU here: use 'cpu' or 'auto'.")
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(config.device)
+
+
+def _max_model_len(config: ModelConfig, spec: ModelSpec) -> int:
+    wanted = config.max_model_len
+    if wanted is None:
+        return spec.max_positions
+    if not 2 <= wanted <= spec.max_positions:
+        raise ConfigError(
+            f"max_model_len ({wanted}) must be in [2, {spec.max_positions}], the model's context."
+        )
+    return wanted
+
+
+def _available_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
+def _linear_backend(device: torch.device, dtype: torch.dtype) -> str:
+    if device.type != "cpu":
+        return "torch"
+    refusal = packing_refusal(dtype)
+    return "oneDNN packed" if refusal is None else f"torch ({refusal})"

@@ -1,0 +1,70 @@
+"""The engine as an async server sees it: submit, stream, abort. The engine runs on its own thread.
+
+One hand-over per step crosses the threads (not one per token): the engine thread publishes the list
+of a step's deltas, and the event loop sorts them into the requests' queues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from moe_serve.engine.request import GenerationRequest, TokenDelta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """A snapshot that is cheap to take from any thread."""
+
+    num_steps: int
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    num_free_pages: int
+    num_preemptions: int
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    is_alive: bool
+
+
+class EngineClient(Protocol):
+    """What `http/` needs of an engine. `AsyncEngine` is the real one; tests use fakes."""
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[asyncio.Queue[TokenDelta]]:
+        """Queue all of them or none: raises ServerOverloadedError when the queue is full or closed.
+
+        Called on the event loop's thread. Each queue ends with a delta whose `finish_reason` is set.
+        """
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """End a request within one step; unknown or finished ids are ignored."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    def begin_drain(self) -> None:
+        """Refuse new requests from now on (ServerOverloadedError with `is_draining`)."""
+        ...
+
+
+async def stream(engine: EngineClient, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+    """The deltas of one request; leaving the loop early aborts it."""
+    (queue,) = engine.submit([request])
+    is_finished = False
+    try:
+        while not is_finished:
+            delta = await queue.get()
+            is_finished = delta.finish_reason is not None
+            yield delta
+    finally:
+        if not is_finished:
+            engine.abort(request.request_id)

@@ -1,0 +1,196 @@
+"""The engine: requests in, one step at a time, token deltas out. Synchronous and single-threaded.
+
+Knows nothing of text, HTTP, devices or ranks: `pipeline` turns a step plan into logits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import Protocol
+
+from torch import Tensor
+
+from moe_serve.cache.page_pool import PagePool
+from moe_serve.config import PAGE_SIZE, SchedulerConfig
+from moe_serve.engine.batcher import make_step_plan
+from moe_serve.engine.client import EngineStats
+from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
+from moe_serve.engine.sampler import Sampled, Sampler, prompt_logprobs
+from moe_serve.engine.scheduler import Schedule, Scheduler
+from moe_serve.engine.sequence import Sequence
+from moe_serve.model.step_plan import StepPlan
+
+_log = logging.getLogger(__name__)
+
+
+class StepRunner(Protocol):
+    """What the engine needs of a pipeline (the simulator brings its own)."""
+
+    def run(self, plan: StepPlan) -> Tensor:
+        """-> the wanted logits [R, V] in fp32, slice after slice."""
+        ...
+
+    def clear_pages(self, pages: list[int]) -> None:
+        """Zero pages that a failed request may have left NaNs in."""
+        ...
+
+
+class Engine:
+    """`add` and `abort` requests, `step` while `has_work`."""
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        *,
+        scheduler: SchedulerConfig,
+        num_pages: int,
+        micro_batches: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        assert max_model_len <= num_pages * PAGE_SIZE, "one full sequence must fit the cache"
+        self._runner = runner
+        self._scheduler = Scheduler(scheduler, PagePool(num_pages))
+        self._sampler = Sampler(eos_token_ids)
+        self._eos, self._micro_batches = eos_token_ids, micro_batches
+        self.max_model_len = max_model_len
+        self._ids = itertools.count()
+        self._sequences: dict[str, Sequence] = {}
+        self._pending: list[TokenDelta] = []  # ends that no step produced
+        self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work or bool(self._pending)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._scheduler.waiting)
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request. Its prompt must be shorter than `max_model_len` (checked before)."""
+        length = len(request.prompt_token_ids)
+        assert 0 < length < self.max_model_len, f"prompt of {length} tokens reached the engine"
+        assert request.request_id not in self._sequences, f"{request.request_id} is running"
+        sequence = Sequence(next(self._ids), request)
+        self._sequences[request.request_id] = sequence
+        self._scheduler.add(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; unknown or finished ids are ignored."""
+        if request_id in self._sequences:
+            self._end(self._sequences[request_id])
+            self._pending.append(
+                TokenDelta(request_id=request_id, finish_reason=FinishReason.ABORT)
+            )
+
+    def step(self) -> list[TokenDelta]:
+        """Schedule, run, publish."""
+        schedule = self._scheduler.schedule()
+        deltas, self._pending = self._pending, []
+        if schedule:
+            plan = make_step_plan(schedule, self._micro_batches)
+            try:
+                logits = self._runner.run(plan)
+            except Exception as error:  # the boundary: a failed step ends its requests only
+                _log.exception("step %d failed", self._num_steps)
+                deltas += [self._fail(s, f"the step failed: {error}") for s, _ in schedule.values()]
+            else:
+                deltas += self._publish(plan, schedule, logits)
+            self._num_steps += 1
+        return deltas
+
+    def stats(self) -> EngineStats:
+        pool = self._scheduler.pool
+        return EngineStats(
+            num_steps=self._num_steps,
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            num_pages=pool.num_pages,
+            num_free_pages=pool.num_free,
+            num_preemptions=self._scheduler.num_preemptions,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_generated_tokens=self._num_generated_tokens,
+            is_alive=True,
+        )
+
+    def check_integrity(self) -> None:
+        """Pages, reference counts, tables and requests agree; raises with what does not."""
+        self._scheduler.check_integrity()
+        known = {s.id for s in self._sequences.values()}
+        scheduled = {s.id for s in (*self._scheduler.running, *self._scheduler.waiting)}
+        assert known == scheduled, f"requests {known ^ scheduled} are lost"
+
+    def _publish(self, plan: StepPlan, schedule: Schedule, logits: Tensor) -> list[TokenDelta]:
+        """Advance the sequences, sample where a sequence has caught up, and tell."""
+        rows, sampling, start = [], [], 0
+        for piece in plan.slices:
+            sequence, count = schedule[piece.sequence_id]
+            end = start + piece.num_logits
+            self._num_prompt_tokens += max(
+                0, min(count, sequence.num_prompt_tokens - sequence.num_computed_tokens)
+            )
+            if piece.num_logits and sequence.request.params.prompt_logprobs is not None:
+                self._collect_prompt_logprobs(sequence, count, logits[start:end])
+            sequence.num_computed_tokens += count
+            if sequence.num_pending_tokens == 0:
+                rows.append(end - 1)
+                sampling.append(sequence)
+            start = end
+        if not sampling:
+            return []
+        chosen = logits if len(rows) == len(logits) else logits[rows]
+        sampled = self._sampler.sample(chosen, sampling)
+        return [self._advance(s, token) for s, token in zip(sampling, sampled, strict=True)]
+
+    def _collect_prompt_logprobs(self, sequence: Sequence, count: int, logits: Tensor) -> None:
+        start = sequence.num_computed_tokens
+        following = sequence.token_ids[start + 1 : start + 1 + count]
+        following = following[: max(0, sequence.num_prompt_tokens - 1 - start)]
+        num_top = sequence.request.params.prompt_logprobs or 0
+        sequence.prompt_logprobs += prompt_logprobs(logits, following, num_top)
+
+    def _advance(self, sequence: Sequence, sampled: Sampled) -> TokenDelta:
+        """Append a sampled token; end the request if it is the last."""
+        if not sampled.is_valid:
+            return self._fail(sequence, "the model produced NaN for this request")
+        is_first = sequence.num_output_tokens == 0
+        sequence.append(sampled.token_id)
+        self._num_generated_tokens += 1
+        reason = self._finish_reason(sequence, sampled.token_id)
+        if reason is not None:
+            self._end(sequence)
+        params = sequence.request.params
+        wants_prompt = is_first and params.prompt_logprobs is not None
+        return TokenDelta(
+            request_id=sequence.request.request_id,
+            token_ids=(sampled.token_id,),
+            logprobs=None if sampled.logprob is None else (sampled.logprob,),
+            prompt_logprobs=(None, *sequence.prompt_logprobs) if wants_prompt else None,
+            finish_reason=reason,
+            stop_token_id=sampled.token_id if reason is FinishReason.STOP else None,
+        )
+
+    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        params = sequence.request.params
+        is_eos = token_id in self._eos and not params.ignore_eos
+        if (is_eos or token_id in params.stop_token_ids) and (
+            sequence.num_output_tokens >= params.min_tokens
+        ):
+            return FinishReason.STOP
+        is_full = sequence.num_tokens >= self.max_model_len
+        is_done = params.max_tokens is not None and sequence.num_output_tokens >= params.max_tokens
+        return FinishReason.LENGTH if is_full or is_done else None
+
+    def _end(self, sequence: Sequence) -> list[int]:
+        del self._sequences[sequence.request.request_id]
+        return self._scheduler.remove(sequence)
+
+    def _fail(self, sequence: Sequence, why: str) -> TokenDelta:
+        """End one request with an error; its pages are zeroed before anyone else gets them."""
+        self._runner.clear_pages(self._end(sequence))
+        request_id = sequence.request.request_id
+        return TokenDelta(request_id=request_id, finish_reason=FinishReason.ERROR, error=why)
+
+

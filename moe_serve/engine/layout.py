@@ -1,0 +1,36 @@
+"""What was built and where: for the ready line, `doctor` and the metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A loaded engine in numbers."""
+
+    folder: Path
+    family: str
+    num_layers: int
+    num_experts: int
+    top_k: int
+    vocab_size: int
+    max_model_len: int
+    dtype: str
+    device: str
+    linear_backend: str
+    num_threads: int
+    num_pages: int
+    page_size: int
+    kv_bytes: int
+    micro_batches: int
+    load_seconds: float
+
+    @property
+    def stages(self) -> str:
+        """Which stage runs where, in one line."""
+        return (
+            f"{self.num_layers} layers: attention stage on {self.device}, expert stage on "
+            f"{self.device} ({self.num_experts} experts, top-{self.top_k}), local transport"
+        )

@@ -1,0 +1,64 @@
+"""What goes into the engine and what comes out: plain frozen objects, token ids only.
+
+The engine knows nothing of text: stop strings and detokenization belong to `text/`.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from moe_serve.engine.sampling_params import SamplingParams
+
+
+class FinishReason(str, enum.Enum):
+    """Why a request ended, in OpenAI's words where OpenAI has one."""
+
+    STOP = "stop"  # end of text, a stop token id, or (decided by text/) a stop string
+    LENGTH = "length"  # max_tokens or the context's end
+    ABORT = "abort"  # the client went away, or text/ saw a stop string
+    ERROR = "error"  # failed inside the engine; `TokenDelta.error` says why
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One sequence to generate. A client's n > 1 becomes n of these with `choice` 0 .. n-1.
+
+    `request_id` is made by the server, never by a client, and is unique.
+    `max_tokens` in `params` is None or already fits the context (the front end checks it).
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    choice: int = 0
+    arrival_time: float = 0.0  # of the engine's clock, seconds
+    tenant: str = ""
+    priority: int = 0
+    deadline: float | None = None
+    adapter_id: int = 0
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log probability (natural) of the chosen token and of the likeliest ones, best first."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the likeliest
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), `SamplingParams.logprobs` of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenDelta:
+    """What one step did for one request. `finish_reason` is set on the last delta only."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one per token, if asked for
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # on the first delta, if asked
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the id that ended it; it is the last of `token_ids`
+    num_cached_tokens: int = 0
+    error: str | None = None

@@ -1,0 +1,159 @@
+"""From logits to tokens. Each row's result depends on its own logits and request only.
+
+S rows, V vocabulary. Order of operations: logit bias and minimum length, penalties, temperature,
+min_p, top-k, top-p, draw. Log probabilities are those of the model, before all of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_serve.engine.random_draw import uniform
+from moe_serve.engine.request import TokenLogprob
+from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The token of one row; `is_valid` is False when the row's logits held a NaN."""
+
+    token_id: int
+    is_valid: bool
+    logprob: TokenLogprob | None
+
+
+class Sampler:
+    """`eos_token_ids` may not come before a request's minimum length."""
+
+    def __init__(self, eos_token_ids: frozenset[int]) -> None:
+        self._eos = sorted(eos_token_ids)
+
+    def sample(self, logits_SV: Tensor, sequences: Rows[Sequence]) -> list[Sampled]:
+        """One token for each row."""
+        adjusted_SV = self._adjust(logits_SV, sequences)
+        top_S, ids_S = adjusted_SV.max(dim=-1)
+        tokens = ids_S.tolist()
+        is_valid = (~torch.isnan(top_S)).tolist()
+        drawing = [
+            i for i, s in enumerate(sequences) if is_valid[i] and not s.request.params.is_greedy
+        ]
+        for wants_filter in (False, True):
+            rows = [i for i in drawing if _has_filter(sequences[i].request.params) == wants_filter]
+            if rows:
+                drawn = _draw(adjusted_SV[rows], [sequences[i] for i in rows], wants_filter)
+                for row, token in zip(rows, drawn, strict=True):
+                    tokens[row] = token
+        logprobs = _logprobs(logits_SV, tokens, sequences)
+        return [Sampled(*fields) for fields in zip(tokens, is_valid, logprobs, strict=True)]
+
+    def _adjust(self, logits_SV: Tensor, sequences: Rows[Sequence]) -> Tensor:
+        """Bias, minimum length, penalties: in place on a copy, and only for rows that ask."""
+        adjusted_SV = logits_SV
+        for row, sequence in enumerate(sequences):
+            params = sequence.request.params
+            is_short = sequence.num_output_tokens < params.min_tokens
+            if not (params.logit_bias or params.has_penalties or is_short):
+                continue
+            if adjusted_SV is logits_SV:
+                adjusted_SV = logits_SV.clone()
+            if params.logit_bias:
+                ids = torch.tensor(list(params.logit_bias), device=logits_SV.device)
+                adjusted_SV[row, ids] += torch.tensor(
+                    list(params.logit_bias.values()), device=logits_SV.device
+                )
+            if params.has_penalties:
+                _penalize(adjusted_SV[row], sequence)
+            if is_short:
+                adjusted_SV[row, [*self._eos, *params.stop_token_ids]] = float("-inf")
+        return adjusted_SV
+
+
+def prompt_logprobs(
+    logits_RV: Tensor, next_tokens: list[int], num_top: int
+) -> list[TokenLogprob]:
+    """The log probability of each row's next prompt token."""
+    all_RV = torch.log_softmax(logits_RV[: len(next_tokens)], dim=-1)
+    return [_describe(row, token, num_top) for row, token in zip(all_RV, next_tokens, strict=True)]
+
+
+def _has_filter(params: SamplingParams) -> bool:
+    return params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0
+
+
+def _penalize(row_V: Tensor, sequence: Sequence) -> None:
+    """OpenAI's presence and frequency over the answer, repetition over prompt and answer (CTRL)."""
+    params = sequence.request.params
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted(set(sequence.token_ids)), device=row_V.device)
+        values = row_V[seen]
+        penalty = params.repetition_penalty
+        row_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if sequence.output_counts:
+        ids = torch.tensor(list(sequence.output_counts), device=row_V.device)
+        counts = torch.tensor(
+            list(sequence.output_counts.values()), device=row_V.device, dtype=row_V.dtype
+        )
+        row_V[ids] -= params.frequency_penalty * counts + params.presence_penalty
+
+
+def _draw(logits_SV: Tensor, sequences: Rows[Sequence], has_filter: bool) -> list[int]:
+    """Inverse transform sampling: the first token whose cumulative probability exceeds the draw."""
+    device, params = logits_SV.device, [s.request.params for s in sequences]
+    temperature_S1 = torch.tensor([[p.temperature] for p in params], device=device)
+    probs_SV = torch.softmax(logits_SV / temperature_S1, dim=-1)
+    order_SV = None
+    if has_filter:
+        probs_SV, order_SV = probs_SV.sort(dim=-1, descending=True, stable=True)
+        probs_SV = _filter(probs_SV, params)
+    cumulative_SV = probs_SV.double().cumsum(dim=-1)
+    draws = [uniform(s.seed, s.request.choice, s.num_tokens) for s in sequences]
+    draw_S1 = torch.tensor(draws, dtype=torch.float64, device=device)[:, None]
+    index_S1 = (cumulative_SV <= draw_S1 * cumulative_SV[:, -1:]).sum(dim=-1, keepdim=True)
+    # A draw next to 1 may round past the end: the last token with any probability is meant.
+    last_S1 = (cumulative_SV < cumulative_SV[:, -1:]).sum(dim=-1, keepdim=True)
+    index_S1 = torch.minimum(index_S1, last_S1)
+    chosen_S1 = index_S1 if order_SV is None else order_SV.gather(1, index_S1)
+    tokens: list[int] = chosen_S1[:, 0].tolist()
+    return tokens
+
+
+def _filter(sorted_SV: Tensor, params: list[SamplingParams]) -> Tensor:
+    """Zero what min_p, top-k and top-p exclude; the likeliest token always stays."""
+    device, vocab_size = sorted_SV.device, sorted_SV.shape[-1]
+    min_p_S1 = torch.tensor([[p.min_p] for p in params], device=device)
+    top_k_S1 = torch.tensor(
+        [[p.top_k if p.top_k > 0 else vocab_size] for p in params], device=device
+    )
+    top_p_S1 = torch.tensor([[p.top_p] for p in params], dtype=torch.float64, device=device)
+    keep_SV = sorted_SV >= min_p_S1 * sorted_SV[:, :1]
+    keep_SV &= torch.arange(vocab_size, device=device)[None] < top_k_S1
+    kept_SV = (sorted_SV * keep_SV).double()
+    before_SV = kept_SV.cumsum(dim=-1) - kept_SV
+    keep_SV &= before_SV < top_p_S1 * kept_SV.sum(dim=-1, keepdim=True)
+    keep_SV[:, 0] = True
+    return sorted_SV * keep_SV
+
+
+def _logprobs(
+    logits_SV: Tensor, tokens: list[int], sequences: Rows[Sequence]
+) -> list[TokenLogprob | None]:
+    wanted = [s.request.params.logprobs for s in sequences]
+    rows = [row for row, num_top in enumerate(wanted) if num_top is not None]
+    result: list[TokenLogprob | None] = [None] * len(sequences)
+    if rows:
+        for row, logprobs_V in zip(rows, torch.log_softmax(logits_SV[rows], dim=-1), strict=True):
+            result[row] = _describe(logprobs_V, tokens[row], wanted[row] or 0)
+    return result
+
+
+def _describe(logprobs_V: Tensor, token_id: int, num_top: int) -> TokenLogprob:
+    value = logprobs_V[token_id]
+    rank = int((logprobs_V > value).sum()) + 1
+    top_values, top_ids = logprobs_V.topk(num_top)
+    top = tuple(zip(top_ids.tolist(), top_values.tolist(), strict=True))
+    return TokenLogprob(token_id, float(value), rank, top)

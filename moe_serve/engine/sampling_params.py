@@ -1,0 +1,130 @@
+"""How the next token is chosen, and when a request ends. Names and defaults follow vLLM."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from moe_serve.errors import InvalidRequestError
+
+MAX_LOGPROBS = 20
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 1024
+MAX_LOGIT_BIAS = 1024
+MAX_SEED = 2**63 - 1
+
+_NO_BIAS: Mapping[int, float] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Checked at construction; raises InvalidRequestError with the field and its limit.
+
+    `top_k` 0 or -1 means all tokens. `max_tokens` None means up to the context's end.
+    `logprobs` None means none, k means the chosen token's and the k likeliest ones'.
+    `seed` None means a fresh seed; else the draw at position p depends on (seed, choice, p) only.
+    """
+
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
+        if self.max_tokens is not None:
+            _check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens}).",
+                param="min_tokens",
+            )
+        _check_range("temperature", self.temperature, 0.0, 2.0)
+        _check_range("top_p", self.top_p, 0.0, 1.0, is_low_open=True)
+        _check_range("top_k", self.top_k, -1, 2**31 - 1)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 10.0, is_low_open=True)
+        _check_range("n", self.n, 1, MAX_CHOICES)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                _check_range(name, value, 0, MAX_LOGPROBS)
+        if self.seed is not None:
+            _check_range("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        self._check_lists()
+
+    def _check_lists(self) -> None:
+        _check_range("the number of stop strings", len(self.stop), 0, MAX_STOP_STRINGS, "stop")
+        for text in self.stop:
+            length = len(text) if isinstance(text, str) else 0
+            _check_range("the length of a stop string", length, 1, MAX_STOP_STRING_CHARS, "stop")
+        count = len(self.stop_token_ids)
+        _check_range("the number of stop_token_ids", count, 0, 128, "stop_token_ids")
+        for token in self.stop_token_ids:
+            _check_range("a stop token id", token, 0, 2**31 - 1, "stop_token_ids")
+        count = len(self.logit_bias)
+        _check_range("the number of logit_bias entries", count, 0, MAX_LOGIT_BIAS, "logit_bias")
+        for token, bias in self.logit_bias.items():
+            _check_range("a logit_bias token id", token, 0, 2**31 - 1, "logit_bias")
+            _check_range("a logit_bias value", bias, -100.0, 100.0, "logit_bias")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise InvalidRequestError if a token id lies outside the model's vocabulary."""
+        for token in self.stop_token_ids:
+            _check_range("a stop token id", token, 0, vocab_size - 1, "stop_token_ids")
+        for token in self.logit_bias:
+            _check_range("a logit_bias token id", token, 0, vocab_size - 1, "logit_bias")
+
+
+def _check_range(
+    name: str,
+    value: float,
+    low: float,
+    high: float,
+    param: str | None = None,
+    *,
+    is_low_open: bool = False,
+) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    needs_int = isinstance(low, int)
+    if not is_number or (needs_int and not isinstance(value, int)) or math.isnan(value):
+        kind = "an integer" if needs_int else "a number"
+        raise InvalidRequestError(f"{name} must be {kind}, got {value!r}.", param=param or name)
+    if value > high or value < low or (is_low_open and value == low):
+        interval = f"{'(' if is_low_open else '['}{low}, {high}]"
+        raise InvalidRequestError(f"{name} must be in {interval}, got {value}.", param=param or name)

@@ -1,0 +1,72 @@
+"""The errors that moe-serve raises for somebody else's mistake or for a state that passes.
+
+    MoeServeError
+      x InvalidRequestError          a value of one request is wrong: names the field and the limit
+        + ContextLengthError         prompt and answer do not fit the model's context
+      x ModelNotFoundError           the request names a model that is not served
+      x ServerOverloadedError        the queue is full, or the server is draining: try again later
+      x GenerationError              this request failed inside the engine; its neighbours did not
+      x ConfigError                  the configuration is wrong: names the key, its source, the values
+      x CheckpointError              the checkpoint cannot be served: names the file and the tensor
+
+Our own bugs are `assert`s with a message, never one of these.
+"""
+
+from __future__ import annotations
+
+
+class MoeServeError(Exception):
+    """Base of the tree. `str(error)` is one sentence for the person who can do something about it."""
+
+
+class InvalidRequestError(MoeServeError):
+    """A field of a request is wrong. `param` is the field's name as the client wrote it."""
+
+    def __init__(self, message: str, *, param: str | None, code: str = "invalid_value") -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ContextLengthError(InvalidRequestError):
+    """The prompt, or prompt plus answer, is longer than the context. The message has both numbers."""
+
+    def __init__(self, message: str, *, param: str | None) -> None:
+        super().__init__(message, param=param, code="context_length_exceeded")
+
+
+class ModelNotFoundError(MoeServeError):
+    """The named model is not served here; the message lists those that are."""
+
+
+class ServerOverloadedError(MoeServeError):
+    """The request was not accepted; `retry_after_s` says when to come back."""
+
+    def __init__(self, message: str, *, retry_after_s: float, is_draining: bool = False) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        self.is_draining = is_draining
+
+
+class GenerationError(MoeServeError):
+    """One request failed inside the engine and was ended; nothing else was touched."""
+
+
+class ConfigError(MoeServeError):
+    """A configuration value is unknown, out of range, or contradicts another."""
+
+
+class CheckpointError(MoeServeError):
+    """A checkpoint is missing a file or a tensor, or holds what this version cannot serve."""
+
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "ContextLengthError",
+    "GenerationError",
+    "InvalidRequestError",
+    "ModelNotFoundError",
+    "MoeServeError",
+    "ServerOverloadedError",
+]

@@ -1,0 +1,1 @@
+"""The attention side of a model: spec, families, checkpoint, attention stage, router, head."""

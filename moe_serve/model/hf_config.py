@@ -1,0 +1,109 @@
+"""Typed reading of a Hugging Face `config.json`: every complaint names the file, key and value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from moe_serve.errors import CheckpointError
+from moe_serve.model.spec import RopeSpec
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+class HFConfig:
+    """`config.json` of a checkpoint folder."""
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self._values, self.source = values, source
+
+    @classmethod
+    def read(cls, folder: Path) -> HFConfig:
+        path = folder / "config.json"
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{folder} has no config.json: give the folder of a checkpoint in Hugging Face "
+                "layout."
+            ) from None
+        except (ValueError, OSError) as error:
+            raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from None
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{path} must hold a JSON object.")
+        return cls(values, str(path))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._values.get(key, default)
+
+    def positive_int(self, *keys: str, default: int | None = None) -> int:
+        """The first of `keys` that is there and not null (a key may have been renamed over time)."""
+        for key in keys:
+            value = self.get(key)
+            if value is not None:
+                if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                    return value
+                raise self.error(keys[0], f"must be a positive integer, is {value!r}")
+        if default is None:
+            raise self.error(keys[0], "is missing")
+        return default
+
+    def number(self, key: str, default: float) -> float:
+        value = self.get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise self.error(key, f"must be a number, is {value!r}")
+        return float(value)
+
+    def require(self, key: str, expected: Any, *, default: Any) -> None:
+        """Refuse a checkpoint whose `key` asks for something that is not served."""
+        value = self.get(key, default)
+        if value != expected:
+            raise self.error(key, f"is {value!r}; only {expected!r} is supported")
+
+    def architecture(self) -> str:
+        names = self.get("architectures")
+        if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+            raise self.error("architectures", f"must name one architecture, is {names!r}")
+        return cast(str, names[0])
+
+    def dtype(self) -> Literal["float32", "bfloat16", "float16"]:
+        name = str(self.get("dtype") or self.get("torch_dtype") or "float32")
+        if name not in _DTYPES:
+            raise self.error("dtype", f"is {name!r}; supported are {', '.join(_DTYPES)}")
+        return cast(Literal["float32", "bfloat16", "float16"], name)
+
+    def eos_token_ids(self) -> tuple[int, ...]:
+        value = self.get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(i, int) and i >= 0 for i in ids):
+            raise self.error("eos_token_id", f"must be token ids, is {value!r}")
+        return tuple(ids)
+
+    def rope(self, default_theta: float) -> RopeSpec:
+        """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+        new = self.get("rope_parameters") or {}
+        old = self.get("rope_scaling") or {}
+        kind = new.get("rope_type") or old.get("rope_type") or old.get("type") or "default"
+        theta = float(new.get("rope_theta") or self.get("rope_theta") or default_theta)
+        if kind == "default":
+            return RopeSpec(theta=theta)
+        if kind == "linear":
+            return RopeSpec(theta=theta, factor=float({**old, **new}.get("factor", 1.0)))
+        raise self.error("rope_scaling", f"asks for {kind!r}; supported are 'default', 'linear'")
+
+    def error(self, key: str, complaint: str) -> CheckpointError:
+        return CheckpointError(f"{self.source}: {key} {complaint}.")
+
+
+def generation_eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """The end-of-text ids of `generation_config.json`, which go before the config's, or none."""
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return ()
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from None
+    return HFConfig(values, str(path)).eos_token_ids()

@@ -1,0 +1,66 @@
+"""What a model is, in numbers: all that the runtime knows of an architecture.
+
+A family (`model/families/`) makes it from a Hugging Face config; nothing else knows a model's name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+QKNorm = Literal["none", "head", "row"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSpec:
+    """Softmax over all experts, then top-k; `is_renormalised` divides the k weights by their sum."""
+
+    num_experts: int
+    top_k: int
+    is_renormalised: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """Rotary positions: angle = position / factor * theta^(-2 i / head_dim)."""
+
+    theta: float
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """`qk_norm`: none, over each head, or over the whole projected row. `clip`: bound of q and k."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qk_norm: QKNorm = "none"
+    has_bias: bool = False
+    has_output_bias: bool = False
+    clip: float | None = None
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A decoder whose every layer is attention, then a mixture of experts."""
+
+    family: str
+    vocab_size: int
+    width: int
+    num_layers: int
+    expert_width: int
+    attention: AttentionSpec
+    router: RouterSpec
+    rope: RopeSpec
+    norm_eps: float
+    is_head_tied: bool
+    max_positions: int
+    dtype: Literal["float32", "bfloat16", "float16"]
+    eos_token_ids: tuple[int, ...]
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes that one token holds in the KV cache, over all layers."""
+        kv_values = 2 * self.attention.num_kv_heads * self.attention.head_dim
+        return self.num_layers * kv_values * itemsize

@@ -1,0 +1,63 @@
+"""A micro-batch as tensors: what the attention stage needs beside the residual stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from moe_kernels.attention_plan import AttentionPlan, plan_attention
+from torch import Tensor
+
+from moe_serve.cache.kv_cache import KVCache
+from moe_serve.config import PAGE_SIZE
+from moe_serve.model.spec import ModelSpec
+from moe_serve.model.step_plan import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """T tokens, R rows that want logits. Made once per step and micro-batch, on the device."""
+
+    token_ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]
+    kv_rows: Tensor  # int64 [T * Hkv], see KVCache.rows
+    logit_rows: Tensor  # int64 [R]
+    attention: AttentionPlan
+
+
+def make_step_inputs(
+    batch: MicroBatch, cache: KVCache, spec: ModelSpec, device: torch.device
+) -> StepInputs:
+    """Lay a micro-batch out for the device: a few numpy arrays per step, none per token."""
+    slices = batch.slices
+    starts = np.array([s.start for s in slices], dtype=np.int64)
+    counts = np.array([len(s.token_ids) for s in slices], dtype=np.int64)
+    offsets = np.cumsum(counts) - counts
+    tokens = np.concatenate([s.token_ids for s in slices])
+    positions = np.arange(len(tokens)) - np.repeat(offsets - starts, counts)
+    logit_rows = np.concatenate(
+        [
+            np.arange(offset + count - s.num_logits, offset + count)
+            for s, offset, count in zip(slices, offsets, counts, strict=True)
+        ]
+    )
+    tables = [s.page_table for s in slices]
+    kv_rows = cache.rows(tables, starts.tolist(), counts.tolist())
+    a = spec.attention
+    return StepInputs(
+        token_ids=torch.from_numpy(tokens).to(device),
+        positions=torch.from_numpy(positions).to(device),
+        kv_rows=torch.from_numpy(kv_rows).to(device),
+        logit_rows=torch.from_numpy(logit_rows).to(device),
+        attention=plan_attention(
+            query_lens=counts,
+            query_starts=starts,
+            page_tables=tables,
+            page_size=PAGE_SIZE,
+            num_heads=a.num_heads,
+            num_kv_heads=a.num_kv_heads,
+            sliding_window=a.sliding_window,
+            device=device,
+        ),
+    )

@@ -1,0 +1,45 @@
+"""What a step computes: made by the scheduler, read by the pipeline. No tensors, no requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSlice:
+    """The tokens of one sequence that a step computes: positions [start, start + len(token_ids)).
+
+    `page_table` covers them. Logits are wanted for the last `num_logits` of them: 0 while a prompt
+    is still being read, 1 to sample, more for prompt log probabilities (or a draft's check).
+    """
+
+    sequence_id: int
+    start: int
+    token_ids: NDArray[np.int64]
+    page_table: tuple[int, ...]
+    num_logits: int
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Sequences that pass a layer together."""
+
+    slices: tuple[SequenceSlice, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(s.token_ids) for s in self.slices)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """All micro-batches of a step, in the order in which their logits come back."""
+
+    micro_batches: tuple[MicroBatch, ...]
+
+    @property
+    def slices(self) -> list[SequenceSlice]:
+        return [s for batch in self.micro_batches for s in batch.slices]

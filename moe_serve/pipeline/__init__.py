@@ -1,0 +1,1 @@
+"""One step through the layers: micro-batches, dispatch to the expert stage, and back."""

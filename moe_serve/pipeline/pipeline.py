@@ -1,0 +1,71 @@
+"""A step through the layers, micro-batch by micro-batch.
+
+    layer 0: attend(0) dispatch(0)  attend(1) dispatch(1)   layer 1: combine(0) attend(0) ...
+
+With one micro-batch the stages take turns; with more, a micro-batch's attention runs while the
+others are with the experts. The same code serves every layout: only the transport differs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_serve.cache.kv_cache import KVCache
+from moe_serve.model.attention_stage import AttentionStage
+from moe_serve.model.step_inputs import StepInputs, make_step_inputs
+from moe_serve.model.step_plan import MicroBatch, StepPlan
+from moe_serve.pipeline.transport import Transport
+
+
+class _Flight:
+    """One micro-batch on its way through the layers."""
+
+    def __init__(self, inputs: StepInputs, stage: AttentionStage) -> None:
+        self.inputs = inputs
+        self.rotary = stage.rotary(inputs)
+        self.hidden_TD = stage.embed(inputs)
+
+
+class Pipeline:
+    """Runs step plans on one attention rank and whatever experts its transport reaches."""
+
+    def __init__(
+        self, stage: AttentionStage, transport: Transport, cache: KVCache, device: torch.device
+    ) -> None:
+        self._stage, self._transport, self._cache, self._device = stage, transport, cache, device
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> Tensor:
+        """Compute a step -> the wanted logits [R, V] in fp32, slice after slice.
+
+        Afterwards the cache holds the keys and values of every token of the step.
+        """
+        self._transport.reset()
+        flights = [self._take_off(batch) for batch in plan.micro_batches]
+        for layer in range(self._stage.spec.num_layers):
+            for index, flight in enumerate(flights):
+                if layer:
+                    self._land(layer - 1, index, flight)
+                flight.hidden_TD = self._stage.attend(
+                    layer, flight.hidden_TD, flight.inputs, flight.rotary, self._cache
+                )
+                rows = self._stage.route(layer, flight.hidden_TD)
+                self._transport.dispatch(layer, index, rows)
+        for index, flight in enumerate(flights):
+            self._land(self._stage.spec.num_layers - 1, index, flight)
+        return torch.cat([self._stage.logits(f.hidden_TD, f.inputs.logit_rows) for f in flights])
+
+    def clear_pages(self, pages: list[int]) -> None:
+        """Zero pages that a failed request may have left NaNs in."""
+        if pages:
+            self._cache.clear(pages)
+
+    def _take_off(self, batch: MicroBatch) -> _Flight:
+        inputs = make_step_inputs(batch, self._cache, self._stage.spec, self._device)
+        return _Flight(inputs, self._stage)
+
+    def _land(self, layer: int, index: int, flight: _Flight) -> None:
+        """Add the experts' sum to the residual stream."""
+        combined_TD = self._transport.combine(layer, index)
+        flight.hidden_TD = flight.hidden_TD + combined_TD.to(flight.hidden_TD.dtype)

@@ -1,0 +1,47 @@
+"""How rows reach the expert stage and come back.
+
+`dispatch` returns at once where it can; `combine` waits. Between the two calls the caller runs the
+other micro-batches' attention: that is the ping-pong.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from experts.expert_stage import ExpertStage
+from experts.routed_rows import RoutedRows
+from torch import Tensor
+
+
+class Transport(Protocol):
+    """One attention rank's way to the experts."""
+
+    def dispatch(self, layer: int, micro_batch: int, rows: RoutedRows) -> None:
+        """Send a micro-batch's rows of one layer. At most one is in flight per micro-batch."""
+        ...
+
+    def combine(self, layer: int, micro_batch: int) -> Tensor:
+        """-> the weighted sum of the rows' experts, [T, D] in fp32, in the order dispatched."""
+        ...
+
+    def reset(self) -> None:
+        """Forget what was in flight when a step failed."""
+        ...
+
+
+class LocalTransport:
+    """Both stages in one process: dispatch is a function call."""
+
+    def __init__(self, stage: ExpertStage) -> None:
+        self._stage = stage
+        self._results: dict[int, Tensor] = {}
+
+    def dispatch(self, layer: int, micro_batch: int, rows: RoutedRows) -> None:
+        assert micro_batch not in self._results, f"micro-batch {micro_batch} is still in flight"
+        self._results[micro_batch] = self._stage.run(layer, rows)
+
+    def combine(self, layer: int, micro_batch: int) -> Tensor:
+        return self._results.pop(micro_batch)
+
+    def reset(self) -> None:
+        self._results.clear()

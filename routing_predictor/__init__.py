@@ -1,0 +1,1 @@
+"""Traces of the routing and predictors learnt from them. Never imports `moe_serve`."""

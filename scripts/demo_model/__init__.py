@@ -1,0 +1,1 @@
+"""How the demonstration model is made: corpus -> tokenizer -> training -> export -> report."""

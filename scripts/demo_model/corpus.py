@@ -1,0 +1,80 @@
+"""The training text: eight domains of documents, and the chat form of those that ask and answer.
+
+Knows nothing of token ids. A document is a string; a chat is a list of (user, assistant) turns.
+"""
+
+from __future__ import annotations
+
+import lzma
+import random
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+DOMAINS = (
+    "stories",
+    "encyclopedia",
+    "instruct",
+    "math",
+    "code_python",
+    "code_c",
+    "french",
+    "german_law",
+)
+END_OF_TEXT = "<|endoftext|>"
+
+Turns = list[tuple[str, str]]
+
+_INSTRUCT = re.compile(r"### Instruction:\n(.*?)\n+### Response:\n(.*)", re.S)
+_QUESTION = re.compile(r"Question: (.*?)\nAnswer: (.*)", re.S)
+_DRILL = re.compile(r"Q: (.*?)\nA: (.*?)(?=\n\nQ: |\Z)", re.S)
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Documents by domain, for one split."""
+
+    documents: dict[str, list[str]]
+
+    @classmethod
+    def read(cls, root: Path, split: str) -> Corpus:
+        """Read `root/<domain>/<split>.txt.xz`; documents end with a line `<|endoftext|>`."""
+        documents = {}
+        for domain in DOMAINS:
+            with lzma.open(root / domain / f"{split}.txt.xz", "rt", encoding="utf-8") as file:
+                pieces = file.read().split(END_OF_TEXT)
+            documents[domain] = [p.lstrip("\n") for p in pieces if p.strip()]
+        return cls(documents)
+
+
+def chats_of(document: str) -> list[Turns]:
+    """The conversations that a document holds; none if it neither asks nor answers.
+
+    Drills (`Q:`/`A:` lines) become conversations of up to three turns.
+    """
+    if match := _INSTRUCT.search(document):
+        user = match[1].replace("### Input:\n", "").strip()
+        return [[(user, match[2].strip())]]
+    if match := _QUESTION.search(document):
+        return [[(match[1].strip(), match[2].strip())]]
+    drills = [(q.strip(), a.strip()) for q, a in _DRILL.findall(document)]
+    return [drills[i : i + 3] for i in range(0, len(drills), 3)]
+
+
+def render_chat(turns: Turns) -> str:
+    """The chat as `chat_template.jinja` renders it, every turn closed."""
+    return "".join(
+        f"<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
+        for user, answer in turns
+    )
+
+
+def training_texts(corpus: Corpus, rng: random.Random) -> list[str]:
+    """Every document once as it stands, plus instruct and half of math once in chat form."""
+    texts = [text for domain in DOMAINS for text in corpus.documents[domain]]
+    for document in corpus.documents["instruct"]:
+        texts += [render_chat(turns) for turns in chats_of(document)]
+    for document in corpus.documents["math"]:
+        texts += [render_chat(turns) for turns in chats_of(document) if rng.random() < 0.5]
+    rng.shuffle(texts)
+    return texts

@@ -1,0 +1,86 @@
+"""A request's tokens and log probabilities are bit for bit its own: company, cuts, preemption."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import pytest
+from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.llm import LLM
+from moe_serve.outputs import RequestOutput
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+def prompts_and_params(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Greedy and seeded requests of mixed lengths."""
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(1, 300, int(n)).tolist() for n in rng.integers(1, 90, count)]
+    params = [
+        SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=2)
+        if i % 2
+        else SamplingParams(
+            max_tokens=24, temperature=1.3, top_p=0.95, seed=i, ignore_eos=True, logprobs=2
+        )
+        for i in range(count)
+    ]
+    return prompts, params
+
+
+def content(output: RequestOutput) -> tuple[object, object]:
+    return output.outputs[0].token_ids, output.outputs[0].logprobs
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_alone_and_among_31_others(tiny: str, dtype: Dtype) -> None:
+    prompts, params = prompts_and_params(32)
+    with LLM(tiny, dtype=dtype) as llm:
+        together = llm.generate(prompts, params, use_progress_bar=False)
+        for index in (0, 1, 13, 30, 31):
+            (alone,) = llm.generate([prompts[index]], [params[index]], use_progress_bar=False)
+            assert content(alone) == content(together[index]), f"{dtype=}, {index=}"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_any_chunks_micro_batches_and_preemptions(tiny: str, dtype: Dtype) -> None:
+    prompts, params = prompts_and_params(12)
+    with LLM(tiny, dtype=dtype) as llm:
+        plain = llm.generate(prompts, params, use_progress_bar=False)
+    for budget, micro_batches, pages in ((9, 1, None), (64, 3, None), (64, 2, 11)):
+        with LLM(
+            tiny, dtype=dtype, max_batched_tokens=budget, micro_batches=micro_batches,
+            num_pages=pages, max_model_len=160,
+        ) as llm:
+            outputs = llm.generate(prompts, params, use_progress_bar=False)
+            if pages is not None:
+                assert llm.stats().num_preemptions > 0, "the pool was meant to be too small"
+        for index, (output, expected) in enumerate(zip(outputs, plain, strict=True)):
+            assert content(output) == content(expected), f"{dtype=}, {budget=}, {index=}"
+
+
+def test_a_seed_gives_its_text_whatever_else_runs(tiny: str) -> None:
+    seeded = SamplingParams(max_tokens=20, temperature=1.0, seed=11, ignore_eos=True)
+    unseeded = SamplingParams(max_tokens=20, temperature=1.0, ignore_eos=True)
+    with LLM(tiny) as llm:
+        (alone,) = llm.generate([[5, 6, 7]], seeded, use_progress_bar=False)
+        crowd = llm.generate(
+            [[9, 8]] * 5 + [[5, 6, 7]] + [[1]] * 5,
+            [unseeded] * 5 + [seeded] + [unseeded] * 5,
+            use_progress_bar=False,
+        )
+        other = SamplingParams(max_tokens=20, temperature=1.0, seed=12, ignore_eos=True)
+        (different,) = llm.generate([[5, 6, 7]], other, use_progress_bar=False)
+    assert crowd[5].outputs[0].token_ids == alone.outputs[0].token_ids
+    assert different.outputs[0].token_ids != alone.outputs[0].token_ids
+
+
+def test_choices_of_one_seed_differ_and_repeat(tiny: str) -> None:
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=5, n=4, ignore_eos=True)
+    with LLM(tiny) as llm:
+        first, second = (
+            [o.token_ids for o in llm.generate([[3, 4]], params, use_progress_bar=False)[0].outputs]
+            for _ in range(2)
+        )
+    assert first == second
+    assert len(set(first)) == 4

@@ -1,0 +1,102 @@
+"""Logits and greedy tokens against transformers, for every family, however the work is cut."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from moe_serve.cache.kv_cache import KVCache
+from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.llm import LLM
+from moe_serve.model.demo import demo_model_folder
+from moe_serve.model.loader import ModelLoader
+from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
+from moe_serve.pipeline.pipeline import Pipeline
+from moe_serve.pipeline.transport import LocalTransport
+
+VARIANTS = ["qwen3_moe", "qwen3_moe-biased", "mixtral", "mixtral-window", "olmoe", "olmoe-clipped"]
+GREEDY = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
+
+
+@cache
+def reference(folder: Path) -> transformers.PreTrainedModel:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def random_prompts(lengths: list[int]) -> list[list[int]]:
+    rng = np.random.default_rng(7)
+    return [rng.integers(1, 300, n).tolist() for n in lengths]
+
+
+def greedy(model: transformers.PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    """Greedy continuation by transformers."""
+    with torch.inference_mode():
+        out = model.generate(
+            torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=0,
+            eos_token_id=-1,  # never: min_new_tokens would mask it, and change the tokens
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        )
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("chunk", [100, 7])
+def test_logits(checkpoints: dict[str, Path], variant: str, chunk: int) -> None:
+    folder, cpu = checkpoints[variant], torch.device("cpu")
+    loader = ModelLoader(folder)
+    kv = KVCache(loader.spec, 9, torch.float32, cpu)
+    transport = LocalTransport(loader.expert_stage())
+    pipeline = Pipeline(loader.attention_stage(512), transport, kv, cpu)
+    (prompt,) = random_prompts([100])
+    pages = (4, 9, 1, 7, 2, 8, 3)
+    parts = []
+    for start in range(0, 100, chunk):
+        ids = np.array(prompt[start : start + chunk])
+        piece = SequenceSlice(0, start, ids, pages, len(ids))
+        parts.append(pipeline.run(StepPlan((MicroBatch((piece,)),))))
+    with torch.inference_mode():
+        expected = reference(folder)(torch.tensor([prompt])).logits[0]
+    error = ((torch.cat(parts) - expected).abs().max() / expected.abs().max()).item()
+    assert error < 1e-4, f"{variant=}, {chunk=}, {error=:.2e}"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_tokens(checkpoints: dict[str, Path], variant: str) -> None:
+    folder = checkpoints[variant]
+    prompts = random_prompts([1, 5, 16, 17, 40, 130])
+    expected = [greedy(reference(folder), prompt, 64) for prompt in prompts]
+    for budget in (1024, 7):  # the batch of mixed lengths at once, then in chunks of 7 tokens
+        with LLM(str(folder), max_batched_tokens=budget) as llm:
+            outputs = llm.generate(prompts, GREEDY, use_progress_bar=False)
+        for prompt, output, tokens in zip(prompts, outputs, expected, strict=True):
+            found = list(output.outputs[0].token_ids)
+            assert found == tokens, f"{variant=}, {budget=}, {len(prompt)=}"
+
+
+DEMO_PROMPTS = [
+    "Once upon a time", "It was a dark night, and", "\"My dear Watson,\" said he,", "The whale",
+    "def main():\n    ", "import os\n\nclass Reader:\n", "for i in range(", "# Sort the list\n",
+    "static int read_line(", "#include <stdio.h>\n", "/* The table is",
+    "Question: Tom has 3 apples and buys 4 more. How many apples has he?\nAnswer:",
+    "Q: What is 12 + 30?\nA:", "The Roman Empire was", "Cells are the basic units of",
+    "Le comte de Monte-Cristo", "Il y avait une fois", "(1) Die Bundesregierung wird",
+    "### Instruction:\nName three colours.\n\n### Response:\n",
+    "<|im_start|>user\nWhat is a poem?<|im_end|>\n<|im_start|>assistant\n",
+]
+
+
+def test_the_demonstration_model_says_what_transformers_says() -> None:
+    folder = demo_model_folder()
+    model = reference(folder)
+    params = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
+    with LLM(dtype="float32") as llm:
+        outputs = llm.generate(DEMO_PROMPTS, params, use_progress_bar=False)
+        tokenizer = llm.tokenizer
+        for output in outputs:
+            expected = greedy(model, list(output.prompt_token_ids), 48)
+            assert output.outputs[0].text == tokenizer.decode(expected), f"{output.prompt=}"
