@@ -1,0 +1,123 @@
+"""The engine behind the event loop: streams, limits, aborts, draining, death."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from fake_runner import FakeRunner, continuation
+from moe_serve.config import EngineConfig, ModelConfig, SchedulerConfig
+from moe_serve.engine.async_engine import AsyncEngine
+from moe_serve.engine.build import build_engine
+from moe_serve.engine.client import stream
+from moe_serve.engine.engine import Engine
+from moe_serve.engine.request import FinishReason, GenerationRequest
+from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.errors import ServerOverloadedError
+
+
+def request(name: str, prompt: tuple[int, ...] = (1, 2), max_tokens: int = 8) -> GenerationRequest:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    return GenerationRequest(request_id=name, prompt_token_ids=prompt, params=params)
+
+
+class Fixture:
+    """An AsyncEngine over the fake model."""
+
+    def __init__(self, tiny: str) -> None:
+        self.runner = FakeRunner()
+        scheduler = SchedulerConfig(max_num_seqs=4, max_queued_requests=6)
+        built = build_engine(EngineConfig(model=ModelConfig(path=tiny), scheduler=scheduler))
+        engine = Engine(
+            self.runner, scheduler=scheduler, num_pages=200, micro_batches=1, max_model_len=400,
+            eos_token_ids=frozenset(),
+        )  # fmt: skip
+        self.engine = AsyncEngine(type(built)(engine, built.layout, built.spec), 6)
+
+
+@pytest.fixture()
+def fixture(tiny: str) -> Iterator[Fixture]:
+    made = Fixture(tiny)
+    yield made
+    made.engine.close()
+
+
+async def collect(engine: AsyncEngine, one: GenerationRequest) -> list[int]:
+    return [token async for delta in stream(engine, one) for token in delta.token_ids]
+
+
+async def until_idle(engine: AsyncEngine) -> None:
+    for _ in range(500):
+        stats = engine.stats()
+        if not (stats.num_running or stats.num_waiting) and stats.num_free_pages == stats.num_pages:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"not idle: {engine.stats()}")
+
+
+def test_streams_at_once(fixture: Fixture) -> None:
+    async def main() -> None:
+        answers = await asyncio.gather(
+            *(collect(fixture.engine, request(f"r{i}", (i + 1, 3))) for i in range(6))
+        )
+        assert answers == [continuation([i + 1, 3], 8) for i in range(6)]
+        await until_idle(fixture.engine)
+        assert fixture.engine.num_open_requests == 0
+
+    asyncio.run(main())
+
+
+def test_leaving_a_stream_aborts_the_request(fixture: Fixture) -> None:
+    async def main() -> None:
+        deltas = stream(fixture.engine, request("a", max_tokens=390))
+        await anext(deltas)
+        await deltas.aclose()
+        steps = fixture.engine.stats().num_steps
+        await until_idle(fixture.engine)
+        assert fixture.engine.stats().num_steps < steps + 100
+        assert fixture.engine.num_open_requests == 0
+
+    asyncio.run(main())
+
+
+def test_a_full_queue_refuses_all_of_a_group_or_none(fixture: Fixture) -> None:
+    async def main() -> None:
+        with pytest.raises(ServerOverloadedError, match=r"max_queued_requests is 6") as caught:
+            fixture.engine.submit([request(f"r{i}") for i in range(7)])
+        assert caught.value.retry_after_s > 0 and not caught.value.is_draining
+        assert fixture.engine.num_open_requests == 0
+        assert await collect(fixture.engine, request("a")) == continuation([1, 2], 8)
+
+    asyncio.run(main())
+
+
+def test_draining_refuses_new_requests_and_finishes_the_old(fixture: Fixture) -> None:
+    async def main() -> None:
+        running = asyncio.create_task(collect(fixture.engine, request("a", max_tokens=100)))
+        await asyncio.sleep(0.01)
+        fixture.engine.begin_drain()
+        with pytest.raises(ServerOverloadedError) as caught:
+            fixture.engine.submit([request("b")])
+        assert caught.value.is_draining
+        assert len(await running) == 100
+
+    asyncio.run(main())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_dead_engine_ends_every_stream_and_says_why(fixture: Fixture) -> None:
+    async def main() -> None:
+        (queue,) = fixture.engine.submit([request("a", max_tokens=390)])
+        await queue.get()
+        fixture.runner.clear_pages = None  # type: ignore[assignment, method-assign]
+        fixture.runner.fails_next = True  # and failing that request fails too
+        while (delta := await queue.get()).finish_reason is None:
+            pass
+        assert delta.finish_reason is FinishReason.ERROR
+        assert "TypeError" in (delta.error or "")
+        assert not fixture.engine.stats().is_alive
+        with pytest.raises(ServerOverloadedError, match="has stopped"):
+            fixture.engine.submit([request("b")])
+
+    asyncio.run(main())

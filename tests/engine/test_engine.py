@@ -1,0 +1,218 @@
+"""The engine on a fake model: scheduling, preemption, aborts, faults, and nothing left behind."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from fake_runner import VOCAB_SIZE, FakeRunner, continuation
+from moe_serve.config import SchedulerConfig
+from moe_serve.engine.engine import Engine
+from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
+from moe_serve.engine.sampling_params import SamplingParams
+
+
+def make_engine(
+    runner: FakeRunner, *, num_pages: int = 64, max_num_seqs: int = 8, budget: int = 64,
+    micro_batches: int = 1, eos: frozenset[int] = frozenset(),
+) -> Engine:
+    return Engine(
+        runner,
+        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_batched_tokens=budget),
+        num_pages=num_pages,
+        micro_batches=micro_batches,
+        max_model_len=160,
+        eos_token_ids=eos,
+    )
+
+
+def request(name: str, prompt: list[int], **params: object) -> GenerationRequest:
+    fields = {"temperature": 0.0, "max_tokens": 10} | params
+    return GenerationRequest(
+        request_id=name,
+        prompt_token_ids=tuple(prompt),
+        params=SamplingParams(**fields),  # type: ignore[arg-type]
+    )
+
+
+def run(engine: Engine) -> dict[str, list[TokenDelta]]:
+    """Step until idle, checking integrity after every step."""
+    result: dict[str, list[TokenDelta]] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            result.setdefault(delta.request_id, []).append(delta)
+        engine.check_integrity()
+    stats = engine.stats()
+    assert stats.num_free_pages == stats.num_pages, "all pages are free when nothing runs"
+    return result
+
+
+def tokens(deltas: list[TokenDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def test_one_request() -> None:
+    engine = make_engine(FakeRunner())
+    engine.add(request("a", [3, 4, 5]))
+    deltas = run(engine)["a"]
+    assert tokens(deltas) == continuation([3, 4, 5], 10)
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+    assert all(d.finish_reason is None for d in deltas[:-1])
+
+
+@pytest.mark.parametrize("budget", [1, 7, 64])
+def test_prompts_are_read_in_chunks_within_the_budget(budget: int) -> None:
+    runner = FakeRunner()
+    engine = make_engine(runner, budget=budget)
+    prompts = {name: [ord(name), *range(1, 40)] for name in "abc"}
+    for name, prompt in prompts.items():
+        engine.add(request(name, prompt))
+    result = run(engine)
+    for name, prompt in prompts.items():
+        assert tokens(result[name]) == continuation(prompt, 10), name
+    assert max(sum(b.num_tokens for b in plan.micro_batches) for plan in runner.plans) <= budget
+
+
+def test_new_requests_join_at_any_step() -> None:
+    engine = make_engine(FakeRunner())
+    engine.add(request("a", [1], max_tokens=20))
+    engine.step()
+    engine.add(request("b", [2], max_tokens=3))
+    deltas = engine.step()
+    assert {d.request_id for d in deltas} == {"a", "b"}
+    run(engine)
+
+
+def test_decode_goes_before_prompts() -> None:
+    runner = FakeRunner()
+    engine = make_engine(runner, budget=8)
+    engine.add(request("a", [1]))
+    engine.step()
+    engine.add(request("b", list(range(1, 100))))
+    engine.step()
+    first, second = runner.plans[-1].slices
+    assert {len(first.token_ids), len(second.token_ids)} == {1, 7}
+    run(engine)
+
+
+def test_when_pages_run_out_the_last_to_arrive_is_computed_again() -> None:
+    engine = make_engine(FakeRunner(), num_pages=10)
+    prompts = {name: [ord(name)] * 30 for name in "abcd"}
+    for name, prompt in prompts.items():
+        engine.add(request(name, prompt, max_tokens=60))
+    result = run(engine)
+    assert engine.stats().num_preemptions > 0
+    for name, prompt in prompts.items():
+        assert tokens(result[name]) == continuation(prompt, 60), name
+
+
+def test_a_full_context_ends_by_length() -> None:
+    engine = make_engine(FakeRunner(), num_pages=10)
+    engine.add(request("a", [7] * 150, max_tokens=None))
+    deltas = run(engine)["a"]
+    assert len(tokens(deltas)) == 10
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_stop_tokens_eos_min_tokens_and_ignore_eos() -> None:
+    answer = continuation([9], 10)
+    eos = frozenset({answer[2]})
+    cases = {
+        "eos": ({}, answer[:3], FinishReason.STOP),
+        "ignored": ({"ignore_eos": True}, answer, FinishReason.LENGTH),
+        "own": ({"stop_token_ids": (answer[1],)}, answer[:2], FinishReason.STOP),
+    }
+    for name, (params, expected, reason) in cases.items():
+        engine = make_engine(FakeRunner(), eos=eos)
+        engine.add(request(name, [9], **params))
+        deltas = run(engine)[name]
+        assert tokens(deltas) == expected, name
+        assert deltas[-1].finish_reason is reason, name
+    engine = make_engine(FakeRunner(), eos=eos)
+    engine.add(request("min", [9], min_tokens=6))
+    assert len(tokens(run(engine)["min"])) >= 6
+
+
+def test_abort_ends_a_request_within_a_step_and_leaves_the_others() -> None:
+    engine = make_engine(FakeRunner(), max_num_seqs=2)
+    for name in "abc":
+        engine.add(request(name, [ord(name)] * 20))
+    engine.step()
+    engine.abort("a")  # running
+    engine.abort("c")  # waiting
+    engine.abort("nobody")
+    engine.check_integrity()
+    result = run(engine)
+    assert result["a"][-1].finish_reason is FinishReason.ABORT
+    assert result["c"][-1].finish_reason is FinishReason.ABORT
+    assert result["b"][-1].finish_reason is FinishReason.LENGTH
+
+
+def test_a_failed_step_ends_its_requests_and_nobody_else() -> None:
+    runner = FakeRunner()
+    engine = make_engine(runner, max_num_seqs=1)
+    engine.add(request("a", [1, 2]))
+    engine.add(request("b", [3, 4]))
+    runner.fails_next = True
+    result = run(engine)
+    assert result["a"][-1].finish_reason is FinishReason.ERROR
+    assert "the device is on fire" in (result["a"][-1].error or "")
+    assert tokens(result["b"]) == continuation([3, 4], 10)
+
+
+def test_nan_ends_its_own_request_and_its_pages_are_zeroed() -> None:
+    runner = FakeRunner()
+    runner.nan_after_token = 49
+    engine = make_engine(runner)
+    engine.add(request("bad", [1, 49]))
+    engine.add(request("good", [3, 4]))
+    result = run(engine)
+    assert result["bad"][-1].finish_reason is FinishReason.ERROR
+    assert "NaN" in (result["bad"][-1].error or "")
+    assert len(runner.cleared) == 1
+    assert tokens(result["good"]) == continuation([3, 4], 10)
+
+
+def test_prompt_logprobs_come_with_the_first_token_however_the_prompt_is_cut() -> None:
+    found = []
+    for budget in (64, 3):
+        engine = make_engine(FakeRunner(), budget=budget)
+        engine.add(request("a", [5, 6, 7, 8, 9, 10, 11], prompt_logprobs=2, logprobs=1))
+        deltas = run(engine)["a"]
+        entries = deltas[0].prompt_logprobs
+        assert entries is not None and len(entries) == 7 and entries[0] is None
+        assert [e.token_id for e in entries if e is not None] == [6, 7, 8, 9, 10, 11]
+        assert all(d.prompt_logprobs is None for d in deltas[1:])
+        found.append(entries)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_submits_and_aborts_leave_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    runner = FakeRunner()
+    engine = make_engine(
+        runner, num_pages=rng.randint(10, 30), max_num_seqs=rng.randint(1, 8),
+        budget=rng.randint(1, 80), micro_batches=rng.randint(1, 4),
+    )
+    prompts: dict[str, list[int]] = {}
+    aborted: set[str] = set()
+    result: dict[str, list[int]] = {}
+    for _ in range(250):
+        if rng.random() < 0.3:
+            name = f"r{len(prompts)}"
+            prompts[name] = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 100))]
+            engine.add(request(name, prompts[name], max_tokens=rng.randint(1, 40)))
+        if prompts and rng.random() < 0.15:
+            name = rng.choice(list(prompts))
+            aborted.add(name)
+            engine.abort(name)
+        for delta in engine.step() if engine.has_work else []:
+            result.setdefault(delta.request_id, []).extend(delta.token_ids)
+        engine.check_integrity()
+    for name, deltas in run(engine).items():
+        result.setdefault(name, []).extend(tokens(deltas))
+    for name, prompt in prompts.items():
+        answer = result.get(name, [])
+        assert answer == continuation(prompt, len(answer)), name
+        assert answer or name in aborted, name

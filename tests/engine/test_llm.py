@@ -1,0 +1,91 @@
+"""The offline API: shapes of the results, text, stop strings, mistakes."""
+
+from __future__ import annotations
+
+import pytest
+from moe_serve import LLM, SamplingParams
+from moe_serve.errors import CheckpointError, ConfigError, ContextLengthError, InvalidRequestError
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: str) -> LLM:
+    return LLM(tiny)
+
+
+def test_prompts_as_text_or_ids(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+    (text,) = llm.generate("abc", params, use_progress_bar=False)
+    ids = llm.tokenizer.encode("abc")
+    (by_ids,) = llm.generate(ids, params, use_progress_bar=False)
+    both = llm.generate(["abc", ids], params, use_progress_bar=False)
+    assert text.prompt == "abc" and by_ids.prompt is None
+    assert text.prompt_token_ids == by_ids.prompt_token_ids == tuple(ids)
+    answers = {o.outputs[0].token_ids for o in (text, by_ids, *both)}
+    assert len(answers) == 1
+    assert text.outputs[0].finish_reason == "length"
+    assert text.outputs[0].text == llm.tokenizer.decode(text.outputs[0].token_ids)
+    assert 0 < text.metrics.ttft_s <= text.metrics.e2e_s
+
+
+def test_logprobs_and_prompt_logprobs(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=3, temperature=0, logprobs=2, prompt_logprobs=0)
+    (result,) = llm.generate("abcd", params, use_progress_bar=False)
+    (answer,) = result.outputs
+    assert answer.logprobs is not None and len(answer.logprobs) == len(answer.token_ids)
+    for token, entry in zip(answer.token_ids, answer.logprobs, strict=True):
+        assert entry[token].rank == 1 and len(entry) == 2
+    assert answer.cumulative_logprob == pytest.approx(
+        sum(e[t].logprob for t, e in zip(answer.token_ids, answer.logprobs, strict=True))
+    )
+    assert result.prompt_logprobs is not None
+    assert [e is None for e in result.prompt_logprobs] == [True, False, False, False]
+
+
+def test_a_stop_string_cuts_the_text_and_frees_the_request(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=60, temperature=1.0, seed=1, ignore_eos=True)
+    (whole,) = llm.generate("abc", params, use_progress_bar=False)
+    text = whole.outputs[0].text
+    stop = text[10:12]
+    stopping = SamplingParams(
+        max_tokens=60, temperature=1.0, seed=1, ignore_eos=True, stop=(stop,)
+    )
+    (cut,) = llm.generate("abc", stopping, use_progress_bar=False)
+    assert cut.outputs[0].text == text[: text.index(stop)]
+    assert cut.outputs[0].finish_reason == "stop" and cut.outputs[0].stop_reason == stop
+    stats = llm.stats()
+    assert stats.num_free_pages == stats.num_pages
+
+
+def test_one_params_per_prompt(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (2, 5)]
+    outputs = llm.generate(["a", "b"], params, use_progress_bar=False)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [2, 5]
+    with pytest.raises(InvalidRequestError, match="1 prompts came with 2"):
+        llm.generate(["a"], params, use_progress_bar=False)
+
+
+def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate("a", SamplingParams(max_tokens=2))
+    assert "Generating" in capsys.readouterr().out
+
+
+def test_mistakes_are_told_before_anything_runs(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="The prompt is empty"):
+        llm.generate([[]], use_progress_bar=False)
+    with pytest.raises(InvalidRequestError, match=r"Token id 300 is outside .* \[0, 299\]"):
+        llm.generate([[300]], use_progress_bar=False)
+    with pytest.raises(ContextLengthError, match="500 tokens and max_tokens is 16: 516 together"):
+        llm.generate([[1] * 500], use_progress_bar=False)
+    steps = llm.stats().num_steps
+    with pytest.raises(InvalidRequestError):
+        llm.generate(["fine", [300]], use_progress_bar=False)
+    assert llm.stats().num_steps == steps
+
+
+def test_wrong_settings(tiny: str) -> None:
+    with pytest.raises(CheckpointError, match="not a folder"):
+        LLM("/nowhere/at/all")
+    with pytest.raises(ConfigError, match=r"max_model_len \(513\) must be in \[2, 512\]"):
+        LLM(tiny, max_model_len=513)
+    with pytest.raises(ConfigError, match="2 pages"):
+        LLM(tiny, num_pages=2)

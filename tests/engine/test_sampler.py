@@ -1,0 +1,147 @@
+"""Sampling rules one by one, and their distribution."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from moe_serve.engine.random_draw import uniform
+from moe_serve.engine.request import GenerationRequest
+from moe_serve.engine.sampler import Sampled, Sampler, prompt_logprobs
+from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.sequence import Sequence
+from moe_serve.errors import InvalidRequestError
+
+LOGITS = torch.tensor([0.0, 1.0, 2.0, 3.0, -1.0])
+
+
+def sequence(prompt: tuple[int, ...] = (0,), output: tuple[int, ...] = (), **params: object) -> Sequence:
+    fields = {"temperature": 0.0, "seed": 0, "max_tokens": None} | params
+    request = GenerationRequest(
+        request_id="r", prompt_token_ids=prompt, params=SamplingParams(**fields)  # type: ignore[arg-type]
+    )
+    made = Sequence(0, request)
+    for token in output:
+        made.append(token)
+    return made
+
+
+def sample(one: Sequence, logits: torch.Tensor = LOGITS) -> Sampled:
+    return Sampler(frozenset({3})).sample(logits[None].clone(), [one])[0]
+
+
+def draws(count: int = 4000, **params: object) -> list[float]:
+    """Frequencies of the five tokens over many positions."""
+    made = [sequence(prompt=(0,) * (i + 1), temperature=1.0, **params) for i in range(count)]
+    tokens = [s.token_id for s in Sampler(frozenset()).sample(LOGITS.repeat(count, 1), made)]
+    return [tokens.count(i) / count for i in range(5)]
+
+
+def test_greedy_takes_the_largest() -> None:
+    assert sample(sequence()).token_id == 3
+
+
+def test_logit_bias() -> None:
+    assert sample(sequence(logit_bias={4: 10.0, 3: -1.0})).token_id == 4
+
+
+def test_eos_waits_for_min_tokens() -> None:
+    assert sample(sequence(min_tokens=2, output=(1,))).token_id == 2
+    assert sample(sequence(min_tokens=2, output=(1, 1))).token_id == 3
+
+
+def test_presence_and_frequency_count_the_answer_only() -> None:
+    assert sample(sequence(prompt=(3, 3), presence_penalty=2.0)).token_id == 3
+    assert sample(sequence(output=(3,), presence_penalty=1.5)).token_id == 2
+    assert sample(sequence(output=(3,), frequency_penalty=0.6)).token_id == 3
+    assert sample(sequence(output=(3, 3), frequency_penalty=0.6)).token_id == 2
+
+
+def test_repetition_counts_the_prompt_too() -> None:
+    assert sample(sequence(prompt=(3,), repetition_penalty=1.6)).token_id == 2
+    negative = torch.tensor([-1.0, -1.1, -5.0, -5.0, -5.0])
+    assert sample(sequence(prompt=(0,), repetition_penalty=1.5), negative).token_id == 1
+
+
+def test_the_distribution_is_the_softmax() -> None:
+    expected = torch.softmax(LOGITS, -1).tolist()
+    for found, wanted in zip(draws(), expected, strict=True):
+        assert abs(found - wanted) < 4 * math.sqrt(wanted * (1 - wanted) / 4000), (found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("params", "allowed"),
+    [({"top_k": 2}, {2, 3}), ({"top_k": 1}, {3}), ({"top_p": 0.7}, {2, 3}), ({"top_p": 0.1}, {3}),
+     ({"min_p": 0.3}, {2, 3}), ({"min_p": 1.0}, {3}), ({"top_k": 3, "top_p": 0.99}, {1, 2, 3}),
+     ({"top_k": -1}, {0, 1, 2, 3, 4})],
+    ids=str,
+)  # fmt: skip
+def test_filters(params: dict[str, float], allowed: set[int]) -> None:
+    frequencies = draws(**params)
+    assert {i for i, f in enumerate(frequencies) if f > 0} == allowed
+    weights = [math.exp(LOGITS[i]) if i in allowed else 0.0 for i in range(5)]
+    for found, weight in zip(frequencies, weights, strict=True):
+        assert abs(found - weight / sum(weights)) < 0.035
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    one = sequence(temperature=0.8, top_p=0.9, seed=3, logprobs=2)
+    others = [
+        sequence(temperature=1.0), sequence(), sequence(temperature=1.0, top_k=2, output=(1,)),
+        sequence(presence_penalty=1.0, output=(3,), logit_bias={1: 5.0}),
+    ]  # fmt: skip
+    logits = torch.randn(5, 5, generator=torch.Generator().manual_seed(0))
+    (alone,) = Sampler(frozenset()).sample(logits[2:3].clone(), [one])
+    mixed = Sampler(frozenset()).sample(logits.clone(), [*others[:2], one, *others[2:]])
+    assert mixed[2] == alone
+
+
+def test_logprobs_are_the_models_own() -> None:
+    result = sample(sequence(logprobs=2, logit_bias={0: 50.0}))
+    assert result.token_id == 0 and result.logprob is not None
+    expected = torch.log_softmax(LOGITS, -1)
+    assert result.logprob.logprob == pytest.approx(expected[0].item())
+    assert result.logprob.rank == 4
+    assert [i for i, _ in result.logprob.top] == [3, 2]
+    assert sample(sequence(logprobs=0)).logprob is not None
+    assert sample(sequence()).logprob is None
+
+
+def test_prompt_logprobs_name_the_next_token() -> None:
+    (entry,) = prompt_logprobs(LOGITS[None], [1], 1)
+    assert (entry.token_id, entry.rank, entry.top[0][0]) == (1, 3, 3)
+
+
+def test_nan_is_reported_for_its_row_only() -> None:
+    logits = torch.stack([LOGITS, torch.full((5,), float("nan"))])
+    good, bad = Sampler(frozenset()).sample(logits, [sequence(), sequence(temperature=1.0)])
+    assert good.is_valid and not bad.is_valid
+
+
+def test_draws_depend_on_seed_choice_and_position_alone() -> None:
+    seen = {uniform(seed, choice, position) for seed in range(-5, 5) for choice in range(3) for position in range(20)}
+    assert len(seen) == 10 * 3 * 20
+    assert all(0 <= u < 1 for u in seen)
+    assert uniform(7, 1, 9) == uniform(7, 1, 9)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", -0.1), ("temperature", 2.1), ("temperature", float("nan")), ("top_p", 0.0),
+     ("top_p", 1.5), ("top_k", -2), ("min_p", 2.0), ("presence_penalty", 3.0), ("n", 0),
+     ("n", 1000), ("max_tokens", 0), ("logprobs", 21), ("repetition_penalty", 0.0),
+     ("max_tokens", True), ("top_k", 1.5), ("seed", 2**63), ("stop", ("",)), ("stop", ("x",) * 17),
+     ("stop_token_ids", (-1,)), ("logit_bias", {-1: 1.0}), ("logit_bias", {1: 101.0})],
+    ids=str,
+)  # fmt: skip
+def test_wrong_values_name_the_field(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+    assert caught.value.param == field
+
+
+def test_ids_outside_the_vocabulary_are_refused() -> None:
+    for params in (SamplingParams(stop_token_ids=(50,)), SamplingParams(logit_bias={50: 1.0})):
+        with pytest.raises(InvalidRequestError, match=r"in \[0, 49\], got 50"):
+            params.check_vocabulary(50)

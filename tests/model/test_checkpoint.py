@@ -1,0 +1,162 @@
+"""A bad checkpoint is refused in one sentence that names the file and the tensor."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from moe_serve.errors import CheckpointError
+from moe_serve.model.demo import demo_model_folder
+from moe_serve.model.families import FAMILIES
+from moe_serve.model.loader import ModelLoader
+from safetensors.torch import load_file, save_file
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 20, "hidden_size": 16,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+    "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8,
+    "max_position_embeddings": 64, "tie_word_embeddings": True, "torch_dtype": "float32",
+}  # fmt: skip
+SHAPES = {
+    "model.embed_tokens.weight": (20, 16),
+    "model.norm.weight": (16,),
+    "model.layers.0.input_layernorm.weight": (16,),
+    "model.layers.0.post_attention_layernorm.weight": (16,),
+    "model.layers.0.self_attn.q_proj.weight": (16, 16),
+    "model.layers.0.self_attn.k_proj.weight": (8, 16),
+    "model.layers.0.self_attn.v_proj.weight": (8, 16),
+    "model.layers.0.self_attn.o_proj.weight": (16, 16),
+    "model.layers.0.self_attn.q_norm.weight": (8,),
+    "model.layers.0.self_attn.k_norm.weight": (8,),
+    "model.layers.0.mlp.gate.weight": (2, 16),
+} | {
+    f"model.layers.0.mlp.experts.{e}.{name}_proj.weight": shape
+    for e in range(2)
+    for name, shape in (("gate", (8, 16)), ("up", (8, 16)), ("down", (16, 8)))
+}
+ROUTER = "model.layers.0.mlp.gate.weight"
+
+
+@pytest.fixture()
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    save_file({n: torch.randn(s) for n, s in SHAPES.items()}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def edit_config(**changes: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+
+    return edit
+
+
+def edit_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return edit
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def only_pickles(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def index_names_a_missing_shard(folder: Path) -> None:
+    index = {"weight_map": dict.fromkeys(SHAPES, "model-00001-of-00002.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def index_points_outside(folder: Path) -> None:
+    index = {"weight_map": dict.fromkeys(SHAPES, "../secret.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+CASES: list[tuple[Callable[[Path], object], str]] = [
+    (lambda f: (f / "config.json").unlink(), "has no config.json"),
+    (lambda f: (f / "config.json").write_text("{"), r"config.json cannot be read as JSON"),
+    (edit_config(architectures=["GPT2LMHeadModel"]), "'GPT2LMHeadModel', which is not served; served: "),
+    (edit_config(architectures=None), "architectures must name one architecture"),
+    (edit_config(hidden_size="16"), "hidden_size must be a positive integer, is '16'"),
+    (edit_config(num_experts=None), "num_experts is missing"),
+    (edit_config(num_experts_per_tok=3), r"num_experts_per_tok \(3\) exceeds num_experts \(2\)"),
+    (edit_config(num_key_value_heads=3), r"num_attention_heads \(2\) must be a multiple"),
+    (edit_config(hidden_act="gelu"), "hidden_act is 'gelu'; only 'silu' is supported"),
+    (edit_config(mlp_only_layers=[0]), r"mlp_only_layers is \[0\]; only \[\]"),
+    (edit_config(rope_scaling={"type": "yarn"}), "rope_scaling asks for 'yarn'"),
+    (edit_config(torch_dtype="int8"), "dtype is 'int8'"),
+    (edit_tensors(lambda t: t.pop(ROUTER)), f"tensor {ROUTER} is missing"),
+    (edit_tensors(lambda t: t.update({ROUTER: torch.randn(3, 16)})),
+     rf"model.safetensors: tensor {ROUTER} has shape \[3, 16\], but config.json implies \[2, 16\]"),
+    (edit_tensors(lambda t: t.update({ROUTER: torch.zeros(2, 16, dtype=torch.int8)})),
+     rf"tensor {ROUTER} has dtype I8"),
+    (truncate, "model.safetensors is not a whole safetensors file"),
+    (lambda f: (f / "model.safetensors").unlink(), "holds no .safetensors file"),
+    (only_pickles, "pytorch_model.bin but no .safetensors file: pickled weights can run code"),
+    (index_names_a_missing_shard, "model-00001-of-00002.safetensors is missing"),
+    (index_points_outside, "not a file beside it"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spoil", "complaint"), CASES, ids=[c[1][:30] for c in CASES])
+def test_refused(folder: Path, spoil: Callable[[Path], object], complaint: str) -> None:
+    spoil(folder)
+    with pytest.raises(CheckpointError, match=complaint):
+        ModelLoader(folder)
+
+
+def test_a_good_one_loads_whole_and_in_shards(folder: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    loader = ModelLoader(folder, progress=lambda done, total: seen.append((done, total)))
+    loader.expert_stage()
+    loader.attention_stage(64)
+    assert seen == [(i + 1, len(SHAPES)) for i in range(len(SHAPES))]
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    shards = {"a.safetensors": names[:9], "b.safetensors": names[9:]}
+    for file, members in shards.items():
+        save_file({n: tensors[n] for n in members}, folder / file)
+    (folder / "model.safetensors").unlink()
+    weight_map = {n: file for file, members in shards.items() for n in members}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    ModelLoader(folder).attention_stage(64)
+
+
+def test_old_and_new_config_keys_mean_the_same(folder: Path) -> None:
+    old = edit_config(rope_theta=5e5, torch_dtype="bfloat16")
+    new = edit_config(
+        rope_parameters={"rope_theta": 5e5, "rope_type": "default"}, torch_dtype=None,
+        dtype="bfloat16", num_experts=None, num_local_experts=2,
+    )  # fmt: skip
+    specs = []
+    for edit in (old, new):
+        edit(folder)
+        specs.append(ModelLoader(folder).spec)
+    assert specs[0] == specs[1]
+
+
+def test_families_do_not_share_architectures() -> None:
+    names = [name for family in FAMILIES for name in family.architectures]
+    assert len(names) == len(set(names))
+
+
+def test_the_demonstration_model_is_small_and_complete(tmp_path: Path) -> None:
+    folder = demo_model_folder()
+    assert sum(p.stat().st_size for p in folder.iterdir()) <= 32 * 2**20
+    spec = ModelLoader(folder).spec
+    assert (spec.router.num_experts, spec.router.top_k) == (32, 4)
+    assert spec.num_layers >= 6
+    shutil.copytree(folder, tmp_path / "copy")
+    assert ModelLoader(tmp_path / "copy").spec == spec
