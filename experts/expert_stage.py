@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_kernels.expert_mlp import ExpertMLP, routed_experts
 from torch import Tensor
 
 from experts.routed_rows import RoutedRows
+from moe_kernels.expert_mlp import ExpertMLP, routed_experts
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@
       x ModelNotFoundError           the request names a model that is not served
       x ServerOverloadedError        the queue is full, or the server is draining: try again later
       x GenerationError              this request failed inside the engine; its neighbours did not
-      x ConfigError                  the configuration is wrong: names the key, its source, the values
+      x EngineDeadError              the engine itself has stopped: the process must end
+      x ConfigError                  the configuration is wrong: names key, source and values
       x CheckpointError              the checkpoint cannot be served: names the file and the tensor
 
 Our own bugs are `assert`s with a message, never one of these.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 
 class MoeServeError(Exception):
-    """Base of the tree. `str(error)` is one sentence for the person who can do something about it."""
+    """Base of the tree. `str(error)` is one sentence for the person who can act on it."""
 
 
 class InvalidRequestError(MoeServeError):
@@ -29,7 +30,7 @@ class InvalidRequestError(MoeServeError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """The prompt, or prompt plus answer, is longer than the context. The message has both numbers."""
+    """Prompt, or prompt plus answer, is longer than the context; the message has both numbers."""
 
     def __init__(self, message: str, *, param: str | None) -> None:
         super().__init__(message, param=param, code="context_length_exceeded")
@@ -52,6 +53,10 @@ class GenerationError(MoeServeError):
     """One request failed inside the engine and was ended; nothing else was touched."""
 
 
+class EngineDeadError(MoeServeError):
+    """The engine has stopped and cannot serve any more; the message has the cause."""
+
+
 class ConfigError(MoeServeError):
     """A configuration value is unknown, out of range, or contradicts another."""
 
@@ -64,6 +69,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "ContextLengthError",
+    "EngineDeadError",
     "GenerationError",
     "InvalidRequestError",
     "ModelNotFoundError",

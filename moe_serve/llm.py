@@ -1,10 +1,10 @@
 """The offline twin of the server: the same engine, called from Python.
 
-    from moe_serve import LLM, SamplingParams
+from moe_serve import LLM, SamplingParams
 
-    with LLM() as llm:  # no model: the demonstration model
-        for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
-            print(output.outputs[0].text)
+with LLM() as llm:  # no model: the demonstration model
+    for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+        print(output.outputs[0].text)
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from moe_serve.config import (
     PipelineConfig,
     SchedulerConfig,
 )
+from moe_serve.config_keys import check_engine_config
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.client import EngineStats
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta, TokenLogprob
@@ -70,7 +71,7 @@ class LLM:
             ),
             pipeline=PipelineConfig(micro_batches=micro_batches),
         )
-        built = build_engine(config)
+        built = build_engine(check_engine_config(config, "LLM"))
         self._engine, self.layout = built.engine, built.layout
         self._tokenizer: Tokenizer | None = Tokenizer.load(self.layout.folder)
         self._ids = itertools.count()
@@ -114,7 +115,10 @@ class LLM:
         GenerationError if a request failed inside the engine.
         """
         listed = _as_list(prompts)
-        each = [params or SamplingParams()] * len(listed) if not _is_list(params) else list(params)
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(listed)
+        else:
+            each = list(params)
         if len(each) != len(listed):
             raise InvalidRequestError(
                 f"{len(listed)} prompts came with {len(each)} SamplingParams.", param="params"
@@ -138,7 +142,14 @@ class LLM:
         use_progress_bar: bool = False,
     ) -> RequestOutput:
         """Answer one conversation, through the model's chat template."""
-        text = ChatTemplate.load(self.layout.folder).render(messages, add_generation_prompt=True)
+        template = ChatTemplate.load(
+            self.layout.folder, special_tokens=self.tokenizer.special_tokens
+        )
+        if template is None:
+            raise InvalidRequestError(
+                f"{self.layout.folder} has no chat template: use generate.", param="messages"
+            )
+        text = template.render(messages, add_generation_prompt=True)
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         return self.generate([ids], params, use_progress_bar=use_progress_bar)[0]
 
@@ -228,7 +239,9 @@ class LLM:
             prompt_token_ids=job.prompt_token_ids,
             prompt_logprobs=None
             if job.prompt_logprobs is None
-            else [None if entry is None else self._logprobs(entry) for entry in job.prompt_logprobs],
+            else [
+                None if entry is None else self._logprobs(entry) for entry in job.prompt_logprobs
+            ],
             outputs=[self._completion(index, answer) for index, answer in enumerate(job.answers)],
             metrics=RequestMetrics(
                 ttft_s=first - job.start_time, e2e_s=job.end_time - job.start_time
@@ -281,10 +294,6 @@ class _Job:
     first_token_time: float | None = None
     end_time: float = 0.0
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

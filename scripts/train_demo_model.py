@@ -11,6 +11,7 @@ import argparse
 from pathlib import Path
 
 import torch
+
 from demo_model.network import Shape
 from demo_model.training import Recipe, train
 

@@ -95,8 +95,14 @@ def plan_attention(
         for part in _split_by_pairs(_sort_by_blocks(tiles), limit):
             segments.append(
                 _segment(
-                    part, tile_tokens, group, num_kv_heads, tables, pages_per_block,
-                    sliding_window, device,
+                    part,
+                    tile_tokens,
+                    group,
+                    num_kv_heads,
+                    tables,
+                    pages_per_block,
+                    sliding_window,
+                    device,
                 )
             )
     return AttentionPlan(tuple(segments))

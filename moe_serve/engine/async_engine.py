@@ -1,8 +1,8 @@
 """The engine on a thread of its own, behind the interface that an event loop can use.
 
-    event loop                         engine thread
-    submit, abort  -- inbox (deque) -->  take, step, step, ...
-    queues   <-- call_soon_threadsafe --  one list of deltas per step
+event loop                         engine thread
+submit, abort  -- inbox (deque) -->  take, step, step, ...
+queues   <-- call_soon_threadsafe --  one list of deltas per step
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ class AsyncEngine:
             stats,
             num_waiting=stats.num_waiting + self._num_in_inbox,
             is_alive=self._death is None and self._thread.is_alive(),
+            death=self._death,
         )
 
     def close(self) -> None:

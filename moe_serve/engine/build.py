@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 import torch
-from moe_kernels.linear import packing_refusal
 
+from moe_kernels.linear import packing_refusal
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cache.sizing import num_pages
 from moe_serve.config import PAGE_SIZE, EngineConfig, ModelConfig
@@ -96,7 +96,9 @@ def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> 
 
 def _device(config: ModelConfig) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is 'cuda', but torch finds no CUDA GPU here: use 'cpu' or 'auto'.")
+        raise ConfigError(
+            "device is 'cuda', but torch finds no CUDA GPU here: use 'cpu' or 'auto'."
+        )
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(config.device)

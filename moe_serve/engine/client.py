@@ -27,6 +27,7 @@ class EngineStats:
     num_prompt_tokens: int
     num_generated_tokens: int
     is_alive: bool
+    death: str | None = None  # why it is not alive
 
 
 class EngineClient(Protocol):
@@ -39,9 +40,9 @@ class EngineClient(Protocol):
     def vocab_size(self) -> int: ...
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[asyncio.Queue[TokenDelta]]:
-        """Queue all of them or none: raises ServerOverloadedError when the queue is full or closed.
+        """Queue all or none: raises ServerOverloadedError when the queue is full or closed.
 
-        Called on the event loop's thread. Each queue ends with a delta whose `finish_reason` is set.
+        Called on the event loop's thread. A queue's last delta has its `finish_reason` set.
         """
         ...
 

@@ -192,5 +192,3 @@ class Engine:
         self._runner.clear_pages(self._end(sequence))
         request_id = sequence.request.request_id
         return TokenDelta(request_id=request_id, finish_reason=FinishReason.ERROR, error=why)
-
-

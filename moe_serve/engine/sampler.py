@@ -73,9 +73,7 @@ class Sampler:
         return adjusted_SV
 
 
-def prompt_logprobs(
-    logits_RV: Tensor, next_tokens: list[int], num_top: int
-) -> list[TokenLogprob]:
+def prompt_logprobs(logits_RV: Tensor, next_tokens: list[int], num_top: int) -> list[TokenLogprob]:
     """The log probability of each row's next prompt token."""
     all_RV = torch.log_softmax(logits_RV[: len(next_tokens)], dim=-1)
     return [_describe(row, token, num_top) for row, token in zip(all_RV, next_tokens, strict=True)]

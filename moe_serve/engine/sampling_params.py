@@ -127,4 +127,6 @@ def _check_range(
         raise InvalidRequestError(f"{name} must be {kind}, got {value!r}.", param=param or name)
     if value > high or value < low or (is_low_open and value == low):
         interval = f"{'(' if is_low_open else '['}{low}, {high}]"
-        raise InvalidRequestError(f"{name} must be in {interval}, got {value}.", param=param or name)
+        raise InvalidRequestError(
+            f"{name} must be in {interval}, got {value}.", param=param or name
+        )

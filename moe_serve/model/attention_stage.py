@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from experts.routed_rows import RoutedRows
 from moe_kernels.linear import FastLinear
 from moe_kernels.norm import rms_norm, rotary_table, rotate
 from moe_kernels.paged_attention import paged_attention
-from torch import Tensor
-
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.router import route
 from moe_serve.model.spec import ModelSpec
@@ -115,7 +115,9 @@ class AttentionStage:
             q, k, v = (t.clamp(-a.clip, a.clip) for t in (q, k, v))
         heads = [t.reshape(len(qkv), -1, a.head_dim) for t in (q, k, v)]
         if a.qk_norm == "head":
-            assert weights.q_norm is not None and weights.k_norm is not None, "head norm has weights"
+            assert weights.q_norm is not None and weights.k_norm is not None, (
+                "head norm has weights"
+            )
             heads[0] = rms_norm(heads[0], weights.q_norm, eps)
             heads[1] = rms_norm(heads[1], weights.k_norm, eps)
         return heads[0], heads[1], heads[2]

@@ -39,7 +39,7 @@ class HFConfig:
         return self._values.get(key, default)
 
     def positive_int(self, *keys: str, default: int | None = None) -> int:
-        """The first of `keys` that is there and not null (a key may have been renamed over time)."""
+        """The first of `keys` that is there and not null (keys have been renamed over time)."""
         for key in keys:
             value = self.get(key)
             if value is not None:
@@ -66,7 +66,7 @@ class HFConfig:
         names = self.get("architectures")
         if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
             raise self.error("architectures", f"must name one architecture, is {names!r}")
-        return cast(str, names[0])
+        return names[0]
 
     def dtype(self) -> Literal["float32", "bfloat16", "float16"]:
         name = str(self.get("dtype") or self.get("torch_dtype") or "float32")

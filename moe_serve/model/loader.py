@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
 from experts.expert_stage import ExpertLayer, ExpertStage
 from moe_kernels.expert_mlp import ExpertMLP
 from moe_kernels.linear import FastLinear, make_linear
-from torch import Tensor
-
 from moe_serve.errors import CheckpointError
 from moe_serve.model.attention_stage import AttentionLayer, AttentionStage
 from moe_serve.model.checkpoint import Checkpoint
@@ -63,7 +63,9 @@ class ModelLoader:
         """All routed experts of all layers."""
         layers = range(self.spec.num_layers)
         experts = range(self.spec.router.num_experts)
-        return ExpertStage([ExpertLayer(tuple(self._expert(n, e) for e in experts)) for n in layers])
+        return ExpertStage(
+            [ExpertLayer(tuple(self._expert(n, e) for e in experts)) for n in layers]
+        )
 
     def _attention_layer(self, layer: int) -> AttentionLayer:
         n, a = self._family.names, self.spec.attention
@@ -133,7 +135,11 @@ def _expert_shapes(family: Family, spec: ModelSpec) -> Iterator[tuple[str, tuple
     n, d, f = family.names, spec.width, spec.expert_width
     for layer in range(spec.num_layers):
         for expert in range(spec.router.num_experts):
-            for name, shape in ((n.expert_gate, (f, d)), (n.expert_up, (f, d)), (n.expert_down, (d, f))):
+            for name, shape in (
+                (n.expert_gate, (f, d)),
+                (n.expert_up, (f, d)),
+                (n.expert_down, (d, f)),
+            ):
                 yield name.format(layer=layer, expert=expert), shape
 
 

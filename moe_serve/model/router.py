@@ -6,10 +6,10 @@ T rows, D model width, E experts, K top-k.
 from __future__ import annotations
 
 import torch
-from experts.routed_rows import RoutedRows
-from moe_kernels.linear import FastLinear
 from torch import Tensor
 
+from experts.routed_rows import RoutedRows
+from moe_kernels.linear import FastLinear
 from moe_serve.model.spec import RouterSpec
 
 

@@ -13,7 +13,7 @@ QKNorm = Literal["none", "head", "row"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSpec:
-    """Softmax over all experts, then top-k; `is_renormalised` divides the k weights by their sum."""
+    """Softmax over all experts, then top-k; `is_renormalised`: weights divided by their sum."""
 
     num_experts: int
     top_k: int
@@ -30,7 +30,7 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """`qk_norm`: none, over each head, or over the whole projected row. `clip`: bound of q and k."""
+    """`qk_norm`: none, over each head, or over the whole row. `clip`: bound of q, k and v."""
 
     num_heads: int
     num_kv_heads: int

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from moe_kernels.attention_plan import AttentionPlan, plan_attention
 from torch import Tensor
 
+from moe_kernels.attention_plan import AttentionPlan, plan_attention
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.config import PAGE_SIZE
 from moe_serve.model.spec import ModelSpec

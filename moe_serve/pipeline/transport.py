@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from torch import Tensor
+
 from experts.expert_stage import ExpertStage
 from experts.routed_rows import RoutedRows
-from torch import Tensor
 
 
 class Transport(Protocol):

@@ -44,7 +44,7 @@ def evaluate(
     inputs = torch.cat((torch.tensor([END_OF_TEXT_ID]), targets[:-1]))
     choices_LE = torch.zeros(shape.num_layers, shape.num_experts, dtype=torch.int64)
     nats = 0.0
-    for start, stop in _batches(len(targets), shape.max_positions, windows_at_once):
+    for start, stop in window_spans(len(targets), shape.max_positions, windows_at_once):
         width = min(shape.max_positions, stop - start)
         rows_TD, _, expert_ids = network.hidden(inputs[start:stop].view(-1, width))
         nats += _total_nats(rows_TD, network.embedding, targets[start:stop])
@@ -54,7 +54,7 @@ def evaluate(
     return DomainResult(num_bytes, len(targets), nats / math.log(2) / num_bytes, choices_LE)
 
 
-def _batches(num_tokens: int, window: int, at_once: int) -> list[tuple[int, int]]:
+def window_spans(num_tokens: int, window: int, at_once: int) -> list[tuple[int, int]]:
     """Spans of whole windows, and a last one that is shorter than a window.
 
     10 tokens, window 3, 2 at once: [(0, 6), (6, 9), (9, 10)].

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from moe_serve.cache.page_pool import PagePool
 from moe_serve.cache.sizing import num_pages
 from moe_serve.config import CacheConfig
@@ -45,5 +46,7 @@ def test_sizing() -> None:
     assert size(CacheConfig(memory_bytes=16_000 * 12)) == 12
     assert size(CacheConfig()) == 40  # 8 sequences of 80 tokens
     assert size(CacheConfig(), available=16_000 * 50) == 15  # 30% of the memory
-    with pytest.raises(ConfigError, match=r"9 pages of 16 tokens \(144 tokens.*max_model_len \(160\)"):
+    with pytest.raises(
+        ConfigError, match=r"9 pages of 16 tokens \(144 tokens.*max_model_len \(160\)"
+    ):
         size(CacheConfig(num_pages=9))

@@ -29,8 +29,13 @@ _CONFIGS = {
         **_COMMON, num_experts=8, moe_intermediate_size=40, head_dim=32, norm_topk_prob=True
     ),
     "qwen3_moe-biased": transformers.Qwen3MoeConfig(
-        **_COMMON, num_experts=8, moe_intermediate_size=32, head_dim=16, norm_topk_prob=False,
-        attention_bias=True, tie_word_embeddings=True,
+        **_COMMON,
+        num_experts=8,
+        moe_intermediate_size=32,
+        head_dim=16,
+        norm_topk_prob=False,
+        attention_bias=True,
+        tie_word_embeddings=True,
     ),
     "mixtral": transformers.MixtralConfig(**_COMMON, num_local_experts=4, intermediate_size=64),
     "mixtral-window": transformers.MixtralConfig(

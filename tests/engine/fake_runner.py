@@ -1,10 +1,11 @@
-"""A pipeline without a model: the next token is a hash of the sequence's last token and position."""
+"""A pipeline without a model: the next token is a hash of the last token and its position."""
 
 from __future__ import annotations
 
 import torch
-from moe_serve.model.step_plan import StepPlan
 from torch import Tensor
+
+from moe_serve.model.step_plan import StepPlan
 
 VOCAB_SIZE = 50
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
+
 from fake_runner import FakeRunner, continuation
 from moe_serve.config import EngineConfig, ModelConfig, SchedulerConfig
 from moe_serve.engine.async_engine import AsyncEngine

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from fake_runner import VOCAB_SIZE, FakeRunner, continuation
 from moe_serve.config import SchedulerConfig
 from moe_serve.engine.engine import Engine
@@ -13,8 +14,13 @@ from moe_serve.engine.sampling_params import SamplingParams
 
 
 def make_engine(
-    runner: FakeRunner, *, num_pages: int = 64, max_num_seqs: int = 8, budget: int = 64,
-    micro_batches: int = 1, eos: frozenset[int] = frozenset(),
+    runner: FakeRunner,
+    *,
+    num_pages: int = 64,
+    max_num_seqs: int = 8,
+    budget: int = 64,
+    micro_batches: int = 1,
+    eos: frozenset[int] = frozenset(),
 ) -> Engine:
     return Engine(
         runner,
@@ -192,8 +198,11 @@ def test_random_submits_and_aborts_leave_nothing(seed: int) -> None:
     rng = random.Random(seed)
     runner = FakeRunner()
     engine = make_engine(
-        runner, num_pages=rng.randint(10, 30), max_num_seqs=rng.randint(1, 8),
-        budget=rng.randint(1, 80), micro_batches=rng.randint(1, 4),
+        runner,
+        num_pages=rng.randint(10, 30),
+        max_num_seqs=rng.randint(1, 8),
+        budget=rng.randint(1, 80),
+        micro_batches=rng.randint(1, 4),
     )
     prompts: dict[str, list[int]] = {}
     aborted: set[str] = set()

@@ -6,6 +6,7 @@ from typing import Literal
 
 import numpy as np
 import pytest
+
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.llm import LLM
 from moe_serve.outputs import RequestOutput
@@ -49,8 +50,12 @@ def test_any_chunks_micro_batches_and_preemptions(tiny: str, dtype: Dtype) -> No
         plain = llm.generate(prompts, params, use_progress_bar=False)
     for budget, micro_batches, pages in ((9, 1, None), (64, 3, None), (64, 2, 11)):
         with LLM(
-            tiny, dtype=dtype, max_batched_tokens=budget, micro_batches=micro_batches,
-            num_pages=pages, max_model_len=160,
+            tiny,
+            dtype=dtype,
+            max_batched_tokens=budget,
+            micro_batches=micro_batches,
+            num_pages=pages,
+            max_model_len=160,
         ) as llm:
             outputs = llm.generate(prompts, params, use_progress_bar=False)
             if pages is not None:

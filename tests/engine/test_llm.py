@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from moe_serve import LLM, SamplingParams
 from moe_serve.errors import CheckpointError, ConfigError, ContextLengthError, InvalidRequestError
 
@@ -46,9 +47,7 @@ def test_a_stop_string_cuts_the_text_and_frees_the_request(llm: LLM) -> None:
     (whole,) = llm.generate("abc", params, use_progress_bar=False)
     text = whole.outputs[0].text
     stop = text[10:12]
-    stopping = SamplingParams(
-        max_tokens=60, temperature=1.0, seed=1, ignore_eos=True, stop=(stop,)
-    )
+    stopping = SamplingParams(max_tokens=60, temperature=1.0, seed=1, ignore_eos=True, stop=(stop,))
     (cut,) = llm.generate("abc", stopping, use_progress_bar=False)
     assert cut.outputs[0].text == text[: text.index(stop)]
     assert cut.outputs[0].finish_reason == "stop" and cut.outputs[0].stop_reason == stop

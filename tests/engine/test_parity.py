@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.llm import LLM
@@ -36,7 +37,10 @@ def greedy(model: transformers.PreTrainedModel, prompt: list[int], count: int) -
     """Greedy continuation by transformers."""
     with torch.inference_mode():
         out = model.generate(
-            torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=0,
+            torch.tensor([prompt]),
+            max_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
             eos_token_id=-1,  # never: min_new_tokens would mask it, and change the tokens
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
         )
@@ -79,12 +83,24 @@ def test_greedy_tokens(checkpoints: dict[str, Path], variant: str) -> None:
 
 
 DEMO_PROMPTS = [
-    "Once upon a time", "It was a dark night, and", "\"My dear Watson,\" said he,", "The whale",
-    "def main():\n    ", "import os\n\nclass Reader:\n", "for i in range(", "# Sort the list\n",
-    "static int read_line(", "#include <stdio.h>\n", "/* The table is",
+    "Once upon a time",
+    "It was a dark night, and",
+    '"My dear Watson," said he,',
+    "The whale",
+    "def main():\n    ",
+    "import os\n\nclass Reader:\n",
+    "for i in range(",
+    "# Sort the list\n",
+    "static int read_line(",
+    "#include <stdio.h>\n",
+    "/* The table is",
     "Question: Tom has 3 apples and buys 4 more. How many apples has he?\nAnswer:",
-    "Q: What is 12 + 30?\nA:", "The Roman Empire was", "Cells are the basic units of",
-    "Le comte de Monte-Cristo", "Il y avait une fois", "(1) Die Bundesregierung wird",
+    "Q: What is 12 + 30?\nA:",
+    "The Roman Empire was",
+    "Cells are the basic units of",
+    "Le comte de Monte-Cristo",
+    "Il y avait une fois",
+    "(1) Die Bundesregierung wird",
     "### Instruction:\nName three colours.\n\n### Response:\n",
     "<|im_start|>user\nWhat is a poem?<|im_end|>\n<|im_start|>assistant\n",
 ]

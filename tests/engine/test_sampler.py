@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from moe_serve.engine.random_draw import uniform
 from moe_serve.engine.request import GenerationRequest
 from moe_serve.engine.sampler import Sampled, Sampler, prompt_logprobs
@@ -16,10 +17,14 @@ from moe_serve.errors import InvalidRequestError
 LOGITS = torch.tensor([0.0, 1.0, 2.0, 3.0, -1.0])
 
 
-def sequence(prompt: tuple[int, ...] = (0,), output: tuple[int, ...] = (), **params: object) -> Sequence:
+def sequence(
+    prompt: tuple[int, ...] = (0,), output: tuple[int, ...] = (), **params: object
+) -> Sequence:
     fields = {"temperature": 0.0, "seed": 0, "max_tokens": None} | params
     request = GenerationRequest(
-        request_id="r", prompt_token_ids=prompt, params=SamplingParams(**fields)  # type: ignore[arg-type]
+        request_id="r",
+        prompt_token_ids=prompt,
+        params=SamplingParams(**fields),  # type: ignore[arg-type]
     )
     made = Sequence(0, request)
     for token in output:
@@ -120,7 +125,12 @@ def test_nan_is_reported_for_its_row_only() -> None:
 
 
 def test_draws_depend_on_seed_choice_and_position_alone() -> None:
-    seen = {uniform(seed, choice, position) for seed in range(-5, 5) for choice in range(3) for position in range(20)}
+    seen = {
+        uniform(seed, choice, position)
+        for seed in range(-5, 5)
+        for choice in range(3)
+        for position in range(20)
+    }
     assert len(seen) == 10 * 3 * 20
     assert all(0 <= u < 1 for u in seen)
     assert uniform(7, 1, 9) == uniform(7, 1, 9)

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from moe_serve.errors import CheckpointError
 from moe_serve.model.demo import demo_model_folder
 from moe_serve.model.families import FAMILIES
 from moe_serve.model.loader import ModelLoader
-from safetensors.torch import load_file, save_file
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 20, "hidden_size": 16,
@@ -87,7 +88,7 @@ def index_points_outside(folder: Path) -> None:
 CASES: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: (f / "config.json").unlink(), "has no config.json"),
     (lambda f: (f / "config.json").write_text("{"), r"config.json cannot be read as JSON"),
-    (edit_config(architectures=["GPT2LMHeadModel"]), "'GPT2LMHeadModel', which is not served; served: "),
+    (edit_config(architectures=["GPT2LMHeadModel"]), "'GPT2LMHeadModel', which is not served"),
     (edit_config(architectures=None), "architectures must name one architecture"),
     (edit_config(hidden_size="16"), "hidden_size must be a positive integer, is '16'"),
     (edit_config(num_experts=None), "num_experts is missing"),

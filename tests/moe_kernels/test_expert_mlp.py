@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
+
 from moe_kernels.expert_mlp import (
     ExpertMLP,
     combine_choices,
@@ -11,12 +13,13 @@ from moe_kernels.expert_mlp import (
     routed_experts_reference,
 )
 from moe_kernels.linear import PlainLinear, make_linear
-from torch import Tensor
 
 Weights = list[tuple[Tensor, Tensor, Tensor]]
 
 
-def make_experts(num: int, width: int, hidden: int, dtype: torch.dtype) -> tuple[Weights, list[ExpertMLP]]:
+def make_experts(
+    num: int, width: int, hidden: int, dtype: torch.dtype
+) -> tuple[Weights, list[ExpertMLP]]:
     generator = torch.Generator().manual_seed(num * width)
     weights = [
         (
@@ -31,7 +34,12 @@ def make_experts(num: int, width: int, hidden: int, dtype: torch.dtype) -> tuple
 
 def choose(num_rows: int, num_experts: int, top_k: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(num_rows)
-    ids = torch.stack([torch.randperm(num_experts, generator=generator)[:top_k].sort().values for _ in range(num_rows)])
+    ids = torch.stack(
+        [
+            torch.randperm(num_experts, generator=generator)[:top_k].sort().values
+            for _ in range(num_rows)
+        ]
+    )
     weights = torch.rand(num_rows, top_k, generator=generator)
     return ids, weights / weights.sum(-1, keepdim=True)
 
@@ -41,7 +49,9 @@ def test_by_hand_experts_that_scale() -> None:
     eye = torch.eye(4)
     experts = [ExpertMLP.from_weights(20 * eye, eye, (i + 1) / 20 * eye) for i in range(3)]
     x = torch.ones(2, 4)
-    out = routed_experts(x, torch.tensor([[0, 2], [1, 2]]), torch.tensor([[0.5, 0.5], [0.25, 0.75]]), experts)
+    out = routed_experts(
+        x, torch.tensor([[0, 2], [1, 2]]), torch.tensor([[0.5, 0.5], [0.25, 0.75]]), experts
+    )
     # Row 0: 0.5 * 1 + 0.5 * 3 = 2. Row 1: 0.25 * 2 + 0.75 * 3 = 2.75.
     assert torch.allclose(out, torch.tensor([[2.0] * 4, [2.75] * 4]), atol=1e-5), out
 
@@ -50,7 +60,9 @@ CASES = [(1, 8, 2), (2, 8, 8), (5, 8, 1), (64, 32, 4), (300, 8, 2)]
 
 
 @pytest.mark.parametrize(("num_rows", "num_experts", "top_k"), CASES)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str
+)
 def test_matches_the_definition(
     num_rows: int, num_experts: int, top_k: int, dtype: torch.dtype, tolerance: float
 ) -> None:
@@ -69,7 +81,14 @@ def test_a_row_is_bitwise_the_same_alone_and_in_company(dtype: torch.dtype) -> N
     ids, row_weights = choose(600, 8, 2)
     x = torch.randn(600, 48, generator=torch.Generator().manual_seed(2)).to(dtype)
     together = routed_experts(x, ids, row_weights, experts)
-    for part in [slice(0, 1), slice(17, 18), slice(3, 8), slice(100, 163), slice(599, 600), slice(0, 599)]:
+    for part in [
+        slice(0, 1),
+        slice(17, 18),
+        slice(3, 8),
+        slice(100, 163),
+        slice(599, 600),
+        slice(0, 599),
+    ]:
         alone = routed_experts(x[part], ids[part], row_weights[part], experts)
         assert torch.equal(alone, together[part]), f"{dtype=}, {part=}"
 
@@ -79,7 +98,9 @@ def test_an_expert_that_no_row_chose_may_be_absent() -> None:
     ids, row_weights = torch.tensor([[0, 3]]), torch.tensor([[0.5, 0.5]])
     x = torch.randn(1, 16)
     full = routed_experts(x, ids, row_weights, experts)
-    assert torch.equal(routed_experts(x, ids, row_weights, [experts[0], None, None, experts[3]]), full)
+    assert torch.equal(
+        routed_experts(x, ids, row_weights, [experts[0], None, None, experts[3]]), full
+    )
     with pytest.raises(AssertionError, match="expert 3, which is not here"):
         routed_experts(x, ids, row_weights, [experts[0], None, None, None])
 
@@ -94,7 +115,9 @@ def test_combine_adds_in_ascending_order() -> None:
 @pytest.mark.parametrize("kind", ["made", "plain"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), [(96, 256), (256, 96), (32, 64), (20, 40)])
-def test_linears_are_row_invariant(kind: str, dtype: torch.dtype, outputs: int, inputs: int) -> None:
+def test_linears_are_row_invariant(
+    kind: str, dtype: torch.dtype, outputs: int, inputs: int
+) -> None:
     generator = torch.Generator().manual_seed(outputs)
     weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
     x = torch.randn(1100, inputs, generator=generator).to(dtype)

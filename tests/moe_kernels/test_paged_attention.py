@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+
 from moe_kernels.attention_plan import plan_attention
 from moe_kernels.paged_attention import paged_attention, paged_attention_reference
-from torch import Tensor
 
 PAGE = 16
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-5}  # the math is fp32 either way
@@ -56,7 +57,18 @@ class Scene:
         return list(out.split([len(s.q) for s in sequences]))
 
 
-SPANS = [(0, 1), (5, 1), (127, 1), (128, 1), (300, 1), (0, 16), (0, 33), (120, 20), (250, 7), (0, 260)]
+SPANS = [
+    (0, 1),
+    (5, 1),
+    (127, 1),
+    (128, 1),
+    (300, 1),
+    (0, 16),
+    (0, 33),
+    (120, 20),
+    (250, 7),
+    (0, 260),
+]
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (16, 4), (8, 8), (6, 2), (32, 2)])
@@ -68,8 +80,13 @@ def test_matches_the_definition(
     scene = Scene(SPANS, heads, dtype)
     for out, s in zip(scene.run(scene.sequences, window), scene.sequences, strict=True):
         expected = paged_attention_reference(
-            s.q, scene.k, scene.v, page_table=s.page_table, first_position=s.start,
-            scale=0.125, sliding_window=window,
+            s.q,
+            scene.k,
+            scene.v,
+            page_table=s.page_table,
+            first_position=s.start,
+            scale=0.125,
+            sliding_window=window,
         )
         error = (out.double() - expected).abs().max().item() / expected.abs().max().item()
         assert error < TOLERANCE[dtype], f"{heads=}, {window=}, {s.start=}, {len(s.q)=}, {error=}"

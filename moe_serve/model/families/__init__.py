@@ -10,13 +10,15 @@ FAMILIES: tuple[Family, ...] = (qwen3_moe.FAMILY, mixtral.FAMILY, olmoe.FAMILY)
 
 
 def family_of(config: HFConfig) -> Family:
-    """The family that serves the config's architecture, or CheckpointError with those that exist."""
+    """The family that serves the architecture; CheckpointError with those there are, if none."""
     architecture = config.architecture()
     for family in FAMILIES:
         if architecture in family.architectures:
             return family
     known = ", ".join(sorted(name for family in FAMILIES for name in family.architectures))
-    raise config.error("architectures", f"is {architecture!r}, which is not served; served: {known}")
+    raise config.error(
+        "architectures", f"is {architecture!r}, which is not served; served: {known}"
+    )
 
 
 __all__ = ["FAMILIES", "Family", "family_of"]

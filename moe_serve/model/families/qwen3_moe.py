@@ -43,6 +43,4 @@ def _read_spec(config: HFConfig) -> ModelSpec:
     )
 
 
-FAMILY = Family(
-    name="qwen3_moe", architectures=("Qwen3MoeForCausalLM",), read_spec=_read_spec
-)
+FAMILY = Family(name="qwen3_moe", architectures=("Qwen3MoeForCausalLM",), read_spec=_read_spec)

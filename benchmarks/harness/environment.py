@@ -1,0 +1,43 @@
+"""Where the figures come from (versions, CPU), and the environment of the processes we start."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+
+_PACKAGES = ("moe-serve", "torch", "transformers", "safetensors")
+
+
+def describe_environment() -> dict[str, str]:
+    """CPU, cores, Python and package versions; "absent" for what is not installed."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": str(os.cpu_count()),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in _PACKAGES},
+    }
+
+
+def child_environment(num_threads: int | None = None) -> dict[str, str]:
+    """For a process that imports moe_serve, installed or not; same threads for every library."""
+    root = Path(__file__).resolve().parents[2]
+    paths = [str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")]
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if num_threads else ()
+    threads = dict.fromkeys(names, str(num_threads))
+    return os.environ | threads | {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+
+
+def _cpu_name() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"

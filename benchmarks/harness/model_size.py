@@ -1,0 +1,99 @@
+"""Bytes and operations of a checkpoint, read from config.json and the safetensors headers."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """Counts of parameters, by what a token has to touch."""
+
+    num_layers: int
+    num_experts: int
+    top_k: int
+    expert: int  # parameters of one expert of one layer
+    dense: int  # all others that a step reads: attention, routers, norms
+    head: int  # LM head, tied or not
+    embedding: int  # 0 if tied: then it is the head
+    kv_width: int  # numbers in the KV cache per token and layer
+    attention_width: int  # num_heads * head_dim
+    dtype: str
+
+    @property
+    def num_parameters(self) -> int:
+        experts = self.num_layers * self.num_experts * self.expert
+        return self.dense + self.head + self.embedding + experts
+
+    @property
+    def item_bytes(self) -> int:
+        return _BYTES[self.dtype]
+
+    def touched_experts(self, num_rows: int) -> float:
+        """Expected different experts of one layer that `num_rows` rows choose, if all are alike."""
+        share = self.top_k / self.num_experts
+        return self.num_experts * (1 - (1 - share) ** num_rows)
+
+    def step_bytes(self, num_rows: int, num_kv_tokens: int) -> float:
+        """Bytes that one step reads: dense weights, the touched experts, the KV cache."""
+        experts = self.num_layers * self.touched_experts(num_rows) * self.expert
+        kv = num_kv_tokens * self.num_layers * self.kv_width
+        return self.item_bytes * (self.dense + self.head + experts + kv)
+
+    def step_flop(self, num_rows: int, num_logit_rows: int, num_kv_tokens: float) -> float:
+        """Multiplications and additions; `num_kv_tokens` is the sum over rows of their context."""
+        active = self.dense + self.num_layers * self.top_k * self.expert
+        attention = 2 * num_kv_tokens * self.attention_width * self.num_layers
+        return 2 * (num_rows * active + num_logit_rows * self.head + attention)
+
+
+def read_model_size(folder: Path, dtype: str) -> ModelSize:
+    """`dtype` "auto" means the checkpoint's own."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    own = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    counts = {"expert": 0, "dense": 0, "head": 0, "embedding": 0}
+    for name, size in _tensor_sizes(folder).items():
+        counts[_kind(name)] += size
+    if counts["head"] == 0:
+        counts["head"], counts["embedding"] = counts["embedding"], 0
+    num_layers = int(config["num_hidden_layers"])
+    num_experts = int(config.get("num_experts") or config["num_local_experts"])
+    num_heads = int(config["num_attention_heads"])
+    head_dim = int(config.get("head_dim") or config["hidden_size"] // num_heads)
+    return ModelSize(
+        num_layers=num_layers,
+        num_experts=num_experts,
+        top_k=int(config["num_experts_per_tok"]),
+        expert=counts["expert"] // (num_layers * num_experts),
+        dense=counts["dense"],
+        head=counts["head"],
+        embedding=counts["embedding"],
+        kv_width=2 * int(config.get("num_key_value_heads") or num_heads) * head_dim,
+        attention_width=num_heads * head_dim,
+        dtype=own if dtype == "auto" else dtype,
+    )
+
+
+def _tensor_sizes(folder: Path) -> dict[str, int]:
+    sizes = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                sizes[name] = math.prod(file.get_slice(name).get_shape())
+    return sizes
+
+
+def _kind(name: str) -> str:
+    if ".experts." in name:
+        return "expert"
+    if name.startswith("lm_head."):
+        return "head"
+    return "embedding" if "embed_tokens" in name else "dense"

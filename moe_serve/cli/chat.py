@@ -1,0 +1,131 @@
+"""`moe-serve chat`: talk to a running server from the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from moe_serve.cli.chat_client import AnswerTiming, ChatClient, ChatError, ChatOptions, Message
+from moe_serve.config_sources import API_KEY_VARIABLE, read_secret_file
+
+with contextlib.suppress(ImportError):
+    import readline  # noqa: F401  (gives input() line editing and history)
+
+HELP = "/reset forgets the conversation, /exit leaves; Ctrl-C stops an answer, Ctrl-D leaves."
+# A model's text must not steer the terminal: everything below the space but these two is dropped.
+PRINTABLE_CONTROLS = (ord("\n"), ord("\t"))
+DROPPED = {
+    code: None for code in (*range(32), *range(127, 160)) if code not in PRINTABLE_CONTROLS
+}
+
+_err = Console(stderr=True, highlight=False)
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The turns so far. A turn that the server refused leaves no trace in `messages`."""
+
+    client: ChatClient
+    model: str
+    options: ChatOptions
+    system: str | None
+    messages: list[Message] = field(default_factory=list)
+
+    def reset(self) -> None:
+        self.messages = []
+        if self.system is not None:
+            self.messages.append(Message(role="system", content=self.system))
+
+    def ask(self, text: str) -> None:
+        """Send one turn and print the answer as it comes; Ctrl-C keeps what has come."""
+        turn = [*self.messages, Message(role="user", content=text)]
+        timing = AnswerTiming()
+        pieces: list[str] = []
+        answer = self.client.answer(self.model, turn, self.options, timing)
+        try:
+            for piece in answer:
+                pieces.append(piece)
+                sys.stdout.write(piece.translate(DROPPED))
+                sys.stdout.flush()
+            self._end_turn(turn, pieces)
+        except KeyboardInterrupt:
+            self._end_turn(turn, pieces)
+            raise
+        finally:
+            answer.close()  # leaving early hangs up, and the server aborts the request
+        if summary := timing.summary():
+            _err.print(summary, style="dim")
+
+    def _end_turn(self, turn: list[Message], pieces: list[str]) -> None:
+        self.messages = [*turn, Message(role="assistant", content="".join(pieces))]
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+
+def chat(
+    message: Annotated[
+        str | None, typer.Option("--message", "-m", help="Ask this once, print the answer, leave.")
+    ] = None,
+    url: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar=API_KEY_VARIABLE, help="The server's key, or @FILE that holds it."),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, max=2.0, help="0 always takes the likeliest token.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
+) -> None:
+    """Talk to a running server, with the answer streamed. Text piped in is one message."""
+    if api_key is not None and api_key.startswith("@"):
+        api_key = read_secret_file(api_key[1:])[0]
+    if message is None and not sys.stdin.isatty():
+        message = sys.stdin.read().strip()
+    options = ChatOptions(temperature=temperature, max_tokens=max_tokens)
+    try:
+        if message == "":
+            raise ChatError("there is no message: give --message TEXT, or text on standard input.")
+        with ChatClient(url, api_key) as client:
+            conversation = Conversation(client, client.model(), options, system)
+            conversation.reset()
+            if message is not None:
+                conversation.ask(message)
+            else:
+                _talk(conversation)
+    except ChatError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def _talk(conversation: Conversation) -> None:
+    """Turn after turn until Ctrl-D or /exit. A refused turn is reported, and can be asked anew."""
+    _err.print(f"{conversation.model} at {conversation.client.url}. {HELP}", style="dim")
+    while True:
+        try:
+            text = input("> ").strip()
+        except EOFError:
+            sys.stdout.write("\n")
+            return
+        except KeyboardInterrupt:
+            sys.stdout.write("\n")
+            continue
+        if text == "/exit":
+            return
+        if text == "/reset":
+            conversation.reset()
+            _err.print("The conversation is forgotten.", style="dim")
+        elif text.startswith("/"):
+            _err.print(f"{text.split()[0]} is no command. {HELP}", style="dim")
+        elif text:
+            try:
+                conversation.ask(text)
+            except KeyboardInterrupt:
+                _err.print("stopped", style="dim")
+            except ChatError as error:
+                _err.print(f"error: {error}", style="red", markup=False)

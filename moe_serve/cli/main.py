@@ -1,0 +1,65 @@
+"""The `moe-serve` command: its commands, and the one place where an error becomes an exit code.
+
+0 done, 1 the server was not reached, 2 a mistake in what was asked for, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from moe_serve import __version__
+from moe_serve.cli.chat import chat
+from moe_serve.cli.doctor import doctor
+from moe_serve.cli.serve import serve
+from moe_serve.errors import EngineDeadError, MoeServeError
+
+EXIT_FAILURE = 1
+EXIT_MISTAKE = 2
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="moe-serve",
+    help="An expert-parallel inference server for Mixture-of-Experts language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(rich_help_panel="Serve")(serve)
+app.command(rich_help_panel="Use")(chat)
+app.command(rich_help_panel="Inspect")(doctor)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"moe-serve {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and leave."
+        ),
+    ] = False,
+) -> None:
+    """An expert-parallel inference server for Mixture-of-Experts language models."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run one command and exit. A mistake of the user is one line, never a traceback."""
+    try:
+        app(args=arguments, prog_name="moe-serve")
+    except EngineDeadError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(EXIT_FAILURE)
+    except MoeServeError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(EXIT_MISTAKE)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)

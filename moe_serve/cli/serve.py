@@ -1,0 +1,122 @@
+"""`moe-serve serve`: load a model and answer over HTTP."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_serve.cli.listening import check_can_listen, check_is_guarded
+from moe_serve.config_sources import load_config
+
+MODEL, LIMITS, HTTP, RUN = "Model", "Limits", "HTTP", "Run"
+
+Model = Annotated[
+    str | None,
+    typer.Argument(help="A folder in Hugging Face layout. Without it: the demonstration model."),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=MODEL),
+]
+Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.", rich_help_panel=MODEL)]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(help="Longest prompt and answer together, in tokens.", rich_help_panel=MODEL),
+]
+NumThreads = Annotated[
+    int | None, typer.Option(help="CPU threads for the math.", rich_help_panel=MODEL)
+]
+ServedModelName = Annotated[
+    str | None, typer.Option(help="The name that requests ask for.", rich_help_panel=MODEL)
+]
+NumPages = Annotated[
+    int | None, typer.Option(help="KV pages of 16 tokens each.", rich_help_panel=LIMITS)
+]
+MaxNumSeqs = Annotated[
+    int | None, typer.Option(help="Sequences in one step.", rich_help_panel=LIMITS)
+]
+MaxBatchedTokens = Annotated[
+    int | None, typer.Option(help="Tokens in one step.", rich_help_panel=LIMITS)
+]
+MaxQueuedRequests = Annotated[
+    int | None,
+    typer.Option(help="Requests that may wait; more get status 429.", rich_help_panel=LIMITS),
+]
+MicroBatches = Annotated[
+    int | None, typer.Option(help="Micro-batches of a step, 1 to 4.", rich_help_panel=LIMITS)
+]
+Host = Annotated[str | None, typer.Option(help="Address to listen on.", rich_help_panel=HTTP)]
+Port = Annotated[
+    int | None, typer.Option(help="Port to listen on; 0 takes a free one.", rich_help_panel=HTTP)
+]
+ApiKey = Annotated[
+    list[str] | None,
+    typer.Option(help="A key to ask for, or @FILE of keys. Repeatable.", rich_help_panel=HTTP),
+]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", help="YAML file, see configs/serve.yaml.", rich_help_panel=RUN),
+]
+PrintConfig = Annotated[
+    bool,
+    typer.Option(
+        "--print-config",
+        help="Print the effective configuration and its sources, and leave.",
+        rich_help_panel=RUN,
+    ),
+]
+
+
+def serve(
+    model: Model = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    max_model_len: MaxModelLen = None,
+    num_threads: NumThreads = None,
+    served_model_name: ServedModelName = None,
+    num_pages: NumPages = None,
+    max_num_seqs: MaxNumSeqs = None,
+    max_batched_tokens: MaxBatchedTokens = None,
+    max_queued_requests: MaxQueuedRequests = None,
+    micro_batches: MicroBatches = None,
+    host: Host = None,
+    port: Port = None,
+    api_key: ApiKey = None,
+    config_file: ConfigFile = None,
+    print_config: PrintConfig = False,
+) -> None:
+    """Serve a model over an OpenAI-compatible HTTP API.
+
+    A flag wins over the environment (MOE_SERVE_SERVER_PORT=8001), and that over the YAML file.
+    """
+    flags = {
+        "model.path": model,
+        "model.dtype": dtype,
+        "model.device": device,
+        "model.max_model_len": max_model_len,
+        "model.num_threads": num_threads,
+        "server.served_model_name": served_model_name,
+        "cache.num_pages": num_pages,
+        "scheduler.max_num_seqs": max_num_seqs,
+        "scheduler.max_batched_tokens": max_batched_tokens,
+        "scheduler.max_queued_requests": max_queued_requests,
+        "pipeline.micro_batches": micro_batches,
+        "server.host": host,
+        "server.port": port,
+        "server.api_keys": api_key or None,
+    }
+    given = {path: value for path, value in flags.items() if value is not None}
+    loaded = load_config(flags=given, environ=os.environ, file=config_file)
+    if print_config:
+        typer.echo(loaded.to_yaml(), nl=False)
+        return
+    check_is_guarded(loaded.config.server)
+    check_can_listen(loaded.config.server)
+
+    # Only now what is heavy: `--help`, a typing error and a taken port must answer at once.
+    from moe_serve.cli.service import run_service
+
+    run_service(loaded.config)

@@ -1,0 +1,189 @@
+"""The table of configuration keys, read off the dataclasses of `config.py`, and what each may be.
+
+A key is `section.name`: the section is the component (`model`, `cache`, `scheduler`, `pipeline`,
+`server`), so `scheduler.max_num_seqs` is `Config.engine.scheduler.max_num_seqs`. A new field in
+`config.py` is a new key by itself; only its range is written here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from moe_serve.config import Config, EngineConfig
+from moe_serve.errors import ConfigError
+
+Scalar = bool | int | float | str
+Value = Scalar | tuple[str, ...] | None
+
+_MANY = 2**31 - 1
+RANGES: Mapping[str, tuple[float, float]] = {
+    "model.max_model_len": (1, _MANY),
+    "model.num_threads": (1, 1024),
+    "cache.num_pages": (1, _MANY),
+    "cache.memory_bytes": (1, 2**50),
+    "scheduler.max_num_seqs": (1, 65536),
+    "scheduler.max_batched_tokens": (1, 2**20),
+    "scheduler.max_queued_requests": (1, _MANY),
+    "pipeline.micro_batches": (1, 4),
+    "server.port": (0, 65535),
+    "server.max_body_bytes": (1024, 2**30),
+    "server.drain_timeout_s": (0.0, 3600.0),
+    "server.sse_ping_s": (0.1, 3600.0),
+}
+SECRETS = frozenset({"server.api_keys"})
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}  # for the keys that end in _bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigKey:
+    """One key: where it is, what type it has, which values it takes."""
+
+    section: str
+    name: str
+    kind: type  # bool, int, float, str, or tuple (of strings)
+    is_optional: bool
+    choices: tuple[str, ...]  # empty: any
+    default: Value
+
+    @property
+    def path(self) -> str:
+        return f"{self.section}.{self.name}"
+
+    @property
+    def is_secret(self) -> bool:
+        return self.path in SECRETS
+
+    @property
+    def allowed(self) -> str:
+        """The values it takes, in words: "an integer in [1, 4]"."""
+        if self.choices:
+            text = f"one of {', '.join(self.choices)}"
+        elif self.kind is bool:
+            text = "true or false"
+        elif self.kind is tuple:
+            text = "a list of non-empty strings without spaces"
+        elif self.kind is str:
+            text = "a non-empty string"
+        else:
+            text = "an integer" if self.kind is int else "a number"
+        if self.path in RANGES:
+            low, high = RANGES[self.path]
+            text += f" in [{low:.15g}, {high:.15g}]"
+        if self.name.endswith("_bytes"):
+            text += " or a size such as 512MiB"
+        return text + (", or null" if self.is_optional else "")
+
+    def check(self, value: object, source: str) -> Value:
+        """The value in its type, or ConfigError. `source` completes "... (from {source})"."""
+        if value is None and self.is_optional:
+            return None
+        checked = self._converted(value)
+        if checked is None or not self._is_in_range(checked):
+            raise self.error(value, source)
+        return checked
+
+    def parse(self, text: str, source: str) -> Value:
+        """The value of an environment variable; a list is written with commas."""
+        if self.is_optional and text.lower() in ("null", "none"):
+            return None
+        if self.kind is tuple:
+            return self.check([part.strip() for part in text.split(",")], source)
+        if self.kind is bool:
+            is_true = text.lower() in ("true", "1", "yes", "on")
+            is_false = text.lower() in ("false", "0", "no", "off")
+            return self.check(is_true if is_true or is_false else text, source)
+        if self.kind is str:
+            return self.check(text, source)
+        try:
+            return self.check(self.kind(text), source)
+        except ValueError:
+            return self.check(text, source)
+
+    def error(self, value: object, source: str) -> ConfigError:
+        shown = "this value (not shown)" if self.is_secret else repr(value)
+        return ConfigError(f"{self.path} cannot be {shown} ({source}): it takes {self.allowed}.")
+
+    def _converted(self, value: object) -> Scalar | tuple[str, ...] | None:
+        """None stands for "not of this type"."""
+        if self.kind is bool:
+            return value if isinstance(value, bool) else None
+        if self.name.endswith("_bytes") and isinstance(value, str):
+            return _parse_size(value)
+        if self.kind in (int, float):
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                return None
+            if self.kind is int:
+                return value if isinstance(value, int) else None
+            return float(value)
+        if self.kind is tuple:
+            if not isinstance(value, list | tuple):
+                return None
+            is_clean = all(isinstance(item, str) and item.split() == [item] for item in value)
+            return tuple(value) if is_clean else None
+        return value if isinstance(value, str) and value.strip() else None
+
+    def _is_in_range(self, value: Scalar | tuple[str, ...]) -> bool:
+        if self.choices:
+            return value in self.choices
+        if self.path in RANGES and isinstance(value, int | float):
+            low, high = RANGES[self.path]
+            return not math.isnan(value) and low <= value <= high
+        return True
+
+
+def config_keys() -> tuple[ConfigKey, ...]:
+    """All keys, in the order in which `config.py` declares them."""
+    return tuple(_keys_of(Config))
+
+
+def check_engine_config(config: EngineConfig, source: str = "an argument") -> EngineConfig:
+    """Hold a config that was built in code to the same limits: returns it or raises."""
+    for key in _keys_of(EngineConfig):
+        key.check(getattr(getattr(config, key.section), key.name), source)
+    if config.cache.num_pages is not None and config.cache.memory_bytes is not None:
+        raise ConfigError(
+            f"cache.num_pages ({config.cache.num_pages}) and cache.memory_bytes "
+            f"({config.cache.memory_bytes}) both set the size of the KV cache; set one of them."
+        )
+    return config
+
+
+def unknown_name(kind: str, name: str, source: str, known: Iterable[str]) -> ConfigError:
+    """The error for a name that is not in the table, with the nearest one that is."""
+    names = sorted(known)
+    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    hint = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(names)}."
+    return ConfigError(f"unknown {kind} {name} ({source}): {hint}")
+
+
+def _keys_of(component: type, section: str = "") -> Iterable[ConfigKey]:
+    hints = typing.get_type_hints(component)
+    for item in dataclasses.fields(component):
+        hint = hints[item.name]
+        if dataclasses.is_dataclass(hint):
+            assert isinstance(hint, type), f"{item.name}: a section is a class, got {hint!r}"
+            yield from _keys_of(hint, item.name)
+            continue
+        arms = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        (core,) = (arm for arm in arms if arm is not types.NoneType)
+        origin = typing.get_origin(core)
+        yield ConfigKey(
+            section=section,
+            name=item.name,
+            kind=str if origin is typing.Literal else (origin or core),
+            is_optional=types.NoneType in arms,
+            choices=typing.get_args(core) if origin is typing.Literal else (),
+            default=typing.cast(Value, item.default),
+        )
+
+
+def _parse_size(text: str) -> int | None:
+    number, unit = text.strip()[:-3].strip(), text.strip()[-3:]
+    is_size = number.isascii() and number.isdigit() and unit in UNITS
+    return int(number) * UNITS[unit] if is_size else None

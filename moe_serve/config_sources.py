@@ -1,0 +1,213 @@
+"""One typed Config from the command line, the environment, a YAML file and the defaults.
+
+    a flag  >  an environment variable  >  the YAML file  >  the default in config.py
+
+A key `scheduler.max_num_seqs` is the YAML entry `max_num_seqs` in the section `scheduler`, and the
+variable `MOE_SERVE_SCHEDULER_MAX_NUM_SEQS`: MOE_SERVE_<SECTION>_<NAME>, for every key. An empty
+variable counts as not set; a list is written with commas. `MOE_SERVE_CONFIG` names the YAML file
+when `--config` does not. An API key `@FILE` stands for the lines of that file.
+
+Anything unknown is an error, in the file and in the environment: a typing error must not become a
+default. This is the only module that reads the environment or the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moe_serve.config import Config
+from moe_serve.config_keys import (
+    ConfigKey,
+    Value,
+    check_engine_config,
+    config_keys,
+    unknown_name,
+)
+from moe_serve.errors import ConfigError
+
+PREFIX = "MOE_SERVE_"
+CONFIG_VARIABLE = "MOE_SERVE_CONFIG"
+API_KEY_VARIABLE = "MOE_SERVE_API_KEY"  # the client's key, which `moe-serve chat` reads
+DEFAULT_SOURCE = "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigEntry:
+    """One key, its effective value, and where that value came from."""
+
+    key: ConfigKey
+    value: Value
+    source: str
+
+    @property
+    def shown(self) -> str:
+        """The value as YAML writes it; of a secret only how many there are."""
+        if self.key.is_secret and self.value:
+            assert isinstance(self.value, tuple), f"{self.key.path}: secrets are lists"
+            return f"{len(self.value)} set, not shown"
+        plain = list(self.value) if isinstance(self.value, tuple) else self.value
+        text: str = yaml.safe_dump(plain, default_flow_style=True, width=10_000)
+        return text.removesuffix("\n").removesuffix("\n...")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedConfig:
+    """The effective configuration, and for every key where its value came from."""
+
+    config: Config
+    entries: tuple[ConfigEntry, ...]
+
+    def to_yaml(self) -> str:
+        """The effective configuration as a file that `--config` reads back, secrets left out."""
+        lines: list[str] = []
+        for section in dict.fromkeys(entry.key.section for entry in self.entries):
+            lines.append(f"{section}:")
+            for entry in self.entries:
+                if entry.key.section == section:
+                    is_hidden = entry.key.is_secret and bool(entry.value)
+                    text = f"{'# ' if is_hidden else ''}{entry.key.name}: {entry.shown}"
+                    lines.append(f"  {text:<36}  # {entry.source}")
+        return "\n".join(lines) + "\n"
+
+
+def load_config(
+    *,
+    flags: Mapping[str, object],
+    environ: Mapping[str, str],
+    file: Path | None = None,
+) -> LoadedConfig:
+    """Merge the sources. `flags` holds what the command line did set, as {"server.port": 8001}."""
+    keys = {key.path: key for key in config_keys()}
+    variables = {variable_name(key): key for key in keys.values()}
+    _refuse_unknown_variables(environ, variables)
+    chosen = {
+        path: ConfigEntry(key=key, value=key.default, source=DEFAULT_SOURCE)
+        for path, key in keys.items()
+    }
+    for entry in _file_entries(file, environ, keys):
+        chosen[entry.key.path] = entry
+    for name, key in variables.items():
+        if text := environ.get(name, "").strip():
+            chosen[key.path] = ConfigEntry(key=key, value=key.parse(text, name), source=name)
+    for path, value in flags.items():
+        source = "command line"
+        checked = keys[path].check(value, source)
+        chosen[path] = ConfigEntry(key=keys[path], value=checked, source=source)
+    entries = tuple(_with_secrets_read(entry) for entry in chosen.values())
+    config = _build(Config, {entry.key.path: entry.value for entry in entries})
+    check_engine_config(config.engine)
+    return LoadedConfig(config=config, entries=entries)
+
+
+def describe(loaded: LoadedConfig) -> list[ConfigEntry]:
+    """Every key with its value and its source; print `entry.shown`, never `entry.value`."""
+    return list(loaded.entries)
+
+
+def variable_name(key: ConfigKey) -> str:
+    return f"{PREFIX}{key.section}_{key.name}".upper()
+
+
+def _refuse_unknown_variables(environ: Mapping[str, str], known: Mapping[str, ConfigKey]) -> None:
+    names = {*known, CONFIG_VARIABLE, API_KEY_VARIABLE}
+    for name in environ:
+        if name.startswith(PREFIX) and name not in names:
+            raise unknown_name("environment variable", name, "environment", names)
+
+
+def _file_entries(
+    file: Path | None, environ: Mapping[str, str], keys: Mapping[str, ConfigKey]
+) -> Iterator[ConfigEntry]:
+    if file is None and (named := environ.get(CONFIG_VARIABLE, "").strip()):
+        file = Path(named)
+    if file is None:
+        return
+    sections = {key.section for key in keys.values()}
+    for section, section_node, where in _mapping(_parse_yaml(file), file, "the file"):
+        if section not in sections:
+            raise unknown_name("section", section, where, sections)
+        for name, node, place in _mapping(section_node, file, f"the section {section}"):
+            path = f"{section}.{name}"
+            if path not in keys:
+                known = {key.name for key in keys.values() if key.section == section}
+                raise unknown_name("key", path, place, {f"{section}.{other}" for other in known})
+            value = _plain_value(node, place)
+            yield ConfigEntry(key=keys[path], value=keys[path].check(value, place), source=place)
+
+
+def _parse_yaml(file: Path) -> yaml.Node | None:
+    try:
+        return yaml.compose(file.read_text("utf-8"), Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {file}: {error.strerror}.") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"the configuration {file} is not valid YAML: {reason}") from error
+
+
+def _plain_value(node: yaml.Node, place: str) -> object:
+    try:
+        return yaml.SafeLoader("").construct_object(node, deep=True)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"this is no plain value ({place}): {error}") from error
+
+
+def _mapping(
+    node: yaml.Node | None, file: Path, what: str
+) -> Iterator[tuple[str, yaml.Node, str]]:
+    """(name, node, "file:line") of each entry; an empty mapping has none."""
+    if node is None or (isinstance(node, yaml.ScalarNode) and not node.value):
+        return
+    if not isinstance(node, yaml.MappingNode):
+        line = node.start_mark.line + 1
+        raise ConfigError(f"{what} must hold `name: value` lines ({file}:{line}).")
+    seen: set[str] = set()
+    for name_node, value_node in node.value:
+        place = f"{file}:{name_node.start_mark.line + 1}"
+        name = str(name_node.value)
+        if name in seen:
+            raise ConfigError(f"{name} is set twice in {what} ({place}).")
+        seen.add(name)
+        yield name, value_node, place
+
+
+def _with_secrets_read(entry: ConfigEntry) -> ConfigEntry:
+    """`@FILE` among the API keys becomes the lines of that file."""
+    if not entry.key.is_secret or not isinstance(entry.value, tuple):
+        return entry
+    secrets: list[str] = []
+    for item in entry.value:
+        secrets += read_secret_file(item[1:]) if item.startswith("@") else [item]
+    checked = entry.key.check(secrets, entry.source)
+    return dataclasses.replace(entry, value=checked)
+
+
+def read_secret_file(path: str) -> list[str]:
+    """One secret per line; empty lines and lines that start with # are left out."""
+    try:
+        lines = Path(path).read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the API keys in {path}: {error}.") from error
+    secrets = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if not secrets:
+        raise ConfigError(f"the file {path} holds no API key: write one on each line.")
+    return secrets
+
+
+def _build(component: type, values: Mapping[str, Value], section: str = "") -> Any:
+    """The dataclass `component` with all its parts, from {"section.name": value}."""
+    arguments: dict[str, Any] = {}
+    for item in dataclasses.fields(component):
+        if item.default is dataclasses.MISSING:
+            part: object = item.default_factory
+            assert isinstance(part, type), f"{item.name}: a part is made by its dataclass"
+            arguments[item.name] = _build(part, values, item.name)
+        else:
+            arguments[item.name] = values[f"{section}.{item.name}"]
+    return component(**arguments)

@@ -1,0 +1,58 @@
+"""Parts of the JSON that chat and completions share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from moe_serve.http.generation import Usage
+from moe_serve.http.sse import sse_event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseHead:
+    """The fields that open a response and every chunk of its stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": self.object,
+            "created": self.created,
+            "model": self.model,
+        }
+
+
+class ChunkWriter:
+    """Writes one-choice chunks around a fixed head: per token only the choice is encoded.
+
+    With `include_usage`, every chunk but the last says `"usage": null`, as OpenAI's do.
+    """
+
+    def __init__(self, head: ResponseHead, *, has_usage: bool) -> None:
+        self._head = msgspec.json.encode(head.fields())[:-1]
+        tail = b'],"usage":null}' if has_usage else b"]}"
+        self._start = b"data: " + self._head + b',"choices":['
+        self._end = tail + b"\n\n"
+
+    def choice(self, choice_json: bytes) -> bytes:
+        return self._start + choice_json + self._end
+
+    def usage(self, usage: Usage) -> bytes:
+        tail = b',"choices":[],"usage":' + msgspec.json.encode(usage_fields(usage)) + b"}"
+        return sse_event(self._head + tail)
+
+
+def usage_fields(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }

@@ -1,0 +1,153 @@
+"""The shapes of /v1/completions, with and without echo."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from moe_serve.engine.request import TokenLogprob
+from moe_serve.http.answer import Choice
+from moe_serve.http.chunk_format import ChunkWriter, ResponseHead, usage_fields
+from moe_serve.http.generation import Usage
+from moe_serve.http.logprob_format import completion_logprobs
+from moe_serve.http.prompts import Prompt
+from moe_serve.http.sequence import Piece
+from moe_serve.text.detokenizer import make_detokenizer
+from moe_serve.text.text_stream import TextDelta
+from moe_serve.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EchoedPrompt:
+    """A prompt as the answer repeats it; `text_offsets` say where each token's text begins."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    text_offsets: tuple[int, ...]
+
+
+def echoed_prompt(prompt: Prompt, tokenizer: Tokenizer) -> EchoedPrompt:
+    """Long prompts make this slow enough to belong off the event loop."""
+    detokenizer = make_detokenizer(tokenizer, skip_special_tokens=prompt.text is not None)
+    offsets: list[int] = []
+    parts: list[str] = []
+    num_chars = 0
+    for token_id in prompt.token_ids:
+        offsets.append(num_chars)
+        parts.append(detokenizer.push(token_id))
+        num_chars += len(parts[-1])
+    parts.append(detokenizer.flush())
+    text = "".join(parts) if prompt.text is None else prompt.text
+    return EchoedPrompt(text=text, token_ids=prompt.token_ids, text_offsets=tuple(offsets))
+
+
+class CompletionFormat:
+    """Writes one answer. `echoes` has the prompt of each choice, or None without echo."""
+
+    def __init__(
+        self,
+        head: ResponseHead,
+        tokenizer: Tokenizer,
+        echoes: Sequence[EchoedPrompt | None],
+        *,
+        has_usage: bool = False,
+    ) -> None:
+        self._head = head
+        self._tokenizer = tokenizer
+        self._echoes = echoes
+        self._writer = ChunkWriter(head, has_usage=has_usage)
+        self._started: set[int] = set()
+
+    def events(self, piece: Piece) -> bytes:
+        """The events of a stream: text, then the reason for the end."""
+        delta, events = piece.delta, []
+        echo = None
+        if piece.index not in self._started:
+            self._started.add(piece.index)
+            echo = self._echoes[piece.index]
+        text = (echo.text if echo else "") + delta.text
+        logprobs = self._delta_logprobs(piece, echo)
+        if text or logprobs is not None:
+            events.append(self._chunk(piece.index, text, logprobs, None))
+        if delta.finish_reason is not None:
+            events.append(self._chunk(piece.index, "", None, delta))
+        return b"".join(events)
+
+    def usage(self, usage: Usage) -> bytes:
+        return self._writer.usage(usage)
+
+    def response(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """The whole answer as one object."""
+        content = {
+            **self._head.fields(),
+            "choices": [self._choice(i, choice) for i, choice in enumerate(choices)],
+            "usage": usage_fields(usage),
+        }
+        return msgspec.json.encode(content)
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        assert choice.finish_reason is not None, "a collected choice has ended"
+        echo = self._echoes[index]
+        has_logprobs = choice.logprobs is not None or choice.prompt_logprobs is not None
+        logprobs = None
+        if has_logprobs:
+            logprobs = self._logprobs(
+                choice.token_ids,
+                choice.logprobs or (),
+                choice.text_offsets,
+                echo,
+                choice.prompt_logprobs,
+            )
+        return {
+            "index": index,
+            "text": (echo.text if echo else "") + choice.text,
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason.value,
+            "stop_reason": choice.stop_reason,
+        }
+
+    def _delta_logprobs(self, piece: Piece, echo: EchoedPrompt | None) -> dict[str, Any] | None:
+        delta = piece.delta
+        if delta.logprobs is None and piece.prompt_logprobs is None:
+            return None
+        if echo is None and not delta.token_ids:
+            return None
+        shift = len(full.text) if (full := self._echoes[piece.index]) and echo is None else 0
+        offsets = [shift + offset for offset in delta.text_offsets]
+        return self._logprobs(
+            delta.token_ids, delta.logprobs or (), offsets, echo, piece.prompt_logprobs
+        )
+
+    def _logprobs(
+        self,
+        token_ids: Sequence[int],
+        entries: Sequence[TokenLogprob],
+        text_offsets: Sequence[int],
+        echo: EchoedPrompt | None,
+        prompt_entries: Sequence[TokenLogprob | None] | None,
+    ) -> dict[str, Any]:
+        """The prompt's tokens (if echoed with logprobs) and then the generated ones."""
+        if echo is None or prompt_entries is None:
+            return completion_logprobs(token_ids, entries, text_offsets, self._tokenizer)
+        shift = len(echo.text)
+        return completion_logprobs(
+            [*echo.token_ids, *token_ids],
+            [*prompt_entries, *entries],
+            [*echo.text_offsets, *(shift + offset for offset in text_offsets)],
+            self._tokenizer,
+        )
+
+    def _chunk(
+        self, index: int, text: str, logprobs: dict[str, Any] | None, end: TextDelta | None
+    ) -> bytes:
+        reason = None if end is None or end.finish_reason is None else end.finish_reason.value
+        stop = b""
+        if end is not None:
+            stop = b',"stop_reason":' + msgspec.json.encode(end.stop_reason)
+        head = b'{"index":%d,"text":' % index + msgspec.json.encode(text)
+        encoded = b"null" if logprobs is None else msgspec.json.encode(logprobs)
+        tail = b',"logprobs":' + encoded + b',"finish_reason":' + msgspec.json.encode(reason)
+        return self._writer.choice(head + tail + stop + b"}")

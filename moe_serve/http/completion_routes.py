@@ -1,0 +1,96 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Sequence
+
+from fastapi import APIRouter, Request, Response
+
+from moe_serve.engine.request import GenerationRequest
+from moe_serve.http.answer import collect
+from moe_serve.http.body import read_json_object
+from moe_serve.http.chunk_format import ResponseHead
+from moe_serve.http.completion_format import CompletionFormat, EchoedPrompt, echoed_prompt
+from moe_serve.http.context import ServerContext
+from moe_serve.http.engine_requests import TokenLimits, build_engine_requests
+from moe_serve.http.generation import Generation
+from moe_serve.http.parameters import ignored_header
+from moe_serve.http.prompts import Prompt, completion_prompts
+from moe_serve.http.respond import request_body_schema, stream_response, whole_response
+from moe_serve.http.schemas import DEFAULT_COMPLETION_TOKENS, CompletionBody, parse_body
+from moe_serve.text.tokenizer import Tokenizer
+
+_MAX_INLINE_TOKENS = 2048
+
+
+def completion_router(server: ServerContext) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/completions", openapi_extra=request_body_schema(CompletionBody))
+    async def create_completion(request: Request) -> Response:
+        content = await read_json_object(request, server.config.max_body_bytes)
+        body = parse_body(CompletionBody, content)
+        headers = ignored_header(body.check(is_strict=server.config.is_strict))
+        server.model.check_name(body.model)
+        tokenizer = server.model.tokenizer
+        prompts = await completion_prompts(body.prompt, tokenizer)
+        response_id = f"cmpl-{uuid.uuid4().hex}"
+        requests = _engine_requests(server, body, prompts, response_id)
+        echoes: list[EchoedPrompt | None] = [None] * len(requests)
+        if body.echo:
+            echoes = await _echoes(prompts, len(requests) // len(prompts), tokenizer)
+        head = ResponseHead(
+            id=response_id,
+            object="text_completion",
+            created=int(time.time()),
+            model=server.model.name,
+        )
+        formatter = CompletionFormat(head, tokenizer, echoes, has_usage=body.has_usage_chunk)
+        generation = server.generations.start(requests, is_prompt_only=body.is_prompt_only)
+        if body.stream:
+            return stream_response(
+                generation,
+                formatter,
+                has_usage=body.has_usage_chunk,
+                ping_s=server.config.sse_ping_s,
+                headers=headers,
+            )
+        answer = _answer(generation, len(requests), formatter)
+        return await whole_response(answer, generation, request, headers)
+
+    return router
+
+
+def _engine_requests(
+    server: ServerContext, body: CompletionBody, prompts: Sequence[Prompt], response_id: str
+) -> list[GenerationRequest]:
+    limits = TokenLimits(
+        max_model_len=server.model.max_model_len,
+        vocab_size=server.generations.engine.vocab_size,
+        default_max_tokens=DEFAULT_COMPLETION_TOKENS,
+    )
+    return build_engine_requests(response_id, prompts, body.sampling_params(), limits)
+
+
+async def _echoes(
+    prompts: Sequence[Prompt], num_choices: int, tokenizer: Tokenizer
+) -> list[EchoedPrompt | None]:
+    def work() -> list[EchoedPrompt | None]:
+        echoes = [echoed_prompt(prompt, tokenizer) for prompt in prompts]
+        return [echo for echo in echoes for _ in range(num_choices)]
+
+    num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    return work() if num_tokens <= _MAX_INLINE_TOKENS else await asyncio.to_thread(work)
+
+
+async def _answer(generation: Generation, num_choices: int, formatter: CompletionFormat) -> bytes:
+    """Logprobs of long prompts make big answers: those are written off the event loop."""
+    choices = await collect(generation, num_choices)
+    usage = generation.usage()
+    num_entries = sum(len(choice.prompt_logprobs or ()) for choice in choices)
+    if num_entries <= _MAX_INLINE_TOKENS:
+        return formatter.response(choices, usage)
+    return await asyncio.to_thread(formatter.response, choices, usage)

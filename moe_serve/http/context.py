@@ -1,0 +1,18 @@
+"""What the routes share: one object, made by `create_app`, passed to each router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_serve.config import ServerConfig
+from moe_serve.http.generation import GenerationService
+from moe_serve.http.metrics import ServerMetrics
+from moe_serve.http.served_model import ServedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerContext:
+    model: ServedModel
+    config: ServerConfig
+    metrics: ServerMetrics
+    generations: GenerationService

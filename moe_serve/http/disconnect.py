@@ -1,0 +1,35 @@
+"""Ending work when the client has gone away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from starlette.types import Receive
+
+T = TypeVar("T")
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client is gone. Only to be called once the body has been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
+    """The result of `work`, or None (with `work` cancelled) if the client went away first."""
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(wait_for_disconnect(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        await cancel_all(working, watching)
+
+
+async def cancel_all(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel the tasks and wait until they have ended, whatever their results."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,56 @@
+"""The outermost layer of every request: its id, its count in the metrics, the last boundary."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from moe_serve.http.errors import internal_error
+from moe_serve.http.metrics import ServerMetrics
+
+_LOGGER = logging.getLogger(__name__)
+_MAX_REQUEST_ID_CHARS = 128
+
+
+class EdgeMiddleware:
+    """Echoes the client's X-Request-Id (or makes one) and turns an unknown exception into a 500.
+
+    The client's id is only echoed and logged; nothing is ever looked up by it.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _request_id(Headers(scope=scope))
+        status: int | None = None
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:  # the top of a request: whatever it was, the server lives on
+            _LOGGER.exception("request %s failed: %s", request_id, scope["path"][:200])
+            if status is None:
+                await internal_error().response()(scope, receive, send_with_id)
+        finally:
+            self._metrics.count_http_request(scope["path"], status)
+
+
+def _request_id(headers: Headers) -> str:
+    """The client's id if it is short and printable, else a new one."""
+    given = headers.get("x-request-id", "")
+    is_usable = given.isascii() and given.isprintable() and len(given) <= _MAX_REQUEST_ID_CHARS
+    return given if given and is_usable else f"req-{uuid.uuid4().hex}"

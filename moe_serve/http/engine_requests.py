@@ -1,0 +1,93 @@
+"""From prompts and sampling parameters to the engine's requests; the checks that need both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from moe_serve.engine.request import GenerationRequest
+from moe_serve.engine.sampling_params import MAX_CHOICES, SamplingParams
+from moe_serve.errors import ContextLengthError, InvalidRequestError
+from moe_serve.http.prompts import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLimits:
+    """What the engine can take. `default_max_tokens` None: up to the context's end."""
+
+    max_model_len: int
+    vocab_size: int
+    default_max_tokens: int | None
+    max_tokens_field: str = "max_tokens"
+
+
+def build_engine_requests(
+    response_id: str, prompts: Sequence[Prompt], params: SamplingParams, limits: TokenLimits
+) -> list[GenerationRequest]:
+    """One request per prompt and choice, in the order of the answer's `choices`.
+
+    2 prompts, n = 3:  choice index 0 1 2 | 3 4 5,  GenerationRequest.choice 0 1 2 | 0 1 2
+    """
+    num_sequences = len(prompts) * params.n
+    if num_sequences > MAX_CHOICES:
+        raise InvalidRequestError(
+            f"{len(prompts)} prompts with n = {params.n} are {num_sequences} sequences; "
+            f"at most {MAX_CHOICES} are allowed.",
+            param="n",
+        )
+    params.check_vocabulary(limits.vocab_size)
+    now = time.monotonic()
+    requests: list[GenerationRequest] = []
+    for prompt in prompts:
+        _check_prompt(prompt, limits)
+        fitting = _with_max_tokens(params, prompt, limits)
+        for choice in range(params.n):
+            requests.append(
+                GenerationRequest(
+                    request_id=f"{response_id}-{len(requests)}",
+                    prompt_token_ids=prompt.token_ids,
+                    params=fitting,
+                    choice=choice,
+                    arrival_time=now,
+                )
+            )
+    return requests
+
+
+def _check_prompt(prompt: Prompt, limits: TokenLimits) -> None:
+    """Length first: it bounds the cost of looking at every id."""
+    count, param = len(prompt.token_ids), prompt.param
+    if count == 0:
+        raise InvalidRequestError(f"{param} must hold at least one token.", param=param)
+    if count >= limits.max_model_len:
+        raise ContextLengthError(
+            f"The context of this model is {limits.max_model_len} tokens; {param} has {count} "
+            "tokens and leaves no room for an answer: shorten it.",
+            param=param,
+        )
+    low, high = min(prompt.token_ids), max(prompt.token_ids)
+    if low < 0 or high >= limits.vocab_size:
+        wrong = low if low < 0 else high
+        shown = wrong if abs(wrong) < 2**63 else "a number beyond 64 bits"
+        raise InvalidRequestError(
+            f"{param}: token ids must be in [0, {limits.vocab_size - 1}], got {shown}.",
+            param=param,
+        )
+
+
+def _with_max_tokens(params: SamplingParams, prompt: Prompt, limits: TokenLimits) -> SamplingParams:
+    count = len(prompt.token_ids)
+    room = limits.max_model_len - count
+    if params.max_tokens is None:
+        if limits.default_max_tokens is None:
+            return params
+        return replace(params, max_tokens=min(limits.default_max_tokens, room))
+    if params.max_tokens > room:
+        raise ContextLengthError(
+            f"The context of this model is {limits.max_model_len} tokens; {prompt.param} has "
+            f"{count} and {limits.max_tokens_field} asks for {params.max_tokens} more "
+            f"({count + params.max_tokens} in all): ask for at most {room}.",
+            param=limits.max_tokens_field,
+        )
+    return params

@@ -1,0 +1,154 @@
+"""The sequences of one HTTP request, from submission to the last piece of text."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+from moe_serve.engine.client import EngineClient
+from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
+from moe_serve.errors import ServerOverloadedError
+from moe_serve.http.errors import ApiError, draining_error, engine_dead_error
+from moe_serve.http.merged_queues import MergedQueues
+from moe_serve.http.metrics import ServerMetrics
+from moe_serve.http.sequence import Piece, SequenceProgress
+from moe_serve.text.tokenizer import Tokenizer
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens of one HTTP request. A prompt with n choices counts once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class Generation:
+    """Yields the new pieces of all sequences as they come; `close` ends what still runs."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        sequences: Sequence[SequenceProgress],
+        queues: Sequence[asyncio.Queue[TokenDelta]],
+        on_close: Callable[[Generation], None],
+    ) -> None:
+        self._engine = engine
+        self._sequences = {sequence.request.request_id: sequence for sequence in sequences}
+        self._queues = dict(zip(self._sequences, queues, strict=True))
+        self._merged = MergedQueues(queues)
+        self._on_close = on_close
+        self._cut_error: ApiError | None = None
+        self._is_closed = False
+
+    async def __aiter__(self) -> AsyncIterator[list[Piece]]:
+        while any(not sequence.is_finished for sequence in self._sequences.values()):
+            by_id: dict[str, list[TokenDelta]] = {}
+            for delta in await self._merged.next():
+                by_id.setdefault(delta.request_id, []).append(delta)
+            pieces = [self._push(request_id, deltas) for request_id, deltas in by_id.items()]
+            yield [piece for piece in pieces if piece is not None]
+
+    def usage(self) -> Usage:
+        sequences = self._sequences.values()
+        firsts = [sequence for sequence in sequences if sequence.request.choice == 0]
+        return Usage(
+            prompt_tokens=sum(len(first.request.prompt_token_ids) for first in firsts),
+            completion_tokens=sum(sequence.num_tokens for sequence in sequences),
+            cached_tokens=sum(first.num_cached_tokens for first in firsts),
+        )
+
+    def cut(self, error: ApiError) -> None:
+        """End the generation with this error, as if each sequence had failed in the engine."""
+        self._cut_error = error
+        for request_id, sequence in self._sequences.items():
+            if not sequence.is_finished:
+                end = TokenDelta(request_id=request_id, finish_reason=FinishReason.ERROR)
+                self._queues[request_id].put_nowait(end)
+
+    def close(self) -> None:
+        """Abort what has not finished. Harmless when all has, or when called again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._merged.close()
+        for request_id, sequence in self._sequences.items():
+            if not sequence.is_finished:
+                self._engine.abort(request_id)
+        self._on_close(self)
+
+    def _push(self, request_id: str, deltas: list[TokenDelta]) -> Piece | None:
+        sequence = self._sequences[request_id]
+        if sequence.is_finished:  # the engine's last words after a stop string or a cut
+            return None
+        piece = sequence.push(deltas)
+        if piece.delta.is_stopped_by_text:
+            self._engine.abort(request_id)
+        elif piece.delta.finish_reason is FinishReason.ERROR:
+            self._engine.abort(request_id)
+            raise self._cut_error or self._engine_error(deltas[-1])
+        return piece
+
+    def _engine_error(self, delta: TokenDelta) -> ApiError:
+        """What went wrong goes to the log, not to the client."""
+        _LOGGER.error("request %s failed in the engine: %s", delta.request_id, delta.error)
+        message = f"The engine failed on this request ({delta.request_id}); its log has the cause."
+        return ApiError(500, message, code="generation_failed")
+
+
+class GenerationService:
+    """Starts generations and knows those that are open, so that a shutdown can wait or cut."""
+
+    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, metrics: ServerMetrics) -> None:
+        self.engine = engine
+        self.is_draining = False
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._open: set[Generation] = set()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def start(
+        self, requests: Sequence[GenerationRequest], *, is_prompt_only: bool = False
+    ) -> Generation:
+        """Submit all or none. The caller must `close` the generation, whatever happens."""
+        queues = self._submit(requests)
+        sequences = [
+            SequenceProgress(
+                index, request, self._tokenizer, self._metrics, is_prompt_only=is_prompt_only
+            )
+            for index, request in enumerate(requests)
+        ]
+        generation = Generation(self.engine, sequences, queues, self._open.discard)
+        self._open.add(generation)
+        return generation
+
+    def begin_drain(self) -> None:
+        """Refuse new requests; those that are open go on."""
+        self.is_draining = True
+        self.engine.begin_drain()
+
+    def cut_all(self, error: ApiError) -> None:
+        """End every open generation with an error event or response."""
+        for generation in tuple(self._open):
+            generation.cut(error)
+
+    def _submit(self, requests: Sequence[GenerationRequest]) -> list[asyncio.Queue[TokenDelta]]:
+        if not self.engine.stats().is_alive:
+            self._metrics.count_rejection("engine_dead")
+            raise engine_dead_error()
+        if self.is_draining:
+            self._metrics.count_rejection("draining")
+            raise draining_error("The server is shutting down and takes no new requests.")
+        try:
+            return self.engine.submit(requests)
+        except ServerOverloadedError as error:
+            self._metrics.count_rejection("draining" if error.is_draining else "queue_full")
+            raise

@@ -1,0 +1,72 @@
+"""GET /health/live, /health/ready and /metrics.
+
+Live: the process should not be restarted. Ready: it wants new requests. A busy engine is live; one
+that has sequences to run but has made no step for a minute is not.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from moe_serve.engine.client import EngineStats
+from moe_serve.http.context import ServerContext
+from moe_serve.http.errors import ApiError, draining_error, engine_dead_error
+
+STALL_S = 60.0
+
+
+class ProgressWatch:
+    """Says for how long the engine has had work and made no step, as seen by its own callers."""
+
+    def __init__(self) -> None:
+        self._num_steps = -1
+        self._since = 0.0
+
+    def stalled_for(self, stats: EngineStats, now: float) -> float:
+        if stats.num_steps != self._num_steps or stats.num_running == 0:
+            self._num_steps, self._since = stats.num_steps, now
+        return now - self._since
+
+
+def health_router(server: ServerContext) -> APIRouter:
+    router = APIRouter()
+    watch = ProgressWatch()
+    engine = server.generations.engine
+
+    @router.get("/health/live")
+    async def live() -> dict[str, Any]:
+        stats = engine.stats()
+        if not stats.is_alive:
+            raise engine_dead_error()
+        stalled_s = watch.stalled_for(stats, time.monotonic())
+        if stalled_s > STALL_S:
+            raise ApiError(
+                503,
+                f"The engine has made no step for {stalled_s:.0f} s with {stats.num_running} "
+                f"sequences running (step {stats.num_steps}).",
+                code="engine_stalled",
+            )
+        return {
+            "status": "live",
+            "num_steps": stats.num_steps,
+            "num_running": stats.num_running,
+            "num_waiting": stats.num_waiting,
+        }
+
+    @router.get("/health/ready")
+    async def ready() -> dict[str, Any]:
+        if not engine.stats().is_alive:
+            raise engine_dead_error()
+        if server.generations.is_draining:
+            raise draining_error("The server is shutting down.")
+        return {"status": "ready", "model": server.model.name}
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        return Response(server.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    return router

@@ -1,0 +1,58 @@
+"""Token log probabilities in OpenAI's two shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from moe_serve.engine.request import TokenLogprob
+from moe_serve.text.tokenizer import Tokenizer
+
+_LOWEST = -9999.0  # JSON has no -inf
+
+
+def chat_logprobs(entries: Sequence[TokenLogprob], tokenizer: Tokenizer) -> dict[str, Any]:
+    """`choices[].logprobs` of a chat: one object per token, with its bytes."""
+    return {"content": [_chat_entry(entry, tokenizer) for entry in entries], "refusal": None}
+
+
+def completion_logprobs(
+    token_ids: Sequence[int],
+    entries: Sequence[TokenLogprob | None],
+    text_offsets: Sequence[int],
+    tokenizer: Tokenizer,
+) -> dict[str, Any]:
+    """`choices[].logprobs` of a completion: parallel lists. The first prompt token has none."""
+    return {
+        "tokens": [tokenizer.token_text(token) for token in token_ids],
+        "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in entries],
+        "top_logprobs": [_top_by_text(entry, tokenizer) for entry in entries],
+        "text_offset": list(text_offsets),
+    }
+
+
+def _chat_entry(entry: TokenLogprob, tokenizer: Tokenizer) -> dict[str, Any]:
+    top = [_chat_token(token, logprob, tokenizer) for token, logprob in entry.top]
+    return {**_chat_token(entry.token_id, entry.logprob, tokenizer), "top_logprobs": top}
+
+
+def _chat_token(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "token": tokenizer.token_text(token_id),
+        "logprob": _finite(logprob),
+        "bytes": list(tokenizer.token_bytes(token_id)),
+    }
+
+
+def _top_by_text(entry: TokenLogprob | None, tokenizer: Tokenizer) -> dict[str, float] | None:
+    """The likeliest tokens and the chosen one; of two with the same text, the likelier."""
+    if entry is None:
+        return None
+    top: dict[str, float] = {}
+    for token, logprob in (*entry.top, (entry.token_id, entry.logprob)):
+        top.setdefault(tokenizer.token_text(token), _finite(logprob))
+    return top
+
+
+def _finite(logprob: float) -> float:
+    return logprob if logprob >= _LOWEST else _LOWEST  # also for NaN

@@ -1,0 +1,133 @@
+"""Prometheus metrics: `moe_serve:` plus the suffixes that vLLM's dashboards know.
+
+Counters that the engine keeps are read from its snapshot at scrape time. Labels come from closed
+sets only, so the page does not grow with what clients send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from moe_serve.engine.client import EngineClient
+from moe_serve.engine.request import FinishReason
+
+PREFIX = "moe_serve:"
+_ROUTES = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/models",
+        "/health/live",
+        "/health/ready",
+        "/metrics",
+        "/openapi.json",
+    }
+)
+_TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+_E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
+
+RejectionReason = Literal["queue_full", "draining", "engine_dead"]
+
+
+class ServerMetrics:
+    """All metrics of one server, in a registry of its own."""
+
+    def __init__(self, engine: EngineClient, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model_name = model_name
+        self.registry.register(_EngineCollector(engine, model_name))
+        self._ttft = self._histogram(
+            "time_to_first_token_seconds", "From the request to its first token.", _TTFT_BUCKETS
+        )
+        self._itl = self._histogram(
+            "inter_token_latency_seconds", "Between two tokens of a sequence.", _ITL_BUCKETS
+        )
+        self._e2e = self._histogram(
+            "e2e_request_latency_seconds", "From the request to its last token.", _E2E_BUCKETS
+        )
+        self._success = self._counter(
+            "request_success", "Sequences that ended.", ["finished_reason"]
+        )
+        self._rejections = self._counter(
+            "admission_rejections", "Requests that were not accepted.", ["reason"]
+        )
+        self._http = self._counter("http_requests", "HTTP requests.", ["route", "status"])
+
+    def observe_first_token(self, seconds: float) -> None:
+        self._ttft.observe(seconds)
+
+    def observe_next_tokens(self, seconds: float, num_tokens: int) -> None:
+        """`num_tokens` tokens came together, `seconds` after the ones before."""
+        for _ in range(num_tokens):
+            self._itl.observe(seconds / num_tokens)
+
+    def observe_end(self, seconds: float, reason: FinishReason) -> None:
+        self._e2e.observe(seconds)
+        self._success.labels(self._model_name, reason.value).inc()
+
+    def count_rejection(self, reason: RejectionReason) -> None:
+        self._rejections.labels(self._model_name, reason).inc()
+
+    def count_http_request(self, path: str, status: int | None) -> None:
+        """`status` None: the client went away before an answer."""
+        status_label = "none" if status is None else str(status)
+        self._http.labels(self._model_name, route_label(path), status_label).inc()
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        family = Histogram(
+            PREFIX + name, text, ["model_name"], registry=self.registry, buckets=buckets
+        )
+        return family.labels(self._model_name)
+
+    def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
+        return Counter(PREFIX + name, text, ["model_name", *labels], registry=self.registry)
+
+
+class _EngineCollector(Collector):
+    """Reads the engine's snapshot when Prometheus asks."""
+
+    def __init__(self, engine: EngineClient, model_name: str) -> None:
+        self._engine = engine
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats()
+        num_used_pages = stats.num_pages - stats.num_free_pages
+        gauges: dict[str, tuple[str, float]] = {
+            "num_requests_running": ("Sequences in the batch.", stats.num_running),
+            "num_requests_waiting": ("Sequences in the queue.", stats.num_waiting),
+            "kv_cache_usage_perc": (
+                "Share of the KV pages in use, 0 to 1.",
+                num_used_pages / max(1, stats.num_pages),
+            ),
+        }
+        counters = {
+            "prompt_tokens": ("Prompt tokens computed.", stats.num_prompt_tokens),
+            "generation_tokens": ("Tokens generated.", stats.num_generated_tokens),
+            "num_preemptions": ("Sequences put back for want of pages.", stats.num_preemptions),
+            "engine_steps": ("Steps of the engine.", stats.num_steps),
+        }
+        for name, (text, value) in gauges.items():
+            gauge = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
+            gauge.add_metric([self._model_name], value)
+            yield gauge
+        for name, (text, value) in counters.items():
+            counter = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
+            counter.add_metric([self._model_name], value)
+            yield counter
+
+
+def route_label(path: str) -> str:
+    """The route that a path belongs to; everything unknown is one label."""
+    if path in _ROUTES:
+        return path
+    return "/v1/models/{id}" if path.startswith("/v1/models/") else "other"

@@ -1,0 +1,131 @@
+"""Request fields that the schemas do not declare: ignored, not served yet, or unknown.
+
+Nothing is dropped silently. What has no effect is listed in the X-Ignored-Parameters header; what
+would change the answer but is not served yet is a 400; what nobody knows is a 400 in strict mode
+and listed in the header in lenient mode.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from moe_serve.errors import InvalidRequestError
+
+# Accepted, without effect on the answer.
+IGNORED_FIELDS = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "request_id",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+        "verbosity",
+    }
+)
+IGNORED_MESSAGE_FIELDS = frozenset(
+    {"annotations", "id", "name", "reasoning", "reasoning_content", "refusal"}
+)
+
+# Known, but not served by this version: only the values that ask for nothing are accepted.
+UNSERVED_FIELDS: Mapping[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "grammar": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "json_schema": (),
+    "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
+    "modalities": (["text"],),
+    "prediction": (),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "regex": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+UNSERVED_MESSAGE_FIELDS: Mapping[str, tuple[Any, ...]] = {
+    "audio": (),
+    "function_call": (),
+    "tool_call_id": (),
+    "tool_calls": ([],),
+}
+
+_HEADER_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+_MAX_HEADER_NAMES = 32
+
+
+def check_extra_fields(extras: Mapping[str, Any], *, is_strict: bool) -> list[str]:
+    """The names that had no effect, or InvalidRequestError for the first that may not be there."""
+    return _check(extras, IGNORED_FIELDS, UNSERVED_FIELDS, "", is_strict)
+
+
+def check_extra_message_fields(
+    extras: Mapping[str, Any], index: int, *, is_strict: bool
+) -> list[str]:
+    """The same for the fields of `messages[index]`."""
+    prefix = f"messages.{index}."
+    return _check(extras, IGNORED_MESSAGE_FIELDS, UNSERVED_MESSAGE_FIELDS, prefix, is_strict)
+
+
+def ignored_header(names: Iterable[str]) -> dict[str, str]:
+    """The header for the ignored names; names that do not fit into a header become "?"."""
+    shown = sorted({name if _HEADER_NAME.fullmatch(name) else "?" for name in names})
+    if not shown:
+        return {}
+    return {"X-Ignored-Parameters": ", ".join(shown[:_MAX_HEADER_NAMES])}
+
+
+def _check(
+    extras: Mapping[str, Any],
+    ignored: frozenset[str],
+    unserved: Mapping[str, tuple[Any, ...]],
+    prefix: str,
+    is_strict: bool,
+) -> list[str]:
+    names: list[str] = []
+    for name, value in extras.items():
+        param = prefix + name[:100]
+        if name in unserved:
+            if value is not None and value not in unserved[name]:
+                raise _unserved(param, unserved[name])
+        elif name in ignored:
+            if value is not None:
+                names.append(param)
+        elif is_strict:
+            raise InvalidRequestError(
+                f"Unknown parameter {param!r}.", param=param, code="unknown_parameter"
+            )
+        else:
+            names.append(param)
+    return names
+
+
+def _unserved(param: str, accepted: tuple[Any, ...]) -> InvalidRequestError:
+    rest = f" with a value other than {accepted[0]!r}" if accepted else ""
+    return InvalidRequestError(
+        f"{param} is not supported{rest} by this version.",
+        param=param,
+        code="unsupported_parameter",
+    )

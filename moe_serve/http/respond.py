@@ -1,0 +1,65 @@
+"""Sending an answer, streamed or whole; what the two generation routes have in common."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from typing import Any, Protocol
+
+from fastapi import Request, Response
+from pydantic import BaseModel
+
+from moe_serve.http.disconnect import run_until_disconnect
+from moe_serve.http.generation import Generation, Usage
+from moe_serve.http.sequence import Piece
+from moe_serve.http.sse import SseResponse
+
+_CLIENT_CLOSED_REQUEST = 499
+
+
+class StreamFormat(Protocol):
+    """Writes the events of a stream."""
+
+    def events(self, piece: Piece) -> bytes: ...
+
+    def usage(self, usage: Usage) -> bytes: ...
+
+
+def stream_response(
+    generation: Generation,
+    formatter: StreamFormat,
+    *,
+    has_usage: bool,
+    ping_s: float,
+    headers: Mapping[str, str],
+) -> SseResponse:
+    """The generation as server-sent events; it is closed when the response ends."""
+
+    async def events() -> AsyncIterator[bytes]:
+        async for pieces in generation:
+            yield b"".join([formatter.events(piece) for piece in pieces])
+        if has_usage:
+            yield formatter.usage(generation.usage())
+
+    return SseResponse(events(), ping_s=ping_s, on_close=generation.close, headers=headers)
+
+
+async def whole_response(
+    answer: Coroutine[Any, Any, bytes],
+    generation: Generation,
+    request: Request,
+    headers: Mapping[str, str],
+) -> Response:
+    """The answer in one piece; a client that goes away meanwhile ends the generation."""
+    try:
+        body = await run_until_disconnect(answer, request.receive)
+    finally:
+        generation.close()
+    if body is None:  # nobody reads this
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    return Response(body, headers=dict(headers), media_type="application/json")
+
+
+def request_body_schema(schema: type[BaseModel]) -> dict[str, Any]:
+    """For openapi.json: the routes read the body themselves, so FastAPI does not know it."""
+    content = {"application/json": {"schema": schema.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": content}}

@@ -1,0 +1,90 @@
+"""One sequence of an HTTP request: its text so far, its tokens, its times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta, TokenLogprob
+from moe_serve.http.metrics import ServerMetrics
+from moe_serve.text.text_stream import TextDelta, TextStream
+from moe_serve.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What is new in choice `index` of the answer."""
+
+    index: int
+    delta: TextDelta
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+
+
+class SequenceProgress:
+    """Turns the engine's deltas of one sequence into pieces, and keeps count."""
+
+    def __init__(
+        self,
+        index: int,
+        request: GenerationRequest,
+        tokenizer: Tokenizer,
+        metrics: ServerMetrics,
+        *,
+        is_prompt_only: bool,
+    ) -> None:
+        self.index = index
+        self.request = request
+        self.num_tokens = 0
+        self.num_cached_tokens = 0
+        self._text = TextStream(tokenizer, request.params)
+        self._metrics = metrics
+        self._is_prompt_only = is_prompt_only
+        self._last_time: float | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self._text.is_finished
+
+    def push(self, deltas: Sequence[TokenDelta]) -> Piece:
+        """All deltas that arrived together become one piece."""
+        joined = join_deltas(deltas)
+        self.num_cached_tokens = max(self.num_cached_tokens, joined.num_cached_tokens)
+        delta = self._text.push(joined)
+        if self._is_prompt_only and delta.finish_reason is not FinishReason.ERROR:
+            delta = TextDelta(finish_reason=delta.finish_reason and FinishReason.LENGTH)
+        self.num_tokens += len(delta.token_ids)
+        self._observe(len(joined.token_ids), delta.finish_reason)
+        return Piece(index=self.index, delta=delta, prompt_logprobs=joined.prompt_logprobs)
+
+    def _observe(self, num_tokens: int, reason: FinishReason | None) -> None:
+        now = time.monotonic()
+        since_arrival = now - self.request.arrival_time
+        if num_tokens:
+            if self._last_time is None:
+                self._metrics.observe_first_token(since_arrival)
+            else:
+                self._metrics.observe_next_tokens(now - self._last_time, num_tokens)
+            self._last_time = now
+        if reason is not None:
+            self._metrics.observe_end(since_arrival, reason)
+
+
+def join_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
+    """Consecutive deltas of one request as one; what follows the first end is dropped."""
+    ends = [i for i, delta in enumerate(deltas) if delta.finish_reason is not None]
+    deltas = deltas[: ends[0] + 1] if ends else deltas
+    if len(deltas) == 1:
+        return deltas[0]
+    first, last = deltas[0], deltas[-1]
+    logprobs = [delta.logprobs for delta in deltas if delta.logprobs is not None]
+    return TokenDelta(
+        request_id=first.request_id,
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        logprobs=tuple(entry for part in logprobs for entry in part) if logprobs else None,
+        prompt_logprobs=first.prompt_logprobs,
+        finish_reason=last.finish_reason,
+        stop_token_id=last.stop_token_id,
+        num_cached_tokens=max(delta.num_cached_tokens for delta in deltas),
+        error=last.error,
+    )

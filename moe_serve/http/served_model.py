@@ -1,0 +1,38 @@
+"""The one model that a server serves, as the HTTP side sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from moe_serve.errors import InvalidRequestError, ModelNotFoundError
+from moe_serve.text.chat_template import ChatTemplate
+from moe_serve.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """Filled by the command that starts the server. `description` is shown in the ready line."""
+
+    name: str
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    created: int  # seconds since 1970
+    max_model_len: int
+    description: Mapping[str, str] = field(default_factory=dict)
+
+    def check_name(self, name: str | None) -> None:
+        """A request may leave the model out; if it names one, it must be this one."""
+        if name is not None and name != self.name:
+            raise ModelNotFoundError(
+                f"The model {name[:100]!r} does not exist; this server serves {self.name!r}."
+            )
+
+    def require_chat_template(self) -> ChatTemplate:
+        if self.chat_template is None:
+            raise InvalidRequestError(
+                f"The model {self.name!r} has no chat template; use /v1/completions instead.",
+                param="messages",
+                code="chat_not_supported",
+            )
+        return self.chat_template

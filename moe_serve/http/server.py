@@ -1,0 +1,139 @@
+"""Running the application: the socket, the signals, the drain.
+
+first SIGTERM or SIGINT   new requests get 503, open ones finish, then the process ends with 0
+drain_timeout_s later, or
+at a second signal        open ones end with an error (a clean event in a stream)
+the engine has died       the same, and `run_server` raises: a dead engine must not look busy
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from moe_serve.config import ServerConfig
+from moe_serve.engine.client import EngineClient
+from moe_serve.errors import ConfigError, EngineDeadError
+from moe_serve.http.errors import ApiError, draining_error, engine_dead_error
+from moe_serve.http.generation import GenerationService
+
+_CUT_GRACE_S = 5  # for error events to reach their clients
+_KEEP_ALIVE_S = 65  # longer than the idle time of usual client pools and load balancers
+_ENGINE_CHECK_S = 1.0
+
+OnReady = Callable[[str, int], None]
+
+
+def run_server(
+    app: FastAPI, engine: EngineClient, config: ServerConfig, on_ready: OnReady | None = None
+) -> None:
+    """Serve until a signal comes. `on_ready` gets the host and the real port once both are bound.
+
+    Raises ConfigError if the address cannot be bound, EngineDeadError when the engine dies. The
+    engine is the caller's to start and stop.
+    """
+    with bind(config.host, config.port) as listener:
+        server = DrainingServer(app, engine, config, on_ready)
+        server.run(sockets=[listener])
+    stats = engine.stats()
+    if not stats.is_alive:
+        raise EngineDeadError(f"the engine died: {stats.death or 'its thread is gone'}.")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket; port 0 takes any free one."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise ConfigError(f"server.host: {host!r} is not an address here ({error}).") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"server.port: cannot listen on {host}:{port} ({error.strerror}); choose another port."
+        ) from error
+    return listener
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn, except that a signal drains before the sockets close."""
+
+    def __init__(
+        self,
+        app: FastAPI,
+        engine: EngineClient,
+        config: ServerConfig,
+        on_ready: OnReady | None = None,
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                loop="auto",  # uvloop and httptools where they are installed
+                http="auto",
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=_CUT_GRACE_S,
+            )
+        )
+        self._engine = engine
+        self._server_config = config
+        self._on_ready = on_ready
+        self._generations: GenerationService = app.state.generations
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drain_deadline: float | None = None
+        self._next_engine_check = 0.0
+
+    def begin_shutdown(self) -> None:
+        """Start to drain; called again, cut at once. On the event loop's thread only."""
+        if self._drain_deadline is None:
+            self._drain_deadline = time.monotonic() + self._server_config.drain_timeout_s
+            self._generations.begin_drain()
+        else:
+            self._drain_deadline = 0.0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """In a signal handler: only wake the loop. The signal is not raised again at the end."""
+        if self._loop is None:
+            self.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self.begin_shutdown)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        if self._on_ready is not None and sockets:
+            self._on_ready(self._server_config.host, sockets[0].getsockname()[1])
+
+    async def on_tick(self, counter: int) -> bool:
+        """Every 100 ms."""
+        now = time.monotonic()
+        if now >= self._next_engine_check:
+            self._next_engine_check = now + _ENGINE_CHECK_S
+            if not self._engine.stats().is_alive:
+                self._generations.cut_all(engine_dead_error())
+                self.should_exit = True
+        if self._drain_deadline is not None:
+            if self._generations.num_open == 0:
+                self.should_exit = True
+            elif now >= self._drain_deadline:
+                self._generations.cut_all(_cut_error())
+                self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def _cut_error() -> ApiError:
+    return draining_error("The server was shut down before this request was finished.")

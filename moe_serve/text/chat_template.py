@@ -1,0 +1,128 @@
+"""A chat as one prompt text: the checkpoint's Jinja template, within limits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from moe_serve.errors import CheckpointError, InvalidRequestError
+from moe_serve.text.chat_environment import TemplateRefusedError, chat_environment
+from moe_serve.text.tokenizer import read_json_file
+
+MAX_RENDERED_CHARS = 8 * 1024 * 1024
+MAX_RENDER_SECONDS = 10.0
+
+
+class ChatTemplate:
+    """Renders messages; `special_tokens` are what the template sees as `bos_token` and so on."""
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        name: str = "the chat template",
+        max_chars: int = MAX_RENDERED_CHARS,
+        max_seconds: float = MAX_RENDER_SECONDS,
+    ) -> None:
+        try:
+            self._template = chat_environment().from_string(source)
+        except TemplateError as error:
+            raise CheckpointError(f"{name} is not a valid Jinja template: {error}.") from error
+        self._special_tokens = dict(special_tokens or {})
+        self._max_chars = max_chars
+        self._max_seconds = max_seconds
+
+    @classmethod
+    def load(
+        cls, folder: Path, *, special_tokens: Mapping[str, str] | None = None
+    ) -> ChatTemplate | None:
+        """From chat_template.jinja, else tokenizer_config.json; None if neither has one."""
+        path = folder / "chat_template.jinja"
+        if path.is_file():
+            source = path.read_text(encoding="utf-8")
+            return cls(source, special_tokens=special_tokens, name=str(path))
+        path = folder / "tokenizer_config.json"
+        entry = read_json_file(path).get("chat_template")
+        if isinstance(entry, list):  # several named templates
+            entry = {item["name"]: item["template"] for item in entry}.get("default")
+        if entry is None:
+            return None
+        if not isinstance(entry, str):
+            raise CheckpointError(f"{path}: chat_template must be a string or a list of them.")
+        return cls(entry, special_tokens=special_tokens, name=f"chat_template in {path}")
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """The prompt text. Raises InvalidRequestError if the template refuses or a limit is hit.
+
+        Content is text, or a list of `{"type": "text", "text": ...}` parts (joined by newlines).
+        """
+        context: dict[str, Any] = {
+            **self._special_tokens,
+            "messages": [_with_plain_content(i, message) for i, message in enumerate(messages)],
+            "add_generation_prompt": add_generation_prompt,
+            "tools": None,
+            "documents": None,
+        }
+        try:
+            return self._render_within_limits(context)
+        except InvalidRequestError:
+            raise
+        except TemplateRefusedError as error:
+            raise _refusal(f"The chat template refuses these messages: {error}") from error
+        except Exception as error:  # a template is foreign code and can raise anything
+            kind = type(error).__name__
+            raise _refusal(
+                f"The chat template failed on these messages: {kind}: {error}"
+            ) from error
+
+    def _render_within_limits(self, context: dict[str, Any]) -> str:
+        pieces: list[str] = []
+        num_chars = 0
+        deadline = time.monotonic() + self._max_seconds
+        for piece in self._template.generate(context):
+            pieces.append(piece)
+            num_chars += len(piece)
+            if num_chars > self._max_chars:
+                raise _refusal(f"The rendered chat is longer than {self._max_chars} characters.")
+            if time.monotonic() > deadline:
+                raise _refusal(f"Rendering the chat took longer than {self._max_seconds:g} s.")
+        return "".join(pieces)
+
+
+def _with_plain_content(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if isinstance(content, str):
+        return dict(message)
+    param = f"messages.{index}.content"
+    if not isinstance(content, Sequence):
+        raise InvalidRequestError(f"{param} must be a string or a list of parts.", param=param)
+    return {**message, "content": join_text_parts(content, param)}
+
+
+def join_text_parts(parts: Sequence[Any], param: str) -> str:
+    """The text of a list of content parts; any part that is not text is refused."""
+    texts: list[str] = []
+    for i, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if kind == "text" and isinstance(text, str):
+            texts.append(text)
+            continue
+        shown = repr(kind)[:40]
+        raise InvalidRequestError(
+            f"{param}.{i}: only parts of type 'text' with a string are served, got type {shown}.",
+            param=f"{param}.{i}",
+        )
+    return "\n".join(texts)
+
+
+def _refusal(message: str) -> InvalidRequestError:
+    text = message if len(message) <= 400 else message[:400] + "..."
+    return InvalidRequestError(text, param="messages")

@@ -1,0 +1,94 @@
+"""Token ids to text, one token at a time, at a cost that does not grow with the text.
+
+Invariant of every detokenizer: the concatenation of what `push` and `flush` return equals decoding
+all ids at once. A character whose bytes are spread over tokens comes out when it is complete.
+"""
+
+from __future__ import annotations
+
+import codecs
+from typing import Protocol
+
+from moe_serve.text.token_bytes import Spelling
+from moe_serve.text.tokenizer import Tokenizer
+
+_MAX_HELD_TOKENS = 8  # a real character needs four bytes at most
+
+
+class Detokenizer(Protocol):
+    def push(self, token_id: int) -> str:
+        """The text that is certain after this token; may be empty."""
+        ...
+
+    def flush(self) -> str:
+        """What is still held back, when no token follows."""
+        ...
+
+
+def make_detokenizer(tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> Detokenizer:
+    """The detokenizer that fits the vocabulary's spelling."""
+    skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
+    if tokenizer.spelling is Spelling.BYTE_LEVEL:
+        return ByteLevelDetokenizer(tokenizer, skipped)
+    return WindowDetokenizer(tokenizer, skipped)
+
+
+class ByteLevelDetokenizer:
+    """For byte-level BPE: tokens are bytes, and text is their incremental UTF-8 decoding."""
+
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._skipped = skipped
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        return self._decoder.decode(self._token_bytes(token_id))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For other vocabularies: decodes a short window and takes what is new in it.
+
+        ... | context: ids already shown | pending: ids not yet shown |
+              decode(context + pending) = decode(context) + new text
+
+    The context keeps what depends on the left neighbour right (a leading space that the decoder
+    strips). A run of byte-fallback tokens is one pending group until another token ends it,
+    because the decoder judges such a run as a whole.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        self._context: list[int] = []
+        self._pending: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        self._pending.append(token_id)
+        if self._tokenizer.is_byte_token(token_id):
+            return ""
+        text = self._new_text()
+        if text.endswith("\ufffd") and len(self._pending) < _MAX_HELD_TOKENS:
+            return ""
+        self._advance(text)
+        return text
+
+    def flush(self) -> str:
+        text = self._new_text() if self._pending else ""
+        self._advance(text)
+        return text
+
+    def _new_text(self) -> str:
+        before = self._tokenizer.decode(self._context, skip_special_tokens=False)
+        after = self._tokenizer.decode(self._context + self._pending, skip_special_tokens=False)
+        return after[len(before) :]
+
+    def _advance(self, text: str) -> None:
+        self._context = self._pending if text else self._context + self._pending
+        self._pending = []

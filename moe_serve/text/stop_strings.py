@@ -1,0 +1,84 @@
+"""Finding stop strings in text that arrives in pieces, however it is cut.
+
+One Knuth-Morris-Pratt automaton per stop string: its state is the length of the longest prefix of
+the stop string that the text ends with. That is exactly what must be held back, so
+
+    text so far = shown + held,   len(held) = the largest state
+
+The cost is constant per character, also for hostile stop strings ("aaaa...").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class _Automaton:
+    """Follows one stop string through the text, one character at a time."""
+
+    __slots__ = ("_fallback", "state", "stop")
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.state = 0
+        self._fallback = [0] * (len(stop) + 1)  # [k]: the next shorter border of stop[:k]
+        border = 0
+        for k in range(1, len(stop)):
+            while border and stop[k] != stop[border]:
+                border = self._fallback[border]
+            border += stop[k] == stop[border]
+            self._fallback[k + 1] = border
+
+    def step(self, char: str) -> bool:
+        """Whether the stop string ends with this character; if so, shorter borders live on."""
+        state = self.state
+        while state and self.stop[state] != char:
+            state = self._fallback[state]
+        state += self.stop[state] == char
+        is_match = state == len(self.stop)
+        self.state = self._fallback[state] if is_match else state
+        return is_match
+
+
+class StopStringMatcher:
+    """Passes text through until a stop string is complete; then `matched` names it.
+
+    The first one to be completed wins; of two that end together, the longer.
+    """
+
+    def __init__(self, stops: Sequence[str], *, includes_stop: bool = False) -> None:
+        self._automata = [_Automaton(stop) for stop in sorted(set(stops), key=len, reverse=True)]
+        self._first_chars = frozenset(stop[0] for stop in stops)
+        self._includes_stop = includes_stop
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str, *, is_armed: bool = True) -> str:
+        """The text that can be shown now. A stop string that completes while not armed is text."""
+        assert self.matched is None, "no text may follow a stop string"
+        if not self._held and self._first_chars.isdisjoint(text):
+            return text
+        self._held += text
+        start = len(self._held) - len(text)
+        for i in range(start, len(self._held)):
+            stop = self._step(self._held[i])
+            if stop is not None and is_armed:
+                end = i + 1 if self._includes_stop else i + 1 - len(stop)
+                shown, self._held, self.matched = self._held[:end], "", stop
+                return shown
+        num_held = max(automaton.state for automaton in self._automata)
+        cut = len(self._held) - num_held
+        shown, self._held = self._held[:cut], self._held[cut:]
+        return shown
+
+    def flush(self) -> str:
+        """What was held back, when no text follows."""
+        shown, self._held = self._held, ""
+        return shown
+
+    def _step(self, char: str) -> str | None:
+        found = None
+        for automaton in self._automata:  # longest first
+            if automaton.step(char) and found is None:
+                found = automaton.stop
+        return found

@@ -1,0 +1,109 @@
+"""From the engine's token deltas to the text that a client may see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_serve.engine.request import FinishReason, TokenDelta, TokenLogprob
+from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.text.detokenizer import make_detokenizer
+from moe_serve.text.stop_strings import StopStringMatcher
+from moe_serve.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextDelta:
+    """New text of one sequence. `finish_reason` is set on the last delta only.
+
+    `token_ids`, `text_offsets` and `logprobs` (if asked for) have one entry per token that counts;
+    their text may be held back for a later delta. `text_offsets` say where each token's text begins
+    in the whole text (before a stop string is cut from its end).
+    `stop_reason` is the stop string or the id from `stop_token_ids` that ended it, else None.
+    `is_stopped_by_text`: the engine does not know yet, the owner must abort the request there.
+    """
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    text_offsets: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    is_stopped_by_text: bool = False
+
+
+class TextStream:
+    """Detokenizes one sequence and ends it at a stop string, however the tokens are grouped."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._params = params
+        self._detokenizer = make_detokenizer(
+            tokenizer, skip_special_tokens=params.skip_special_tokens
+        )
+        self._matcher = StopStringMatcher(
+            params.stop, includes_stop=params.include_stop_str_in_output
+        )
+        self._num_tokens = 0
+        self._num_decoded = 0  # characters of text, shown or held back
+        self.is_finished = False
+
+    def push(self, delta: TokenDelta) -> TextDelta:
+        """What `delta` adds to the text. Nothing may be pushed after a finished delta."""
+        assert not self.is_finished, "a delta came after the sequence had finished"
+        hidden = self._is_stop_token_hidden(delta)
+        num_decodable = len(delta.token_ids) - hidden
+        shown: list[str] = []
+        offsets: list[int] = []
+        for i, token_id in enumerate(delta.token_ids):
+            offsets.append(self._num_decoded)
+            self._num_tokens += 1
+            if i < num_decodable:
+                shown.append(self._show(self._detokenizer.push(token_id)))
+                if self._matcher.matched is not None:
+                    return self._end_at_stop_string(delta, shown, offsets)
+        if delta.finish_reason is not None:
+            shown.append(self._show(self._detokenizer.flush()))
+            if self._matcher.matched is not None:
+                return self._end_at_stop_string(delta, shown, offsets)
+            shown.append(self._matcher.flush())
+            self.is_finished = True
+        return TextDelta(
+            text="".join(shown),
+            token_ids=delta.token_ids,
+            text_offsets=tuple(offsets),
+            logprobs=delta.logprobs,
+            finish_reason=delta.finish_reason,
+            stop_reason=self._stop_reason(delta),
+        )
+
+    def _show(self, text: str) -> str:
+        if not text:
+            return ""
+        self._num_decoded += len(text)
+        return self._matcher.push(text, is_armed=self._num_tokens >= self._params.min_tokens)
+
+    def _end_at_stop_string(
+        self, delta: TokenDelta, shown: list[str], offsets: list[int]
+    ) -> TextDelta:
+        """Tokens after the one that completed the stop string do not count."""
+        self.is_finished = True
+        count = len(offsets)
+        return TextDelta(
+            text="".join(shown),
+            token_ids=delta.token_ids[:count],
+            text_offsets=tuple(offsets),
+            logprobs=None if delta.logprobs is None else delta.logprobs[:count],
+            finish_reason=FinishReason.STOP,
+            stop_reason=self._matcher.matched,
+            is_stopped_by_text=True,
+        )
+
+    def _is_stop_token_hidden(self, delta: TokenDelta) -> bool:
+        """The token that ended the text is not part of it, unless the client asked to see it."""
+        if delta.stop_token_id is None:
+            return False
+        is_asked_for = delta.stop_token_id in self._params.stop_token_ids
+        return not (is_asked_for and self._params.include_stop_str_in_output)
+
+    def _stop_reason(self, delta: TokenDelta) -> int | None:
+        is_asked_for = delta.stop_token_id in self._params.stop_token_ids
+        return delta.stop_token_id if is_asked_for else None

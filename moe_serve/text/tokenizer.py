@@ -1,0 +1,135 @@
+"""The tokenizer of a checkpoint folder, through the `tokenizers` library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from moe_serve.errors import CheckpointError
+from moe_serve.text.token_bytes import Spelling, bytes_of, is_byte_token, spelling_of
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+
+class Tokenizer:
+    """Text to token ids and back. Safe to use from several threads.
+
+    `special_tokens` maps names such as "eos_token" to their text, for chat templates.
+    `eos_token_ids` end a generation: generation_config.json's, else config.json's, else the
+    tokenizer's own eos token.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        eos_token_ids: Sequence[int] = (),
+    ) -> None:
+        backend.no_padding()
+        backend.no_truncation()
+        self._backend = backend
+        self._token_bytes: dict[int, bytes] = {}
+        self.special_tokens = dict(special_tokens or {})
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        added = backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
+        self.spelling = spelling_of(json.loads(backend.to_str())["decoder"])
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Read tokenizer.json, and what the folder's other files say of special tokens."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(f"{path} does not exist: a tokenizers-format file is needed.")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception for every kind of bad file
+            raise CheckpointError(f"{path} is not a readable tokenizer: {error}.") from error
+        special_tokens = _special_tokens(folder)
+        return cls(
+            backend,
+            special_tokens=special_tokens,
+            eos_token_ids=_eos_token_ids(folder, backend, special_tokens),
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids; text rendered by a chat template wants `add_special_tokens=False`."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that the token adds to the text; none for an id outside the vocabulary."""
+        cached = self._token_bytes.get(token_id)
+        if cached is None:
+            token = self._backend.id_to_token(token_id)
+            cached = b"" if token is None else bytes_of(token, self.spelling)
+            self._token_bytes[token_id] = cached
+        return cached
+
+    def token_text(self, token_id: int) -> str:
+        r"""The token as the API shows it: its text, or `bytes:\xe2\x82` for a part of a character.
+
+        Unlike decoding with replacement characters, this keeps different tokens different.
+        """
+        raw = self.token_bytes(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def is_byte_token(self, token_id: int) -> bool:
+        """Whether the token is one byte of a character that others complete (byte fallback)."""
+        if self.spelling is not Spelling.BYTE_FALLBACK:
+            return False
+        token = self._backend.id_to_token(token_id)
+        return token is not None and is_byte_token(token)
+
+
+def read_json_file(path: Path) -> dict[str, Any]:
+    """The object in a checkpoint's JSON file; {} if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object.")
+    return content
+
+
+def _special_tokens(folder: Path) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        content = read_json_file(folder / name)
+        for key in _SPECIAL_NAMES:
+            token = content.get(key)
+            text = token.get("content") if isinstance(token, dict) else token
+            if isinstance(text, str):
+                found[key] = text
+    return found
+
+
+def _eos_token_ids(
+    folder: Path, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str]
+) -> tuple[int, ...]:
+    for name in ("generation_config.json", "config.json"):
+        value = read_json_file(folder / name).get("eos_token_id")
+        ids = [value] if isinstance(value, int) else value
+        if ids is None:
+            continue
+        if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+            path = folder / name
+            raise CheckpointError(f"{path}: eos_token_id must be token ids, got {value!r}.")
+        return tuple(ids)
+    eos_token = special_tokens.get("eos_token")
+    eos_id = None if eos_token is None else backend.token_to_id(eos_token)
+    return () if eos_id is None else (eos_id,)

@@ -1,0 +1,1 @@
+"""Random checkpoints in Hugging Face layout, for tests and benchmarks."""

@@ -1,0 +1,17 @@
+"""What every test shares: one thread for the math, and no configuration from the environment."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+# Before torch is first imported: the suite must run the same on two cores and on two hundred.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(autouse=True)
+def _no_configuration_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("MOE_SERVE_")]:
+        monkeypatch.delenv(name)

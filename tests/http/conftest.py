@@ -1,0 +1,174 @@
+"""A scripted engine, a tiny tokenizer and the application on top of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import tokenizers
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+from tokenizers import decoders, models, pre_tokenizers
+
+from moe_serve.config import ServerConfig
+from moe_serve.engine.client import EngineStats
+from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta, TokenLogprob
+from moe_serve.errors import ServerOverloadedError
+from moe_serve.http.app import create_app
+from moe_serve.http.served_model import ServedModel
+from moe_serve.text.chat_template import ChatTemplate
+from moe_serve.text.tokenizer import Tokenizer
+
+EOS_ID = 256
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token per byte: id = the byte's place in the sorted byte alphabet; 256 is <|end|>."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|end|>"])
+    return Tokenizer(backend, eos_token_ids=[EOS_ID])
+
+
+@dataclass
+class FakeEngine:
+    """Plays a script: `script(request)` gives the answer's text, one byte token per step.
+
+    A test that sets `gate` decides when steps happen; else they follow each other at once.
+    """
+
+    tokenizer: Tokenizer
+    script: Callable[[GenerationRequest], str] = lambda request: "Hello"
+    max_model_len: int = 512
+    vocab_size: int = 257
+    step_s: float = 0.0
+    max_requests: int = 1000
+    error_after: int | None = None
+    submitted: list[GenerationRequest] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    is_draining: bool = False
+    is_alive: bool = True
+    num_steps: int = 0
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[asyncio.Queue[TokenDelta]]:
+        if self.is_draining:
+            raise ServerOverloadedError("draining", retry_after_s=2.0, is_draining=True)
+        if len(self.running) + len(requests) > self.max_requests:
+            raise ServerOverloadedError("The queue is full.", retry_after_s=0.2)
+        queues: list[asyncio.Queue[TokenDelta]] = []
+        for request in requests:
+            queue: asyncio.Queue[TokenDelta] = asyncio.Queue()
+            self.submitted.append(request)
+            task = asyncio.get_running_loop().create_task(self._play(request, queue))
+            self.running[request.request_id] = task
+            task.add_done_callback(lambda _, key=request.request_id: self.running.pop(key, None))
+            queues.append(queue)
+        return queues
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+        if task := self.running.pop(request_id, None):
+            task.cancel()
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_steps=self.num_steps,
+            num_running=len(self.running),
+            num_waiting=0,
+            num_pages=10,
+            num_free_pages=10 - len(self.running),
+            num_preemptions=1,
+            num_prompt_tokens=7,
+            num_generated_tokens=self.num_steps,
+            is_alive=self.is_alive,
+        )
+
+    def begin_drain(self) -> None:
+        self.is_draining = True
+
+    async def _play(self, request: GenerationRequest, queue: asyncio.Queue[TokenDelta]) -> None:
+        for delta in self._deltas(request):
+            await asyncio.sleep(self.step_s)
+            self.num_steps += 1
+            queue.put_nowait(delta)
+
+    def _deltas(self, request: GenerationRequest) -> Iterator[TokenDelta]:
+        params = request.params
+        text_ids = self.tokenizer.encode(self.script(request))
+        limit = params.max_tokens or self.max_model_len - len(request.prompt_token_ids)
+        ids = [*text_ids, EOS_ID][:limit]
+        for i, token in enumerate(ids):
+            if self.error_after is not None and i >= self.error_after:
+                yield TokenDelta(
+                    request_id=request.request_id,
+                    finish_reason=FinishReason.ERROR,
+                    error="secret internals",
+                )
+                return
+            is_stop = token == EOS_ID or token in params.stop_token_ids
+            is_last = is_stop or i == len(ids) - 1
+            reason = FinishReason.STOP if is_stop else FinishReason.LENGTH
+            delta = TokenDelta(
+                request_id=request.request_id,
+                token_ids=(token,),
+                logprobs=None if params.logprobs is None else (_logprob(token, params.logprobs),),
+                finish_reason=reason if is_last else None,
+                stop_token_id=token if is_stop else None,
+                num_cached_tokens=3,
+            )
+            if i == 0 and params.prompt_logprobs is not None:
+                rest = [_logprob(t, params.prompt_logprobs) for t in request.prompt_token_ids[1:]]
+                delta = replace(delta, prompt_logprobs=(None, *rest))
+            yield delta
+            if is_last:
+                return
+
+
+def _logprob(token: int, num_top: int) -> TokenLogprob:
+    top = tuple((other, -0.5 - rank) for rank, other in enumerate([token, 1, 2][:num_top]))
+    return TokenLogprob(token_id=token, logprob=-0.5, rank=1, top=top)
+
+
+@pytest.fixture
+def tokenizer() -> Tokenizer:
+    return byte_tokenizer()
+
+
+@pytest.fixture
+def engine(tokenizer: Tokenizer) -> FakeEngine:
+    return FakeEngine(tokenizer)
+
+
+@pytest.fixture
+def model(tokenizer: Tokenizer) -> ServedModel:
+    return ServedModel(
+        name="tiny",
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate(TEMPLATE),
+        created=1_700_000_000,
+        max_model_len=512,
+    )
+
+
+@pytest.fixture
+def make_app(engine: FakeEngine, model: ServedModel) -> Callable[..., FastAPI]:
+    def make(**config: Any) -> FastAPI:
+        return create_app(engine, model, ServerConfig(**config))
+
+    return make
+
+
+@pytest.fixture
+def client(make_app: Callable[..., FastAPI]) -> Iterator[TestClient]:
+    with TestClient(make_app()) as test_client:
+        yield test_client

@@ -1,0 +1,85 @@
+"""Health by progress, metrics by closed label sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from moe_serve.http.health_routes import ProgressWatch
+from moe_serve.http.metrics import route_label
+
+
+def test_live_and_ready(client: TestClient, engine: Any) -> None:
+    live = client.get("/health/live")
+    assert live.json() == {"status": "live", "num_steps": 0, "num_running": 0, "num_waiting": 0}
+    assert client.get("/health/ready").status_code == 200
+    engine.is_alive = False
+    for path in ("/health/live", "/health/ready"):
+        response = client.get(path)
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "engine_dead"
+
+
+def test_not_ready_while_draining(make_app: Callable[..., FastAPI]) -> None:
+    app = make_app()
+    client = TestClient(app)
+    app.state.generations.begin_drain()
+    response = client.get("/health/ready")
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "server_draining"
+    assert int(response.headers["retry-after"]) >= 1
+    assert client.get("/health/live").status_code == 200
+
+
+def test_busy_is_live_and_stalled_is_not(engine: Any) -> None:
+    watch, stats = ProgressWatch(), engine.stats()
+    busy = replace(stats, num_running=2)
+    assert watch.stalled_for(replace(busy, num_steps=1), now=0.0) == 0.0
+    assert watch.stalled_for(replace(busy, num_steps=1), now=50.0) == 50.0
+    assert watch.stalled_for(replace(busy, num_steps=2), now=70.0) == 0.0
+    assert watch.stalled_for(replace(busy, num_steps=2), now=170.0) == 100.0
+    assert watch.stalled_for(replace(stats, num_steps=2), now=180.0) == 0.0
+
+
+def test_metrics(client: TestClient, engine: Any) -> None:
+    client.post("/v1/completions", json={"prompt": "hi", "n": 2})
+    client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 2})
+    engine.max_requests = 0
+    client.post("/v1/completions", json={"prompt": "hi"})
+    text = client.get("/metrics").text
+    label = 'model_name="tiny"'
+    for line in (
+        f"moe_serve:num_requests_running{{{label}}} 0.0",
+        f"moe_serve:num_requests_waiting{{{label}}} 0.0",
+        f"moe_serve:kv_cache_usage_perc{{{label}}} 0.0",
+        f"moe_serve:prompt_tokens_total{{{label}}} 7.0",
+        f"moe_serve:generation_tokens_total{{{label}}} 14.0",
+        f"moe_serve:num_preemptions_total{{{label}}} 1.0",
+        f'moe_serve:request_success_total{{finished_reason="stop",{label}}} 2.0',
+        f'moe_serve:request_success_total{{finished_reason="length",{label}}} 1.0',
+        f"moe_serve:time_to_first_token_seconds_count{{{label}}} 3.0",
+        f"moe_serve:e2e_request_latency_seconds_count{{{label}}} 3.0",
+        f'moe_serve:admission_rejections_total{{{label},reason="queue_full"}} 1.0',
+        f'moe_serve:http_requests_total{{{label},route="/v1/completions",status="200"}} 2.0',
+        f'moe_serve:http_requests_total{{{label},route="/v1/completions",status="429"}} 1.0',
+    ):
+        assert line in text, line
+    assert "moe_serve:inter_token_latency_seconds_bucket" in text
+
+
+def test_odd_requests_do_not_grow_the_page(client: TestClient) -> None:
+    def visit(start: int) -> int:
+        for i in range(start, start + 50):
+            client.request(f"M{i}", f"/odd/{i}")
+            client.get(f"/v1/models/m{i}")
+            client.post("/v1/completions", json={"prompt": "x", "model": f"m{i}"})
+        return len(client.get("/metrics").text.splitlines())
+
+    visit(0)
+    assert visit(50) == visit(100)
+    assert route_label("/v1/models/anything") == "/v1/models/{id}"
+    assert route_label("/anything") == "other"

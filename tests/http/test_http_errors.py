@@ -1,0 +1,333 @@
+"""Every bad request gets the envelope, the field and the limit; the engine never sees it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from moe_serve.http.auth import OPEN_PATHS
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+BOTH = ("/v1/chat/completions", "/v1/completions")
+
+
+def body_for(route: str, fields: dict[str, Any]) -> dict[str, Any]:
+    base = {"messages": MESSAGES} if "chat" in route else {"prompt": "hi"}
+    return {**base, **fields}
+
+
+def check_envelope(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert set(body) == {"error"}
+    error: dict[str, Any] = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["code"], str)
+    assert isinstance(error["message"], str)
+    assert len(error["message"]) < 700
+    assert response.headers["x-request-id"]
+    return error
+
+
+COMMON = [
+    ({"temperature": -3}, "temperature", "[0.0, 2.0]"),
+    ({"temperature": "hot"}, "temperature", "valid number"),
+    ({"temperature": True}, "temperature", "valid number"),
+    ({"temperature": 10**400}, "temperature", ""),
+    ({"top_p": 0}, "top_p", "(0.0, 1.0]"),
+    ({"top_p": 1.01}, "top_p", "(0.0, 1.0]"),
+    ({"top_k": -2}, "top_k", "[-1,"),
+    ({"top_k": 1.5}, "top_k", "valid integer"),
+    ({"min_p": 2}, "min_p", "[0.0, 1.0]"),
+    ({"presence_penalty": 3}, "presence_penalty", "[-2.0, 2.0]"),
+    ({"frequency_penalty": -3}, "frequency_penalty", "[-2.0, 2.0]"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "(0.0, 10.0]"),
+    ({"n": 0}, "n", "[1, 128]"),
+    ({"n": 129}, "n", "[1, 128]"),
+    ({"n": 10**9}, "n", "[1, 128]"),
+    ({"n": 10**30}, "n", ""),
+    ({"n": "1"}, "n", "valid integer"),
+    ({"n": True}, "n", "valid integer"),
+    ({"n": 1.0}, "n", "valid integer"),
+    ({"best_of": 2}, "best_of", "must equal n"),
+    ({"max_tokens": 0}, "max_tokens", "1"),
+    ({"max_tokens": -1}, "max_tokens", ""),
+    ({"max_tokens": 10**12}, "max_tokens", ""),
+    ({"max_tokens": 600}, "max_tokens", "512"),
+    ({"max_tokens": 5, "min_tokens": 6}, "min_tokens", "max_tokens (5)"),
+    ({"min_tokens": -1}, "min_tokens", "[0,"),
+    ({"seed": 2**63}, "seed", ""),
+    ({"seed": 1.5}, "seed", "integer"),
+    ({"stop": ["x"] * 17}, "stop", "[0, 16]"),
+    ({"stop": [""]}, "stop", "[1, 1024]"),
+    ({"stop": ["x" * 1025]}, "stop", "[1, 1024]"),
+    ({"stop": [1]}, "stop.0", "valid string"),
+    ({"stop": {}}, "stop", "valid list"),
+    ({"stop_token_ids": [257]}, "stop_token_ids", "[0, 256]"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids", ""),
+    ({"stop_token_ids": [2**31]}, "stop_token_ids", ""),
+    ({"stop_token_ids": ["1"]}, "stop_token_ids.0", "valid integer"),
+    ({"logit_bias": {"257": 1}}, "logit_bias", "[0, 256]"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias", "token ids"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "token ids"),
+    ({"logit_bias": {"1": 101}}, "logit_bias", "[-100.0, 100.0]"),
+    ({"logit_bias": {"1": "x"}}, "logit_bias.1", "valid number"),
+    ({"logit_bias": [1]}, "logit_bias", "dictionary"),
+    ({"stream": "yes"}, "stream", "valid boolean"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
+    ({"stream": True, "stream_options": {"a": 1}}, "stream_options.a", "Unknown"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+    ({"guided_json": {}}, "guided_json", "not supported"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
+    ({"nonsense": 1}, "nonsense", "Unknown parameter"),
+    ({"model": "other"}, "model", "'tiny'"),
+    ({"model": 7}, "model", "valid string"),
+]
+
+
+@pytest.mark.parametrize("route", BOTH)
+@pytest.mark.parametrize(("fields", "param", "words"), COMMON, ids=lambda value: str(value)[:40])
+def test_bad_fields(
+    client: TestClient, engine: Any, route: str, fields: dict[str, Any], param: str, words: str
+) -> None:
+    status = 404 if fields.get("model") == "other" else 400
+    error = check_envelope(client.post(route, json=body_for(route, fields)), status)
+    assert error["param"] == param
+    assert words in error["message"]
+    name = param.partition(".")[0]
+    assert name in error["message"].replace("a stop token id", "stop_token_ids")
+    assert engine.submitted == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{}]}, "messages.0.role"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": 7}]}, "messages.0.content"),
+        ({"messages": [{"role": "cook", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [*MESSAGES, {"role": "user", "content": "x", "a": 1}]}, "messages.1.a"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages.0.content.0",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]},
+            "messages.0.tool_calls",
+        ),
+        ({"messages": [MESSAGES[0]] * 5000}, "messages"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": 600}, "max_completion_tokens"),
+        ({"echo": True}, "echo"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_bad_chats(client: TestClient, fields: dict[str, Any], param: str) -> None:
+    body = body_for("chat", fields)
+    assert check_envelope(client.post(BOTH[0], json=body), 400)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"prompt": None}, "prompt", "invalid_type"),
+        ({"prompt": ""}, "prompt", "invalid_value"),
+        ({"prompt": []}, "prompt", "invalid_value"),
+        ({"prompt": [[]]}, "prompt.0", "invalid_value"),
+        ({"prompt": [1, "a"]}, "prompt", "invalid_type"),
+        ({"prompt": [True]}, "prompt.0", "invalid_type"),
+        ({"prompt": ["a", 1]}, "prompt.1", "invalid_type"),
+        ({"prompt": [[1], ["a"]]}, "prompt.1", "invalid_type"),
+        ({"prompt": [1, 257]}, "prompt", "invalid_value"),
+        ({"prompt": [2**63]}, "prompt", "invalid_value"),
+        ({"prompt": [-1]}, "prompt", "invalid_value"),
+        ({"prompt": ["a"] * 129}, "prompt", "invalid_value"),
+        ({"prompt": ["a"] * 100, "n": 2}, "n", "invalid_value"),
+        ({"prompt": [1] * 512}, "prompt", "context_length_exceeded"),
+        ({"prompt": [1] * 500, "max_tokens": 13}, "max_tokens", "context_length_exceeded"),
+        ({"logprobs": 21}, "logprobs", "invalid_value"),
+        ({"logprobs": True}, "logprobs", "invalid_type"),
+        ({"suffix": "x"}, "suffix", "unsupported_parameter"),
+        ({"messages": []}, "messages", "unknown_parameter"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_bad_completions(
+    client: TestClient, engine: Any, fields: dict[str, Any], param: str, code: str
+) -> None:
+    error = check_envelope(client.post(BOTH[1], json={"prompt": "hi", **fields}), 400)
+    assert (error["param"], error["code"]) == (param, code)
+    assert engine.submitted == []
+
+
+def test_missing_fields(client: TestClient) -> None:
+    for route, param in zip(BOTH, ("messages", "prompt"), strict=True):
+        error = check_envelope(client.post(route, json={}), 400)
+        assert (error["param"], error["code"]) == (param, "missing_required_parameter")
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"x"',
+        b"\xff",
+        b'{"prompt":"a","temperature":NaN}',
+        b'{"prompt":"a","temperature":Infinity}',
+        b'{"prompt":"a","temperature":1e400}',
+        b'{"prompt":"\\ud800"}',
+        b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"prompt":"a","seed":' + b"9" * 5000 + b"}",
+    ],
+    ids=lambda raw: repr(raw[:30]),
+)
+@pytest.mark.parametrize("route", BOTH)
+def test_bad_json(client: TestClient, route: str, raw: bytes) -> None:
+    response = client.post(route, content=raw, headers={"content-type": "application/json"})
+    check_envelope(response, 400)
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "multipart/form-data", ""])
+def test_content_type(client: TestClient, content_type: str) -> None:
+    headers = {"content-type": content_type}
+    response = client.post(BOTH[0], content=b"{}", headers=headers)
+    assert check_envelope(response, 415)["code"] == "unsupported_media_type"
+
+
+def test_body_limit_by_header_and_by_counting(make_app: Callable[..., FastAPI]) -> None:
+    client = TestClient(make_app(max_body_bytes=1000))
+    headers = {"content-type": "application/json"}
+
+    def chunks() -> Iterator[bytes]:
+        for _ in range(100):
+            yield b" " * 100
+
+    for content in (b" " * 1001, chunks()):
+        error = check_envelope(client.post(BOTH[1], content=content, headers=headers), 413)
+        assert "1000 bytes" in error["message"]
+    lying = {**headers, "content-length": "10"}
+    error = check_envelope(client.post(BOTH[1], content=chunks(), headers=lying), 413)
+    assert error["code"] == "body_too_large"
+    padded = json.dumps({"prompt": "hi"}).encode().ljust(1000)
+    assert client.post(BOTH[1], content=padded, headers=headers).status_code == 200
+
+
+def test_unknown_route_method_and_model(client: TestClient) -> None:
+    assert check_envelope(client.get("/v2/nothing"), 404)["code"] == "route_not_found"
+    response = client.get(BOTH[0])
+    assert check_envelope(response, 405)["code"] == "method_not_allowed"
+    assert response.headers["allow"] == "POST"
+    error = check_envelope(client.get("/v1/models/other/name"), 404)
+    assert error["code"] == "model_not_found"
+    assert "'tiny'" in error["message"]
+
+
+def test_models(client: TestClient) -> None:
+    entry = client.get("/v1/models/tiny").json()
+    assert entry["id"] == "tiny"
+    assert entry["max_model_len"] == 512
+    assert client.get("/v1/models").json() == {"object": "list", "data": [entry]}
+
+
+@pytest.mark.parametrize("route", BOTH)
+def test_overload_and_drain(client: TestClient, engine: Any, route: str) -> None:
+    engine.max_requests = 0
+    response = client.post(route, json=body_for(route, {"stream": True}))
+    error = check_envelope(response, 429)
+    assert (error["type"], error["code"]) == ("rate_limit_error", "server_overloaded")
+    assert response.headers["retry-after"] == "1"
+    assert response.headers["x-should-retry"] == "true"
+    engine.is_draining = True
+    response = client.post(route, json=body_for(route, {}))
+    assert check_envelope(response, 503)["code"] == "server_draining"
+    assert response.headers["retry-after"] == "2"
+    engine.is_alive = False
+    assert (
+        check_envelope(client.post(route, json=body_for(route, {})), 503)["code"] == "engine_dead"
+    )
+
+
+@pytest.mark.parametrize("route", BOTH)
+def test_engine_error_shows_no_internals(client: TestClient, engine: Any, route: str) -> None:
+    engine.error_after = 2
+    response = client.post(route, json=body_for(route, {}))
+    assert check_envelope(response, 500)["code"] == "generation_failed"
+    assert "secret" not in response.text
+    text = client.post(route, json=body_for(route, {"stream": True, "n": 2})).text
+    *_, error_event, done, rest = text.split("\n\n")
+    assert json.loads(error_event.removeprefix("data: "))["error"]["code"] == "generation_failed"
+    assert (done, rest) == ("data: [DONE]", "")
+    assert "secret" not in text
+
+
+def test_a_bug_is_a_bare_500(make_app: Callable[..., FastAPI], engine: Any) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("secret internals")
+
+    engine.submit = fail
+    response = TestClient(make_app()).post(BOTH[1], json={"prompt": "hi"})
+    assert check_envelope(response, 500)["code"] == "internal_error"
+    assert "secret" not in response.text
+
+
+def test_lenient_mode_lists_unknown_fields(make_app: Callable[..., FastAPI]) -> None:
+    client = TestClient(make_app(is_strict=False))
+    messages = [{"role": "user", "content": "hi", "extra": 1}]
+    body = {"messages": messages, "nonsense": 1, "bad\r\nname: x": 2, "ü": 3}
+    response = client.post(BOTH[0], json=body)
+    assert response.status_code == 200
+    assert response.headers["x-ignored-parameters"] == "?, messages.0.extra, nonsense"
+    refused = client.post(BOTH[0], json={"messages": MESSAGES, "response_format": {"type": "x"}})
+    assert check_envelope(refused, 400)["code"] == "unsupported_parameter"
+
+
+def test_every_route_needs_the_key(make_app: Callable[..., FastAPI]) -> None:
+    app = make_app(api_keys=("one", "zwei-ü"))
+    client = TestClient(app)
+    paths = sorted(app.openapi()["paths"]) + [
+        route.path for route in app.routes if _has_path(route)
+    ]
+    assert {"/v1/models", "/metrics", "/openapi.json", *BOTH, *OPEN_PATHS} <= set(paths)
+    for path in {*paths, "/unknown", "/health/live/", "/health"}:
+        for method in ("GET", "POST", "DELETE"):
+            response = client.request(method, path)
+            if path in OPEN_PATHS:
+                assert response.status_code in (200, 405)
+                continue
+            assert check_envelope(response, 401)["code"] == "invalid_api_key", path
+            assert response.headers["www-authenticate"] == "Bearer"
+    for value in ("Bearer wrong", "Bearer one2", "Bearer", "Basic one", "one", "Bearer \xff"):
+        headers = {"authorization": value.encode("latin-1")}
+        assert client.get("/v1/models", headers=headers).status_code == 401
+    for key in ("one", "zwei-ü"):
+        headers = {"authorization": b"bearer " + key.encode()}
+        assert client.get("/v1/models", headers=headers).status_code == 200
+
+
+def _has_path(route: object) -> bool:
+    return isinstance(getattr(route, "path", None), str)
+
+
+def test_request_ids(client: TestClient, engine: Any) -> None:
+    for given, is_echoed in (("abc-1", True), ("x" * 129, False), ("a\x7fb", False), ("", False)):
+        response = client.post(BOTH[1], json={"prompt": "hi"}, headers={"x-request-id": given})
+        assert (response.headers["x-request-id"] == given) is is_echoed
+    ids = [request.request_id for request in engine.submitted]
+    assert len(set(ids)) == 4
+    assert all(request_id.startswith("cmpl-") for request_id in ids)

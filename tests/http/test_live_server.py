@@ -1,0 +1,279 @@
+"""The real server on a real socket: the openai client, disconnects, overload, drain, signals."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fastapi import FastAPI
+
+from moe_serve.config import ServerConfig
+from moe_serve.errors import ConfigError
+from moe_serve.http.server import DrainingServer, bind
+
+HERE = Path(__file__).parent
+CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+
+
+class LiveServer:
+    """The server on a thread; leaving the block drains it and joins the thread."""
+
+    def __init__(self, app: FastAPI, engine: Any, config: ServerConfig) -> None:
+        self._ready = threading.Event()
+        self.port = 0
+        self._listener = bind("127.0.0.1", 0)
+        self.server = DrainingServer(app, engine, config, self._on_ready)
+        self._thread = threading.Thread(target=self.server.run, args=([self._listener],))
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> LiveServer:
+        self._thread.start()
+        assert self._ready.wait(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shut_down()
+        self._thread.join(15)
+        self._listener.close()
+        assert not self._thread.is_alive(), "the server did not end"
+
+    def shut_down(self) -> None:
+        assert self.server._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
+            self.server._loop.call_soon_threadsafe(self.server.begin_shutdown)
+
+    def _on_ready(self, host: str, port: int) -> None:
+        assert host == "127.0.0.1"
+        self.port = port
+        self._ready.set()
+
+
+@pytest.fixture
+def live(make_app: Callable[..., FastAPI], engine: Any) -> Iterator[LiveServer]:
+    config = ServerConfig(drain_timeout_s=5.0)
+    with LiveServer(make_app(), engine, config) as server:
+        yield server
+
+
+@pytest.fixture
+def client(live: LiveServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="x", max_retries=0) as client:
+        yield client
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5.0
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+def test_openai_client(client: openai.OpenAI, engine: Any) -> None:
+    engine.script = lambda request: "Grüße 🎉"
+    answer = client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=2, n=2)
+    assert [choice.message.content for choice in answer.choices] == ["Grüße 🎉"] * 2
+    options = {"include_usage": True}
+    stream = client.chat.completions.create(**CHAT, stream=True, stream_options=options)
+    chunks = list(stream)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == "Grüße 🎉"
+    assert chunks[-1].usage is not None
+    completion = client.completions.create(model="tiny", prompt="a", echo=True, logprobs=1)
+    assert completion.choices[0].text == "aGrüße 🎉"
+    assert completion.choices[0].logprobs is not None
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("other")
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.chat.completions.create(**CHAT, temperature=5)
+    assert bad.value.param == "temperature"
+
+
+def test_leaving_a_stream_aborts(client: openai.OpenAI, engine: Any) -> None:
+    engine.script = lambda request: "x" * 400
+    engine.step_s = 0.01
+    stream = client.chat.completions.create(**CHAT, stream=True, n=2)
+    next(iter(stream))
+    stream.close()
+    wait_until(lambda: len(engine.aborted) == 2)
+    assert sorted(engine.aborted) == sorted(request.request_id for request in engine.submitted)
+    assert engine.running == {}
+
+
+def test_leaving_while_idle_or_waiting_aborts(live: LiveServer, engine: Any) -> None:
+    engine.step_s = 30.0  # nothing ever comes
+    for fields in ({"stream": True}, {"stream": False}, {"stream": False, "n": 3}):
+        engine.aborted.clear()
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{live.url}/v1/chat/completions", json={**CHAT, **fields}, timeout=0.2)
+        num_sequences = int(fields.get("n", 1))
+        wait_until(lambda n=num_sequences: len(engine.aborted) == n)
+    assert engine.running == {}
+
+
+def test_overload_is_retried_by_the_client(live: LiveServer, engine: Any) -> None:
+    engine.max_requests = 0
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="x", max_retries=0) as client:
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.chat.completions.create(**CHAT)
+        assert caught.value.response.headers["retry-after"] == "1"
+    timer = threading.Timer(0.1, lambda: setattr(engine, "max_requests", 10))
+    timer.start()
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="x", max_retries=3) as client:
+        answer = client.chat.completions.create(**CHAT)
+    assert answer.choices[0].message.content == "Hello"
+    timer.join()
+
+
+def test_pings_fill_silence(make_app: Callable[..., FastAPI], engine: Any) -> None:
+    engine.step_s = 0.25
+    app = make_app(sse_ping_s=0.05)
+    with LiveServer(app, engine, ServerConfig(drain_timeout_s=5.0)) as live:
+        body = {"prompt": "a", "stream": True, "max_tokens": 1}
+        response = httpx.post(f"{live.url}/v1/completions", json=body)
+    events = response.text.split("\n\n")
+    assert 2 <= events.count(": ping") <= 5
+    assert events[-2] == "data: [DONE]"
+
+
+def test_drain_finishes_streams_and_refuses_new_ones(live: LiveServer, engine: Any) -> None:
+    engine.script = lambda request: "x" * 50
+    engine.step_s = 0.01
+    body = {"prompt": "a", "stream": True, "max_tokens": 60}
+    with httpx.stream("POST", f"{live.url}/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        live.shut_down()
+        wait_until(lambda: engine.is_draining)
+        assert httpx.get(f"{live.url}/health/ready").status_code == 503
+        assert httpx.get(f"{live.url}/health/live").status_code == 200
+        refused = httpx.post(f"{live.url}/v1/completions", json=body)
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert events[-1]["choices"][0]["finish_reason"] == "stop"
+    assert len("".join(event["choices"][0]["text"] for event in events)) >= 49
+
+
+def test_a_second_shutdown_cuts_with_an_error_event(live: LiveServer, engine: Any) -> None:
+    engine.step_s = 0.05
+    engine.script = lambda request: "x" * 400
+    body = {"prompt": "a", "stream": True, "max_tokens": 400, "n": 2}
+    with httpx.stream("POST", f"{live.url}/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        live.shut_down()
+        live.shut_down()
+        events = [line for line in lines if line]
+    assert json.loads(events[-2][6:])["error"]["code"] == "server_draining"
+    assert events[-1] == "data: [DONE]"
+    assert len(engine.aborted) == 2
+
+
+def test_a_dead_engine_ends_streams(live: LiveServer, engine: Any) -> None:
+    engine.step_s = 30.0
+    timer = threading.Timer(0.1, lambda: setattr(engine, "is_alive", False))
+    timer.start()
+    body = {"prompt": "a", "stream": True}
+    events = httpx.post(f"{live.url}/v1/completions", json=body).text.split("\n\n")
+    assert json.loads(events[0][6:])["error"]["code"] == "engine_dead"
+    timer.join()
+
+
+def test_odd_bodies_over_the_wire(make_app: Callable[..., FastAPI], engine: Any) -> None:
+    """An endless chunked body gets 413 and a closed connection, not a reader."""
+    app = make_app(max_body_bytes=1000)
+    with LiveServer(app, engine, ServerConfig(drain_timeout_s=5.0)) as live:
+        with socket.create_connection(("127.0.0.1", live.port), timeout=5) as raw:
+            raw.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"Transfer-Encoding: chunked\r\n\r\n" + (b"400\r\n" + b" " * 1024 + b"\r\n") * 2
+            )
+            answer = b""
+            with contextlib.suppress(ConnectionResetError):
+                while chunk := raw.recv(65536):
+                    answer += chunk
+        assert answer.startswith(b"HTTP/1.1 413")
+        assert b'"code":"body_too_large"' in answer
+        assert httpx.get(f"{live.url}/health/live").status_code == 200
+
+
+def test_many_streams_at_once(client: openai.OpenAI, live: LiveServer, engine: Any) -> None:
+    engine.script = lambda request: f"answer {request.prompt_token_ids[0]} " * 5
+    engine.step_s = 0.002
+    texts: dict[int, str] = {}
+
+    def ask(i: int) -> None:
+        chunks = client.completions.create(model="tiny", prompt=[i], stream=True, max_tokens=400)
+        texts[i] = "".join(chunk.choices[0].text for chunk in chunks)
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == {i: f"answer {i} " * 5 for i in range(64)}
+    assert engine.running == {}
+
+
+@contextlib.contextmanager
+def server_process(step_s: float, drain_s: float) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    command = [sys.executable, str(HERE / "serve_fake.py"), str(step_s), str(drain_s)]
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        try:
+            yield process, int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_signals(num_signals: int) -> None:
+    """One signal lets the stream finish, two cut it; the exit status is 0."""
+    with server_process(step_s=0.02, drain_s=20.0) as (process, port):
+        body = {"prompt": "a", "stream": True, "max_tokens": 40}
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        with httpx.stream("POST", url, json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            for sig in (signal.SIGTERM, signal.SIGINT)[:num_signals]:
+                process.send_signal(sig)
+                time.sleep(0.1)
+            events = [line for line in lines if line]
+        assert process.wait(10) == 0
+    assert events[-1] == "data: [DONE]"
+    last = json.loads(events[-2][6:])
+    if num_signals == 1:
+        assert last["choices"][0]["finish_reason"] == "length"
+    else:
+        assert last["error"]["code"] == "server_draining"
+
+
+def test_a_taken_port_is_a_config_error() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(
+            ConfigError, match=rf"server\.port: cannot listen on 127\.0\.0\.1:{port}"
+        ):
+            bind("127.0.0.1", port)
+    with pytest.raises(ConfigError, match=r"server\.host: 'no such host' is not an address"):
+        bind("no such host", 0)

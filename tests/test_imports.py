@@ -1,0 +1,220 @@
+"""Imports run one way, there is no circle, and starting the CLI loads nothing heavy.
+
+    cli -> http, llm -> engine, cluster -> pipeline, cache, model -> experts, routing_predictor
+        -> moe_kernels
+
+Function-level and TYPE_CHECKING imports count too: neither may hide a circle.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ("moe_serve", "experts", "routing_predictor", "kernels/moe_kernels")
+
+# A room may import rooms of its own number and lower; no two modules may form a circle.
+LAYERS: Mapping[str, int] = {
+    "moe_serve.__main__": 7,
+    "moe_serve.cli": 6,
+    "moe_serve.http": 5,
+    "moe_serve.llm": 5,
+    "moe_serve.outputs": 5,
+    "moe_serve.simulate": 5,
+    "moe_serve.engine": 4,
+    "moe_serve.cluster": 4,
+    "moe_serve.pipeline": 3,
+    "moe_serve.cache": 3,
+    "moe_serve.model": 3,
+    "experts": 2,
+    "routing_predictor": 2,
+    "moe_kernels": 1,
+}
+# Leaves: what each may import of ours, whoever imports it. `moe_serve` itself is the version.
+LEAVES: Mapping[str, frozenset[str]] = {
+    "moe_serve": frozenset({"moe_serve.llm", "moe_serve.engine"}),  # the lazy public names
+    "moe_serve.errors": frozenset(),
+    "moe_serve.config": frozenset({"moe_serve.errors"}),
+    "moe_serve.text": frozenset({"moe_serve.errors"}),
+    "moe_serve.config_keys": frozenset({"moe_serve.config", "moe_serve.errors"}),
+    "moe_serve.config_sources": frozenset(
+        {"moe_serve.config", "moe_serve.config_keys", "moe_serve.errors"}
+    ),
+}
+# The one exception: text/ turns the engine's deltas into text, so it reads these frozen objects.
+BOUNDARIES = frozenset({"moe_serve.engine.request", "moe_serve.engine.sampling_params"})
+STANDALONE = ("experts", "routing_predictor", "moe_kernels")  # usable without moe_serve
+# What a function may import: backends that are heavy, optional, or both.
+BACKENDS = frozenset({"triton", "deepspeed", "transformers", "matplotlib"})
+HEAVY = ("torch", "triton", "deepspeed", "transformers", "numpy", "fastapi", "pydantic")
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """One import statement: `module` imports `target`."""
+
+    module: str
+    target: str
+    place: str  # file:line
+    is_in_function: bool
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the project by its dotted name."""
+    found = {}
+    for source in SOURCES:
+        base = (ROOT / source).parent
+        for path in sorted((ROOT / source).rglob("*.py")):
+            parts = path.relative_to(base).with_suffix("").parts
+            found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+def imports(name: str, path: Path) -> Iterator[Import]:
+    tree = ast.parse(path.read_text("utf-8"), str(path))
+    inside = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+    }
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(tree):
+        for target in _targets(node, package):
+            place = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+            yield Import(name, target, place, id(node) in inside)
+
+
+def _targets(node: ast.AST, package: str) -> Iterator[str]:
+    """`from a.b import c` gives a.b.c: `module_of` decides whether c is a module."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            above = package.split(".")[: len(package.split(".")) - node.level + 1]
+            base = ".".join([*above, *([node.module] if node.module else [])])
+        yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def module_of(target: str, known: Mapping[str, Path]) -> str | None:
+    """The longest prefix of `target` that is one of our modules."""
+    while target and target not in known:
+        target = target.rpartition(".")[0]
+    return target or None
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] == "moe_serve" else parts[0]
+
+
+MODULES = modules()
+IMPORTS = [item for name, path in MODULES.items() for item in imports(name, path)]
+OWN = [
+    (item, target)
+    for item in IMPORTS
+    if (target := module_of(item.target, MODULES)) is not None and target != item.module
+]
+
+
+def test_every_room_is_in_the_table() -> None:
+    rooms = {room_of(module) for module in MODULES}
+    unknown = rooms - LAYERS.keys() - LEAVES.keys()
+    assert not unknown, f"say in LAYERS or LEAVES where these belong: {sorted(unknown)}"
+
+
+def test_imports_run_downwards() -> None:
+    wrong = []
+    for item, target in OWN:
+        source, goal = room_of(item.module), room_of(target)
+        if source == goal or (goal in LEAVES and source not in LEAVES and goal != "moe_serve"):
+            continue
+        if source in LEAVES:
+            is_boundary = source == "moe_serve.text" and target in BOUNDARIES
+            is_allowed = goal in LEAVES[source] or is_boundary
+        elif goal == "moe_serve":
+            is_allowed = item.target in ("moe_serve", "moe_serve.__version__")
+        else:
+            is_allowed = LAYERS[goal] <= LAYERS[source]
+        if not is_allowed:
+            wrong.append(f"{item.place}: {source} imports {item.target}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_expert_side_stands_alone() -> None:
+    wrong = [
+        f"{item.place}: imports {item.target}"
+        for item in IMPORTS
+        if room_of(item.module) in STANDALONE and item.target.split(".")[0] == "moe_serve"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_modules_form_no_circle() -> None:
+    edges: dict[str, set[str]] = {}
+    for item, target in OWN:
+        if "moe_serve" not in (item.module, target):  # the facade's lazy names
+            edges.setdefault(item.module, set()).add(target)
+    assert find_circle(edges) is None, f"modules import in a circle: {find_circle(edges)}"
+
+
+def test_functions_import_only_backends() -> None:
+    """The CLI's commands and the lazy facade may import what they need when they run."""
+    wrong = [
+        f"{item.place}: {item.target}"
+        for item in IMPORTS
+        if item.is_in_function
+        and item.module != "moe_serve"
+        and room_of(item.module) != "moe_serve.cli"
+        and item.target.split(".")[0] not in BACKENDS
+        and "triton" not in item.target
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("module", ["moe_serve", "moe_serve.cli.main"])
+def test_start_loads_nothing_heavy(module: str) -> None:
+    code = f"import sys, {module}; print([m for m in {HEAVY!r} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]", f"import {module} loads {done.stdout.strip()}"
+
+
+def find_circle(edges: Mapping[str, set[str]]) -> list[str] | None:
+    """One circle as [a, b, ..., a], or None.
+
+    Depth first: `path` is the way from `start` to here, `done` holds what leads to no circle.
+    """
+    done: set[str] = set()
+    for start in sorted(edges):
+        path: list[str] = []
+        stack = [(start, iter(sorted(edges[start])))] if start not in done else []
+        path.extend(name for name, _ in stack)
+        while stack:
+            name, rest = stack[-1]
+            following = next((other for other in rest if other not in done), None)
+            if following is None:
+                done.add(name)
+                stack.pop()
+                path.pop()
+            elif following in path:
+                return [*path[path.index(following) :], following]
+            else:
+                path.append(following)
+                stack.append((following, iter(sorted(edges.get(following, ())))))
+    return None
+
+
+def test_find_circle() -> None:
+    assert find_circle({"a": {"b", "c"}, "b": {"c"}}) is None
+    assert find_circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
