@@ -39,7 +39,8 @@ LAYERS: Mapping[str, int] = {
 }
 # Leaves: what each may import of ours, whoever imports it. `moe_serve` itself is the version.
 LEAVES: Mapping[str, frozenset[str]] = {
-    "moe_serve": frozenset({"moe_serve.llm", "moe_serve.engine"}),  # the lazy public names
+    # The lazy public names.
+    "moe_serve": frozenset({"moe_serve.llm", "moe_serve.outputs", "moe_serve.engine"}),
     "moe_serve.errors": frozenset(),
     "moe_serve.config": frozenset({"moe_serve.errors"}),
     "moe_serve.text": frozenset({"moe_serve.errors"}),

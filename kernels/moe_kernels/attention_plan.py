@@ -22,6 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_kernels.attention_shape import AttentionShape, StepTokens
+
 BLOCK_TOKENS = 128
 _LARGE_TILE_TOKENS = 32
 _MAX_SCORES = 16 * 2**20  # scores of one segment over all heads: 64 MiB in fp32
@@ -63,29 +65,15 @@ class _Tiles:
     num_tokens: Ints
 
 
-def plan_attention(
-    *,
-    query_lens: Ints,
-    query_starts: Ints,
-    page_tables: Sequence[Sequence[int]],
-    page_size: int,
-    num_heads: int,
-    num_kv_heads: int,
-    sliding_window: int | None,
-    device: torch.device,
-) -> AttentionPlan:
-    """Plan a step.
-
-    `query_lens` [S]: query tokens of each sequence (they follow one another in the step).
-    `query_starts` [S]: position of the first of them. `page_tables`: the pages of each sequence,
-    enough for its last query token; page 0 is the empty page and stands for "none".
-    """
-    group = num_heads // num_kv_heads
+def plan_attention(step: StepTokens, shape: AttentionShape, device: torch.device) -> AttentionPlan:
+    """Plan a step. Page 0 is the empty page and stands for "none" in the tables."""
+    query_lens, query_starts = step.query_lens, step.query_starts
+    num_heads, num_kv_heads, group = shape.num_heads, shape.num_kv_heads, shape.group
     small = 8 // math.gcd(8, group)
     large = small * max(1, _LARGE_TILE_TOKENS // small)
     offsets = np.concatenate(([0], np.cumsum(query_lens)[:-1]))
-    pages_per_block = BLOCK_TOKENS // page_size
-    tables = _pad_tables(page_tables, pages_per_block)
+    pages_per_block = BLOCK_TOKENS // step.page_size
+    tables = _pad_tables(step.page_tables, pages_per_block)
     segments = []
     for tile_tokens, chosen in ((small, query_lens <= small), (large, query_lens > small)):
         if not chosen.any():
@@ -101,7 +89,7 @@ def plan_attention(
                     num_kv_heads,
                     tables,
                     pages_per_block,
-                    sliding_window,
+                    shape.sliding_window,
                     device,
                 )
             )

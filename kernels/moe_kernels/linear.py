@@ -11,19 +11,12 @@ T rows, N outputs, K inputs.
 from __future__ import annotations
 
 import functools
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 _ROW_MULTIPLE = 8
-
-
-class Linear(Protocol):
-    """x [T, K] -> x W^T [T, N], in the weight's dtype."""
-
-    def __call__(self, x_TK: Tensor) -> Tensor: ...
 
 
 class PackedLinear:
@@ -35,11 +28,11 @@ class PackedLinear:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous())
         self.bias = bias_N
 
-    def __call__(self, x_TK: Tensor) -> Tensor:
+    def __call__(self, x_TK: Tensor, residual_TN: Tensor | None = None) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(
             x_TK, self.weight, self.bias, "none", [], ""
         )
-        return out
+        return out if residual_TN is None else residual_TN + out
 
     def silu(self, x_TK: Tensor) -> Tensor:
         """silu(x W^T), the activation applied to the fp32 sums before they are rounded."""
@@ -65,12 +58,12 @@ class PlainLinear:
         self.weight, self.bias = weight_NK, bias_N
         self.needs_padding = weight_NK.device.type == "cpu" and weight_NK.dtype == torch.float32
 
-    def __call__(self, x_TK: Tensor) -> Tensor:
+    def __call__(self, x_TK: Tensor, residual_TN: Tensor | None = None) -> Tensor:
         num_rows = x_TK.shape[0]
         missing = -num_rows % _ROW_MULTIPLE if self.needs_padding else 0
-        if missing:
-            return F.linear(F.pad(x_TK, (0, 0, 0, missing)), self.weight, self.bias)[:num_rows]
-        return F.linear(x_TK, self.weight, self.bias)
+        padded = F.pad(x_TK, (0, 0, 0, missing)) if missing else x_TK
+        out = F.linear(padded, self.weight, self.bias)[:num_rows]
+        return out if residual_TN is None else residual_TN + out
 
     def silu(self, x_TK: Tensor) -> Tensor:
         """silu(x W^T), from operations whose result does not depend on a value's position."""

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_kernels.attention_shape import RotaryTable
+
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) rounded to x's dtype, times weight. Over the last dimension."""
@@ -16,10 +18,10 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return normed.to(x_TD.dtype) * weight_D
 
 
-def rotary_table(angles_PD: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Angles [P, D / 2] of each position -> cos and sin [P, 1, D] in fp32, halves repeated."""
-    cos, sin = angles_PD.cos() * scale, angles_PD.sin() * scale
-    return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
+def rotary_table(angles_PD: Tensor) -> RotaryTable:
+    """Angles [P, D / 2] of each position -> cos and sin [P, D] in fp32, halves repeated."""
+    cos, sin = angles_PD.cos(), angles_PD.sin()
+    return RotaryTable(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
 
 
 def rotate(x_THD: Tensor, cos_T1D: Tensor, signed_sin_T1D: Tensor) -> Tensor:

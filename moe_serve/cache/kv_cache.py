@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from moe_kernels.kernels import KVPages
 from moe_serve.config import PAGE_SIZE
 from moe_serve.model.spec import ModelSpec
 
@@ -29,8 +29,10 @@ class KVCache:
         a = spec.attention
         shape = (num_pages + 1, a.num_kv_heads, PAGE_SIZE, a.head_dim)
         self.num_pages, self.num_kv_heads = num_pages, a.num_kv_heads
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
-        self.values = [torch.zeros_like(k) for k in self.keys]
+        self.layers = tuple(
+            KVPages(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
+            for _ in range(spec.num_layers)
+        )
 
     def rows(
         self, tables: Sequence[Sequence[int]], starts: Sequence[int], counts: Sequence[int]
@@ -48,14 +50,9 @@ class KVCache:
         rows: NDArray[np.int64] = (np.concatenate(slots)[:, None] + heads[None]).reshape(-1)
         return rows
 
-    def write(self, layer: int, rows: Tensor, k_THD: Tensor, v_THD: Tensor) -> None:
-        """Store the new tokens' keys and values at `rows` (from `rows()`, on the device)."""
-        width = k_THD.shape[-1]
-        for cache, new in ((self.keys[layer], k_THD), (self.values[layer], v_THD)):
-            cache.view(-1, width).index_copy_(0, rows, new.reshape(-1, width))
-
     def clear(self, pages: Sequence[int]) -> None:
         """Zero some pages in every layer."""
-        index = torch.tensor(pages, dtype=torch.int64, device=self.keys[0].device)
-        for tensor in (*self.keys, *self.values):
-            tensor.index_fill_(0, index, 0)
+        index = torch.tensor(pages, dtype=torch.int64, device=self.layers[0].keys.device)
+        for layer in self.layers:
+            layer.keys.index_fill_(0, index, 0)
+            layer.values.index_fill_(0, index, 0)

@@ -68,6 +68,7 @@ def describe_layout(layout: Layout) -> Mapping[str, str]:
     threads = f"; {layout.num_threads} thread{plural}" if layout.device == "cpu" else ""
     num_tokens = layout.num_pages * layout.page_size
     return {
+        "kernels": layout.kernels,
         "layout": f"{layout.stages}{threads}",
         "cache": f"{layout.num_pages} KV pages of {layout.page_size} tokens = {num_tokens} tokens "
         f"({layout.kv_bytes / 2**20:.1f} MiB)",

@@ -9,7 +9,6 @@ from pathlib import Path
 import psutil
 import torch
 
-from moe_kernels.linear import packing_refusal
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cache.sizing import num_pages
 from moe_serve.config import PAGE_SIZE, EngineConfig, ModelConfig
@@ -50,8 +49,7 @@ def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> 
     if config.model.num_threads is not None:
         torch.set_num_threads(config.model.num_threads)
     folder, device = model_folder(config.model), _device(config.model)
-    dtype = None if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
-    loader = ModelLoader(folder, dtype=dtype, device=device, progress=progress)
+    loader = _loader(folder, config.model, device, progress)
     spec = loader.spec
     max_model_len = _max_model_len(config.model, spec)
     expert_stage = loader.expert_stage()
@@ -83,7 +81,7 @@ def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> 
         max_model_len=max_model_len,
         dtype=str(loader.dtype).removeprefix("torch."),
         device=str(device),
-        linear_backend=_linear_backend(device, loader.dtype),
+        kernels=loader.kernels.name,
         num_threads=torch.get_num_threads(),
         num_pages=pages,
         page_size=PAGE_SIZE,
@@ -92,6 +90,18 @@ def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> 
         load_seconds=time.monotonic() - clock,
     )
     return BuiltEngine(engine, layout, spec)
+
+
+def _loader(
+    folder: Path, config: ModelConfig, device: torch.device, progress: LoadProgress | None
+) -> ModelLoader:
+    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+    try:
+        return ModelLoader(
+            folder, dtype=dtype, device=device, kernels=config.kernels, progress=progress
+        )
+    except RuntimeError as error:
+        raise ConfigError(f"model.kernels is {config.kernels!r}: {error}.") from error
 
 
 def _device(config: ModelConfig) -> torch.device:
@@ -119,10 +129,3 @@ def _available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
-
-
-def _linear_backend(device: torch.device, dtype: torch.dtype) -> str:
-    if device.type != "cpu":
-        return "torch"
-    refusal = packing_refusal(dtype)
-    return "oneDNN packed" if refusal is None else f"torch ({refusal})"

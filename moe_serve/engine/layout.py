@@ -19,7 +19,7 @@ class Layout:
     max_model_len: int
     dtype: str
     device: str
-    linear_backend: str
+    kernels: str
     num_threads: int
     num_pages: int
     page_size: int

@@ -1,7 +1,7 @@
 """The attention stage: everything of a model but its routed experts.
 
-T tokens of a micro-batch, D model width, H query heads, Hkv key/value heads, V vocabulary.
-Holds weights and nothing else; keys and values live in the `KVCache` that it is given.
+T tokens of a micro-batch, D model width, V vocabulary. Holds weights and nothing else; keys and
+values live in the `KVCache` that it is given.
 """
 
 from __future__ import annotations
@@ -14,26 +14,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from experts.routed_rows import RoutedRows
-from moe_kernels.linear import FastLinear
-from moe_kernels.norm import rms_norm, rotary_table, rotate
-from moe_kernels.paged_attention import paged_attention
+from moe_kernels.attention_shape import QKNormWeights, RotaryTable
+from moe_kernels.kernels import Kernels, Linear
+from moe_kernels.norm import rotary_table
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.model.router import route
-from moe_serve.model.spec import ModelSpec
+from moe_serve.model.spec import ModelSpec, RopeSpec
 from moe_serve.model.step_inputs import StepInputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayer:
-    """One layer's weights. `qk_norm` is [H + Hkv, D] for the norm over heads, else by row."""
+    """One layer's weights."""
 
     attention_norm: Tensor
-    qkv: FastLinear  # rows of q, then k, then v
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: FastLinear
+    qkv: Linear  # rows of q, then k, then v
+    qk_norm: QKNormWeights | None
+    output: Linear
     moe_norm: Tensor
-    router: FastLinear
+    router: Linear
 
 
 class AttentionStage:
@@ -42,82 +40,57 @@ class AttentionStage:
     def __init__(
         self,
         spec: ModelSpec,
+        kernels: Kernels,
         *,
         embedding: Tensor,
         layers: Sequence[AttentionLayer],
         final_norm: Tensor,
-        head: FastLinear,
+        head: Linear,
         max_positions: int,
     ) -> None:
-        self.spec = spec
+        self.spec, self.kernels = spec, kernels
         self._embedding, self._layers = embedding, tuple(layers)
         self._final_norm, self._head = final_norm, head
-        dim = spec.attention.head_dim
-        exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
-        frequencies = 1.0 / (spec.rope.theta**exponents) / spec.rope.factor
-        angles = torch.arange(max_positions).float()[:, None] * frequencies[None]
-        cos, sin = rotary_table(angles)
-        self._cos, self._sin = cos.to(embedding.device), sin.to(embedding.device)
+        self._rotary = _rotary(spec.rope, spec.attention.head_dim, max_positions, embedding.device)
 
     def embed(self, inputs: StepInputs) -> Tensor:
         """-> the residual stream [T, D]."""
         return F.embedding(inputs.token_ids, self._embedding)
 
-    def rotary(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
-        """cos and signed sin [T, 1, D] of the step's positions: the same for every layer."""
-        return self._cos[inputs.positions], self._sin[inputs.positions]
-
-    def attend(
-        self,
-        layer: int,
-        hidden_TD: Tensor,
-        inputs: StepInputs,
-        rotary: tuple[Tensor, Tensor],
-        cache: KVCache,
-    ) -> Tensor:
+    def attend(self, layer: int, hidden_TD: Tensor, inputs: StepInputs, cache: KVCache) -> Tensor:
         """Norm, attention over the pages, residual -> [T, D]. Writes the new keys and values."""
-        weights, a = self._layers[layer], self.spec.attention
-        qkv = weights.qkv(rms_norm(hidden_TD, weights.attention_norm, self.spec.norm_eps))
-        q_THD, k_THD, v_THD = self._heads(weights, qkv)
-        cache.write(layer, inputs.kv_rows, rotate(k_THD, *rotary).to(qkv.dtype), v_THD)
-        out_THD = paged_attention(
-            rotate(q_THD, *rotary),
-            cache.keys[layer],
-            cache.values[layer],
+        weights, kernels = self._layers[layer], self.kernels
+        x_TD = kernels.rms_norm(hidden_TD, weights.attention_norm, self.spec.norm_eps)
+        attended = kernels.attend(
+            weights.qkv(x_TD),
+            weights.qk_norm,
+            self._rotary,
+            inputs.positions,
+            inputs.kv_rows,
+            cache.layers[layer],
             inputs.attention,
-            a.head_dim**-0.5,
+            self.spec.attention,
         )
-        return hidden_TD + weights.output(out_THD.flatten(1).to(qkv.dtype))
+        return weights.output(attended, hidden_TD)
 
     def route(self, layer: int, hidden_TD: Tensor) -> RoutedRows:
         """Norm and router: what goes to the experts."""
-        weights = self._layers[layer]
-        x_TD = rms_norm(hidden_TD, weights.moe_norm, self.spec.norm_eps)
-        return route(x_TD, weights.router, self.spec.router)
+        weights, router = self._layers[layer], self.spec.router
+        x_TD = self.kernels.rms_norm(hidden_TD, weights.moe_norm, self.spec.norm_eps)
+        logits_TE = weights.router(x_TD)
+        chosen = self.kernels.route(logits_TE, router.top_k, router.is_renormalised)
+        return RoutedRows(x_TD, *chosen)
 
     def logits(self, hidden_TD: Tensor, rows: Tensor) -> Tensor:
         """Final norm and head of some rows -> [rows, V] in fp32."""
-        chosen = rms_norm(hidden_TD.index_select(0, rows), self._final_norm, self.spec.norm_eps)
-        return self._head(chosen).float()
+        chosen = hidden_TD.index_select(0, rows)
+        normed = self.kernels.rms_norm(chosen, self._final_norm, self.spec.norm_eps)
+        return self._head(normed).float()
 
-    def _heads(self, weights: AttentionLayer, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split, norm and clip -> q [T, H, D], k and v [T, Hkv, D]."""
-        a, eps = self.spec.attention, self.spec.norm_eps
-        q_size, kv_size = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-        q, k, v = qkv.split([q_size, kv_size, kv_size], dim=-1)
-        if a.qk_norm == "row":
-            assert weights.q_norm is not None and weights.k_norm is not None, "row norm has weights"
-            q, k = (
-                rms_norm(t.contiguous(), w, eps)
-                for t, w in ((q, weights.q_norm), (k, weights.k_norm))
-            )
-        if a.clip is not None:
-            q, k, v = (t.clamp(-a.clip, a.clip) for t in (q, k, v))
-        heads = [t.reshape(len(qkv), -1, a.head_dim) for t in (q, k, v)]
-        if a.qk_norm == "head":
-            assert weights.q_norm is not None and weights.k_norm is not None, (
-                "head norm has weights"
-            )
-            heads[0] = rms_norm(heads[0], weights.q_norm, eps)
-            heads[1] = rms_norm(heads[1], weights.k_norm, eps)
-        return heads[0], heads[1], heads[2]
+
+def _rotary(rope: RopeSpec, dim: int, max_positions: int, device: torch.device) -> RotaryTable:
+    """angle(position, i) = position / factor * theta^(-2 i / dim) (Su et al., RoFormer, 2021)."""
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    frequencies = 1.0 / (rope.theta**exponents) / rope.factor
+    table = rotary_table(torch.arange(max_positions).float()[:, None] * frequencies[None])
+    return RotaryTable(table.cos.to(device), table.signed_sin.to(device))

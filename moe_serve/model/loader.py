@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from experts.expert_stage import ExpertLayer, ExpertStage
-from moe_kernels.expert_mlp import ExpertMLP
-from moe_kernels.linear import FastLinear, make_linear
+from experts.expert_stage import ExpertStage
+from moe_kernels.attention_shape import QKNormWeights
+from moe_kernels.choice import KernelsName, choose_kernels
+from moe_kernels.kernels import ExpertBank, ExpertWeights, Kernels
 from moe_serve.errors import CheckpointError
 from moe_serve.model.attention_stage import AttentionLayer, AttentionStage
 from moe_serve.model.checkpoint import Checkpoint
@@ -31,6 +32,7 @@ class ModelLoader:
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
+        kernels: KernelsName = "auto",
         progress: LoadProgress | None = None,
     ) -> None:
         config = HFConfig.read(folder)
@@ -39,6 +41,7 @@ class ModelLoader:
         _check_sizes(self.spec, config)
         self.dtype: torch.dtype = dtype or getattr(torch, self.spec.dtype)
         self.device = device or torch.device("cpu")
+        self.kernels: Kernels = choose_kernels(self.device, self.dtype, kernels)
         self._checkpoint = Checkpoint(folder)
         shapes = dict(_attention_shapes(self._family, self.spec))
         shapes |= dict(_expert_shapes(self._family, self.spec))
@@ -52,23 +55,20 @@ class ModelLoader:
         head = embedding if spec.is_head_tied else self._read(names.head)
         return AttentionStage(
             spec,
+            self.kernels,
             embedding=embedding,
             layers=[self._attention_layer(layer) for layer in range(spec.num_layers)],
             final_norm=self._read(names.final_norm),
-            head=make_linear(head),
+            head=self.kernels.linear(head),
             max_positions=max_positions,
         )
 
     def expert_stage(self) -> ExpertStage:
         """All routed experts of all layers."""
-        layers = range(self.spec.num_layers)
-        experts = range(self.spec.router.num_experts)
-        return ExpertStage(
-            [ExpertLayer(tuple(self._expert(n, e) for e in experts)) for n in layers]
-        )
+        return ExpertStage([self._bank(layer) for layer in range(self.spec.num_layers)])
 
     def _attention_layer(self, layer: int) -> AttentionLayer:
-        n, a = self._family.names, self.spec.attention
+        n = self._family.names
 
         def read(name: str) -> Tensor:
             return self._read(name.format(layer=layer))
@@ -76,28 +76,32 @@ class ModelLoader:
         def bias(*names: str) -> Tensor:
             return torch.cat([read(bias_of(name)) for name in names])
 
-        qkv_bias = bias(n.q, n.k, n.v) if a.has_bias else None
-        output_bias = bias(n.o) if a.has_output_bias else None
+        linear, spec = self.kernels.linear, self.spec
+        qkv_bias = bias(n.q, n.k, n.v) if spec.has_attention_bias else None
+        output_bias = bias(n.o) if spec.has_output_bias else None
+        has_norm = spec.attention.qk_norm != "none"
         return AttentionLayer(
             attention_norm=read(n.attention_norm),
-            qkv=make_linear(torch.cat([read(n.q), read(n.k), read(n.v)]), qkv_bias),
-            q_norm=None if a.qk_norm == "none" else read(n.q_norm),
-            k_norm=None if a.qk_norm == "none" else read(n.k_norm),
-            output=make_linear(read(n.o), output_bias),
+            qkv=linear(torch.cat([read(n.q), read(n.k), read(n.v)]), qkv_bias),
+            qk_norm=QKNormWeights(read(n.q_norm), read(n.k_norm)) if has_norm else None,
+            output=linear(read(n.o), output_bias),
             moe_norm=read(n.moe_norm),
-            router=make_linear(read(n.router)),
+            router=linear(read(n.router)),
         )
 
-    def _expert(self, layer: int, expert: int) -> ExpertMLP:
+    def _bank(self, layer: int) -> ExpertBank:
         n = self._family.names
-        gate, up, down = (
-            self._linear(name.format(layer=layer, expert=expert))
-            for name in (n.expert_gate, n.expert_up, n.expert_down)
+        return self.kernels.experts(
+            [
+                ExpertWeights(
+                    *(
+                        self._read(name.format(layer=layer, expert=expert))
+                        for name in (n.expert_gate, n.expert_up, n.expert_down)
+                    )
+                )
+                for expert in range(self.spec.router.num_experts)
+            ]
         )
-        return ExpertMLP(gate, up, down)
-
-    def _linear(self, name: str) -> FastLinear:
-        return make_linear(self._read(name))
 
     def _read(self, name: str) -> Tensor:
         tensor = self._checkpoint.tensor(name, self.dtype).to(self.device)
@@ -115,9 +119,9 @@ def _attention_shapes(family: Family, spec: ModelSpec) -> Iterator[tuple[str, tu
     if not spec.is_head_tied:
         yield n.head, (spec.vocab_size, d)
     shapes: dict[str, tuple[int, ...]] = {n.q: (q, d), n.k: (kv, d), n.v: (kv, d), n.o: (d, q)}
-    if a.has_bias:
+    if spec.has_attention_bias:
         shapes |= {bias_of(n.q): (q,), bias_of(n.k): (kv,), bias_of(n.v): (kv,)}
-    if a.has_output_bias:
+    if spec.has_output_bias:
         shapes[bias_of(n.o)] = (d,)
     if a.qk_norm != "none":
         is_row = a.qk_norm == "row"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-QKNorm = Literal["none", "head", "row"]
+from moe_kernels.attention_shape import AttentionShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,20 +29,6 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionSpec:
-    """`qk_norm`: none, over each head, or over the whole row. `clip`: bound of q, k and v."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    qk_norm: QKNorm = "none"
-    has_bias: bool = False
-    has_output_bias: bool = False
-    clip: float | None = None
-    sliding_window: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A decoder whose every layer is attention, then a mixture of experts."""
 
@@ -51,7 +37,9 @@ class ModelSpec:
     width: int
     num_layers: int
     expert_width: int
-    attention: AttentionSpec
+    attention: AttentionShape
+    has_attention_bias: bool  # of q, k and v
+    has_output_bias: bool
     router: RouterSpec
     rope: RopeSpec
     norm_eps: float

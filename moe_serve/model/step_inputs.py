@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moe_kernels.attention_plan import AttentionPlan, plan_attention
+from moe_kernels.attention_shape import StepTokens
+from moe_kernels.kernels import Kernels
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.config import PAGE_SIZE
 from moe_serve.model.spec import ModelSpec
@@ -23,11 +25,11 @@ class StepInputs:
     positions: Tensor  # int64 [T]
     kv_rows: Tensor  # int64 [T * Hkv], see KVCache.rows
     logit_rows: Tensor  # int64 [R]
-    attention: AttentionPlan
+    attention: Any  # the kernels' own plan
 
 
 def make_step_inputs(
-    batch: MicroBatch, cache: KVCache, spec: ModelSpec, device: torch.device
+    batch: MicroBatch, cache: KVCache, spec: ModelSpec, kernels: Kernels, device: torch.device
 ) -> StepInputs:
     """Lay a micro-batch out for the device: a few numpy arrays per step, none per token."""
     slices = batch.slices
@@ -44,20 +46,11 @@ def make_step_inputs(
     )
     tables = [s.page_table for s in slices]
     kv_rows = cache.rows(tables, starts.tolist(), counts.tolist())
-    a = spec.attention
+    step = StepTokens(counts, starts, tables, PAGE_SIZE)
     return StepInputs(
         token_ids=torch.from_numpy(tokens).to(device),
         positions=torch.from_numpy(positions).to(device),
         kv_rows=torch.from_numpy(kv_rows).to(device),
         logit_rows=torch.from_numpy(logit_rows).to(device),
-        attention=plan_attention(
-            query_lens=counts,
-            query_starts=starts,
-            page_tables=tables,
-            page_size=PAGE_SIZE,
-            num_heads=a.num_heads,
-            num_kv_heads=a.num_kv_heads,
-            sliding_window=a.sliding_window,
-            device=device,
-        ),
+        attention=kernels.plan_attention(step, spec.attention, device),
     )

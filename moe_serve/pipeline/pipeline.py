@@ -23,7 +23,6 @@ class _Flight:
 
     def __init__(self, inputs: StepInputs, stage: AttentionStage) -> None:
         self.inputs = inputs
-        self.rotary = stage.rotary(inputs)
         self.hidden_TD = stage.embed(inputs)
 
 
@@ -48,7 +47,7 @@ class Pipeline:
                 if layer:
                     self._land(layer - 1, index, flight)
                 flight.hidden_TD = self._stage.attend(
-                    layer, flight.hidden_TD, flight.inputs, flight.rotary, self._cache
+                    layer, flight.hidden_TD, flight.inputs, self._cache
                 )
                 rows = self._stage.route(layer, flight.hidden_TD)
                 self._transport.dispatch(layer, index, rows)
@@ -62,8 +61,9 @@ class Pipeline:
             self._cache.clear(pages)
 
     def _take_off(self, batch: MicroBatch) -> _Flight:
-        inputs = make_step_inputs(batch, self._cache, self._stage.spec, self._device)
-        return _Flight(inputs, self._stage)
+        stage = self._stage
+        inputs = make_step_inputs(batch, self._cache, stage.spec, stage.kernels, self._device)
+        return _Flight(inputs, stage)
 
     def _land(self, layer: int, index: int, flight: _Flight) -> None:
         """Add the experts' sum to the residual stream."""

@@ -1,29 +1,22 @@
-"""The router: which experts a row goes to, and with which weights.
-
-T rows, D model width, E experts, K top-k.
-"""
+"""The router's choice in plain torch. T rows, E experts, K top-k."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from experts.routed_rows import RoutedRows
-from moe_kernels.linear import FastLinear
-from moe_serve.model.spec import RouterSpec
 
-
-def route(x_TD: Tensor, weight: FastLinear, spec: RouterSpec) -> RoutedRows:
+def route(logits_TE: Tensor, top_k: int, is_renormalised: bool) -> tuple[Tensor, Tensor]:
     """Softmax over all experts in fp32, top-k, then the chosen in ascending order of expert id.
 
     The ascending order fixes the order of every later sum.
     """
-    scores_TE = torch.softmax(weight(x_TD).float(), dim=-1)
-    weights_TK, ids_TK = torch.topk(scores_TE, spec.top_k, dim=-1)
-    if spec.is_renormalised:
+    scores_TE = torch.softmax(logits_TE.float(), dim=-1)
+    weights_TK, ids_TK = torch.topk(scores_TE, top_k, dim=-1)
+    if is_renormalised:
         weights_TK = weights_TK / _row_sum(weights_TK)
     ids_TK, order_TK = torch.sort(ids_TK, dim=-1)
-    return RoutedRows(x_TD, ids_TK, weights_TK.gather(1, order_TK))
+    return ids_TK, weights_TK.gather(1, order_TK)
 
 
 def _row_sum(x_TK: Tensor) -> Tensor:

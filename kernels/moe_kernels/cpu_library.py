@@ -1,0 +1,109 @@
+"""The compiled CPU kernels: built once with the C++ compiler that is there, then cached.
+
+No torch headers and no build system: a few plain C++ files, called through ctypes, which takes
+seconds to compile. Where there is no compiler (or it fails), `load` says why and the torch kernels
+serve instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp")
+_MATH_FLAGS = ("-ffp-contract=fast", "-fno-math-errno")
+_BUILD_TIMEOUT_S = 120
+
+_POINTER, _INT, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+# Arguments of each exported function; each takes the number of threads last.
+_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "moe_linear": (*[_POINTER] * 5, *[_INT] * 4),
+    "moe_experts": (*[_POINTER] * 8, *[_INT] * 6),
+    "moe_rms_norm": (*[_POINTER] * 3, *[_INT] * 2, _REAL, _INT),
+    "moe_split_heads": (*[_POINTER] * 10, *[_INT] * 5, _REAL, _REAL, _INT),
+    "moe_route": (*[_POINTER] * 3, *[_INT] * 5),
+    "moe_attention": (*[_POINTER] * 7, *[_INT] * 6, _REAL, *[_INT] * 2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CpuLibrary:
+    """The loaded library, or the reason why there is none."""
+
+    library: ctypes.CDLL | None
+    refusal: str | None
+
+
+@functools.lru_cache(maxsize=1)
+def load_cpu_library() -> CpuLibrary:
+    """Build if needed and load; the outcome is the same for the life of the process."""
+    compiler = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("c++")
+    if compiler is None:
+        return CpuLibrary(None, "no C++ compiler was found (install g++ for faster CPU kernels)")
+    try:
+        path = _build(compiler)
+        library = ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError) as error:
+        return CpuLibrary(None, f"{compiler} could not build them: {_last_line(error)}")
+    for name, arguments in _SIGNATURES.items():
+        for suffix in ("bf16", "f32"):
+            function = getattr(library, f"{name}_{suffix}")
+            function.argtypes = arguments
+            function.restype = _INT if name == "moe_experts" else None
+    library.moe_advise_huge_pages.argtypes = (_POINTER, _INT)
+    library.moe_advise_huge_pages.restype = None
+    return CpuLibrary(library, None)
+
+
+def cache_folder() -> Path:
+    """Where built libraries are kept: the user's cache, readable by nobody else."""
+    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(root) / "moe-serve"
+
+
+def _build(compiler: str) -> Path:
+    """The library for this source, compiler and processor, built if it is not in the cache."""
+    folder = Path(__file__).parent / "cpu"
+    sources = sorted(folder.glob("*.cpp"))
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        digest.update(path.read_bytes())
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=20)
+    digest.update(version.stdout)
+    digest.update(" ".join((*_FLAGS, *_MATH_FLAGS, _processor())).encode())
+    target = cache_folder() / f"cpu-kernels-{digest.hexdigest()[:24]}.so"
+    if target.exists() and target.stat().st_uid == os.getuid():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=target.parent) as work:
+        built = Path(work) / "kernels.so"
+        command = [compiler, *_FLAGS, *_MATH_FLAGS, *map(str, sources), "-o", str(built)]
+        subprocess.run(
+            command, capture_output=True, check=True, timeout=_BUILD_TIMEOUT_S, text=True
+        )
+        built.replace(target)  # atomic: two processes may build at once
+    return target
+
+
+def _processor() -> str:
+    """What -march=native may depend on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    keys = ("vendor_id", "model name", "flags", "Features")
+    return "\n".join(next((x for x in lines if x.startswith(k)), "") for k in keys)
+
+
+def _last_line(error: Exception) -> str:
+    stderr = getattr(error, "stderr", None)
+    text = str(stderr or error).strip()
+    return text.splitlines()[-1] if text else type(error).__name__

@@ -1,0 +1,105 @@
+"""The tables of docs/configuration.md, from the configuration itself.
+
+    python scripts/config_table.py            print them
+    python scripts/config_table.py --write    put them into docs/configuration.md
+
+Keys, defaults and ranges come from the program, flags from `moe-serve serve`, meanings from the
+comments in configs/serve.yaml. tests/test_config_table.py holds the page to this output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import typer.main
+import yaml
+
+from moe_serve.cli.main import app
+from moe_serve.config_keys import ConfigKey, config_keys
+from moe_serve.config_sources import variable_name
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "configuration.md"
+EXAMPLE = ROOT / "configs" / "serve.yaml"
+START, END = "<!-- config-table: start -->", "<!-- config-table: end -->"
+HEADER = "| key and variable | flag | default | takes | meaning |"
+PARAMETER_OF = {"model.path": "model", "server.api_keys": "api_key"}  # else: the key's own name
+_LINE = re.compile(r"(?P<indent> *)(?P<name>\w+):[^#]*(?:# *(?P<comment>.*))?")
+
+
+def comments(text: str) -> dict[str, str]:
+    """{"section": comment, "section.name": comment} of a YAML file of two levels."""
+    found: dict[str, str] = {}
+    section = ""
+    for line in text.splitlines():
+        if match := _LINE.fullmatch(line):
+            if not match["indent"]:
+                section = match["name"]
+            path = f"{section}.{match['name']}" if match["indent"] else section
+            found[path] = (match["comment"] or "").strip()
+    return found
+
+
+def serve_parameters() -> dict[str, str]:
+    """How `moe-serve serve` spells each of its parameters: {"port": "--port"}."""
+    command = typer.main.get_group(app).commands["serve"]
+    return {
+        str(parameter.name): parameter.opts[0]
+        for parameter in command.params
+        if parameter.name not in ("help", "config_file", "print_config")
+    }
+
+
+def flag_of(key: ConfigKey, parameters: Mapping[str, str]) -> str:
+    """The flag that sets the key, `MODEL` for the argument, or nothing."""
+    spelled = parameters.get(PARAMETER_OF.get(key.path, key.name), "")
+    return spelled.upper() if spelled and not spelled.startswith("-") else spelled
+
+
+def render() -> str:
+    """One table per section."""
+    meanings = comments(EXAMPLE.read_text("utf-8"))
+    parameters = serve_parameters()
+    lines: list[str] = []
+    for section in dict.fromkeys(key.section for key in config_keys()):
+        about = f": {meanings[section]}" if meanings.get(section) else ""
+        lines += [f"### `{section}`{about}", ""]
+        lines += [HEADER, "|---|---|---|---|---|"]
+        for key in config_keys():
+            if key.section == section:
+                lines.append(_row(key, flag_of(key, parameters), meanings.get(key.path, "")))
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _row(key: ConfigKey, flag: str, meaning: str) -> str:
+    plain = list(key.default) if isinstance(key.default, tuple) else key.default
+    default = yaml.safe_dump(plain, default_flow_style=True).split("\n")[0]
+    names = f"`{key.name}`<br>`{variable_name(key)}`"
+    cells = (names, f"`{flag}`" if flag else "", f"`{default}`", key.allowed, meaning)
+    return f"| {' | '.join(cells)} |"
+
+
+def block(page: str) -> tuple[str, str, str]:
+    """The page before, between and after the markers."""
+    before, start, rest = page.partition(START)
+    between, end, after = rest.partition(END)
+    assert start and end, f"{PAGE.name} must hold the lines {START} and {END}"
+    return before + start + "\n\n", between.strip("\n") + "\n", "\n" + end + after
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The tables of docs/configuration.md.")
+    parser.add_argument("--write", action="store_true", help="put them into the page")
+    if parser.parse_args().write:
+        before, _, after = block(PAGE.read_text("utf-8"))
+        PAGE.write_text(before + render() + after, "utf-8")
+    else:
+        print(render())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""docs/configuration.md says what the program does."""
+
+from __future__ import annotations
+
+import yaml
+
+import config_table
+from moe_serve.config_keys import config_keys
+
+
+def test_the_page_holds_the_generated_tables() -> None:
+    _, shown, _ = config_table.block(config_table.PAGE.read_text("utf-8"))
+    assert shown == config_table.render(), "run: python scripts/config_table.py --write"
+
+
+def test_every_key_has_a_meaning() -> None:
+    meanings = config_table.comments(config_table.EXAMPLE.read_text("utf-8"))
+    assert [key.path for key in config_keys() if not meanings.get(key.path)] == []
+
+
+def test_every_flag_stands_in_the_tables() -> None:
+    parameters = config_table.serve_parameters()
+    shown = {config_table.flag_of(key, parameters) for key in config_keys()} - {""}
+    assert shown == {flag if flag.startswith("-") else flag.upper() for flag in parameters.values()}
+
+
+def test_comments_of_both_levels() -> None:
+    text = "# top\na:  # first\n  b: 1  # second\n  c: null\nd:\n  b: [x]   # third\n"
+    assert config_table.comments(text) == {
+        "a": "first", "a.b": "second", "a.c": "", "d": "", "d.b": "third"
+    }  # fmt: skip
+    assert yaml.safe_load(text) == {"a": {"b": 1, "c": None}, "d": {"b": ["x"]}}
