@@ -47,24 +47,18 @@ static int64_t experts(const T* x, const int64_t* ids, const float* weights,
 #pragma omp parallel num_threads(threads) if (!is_small)
   {
     std::vector<const T*> rows;
-    std::vector<float> gates;
     for (int64_t j; (j = next_up.fetch_add(1)) < (int64_t)up_jobs.size();) {
       const Job& job = up_jobs[j];
       const int64_t* mine = slots[job.expert].data() + job.first_row;
-      int64_t count = job.last - job.first;
       rows.resize(job.num_rows);
-      gates.resize(job.num_rows * count + 16);
       for (int64_t m = 0; m < job.num_rows; ++m) rows[m] = x + mine[m] / top_k * width;
-      auto keep = [&](int64_t m, int64_t n, const float* values, int64_t num) {
-        memcpy(&gates[m * count + n - job.first], values, num * sizeof(float));
+      auto hidden_row = [&](int64_t m) { return hidden + mine[m] * expert_width; };
+      auto store = [&](int64_t m, int64_t n, auto mr, auto nr, f32x16 v) {
+        scatter<T, decltype(mr)::value, decltype(nr)::value>(v, m, n, hidden_row);
       };
-      multiply(rows.data(), job.num_rows, gate_up[job.expert], job.first, job.last, width, keep);
-      auto join = [&](int64_t m, int64_t n, const float* values, int64_t num) {
-        f32x16 gate = load_some(&gates[m * count + n - job.first], num);
-        store_some(hidden + mine[m] * expert_width + n, silu16(gate) * load_some(values, num), num);
-      };
-      const T* up = gate_up[job.expert] + expert_width * width;
-      multiply(rows.data(), job.num_rows, up, job.first, job.last, width, join);
+      const T* gate = gate_up[job.expert];
+      SwiGLU<T> swiglu{gate, gate + expert_width * width, width};
+      multiply<T>(swiglu, rows.data(), job.num_rows, job.first, job.last, store);
     }
 #pragma omp barrier
     for (int64_t j; (j = next_down.fetch_add(1)) < (int64_t)down_jobs.size();) {
@@ -72,10 +66,12 @@ static int64_t experts(const T* x, const int64_t* ids, const float* weights,
       const int64_t* mine = slots[job.expert].data() + job.first_row;
       rows.resize(job.num_rows);
       for (int64_t m = 0; m < job.num_rows; ++m) rows[m] = hidden + mine[m] * expert_width;
-      auto keep = [&](int64_t m, int64_t n, const float* values, int64_t num) {
-        memcpy(y + mine[m] * width + n, values, num * sizeof(float));
+      auto y_row = [&](int64_t m) { return y + mine[m] * width; };
+      auto store = [&](int64_t m, int64_t n, auto mr, auto nr, f32x16 v) {
+        scatter<float, decltype(mr)::value, decltype(nr)::value>(v, m, n, y_row);
       };
-      multiply(rows.data(), job.num_rows, down[job.expert], job.first, job.last, expert_width, keep);
+      Product<T> product{down[job.expert], expert_width};
+      multiply<T>(product, rows.data(), job.num_rows, job.first, job.last, store);
     }
 #pragma omp barrier
 #pragma omp for schedule(static)

@@ -22,18 +22,21 @@ static void linear(const T* x, const T* w, const T* bias, const T* residual, T* 
     for (int64_t r = 0; r < row_blocks; ++r) {
       int64_t first_row = r * kRowBlock, count = std::min(kRowBlock, num_rows - first_row);
       int64_t first = c * kColumnBlock, last = std::min(num_outputs, first + kColumnBlock);
-      auto store = [&](int64_t m, int64_t n, const float* values, int64_t num) {
-        int64_t at = (first_row + m) * num_outputs + n;
-        f32x16 v = load_some(values, num);
-        if (bias) v += load_some(bias + n, num);
-        if (residual) {
-          T rounded[16];  // the layer's own result is rounded before it is added
+      auto out_row = [&](int64_t m) { return out + (first_row + m) * num_outputs; };
+      auto residual_row = [&](int64_t m) { return residual + (first_row + m) * num_outputs; };
+      auto bias_row = [&](int64_t) { return bias; };
+      auto store = [&](int64_t m, int64_t n, auto mr, auto nr, f32x16 v) {
+        constexpr int MR = decltype(mr)::value, NR = decltype(nr)::value;
+        if (bias) v += gather<T, MR, NR>(m, n, bias_row);
+        if (residual) {  // the layer's own result is rounded before it is added
+          T rounded[16];
           store16(rounded, v);
-          v = load16(rounded) + load_some(residual + at, num);
+          v = load16(rounded) + gather<T, MR, NR>(m, n, residual_row);
         }
-        store_some(out + at, v, num);
+        scatter<T, MR, NR>(v, m, n, out_row);
       };
-      multiply(rows.data() + first_row, count, w, first, last, width, store);
+      Product<T> product{w, width};
+      multiply<T>(product, rows.data() + first_row, count, first, last, store);
     }
 }
 
