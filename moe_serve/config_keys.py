@@ -74,7 +74,7 @@ class ConfigKey:
             text = "an integer" if self.kind is int else "a number"
         if self.path in RANGES:
             low, high = RANGES[self.path]
-            text += f" in [{low:.15g}, {high:.15g}]"
+            text += f" in [{low:.17g}, {high:.17g}]"
         if self.name.endswith("_bytes"):
             text += " or a size such as 512MiB"
         return text + (", or null" if self.is_optional else "")

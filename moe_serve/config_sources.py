@@ -192,8 +192,10 @@ def read_secret_file(path: str) -> list[str]:
     """One secret per line; empty lines and lines that start with # are left out."""
     try:
         lines = Path(path).read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the API keys in {path}: {error}.") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read the API keys in {path}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the file of API keys {path} is not UTF-8 text.") from error
     secrets = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     if not secrets:
         raise ConfigError(f"the file {path} holds no API key: write one on each line.")

@@ -31,9 +31,15 @@ from moe_serve.config import (
 from moe_serve.config_keys import check_engine_config
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.client import EngineStats
+from moe_serve.engine.engine import Engine
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta, TokenLogprob
 from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.errors import ContextLengthError, GenerationError, InvalidRequestError
+from moe_serve.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    GenerationError,
+    InvalidRequestError,
+)
 from moe_serve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from moe_serve.text.chat_template import ChatTemplate
 from moe_serve.text.text_stream import TextStream
@@ -75,7 +81,8 @@ class LLM:
             pipeline=PipelineConfig(micro_batches=micro_batches),
         )
         built = build_engine(check_engine_config(config, "LLM"))
-        self._engine, self.layout = built.engine, built.layout
+        self._open_engine: Engine | None = built.engine
+        self.layout = built.layout
         self._tokenizer: Tokenizer | None = Tokenizer.load(self.layout.folder)
         self._ids = itertools.count()
 
@@ -91,10 +98,8 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Drop the weights and the cache. Nothing may be called afterwards."""
-        self._tokenizer = None
-        if hasattr(self, "_engine"):
-            del self._engine
+        """Drop the weights and the cache; every later call is refused."""
+        self._tokenizer = self._open_engine = None
 
     def stats(self) -> EngineStats:
         """Steps, pages, preemptions and tokens so far."""
@@ -102,8 +107,15 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        assert self._tokenizer is not None, "this LLM was closed"
+        if self._tokenizer is None:
+            raise EngineDeadError("this LLM was closed: make a new one.")
         return self._tokenizer
+
+    @property
+    def _engine(self) -> Engine:
+        if self._open_engine is None:
+            raise EngineDeadError("this LLM was closed: make a new one.")
+        return self._open_engine
 
     def generate(
         self,
@@ -152,6 +164,11 @@ class LLM:
             raise InvalidRequestError(
                 f"{self.layout.folder} has no chat template: use generate.", param="messages"
             )
+        if not messages or not all(isinstance(message, Mapping) for message in messages):
+            raise InvalidRequestError(
+                'messages must be a list of {"role": ..., "content": ...}, and not empty.',
+                param="messages",
+            )
         text = template.render(messages, add_generation_prompt=True)
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         return self.generate([ids], params, use_progress_bar=use_progress_bar)[0]
@@ -180,6 +197,11 @@ class LLM:
         vocab_size, limit = self.layout.vocab_size, self.layout.max_model_len
         if not ids:
             raise InvalidRequestError("The prompt is empty.", param="prompts")
+        for token in ids:
+            if not isinstance(token, int) or isinstance(token, bool):
+                raise InvalidRequestError(
+                    f"A token id must be an integer, got {token!r}.", param="prompts"
+                )
         wrong = next((i for i in ids if not 0 <= i < vocab_size), None)
         if wrong is not None:
             raise InvalidRequestError(
@@ -303,6 +325,15 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One text, one list of ids, or a list of either -> a list of prompts."""
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [[int(i) for i in prompts]]  # type: ignore[arg-type]
-    return list(prompts)  # type: ignore[arg-type]
+    items = list(prompts) if isinstance(prompts, Sequence) else [prompts]
+    if items and all(isinstance(item, int) for item in items):
+        return [[item for item in items if isinstance(item, int)]]
+    made: list[Prompt] = []
+    for item in items:
+        if not isinstance(item, Sequence):
+            raise InvalidRequestError(
+                f"A prompt must be a string or a list of token ids, got {item!r}.",
+                param="prompts",
+            )
+        made.append(item)
+    return made

@@ -20,7 +20,7 @@ from moe_serve.engine.client import EngineStats
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.layout import Layout
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
-from moe_serve.errors import ServerOverloadedError
+from moe_serve.errors import InvalidRequestError, ServerOverloadedError
 from moe_serve.model.loader import LoadProgress
 
 _log = logging.getLogger(__name__)
@@ -66,6 +66,12 @@ class AsyncEngine:
     def submit(self, requests: Sequence[GenerationRequest]) -> list[asyncio.Queue[TokenDelta]]:
         """See `EngineClient.submit`."""
         self._loop = asyncio.get_running_loop()
+        if len(requests) > self._max_queued:
+            raise InvalidRequestError(
+                f"One request with {len(requests)} sequences can never enter the queue, whose "
+                f"max_queued_requests is {self._max_queued}: send fewer prompts or choices.",
+                param="n",
+            )
         self._check_open(len(requests))
         queues = []
         for request in requests:
@@ -118,7 +124,7 @@ class AsyncEngine:
         waiting = self._engine.num_waiting + self._num_in_inbox
         if waiting + count > self._max_queued:
             raise ServerOverloadedError(
-                f"The queue is full: {waiting} requests wait, {count} more were sent, and "
+                f"The queue is full: {waiting} sequences wait, this request has {count}, and "
                 f"max_queued_requests is {self._max_queued}. Try again later.",
                 retry_after_s=1.0,
             )

@@ -40,6 +40,10 @@ def model_folder(config: ModelConfig) -> Path:
             f"{folder} is not a folder: give a local checkpoint in Hugging Face layout "
             "(config.json, *.safetensors, tokenizer.json)."
         )
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder} has no config.json: give the folder of a checkpoint in Hugging Face layout."
+        )
     return folder
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from moe_serve.errors import InvalidRequestError
 
@@ -49,9 +50,15 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _as_tuple("stop", stop))
+        ids = _as_tuple("stop_token_ids", self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", ids)
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidRequestError(
+                f"logit_bias must map token ids to numbers, got {self.logit_bias!r}.",
+                param="logit_bias",
+            )
         object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
         if self.max_tokens is not None:
             _check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
@@ -109,6 +116,12 @@ class SamplingParams:
             _check_range("a stop token id", token, 0, vocab_size - 1, "stop_token_ids")
         for token in self.logit_bias:
             _check_range("a logit_bias token id", token, 0, vocab_size - 1, "logit_bias")
+
+
+def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise InvalidRequestError(f"{name} must be a list, got {value!r}.", param=name)
+    return tuple(value)
 
 
 def _check_range(

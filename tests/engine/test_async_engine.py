@@ -15,7 +15,7 @@ from moe_serve.engine.client import stream
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.request import FinishReason, GenerationRequest
 from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.errors import ServerOverloadedError
+from moe_serve.errors import InvalidRequestError, ServerOverloadedError
 
 
 def request(name: str, prompt: tuple[int, ...] = (1, 2), max_tokens: int = 8) -> GenerationRequest:
@@ -84,10 +84,22 @@ def test_leaving_a_stream_aborts_the_request(fixture: Fixture) -> None:
 
 def test_a_full_queue_refuses_all_of_a_group_or_none(fixture: Fixture) -> None:
     async def main() -> None:
-        with pytest.raises(ServerOverloadedError, match=r"max_queued_requests is 6") as caught:
+        with pytest.raises(InvalidRequestError, match=r"7 sequences can never enter"):
             fixture.engine.submit([request(f"r{i}") for i in range(7)])
-        assert caught.value.retry_after_s > 0 and not caught.value.is_draining
-        assert fixture.engine.num_open_requests == 0
+        queues = fixture.engine.submit([request(f"s{i}", max_tokens=390) for i in range(6)])
+        refused = 0
+        for i in range(20):  # four run, two wait: five more do not fit
+            try:
+                fixture.engine.submit([request(f"t{i}-{k}") for k in range(5)])
+            except ServerOverloadedError as error:
+                assert "max_queued_requests is 6" in str(error)
+                assert error.retry_after_s > 0 and not error.is_draining
+                refused += 1
+        assert refused >= 18
+        assert fixture.engine.num_open_requests <= 6 + 2 * 5
+        for i in range(len(queues)):
+            fixture.engine.abort(f"s{i}")
+        await until_idle(fixture.engine)
         assert await collect(fixture.engine, request("a")) == continuation([1, 2], 8)
 
     asyncio.run(main())

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from moe_serve import LLM, SamplingParams
-from moe_serve.errors import CheckpointError, ConfigError, ContextLengthError, InvalidRequestError
+from moe_serve.errors import (
+    CheckpointError,
+    ConfigError,
+    ContextLengthError,
+    EngineDeadError,
+    InvalidRequestError,
+)
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +81,22 @@ def test_mistakes_are_told_before_anything_runs(llm: LLM) -> None:
         llm.generate([[300]], use_progress_bar=False)
     with pytest.raises(ContextLengthError, match="500 tokens and max_tokens is 16: 516 together"):
         llm.generate([[1] * 500], use_progress_bar=False)
+    for wrong in ([[1.5]], [None], 5, [[1, "a"]]):
+        with pytest.raises(InvalidRequestError):
+            llm.generate(wrong, use_progress_bar=False)  # type: ignore[arg-type]
     steps = llm.stats().num_steps
     with pytest.raises(InvalidRequestError):
         llm.generate(["fine", [300]], use_progress_bar=False)
     assert llm.stats().num_steps == steps
+
+
+def test_a_closed_llm_says_so(tiny: str) -> None:
+    with LLM(tiny) as llm:
+        pass
+    with pytest.raises(EngineDeadError, match="this LLM was closed"):
+        llm.generate("a")
+    with pytest.raises(EngineDeadError, match="this LLM was closed"):
+        llm.stats()
 
 
 def test_wrong_settings(tiny: str) -> None:

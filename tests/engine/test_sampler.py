@@ -142,6 +142,7 @@ def test_draws_depend_on_seed_choice_and_position_alone() -> None:
      ("top_p", 1.5), ("top_k", -2), ("min_p", 2.0), ("presence_penalty", 3.0), ("n", 0),
      ("n", 1000), ("max_tokens", 0), ("logprobs", 21), ("repetition_penalty", 0.0),
      ("max_tokens", True), ("top_k", 1.5), ("seed", 2**63), ("stop", ("",)), ("stop", ("x",) * 17),
+     ("stop", 3), ("logit_bias", [1]),
      ("stop_token_ids", (-1,)), ("logit_bias", {-1: 1.0}), ("logit_bias", {1: 101.0})],
     ids=str,
 )  # fmt: skip

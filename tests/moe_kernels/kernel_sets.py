@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from moe_kernels.choice import KernelsName, choose_kernels, native_refusal
 from moe_kernels.kernels import Kernels
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from kernel_sets import KERNEL_SETS, make_kernels
+from torch import Tensor
+
 from moe_kernels.choice import KernelsName
 from moe_kernels.expert_mlp import combine_choices, routed_experts_reference
 from moe_kernels.kernels import ExpertWeights
-from torch import Tensor
 
 
 def make_experts(num: int, width: int, hidden: int, dtype: torch.dtype) -> list[ExpertWeights]:

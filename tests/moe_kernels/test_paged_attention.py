@@ -1,4 +1,4 @@
-"""Attention over pages against its float64 definition, and its promise, for every set of kernels."""
+"""Attention over pages: its float64 definition and its promise, for every set of kernels."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from kernel_sets import KERNEL_SETS, make_kernels
+from torch import Tensor
+
 from moe_kernels.attention_shape import AttentionShape, RotaryTable, StepTokens
 from moe_kernels.choice import KernelsName
 from moe_kernels.kernels import KVPages
 from moe_kernels.norm import rotary_table
 from moe_kernels.paged_attention import paged_attention_reference
-from torch import Tensor
 
 PAGE = 16
 CPU = torch.device("cpu")

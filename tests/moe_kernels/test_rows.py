@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kernel_sets import KERNEL_SETS, make_kernels
+
 from moe_kernels.choice import KernelsName, choose_kernels
 from moe_kernels.linear import PlainLinear, make_linear
 
