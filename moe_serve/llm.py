@@ -325,7 +325,12 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One text, one list of ids, or a list of either -> a list of prompts."""
     if isinstance(prompts, str):
         return [prompts]
-    items = list(prompts) if isinstance(prompts, Sequence) else [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequestError(
+            f"prompts must be a string, token ids, or a list of either, got {prompts!r}.",
+            param="prompts",
+        )
+    items = list(prompts)
     if items and all(isinstance(item, int) for item in items):
         return [[item for item in items if isinstance(item, int)]]
     made: list[Prompt] = []
