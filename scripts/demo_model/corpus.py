@@ -69,6 +69,26 @@ def render_chat(turns: Turns) -> str:
     )
 
 
+def chat_tuning_texts(corpus: Corpus, rng: random.Random) -> list[str]:
+    """For the last phase: every chat of sentences, few drills, and as much plain text again."""
+    chats: list[str] = []
+    drills: list[str] = []
+    for document in corpus.documents["instruct"] + corpus.documents["math"]:
+        kind = drills if document.startswith("Q: ") else chats
+        kind += [render_chat(turns) for turns in chats_of(document)]
+    chats += rng.sample(drills, min(len(drills), len(chats) // 8))
+    plain = [text for domain in DOMAINS for text in corpus.documents[domain]]
+    rng.shuffle(plain)
+    room = sum(map(len, chats))
+    for text in plain:
+        if room <= 0:
+            break
+        chats.append(text)
+        room -= len(text)
+    rng.shuffle(chats)
+    return chats
+
+
 def training_texts(corpus: Corpus, rng: random.Random) -> list[str]:
     """Every document once as it stands, plus instruct and half of math once in chat form."""
     texts = [text for domain in DOMAINS for text in corpus.documents[domain]]

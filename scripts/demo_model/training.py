@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from .corpus import DOMAINS, Corpus, training_texts
+from .corpus import DOMAINS, Corpus, chat_tuning_texts, training_texts
 from .network import Network, Shape
 from .optimizer import Optimizer
 from .vocabulary import END_OF_TEXT_ID, IM_END_ID, train_tokenizer
@@ -41,6 +41,9 @@ class Recipe:
     balance_weight: float = 0.05
     muon_lr: float = 0.02
     adam_lr: float = 0.004
+    chat_s: float = 0.0  # the chat phase, after the budget
+    chat_context: int = 1024
+    chat_scale: float = 0.15  # of both learning rates, at its start
     seed: int = 20261120
 
 
@@ -139,6 +142,8 @@ def train(corpus_root: Path, work: Path, shape: Shape, recipe: Recipe) -> Networ
     optimizer = Optimizer(network, muon_lr=recipe.muon_lr, adam_lr=recipe.adam_lr)
     checkpoint = work / "checkpoint.safetensors"
     spent = _restore(checkpoint, network, optimizer) if checkpoint.exists() else 0.0
+    if spent >= recipe.budget_s:
+        return network  # an earlier run finished this phase
     batches = Batches(tokens.train, recipe.seed + int(optimizer.state["steps"]))
     log = (work / "log.jsonl").open("a")
     clock = time.monotonic()
@@ -173,7 +178,41 @@ def train(corpus_root: Path, work: Path, shape: Shape, recipe: Recipe) -> Networ
         spent=spent,
         valid=bits_per_byte(network, tokens, recipe.full_context, 10**9),
     )
+    log.close()
     return network
+
+
+def tune_chat(corpus_root: Path, work: Path, shape: Shape, recipe: Recipe) -> None:
+    """The last phase, after `train`: mostly chats, at a low and falling learning rate.
+
+    Resumes like `train`: the time spent beyond `budget_s` is this phase's.
+    """
+    tokens = prepare_tokens(corpus_root, work, shape, recipe.seed)
+    tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
+    texts = chat_tuning_texts(Corpus.read(corpus_root, "train"), random.Random(recipe.seed))
+    network = Network(shape)
+    optimizer = Optimizer(network, muon_lr=recipe.muon_lr, adam_lr=recipe.adam_lr)
+    checkpoint = work / "checkpoint.safetensors"
+    spent = _restore(checkpoint, network, optimizer)
+    batches = Batches(encode_documents(tokenizer, texts), recipe.seed)
+    clock = time.monotonic()
+    with (work / "log.jsonl").open("a") as log:
+        while (progress := (spent - recipe.budget_s) / max(recipe.chat_s, 1e-9)) < 1.0:
+            ids, targets = batches.draw(recipe.batch_tokens, recipe.chat_context)
+            loss, balance, _ = network.loss(ids, targets)
+            torch.autograd.backward(loss + recipe.balance_weight * balance)
+            optimizer.step(recipe.chat_scale * (1.0 - max(0.0, progress)))
+            now = time.monotonic()
+            spent, clock = spent + now - clock, now
+            step = int(optimizer.state["steps"])
+            _write(log, step=step, spent=round(spent, 1), chat_loss=loss.item())
+        _save(checkpoint, network, optimizer, spent)
+        _write(
+            log,
+            step=int(optimizer.state["steps"]),
+            spent=spent,
+            valid=bits_per_byte(network, tokens, recipe.full_context, 10**9),
+        )
 
 
 def _write(log, **fields: object) -> None:  # type: ignore[no-untyped-def]
@@ -199,4 +238,13 @@ def _restore(path: Path, network: Network, optimizer: Optimizer) -> float:
         return float(file.metadata()["spent"])
 
 
-__all__ = ["IM_END_ID", "Batches", "Recipe", "Tokens", "bits_per_byte", "prepare_tokens", "train"]
+__all__ = [
+    "IM_END_ID",
+    "Batches",
+    "Recipe",
+    "Tokens",
+    "bits_per_byte",
+    "prepare_tokens",
+    "train",
+    "tune_chat",
+]

@@ -22,6 +22,8 @@ class TrainingLog:
         valid: dict[int, dict[str, float]] = {}
         for line in path.read_text(encoding="utf-8").splitlines():
             fields = json.loads(line)
+            if "chat_loss" in fields:  # another text: not on the same curve
+                continue
             if "valid" in fields:
                 valid[fields["step"]] = fields["valid"]
             else:
