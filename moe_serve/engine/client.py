@@ -7,7 +7,7 @@ of a step's deltas, and the event loop sorts them into the requests' queues.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,7 +57,7 @@ class EngineClient(Protocol):
         ...
 
 
-async def stream(engine: EngineClient, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+async def stream(engine: EngineClient, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
     """The deltas of one request; leaving the loop early aborts it."""
     (queue,) = engine.submit([request])
     is_finished = False
