@@ -154,6 +154,7 @@ def _cpu_backends(torch: Any) -> list[Backend]:
     bf16_reason = "this CPU supports it" if has_bf16 else "this CPU lacks AVX-512: it is slow"
     return [
         Backend(name="cpu", is_on=True, reason="always there"),
+        _native_backend(),
         Backend(name="oneDNN", is_on=is_enabled, reason=onednn_reason),
         Backend(
             name="oneDNN bfloat16",
@@ -161,6 +162,15 @@ def _cpu_backends(torch: Any) -> list[Backend]:
             reason=bf16_reason if is_enabled else "oneDNN is off",
         ),
     ]
+
+
+def _native_backend() -> Backend:
+    """Builds the compiled kernels if no one has yet: seconds."""
+    from moe_kernels.cpu_library import cache_folder, load_cpu_library
+
+    refusal = load_cpu_library().refusal
+    reason = refusal or f"float32 and bfloat16, kept in {cache_folder()}"
+    return Backend(name="native kernels", is_on=refusal is None, reason=reason)
 
 
 def _cuda_backends(torch: Any) -> list[Backend]:
