@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _ROW_MULTIPLE = 8
+_WIDE = 1024  # oneDNN sums a single row of more inputs in another order than two rows
 
 
 class PackedLinear:
-    """oneDNN's blocked weight."""
+    """oneDNN's blocked weight. A single wide row is computed twice, as two rows."""
 
     __slots__ = ("bias", "weight")
 
@@ -29,24 +30,32 @@ class PackedLinear:
         self.bias = bias_N
 
     def __call__(self, x_TK: Tensor, residual_TN: Tensor | None = None) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x_TK, self.weight, self.bias, "none", [], ""
-        )
+        out = self._pointwise(x_TK, "none")
         return out if residual_TN is None else residual_TN + out
 
     def silu(self, x_TK: Tensor) -> Tensor:
         """silu(x W^T), the activation applied to the fp32 sums before they are rounded."""
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x_TK, self.weight, self.bias, "swish", [], ""
-        )
-        return out
+        return self._pointwise(x_TK, "swish")
 
     def times(self, x_TK: Tensor, other_TN: Tensor) -> Tensor:
         """(x W^T) * other, rounded once."""
+        rows, others = _at_least_two(x_TK, x_TK), _at_least_two(x_TK, other_TN)
         out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
-            x_TK, other_TN, self.weight, self.bias, "mul"
+            rows, others, self.weight, self.bias, "mul"
         )
-        return out
+        return out[: len(x_TK)]
+
+    def _pointwise(self, x_TK: Tensor, activation: str) -> Tensor:
+        rows = _at_least_two(x_TK, x_TK)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(
+            rows, self.weight, self.bias, activation, [], ""
+        )
+        return out[: len(x_TK)]
+
+
+def _at_least_two(x_TK: Tensor, rows: Tensor) -> Tensor:
+    is_single_and_wide = x_TK.shape[0] == 1 and x_TK.shape[1] > _WIDE
+    return rows.expand(2, -1).contiguous() if is_single_and_wide else rows
 
 
 class PlainLinear:

@@ -11,36 +11,39 @@ import asyncio
 import dataclasses
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from moe_serve.config import EngineConfig
+from moe_serve.config import EngineConfig, SchedulerConfig
 from moe_serve.engine.build import BuiltEngine, build_engine
 from moe_serve.engine.client import EngineStats
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.layout import Layout
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
-from moe_serve.errors import InvalidRequestError, ServerOverloadedError
+from moe_serve.errors import EngineDeadError, InvalidRequestError, ServerOverloadedError
 from moe_serve.model.loader import LoadProgress
 
 _log = logging.getLogger(__name__)
 
+_CLOSE_TIMEOUT_S = 30.0
 _Command = GenerationRequest | str  # a request to add, or the id of one to abort
 
 
 class AsyncEngine:
     """Implements `EngineClient`. All public methods but `close` run on the event loop's thread."""
 
-    def __init__(self, built: BuiltEngine, max_queued_requests: int) -> None:
+    def __init__(self, built: BuiltEngine, limits: SchedulerConfig) -> None:
         self._engine: Engine = built.engine
         self.layout: Layout = built.layout
-        self._max_queued = max_queued_requests
+        self._limits = limits
         self._inbox: deque[_Command] = deque()
         self._num_submitted = 0  # written by the event loop's thread
         self._num_taken = 0  # written by the engine thread
         self._wake = threading.Event()
         self._is_closing = self._is_draining = False
         self._death: str | None = None
+        self._last_turn = time.monotonic()  # of the engine thread's loop
         self._queues: dict[str, asyncio.Queue[TokenDelta]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="moe-serve-engine", daemon=True)
@@ -49,7 +52,7 @@ class AsyncEngine:
     @classmethod
     def start(cls, config: EngineConfig, progress: LoadProgress | None = None) -> AsyncEngine:
         """Load the model (blocking) and start the thread."""
-        return cls(build_engine(config, progress), config.scheduler.max_queued_requests)
+        return cls(build_engine(config, progress), config.scheduler)
 
     @property
     def max_model_len(self) -> int:
@@ -66,10 +69,12 @@ class AsyncEngine:
     def submit(self, requests: Sequence[GenerationRequest]) -> list[asyncio.Queue[TokenDelta]]:
         """See `EngineClient.submit`."""
         self._loop = asyncio.get_running_loop()
-        if len(requests) > self._max_queued:
+        most = self._limits.max_num_seqs + self._limits.max_queued_requests
+        if len(requests) > most:
             raise InvalidRequestError(
-                f"One request with {len(requests)} sequences can never enter the queue, whose "
-                f"max_queued_requests is {self._max_queued}: send fewer prompts or choices.",
+                f"One request with {len(requests)} sequences can never be taken: max_num_seqs is "
+                f"{self._limits.max_num_seqs} and max_queued_requests "
+                f"{self._limits.max_queued_requests}. Send fewer prompts or choices.",
                 param="n",
             )
         self._check_open(len(requests))
@@ -99,13 +104,19 @@ class AsyncEngine:
             num_waiting=stats.num_waiting + self._num_in_inbox,
             is_alive=self._death is None and self._thread.is_alive(),
             death=self._death,
+            last_turn_age_s=time.monotonic() - self._last_turn,
         )
 
     def close(self) -> None:
-        """Stop the thread after its current step. Open requests end with an error."""
+        """Stop the thread after its current step. Open requests end with an error.
+
+        Raises EngineDeadError if the step does not end in time: the process must be ended.
+        """
         self._is_closing = True
         self._wake.set()
-        self._thread.join()
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise EngineDeadError(f"the engine's step did not end within {_CLOSE_TIMEOUT_S} s.")
 
     @property
     def _num_in_inbox(self) -> int:
@@ -122,10 +133,12 @@ class AsyncEngine:
                 is_draining=True,
             )
         waiting = self._engine.num_waiting + self._num_in_inbox
-        if waiting + count > self._max_queued:
+        seats = max(0, self._limits.max_num_seqs - self._engine.num_running)
+        if waiting + count > self._limits.max_queued_requests + seats:
             raise ServerOverloadedError(
-                f"The queue is full: {waiting} sequences wait, this request has {count}, and "
-                f"max_queued_requests is {self._max_queued}. Try again later.",
+                f"The queue is full: {waiting} sequences wait for {seats} free seats, this request "
+                f"has {count}, and max_queued_requests is {self._limits.max_queued_requests}. "
+                "Try again later.",
                 retry_after_s=1.0,
             )
 
@@ -133,6 +146,7 @@ class AsyncEngine:
         """The engine thread: the only one that touches the engine."""
         try:
             while not self._is_closing:
+                self._last_turn = time.monotonic()
                 self._wake.clear()
                 self._take_inbox()
                 if self._engine.has_work:

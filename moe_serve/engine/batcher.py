@@ -27,7 +27,7 @@ def split(slices: list[SequenceSlice], max_micro_batches: int) -> tuple[MicroBat
 def _slice(sequence: Sequence, count: int) -> SequenceSlice:
     start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
     num_logits = 1 if end == sequence.num_tokens else 0
-    if sequence.request.params.prompt_logprobs is not None and start < sequence.num_prompt_tokens:
+    if sequence.wants_prompt_logprobs:
         num_logits = count
     return SequenceSlice(
         sequence.id, start, sequence.pending(count), tuple(sequence.page_table), num_logits

@@ -73,7 +73,7 @@ def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> 
         num_pages=pages,
         micro_batches=config.pipeline.micro_batches,
         max_model_len=max_model_len,
-        eos_token_ids=frozenset(generation_eos_token_ids(folder) or spec.eos_token_ids),
+        eos_token_ids=_eos_token_ids(folder, spec),
     )
     layout = Layout(
         folder=folder,
@@ -127,6 +127,16 @@ def _max_model_len(config: ModelConfig, spec: ModelSpec) -> int:
             f"max_model_len ({wanted}) must be in [2, {spec.max_positions}], the model's context."
         )
     return wanted
+
+
+def _eos_token_ids(folder: Path, spec: ModelSpec) -> frozenset[int]:
+    ids = frozenset(generation_eos_token_ids(folder) or spec.eos_token_ids)
+    if ids and max(ids) >= spec.vocab_size:
+        raise CheckpointError(
+            f"{folder / 'generation_config.json'}: eos_token_id {max(ids)} is outside the "
+            f"vocabulary of {spec.vocab_size} tokens."
+        )
+    return ids
 
 
 def _available_bytes(device: torch.device) -> int:

@@ -28,6 +28,7 @@ class EngineStats:
     num_generated_tokens: int
     is_alive: bool
     death: str | None = None  # why it is not alive
+    last_turn_age_s: float | None = None  # since the engine thread's loop last came round
 
 
 class EngineClient(Protocol):
@@ -57,7 +58,9 @@ class EngineClient(Protocol):
         ...
 
 
-async def stream(engine: EngineClient, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
+async def stream(
+    engine: EngineClient, request: GenerationRequest
+) -> AsyncGenerator[TokenDelta, None]:
     """The deltas of one request; leaving the loop early aborts it."""
     (queue,) = engine.submit([request])
     is_finished = False

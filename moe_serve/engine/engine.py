@@ -16,7 +16,7 @@ from moe_serve.config import PAGE_SIZE, SchedulerConfig
 from moe_serve.engine.batcher import make_step_plan
 from moe_serve.engine.client import EngineStats
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
-from moe_serve.engine.sampler import Sampled, Sampler, prompt_logprobs
+from moe_serve.engine.sampler import Sampled, Sampler, describe_tokens
 from moe_serve.engine.scheduler import Schedule, Scheduler
 from moe_serve.engine.sequence import Sequence
 from moe_serve.model.step_plan import StepPlan
@@ -68,6 +68,10 @@ class Engine:
     def num_waiting(self) -> int:
         return len(self._scheduler.waiting)
 
+    @property
+    def num_running(self) -> int:
+        return len(self._scheduler.running)
+
     def add(self, request: GenerationRequest) -> None:
         """Queue a request. Its prompt must be shorter than `max_model_len` (checked before)."""
         length = len(request.prompt_token_ids)
@@ -88,18 +92,24 @@ class Engine:
     def step(self) -> list[TokenDelta]:
         """Schedule, run, publish."""
         schedule = self._scheduler.schedule()
+        self._runner.clear_pages(self._scheduler.take_unproven_pages())
         deltas, self._pending = self._pending, []
         if schedule:
-            plan = make_step_plan(schedule, self._micro_batches)
-            try:
-                logits = self._runner.run(plan)
-            except Exception as error:  # the boundary: a failed step ends its requests only
-                _log.exception("step %d failed", self._num_steps)
-                deltas += [self._fail(s, f"the step failed: {error}") for s, _ in schedule.values()]
-            else:
-                deltas += self._publish(plan, schedule, logits)
+            deltas += self._run(schedule)
             self._num_steps += 1
         return deltas
+
+    def _run(self, schedule: Schedule) -> list[TokenDelta]:
+        """One step's deltas. If it raises, every sequence runs alone: the boundary of a fault."""
+        plan = make_step_plan(schedule, self._micro_batches)
+        try:
+            logits = self._runner.run(plan)
+        except Exception as error:
+            _log.exception("step %d failed with %d sequences", self._num_steps, len(schedule))
+            if len(schedule) == 1:
+                return [self._fail(s, f"its step failed: {error}") for s, _ in schedule.values()]
+            return [d for key, item in schedule.items() for d in self._run({key: item})]
+        return self._publish(plan, schedule, logits)
 
     def stats(self) -> EngineStats:
         pool = self._scheduler.pool
@@ -128,12 +138,12 @@ class Engine:
         for piece in plan.slices:
             sequence, count = schedule[piece.sequence_id]
             end = start + piece.num_logits
-            self._num_prompt_tokens += max(
-                0, min(count, sequence.num_prompt_tokens - sequence.num_computed_tokens)
-            )
-            if piece.num_logits and sequence.request.params.prompt_logprobs is not None:
+            unread = sequence.num_prompt_tokens - sequence.num_computed_tokens
+            self._num_prompt_tokens += max(0, min(count, unread))
+            if sequence.wants_prompt_logprobs:
                 self._collect_prompt_logprobs(sequence, count, logits[start:end])
             sequence.num_computed_tokens += count
+            sequence.is_proven = False
             if sequence.num_pending_tokens == 0:
                 rows.append(end - 1)
                 sampling.append(sequence)
@@ -141,33 +151,45 @@ class Engine:
         if not sampling:
             return []
         chosen = logits if len(rows) == len(logits) else logits[rows]
-        sampled = self._sampler.sample(chosen, sampling)
-        return [self._advance(s, token) for s, token in zip(sampling, sampled, strict=True)]
+        return self._sample(chosen, sampling)
+
+    def _sample(self, logits: Tensor, sequences: list[Sequence]) -> list[TokenDelta]:
+        """One token for each; if sampling raises, row by row, and only the culprit fails."""
+        try:
+            sampled = self._sampler.sample(logits, sequences)
+        except Exception as error:
+            _log.exception("sampling failed with %d sequences", len(sequences))
+            if len(sequences) == 1:
+                return [self._fail(sequences[0], f"sampling failed: {error}")]
+            alone = zip(logits.split(1), sequences, strict=True)
+            return [delta for row, sequence in alone for delta in self._sample(row, [sequence])]
+        return [self._advance(s, token) for s, token in zip(sequences, sampled, strict=True)]
 
     def _collect_prompt_logprobs(self, sequence: Sequence, count: int, logits: Tensor) -> None:
         start = sequence.num_computed_tokens
         following = sequence.token_ids[start + 1 : start + 1 + count]
-        following = following[: max(0, sequence.num_prompt_tokens - 1 - start)]
         num_top = sequence.request.params.prompt_logprobs or 0
-        sequence.prompt_logprobs += prompt_logprobs(logits, following, num_top)
+        sequence.prompt_logprobs += describe_tokens(logits[: len(following)], following, num_top)
 
     def _advance(self, sequence: Sequence, sampled: Sampled) -> TokenDelta:
         """Append a sampled token; end the request if it is the last."""
         if not sampled.is_valid:
             return self._fail(sequence, "the model produced NaN for this request")
-        is_first = sequence.num_output_tokens == 0
+        prompt_logprobs = None
+        if sequence.wants_prompt_logprobs:
+            prompt_logprobs = (None, *sequence.prompt_logprobs)
+            sequence.prompt_logprobs = []
+        sequence.is_proven = True
         sequence.append(sampled.token_id)
         self._num_generated_tokens += 1
         reason = self._finish_reason(sequence, sampled.token_id)
         if reason is not None:
             self._end(sequence)
-        params = sequence.request.params
-        wants_prompt = is_first and params.prompt_logprobs is not None
         return TokenDelta(
             request_id=sequence.request.request_id,
             token_ids=(sampled.token_id,),
             logprobs=None if sampled.logprob is None else (sampled.logprob,),
-            prompt_logprobs=(None, *sequence.prompt_logprobs) if wants_prompt else None,
+            prompt_logprobs=prompt_logprobs,
             finish_reason=reason,
             stop_token_id=sampled.token_id if reason is FinishReason.STOP else None,
         )
@@ -183,12 +205,14 @@ class Engine:
         is_done = params.max_tokens is not None and sequence.num_output_tokens >= params.max_tokens
         return FinishReason.LENGTH if is_full or is_done else None
 
-    def _end(self, sequence: Sequence) -> list[int]:
+    def _end(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request.request_id]
-        return self._scheduler.remove(sequence)
+        self._scheduler.remove(sequence)
 
     def _fail(self, sequence: Sequence, why: str) -> TokenDelta:
         """End one request with an error; its pages are zeroed before anyone else gets them."""
-        self._runner.clear_pages(self._end(sequence))
+        sequence.is_proven = False
+        self._end(sequence)
+        self._runner.clear_pages(self._scheduler.take_unproven_pages())
         request_id = sequence.request.request_id
         return TokenDelta(request_id=request_id, finish_reason=FinishReason.ERROR, error=why)

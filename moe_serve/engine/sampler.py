@@ -7,11 +7,12 @@ min_p, top-k, top-p, draw. Log probabilities are those of the model, before all 
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from moe_serve.engine.nucleus import least_probabilities
 from moe_serve.engine.random_draw import uniform
 from moe_serve.engine.request import TokenLogprob
 from moe_serve.engine.sampling_params import SamplingParams
@@ -20,7 +21,7 @@ from moe_serve.engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The token of one row; `is_valid` is False when the row's logits held a NaN."""
+    """The token of one row; `is_valid` is False when the row's logits held NaN or infinity."""
 
     token_id: int
     is_valid: bool
@@ -38,7 +39,7 @@ class Sampler:
         adjusted_SV = self._adjust(logits_SV, sequences)
         top_S, ids_S = adjusted_SV.max(dim=-1)
         tokens = ids_S.tolist()
-        is_valid = (~torch.isnan(top_S)).tolist()
+        is_valid = torch.isfinite(top_S).tolist()
         drawing = [
             i for i, s in enumerate(sequences) if is_valid[i] and not s.request.params.is_greedy
         ]
@@ -73,10 +74,22 @@ class Sampler:
         return adjusted_SV
 
 
-def prompt_logprobs(logits_RV: Tensor, next_tokens: list[int], num_top: int) -> list[TokenLogprob]:
-    """The log probability of each row's next prompt token."""
-    all_RV = torch.log_softmax(logits_RV[: len(next_tokens)], dim=-1)
-    return [_describe(row, token, num_top) for row, token in zip(all_RV, next_tokens, strict=True)]
+def describe_tokens(logits_RV: Tensor, tokens: list[int], num_top: int) -> list[TokenLogprob]:
+    """The log probability and rank of one token in each row, and the row's likeliest ones."""
+    if not tokens:
+        return []
+    logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
+    ids_R1 = torch.tensor(tokens, device=logits_RV.device)[:, None]
+    values_R1 = logprobs_RV.gather(1, ids_R1)
+    ranks = ((logprobs_RV > values_R1).sum(dim=-1) + 1).tolist()
+    top_values, top_ids = logprobs_RV.topk(min(num_top, logits_RV.shape[-1]), dim=-1)
+    rows = zip(
+        tokens, values_R1[:, 0].tolist(), ranks, top_ids.tolist(), top_values.tolist(), strict=True
+    )
+    return [
+        TokenLogprob(token, value, rank, tuple(zip(ids, values, strict=True)))
+        for token, value, rank, ids, values in rows
+    ]
 
 
 def _has_filter(params: SamplingParams) -> bool:
@@ -87,7 +100,7 @@ def _penalize(row_V: Tensor, sequence: Sequence) -> None:
     """OpenAI's presence and frequency over the answer, repetition over prompt and answer (CTRL)."""
     params = sequence.request.params
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(set(sequence.token_ids)), device=row_V.device)
+        seen = torch.tensor(list(sequence.seen), device=row_V.device)
         values = row_V[seen]
         penalty = params.repetition_penalty
         row_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
@@ -103,38 +116,19 @@ def _draw(logits_SV: Tensor, sequences: Rows[Sequence], has_filter: bool) -> lis
     """Inverse transform sampling: the first token whose cumulative probability exceeds the draw."""
     device, params = logits_SV.device, [s.request.params for s in sequences]
     temperature_S1 = torch.tensor([[p.temperature] for p in params], device=device)
-    probs_SV = torch.softmax(logits_SV / temperature_S1, dim=-1)
-    order_SV = None
+    shifted_SV = logits_SV - logits_SV.amax(dim=-1, keepdim=True)
+    probs_SV = torch.softmax(shifted_SV / temperature_S1, dim=-1)
     if has_filter:
-        probs_SV, order_SV = probs_SV.sort(dim=-1, descending=True, stable=True)
-        probs_SV = _filter(probs_SV, params)
+        probs_SV = probs_SV * (probs_SV >= least_probabilities(probs_SV, params))
     cumulative_SV = probs_SV.double().cumsum(dim=-1)
+    total_S1 = cumulative_SV[:, -1:]
     draws = [uniform(s.seed, s.request.choice, s.num_tokens) for s in sequences]
     draw_S1 = torch.tensor(draws, dtype=torch.float64, device=device)[:, None]
-    index_S1 = (cumulative_SV <= draw_S1 * cumulative_SV[:, -1:]).sum(dim=-1, keepdim=True)
+    index_S1 = torch.searchsorted(cumulative_SV, draw_S1 * total_S1, right=True)
     # A draw next to 1 may round past the end: the last token with any probability is meant.
-    last_S1 = (cumulative_SV < cumulative_SV[:, -1:]).sum(dim=-1, keepdim=True)
-    index_S1 = torch.minimum(index_S1, last_S1)
-    chosen_S1 = index_S1 if order_SV is None else order_SV.gather(1, index_S1)
-    tokens: list[int] = chosen_S1[:, 0].tolist()
+    last_S1 = torch.searchsorted(cumulative_SV, total_S1)
+    tokens: list[int] = torch.minimum(index_S1, last_S1)[:, 0].tolist()
     return tokens
-
-
-def _filter(sorted_SV: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Zero what min_p, top-k and top-p exclude; the likeliest token always stays."""
-    device, vocab_size = sorted_SV.device, sorted_SV.shape[-1]
-    min_p_S1 = torch.tensor([[p.min_p] for p in params], device=device)
-    top_k_S1 = torch.tensor(
-        [[p.top_k if p.top_k > 0 else vocab_size] for p in params], device=device
-    )
-    top_p_S1 = torch.tensor([[p.top_p] for p in params], dtype=torch.float64, device=device)
-    keep_SV = sorted_SV >= min_p_S1 * sorted_SV[:, :1]
-    keep_SV &= torch.arange(vocab_size, device=device)[None] < top_k_S1
-    kept_SV = (sorted_SV * keep_SV).double()
-    before_SV = kept_SV.cumsum(dim=-1) - kept_SV
-    keep_SV &= before_SV < top_p_S1 * kept_SV.sum(dim=-1, keepdim=True)
-    keep_SV[:, 0] = True
-    return sorted_SV * keep_SV
 
 
 def _logprobs(
@@ -144,14 +138,8 @@ def _logprobs(
     rows = [row for row, num_top in enumerate(wanted) if num_top is not None]
     result: list[TokenLogprob | None] = [None] * len(sequences)
     if rows:
-        for row, logprobs_V in zip(rows, torch.log_softmax(logits_SV[rows], dim=-1), strict=True):
-            result[row] = _describe(logprobs_V, tokens[row], wanted[row] or 0)
+        most = max(wanted[row] or 0 for row in rows)
+        described = describe_tokens(logits_SV[rows], [tokens[row] for row in rows], most)
+        for row, entry in zip(rows, described, strict=True):
+            result[row] = replace(entry, top=entry.top[: wanted[row]])
     return result
-
-
-def _describe(logprobs_V: Tensor, token_id: int, num_top: int) -> TokenLogprob:
-    value = logprobs_V[token_id]
-    rank = int((logprobs_V > value).sum()) + 1
-    top_values, top_ids = logprobs_V.topk(num_top)
-    top = tuple(zip(top_ids.tolist(), top_values.tolist(), strict=True))
-    return TokenLogprob(token_id, float(value), rank, top)

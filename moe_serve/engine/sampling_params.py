@@ -100,7 +100,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < 1e-5  # smaller ones only overflow
 
     @property
     def has_penalties(self) -> bool:

@@ -25,6 +25,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival
         self.num_preemptions = 0
+        self._unproven_pages: list[int] = []
 
     @property
     def has_work(self) -> bool:
@@ -33,13 +34,13 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    def remove(self, sequence: Sequence) -> list[int]:
-        """Take a sequence out, wherever it is; returns the pages that became free."""
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is, and free its pages."""
         if sequence.is_running:
             self._stop(sequence)
         else:
             self.waiting.remove(sequence)
-        return self._release(sequence)
+        self._release(sequence)
 
     def schedule(self) -> Schedule:
         """Choose the step's sequences and give them the pages that they need."""
@@ -106,10 +107,16 @@ class Scheduler:
         self.running.remove(sequence)
         sequence.is_running = False
 
-    def _release(self, sequence: Sequence) -> list[int]:
+    def take_unproven_pages(self) -> list[int]:
+        """Freed pages whose values no sampled token has vouched for: a NaN may lie there."""
+        pages, self._unproven_pages = self._unproven_pages, []
+        return pages
+
+    def _release(self, sequence: Sequence) -> None:
         freed = self.pool.release(sequence.page_table)
         sequence.page_table = []
-        return freed
+        if not sequence.is_proven:
+            self._unproven_pages += freed
 
     def check_integrity(self) -> None:
         """The pool and the tables agree, and only running sequences hold pages."""

@@ -21,6 +21,7 @@ class Sequence:
 
     __slots__ = (
         "id",
+        "is_proven",
         "is_running",
         "num_computed_tokens",
         "num_preemptions",
@@ -30,6 +31,7 @@ class Sequence:
         "prompt_logprobs",
         "request",
         "seed",
+        "seen",
         "token_ids",
     )
 
@@ -41,8 +43,11 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_preemptions = 0
         self.is_running = False  # kept by the scheduler
+        self.is_proven = True  # nothing computed since the last token that was sampled and valid
         self.page_table: list[int] = []
         self.output_counts: dict[int, int] = {}
+        has_repetition = request.params.repetition_penalty != 1.0
+        self.seen = dict.fromkeys(self.token_ids if has_repetition else ())  # an ordered set
         self.prompt_logprobs: list[TokenLogprob] = []
         seed = request.params.seed
         self.seed = secrets.randbits(63) if seed is None else seed
@@ -54,6 +59,11 @@ class Sequence:
     @property
     def num_pending_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Until the first token is out: they go with it, and a recomputation needs none."""
+        return self.request.params.prompt_logprobs is not None and self.num_output_tokens == 0
 
     @property
     def num_output_tokens(self) -> int:
@@ -71,9 +81,12 @@ class Sequence:
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
         self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
+        if self.request.params.repetition_penalty != 1.0:
+            self.seen[token_id] = None
 
     def restart(self) -> None:
         """Forget what was computed (the pages are gone); the tokens stay."""
         self.num_computed_tokens = 0
+        self.is_proven = True
         self.num_preemptions += 1
         self.prompt_logprobs = []

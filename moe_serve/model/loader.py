@@ -159,5 +159,11 @@ def _check_sizes(spec: ModelSpec, config: HFConfig) -> None:
             f"{config.source}: num_experts_per_tok ({r.top_k}) exceeds num_experts "
             f"({r.num_experts})."
         )
+    wrong = [i for i in spec.eos_token_ids if i >= spec.vocab_size]
+    if wrong:
+        raise CheckpointError(
+            f"{config.source}: eos_token_id {wrong[0]} is outside the vocabulary of "
+            f"{spec.vocab_size} tokens."
+        )
     if a.head_dim % 2:
         raise CheckpointError(f"{config.source}: head_dim ({a.head_dim}) must be even.")

@@ -31,6 +31,7 @@ class FakeRunner:
         self.cleared: list[int] = []
         self.fails_next = False
         self.nan_after_token: int | None = None
+        self.fails_on_token: int | None = None
 
     def run(self, plan: StepPlan) -> Tensor:
         self.plans.append(plan)
@@ -39,6 +40,8 @@ class FakeRunner:
             raise RuntimeError("the device is on fire")
         rows = []
         for piece in plan.slices:
+            if self.fails_on_token in piece.token_ids:
+                raise RuntimeError(f"token {self.fails_on_token} is poison")
             end = piece.start + len(piece.token_ids)
             assert len(piece.page_table) * 16 >= end, "a slice has pages for its tokens"
             for position in range(end - piece.num_logits, end):

@@ -34,7 +34,7 @@ class Fixture:
             self.runner, scheduler=scheduler, num_pages=200, micro_batches=1, max_model_len=400,
             eos_token_ids=frozenset(),
         )  # fmt: skip
-        self.engine = AsyncEngine(type(built)(engine, built.layout, built.spec), 6)
+        self.engine = AsyncEngine(type(built)(engine, built.layout, built.spec), scheduler)
 
 
 @pytest.fixture()
@@ -84,11 +84,11 @@ def test_leaving_a_stream_aborts_the_request(fixture: Fixture) -> None:
 
 def test_a_full_queue_refuses_all_of_a_group_or_none(fixture: Fixture) -> None:
     async def main() -> None:
-        with pytest.raises(InvalidRequestError, match=r"7 sequences can never enter"):
-            fixture.engine.submit([request(f"r{i}") for i in range(7)])
-        queues = fixture.engine.submit([request(f"s{i}", max_tokens=390) for i in range(6)])
+        with pytest.raises(InvalidRequestError, match=r"11 sequences can never be taken"):
+            fixture.engine.submit([request(f"r{i}") for i in range(11)])
+        queues = fixture.engine.submit([request(f"s{i}", max_tokens=390) for i in range(10)])
         refused = 0
-        for i in range(20):  # four run, two wait: five more do not fit
+        for i in range(20):  # four run, six wait: five more do not fit
             try:
                 fixture.engine.submit([request(f"t{i}-{k}") for k in range(5)])
             except ServerOverloadedError as error:
@@ -96,7 +96,7 @@ def test_a_full_queue_refuses_all_of_a_group_or_none(fixture: Fixture) -> None:
                 assert error.retry_after_s > 0 and not error.is_draining
                 refused += 1
         assert refused >= 18
-        assert fixture.engine.num_open_requests <= 6 + 2 * 5
+        assert fixture.engine.num_open_requests <= 10 + 2 * 5
         for i in range(len(queues)):
             fixture.engine.abort(f"s{i}")
         await until_idle(fixture.engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from fake_runner import VOCAB_SIZE, FakeRunner, continuation
 from moe_serve.config import SchedulerConfig
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
+from moe_serve.engine.sampler import Sampler
 from moe_serve.engine.sampling_params import SamplingParams
 
 
@@ -166,6 +168,53 @@ def test_a_failed_step_ends_its_requests_and_nobody_else() -> None:
     assert tokens(result["b"]) == continuation([3, 4], 10)
 
 
+def test_only_the_culprit_of_a_failed_step_fails() -> None:
+    runner = FakeRunner()
+    runner.fails_on_token = 49
+    engine = make_engine(runner)
+    for name, prompt in {"a": [1, 2], "bad": [3, 49], "c": [4, 5]}.items():
+        engine.add(request(name, prompt))
+    result = run(engine)
+    assert result["bad"][-1].finish_reason is FinishReason.ERROR
+    assert "token 49 is poison" in (result["bad"][-1].error or "")
+    assert tokens(result["a"]) == continuation([1, 2], 10)
+    assert tokens(result["c"]) == continuation([4, 5], 10)
+
+
+def test_only_the_culprit_of_failed_sampling_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = Sampler.sample
+
+    def failing(self: Sampler, logits: Any, sequences: Any) -> Any:
+        if any(s.request.request_id == "bad" for s in sequences):
+            raise RuntimeError("no token for this one")
+        return sample(self, logits, sequences)
+
+    monkeypatch.setattr(Sampler, "sample", failing)
+    engine = make_engine(FakeRunner())
+    for name in ("a", "bad", "c"):
+        engine.add(request(name, [1, 2]))
+    result = run(engine)
+    assert "no token for this one" in (result["bad"][-1].error or "")
+    assert tokens(result["a"]) == tokens(result["c"]) == continuation([1, 2], 10)
+
+
+def test_pages_that_no_valid_token_vouches_for_are_zeroed() -> None:
+    runner = FakeRunner()
+    engine = make_engine(runner, budget=32)
+    engine.add(request("half", [1] * 100))
+    engine.step()
+    engine.abort("half")
+    engine.add(request("next", [2] * 5))
+    run(engine)
+    assert len(runner.cleared) == 2, "the two pages of the half-read prompt, before reuse"
+    runner.cleared.clear()
+    engine.add(request("whole", [1] * 20))
+    engine.step()
+    engine.abort("whole")
+    run(engine)
+    assert not runner.cleared, "a sampled token has proved these finite"
+
+
 def test_nan_ends_its_own_request_and_its_pages_are_zeroed() -> None:
     runner = FakeRunner()
     runner.nan_after_token = 49
@@ -175,7 +224,7 @@ def test_nan_ends_its_own_request_and_its_pages_are_zeroed() -> None:
     result = run(engine)
     assert result["bad"][-1].finish_reason is FinishReason.ERROR
     assert "NaN" in (result["bad"][-1].error or "")
-    assert len(runner.cleared) == 1
+    assert len(runner.cleared) == 1, "the page of the request that failed"
     assert tokens(result["good"]) == continuation([3, 4], 10)
 
 

@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
+from moe_serve.engine.nucleus import least_probabilities
 from moe_serve.engine.random_draw import uniform
 from moe_serve.engine.request import GenerationRequest
-from moe_serve.engine.sampler import Sampled, Sampler, prompt_logprobs
+from moe_serve.engine.sampler import Sampled, Sampler, describe_tokens
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.engine.sequence import Sequence
 from moe_serve.errors import InvalidRequestError
@@ -113,15 +114,59 @@ def test_logprobs_are_the_models_own() -> None:
     assert sample(sequence()).logprob is None
 
 
-def test_prompt_logprobs_name_the_next_token() -> None:
-    (entry,) = prompt_logprobs(LOGITS[None], [1], 1)
+def test_describing_tokens() -> None:
+    (entry,) = describe_tokens(LOGITS[None], [1], 1)
     assert (entry.token_id, entry.rank, entry.top[0][0]) == (1, 3, 3)
+    assert describe_tokens(LOGITS[:0], [], 3) == []
+    (all_of_them,) = describe_tokens(LOGITS[None], [0], 20)
+    assert len(all_of_them.top) == 5, "no more than the vocabulary has"
 
 
-def test_nan_is_reported_for_its_row_only() -> None:
-    logits = torch.stack([LOGITS, torch.full((5,), float("nan"))])
-    good, bad = Sampler(frozenset()).sample(logits, [sequence(), sequence(temperature=1.0)])
-    assert good.is_valid and not bad.is_valid
+def test_nan_and_infinity_are_reported_for_their_rows_only() -> None:
+    logits = torch.stack([LOGITS, LOGITS * float("nan"), LOGITS + float("inf")])
+    rows = [sequence(), sequence(temperature=1.0), sequence(temperature=1.0)]
+    good, *bad = Sampler(frozenset()).sample(logits, rows)
+    assert good.is_valid and not any(b.is_valid for b in bad)
+
+
+@pytest.mark.parametrize("temperature", [1e-60, 1e-38, 1e-6, 1e-4])
+def test_tiny_temperatures_are_greedy(temperature: float) -> None:
+    assert sample(sequence(temperature=temperature, seed=3)).token_id == 3
+
+
+def naive_kept(probs: list[float], params: SamplingParams) -> set[int]:
+    """The definition, token by token, ties at the cut included."""
+    kept = {i for i, p in enumerate(probs) if p >= params.min_p * max(probs)}
+    order = sorted(kept, key=lambda i: -probs[i])
+    if params.top_k > 0:
+        order = order[: params.top_k]
+    total, before, last = sum(probs[i] for i in order), 0.0, max(probs)
+    for i in order:
+        if before >= params.top_p * total:
+            break
+        before, last = before + probs[i], probs[i]
+    return {i for i, p in enumerate(probs) if p >= last}
+
+
+@pytest.mark.parametrize("vocab_size", [7, 3000])
+def test_cuts_match_their_definition_and_ignore_the_batch(vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    params = [
+        SamplingParams(top_p=top_p, top_k=top_k, min_p=min_p)
+        for top_p in (0.3, 0.9, 0.999, 1.0)
+        for top_k in (0, 1, 5, 2000)
+        for min_p in (0.0, 0.01)
+    ]
+    scales = torch.rand(len(params), 1, generator=generator) * 3  # flat rows have large nuclei
+    logits = torch.randn(len(params), vocab_size, generator=generator) * scales
+    probs = torch.softmax(logits, -1)
+    together = least_probabilities(probs, params)
+    for row, one in enumerate(params):
+        alone = least_probabilities(probs[row : row + 1], [one])
+        assert torch.equal(alone, together[row : row + 1]), f"{one=}"
+        kept = set((probs[row] >= together[row]).nonzero()[:, 0].tolist())
+        expected = naive_kept(probs[row].double().tolist(), one)
+        assert len(kept ^ expected) <= (1 if vocab_size > 100 else 0), f"{one=}"
 
 
 def test_draws_depend_on_seed_choice_and_position_alone() -> None:

@@ -17,7 +17,8 @@ COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 31, 33, 64, 129, 500, 1000)
 @pytest.mark.parametrize("name", KERNEL_SETS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("outputs", "inputs"), [(96, 256), (256, 96), (32, 64), (20, 40), (37, 50), (3, 7), (300, 1024)]
+    ("outputs", "inputs"),
+    [(96, 256), (256, 96), (32, 64), (20, 40), (37, 50), (3, 7), (300, 1024), (64, 2048)],
 )
 def test_linear(name: KernelsName, dtype: torch.dtype, outputs: int, inputs: int) -> None:
     generator = torch.Generator().manual_seed(outputs)
@@ -39,7 +40,9 @@ def test_linear(name: KernelsName, dtype: torch.dtype, outputs: int, inputs: int
 
 @pytest.mark.parametrize("kind", ["made", "plain"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("outputs", "inputs"), [(96, 256), (256, 96), (20, 40)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(96, 256), (256, 96), (20, 40), (40, 1032), (64, 4096)]
+)
 def test_torch_linears_fuse_what_experts_need(
     kind: str, dtype: torch.dtype, outputs: int, inputs: int
 ) -> None:
