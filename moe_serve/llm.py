@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -32,7 +32,7 @@ from moe_serve.config_keys import check_engine_config
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.client import EngineStats
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta, TokenLogprob
+from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.errors import (
     ContextLengthError,
@@ -40,12 +40,11 @@ from moe_serve.errors import (
     GenerationError,
     InvalidRequestError,
 )
-from moe_serve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from moe_serve.offline import Answer, Job, Prompt, as_prompts, make_output
+from moe_serve.outputs import RequestOutput
 from moe_serve.text.chat_template import ChatTemplate
 from moe_serve.text.text_stream import TextStream
 from moe_serve.text.tokenizer import Tokenizer
-
-Prompt = str | Sequence[int]
 
 
 class LLM:
@@ -129,7 +128,7 @@ class LLM:
         Raises InvalidRequestError before anything runs if a prompt or parameter is wrong, and
         GenerationError if a request failed inside the engine.
         """
-        listed = _as_list(prompts)
+        listed = as_prompts(prompts)
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(listed)
         else:
@@ -147,7 +146,7 @@ class LLM:
         finally:
             for answer in (a for job in jobs for a in job.answers):
                 self._engine.abort(answer.request.request_id)
-        return [self._output(job) for job in jobs]
+        return [make_output(job, self.tokenizer) for job in jobs]
 
     def chat(
         self,
@@ -173,17 +172,18 @@ class LLM:
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         return self.generate([ids], params, use_progress_bar=use_progress_bar)[0]
 
-    def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
+    def _job(self, prompt: Prompt, params: SamplingParams) -> Job:
         is_text = isinstance(prompt, str)
         ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         self._check(ids, params)
         stem = f"offline-{next(self._ids)}"
+        others = replace(params, prompt_logprobs=None)  # they are the same for every choice
         answers = [
-            _Answer(
+            Answer(
                 GenerationRequest(
                     request_id=f"{stem}-{choice}",
                     prompt_token_ids=ids,
-                    params=params,
+                    params=others if choice else params,
                     choice=choice,
                     arrival_time=time.monotonic(),
                 ),
@@ -191,7 +191,7 @@ class LLM:
             )
             for choice in range(params.n)
         ]
-        return _Job(stem, str(prompt) if is_text else None, ids, answers, time.monotonic())
+        return Job(stem, str(prompt) if is_text else None, ids, answers, time.monotonic())
 
     def _check(self, ids: tuple[int, ...], params: SamplingParams) -> None:
         vocab_size, limit = self.layout.vocab_size, self.layout.max_model_len
@@ -217,7 +217,7 @@ class LLM:
             )
         params.check_vocabulary(vocab_size)
 
-    def _run(self, jobs: list[_Job], use_progress_bar: bool) -> None:
+    def _run(self, jobs: list[Job], use_progress_bar: bool) -> None:
         """Step until every answer is there; Ctrl-C leaves through `generate`, which aborts."""
         open_answers = {a.request.request_id: (job, a) for job in jobs for a in job.answers}
         columns = (*Progress.get_default_columns(), TextColumn("{task.fields[speed]}"))
@@ -237,7 +237,7 @@ class LLM:
                 progress.update(task, speed=f"{num_tokens / seconds:.0f} tok/s")
         self._engine.check_integrity()
 
-    def _take(self, job: _Job, answer: _Answer, delta: TokenDelta) -> bool:
+    def _take(self, job: Job, answer: Answer, delta: TokenDelta) -> bool:
         """Add a delta to its answer; True if the answer is complete."""
         if delta.finish_reason is FinishReason.ERROR:
             raise GenerationError(f"{delta.request_id}: {delta.error}.")
@@ -255,90 +255,3 @@ class LLM:
         answer.finish_reason, answer.stop_reason = text.finish_reason, text.stop_reason
         job.end_time = time.monotonic()
         return True
-
-    def _output(self, job: _Job) -> RequestOutput:
-        first = job.first_token_time or job.start_time
-        return RequestOutput(
-            request_id=job.request_id,
-            prompt=job.prompt,
-            prompt_token_ids=job.prompt_token_ids,
-            prompt_logprobs=None
-            if job.prompt_logprobs is None
-            else [
-                None if entry is None else self._logprobs(entry) for entry in job.prompt_logprobs
-            ],
-            outputs=[self._completion(index, answer) for index, answer in enumerate(job.answers)],
-            metrics=RequestMetrics(
-                ttft_s=first - job.start_time, e2e_s=job.end_time - job.start_time
-            ),
-        )
-
-    def _completion(self, index: int, answer: _Answer) -> CompletionOutput:
-        wants_logprobs = answer.request.params.logprobs is not None
-        return CompletionOutput(
-            index=index,
-            text="".join(answer.text),
-            token_ids=tuple(answer.token_ids),
-            finish_reason=answer.finish_reason.value,
-            stop_reason=answer.stop_reason,
-            logprobs=[self._logprobs(e) for e in answer.logprobs] if wants_logprobs else None,
-            cumulative_logprob=sum(e.logprob for e in answer.logprobs) if wants_logprobs else None,
-        )
-
-    def _logprobs(self, entry: TokenLogprob) -> dict[int, Logprob]:
-        described = {
-            token: Logprob(value, rank, self.tokenizer.token_text(token))
-            for rank, (token, value) in enumerate(entry.top, start=1)
-        }
-        text = self.tokenizer.token_text(entry.token_id)
-        return described | {entry.token_id: Logprob(entry.logprob, entry.rank, text)}
-
-
-@dataclass(slots=True)
-class _Answer:
-    """One of a prompt's answers while it grows."""
-
-    request: GenerationRequest
-    stream: TextStream
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: FinishReason = FinishReason.ABORT
-    stop_reason: str | int | None = None
-
-
-@dataclass(slots=True)
-class _Job:
-    """One prompt."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: tuple[int, ...]
-    answers: list[_Answer]
-    start_time: float
-    first_token_time: float | None = None
-    end_time: float = 0.0
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One text, one list of ids, or a list of either -> a list of prompts."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise InvalidRequestError(
-            f"prompts must be a string, token ids, or a list of either, got {prompts!r}.",
-            param="prompts",
-        )
-    items = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
-        return [[item for item in items if isinstance(item, int)]]
-    made: list[Prompt] = []
-    for item in items:
-        if not isinstance(item, Sequence):
-            raise InvalidRequestError(
-                f"A prompt must be a string or a list of token ids, got {item!r}.",
-                param="prompts",
-            )
-        made.append(item)
-    return made

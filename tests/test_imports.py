@@ -26,6 +26,7 @@ LAYERS: Mapping[str, int] = {
     "moe_serve.cli": 6,
     "moe_serve.http": 5,
     "moe_serve.llm": 5,
+    "moe_serve.offline": 5,
     "moe_serve.outputs": 5,
     "moe_serve.simulate": 5,
     "moe_serve.engine": 4,

@@ -1,0 +1,103 @@
+"""A call of `LLM.generate` while it runs: prompts, growing answers, and the results of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from moe_serve.engine.request import FinishReason, GenerationRequest, TokenLogprob
+from moe_serve.errors import InvalidRequestError
+from moe_serve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from moe_serve.text.text_stream import TextStream
+from moe_serve.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(slots=True)
+class Answer:
+    """One of a prompt's answers while it grows."""
+
+    request: GenerationRequest
+    stream: TextStream
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason = FinishReason.ABORT
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class Job:
+    """One prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    answers: list[Answer]
+    start_time: float
+    first_token_time: float | None = None
+    end_time: float = 0.0
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One text, one list of ids, or a list of either -> a list of prompts."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequestError(
+            f"prompts must be a string, token ids, or a list of either, got {prompts!r}.",
+            param="prompts",
+        )
+    items = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [[item for item in items if isinstance(item, int)]]
+    made: list[Prompt] = []
+    for item in items:
+        if not isinstance(item, Sequence):
+            raise InvalidRequestError(
+                f"A prompt must be a string or a list of token ids, got {item!r}.",
+                param="prompts",
+            )
+        made.append(item)
+    return made
+
+
+def make_output(job: Job, tokenizer: Tokenizer) -> RequestOutput:
+    """The finished job, in vLLM's names."""
+    first = job.first_token_time or job.start_time
+    return RequestOutput(
+        request_id=job.request_id,
+        prompt=job.prompt,
+        prompt_token_ids=job.prompt_token_ids,
+        prompt_logprobs=None
+        if job.prompt_logprobs is None
+        else [
+            None if entry is None else _logprobs(entry, tokenizer) for entry in job.prompt_logprobs
+        ],
+        outputs=[_completion(index, answer, tokenizer) for index, answer in enumerate(job.answers)],
+        metrics=RequestMetrics(ttft_s=first - job.start_time, e2e_s=job.end_time - job.start_time),
+    )
+
+
+def _completion(index: int, answer: Answer, tokenizer: Tokenizer) -> CompletionOutput:
+    wants_logprobs = answer.request.params.logprobs is not None
+    return CompletionOutput(
+        index=index,
+        text="".join(answer.text),
+        token_ids=tuple(answer.token_ids),
+        finish_reason=answer.finish_reason.value,
+        stop_reason=answer.stop_reason,
+        logprobs=[_logprobs(e, tokenizer) for e in answer.logprobs] if wants_logprobs else None,
+        cumulative_logprob=sum(e.logprob for e in answer.logprobs) if wants_logprobs else None,
+    )
+
+
+def _logprobs(entry: TokenLogprob, tokenizer: Tokenizer) -> dict[int, Logprob]:
+    described = {
+        token: Logprob(value, rank, tokenizer.token_text(token))
+        for rank, (token, value) in enumerate(entry.top, start=1)
+    }
+    text = tokenizer.token_text(entry.token_id)
+    return described | {entry.token_id: Logprob(entry.logprob, entry.rank, text)}
