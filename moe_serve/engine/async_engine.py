@@ -83,6 +83,8 @@ class AsyncEngine:
             queue: asyncio.Queue[TokenDelta] = asyncio.Queue()
             self._queues[request.request_id] = queue
             queues.append(queue)
+        if not self._engine.has_work:
+            self._last_turn = time.monotonic()  # it was idle, not stuck
         self._num_submitted += len(requests)
         self._inbox.extend(requests)
         self._wake.set()

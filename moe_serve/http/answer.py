@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from moe_serve.engine.request import FinishReason, TokenLogprob
 from moe_serve.http.generation import Generation
+from moe_serve.http.logprob_format import MAX_INLINE_LOGPROBS, num_logprobs
 from moe_serve.http.sequence import Piece
 
 
@@ -37,6 +40,12 @@ class Choice:
             self.prompt_logprobs = piece.prompt_logprobs
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+async def written_answer(choices: Sequence[Choice], write: Callable[[], bytes]) -> bytes:
+    """What `write` returns; with many log probabilities it runs off the event loop."""
+    count = sum(num_logprobs(choice.logprobs, choice.prompt_logprobs) for choice in choices)
+    return write() if count <= MAX_INLINE_LOGPROBS else await asyncio.to_thread(write)
 
 
 async def collect(generation: Generation, num_choices: int) -> list[Choice]:

@@ -63,22 +63,25 @@ def _finish(delta: TextDelta) -> bytes:
 
 def chat_response(
     head: ResponseHead, choices: Sequence[Choice], usage: Usage, tokenizer: Tokenizer
-) -> dict[str, Any]:
+) -> bytes:
     """The whole answer as one object."""
-    return {
+    content = {
         **head.fields(),
         "choices": [_choice(i, choice, tokenizer) for i, choice in enumerate(choices)],
         "usage": usage_fields(usage),
     }
+    return msgspec.json.encode(content)
 
 
 def _choice(index: int, choice: Choice, tokenizer: Tokenizer) -> dict[str, Any]:
     assert choice.finish_reason is not None, "a collected choice has ended"
-    has_logprobs = choice.logprobs is not None
+    logprobs = None
+    if choice.logprobs is not None:  # as JSON at once: as objects, all choices would be too large
+        logprobs = msgspec.Raw(msgspec.json.encode(chat_logprobs(choice.logprobs, tokenizer)))
     return {
         "index": index,
         "message": {"role": "assistant", "content": choice.text, "refusal": None},
-        "logprobs": chat_logprobs(choice.logprobs or (), tokenizer) if has_logprobs else None,
+        "logprobs": logprobs,
         "finish_reason": choice.finish_reason.value,
         "stop_reason": choice.stop_reason,
     }

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 import uuid
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
-from moe_serve.http.answer import collect
+from moe_serve.http.answer import collect, written_answer
 from moe_serve.http.body import read_json_object
 from moe_serve.http.chat_format import ChatChunks, chat_response
 from moe_serve.http.chunk_format import ResponseHead
@@ -67,4 +66,5 @@ async def _answer(
     generation: Generation, num_choices: int, head: ResponseHead, tokenizer: Tokenizer
 ) -> bytes:
     choices = await collect(generation, num_choices)
-    return msgspec.json.encode(chat_response(head, choices, generation.usage(), tokenizer))
+    usage = generation.usage()
+    return await written_answer(choices, lambda: chat_response(head, choices, usage, tokenizer))

@@ -93,14 +93,15 @@ class CompletionFormat:
         echo = self._echoes[index]
         has_logprobs = choice.logprobs is not None or choice.prompt_logprobs is not None
         logprobs = None
-        if has_logprobs:
-            logprobs = self._logprobs(
+        if has_logprobs:  # as JSON at once: as objects, all choices would be too large
+            fields = self._logprobs(
                 choice.token_ids,
                 choice.logprobs or (),
                 choice.text_offsets,
                 echo,
                 choice.prompt_logprobs,
             )
+            logprobs = msgspec.Raw(msgspec.json.encode(fields))
         return {
             "index": index,
             "text": (echo.text if echo else "") + choice.text,

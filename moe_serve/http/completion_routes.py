@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from fastapi import APIRouter, Request, Response
 
 from moe_serve.engine.request import GenerationRequest
-from moe_serve.http.answer import collect
+from moe_serve.http.answer import collect, written_answer
 from moe_serve.http.body import read_json_object
 from moe_serve.http.chunk_format import ResponseHead
 from moe_serve.http.completion_format import CompletionFormat, EchoedPrompt, echoed_prompt
@@ -36,7 +36,7 @@ def completion_router(server: ServerContext) -> APIRouter:
         headers = ignored_header(body.check(is_strict=server.config.is_strict))
         server.model.check_name(body.model)
         tokenizer = server.model.tokenizer
-        prompts = await completion_prompts(body.prompt, tokenizer)
+        prompts = await completion_prompts(body.prompt, server.model)
         response_id = f"cmpl-{uuid.uuid4().hex}"
         requests = _engine_requests(server, body, prompts, response_id)
         echoes: list[EchoedPrompt | None] = [None] * len(requests)
@@ -87,10 +87,6 @@ async def _echoes(
 
 
 async def _answer(generation: Generation, num_choices: int, formatter: CompletionFormat) -> bytes:
-    """Logprobs of long prompts make big answers: those are written off the event loop."""
     choices = await collect(generation, num_choices)
     usage = generation.usage()
-    num_entries = sum(len(choice.prompt_logprobs or ()) for choice in choices)
-    if num_entries <= _MAX_INLINE_TOKENS:
-        return formatter.response(choices, usage)
-    return await asyncio.to_thread(formatter.response, choices, usage)
+    return await written_answer(choices, lambda: formatter.response(choices, usage))

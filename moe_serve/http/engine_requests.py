@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from moe_serve.engine.request import GenerationRequest
 from moe_serve.engine.sampling_params import MAX_CHOICES, SamplingParams
 from moe_serve.errors import ContextLengthError, InvalidRequestError
-from moe_serve.http.prompts import Prompt
+from moe_serve.http.prompts import Prompt, check_prompt_length
+
+MAX_PROMPT_LOGPROBS = 2_000_000  # of one request, in all its choices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,8 @@ def build_engine_requests(
     """One request per prompt and choice, in the order of the answer's `choices`.
 
     2 prompts, n = 3:  choice index 0 1 2 | 3 4 5,  GenerationRequest.choice 0 1 2 | 0 1 2
+
+    The log probabilities of a prompt are asked for with its choice 0 only.
     """
     num_sequences = len(prompts) * params.n
     if num_sequences > MAX_CHOICES:
@@ -37,17 +41,19 @@ def build_engine_requests(
             param="n",
         )
     params.check_vocabulary(limits.vocab_size)
+    _check_prompt_logprobs(prompts, params)
     now = time.monotonic()
     requests: list[GenerationRequest] = []
     for prompt in prompts:
         _check_prompt(prompt, limits)
         fitting = _with_max_tokens(params, prompt, limits)
+        others = replace(fitting, prompt_logprobs=None)
         for choice in range(params.n):
             requests.append(
                 GenerationRequest(
                     request_id=f"{response_id}-{len(requests)}",
                     prompt_token_ids=prompt.token_ids,
-                    params=fitting,
+                    params=fitting if choice == 0 else others,
                     choice=choice,
                     arrival_time=now,
                 )
@@ -57,15 +63,10 @@ def build_engine_requests(
 
 def _check_prompt(prompt: Prompt, limits: TokenLimits) -> None:
     """Length first: it bounds the cost of looking at every id."""
-    count, param = len(prompt.token_ids), prompt.param
-    if count == 0:
+    param = prompt.param
+    if not prompt.token_ids:
         raise InvalidRequestError(f"{param} must hold at least one token.", param=param)
-    if count >= limits.max_model_len:
-        raise ContextLengthError(
-            f"The context of this model is {limits.max_model_len} tokens; {param} has {count} "
-            "tokens and leaves no room for an answer: shorten it.",
-            param=param,
-        )
+    check_prompt_length(len(prompt.token_ids), param, limits.max_model_len)
     low, high = min(prompt.token_ids), max(prompt.token_ids)
     if low < 0 or high >= limits.vocab_size:
         wrong = low if low < 0 else high
@@ -76,13 +77,35 @@ def _check_prompt(prompt: Prompt, limits: TokenLimits) -> None:
         )
 
 
+def _check_prompt_logprobs(prompts: Sequence[Prompt], params: SamplingParams) -> None:
+    """They are held in memory until the answer is written, unlike those of the answer's tokens."""
+    if params.prompt_logprobs is None:
+        return
+    num_tokens = sum(len(prompt.token_ids) for prompt in prompts) * params.n
+    count = num_tokens * (params.prompt_logprobs + 1)
+    if count > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"echo with logprobs = {params.prompt_logprobs} asks for {count} log probabilities of "
+            f"the prompt ({num_tokens} tokens in {len(prompts)} prompts and n = {params.n} choices,"
+            f" {params.prompt_logprobs + 1} each); at most {MAX_PROMPT_LOGPROBS} are allowed.",
+            param="logprobs",
+        )
+
+
 def _with_max_tokens(params: SamplingParams, prompt: Prompt, limits: TokenLimits) -> SamplingParams:
     count = len(prompt.token_ids)
     room = limits.max_model_len - count
     if params.max_tokens is None:
         if limits.default_max_tokens is None:
             return params
-        return replace(params, max_tokens=min(limits.default_max_tokens, room))
+        max_tokens = min(limits.default_max_tokens, room)
+        if params.min_tokens > max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens ({params.min_tokens}) must not exceed {limits.max_tokens_field}, "
+                f"which is {max_tokens} here as the request does not set it.",
+                param="min_tokens",
+            )
+        return replace(params, max_tokens=max_tokens)
     if params.max_tokens > room:
         raise ContextLengthError(
             f"The context of this model is {limits.max_model_len} tokens; {prompt.param} has "

@@ -13,7 +13,9 @@ from moe_serve.errors import ServerOverloadedError
 from moe_serve.http.errors import ApiError, draining_error, engine_dead_error
 from moe_serve.http.merged_queues import MergedQueues
 from moe_serve.http.metrics import ServerMetrics
+from moe_serve.http.prompt_logprobs import SharedPromptLogprobs
 from moe_serve.http.sequence import Piece, SequenceProgress
+from moe_serve.text.stop_strings import StopStrings
 from moe_serve.text.tokenizer import Tokenizer
 
 _LOGGER = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ class Generation:
         self._sequences = {sequence.request.request_id: sequence for sequence in sequences}
         self._queues = dict(zip(self._sequences, queues, strict=True))
         self._merged = MergedQueues(queues)
+        self._prompt_logprobs = SharedPromptLogprobs([sequence.request for sequence in sequences])
         self._on_close = on_close
         self._cut_error: ApiError | None = None
         self._is_closed = False
@@ -52,7 +55,7 @@ class Generation:
             for delta in await self._merged.next():
                 by_id.setdefault(delta.request_id, []).append(delta)
             pieces = [self._push(request_id, deltas) for request_id, deltas in by_id.items()]
-            yield [piece for piece in pieces if piece is not None]
+            yield self._prompt_logprobs.share([piece for piece in pieces if piece is not None])
 
     def usage(self) -> Usage:
         sequences = self._sequences.values()
@@ -96,6 +99,8 @@ class Generation:
 
     def _engine_error(self, delta: TokenDelta) -> ApiError:
         """What went wrong goes to the log, not to the client."""
+        if not self._engine.stats().is_alive:
+            return engine_dead_error()
         _LOGGER.error("request %s failed in the engine: %s", delta.request_id, delta.error)
         message = f"The engine failed on this request ({delta.request_id}); its log has the cause."
         return ApiError(500, message, code="generation_failed")
@@ -118,11 +123,15 @@ class GenerationService:
     def start(
         self, requests: Sequence[GenerationRequest], *, is_prompt_only: bool = False
     ) -> Generation:
-        """Submit all or none. The caller must `close` the generation, whatever happens."""
+        """Submit all or none. The caller must `close` the generation, whatever happens.
+
+        The requests are those of one HTTP request, so they have their stop strings in common.
+        """
         queues = self._submit(requests)
+        stops = StopStrings(requests[0].params.stop)
         sequences = [
             SequenceProgress(
-                index, request, self._tokenizer, self._metrics, is_prompt_only=is_prompt_only
+                index, request, self._tokenizer, self._metrics, stops, is_prompt_only=is_prompt_only
             )
             for index, request in enumerate(requests)
         ]

@@ -1,7 +1,7 @@
 """GET /health/live, /health/ready and /metrics.
 
 Live: the process should not be restarted. Ready: it wants new requests. A busy engine is live; one
-that has sequences to run but has made no step for a minute is not.
+that has sequences to run but has not come round for a minute is not.
 """
 
 from __future__ import annotations
@@ -20,13 +20,20 @@ STALL_S = 60.0
 
 
 class ProgressWatch:
-    """Says for how long the engine has had work and made no step, as seen by its own callers."""
+    """Says for how long the engine has had work and not come round.
+
+    An engine that keeps the time of its last turn is asked for it. Of one that does not, only what
+    the callers saw is known: for how long they have found the same step and something running.
+    """
 
     def __init__(self) -> None:
         self._num_steps = -1
         self._since = 0.0
 
     def stalled_for(self, stats: EngineStats, now: float) -> float:
+        if stats.last_turn_age_s is not None:
+            has_work = stats.num_running > 0 or stats.num_waiting > 0
+            return stats.last_turn_age_s if has_work else 0.0
         if stats.num_steps != self._num_steps or stats.num_running == 0:
             self._num_steps, self._since = stats.num_steps, now
         return now - self._since
@@ -47,7 +54,7 @@ def health_router(server: ServerContext) -> APIRouter:
             raise ApiError(
                 503,
                 f"The engine has made no step for {stalled_s:.0f} s with {stats.num_running} "
-                f"sequences running (step {stats.num_steps}).",
+                f"sequences running and {stats.num_waiting} waiting (step {stats.num_steps}).",
                 code="engine_stalled",
             )
         return {

@@ -8,7 +8,19 @@ from typing import Any
 from moe_serve.engine.request import TokenLogprob
 from moe_serve.text.tokenizer import Tokenizer
 
+MAX_INLINE_LOGPROBS = 2048  # formatted on the event loop; more take milliseconds, or seconds
 _LOWEST = -9999.0  # JSON has no -inf
+
+
+def num_logprobs(*lists: Sequence[TokenLogprob | None] | None) -> int:
+    """How many numbers there are to format: a token's own and those of its likeliest rivals."""
+    counts = [len(entries) * (1 + _num_top(entries)) for entries in lists if entries]
+    return sum(counts)
+
+
+def _num_top(entries: Sequence[TokenLogprob | None]) -> int:
+    last = entries[-1]  # the first of a prompt is None
+    return 0 if last is None else len(last.top)
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob], tokenizer: Tokenizer) -> dict[str, Any]:

@@ -35,11 +35,20 @@ _E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160
 RejectionReason = Literal["queue_full", "draining", "engine_dead"]
 
 
+class _Registry(CollectorRegistry):
+    """Without the `_created` series, one for every counter and histogram that nobody reads."""
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in super().collect():
+            metric.samples = [s for s in metric.samples if not s.name.endswith("_created")]
+            yield metric
+
+
 class ServerMetrics:
     """All metrics of one server, in a registry of its own."""
 
     def __init__(self, engine: EngineClient, model_name: str) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = _Registry()
         self._model_name = model_name
         self.registry.register(_EngineCollector(engine, model_name))
         self._ttft = self._histogram(

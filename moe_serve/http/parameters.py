@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import msgspec
+
 from moe_serve.errors import InvalidRequestError
 
 # Accepted, without effect on the answer.
@@ -48,7 +50,7 @@ UNSERVED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "json_schema": (),
-    "length_penalty": (1, 1.0),
+    "length_penalty": (1,),
     "logits_processors": ([],),
     "modalities": (["text"],),
     "prediction": (),
@@ -123,7 +125,8 @@ def _check(
 
 
 def _unserved(param: str, accepted: tuple[Any, ...]) -> InvalidRequestError:
-    rest = f" with a value other than {accepted[0]!r}" if accepted else ""
+    shown = " or ".join(msgspec.json.encode(value).decode() for value in accepted)
+    rest = f" with a value other than {shown}" if accepted else ""
     return InvalidRequestError(
         f"{param} is not supported{rest} by this version.",
         param=param,

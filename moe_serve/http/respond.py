@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Coroutine, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from fastapi import Request, Response
@@ -10,6 +11,7 @@ from pydantic import BaseModel
 
 from moe_serve.http.disconnect import run_until_disconnect
 from moe_serve.http.generation import Generation, Usage
+from moe_serve.http.logprob_format import MAX_INLINE_LOGPROBS, num_logprobs
 from moe_serve.http.sequence import Piece
 from moe_serve.http.sse import SseResponse
 
@@ -36,11 +38,21 @@ def stream_response(
 
     async def events() -> AsyncIterator[bytes]:
         async for pieces in generation:
-            yield b"".join([formatter.events(piece) for piece in pieces])
+            yield await _written_events(formatter, pieces)
         if has_usage:
             yield formatter.usage(generation.usage())
 
     return SseResponse(events(), ping_s=ping_s, on_close=generation.close, headers=headers)
+
+
+async def _written_events(formatter: StreamFormat, pieces: Sequence[Piece]) -> bytes:
+    """The events of what came together; the logprobs of a long prompt are written in a thread."""
+
+    def write() -> bytes:
+        return b"".join([formatter.events(piece) for piece in pieces])
+
+    count = sum(num_logprobs(piece.delta.logprobs, piece.prompt_logprobs) for piece in pieces)
+    return write() if count <= MAX_INLINE_LOGPROBS else await asyncio.to_thread(write)
 
 
 async def whole_response(

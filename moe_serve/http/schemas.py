@@ -7,16 +7,24 @@ are not declared here are judged in `parameters.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from moe_serve.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from moe_serve.errors import InvalidRequestError
+from moe_serve.http.field_types import (
+    Content,
+    Int,
+    LogitBias,
+    MessageList,
+    StopList,
+    StopTokenIds,
+    check_num_fields,
+    misfit,
+)
 from moe_serve.http.parameters import check_extra_fields, check_extra_message_fields
 
-MAX_MESSAGES = 4096
 DEFAULT_COMPLETION_TOKENS = 16
 _SAMPLING_FIELDS = (
     "temperature",
@@ -38,32 +46,15 @@ _SAMPLING_FIELDS = (
 )
 
 
-def _string_to_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-def _string_keys_to_ids(value: Any) -> Any:
-    """JSON has string keys only; {"50256": -100} means token 50256."""
-    if not isinstance(value, Mapping):
-        return value
-    for key in value:
-        if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10):
-            shown = str(key)[:40]
-            raise PydanticCustomError(
-                "token_id", "keys must be token ids, got '{key}'", {"key": shown}
-            )
-    return {int(key): bias for key, bias in value.items()}
-
-
-Int = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-StopList = Annotated[list[str], BeforeValidator(_string_to_list)]
-LogitBias = Annotated[dict[int, float], BeforeValidator(_string_keys_to_ids)]
-
-
 class _Schema(BaseModel):
     model_config = ConfigDict(
         extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=()
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_num_fields(cls, value: Any) -> Any:
+        return check_num_fields(value)
 
 
 class StreamOptions(_Schema):
@@ -73,7 +64,7 @@ class StreamOptions(_Schema):
 
 class ChatMessage(_Schema):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Any] = Field(union_mode="left_to_right")
+    content: Content
 
 
 class GenerationBody(_Schema):
@@ -90,7 +81,7 @@ class GenerationBody(_Schema):
     logit_bias: LogitBias | None = None
     seed: Int | None = None
     stop: StopList | None = None
-    stop_token_ids: list[Int] | None = None
+    stop_token_ids: StopTokenIds | None = None
     ignore_eos: bool | None = None
     min_tokens: Int | None = None
     n: Int | None = None
@@ -132,7 +123,7 @@ class GenerationBody(_Schema):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: MessageList[ChatMessage]
     max_tokens: Int | None = Field(default=None, ge=1)
     max_completion_tokens: Int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
@@ -191,6 +182,11 @@ class CompletionBody(GenerationBody):
                 "max_tokens must be at least 1 (0 is only allowed with echo: true).",
                 param="max_tokens",
             )
+        if self.is_prompt_only and self.min_tokens:
+            raise InvalidRequestError(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens (0).",
+                param="min_tokens",
+            )
         return super().check(is_strict=is_strict)
 
     def sampling_params(self) -> SamplingParams:
@@ -210,20 +206,4 @@ def parse_body(schema: type[Body], content: Mapping[str, Any]) -> Body:
     try:
         return schema.model_validate(content)
     except ValidationError as error:
-        raise _first_error(error.errors(include_url=False, include_context=False)[0]) from None
-
-
-def _first_error(details: ErrorDetails) -> InvalidRequestError:
-    names = [part for part in details["loc"] if part not in ("str", "list[any]")]
-    param = ".".join(str(name)[:100] for name in names)
-    if details["type"] == "missing":
-        return InvalidRequestError(
-            f"{param} is missing.", param=param, code="missing_required_parameter"
-        )
-    value = details["input"]
-    is_small = isinstance(value, int) and value.bit_length() <= 64
-    is_short = isinstance(value, str | float) or is_small or value is None
-    got = f", got {repr(value)[:60]}" if is_short else ""
-    reason = details["msg"][:1].lower() + details["msg"][1:300]
-    code = "invalid_type" if details["type"].endswith("_type") else "invalid_value"
-    return InvalidRequestError(f"{param}: {reason}{got}.", param=param, code=code)
+        raise misfit(error.errors(include_url=False, include_context=False)[0]) from None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta, TokenLogprob
 from moe_serve.http.metrics import ServerMetrics
+from moe_serve.text.stop_strings import StopStrings
 from moe_serve.text.text_stream import TextDelta, TextStream
 from moe_serve.text.tokenizer import Tokenizer
 
@@ -30,6 +31,7 @@ class SequenceProgress:
         request: GenerationRequest,
         tokenizer: Tokenizer,
         metrics: ServerMetrics,
+        stops: StopStrings,
         *,
         is_prompt_only: bool,
     ) -> None:
@@ -37,7 +39,7 @@ class SequenceProgress:
         self.request = request
         self.num_tokens = 0
         self.num_cached_tokens = 0
-        self._text = TextStream(tokenizer, request.params)
+        self._text = TextStream(tokenizer, request.params, stops)
         self._metrics = metrics
         self._is_prompt_only = is_prompt_only
         self._last_time: float | None = None

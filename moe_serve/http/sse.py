@@ -24,7 +24,8 @@ def sse_event(json_bytes: bytes) -> bytes:
 class SseResponse(Response):
     """Sends `events`, a ping when they pause, an error event if they fail, and [DONE].
 
-    `on_close` runs exactly once, however the response ends: it is where the engine is told.
+    `on_close` runs exactly once, however the response ends: it is where the engine is told. It runs
+    before the tasks are waited for, so that a second cancellation cannot skip it.
     FastAPI's EventSourceResponse builds a pydantic object for every event, which costs more than
     the rest of the work for a token; here an event is bytes that the caller has formatted.
     """
@@ -46,6 +47,8 @@ class SseResponse(Response):
         self._ping_s = ping_s
         self._on_close = on_close
         self._num_sent = 0
+        self._sending = asyncio.Lock()  # events and pings come from two tasks
+        self._is_ended = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         streaming = asyncio.create_task(self._stream(send))
@@ -58,17 +61,19 @@ class SseResponse(Response):
                 done, _ = await asyncio.wait(tasks, timeout=self._ping_s, return_when=first)
                 if done:
                     break
-                if self._num_sent == num_sent:  # nothing was sent for a whole interval
-                    await send({"type": "http.response.body", "body": PING, "more_body": True})
+                # Nothing was sent for a whole interval, and nothing waits for a slow reader.
+                if self._num_sent == num_sent and not self._sending.locked():
+                    await self._send(send, PING)
             if streaming.done():
                 streaming.result()
         finally:
-            await cancel_all(streaming, watching)
             self._on_close()
+            await cancel_all(streaming, watching)
 
     async def _stream(self, send: Send) -> None:
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await send(start)
+        async with self._sending:
+            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await send(start)
         try:
             async for chunk in self._events:
                 if chunk:
@@ -79,8 +84,12 @@ class SseResponse(Response):
                 _LOGGER.exception("a stream failed")
             await self._send(send, sse_event(api_error.body()))
         await self._send(send, DONE_EVENT)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._send(send, b"", is_end=True)
 
-    async def _send(self, send: Send, chunk: bytes) -> None:
-        self._num_sent += 1
-        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    async def _send(self, send: Send, chunk: bytes, *, is_end: bool = False) -> None:
+        async with self._sending:
+            if self._is_ended:  # a ping that came too late
+                return
+            self._num_sent += 1
+            self._is_ended = is_end
+            await send({"type": "http.response.body", "body": chunk, "more_body": not is_end})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -115,9 +116,10 @@ def join_text_parts(parts: Sequence[Any], param: str) -> str:
         if kind == "text" and isinstance(text, str):
             texts.append(text)
             continue
-        shown = repr(kind)[:40]
+        got = f", got type {json.dumps(kind[:40])}" if isinstance(kind, str) else ""
         raise InvalidRequestError(
-            f"{param}.{i}: only parts of type 'text' with a string are served, got type {shown}.",
+            f'{param}.{i} must be {{"type": "text", "text": a string}}, as only text is served'
+            f"{got}.",
             param=f"{param}.{i}",
         )
     return "\n".join(texts)

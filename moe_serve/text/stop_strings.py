@@ -5,7 +5,8 @@ the stop string that the text ends with. That is exactly what must be held back,
 
     text so far = shown + held,   len(held) = the largest state
 
-The cost is constant per character, also for hostile stop strings ("aaaa...").
+The cost is constant per character, also for hostile stop strings ("aaaa..."). The tables of the
+automata do not change, so all sequences of a request share them.
 """
 
 from __future__ import annotations
@@ -13,21 +14,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+class StopStrings:
+    """The stop strings of a request and their tables; built once, however many sequences it has."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        unique = sorted(set(stops), key=len, reverse=True)
+        self.tables = [(stop, _fallback_table(stop)) for stop in unique]  # longest first
+        self.first_chars = frozenset(stop[0] for stop in unique)
+
+
+def _fallback_table(stop: str) -> list[int]:
+    """[k]: the length of the longest prefix of `stop[:k]`, not all of it, that also ends it.
+
+    "abab" -> [0, 0, 0, 1, 2]
+    """
+    table = [0] * (len(stop) + 1)
+    border = 0
+    for k in range(1, len(stop)):
+        while border and stop[k] != stop[border]:
+            border = table[border]
+        border += stop[k] == stop[border]
+        table[k + 1] = border
+    return table
+
+
 class _Automaton:
     """Follows one stop string through the text, one character at a time."""
 
     __slots__ = ("_fallback", "state", "stop")
 
-    def __init__(self, stop: str) -> None:
+    def __init__(self, stop: str, fallback: Sequence[int]) -> None:
         self.stop = stop
         self.state = 0
-        self._fallback = [0] * (len(stop) + 1)  # [k]: the next shorter border of stop[:k]
-        border = 0
-        for k in range(1, len(stop)):
-            while border and stop[k] != stop[border]:
-                border = self._fallback[border]
-            border += stop[k] == stop[border]
-            self._fallback[k + 1] = border
+        self._fallback = fallback
 
     def step(self, char: str) -> bool:
         """Whether the stop string ends with this character; if so, shorter borders live on."""
@@ -46,9 +65,9 @@ class StopStringMatcher:
     The first one to be completed wins; of two that end together, the longer.
     """
 
-    def __init__(self, stops: Sequence[str], *, includes_stop: bool = False) -> None:
-        self._automata = [_Automaton(stop) for stop in sorted(set(stops), key=len, reverse=True)]
-        self._first_chars = frozenset(stop[0] for stop in stops)
+    def __init__(self, stops: StopStrings, *, includes_stop: bool = False) -> None:
+        self._automata = [_Automaton(stop, fallback) for stop, fallback in stops.tables]
+        self._first_chars = stops.first_chars
         self._includes_stop = includes_stop
         self._held = ""
         self.matched: str | None = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from moe_serve.engine.request import FinishReason, TokenDelta, TokenLogprob
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.text.detokenizer import make_detokenizer
-from moe_serve.text.stop_strings import StopStringMatcher
+from moe_serve.text.stop_strings import StopStringMatcher, StopStrings
 from moe_serve.text.tokenizer import Tokenizer
 
 
@@ -32,15 +32,20 @@ class TextDelta:
 
 
 class TextStream:
-    """Detokenizes one sequence and ends it at a stop string, however the tokens are grouped."""
+    """Detokenizes one sequence and ends it at a stop string, however the tokens are grouped.
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    `stops` are `params.stop`, ready-made by an owner that has several sequences with the same ones.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, stops: StopStrings | None = None
+    ) -> None:
         self._params = params
         self._detokenizer = make_detokenizer(
             tokenizer, skip_special_tokens=params.skip_special_tokens
         )
         self._matcher = StopStringMatcher(
-            params.stop, includes_stop=params.include_stop_str_in_output
+            stops or StopStrings(params.stop), includes_stop=params.include_stop_str_in_output
         )
         self._num_tokens = 0
         self._num_decoded = 0  # characters of text, shown or held back

@@ -66,7 +66,7 @@ def _flatten(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     return [decoder]
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """GPT-2's alphabet: printable Latin-1 stands for itself, the others for 256, 257, ..."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
@@ -74,4 +74,4 @@ def _byte_alphabet() -> dict[str, int]:
     return alphabet | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTE_OF_CHAR = _byte_alphabet()
+_BYTE_OF_CHAR = byte_alphabet()

@@ -11,6 +11,7 @@ import tokenizers
 
 from moe_serve.errors import CheckpointError
 from moe_serve.text.token_bytes import Spelling, bytes_of, is_byte_token, spelling_of
+from moe_serve.text.token_lengths import max_bytes_per_token
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
@@ -39,7 +40,9 @@ class Tokenizer:
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
-        self.spelling = spelling_of(json.loads(backend.to_str())["decoder"])
+        content = json.loads(backend.to_str())
+        self.spelling = spelling_of(content["decoder"])
+        self._max_bytes_per_token = max_bytes_per_token(content)
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -61,6 +64,12 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids; text rendered by a chat template wants `add_special_tokens=False`."""
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def min_num_tokens(self, text: str) -> int:
+        """What `encode` gives at least, told without encoding; 0 where nothing is known."""
+        if self._max_bytes_per_token is None:
+            return 0
+        return -(-len(text.encode()) // self._max_bytes_per_token)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +21,7 @@ from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.errors import ServerOverloadedError
 from moe_serve.http.app import create_app
 from moe_serve.http.served_model import ServedModel
+from moe_serve.http.server import DrainingServer, bind
 from moe_serve.text.chat_template import ChatTemplate
 from moe_serve.text.tokenizer import Tokenizer
 
@@ -59,6 +62,8 @@ class FakeEngine:
     is_draining: bool = False
     is_alive: bool = True
     num_steps: int = 0
+    num_waiting: int = 0
+    last_turn_age_s: float | None = None
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[asyncio.Queue[TokenDelta]]:
         if self.is_draining:
@@ -84,13 +89,14 @@ class FakeEngine:
         return EngineStats(
             num_steps=self.num_steps,
             num_running=len(self.running),
-            num_waiting=0,
+            num_waiting=self.num_waiting,
             num_pages=10,
             num_free_pages=10 - len(self.running),
             num_preemptions=1,
             num_prompt_tokens=7,
             num_generated_tokens=self.num_steps,
             is_alive=self.is_alive,
+            last_turn_age_s=self.last_turn_age_s,
         )
 
     def begin_drain(self) -> None:
@@ -139,6 +145,43 @@ def _logprob(token: int, num_top: int) -> TokenLogprob:
     return TokenLogprob(token_id=token, logprob=-0.5, rank=1, top=top)
 
 
+class LiveServer:
+    """The server on a thread; leaving the block drains it and joins the thread."""
+
+    def __init__(self, app: FastAPI, engine: Any, config: ServerConfig) -> None:
+        self._ready = threading.Event()
+        self.port = 0
+        self.engine = engine
+        self._listener = bind("127.0.0.1", 0)
+        self.server = DrainingServer(app, engine, config, self._on_ready)
+        self._thread = threading.Thread(target=self.server.run, args=([self._listener],))
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> LiveServer:
+        self._thread.start()
+        assert self._ready.wait(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shut_down()
+        self._thread.join(15)
+        self._listener.close()
+        assert not self._thread.is_alive(), "the server did not end"
+
+    def shut_down(self) -> None:
+        assert self.server._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
+            self.server._loop.call_soon_threadsafe(self.server.begin_shutdown)
+
+    def _on_ready(self, host: str, port: int) -> None:
+        assert host == "127.0.0.1"
+        self.port = port
+        self._ready.set()
+
+
 @pytest.fixture
 def tokenizer() -> Tokenizer:
     return byte_tokenizer()
@@ -149,8 +192,7 @@ def engine(tokenizer: Tokenizer) -> FakeEngine:
     return FakeEngine(tokenizer)
 
 
-@pytest.fixture
-def model(tokenizer: Tokenizer) -> ServedModel:
+def tiny_model(tokenizer: Tokenizer) -> ServedModel:
     return ServedModel(
         name="tiny",
         tokenizer=tokenizer,
@@ -158,6 +200,11 @@ def model(tokenizer: Tokenizer) -> ServedModel:
         created=1_700_000_000,
         max_model_len=512,
     )
+
+
+@pytest.fixture
+def model(tokenizer: Tokenizer) -> ServedModel:
+    return tiny_model(tokenizer)
 
 
 @pytest.fixture
@@ -172,3 +219,29 @@ def make_app(engine: FakeEngine, model: ServedModel) -> Callable[..., FastAPI]:
 def client(make_app: Callable[..., FastAPI]) -> Iterator[TestClient]:
     with TestClient(make_app()) as test_client:
         yield test_client
+
+
+@pytest.fixture
+def start_live(engine: FakeEngine) -> Callable[[FastAPI], LiveServer]:
+    def start(app: FastAPI) -> LiveServer:
+        return LiveServer(app, engine, ServerConfig(drain_timeout_s=5.0))
+
+    return start
+
+
+@pytest.fixture
+def live(make_app: Callable[..., FastAPI], start_live: Any) -> Iterator[LiveServer]:
+    with start_live(make_app()) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def new_server() -> Callable[[], LiveServer]:
+    """Servers with an engine of their own, for tests that share one."""
+
+    def new() -> LiveServer:
+        engine = FakeEngine(byte_tokenizer())
+        app = create_app(engine, tiny_model(engine.tokenizer), ServerConfig())
+        return LiveServer(app, engine, ServerConfig(drain_timeout_s=5.0))
+
+    return new

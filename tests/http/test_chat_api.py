@@ -203,10 +203,14 @@ def test_a_model_without_template_points_to_completions(make_app: Any, model: An
 
 
 def test_long_chats_are_rendered_off_the_loop(client: TestClient, engine: Any) -> None:
-    engine.max_model_len = 20_000
-    response = post(client, messages=[{"role": "user", "content": "x" * 10_000}])
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert error["code"] == "context_length_exceeded"
-    assert "512" in error["message"]
-    assert str(10_000 + len(PROMPT) - 2) in error["message"]
+    parts = [{"type": "text", "text": "x"}]  # parts take the way of a long text
+    for content, num_chars in (("x" * 3000, 3000), ("x" * 5000, 5000), (parts, 1)):
+        response = post(client, messages=[{"role": "user", "content": content}])
+        if num_chars == 1:
+            assert response.status_code == 200
+            continue
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert "512" in error["message"]
+        assert str(num_chars + len(PROMPT) - 2) in error["message"]

@@ -45,6 +45,22 @@ def test_busy_is_live_and_stalled_is_not(engine: Any) -> None:
     assert watch.stalled_for(replace(stats, num_steps=2), now=180.0) == 0.0
 
 
+def test_the_engines_own_clock_decides(client: TestClient, engine: Any) -> None:
+    """Polls that are far apart see the same step; only the engine knows when it last came round."""
+    engine.last_turn_age_s = 3600.0  # asleep: nothing to do
+    assert client.get("/health/live").status_code == 200
+    engine.num_waiting = 1
+    response = client.get("/health/live")
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "engine_stalled"
+    assert "3600 s with 0 sequences running and 1 waiting" in response.json()["error"]["message"]
+    engine.last_turn_age_s = 59.0
+    assert client.get("/health/live").status_code == 200
+    watch, stats = ProgressWatch(), replace(engine.stats(), num_running=1, last_turn_age_s=0.1)
+    assert watch.stalled_for(stats, now=0.0) == 0.1
+    assert watch.stalled_for(stats, now=1000.0) == 0.1
+
+
 def test_metrics(client: TestClient, engine: Any) -> None:
     client.post("/v1/completions", json={"prompt": "hi", "n": 2})
     client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 2})
@@ -69,6 +85,7 @@ def test_metrics(client: TestClient, engine: Any) -> None:
     ):
         assert line in text, line
     assert "moe_serve:inter_token_latency_seconds_bucket" in text
+    assert "_created" not in text
 
 
 def test_odd_requests_do_not_grow_the_page(client: TestClient) -> None:

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from moe_serve.http.auth import OPEN_PATHS
+from moe_serve.text import stop_strings
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 BOTH = ("/v1/chat/completions", "/v1/completions")
@@ -38,13 +39,13 @@ def check_envelope(response: httpx.Response, status: int) -> dict[str, Any]:
 
 COMMON = [
     ({"temperature": -3}, "temperature", "[0.0, 2.0]"),
-    ({"temperature": "hot"}, "temperature", "valid number"),
-    ({"temperature": True}, "temperature", "valid number"),
+    ({"temperature": "hot"}, "temperature", "a number"),
+    ({"temperature": True}, "temperature", "must be a number, got true"),
     ({"temperature": 10**400}, "temperature", ""),
     ({"top_p": 0}, "top_p", "(0.0, 1.0]"),
     ({"top_p": 1.01}, "top_p", "(0.0, 1.0]"),
     ({"top_k": -2}, "top_k", "[-1,"),
-    ({"top_k": 1.5}, "top_k", "valid integer"),
+    ({"top_k": 1.5}, "top_k", "an integer"),
     ({"min_p": 2}, "min_p", "[0.0, 1.0]"),
     ({"presence_penalty": 3}, "presence_penalty", "[-2.0, 2.0]"),
     ({"frequency_penalty": -3}, "frequency_penalty", "[-2.0, 2.0]"),
@@ -53,9 +54,9 @@ COMMON = [
     ({"n": 129}, "n", "[1, 128]"),
     ({"n": 10**9}, "n", "[1, 128]"),
     ({"n": 10**30}, "n", ""),
-    ({"n": "1"}, "n", "valid integer"),
-    ({"n": True}, "n", "valid integer"),
-    ({"n": 1.0}, "n", "valid integer"),
+    ({"n": "1"}, "n", "an integer"),
+    ({"n": True}, "n", "an integer"),
+    ({"n": 1.0}, "n", "an integer"),
     ({"best_of": 2}, "best_of", "must equal n"),
     ({"max_tokens": 0}, "max_tokens", "1"),
     ({"max_tokens": -1}, "max_tokens", ""),
@@ -65,31 +66,33 @@ COMMON = [
     ({"min_tokens": -1}, "min_tokens", "[0,"),
     ({"seed": 2**63}, "seed", ""),
     ({"seed": 1.5}, "seed", "integer"),
-    ({"stop": ["x"] * 17}, "stop", "[0, 16]"),
+    ({"stop": ["x"] * 17}, "stop", "0 to 16 strings"),
     ({"stop": [""]}, "stop", "[1, 1024]"),
     ({"stop": ["x" * 1025]}, "stop", "[1, 1024]"),
-    ({"stop": [1]}, "stop.0", "valid string"),
-    ({"stop": {}}, "stop", "valid list"),
+    ({"stop": [1]}, "stop.0", "a string"),
+    ({"stop": {}}, "stop", "a list of strings"),
     ({"stop_token_ids": [257]}, "stop_token_ids", "[0, 256]"),
     ({"stop_token_ids": [-1]}, "stop_token_ids", ""),
     ({"stop_token_ids": [2**31]}, "stop_token_ids", ""),
-    ({"stop_token_ids": ["1"]}, "stop_token_ids.0", "valid integer"),
+    ({"stop_token_ids": ["1"]}, "stop_token_ids.0", "an integer"),
     ({"logit_bias": {"257": 1}}, "logit_bias", "[0, 256]"),
     ({"logit_bias": {"-1": 1}}, "logit_bias", "token ids"),
     ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "token ids"),
     ({"logit_bias": {"1": 101}}, "logit_bias", "[-100.0, 100.0]"),
-    ({"logit_bias": {"1": "x"}}, "logit_bias.1", "valid number"),
-    ({"logit_bias": [1]}, "logit_bias", "dictionary"),
-    ({"stream": "yes"}, "stream", "valid boolean"),
+    ({"logit_bias": {"1": "x"}}, "logit_bias.1", "a number"),
+    ({"logit_bias": [1]}, "logit_bias", "an object"),
+    ({"stream": "yes"}, "stream", "true or false"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
     ({"stream": True, "stream_options": {"a": 1}}, "stream_options.a", "Unknown"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ({"response_format": {"type": "json_object"}}, "response_format", '{"type":"text"} by'),
+    ({"tool_choice": "required"}, "tool_choice", 'other than "none" or "auto" by'),
+    ({"continue_final_message": True}, "continue_final_message", "other than false by"),
     ({"tools": [{"type": "function"}]}, "tools", "not supported"),
     ({"guided_json": {}}, "guided_json", "not supported"),
     ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
     ({"nonsense": 1}, "nonsense", "Unknown parameter"),
     ({"model": "other"}, "model", "'tiny'"),
-    ({"model": 7}, "model", "valid string"),
+    ({"model": 7}, "model", "a string"),
 ]
 
 
@@ -111,6 +114,8 @@ def test_bad_fields(
     ("fields", "param"),
     [
         ({"messages": []}, "messages"),
+        ({"messages": {}}, "messages"),
+        ({"messages": [1]}, "messages.0"),
         ({"messages": "hi"}, "messages"),
         ({"messages": [{}]}, "messages.0.role"),
         ({"messages": [{"role": "user"}]}, "messages.0.content"),
@@ -154,6 +159,7 @@ def test_bad_chats(client: TestClient, fields: dict[str, Any], param: str) -> No
         ({"prompt": [[1], ["a"]]}, "prompt.1", "invalid_type"),
         ({"prompt": [1, 257]}, "prompt", "invalid_value"),
         ({"prompt": [2**63]}, "prompt", "invalid_value"),
+        ({"echo": True, "max_tokens": 0, "min_tokens": 1}, "min_tokens", "invalid_value"),
         ({"prompt": [-1]}, "prompt", "invalid_value"),
         ({"prompt": ["a"] * 129}, "prompt", "invalid_value"),
         ({"prompt": ["a"] * 100, "n": 2}, "n", "invalid_value"),
@@ -172,6 +178,63 @@ def test_bad_completions(
     error = check_envelope(client.post(BOTH[1], json={"prompt": "hi", **fields}), 400)
     assert (error["param"], error["code"]) == (param, code)
     assert engine.submitted == []
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "message"),
+    [
+        (0, {"messages": []}, "messages must hold 1 to 4096 messages, got 0."),
+        (0, {"messages": None}, "messages must be a list, got null."),
+        (0, {"messages": [None]}, "messages.0 must be an object, got null."),
+        (
+            0,
+            {"messages": [{"role": "user", "content": None}]},
+            "messages.0.content must be a string or a list of parts, got null.",
+        ),
+        (
+            0,
+            {"messages": [{"role": "user", "content": [{"type": None}]}]},
+            'messages.0.content.0 must be {"type": "text", "text": a string}, '
+            "as only text is served.",
+        ),
+        (
+            0,
+            {"messages": [{"role": "cook", "content": "x"}]},
+            "messages.0.role must be 'system', 'developer', 'user' or 'assistant', got \"cook\".",
+        ),
+        (1, {"stream_options": 7}, "stream_options must be an object, got 7."),
+        (
+            1,
+            {"prompt": None},
+            "prompt must be a string, a list of strings, a list of token ids, "
+            "or a list of lists of token ids.",
+        ),
+        (
+            1,
+            {"min_tokens": 30},
+            "min_tokens (30) must not exceed max_tokens, "
+            "which is 16 here as the request does not set it.",
+        ),
+        (
+            1,
+            {"min_tokens": 3, "echo": True, "max_tokens": 0},
+            "min_tokens (3) must not exceed max_tokens (0).",
+        ),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_messages_speak_json(
+    client: TestClient, route: int, fields: dict[str, Any], message: str
+) -> None:
+    response = client.post(BOTH[route], json=body_for(BOTH[route], fields))
+    assert check_envelope(response, 400)["message"] == message
+
+
+@pytest.mark.parametrize("raw", [b"", b" \n"])
+def test_an_empty_body_is_called_empty(client: TestClient, raw: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    error = check_envelope(client.post(BOTH[0], content=raw, headers=headers), 400)
+    assert error["message"] == "The body is empty: send a JSON object."
 
 
 def test_missing_fields(client: TestClient) -> None:
@@ -274,6 +337,39 @@ def test_engine_error_shows_no_internals(client: TestClient, engine: Any, route:
     assert json.loads(error_event.removeprefix("data: "))["error"]["code"] == "generation_failed"
     assert (done, rest) == ("data: [DONE]", "")
     assert "secret" not in text
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_death_of_the_engine_is_told(client: TestClient, engine: Any, is_stream: bool) -> None:
+    """Its sequences end with an error each, which is not the fault of any of them."""
+
+    def die(_: object) -> str:
+        engine.is_alive, engine.error_after = False, 0
+        return "x"
+
+    engine.script = die
+    response = client.post(BOTH[1], json={"prompt": "hi", "stream": is_stream})
+    if is_stream:
+        error = json.loads(response.text.split("\n\n")[0].removeprefix("data: "))["error"]
+    else:
+        error = check_envelope(response, 503)
+        assert response.headers["retry-after"]
+    assert error["code"] == "engine_dead"
+
+
+@pytest.mark.parametrize("n", [1, 8])
+def test_stop_tables_are_built_once_per_request(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    built: list[str] = []
+    real = stop_strings._fallback_table
+    monkeypatch.setattr(
+        stop_strings, "_fallback_table", lambda stop: built.append(stop) or real(stop)
+    )
+    body = {"prompt": "hi", "stop": ["lo", "xyz"], "n": n}
+    choices = client.post(BOTH[1], json=body).json()["choices"]
+    assert [choice["text"] for choice in choices] == ["Hel"] * n
+    assert sorted(built) == ["lo", "xyz"]
 
 
 def test_a_bug_is_a_bare_500(make_app: Callable[..., FastAPI], engine: Any) -> None:

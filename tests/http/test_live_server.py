@@ -20,59 +20,15 @@ import openai
 import pytest
 from fastapi import FastAPI
 
-from moe_serve.config import ServerConfig
 from moe_serve.errors import ConfigError
-from moe_serve.http.server import DrainingServer, bind
+from moe_serve.http.server import bind
 
 HERE = Path(__file__).parent
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 
 
-class LiveServer:
-    """The server on a thread; leaving the block drains it and joins the thread."""
-
-    def __init__(self, app: FastAPI, engine: Any, config: ServerConfig) -> None:
-        self._ready = threading.Event()
-        self.port = 0
-        self._listener = bind("127.0.0.1", 0)
-        self.server = DrainingServer(app, engine, config, self._on_ready)
-        self._thread = threading.Thread(target=self.server.run, args=([self._listener],))
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def __enter__(self) -> LiveServer:
-        self._thread.start()
-        assert self._ready.wait(10)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shut_down()
-        self._thread.join(15)
-        self._listener.close()
-        assert not self._thread.is_alive(), "the server did not end"
-
-    def shut_down(self) -> None:
-        assert self.server._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop has ended already
-            self.server._loop.call_soon_threadsafe(self.server.begin_shutdown)
-
-    def _on_ready(self, host: str, port: int) -> None:
-        assert host == "127.0.0.1"
-        self.port = port
-        self._ready.set()
-
-
 @pytest.fixture
-def live(make_app: Callable[..., FastAPI], engine: Any) -> Iterator[LiveServer]:
-    config = ServerConfig(drain_timeout_s=5.0)
-    with LiveServer(make_app(), engine, config) as server:
-        yield server
-
-
-@pytest.fixture
-def client(live: LiveServer) -> Iterator[openai.OpenAI]:
+def client(live: Any) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{live.url}/v1", api_key="x", max_retries=0) as client:
         yield client
 
@@ -117,7 +73,7 @@ def test_leaving_a_stream_aborts(client: openai.OpenAI, engine: Any) -> None:
     assert engine.running == {}
 
 
-def test_leaving_while_idle_or_waiting_aborts(live: LiveServer, engine: Any) -> None:
+def test_leaving_while_idle_or_waiting_aborts(live: Any, engine: Any) -> None:
     engine.step_s = 30.0  # nothing ever comes
     for fields in ({"stream": True}, {"stream": False}, {"stream": False, "n": 3}):
         engine.aborted.clear()
@@ -128,7 +84,7 @@ def test_leaving_while_idle_or_waiting_aborts(live: LiveServer, engine: Any) -> 
     assert engine.running == {}
 
 
-def test_overload_is_retried_by_the_client(live: LiveServer, engine: Any) -> None:
+def test_overload_is_retried_by_the_client(live: Any, engine: Any) -> None:
     engine.max_requests = 0
     with openai.OpenAI(base_url=f"{live.url}/v1", api_key="x", max_retries=0) as client:
         with pytest.raises(openai.RateLimitError) as caught:
@@ -142,10 +98,10 @@ def test_overload_is_retried_by_the_client(live: LiveServer, engine: Any) -> Non
     timer.join()
 
 
-def test_pings_fill_silence(make_app: Callable[..., FastAPI], engine: Any) -> None:
+def test_pings_fill_silence(make_app: Callable[..., FastAPI], engine: Any, start_live: Any) -> None:
     engine.step_s = 0.25
     app = make_app(sse_ping_s=0.05)
-    with LiveServer(app, engine, ServerConfig(drain_timeout_s=5.0)) as live:
+    with start_live(app) as live:
         body = {"prompt": "a", "stream": True, "max_tokens": 1}
         response = httpx.post(f"{live.url}/v1/completions", json=body)
     events = response.text.split("\n\n")
@@ -153,7 +109,7 @@ def test_pings_fill_silence(make_app: Callable[..., FastAPI], engine: Any) -> No
     assert events[-2] == "data: [DONE]"
 
 
-def test_drain_finishes_streams_and_refuses_new_ones(live: LiveServer, engine: Any) -> None:
+def test_drain_finishes_streams_and_refuses_new_ones(live: Any, engine: Any) -> None:
     engine.script = lambda request: "x" * 50
     engine.step_s = 0.01
     body = {"prompt": "a", "stream": True, "max_tokens": 60}
@@ -172,7 +128,7 @@ def test_drain_finishes_streams_and_refuses_new_ones(live: LiveServer, engine: A
     assert len("".join(event["choices"][0]["text"] for event in events)) >= 49
 
 
-def test_a_second_shutdown_cuts_with_an_error_event(live: LiveServer, engine: Any) -> None:
+def test_a_second_shutdown_cuts_with_an_error_event(live: Any, engine: Any) -> None:
     engine.step_s = 0.05
     engine.script = lambda request: "x" * 400
     body = {"prompt": "a", "stream": True, "max_tokens": 400, "n": 2}
@@ -184,10 +140,10 @@ def test_a_second_shutdown_cuts_with_an_error_event(live: LiveServer, engine: An
         events = [line for line in lines if line]
     assert json.loads(events[-2][6:])["error"]["code"] == "server_draining"
     assert events[-1] == "data: [DONE]"
-    assert len(engine.aborted) == 2
+    wait_until(lambda: len(engine.aborted) == 2)
 
 
-def test_a_dead_engine_ends_streams(live: LiveServer, engine: Any) -> None:
+def test_a_dead_engine_ends_streams(live: Any, engine: Any) -> None:
     engine.step_s = 30.0
     timer = threading.Timer(0.1, lambda: setattr(engine, "is_alive", False))
     timer.start()
@@ -197,10 +153,10 @@ def test_a_dead_engine_ends_streams(live: LiveServer, engine: Any) -> None:
     timer.join()
 
 
-def test_odd_bodies_over_the_wire(make_app: Callable[..., FastAPI], engine: Any) -> None:
+def test_odd_bodies_over_the_wire(make_app: Callable[..., FastAPI], start_live: Any) -> None:
     """An endless chunked body gets 413 and a closed connection, not a reader."""
     app = make_app(max_body_bytes=1000)
-    with LiveServer(app, engine, ServerConfig(drain_timeout_s=5.0)) as live:
+    with start_live(app) as live:
         with socket.create_connection(("127.0.0.1", live.port), timeout=5) as raw:
             raw.sendall(
                 b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -215,7 +171,7 @@ def test_odd_bodies_over_the_wire(make_app: Callable[..., FastAPI], engine: Any)
         assert httpx.get(f"{live.url}/health/live").status_code == 200
 
 
-def test_many_streams_at_once(client: openai.OpenAI, live: LiveServer, engine: Any) -> None:
+def test_many_streams_at_once(client: openai.OpenAI, live: Any, engine: Any) -> None:
     engine.script = lambda request: f"answer {request.prompt_token_ids[0]} " * 5
     engine.step_s = 0.002
     texts: dict[int, str] = {}

@@ -69,7 +69,7 @@ def test_text_parts_are_joined() -> None:
 def test_other_parts_are_refused(part: object) -> None:
     template = ChatTemplate("{{ messages[0].content }}")
     content = [{"type": "text", "text": "a"}, part]
-    with pytest.raises(InvalidRequestError, match="only parts of type 'text'") as caught:
+    with pytest.raises(InvalidRequestError, match="only text is served") as caught:
         template.render([{"role": "user", "content": content}])
     assert caught.value.param == "messages.0.content.1"
 

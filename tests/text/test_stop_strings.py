@@ -7,7 +7,7 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_serve.text.stop_strings import StopStringMatcher
+from moe_serve.text.stop_strings import StopStringMatcher, StopStrings
 
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=4)
 
@@ -34,7 +34,7 @@ def feed(matcher: StopStringMatcher, pieces: list[str]) -> str:
 @settings(max_examples=400, deadline=None)
 @given(pieces=st.lists(st.text("abc", max_size=6), max_size=8), stops=STOPS, keeps=st.booleans())
 def test_any_split_gives_the_same_text(pieces: list[str], stops: list[str], keeps: bool) -> None:
-    matcher = StopStringMatcher(stops, includes_stop=keeps)
+    matcher = StopStringMatcher(StopStrings(stops), includes_stop=keeps)
     shown = feed(matcher, pieces)
     assert (shown, matcher.matched) == reference("".join(pieces), stops, keeps)
 
@@ -42,7 +42,7 @@ def test_any_split_gives_the_same_text(pieces: list[str], stops: list[str], keep
 @settings(max_examples=200, deadline=None)
 @given(text=st.text("abc", max_size=20), stops=STOPS)
 def test_exactly_the_possible_beginning_is_held_back(text: str, stops: list[str]) -> None:
-    matcher = StopStringMatcher(stops)
+    matcher = StopStringMatcher(StopStrings(stops))
     shown = matcher.push(text)
     if matcher.matched is None:
         held = text[len(shown) :]
@@ -51,7 +51,7 @@ def test_exactly_the_possible_beginning_is_held_back(text: str, stops: list[str]
 
 
 def test_an_unarmed_match_is_text_and_a_later_one_counts() -> None:
-    matcher = StopStringMatcher(["END"])
+    matcher = StopStringMatcher(StopStrings(["END"]))
     assert matcher.push("xENDyEN", is_armed=False) == "xENDy"
     assert matcher.push("Dz") == ""
     assert matcher.matched == "END"
@@ -59,7 +59,7 @@ def test_an_unarmed_match_is_text_and_a_later_one_counts() -> None:
 
 def test_hostile_stop_strings_cost_linear_time() -> None:
     stops = ["a" * (1000 + i) + "b" for i in range(16)]
-    matcher = StopStringMatcher(stops)
+    matcher = StopStringMatcher(StopStrings(stops))
     start = time.monotonic()
     shown = sum(len(matcher.push("a" * 4)) for _ in range(2_000))
     assert shown == 8_000 - 1015

@@ -1,0 +1,137 @@
+"""The types of request fields that need more than pydantic's own, and what a misfit is told.
+
+Sizes are looked at before anything else: a body of 4 MiB can hold a million items or names, and
+checking each, or collecting a million errors, would hold up the event loop for seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from pydantic import BeforeValidator, Field
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from moe_serve.engine.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS
+from moe_serve.errors import InvalidRequestError
+
+MAX_STOP_TOKEN_IDS = 128
+MAX_MESSAGES = 4096
+MAX_FIELDS = 256  # of one object
+
+_REASONS = {
+    "bool_type": "must be true or false",
+    "dict_type": "must be an object",
+    "finite_number": "must be a finite number",
+    "float_type": "must be a number",
+    "int_type": "must be an integer",
+    "list_type": "must be a list",
+    "model_type": "must be an object",
+    "string_type": "must be a string",
+}
+
+
+def check_num_fields(value: Any) -> Any:
+    """For every object of a request, before its fields are looked at."""
+    return _check_size(value, Mapping, "fields", 0, MAX_FIELDS)
+
+
+def _at_most(noun: str, limit: int, at_least: int = 0) -> BeforeValidator:
+    def check(value: Any) -> Any:
+        return _check_size(value, list, noun, at_least, limit)
+
+    return BeforeValidator(check)
+
+
+def _check_size(value: Any, kind: type, noun: str, low: int, high: int) -> Any:
+    """`value` itself; what is not of this kind is judged later."""
+    if isinstance(value, kind) and not low <= len(value) <= high:  # type: ignore[arg-type]
+        raise PydanticCustomError(
+            "size",
+            "must hold {low} to {high} {noun}, got {count}",
+            {"low": low, "high": high, "noun": noun, "count": len(value)},  # type: ignore[arg-type]
+        )
+    return value
+
+
+def _stop_to_list(value: Any) -> Any:
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise PydanticCustomError("stop_type", "must be a string or a list of strings")
+    return value
+
+
+def _check_content_type(value: Any) -> Any:
+    if not isinstance(value, str | list):
+        raise PydanticCustomError("content_type", "must be a string or a list of parts")
+    return value
+
+
+def _string_keys_to_ids(value: Any) -> Any:
+    """JSON has string keys only; {"50256": -100} means token 50256."""
+    if not isinstance(value, Mapping):
+        return value
+    _check_size(value, Mapping, "entries", 0, MAX_LOGIT_BIAS)
+    for key in value:
+        if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10):
+            shown = str(key)[:40]
+            raise PydanticCustomError(
+                "token_id", "must have token ids as its keys, got '{key}'", {"key": shown}
+            )
+    return {int(key): bias for key, bias in value.items()}
+
+
+Message = TypeVar("Message")
+Int = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+# The last of several BeforeValidators runs first.
+StopList = Annotated[
+    list[str],
+    Field(fail_fast=True),
+    _at_most("strings", MAX_STOP_STRINGS),
+    BeforeValidator(_stop_to_list),
+]
+StopTokenIds = Annotated[
+    list[Int],
+    Field(fail_fast=True, json_schema_extra={"maxItems": MAX_STOP_TOKEN_IDS}),
+    _at_most("ids", MAX_STOP_TOKEN_IDS),
+]
+LogitBias = Annotated[dict[int, float], BeforeValidator(_string_keys_to_ids)]
+MessageList = Annotated[
+    list[Message],
+    Field(fail_fast=True, json_schema_extra={"minItems": 1, "maxItems": MAX_MESSAGES}),
+    _at_most("messages", MAX_MESSAGES, at_least=1),
+]
+Content = Annotated[str | list[Any], BeforeValidator(_check_content_type)]
+
+
+def misfit(details: ErrorDetails) -> InvalidRequestError:
+    """One of pydantic's errors in our words: the field, the limit, and what came instead."""
+    names = [part for part in details["loc"] if part not in ("str", "list[any]")]
+    param = ".".join(str(name)[:100] for name in names)
+    kind = details["type"]
+    if kind == "missing":
+        return InvalidRequestError(
+            f"{param} is missing.", param=param, code="missing_required_parameter"
+        )
+    reason = _REASONS.get(kind)
+    if reason is None:
+        reason = details["msg"][:300].replace("Input should be", "must be", 1)
+    code = "invalid_type" if kind.endswith("_type") else "invalid_value"
+    subject = param or "the body"
+    return InvalidRequestError(
+        f"{subject} {reason}{_shown(details['input'])}.", param=param or None, code=code
+    )
+
+
+def _shown(value: Any) -> str:
+    """The value as JSON, if it is short enough to be of help."""
+    if isinstance(value, str):
+        value = value[:60]
+    elif isinstance(value, int):
+        if value.bit_length() > 63:
+            return ""
+    elif not (value is None or isinstance(value, float)):
+        return ""
+    return f", got {msgspec.json.encode(value).decode()}"

@@ -1,0 +1,107 @@
+"""uvicorn's httptools protocol with the limits of `connection_guard`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, ClassVar
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from moe_serve.http.connection_guard import (
+    HEAD_TIMEOUT_S,
+    MAX_HEAD_BYTES,
+    WRITE_TIMEOUT_S,
+    ConnectionGuard,
+    large_head_error,
+    late_head_error,
+    malformed_error,
+)
+
+
+class _LargeHeadError(Exception):
+    """Raised inside the parser, which then stops; uvicorn asks for a 400."""
+
+
+class GuardedHttpToolsProtocol(HttpToolsProtocol):
+    """The parser calls on_message_begin, on_headers_complete, on_body ..., on_message_complete."""
+
+    head_timeout_s: ClassVar[float] = HEAD_TIMEOUT_S
+    write_timeout_s: ClassVar[float] = WRITE_TIMEOUT_S
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._guard = ConnectionGuard(
+            self.loop,
+            self._end_late_head,
+            head_timeout_s=self.head_timeout_s,
+            write_timeout_s=self.write_timeout_s,
+        )
+        self._has_begun = False  # a head, which has not ended
+        self._is_in_body = False
+        self._is_head_large = False
+        self._num_head_bytes = 0  # in the chunks that follow the one with the head's first byte
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._guard.open(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._guard.close()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._guard.is_refused:
+            return
+        if not self._is_in_body:
+            self._guard.begin_head()
+        self._num_head_bytes += len(data)
+        super().data_received(data)  # back to 0 where a head begins
+        if self._has_begun and self._num_head_bytes > MAX_HEAD_BYTES:
+            self._is_head_large = True
+            self.send_400_response("")
+
+    def on_message_begin(self) -> None:
+        self._has_begun, self._num_head_bytes = True, 0
+        self._guard.begin_head()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._has_begun, self._is_in_body = False, True
+        self._guard.end_head()
+        num_bytes = sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if num_bytes + len(self.url) > MAX_HEAD_BYTES:
+            self._is_head_large = True
+            raise _LargeHeadError
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._is_in_body = False
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._unset_keepalive_if_required()
+        if self._is_answering:  # nothing can be said in the middle of an answer
+            self.transport.close()
+            return
+        error = large_head_error() if self._is_head_large else malformed_error()
+        self._guard.refuse(error, self.server_state.default_headers)
+
+    def pause_writing(self) -> None:
+        self._guard.stall_writing()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._guard.resume_writing()
+        super().resume_writing()
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _end_late_head(self) -> None:
+        if self._is_answering:  # it is the answer that keeps the connection open
+            self._guard.begin_head()
+        elif self._has_begun:
+            self._guard.refuse(late_head_error(), self.server_state.default_headers)
+        else:
+            self.transport.close()

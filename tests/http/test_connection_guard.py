@@ -1,0 +1,180 @@
+"""Heads that are too large, too slow or no HTTP, and readers that do not read: on real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from moe_serve.http.connection_guard import MAX_HEAD_BYTES
+from moe_serve.http.h11_protocol import GuardedH11Protocol
+from moe_serve.http.httptools_protocol import GuardedHttpToolsProtocol
+
+PROTOCOLS = {"httptools": GuardedHttpToolsProtocol, "h11": GuardedH11Protocol}
+GET = b"GET /health/live HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.fixture(scope="module", params=PROTOCOLS)
+def server(request: Any, new_server: Any) -> Iterator[Any]:
+    protocol = PROTOCOLS[request.param]
+    name = f"{protocol.__module__}:{protocol.__name__}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moe_serve.http.server._protocol", lambda: name)
+        patch.setattr(protocol, "head_timeout_s", 0.2)
+        patch.setattr(protocol, "write_timeout_s", 0.2)
+        with new_server() as live:
+            yield live
+
+
+@pytest.fixture
+def guarded(server: Any) -> Any:
+    server.engine.step_s, server.engine.script = 0.0, lambda request: "Hello"
+    server.engine.aborted.clear()
+    return server
+
+
+@contextlib.contextmanager
+def connection(live: Any) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", live.port), timeout=5) as raw:
+        yield raw
+
+
+def read_all(raw: socket.socket) -> bytes:
+    answer = b""
+    while chunk := raw.recv(65536):
+        answer += chunk
+    return answer
+
+
+def error_code(answer: bytes, status: int) -> str:
+    """The code of an answer that has the envelope, an id, and an end."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status), answer
+    assert b"\r\nx-request-id: req-" in head
+    assert b"\r\nconnection: close" in head
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return str(error["code"])
+
+
+def test_heads_up_to_the_limit_are_served(guarded: Any) -> None:
+    headers = {"x-long": "a" * (MAX_HEAD_BYTES - 1000)}
+    for _ in range(2):
+        assert httpx.get(f"{guarded.url}/health/live", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("piece", [b"x-a: " + b"a" * 1000 + b"\r\n", b"a" * 1000])
+def test_a_large_head_is_refused(guarded: Any, piece: bytes) -> None:
+    """Also one that never ends, as many headers or as one."""
+    with connection(guarded) as raw:
+        raw.sendall(GET + b"x-b: ")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(1000):  # 1 MB, of which the server keeps a part
+                raw.sendall(piece)
+        assert error_code(read_all(raw), 431) == "headers_too_large"
+    with connection(guarded) as raw:
+        raw.sendall(GET + b"x-b: " + b"b" * (10 * MAX_HEAD_BYTES) + b"\r\n\r\n")
+        assert error_code(read_all(raw), 431) == "headers_too_large"
+    assert httpx.get(f"{guarded.url}/health/live").status_code == 200
+
+
+def test_a_slow_head_is_refused_and_silence_is_closed(guarded: Any) -> None:
+    with connection(guarded) as silent, connection(guarded) as slow:
+        start = time.monotonic()
+        slow.sendall(GET)
+        assert error_code(read_all(slow), 408) == "request_timeout"
+        assert read_all(silent) == b""
+        assert 0.1 < time.monotonic() - start < 3.0
+
+
+def test_a_dripping_head_gains_no_time(guarded: Any) -> None:
+    with connection(guarded) as raw:
+        start = time.monotonic()
+        for byte in GET:
+            raw.sendall(bytes([byte]))
+            if select.select([raw], [], [], 0.03)[0]:
+                break
+        assert error_code(read_all(raw), 408) == "request_timeout"
+        assert 0.1 < time.monotonic() - start < 0.9
+
+
+def test_no_http_is_refused(guarded: Any) -> None:
+    with connection(guarded) as raw:
+        raw.sendall(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
+        assert error_code(read_all(raw), 400) == "invalid_http"
+
+
+def test_idle_connections_and_long_answers_outlive_the_timer(guarded: Any) -> None:
+    """The timer runs while a head is awaited, not between requests and not during an answer."""
+    guarded.engine.step_s = 0.05
+    with httpx.Client(base_url=guarded.url) as client:
+        for _ in range(2):
+            text = client.post("/v1/completions", json={"prompt": "a", "stream": True}).text
+            assert text.endswith("data: [DONE]\n\n")
+            time.sleep(0.3)
+        (only,) = guarded.server.server_state.connections
+        assert only.cycle is not None
+
+
+def test_a_slow_second_head_is_refused(guarded: Any) -> None:
+    with connection(guarded) as raw:
+        raw.sendall(GET + b"\r\n")
+        assert raw.recv(65536).startswith(b"HTTP/1.1 200")
+        time.sleep(0.3)
+        raw.sendall(GET)
+        assert error_code(read_all(raw), 408) == "request_timeout"
+
+
+def test_a_request_in_pieces_is_served(guarded: Any) -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 2}).encode()
+    request = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+    ) + body
+    with connection(guarded) as raw:
+        for i in range(0, len(request), 40):
+            raw.sendall(request[i : i + 40])
+            time.sleep(0.001)
+        assert b'"text":"He"' in read_all(raw)
+
+
+def test_pipelined_requests_are_served(guarded: Any) -> None:
+    """A large body before a head is not part of that head."""
+    body = json.dumps({"prompt": "a", "max_tokens": 1}).encode().ljust(200_000)
+    post = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n" % len(body)
+    ) + body
+    with connection(guarded) as raw:
+        raw.sendall(post + post + GET + b"Connection: close\r\n\r\n")
+        answer = read_all(raw)
+    assert answer.count(b"HTTP/1.1 200") == 3
+
+
+def test_a_reader_that_does_not_read_is_cut(guarded: Any) -> None:
+    """It would keep its generation, and its pages, for as long as it likes."""
+    engine = guarded.engine
+    engine.script = lambda request: "x" * 500
+    engine.step_s = 0.002
+    fields = {"prompt": "a", "max_tokens": 500, "n": 64, "stream": True, "logprobs": 1}
+    body = json.dumps(fields).encode()
+    with socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.connect(("127.0.0.1", guarded.port))
+        raw.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n" % len(body) + body
+        )
+        deadline = time.monotonic() + 10
+        while len(engine.aborted) < 64:
+            assert time.monotonic() < deadline, "the generation goes on for nobody"
+            time.sleep(0.02)
+        assert engine.running == {}
+        assert not guarded.server.server_state.connections
