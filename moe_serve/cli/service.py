@@ -76,7 +76,7 @@ def describe_layout(layout: Layout) -> Mapping[str, str]:
 
 
 def _model_row(name: str, folder: Path, layout: Layout) -> str:
-    where = "" if name == folder.name else f" from {folder}"
+    where = "" if name in (folder.name, DEMO_MODEL_NAME) else f" from {folder}"
     return (
         f"{name}{where}: {layout.family}, {layout.dtype}, context {layout.max_model_len} tokens, "
         f"loaded in {layout.load_seconds:.1f} s"
