@@ -33,9 +33,10 @@ class NativeLinear:
 
     def __call__(self, x_TK: Tensor, residual_TN: Tensor | None = None) -> Tensor:
         num_outputs, width = self._weight.shape
+        x_TK = x_TK.contiguous()
         out_TN = x_TK.new_empty(x_TK.shape[0], num_outputs)
         self._function(
-            x_TK.contiguous().data_ptr(),
+            x_TK.data_ptr(),
             self._weight.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
             None if residual_TN is None else residual_TN.data_ptr(),

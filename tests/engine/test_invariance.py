@@ -6,7 +6,9 @@ from typing import Literal
 
 import numpy as np
 import pytest
+from kernel_sets import KERNEL_SETS
 
+from moe_kernels.choice import KernelsName
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.llm import LLM
 from moe_serve.outputs import RequestOutput
@@ -33,24 +35,29 @@ def content(output: RequestOutput) -> tuple[object, object]:
     return output.outputs[0].token_ids, output.outputs[0].logprobs
 
 
+@pytest.mark.parametrize("kernels", KERNEL_SETS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_alone_and_among_31_others(tiny: str, dtype: Dtype) -> None:
+def test_alone_and_among_31_others(tiny: str, kernels: KernelsName, dtype: Dtype) -> None:
     prompts, params = prompts_and_params(32)
-    with LLM(tiny, dtype=dtype) as llm:
+    with LLM(tiny, kernels=kernels, dtype=dtype) as llm:
         together = llm.generate(prompts, params, use_progress_bar=False)
         for index in (0, 1, 13, 30, 31):
             (alone,) = llm.generate([prompts[index]], [params[index]], use_progress_bar=False)
             assert content(alone) == content(together[index]), f"{dtype=}, {index=}"
 
 
+@pytest.mark.parametrize("kernels", KERNEL_SETS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_any_chunks_micro_batches_and_preemptions(tiny: str, dtype: Dtype) -> None:
+def test_any_chunks_micro_batches_and_preemptions(
+    tiny: str, kernels: KernelsName, dtype: Dtype
+) -> None:
     prompts, params = prompts_and_params(12)
-    with LLM(tiny, dtype=dtype) as llm:
+    with LLM(tiny, kernels=kernels, dtype=dtype) as llm:
         plain = llm.generate(prompts, params, use_progress_bar=False)
     for budget, micro_batches, pages in ((9, 1, None), (64, 3, None), (64, 2, 11)):
         with LLM(
             tiny,
+            kernels=kernels,
             dtype=dtype,
             max_batched_tokens=budget,
             micro_batches=micro_batches,

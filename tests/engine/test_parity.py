@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from kernel_sets import KERNEL_SETS
 
+from moe_kernels.choice import KernelsName
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.llm import LLM
@@ -20,7 +22,13 @@ from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.transport import LocalTransport
 
 VARIANTS = ["qwen3_moe", "qwen3_moe-biased", "mixtral", "mixtral-window", "olmoe", "olmoe-clipped"]
+LENGTHS = [1, 5, 16, 17, 40, 130]
 GREEDY = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
+
+
+@cache
+def greedy_reference(folder: Path) -> list[list[int]]:
+    return [greedy(reference(folder), prompt, 64) for prompt in random_prompts(LENGTHS)]
 
 
 @cache
@@ -48,11 +56,14 @@ def greedy(model: transformers.PreTrainedModel, prompt: list[int], count: int) -
     return tokens
 
 
+@pytest.mark.parametrize("kernels", KERNEL_SETS)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("chunk", [100, 7])
-def test_logits(checkpoints: dict[str, Path], variant: str, chunk: int) -> None:
+def test_logits(
+    checkpoints: dict[str, Path], kernels: KernelsName, variant: str, chunk: int
+) -> None:
     folder, cpu = checkpoints[variant], torch.device("cpu")
-    loader = ModelLoader(folder)
+    loader = ModelLoader(folder, kernels=kernels)
     kv = KVCache(loader.spec, 9, torch.float32, cpu)
     transport = LocalTransport(loader.expert_stage())
     pipeline = Pipeline(loader.attention_stage(512), transport, kv, cpu)
@@ -66,20 +77,20 @@ def test_logits(checkpoints: dict[str, Path], variant: str, chunk: int) -> None:
     with torch.inference_mode():
         expected = reference(folder)(torch.tensor([prompt])).logits[0]
     error = ((torch.cat(parts) - expected).abs().max() / expected.abs().max()).item()
-    assert error < 1e-4, f"{variant=}, {chunk=}, {error=:.2e}"
+    assert error < 1e-4, f"{kernels}, {variant=}, {chunk=}, {error=:.2e}"
 
 
+@pytest.mark.parametrize("kernels", KERNEL_SETS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_greedy_tokens(checkpoints: dict[str, Path], variant: str) -> None:
+def test_greedy_tokens(checkpoints: dict[str, Path], kernels: KernelsName, variant: str) -> None:
     folder = checkpoints[variant]
-    prompts = random_prompts([1, 5, 16, 17, 40, 130])
-    expected = [greedy(reference(folder), prompt, 64) for prompt in prompts]
+    prompts, expected = random_prompts(LENGTHS), greedy_reference(folder)
     for budget in (1024, 7):  # the batch of mixed lengths at once, then in chunks of 7 tokens
-        with LLM(str(folder), max_batched_tokens=budget) as llm:
+        with LLM(str(folder), kernels=kernels, max_batched_tokens=budget) as llm:
             outputs = llm.generate(prompts, GREEDY, use_progress_bar=False)
         for prompt, output, tokens in zip(prompts, outputs, expected, strict=True):
             found = list(output.outputs[0].token_ids)
-            assert found == tokens, f"{variant=}, {budget=}, {len(prompt)=}"
+            assert found == tokens, f"{kernels}, {variant=}, {budget=}, {len(prompt)=}"
 
 
 DEMO_PROMPTS = [
@@ -106,11 +117,12 @@ DEMO_PROMPTS = [
 ]
 
 
-def test_the_demonstration_model_says_what_transformers_says() -> None:
+@pytest.mark.parametrize("kernels", KERNEL_SETS)
+def test_the_demonstration_model_says_what_transformers_says(kernels: KernelsName) -> None:
     folder = demo_model_folder()
     model = reference(folder)
     params = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
-    with LLM(dtype="float32") as llm:
+    with LLM(dtype="float32", kernels=kernels) as llm:
         outputs = llm.generate(DEMO_PROMPTS, params, use_progress_bar=False)
         tokenizer = llm.tokenizer
         for output in outputs:

@@ -1,0 +1,92 @@
+"""Building the compiled kernels: cached, rebuilt when the source changes, and never in the way."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_sets import KERNEL_SETS
+
+from moe_kernels import choice, cpu_library
+from moe_kernels.choice import choose_kernels
+from moe_kernels.kernels import ExpertWeights
+from moe_kernels.native_kernels import NativeKernels
+
+CPU = torch.device("cpu")
+needs_native = KERNEL_SETS[1].marks[0]  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """An empty cache folder, and no memory of an earlier load."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cpu_library.load_cpu_library.cache_clear()
+    yield
+    cpu_library.load_cpu_library.cache_clear()
+
+
+@pytest.mark.usefixtures("_fresh")
+def test_without_a_compiler_torch_serves_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    kernels = choose_kernels(CPU, torch.float32)
+    assert kernels.name.startswith("torch (")
+    assert "no C++ compiler was found" in kernels.name
+    with pytest.raises(RuntimeError, match="no C\\+\\+ compiler was found"):
+        choose_kernels(CPU, torch.float32, "native")
+
+
+@pytest.mark.usefixtures("_fresh")
+def test_a_compiler_that_fails_is_no_disaster(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken = tmp_path / "g++"
+    broken.write_text("#!/bin/sh\necho 'cannot find this or that' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    library = cpu_library.load_cpu_library()
+    assert library.library is None
+    assert "could not build them" in (library.refusal or "")
+
+
+@needs_native
+@pytest.mark.usefixtures("_fresh")
+def test_a_build_is_kept_and_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cpu_library.load_cpu_library().refusal is None
+    (built,) = cpu_library.cache_folder().glob("cpu-kernels-*.so")
+    stamp = built.stat().st_mtime_ns
+    cpu_library.load_cpu_library.cache_clear()
+    assert cpu_library.load_cpu_library().refusal is None
+    assert [p.stat().st_mtime_ns for p in cpu_library.cache_folder().iterdir()] == [stamp]
+    assert choice.native_refusal(CPU, torch.bfloat16) is None
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_number_of_threads_does_not_change_a_bit(dtype: torch.dtype) -> None:
+    library = cpu_library.load_cpu_library().library
+    assert library is not None
+    generator = torch.Generator().manual_seed(5)
+
+    def random(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
+
+    weight, x = random(300, 256), random(150, 256)
+    experts = [ExpertWeights(random(96, 256), random(96, 256), random(256, 96)) for _ in range(8)]
+    results = []
+    for threads in (1, 2, 3, 4):
+        kernels = NativeKernels(library, dtype, threads)
+        ids, weights = kernels.route(kernels.linear(weight)(x)[:, :8].contiguous(), 2, True)
+        results.append(
+            (
+                kernels.linear(weight)(x),
+                kernels.rms_norm(x, weight[0, :256].contiguous(), 1e-6),
+                weights,
+                kernels.experts(experts)(x, ids, weights),
+            )
+        )
+    for threads, result in enumerate(results[1:], start=2):
+        for one, other in zip(results[0], result, strict=True):
+            assert torch.equal(one, other), f"{threads=}"
