@@ -121,7 +121,7 @@ def _draw(logits_SV: Tensor, sequences: Rows[Sequence], has_filter: bool) -> lis
     if has_filter:
         probs_SV = probs_SV * (probs_SV >= least_probabilities(probs_SV, params))
     cumulative_SV = probs_SV.double().cumsum(dim=-1)
-    total_S1 = cumulative_SV[:, -1:]
+    total_S1 = cumulative_SV[:, -1:].contiguous()
     draws = [uniform(s.seed, s.request.choice, s.num_tokens) for s in sequences]
     draw_S1 = torch.tensor(draws, dtype=torch.float64, device=device)[:, None]
     index_S1 = torch.searchsorted(cumulative_SV, draw_S1 * total_S1, right=True)

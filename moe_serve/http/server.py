@@ -9,7 +9,6 @@ the engine has died       the same, and `run_server` raises: a dead engine must 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import socket
 import time
 from collections.abc import Callable
@@ -21,9 +20,9 @@ from fastapi import FastAPI
 from moe_serve.config import ServerConfig
 from moe_serve.engine.client import EngineClient
 from moe_serve.errors import ConfigError, EngineDeadError
-from moe_serve.http.connection_guard import MAX_HEAD_BYTES
 from moe_serve.http.errors import ApiError, draining_error, engine_dead_error
 from moe_serve.http.generation import GenerationService
+from moe_serve.http.httptools_protocol import GuardedHttpToolsProtocol
 
 _CUT_GRACE_S = 5  # for error events to reach their clients
 _KEEP_ALIVE_S = 65  # longer than the idle time of usual client pools and load balancers
@@ -82,8 +81,7 @@ class DrainingServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="auto",  # uvloop where it is installed
-                http=_protocol(),
-                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+                http=GuardedHttpToolsProtocol,
                 ws="none",
                 log_config=None,
                 access_log=False,
@@ -136,13 +134,6 @@ class DrainingServer(uvicorn.Server):
                 self._generations.cut_all(_cut_error())
                 self.should_exit = True
         return await super().on_tick(counter)
-
-
-def _protocol() -> str:
-    """For uvicorn to import: httptools parses in C; where it is missing, h11 does in Python."""
-    if importlib.util.find_spec("httptools") is None:
-        return "moe_serve.http.h11_protocol:GuardedH11Protocol"
-    return "moe_serve.http.httptools_protocol:GuardedHttpToolsProtocol"
 
 
 def _cut_error() -> ApiError:

@@ -119,6 +119,7 @@ def test_draining_refuses_new_requests_and_finishes_the_old(fixture: Fixture) ->
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.faults
 def test_a_dead_engine_ends_every_stream_and_says_why(fixture: Fixture) -> None:
     async def main() -> None:
         (queue,) = fixture.engine.submit([request("a", max_tokens=390)])

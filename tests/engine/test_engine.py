@@ -156,6 +156,7 @@ def test_abort_ends_a_request_within_a_step_and_leaves_the_others() -> None:
     assert result["b"][-1].finish_reason is FinishReason.LENGTH
 
 
+@pytest.mark.faults
 def test_a_failed_step_ends_its_requests_and_nobody_else() -> None:
     runner = FakeRunner()
     engine = make_engine(runner, max_num_seqs=1)
@@ -168,6 +169,7 @@ def test_a_failed_step_ends_its_requests_and_nobody_else() -> None:
     assert tokens(result["b"]) == continuation([3, 4], 10)
 
 
+@pytest.mark.faults
 def test_only_the_culprit_of_a_failed_step_fails() -> None:
     runner = FakeRunner()
     runner.fails_on_token = 49
@@ -181,6 +183,7 @@ def test_only_the_culprit_of_a_failed_step_fails() -> None:
     assert tokens(result["c"]) == continuation([4, 5], 10)
 
 
+@pytest.mark.faults
 def test_only_the_culprit_of_failed_sampling_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = Sampler.sample
 

@@ -14,21 +14,16 @@ import httpx
 import pytest
 
 from moe_serve.http.connection_guard import MAX_HEAD_BYTES
-from moe_serve.http.h11_protocol import GuardedH11Protocol
 from moe_serve.http.httptools_protocol import GuardedHttpToolsProtocol
 
-PROTOCOLS = {"httptools": GuardedHttpToolsProtocol, "h11": GuardedH11Protocol}
 GET = b"GET /health/live HTTP/1.1\r\nHost: x\r\n"
 
 
-@pytest.fixture(scope="module", params=PROTOCOLS)
-def server(request: Any, new_server: Any) -> Iterator[Any]:
-    protocol = PROTOCOLS[request.param]
-    name = f"{protocol.__module__}:{protocol.__name__}"
+@pytest.fixture(scope="module")
+def server(new_server: Any) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moe_serve.http.server._protocol", lambda: name)
-        patch.setattr(protocol, "head_timeout_s", 0.2)
-        patch.setattr(protocol, "write_timeout_s", 0.2)
+        patch.setattr(GuardedHttpToolsProtocol, "head_timeout_s", 0.2)
+        patch.setattr(GuardedHttpToolsProtocol, "write_timeout_s", 0.2)
         with new_server() as live:
             yield live
 
