@@ -51,7 +51,7 @@ def load_cpu_library() -> CpuLibrary:
     try:
         path = _build(compiler)
         library = ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return CpuLibrary(None, f"{compiler} could not build them: {_last_line(error)}")
     for name, arguments in _SIGNATURES.items():
         for suffix in ("bf16", "f32"):
