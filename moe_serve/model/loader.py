@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -46,6 +48,7 @@ class ModelLoader:
         shapes = dict(_attention_shapes(self._family, self.spec))
         shapes |= dict(_expert_shapes(self._family, self.spec))
         self._checkpoint.check(shapes)
+        self._lock = threading.Lock()
         self._total, self._done, self._progress = len(shapes), 0, progress
 
     def attention_stage(self, max_positions: int) -> AttentionStage:
@@ -65,7 +68,8 @@ class ModelLoader:
 
     def expert_stage(self) -> ExpertStage:
         """All routed experts of all layers."""
-        return ExpertStage([self._bank(layer) for layer in range(self.spec.num_layers)])
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # copying is what takes time
+            return ExpertStage(list(pool.map(self._bank, range(self.spec.num_layers))))
 
     def _attention_layer(self, layer: int) -> AttentionLayer:
         n = self._family.names
@@ -105,9 +109,10 @@ class ModelLoader:
 
     def _read(self, name: str) -> Tensor:
         tensor = self._checkpoint.tensor(name, self.dtype).to(self.device)
-        self._done += 1
-        if self._progress is not None:
-            self._progress(self._done, self._total)
+        with self._lock:
+            self._done += 1
+            if self._progress is not None:
+                self._progress(self._done, self._total)
         return tensor
 
 
