@@ -14,8 +14,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_kernels.attention_shape import AttentionShape, QKNormWeights, RotaryTable, StepTokens
-from moe_kernels.kernels import ExpertBank, ExpertWeights, KVPages, Linear
+from moe_kernels.attention_shape import (
+    AttentionShape,
+    LatentShape,
+    QKNormWeights,
+    RotaryTable,
+    StepTokens,
+)
+from moe_kernels.kernels import (
+    ExpertBank,
+    ExpertWeights,
+    GatedActivation,
+    HeadLinear,
+    KVPages,
+    Linear,
+    RouterLinear,
+)
+from moe_kernels.routing import RouterShape
+from moe_kernels.torch_kernels import TorchHeadLinear, TorchRouterLinear
 
 _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 _NORMS = {"none": 0, "head": 1, "row": 2}
@@ -118,7 +134,7 @@ class NativeKernels:
         self._rms_norm = self.function("moe_rms_norm")
         self._split_heads = self.function("moe_split_heads")
         self._attention = self.function("moe_attention")
-        self._route = self.function("moe_route")
+        self._route = library.moe_route_f32
 
     def function(self, name: str) -> ctypes._NamedFuncPointer:
         """The library's function for this dtype."""
@@ -139,7 +155,15 @@ class NativeKernels:
     def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Linear:
         return NativeLinear(self, weight_NK, bias_N)
 
-    def experts(self, experts: Sequence[ExpertWeights | None]) -> ExpertBank:
+    def head_linear(self, weight_HNK: Tensor) -> HeadLinear:
+        return TorchHeadLinear(weight_HNK)
+
+    def router_linear(self, weight_ED: Tensor, bias_E: Tensor | None = None) -> RouterLinear:
+        return TorchRouterLinear(weight_ED, bias_E)
+
+    def experts(
+        self, experts: Sequence[ExpertWeights | None], activation: GatedActivation
+    ) -> ExpertBank:
         return NativeExperts(self, experts)
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -164,6 +188,7 @@ class NativeKernels:
         self,
         qkv: Tensor,
         norm: QKNormWeights | None,
+        sinks_H: Tensor | None,
         rotary: RotaryTable,
         positions: Tensor,
         kv_rows: Tensor,
@@ -210,12 +235,29 @@ class NativeKernels:
         )
         return out
 
-    def route(self, logits_TE: Tensor, top_k: int, is_renormalised: bool) -> tuple[Tensor, Tensor]:
+    def attend_latent(
+        self,
+        q_latent_THL: Tensor,
+        q_rope_THR: Tensor,
+        latent_TC: Tensor,
+        norm_weight_L: Tensor,
+        rotary: RotaryTable,
+        positions: Tensor,
+        kv_rows: Tensor,
+        pages: KVPages,
+        plan: NativePlan,
+        shape: LatentShape,
+    ) -> Tensor:
+        raise NotImplementedError
+
+    def route(
+        self, logits_TE: Tensor, shape: RouterShape, selection_bias_E: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         num_rows, num_experts = logits_TE.shape
-        ids_TK = torch.empty(num_rows, top_k, dtype=torch.int64)
-        weights_TK = torch.empty(num_rows, top_k, dtype=torch.float32)
+        ids_TK = torch.empty(num_rows, shape.top_k, dtype=torch.int64)
+        weights_TK = torch.empty(num_rows, shape.top_k, dtype=torch.float32)
         self._route(
             logits_TE.data_ptr(), ids_TK.data_ptr(), weights_TK.data_ptr(), num_rows, num_experts,
-            top_k, int(is_renormalised), self.num_threads,
+            shape.top_k, int(shape.is_renormalised), self.num_threads,
         )  # fmt: skip
         return ids_TK, weights_TK
