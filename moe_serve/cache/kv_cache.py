@@ -1,6 +1,7 @@
 """The tensors behind the KV pages of one attention rank.
 
-P pages (and the empty page 0), Hkv key/value heads, D head width; page size 16 tokens.
+P pages (and the empty page 0), Hkv key/value heads, D head width; page size 16 tokens. A model
+with latent attention has one "head", the latent with the shared key, and no values of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from moe_serve.model.spec import ModelSpec
 
 
 class KVCache:
-    """Keys and values by layer, [P + 1, Hkv, 16, D] each, zeroed.
+    """Keys [P + 1, Hkv, 16, D] and values [P + 1, Hkv, 16, Dv] by layer, zeroed.
 
     Zeros matter: a page's tail is multiplied by probability 0, and 0 * NaN would be NaN. That is
     also why `clear` exists for pages that a failed request leaves.
@@ -26,12 +27,9 @@ class KVCache:
     def __init__(
         self, spec: ModelSpec, num_pages: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        a = spec.attention
-        shape = (num_pages + 1, a.num_kv_heads, PAGE_SIZE, a.head_dim)
-        self.num_pages, self.num_kv_heads = num_pages, a.num_kv_heads
+        self.num_pages, self.num_kv_heads = num_pages, spec.attention.num_kv_heads
         self.layers = tuple(
-            KVPages(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
-            for _ in range(spec.num_layers)
+            _zeroed_pages(spec, num_pages + 1, dtype, device) for _ in range(spec.num_layers)
         )
 
     def rows(
@@ -56,3 +54,14 @@ class KVCache:
         for layer in self.layers:
             layer.keys.index_fill_(0, index, 0)
             layer.values.index_fill_(0, index, 0)
+
+
+def _zeroed_pages(
+    spec: ModelSpec, num_pages: int, dtype: torch.dtype, device: torch.device
+) -> KVPages:
+    a = spec.attention
+    shape = (num_pages, a.num_kv_heads, PAGE_SIZE)
+    keys = torch.zeros((*shape, a.head_dim), dtype=dtype, device=device)
+    if spec.latent is not None:
+        return KVPages(keys, keys[..., : a.value_width])
+    return KVPages(keys, torch.zeros((*shape, a.value_width), dtype=dtype, device=device))
