@@ -1,4 +1,4 @@
-"""Qwen3-MoE with dense layers among the sparse ones (the plain kind: tests/engine/test_parity.py)."""
+"""Qwen3-MoE with dense layers among the sparse ones (plain: tests/engine/test_parity.py)."""
 
 from __future__ import annotations
 
