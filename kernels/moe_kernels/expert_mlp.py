@@ -15,7 +15,6 @@ from torch import Tensor
 from moe_kernels.kernels import ExpertWeights, GatedActivation
 from moe_kernels.linear import FastLinear, make_linear
 
-
 _SWIGLU = GatedActivation()
 
 
