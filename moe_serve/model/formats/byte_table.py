@@ -31,6 +31,12 @@ class ByteTable:
         return torch.from_numpy(self._items.take(bytes_NB.numpy()).view(np.float32))
 
 
+def transposed_bytes(words_KN: Tensor) -> Tensor:
+    """[K, N] words packed along K -> [N, bytes of K] uint8, the lowest bits of a word first."""
+    words_NK = words_KN.t().clone(memory_format=torch.contiguous_format)
+    return words_NK.view(torch.uint8)
+
+
 def _halves(values_16: npt.NDArray[np.float32]) -> ByteTable:
     """Two values in a byte: its low four bits, then its high ones."""
     byte = np.arange(256)
@@ -52,8 +58,7 @@ OFFSET8 = ByteTable(_bytes_as(torch.uint8) - 128)
 INT8 = ByteTable(_bytes_as(torch.int8))
 E4M3 = ByteTable(_bytes_as(torch.float8_e4m3fn))
 E2M1 = _halves(np.array([s * m for s in (1, -1) for m in _E2M1_MAGNITUDES], dtype=np.float32))
-# A scale that is an exponent alone: 2 to the (byte - 127). 255, which the standard calls NaN, is
-# infinite here, as in the code that GPT-OSS is published with.
+# The same, table 7: a scale that is an exponent alone, 2 to the (byte - 127); 255 is NaN.
 E8M0 = ByteTable(
-    np.array([2.0 ** (b - 127) for b in range(255)] + [np.inf], dtype=np.float32)[:, None]
+    np.array([2.0 ** (b - 127) for b in range(255)] + [np.nan], dtype=np.float32)[:, None]
 )

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint import FLOAT_DTYPES, Checkpoint, Shape
-from moe_serve.model.formats.byte_table import INT8, OFFSET4, OFFSET8
+from moe_serve.model.formats.byte_table import INT8, OFFSET4, OFFSET8, transposed_bytes
 from moe_serve.model.formats.compressed_scheme import (
     Scheme,
     scheme_of,
@@ -159,8 +159,8 @@ def _zeros(checkpoint: Checkpoint, name: str, scheme: Scheme, num_rows: int) -> 
     zeros = checkpoint.view(name + "_zero_point")
     if zeros.dtype == torch.int8:
         return zeros if zeros.dim() == 2 else zeros.reshape(1, 1)
-    bytes_GB = zeros.t().contiguous().view(torch.uint8)
-    return _PACKED_TABLES[scheme.bits].decode(bytes_GB)[:, :num_rows].t().contiguous()
+    zeros_GN = _PACKED_TABLES[scheme.bits].decode(transposed_bytes(zeros))
+    return zeros_GN[:, :num_rows].t().contiguous()
 
 
 def _check_shape(checkpoint: Checkpoint, name: str, shape: Shape) -> None:

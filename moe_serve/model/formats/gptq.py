@@ -26,7 +26,7 @@ from torch import Tensor
 
 from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint import FLOAT_DTYPES, Checkpoint, Shape
-from moe_serve.model.formats.byte_table import UINT4, UINT8
+from moe_serve.model.formats.byte_table import UINT4, UINT8, transposed_bytes
 from moe_serve.model.formats.quantised_matrix import QuantisedMatrix
 from moe_serve.model.formats.weight_format import matrix_shape, present, stem_of
 from moe_serve.model.hf_config import HFConfig
@@ -86,7 +86,7 @@ class Gptq:
         if self.has_shifted_zeros:
             zeros_GN = (zeros_GN + 1) % 2**bits
         return QuantisedMatrix(
-            bytes_NB=checkpoint.view(stem + "qweight").t().contiguous().view(torch.uint8),
+            bytes_NB=transposed_bytes(checkpoint.view(stem + "qweight")),
             table=table,
             num_columns=shape[1],
             scales_NG=scales_GN.t().contiguous(),
