@@ -15,6 +15,8 @@ from moe_kernels.kernels import KVPages
 from moe_serve.config import PAGE_SIZE
 from moe_serve.model.spec import ModelSpec
 
+_PAGES_AT_ONCE = 256  # that `finite` copies of a layer
+
 
 class KVCache:
     """Keys and values by layer, [P + 1, Hkv, 16, D] each, zeroed.
@@ -56,3 +58,30 @@ class KVCache:
         for layer in self.layers:
             layer.keys.index_fill_(0, index, 0)
             layer.values.index_fill_(0, index, 0)
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages, (from, to) each. All are read before any is written."""
+        device = self.layers[0].keys.device
+        sources, targets = torch.tensor(pairs, dtype=torch.int64, device=device).unbind(1)
+        for layer in self.layers:
+            for part in (layer.keys, layer.values):
+                part.index_copy_(0, targets, part.index_select(0, sources))
+
+    def finite(self, pages: Sequence[int]) -> list[bool]:
+        """For each page, whether all its keys and values are finite numbers.
+
+        NaN and infinity survive a sum, so one sum per page tells. (Finite values near the end of
+        fp32 could overflow it: then a sound page is called unsound, and is only not shared.)
+        """
+        verdicts: list[bool] = []
+        for start in range(0, len(pages), _PAGES_AT_ONCE):
+            index = torch.tensor(
+                pages[start : start + _PAGES_AT_ONCE], device=self.layers[0].keys.device
+            )
+            sums = [
+                part.index_select(0, index).flatten(1).sum(1, dtype=torch.float32)
+                for layer in self.layers
+                for part in (layer.keys, layer.values)
+            ]
+            verdicts += torch.stack(sums).isfinite().all(0).tolist()
+        return verdicts
