@@ -147,29 +147,32 @@ class PrefixSharing:
         Cheap while nobody asks: all pages of the step, or of many steps, are checked in one go.
         """
         fresh = [
-            (sequence, index)
+            (sequence, range(sequence.num_shared_pages, sequence.num_full_pages))
             for sequence in sequences
-            if sequence.can_share
-            for index in range(sequence.num_shared_pages, sequence.num_full_pages)
+            if sequence.can_share and sequence.num_shared_pages < sequence.num_full_pages
         ]
         if not fresh:
             return
-        verdicts = self._finite_pages([sequence.page_table[index] for sequence, index in fresh])
-        for (sequence, index), is_finite in zip(fresh, verdicts, strict=True):
-            if not is_finite:
+        pages = [sequence.page_table[index] for sequence, span in fresh for index in span]
+        verdicts = iter(self._finite_pages(pages))
+        for sequence, span in fresh:
+            is_finite = [next(verdicts) for _ in span]
+            if all(is_finite):
+                self._enter(sequence, span)
+            else:
                 sequence.is_sound = False
+                self._enter(sequence, span[: is_finite.index(False)])
                 self.stop_computing(sequence)
-            if sequence.is_sound:
-                self._enter(sequence, index)
 
-    def _enter(self, sequence: Sequence, index: int) -> None:
-        sequence.extend_keys(index + 1)
-        parent_key, key = sequence.page_keys[index : index + 2]
-        tokens = token_array(sequence.token_ids[index * PAGE_SIZE : (index + 1) * PAGE_SIZE])
-        page = self._cache.enter(sequence.page_table[index], key, parent_key, tokens)
-        sequence.page_table[index] = page
-        sequence.num_shared_pages = index + 1
-        self._computing.pop(key, None)
+    def _enter(self, sequence: Sequence, span: range) -> None:
+        sequence.extend_keys(span.stop)
+        ids = token_array(sequence.token_ids[span.start * PAGE_SIZE : span.stop * PAGE_SIZE])
+        for index, tokens in zip(span, ids.reshape(-1, PAGE_SIZE), strict=True):
+            parent_key, key = sequence.page_keys[index : index + 2]
+            page = self._cache.enter(sequence.page_table[index], key, parent_key, tokens)
+            sequence.page_table[index] = page
+            self._computing.pop(key, None)
+        sequence.num_shared_pages = span.stop
 
     def stop_computing(self, sequence: Sequence) -> None:
         """It will give no more pages: nobody waits for it any longer."""

@@ -26,9 +26,7 @@ Schedule = dict[int, tuple[Sequence, int]]  # sequence id -> (sequence, tokens t
 class Scheduler:
     """Owns the waiting and running sequences and their page tables."""
 
-    def __init__(
-        self, config: SchedulerConfig, cache: PrefixCache, sharing: PrefixSharing
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, cache: PrefixCache, sharing: PrefixSharing) -> None:
         self._config, self.cache, self.sharing = config, cache, sharing
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival
