@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
-from moe_serve.model.families import mixtral, olmoe, qwen3_moe
+from moe_serve.model.families import (
+    ernie4_5_moe,
+    glm4_moe,
+    hunyuan_v1_moe,
+    minimax_m2,
+    mixtral,
+    olmoe,
+    qwen2_moe,
+    qwen3_moe,
+)
 from moe_serve.model.families.family import Family
 from moe_serve.model.hf_config import HFConfig
 
-FAMILIES: tuple[Family, ...] = (qwen3_moe.FAMILY, mixtral.FAMILY, olmoe.FAMILY)
+FAMILIES: tuple[Family, ...] = (
+    ernie4_5_moe.FAMILY,
+    glm4_moe.FAMILY,
+    hunyuan_v1_moe.FAMILY,
+    minimax_m2.FAMILY,
+    mixtral.FAMILY,
+    olmoe.FAMILY,
+    qwen2_moe.FAMILY,
+    qwen3_moe.FAMILY,
+)
 
 
 def family_of(config: HFConfig) -> Family:
