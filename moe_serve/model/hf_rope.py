@@ -92,9 +92,7 @@ def _scaling(config: HFConfig, values: Mapping[str, Any]) -> RopeScaling | None:
                 original_positions=int(number("original_max_position_embeddings")),
             )
         case "yarn":
-            original = number(
-                "original_max_position_embeddings", config.get("max_position_embeddings")
-            )
+            original = number("original_max_position_embeddings")
             factor = number(
                 "factor", config.positive_int("max_position_embeddings", default=1) / original
             )
