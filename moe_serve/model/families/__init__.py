@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from moe_serve.model.families import mixtral, olmoe, qwen3_moe
+from moe_serve.model.families import (
+    deepseek_v2,
+    deepseek_v3,
+    glm4_moe_lite,
+    mixtral,
+    olmoe,
+    qwen3_moe,
+)
 from moe_serve.model.families.family import Family
 from moe_serve.model.hf_config import HFConfig
 
-FAMILIES: tuple[Family, ...] = (qwen3_moe.FAMILY, mixtral.FAMILY, olmoe.FAMILY)
+FAMILIES: tuple[Family, ...] = (
+    deepseek_v2.FAMILY,
+    deepseek_v3.FAMILY,
+    glm4_moe_lite.FAMILY,
+    mixtral.FAMILY,
+    olmoe.FAMILY,
+    qwen3_moe.FAMILY,
+)
 
 
 def family_of(config: HFConfig) -> Family:
