@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from moe_serve.model.families import (
+    deepseek_v2,
+    deepseek_v3,
     ernie4_5_moe,
     glm4_moe,
+    glm4_moe_lite,
     hunyuan_v1_moe,
     minimax_m2,
     mixtral,
@@ -16,8 +19,11 @@ from moe_serve.model.families.family import Family
 from moe_serve.model.hf_config import HFConfig
 
 FAMILIES: tuple[Family, ...] = (
+    deepseek_v2.FAMILY,
+    deepseek_v3.FAMILY,
     ernie4_5_moe.FAMILY,
     glm4_moe.FAMILY,
+    glm4_moe_lite.FAMILY,
     hunyuan_v1_moe.FAMILY,
     minimax_m2.FAMILY,
     mixtral.FAMILY,
