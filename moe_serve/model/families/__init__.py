@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from moe_serve.model.families import mixtral, olmoe, qwen3_moe
+from moe_serve.model.families import gpt_oss, mixtral, olmoe, qwen3_moe
 from moe_serve.model.families.family import Family
 from moe_serve.model.hf_config import HFConfig
 
-FAMILIES: tuple[Family, ...] = (qwen3_moe.FAMILY, mixtral.FAMILY, olmoe.FAMILY)
+FAMILIES: tuple[Family, ...] = (
+    gpt_oss.FAMILY,
+    mixtral.FAMILY,
+    olmoe.FAMILY,
+    qwen3_moe.FAMILY,
+)
 
 
 def family_of(config: HFConfig) -> Family:
