@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from moe_serve.model.families import gpt_oss, mixtral, olmoe, qwen3_moe
+from moe_serve.model.families import gpt_oss, llama4, mixtral, olmoe, qwen3_moe, qwen3_vl_moe
 from moe_serve.model.families.family import Family
 from moe_serve.model.hf_config import HFConfig
 
 FAMILIES: tuple[Family, ...] = (
     gpt_oss.FAMILY,
+    llama4.FAMILY,
     mixtral.FAMILY,
     olmoe.FAMILY,
     qwen3_moe.FAMILY,
+    qwen3_vl_moe.FAMILY,
 )
 
 

@@ -1,4 +1,4 @@
-"""GPT-OSS: attention sinks, every other layer a sliding window, biases everywhere, clamped SwiGLU."""
+"""GPT-OSS: attention sinks, every other layer a window, biases everywhere, clamped SwiGLU."""
 
 from __future__ import annotations
 
