@@ -8,12 +8,15 @@ from moe_serve.model.families import (
     ernie4_5_moe,
     glm4_moe,
     glm4_moe_lite,
+    gpt_oss,
     hunyuan_v1_moe,
+    llama4,
     minimax_m2,
     mixtral,
     olmoe,
     qwen2_moe,
     qwen3_moe,
+    qwen3_vl_moe,
 )
 from moe_serve.model.families.family import Family
 from moe_serve.model.hf_config import HFConfig
@@ -24,12 +27,15 @@ FAMILIES: tuple[Family, ...] = (
     ernie4_5_moe.FAMILY,
     glm4_moe.FAMILY,
     glm4_moe_lite.FAMILY,
+    gpt_oss.FAMILY,
     hunyuan_v1_moe.FAMILY,
+    llama4.FAMILY,
     minimax_m2.FAMILY,
     mixtral.FAMILY,
     olmoe.FAMILY,
     qwen2_moe.FAMILY,
     qwen3_moe.FAMILY,
+    qwen3_vl_moe.FAMILY,
 )
 
 
