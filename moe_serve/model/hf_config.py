@@ -89,9 +89,10 @@ class HFConfig:
             raise self.error("text_config", f"must be an object, is {part!r}")
         outer = ("architectures", "quantization_config", "dtype", "torch_dtype", "eos_token_id")
         kept = {key: self._values[key] for key in outer if self.get(key) is not None}
-        return HFConfig(
-            {**kept, **part, **{"architectures": kept.get("architectures")}}, self.source
-        )
+        values = {**kept, **part, "architectures": kept.get("architectures")}
+        if self.get("tie_word_embeddings") is not None:  # the head belongs to the larger model
+            values["tie_word_embeddings"] = self.get("tie_word_embeddings")
+        return HFConfig(values, self.source)
 
     def one_of(self, key: str, choices: Sequence[str], default: str) -> str:
         value = self.get(key, default)

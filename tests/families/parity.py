@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,8 +29,8 @@ _NUM_POSITIONS = 100  # of the logits that are compared
 
 def write_checkpoint(folder: Path, case: Case) -> Path:
     """Random weights in fp32; norms, biases, sinks and selection biases are random too."""
-    torch.manual_seed(case.config.hidden_size)
-    model = transformers.AutoModelForCausalLM.from_config(case.config, dtype=torch.float32)
+    torch.manual_seed(case.config.get_text_config().hidden_size)
+    model = _auto_class(case.config).from_config(case.config, dtype=torch.float32)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if case.randomise is not None and case.randomise(name, tensor):
@@ -58,7 +59,16 @@ def byte_tokenizer() -> Tokenizer:
 
 @cache
 def reference(folder: Path) -> transformers.PreTrainedModel:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    auto_class = _auto_class(transformers.AutoConfig.from_pretrained(folder))
+    return auto_class.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def _auto_class(config: transformers.PreTrainedConfig) -> Any:
+    """A text model inside a larger one is served alone, and compared with the whole."""
+    is_whole = config.get_text_config() is config
+    return (
+        transformers.AutoModelForCausalLM if is_whole else transformers.AutoModelForImageTextToText
+    )
 
 
 def random_prompts(lengths: tuple[int, ...]) -> list[list[int]]:
