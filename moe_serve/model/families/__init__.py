@@ -6,6 +6,7 @@ from moe_serve.model.families import (
     deepseek_v2,
     deepseek_v3,
     glm4_moe_lite,
+    mistral4,
     mixtral,
     olmoe,
     qwen3_moe,
@@ -17,10 +18,18 @@ FAMILIES: tuple[Family, ...] = (
     deepseek_v2.FAMILY,
     deepseek_v3.FAMILY,
     glm4_moe_lite.FAMILY,
+    mistral4.FAMILY,
     mixtral.FAMILY,
     olmoe.FAMILY,
     qwen3_moe.FAMILY,
 )
+
+_REFUSED = {  # near relatives of what is served, and what they have that is not
+    "DeepseekV32ForCausalLM": "sparse attention, whose indexer chooses the keys of each query",
+    "DeepseekV4ForCausalLM": "compressed sparse attention and hyper-connections",
+    "GlmMoeDsaForCausalLM": "sparse attention, whose indexer chooses the keys of each query",
+    "LongcatFlashForCausalLM": "experts without weights and two attentions in a layer",
+}
 
 
 def family_of(config: HFConfig) -> Family:
@@ -29,6 +38,11 @@ def family_of(config: HFConfig) -> Family:
     for family in FAMILIES:
         if architecture in family.architectures:
             return family
+    if architecture in _REFUSED:
+        raise config.error(
+            "architectures",
+            f"is {architecture!r}, which is not served: it has {_REFUSED[architecture]}",
+        )
     known = ", ".join(sorted(name for family in FAMILIES for name in family.architectures))
     raise config.error(
         "architectures", f"is {architecture!r}, which is not served; served: {known}"
