@@ -12,6 +12,7 @@ from moe_serve.model.families import (
     hunyuan_v1_moe,
     llama4,
     minimax_m2,
+    mistral4,
     mixtral,
     olmoe,
     qwen2_moe,
@@ -31,12 +32,20 @@ FAMILIES: tuple[Family, ...] = (
     hunyuan_v1_moe.FAMILY,
     llama4.FAMILY,
     minimax_m2.FAMILY,
+    mistral4.FAMILY,
     mixtral.FAMILY,
     olmoe.FAMILY,
     qwen2_moe.FAMILY,
     qwen3_moe.FAMILY,
     qwen3_vl_moe.FAMILY,
 )
+
+_REFUSED = {  # near relatives of what is served, and what they have that is not
+    "DeepseekV32ForCausalLM": "sparse attention, whose indexer chooses the keys of each query",
+    "DeepseekV4ForCausalLM": "compressed sparse attention and hyper-connections",
+    "GlmMoeDsaForCausalLM": "sparse attention, whose indexer chooses the keys of each query",
+    "LongcatFlashForCausalLM": "experts without weights and two attentions in a layer",
+}
 
 
 def family_of(config: HFConfig) -> Family:
@@ -45,6 +54,11 @@ def family_of(config: HFConfig) -> Family:
     for family in FAMILIES:
         if architecture in family.architectures:
             return family
+    if architecture in _REFUSED:
+        raise config.error(
+            "architectures",
+            f"is {architecture!r}, which is not served: it has {_REFUSED[architecture]}",
+        )
     known = ", ".join(sorted(name for family in FAMILIES for name in family.architectures))
     raise config.error(
         "architectures", f"is {architecture!r}, which is not served; served: {known}"
