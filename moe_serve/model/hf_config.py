@@ -89,9 +89,10 @@ class HFConfig:
             raise self.error("text_config", f"must be an object, is {part!r}")
         outer = ("architectures", "quantization_config", "dtype", "torch_dtype", "eos_token_id")
         kept = {key: self._values[key] for key in outer if self.get(key) is not None}
-        return HFConfig(
-            {**kept, **part, **{"architectures": kept.get("architectures")}}, self.source
-        )
+        values = {**kept, **part, "architectures": kept.get("architectures")}
+        if self.get("tie_word_embeddings") is not None:  # the head belongs to the larger model
+            values["tie_word_embeddings"] = self.get("tie_word_embeddings")
+        return HFConfig(values, self.source)
 
     def one_of(self, key: str, choices: Sequence[str], default: str) -> str:
         value = self.get(key, default)
@@ -101,6 +102,19 @@ class HFConfig:
 
     def error(self, key: str, complaint: str) -> CheckpointError:
         return CheckpointError(f"{self.source}: {key} {complaint}.")
+
+    def quantization(self) -> HFConfig | None:
+        """How the weights are stored if not plainly, with the keys that have been used for it.
+
+        Wrappers of several models say it at the top or in the text model's part.
+        """
+        for outer in (self._values, self.get("text_config") or {}):
+            for key in ("quantization_config", "compression_config"):
+                if isinstance(outer, Mapping) and outer.get(key) is not None:
+                    if not isinstance(outer[key], Mapping):
+                        raise self.error(key, "must be an object")
+                    return HFConfig(outer[key], f"{self.source}: {key}")
+        return None
 
 
 def generation_eos_token_ids(folder: Path) -> tuple[int, ...]:

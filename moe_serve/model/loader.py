@@ -13,6 +13,7 @@ from torch import Tensor
 from experts.expert_stage import ExpertStage
 from moe_kernels.choice import KernelsName, choose_kernels
 from moe_kernels.kernels import ExpertBank, ExpertWeights, Kernels
+from moe_serve.errors import CheckpointError
 from moe_serve.model.attention_stage import AttentionLayer, AttentionStage, Router
 from moe_serve.model.checkpoint import Checkpoint
 from moe_serve.model.dense_mlp import DenseMLP
@@ -58,7 +59,7 @@ class ModelLoader:
         self.kernels: Kernels = choose_kernels(self.device, self.dtype, kernels)
         self._reader = WeightReader(Checkpoint(folder), config)
         self._names = family.names_in(self._reader.has)
-        self._experts = _expert_names(self._names, self._reader)
+        self._experts = _expert_names(self._names, self.spec, self._reader)
         stored = list(all_tensors(self._names, self._experts, self.spec))
         for item in stored:
             self._reader.expect(item.name, item.shape)
@@ -75,7 +76,9 @@ class ModelLoader:
         spec = self.spec
         table = model_table(self._names, spec)
         embedding = self._keep(table["embedding"])
-        head = self.kernels.linear(embedding if spec.is_head_tied else self._read(table["head"]))
+        bias = self._keep(table["head_bias"]) if spec.has_head_bias else None
+        weight = embedding if spec.is_head_tied else self._read(table["head"])
+        head = self.kernels.linear(weight, bias)
         if not spec.is_head_tied:
             self._reader.done(table["head"].name)
         attention = AttentionLoader(spec, self.kernels, max_positions, self.device)
@@ -200,11 +203,26 @@ def _gate_and_up(fused: Tensor, names: ExpertNames) -> tuple[Tensor, Tensor]:
     return gate, up
 
 
-def _expert_names(names: TensorNames, reader: WeightReader) -> ExpertNames:
-    """The layout that this checkpoint has; the first, to complain of, if it has none."""
-    for layout in names.experts:
-        probe = (layout.gate or layout.gate_up).replace("{expert}", "0")
-        layers = range(256)
-        if any(reader.has(probe.format(layer=layer)) for layer in layers):
+def _expert_names(names: TensorNames, spec: ModelSpec, reader: WeightReader) -> ExpertNames:
+    """The layout that this checkpoint has; the first, to complain of, if it has none.
+
+    Two layouts may differ in nothing but their shapes.
+    """
+    layers = [layer for layer in range(spec.num_layers) if spec.layers[layer].is_sparse][:1]
+    tables = [
+        (layout, [s for layer in layers for s in expert_table(layout, spec, layer, 0).values()])
+        for layout in names.experts
+    ]
+    there = [(layout, table) for layout, table in tables if all(reader.has(s.name) for s in table)]
+    for layout, table in there:
+        if all(_is_as_expected(stored, reader) for stored in table):
             return layout
-    return names.experts[0]
+    return (there or tables)[0][0]
+
+
+def _is_as_expected(stored: Stored, reader: WeightReader) -> bool:
+    try:
+        reader.expect(stored.name, stored.shape)
+    except CheckpointError:
+        return False
+    return True

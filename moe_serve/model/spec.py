@@ -87,6 +87,7 @@ class ModelSpec:
     latent: LatentShape | None = None
     has_attention_bias: bool = False  # of q, k and v
     has_output_bias: bool = False
+    has_head_bias: bool = False
     router: RouterSpec
     rope: RopeSpec
     query_temperature: QueryTemperature | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -92,22 +94,26 @@ class TensorNames:
 
     def after(self, prefix: str) -> TensorNames:
         """The same names, each with `prefix` before it."""
-        return _after(self, prefix) if prefix else self
+        return _each(self, lambda name: prefix + name) if prefix else self
+
+    def under(self, root: str) -> TensorNames:
+        """The same names, with `root` instead of "model." where they start so: not the head's."""
+        return _each(self, lambda name: re.sub(r"^model\.", root, name))
 
 
 _Names = TypeVar("_Names", TensorNames, MLPNames, ExpertNames)
 
 
-def _after(names: _Names, prefix: str) -> _Names:
+def _each(names: _Names, rename: Callable[[str], str]) -> _Names:
     changed: dict[str, Any] = {}
     for item in fields(names):
         value = getattr(names, item.name)
         if isinstance(value, MLPNames):
-            changed[item.name] = _after(value, prefix)
+            changed[item.name] = _each(value, rename)
         elif isinstance(value, tuple):
-            changed[item.name] = tuple(_after(part, prefix) for part in value)
+            changed[item.name] = tuple(_each(part, rename) for part in value)
         elif isinstance(value, str) and value:
-            changed[item.name] = prefix + value
+            changed[item.name] = rename(value)
     return replace(names, **changed)
 
 

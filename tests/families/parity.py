@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ def write_checkpoint(folder: Path, case: Case) -> Path:
     """Random weights in fp32; norms, biases, sinks and selection biases are random too."""
     torch.manual_seed(case.config.get_text_config().hidden_size)
     if case.model_class is None:
-        model = transformers.AutoModelForCausalLM.from_config(case.config, dtype=torch.float32)
+        model = _auto_class(case.config).from_config(case.config, dtype=torch.float32)
     else:
         model = case.model_class(case.config)
     with torch.no_grad():
@@ -65,6 +66,14 @@ def reference(folder: Path) -> transformers.PreTrainedModel:
     model_class = getattr(transformers, config.architectures[0])
     model: transformers.PreTrainedModel = model_class.from_pretrained(folder, dtype=torch.float32)
     return model.eval()
+
+
+def _auto_class(config: transformers.PreTrainedConfig) -> Any:
+    """A text model inside a larger one is served alone, and compared with the whole."""
+    is_whole = config.get_text_config() is config
+    return (
+        transformers.AutoModelForCausalLM if is_whole else transformers.AutoModelForImageTextToText
+    )
 
 
 def random_prompts(lengths: tuple[int, ...]) -> list[list[int]]:

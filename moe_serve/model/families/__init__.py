@@ -5,11 +5,19 @@ from __future__ import annotations
 from moe_serve.model.families import (
     deepseek_v2,
     deepseek_v3,
+    ernie4_5_moe,
+    glm4_moe,
     glm4_moe_lite,
+    gpt_oss,
+    hunyuan_v1_moe,
+    llama4,
+    minimax_m2,
     mistral4,
     mixtral,
     olmoe,
+    qwen2_moe,
     qwen3_moe,
+    qwen3_vl_moe,
 )
 from moe_serve.model.families.family import Family
 from moe_serve.model.hf_config import HFConfig
@@ -17,11 +25,19 @@ from moe_serve.model.hf_config import HFConfig
 FAMILIES: tuple[Family, ...] = (
     deepseek_v2.FAMILY,
     deepseek_v3.FAMILY,
+    ernie4_5_moe.FAMILY,
+    glm4_moe.FAMILY,
     glm4_moe_lite.FAMILY,
+    gpt_oss.FAMILY,
+    hunyuan_v1_moe.FAMILY,
+    llama4.FAMILY,
+    minimax_m2.FAMILY,
     mistral4.FAMILY,
     mixtral.FAMILY,
     olmoe.FAMILY,
+    qwen2_moe.FAMILY,
     qwen3_moe.FAMILY,
+    qwen3_vl_moe.FAMILY,
 )
 
 _REFUSED = {  # near relatives of what is served, and what they have that is not

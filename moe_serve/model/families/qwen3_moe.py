@@ -18,7 +18,7 @@ def sparse_layers(config: HFConfig) -> tuple[bool, ...]:
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in layers)
 
 
-def _read_spec(config: HFConfig) -> ModelSpec:
+def read_spec(config: HFConfig) -> ModelSpec:
     config.require("hidden_act", "silu", default="silu")
     config.require("use_sliding_window", False, default=False)
     basics = decoder_basics(config, norm_eps=1e-6)
@@ -47,4 +47,4 @@ def _read_spec(config: HFConfig) -> ModelSpec:
     )
 
 
-FAMILY = Family(name="qwen3_moe", architectures=("Qwen3MoeForCausalLM",), read_spec=_read_spec)
+FAMILY = Family(name="qwen3_moe", architectures=("Qwen3MoeForCausalLM",), read_spec=read_spec)
