@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from moe_serve.model.families import gpt_oss, llama4, mixtral, olmoe, qwen3_moe, qwen3_vl_moe
+from moe_serve.model.families import (
+    gpt_oss,
+    granitemoe,
+    llama4,
+    mixtral,
+    olmoe,
+    qwen3_moe,
+    qwen3_vl_moe,
+)
 from moe_serve.model.families.family import Family
 from moe_serve.model.hf_config import HFConfig
 
 FAMILIES: tuple[Family, ...] = (
     gpt_oss.FAMILY,
+    granitemoe.FAMILY,
     llama4.FAMILY,
     mixtral.FAMILY,
     olmoe.FAMILY,
