@@ -103,6 +103,19 @@ class HFConfig:
     def error(self, key: str, complaint: str) -> CheckpointError:
         return CheckpointError(f"{self.source}: {key} {complaint}.")
 
+    def quantization(self) -> HFConfig | None:
+        """How the weights are stored if not plainly, with the keys that have been used for it.
+
+        Wrappers of several models say it at the top or in the text model's part.
+        """
+        for outer in (self._values, self.get("text_config") or {}):
+            for key in ("quantization_config", "compression_config"):
+                if isinstance(outer, Mapping) and outer.get(key) is not None:
+                    if not isinstance(outer[key], Mapping):
+                        raise self.error(key, "must be an object")
+                    return HFConfig(outer[key], f"{self.source}: {key}")
+        return None
+
 
 def generation_eos_token_ids(folder: Path) -> tuple[int, ...]:
     """The end-of-text ids of `generation_config.json`, which go before the config's, or none."""

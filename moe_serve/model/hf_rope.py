@@ -19,14 +19,20 @@ _SUPPORTED = "default, linear, dynamic, yarn, llama3"
 
 
 def read_rope(
-    config: HFConfig, *, head_dim: int, theta: float = 10_000.0, is_interleaved: bool = False
+    config: HFConfig,
+    *,
+    head_dim: int,
+    theta: float = 10_000.0,
+    share: float = 1.0,
+    is_interleaved: bool = False,
 ) -> RopeSpec:
     """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
 
-    `theta` is the family's default. Rotates `partial_rotary_factor` of `head_dim`, if it is given.
+    `theta` and `share` are the family's defaults. Rotates `partial_rotary_factor` of `head_dim`, or
+    that share of it.
     """
     values = rope_values(config)
-    share = values.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    share = values.get("partial_rotary_factor") or config.get("partial_rotary_factor") or share
     dim = int(head_dim * _number(config, "partial_rotary_factor", share))
     base = _number(config, "rope_theta", values.get("rope_theta") or theta)
     alpha = values.get("alpha")
@@ -86,9 +92,7 @@ def _scaling(config: HFConfig, values: Mapping[str, Any]) -> RopeScaling | None:
                 original_positions=int(number("original_max_position_embeddings")),
             )
         case "yarn":
-            original = number(
-                "original_max_position_embeddings", config.get("max_position_embeddings")
-            )
+            original = number("original_max_position_embeddings")
             factor = number(
                 "factor", config.positive_int("max_position_embeddings", default=1) / original
             )

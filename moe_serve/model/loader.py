@@ -76,7 +76,9 @@ class ModelLoader:
         spec = self.spec
         table = model_table(self._names, spec)
         embedding = self._keep(table["embedding"])
-        head = self.kernels.linear(embedding if spec.is_head_tied else self._read(table["head"]))
+        bias = self._keep(table["head_bias"]) if spec.has_head_bias else None
+        weight = embedding if spec.is_head_tied else self._read(table["head"])
+        head = self.kernels.linear(weight, bias)
         if not spec.is_head_tied:
             self._reader.done(table["head"].name)
         attention = AttentionLoader(spec, self.kernels, max_positions, self.device)

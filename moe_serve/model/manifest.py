@@ -33,6 +33,8 @@ def model_table(names: TensorNames, spec: ModelSpec) -> Table:
     }
     if not spec.is_head_tied:
         table["head"] = Stored(names.head, (spec.vocab_size, spec.width))
+    if spec.has_head_bias:
+        table["head_bias"] = Stored(bias_of(names.head), (spec.vocab_size,))
     return table
 
 

@@ -56,12 +56,14 @@ class SharedExpertSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryTemperature:
-    """Queries of layers without rotation grow with their position p:
-    1 + scale * ln(1 + floor((p + 1) / floor_scale)) (Nakanishi, Scalable-Softmax, 2025).
+    """Queries grow with their position p: 1 + scale * ln(1 + floor((p + shift) / floor_scale))
+    (Nakanishi, Scalable-Softmax, 2025). Those of layers without rotation; with latent attention,
+    of all layers.
     """
 
     scale: float
     floor_scale: float
+    shift: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,7 @@ class ModelSpec:
     latent: LatentShape | None = None
     has_attention_bias: bool = False  # of q, k and v
     has_output_bias: bool = False
+    has_head_bias: bool = False
     router: RouterSpec
     rope: RopeSpec
     query_temperature: QueryTemperature | None = None

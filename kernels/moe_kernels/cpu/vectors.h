@@ -1,13 +1,10 @@
-// Sixteen floats at a time, in GCC/Clang vector extensions: any processor, one source.
-//
-// Row invariance is decided here. A dot product adds its terms in one order, whatever tile it is
-// part of: sixteen lanes run along k, and the lanes are folded by distances 8, 4, 2, 1.
+// Sixteen floats at a time, in GCC's vector extensions: any processor, one source.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-#include <immintrin.h>
+#if defined(__clang__)
+#error "build with g++: __builtin_shuffle with a mask vector is GCC's"
 #endif
 
 using bf16 = uint16_t;
@@ -93,48 +90,25 @@ static inline f32x16 exp16(f32x16 x) {
   return select(x == x, result, x);
 }
 
-static inline f32x16 silu16(f32x16 x) { return x / (1.0f + exp16(-x)); }
-
-#define FOLD(x, y, lo, hi) (__builtin_shuffle(x, y, lo) + __builtin_shuffle(x, y, hi))
-#if defined(__clang__)
-#error "build with g++: __builtin_shuffle with a mask vector is GCC's"
-#endif
-
-// Sums of the lanes of sixteen vectors, as one vector: lane i is the sum of v[i].
-static inline f32x16 sum_lanes(const f32x16* v) {
-  static const int reversed[16] = {0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15};
-  const i32x16 lo8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
-  const i32x16 lo4 = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
-  const i32x16 lo2 = {0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29};
-  const i32x16 lo1 = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
-  f32x16 a[8], b[4], c[2];
-  for (int i = 0; i < 8; ++i) a[i] = FOLD(v[reversed[i]], v[reversed[i + 8]], lo8, lo8 + 8);
-  for (int i = 0; i < 4; ++i) b[i] = FOLD(a[i], a[i + 4], lo4, lo4 + 4);
-  for (int i = 0; i < 2; ++i) c[i] = FOLD(b[i], b[i + 2], lo2, lo2 + 2);
-  return FOLD(c[0], c[1], lo1, lo1 + 1);
+// v as if it had been stored in T.
+static inline f32x16 round_to(const float*, f32x16 v) { return v; }
+static inline f32x16 round_to(const bf16*, f32x16 v) {
+  bf16 h[16];
+  store16(h, v);
+  return load16(h);
 }
 
-// How two rows meet along k: the widest multiply-add that the processor has for the type.
-template <class T>
-struct Dot {
-  static constexpr int step = 16;
-  using Vector = f32x16;
-  static inline Vector load(const T* p) { return load16(p); }
-  static inline Vector load_tail(const T* p, int64_t count) { return load_some(p, count); }
-  static inline f32x16 add(f32x16 sum, Vector a, Vector b) { return sum + a * b; }
-};
+// The lanes' sum, first to last.
+static inline float fold(f32x16 v) {
+  float sum = 0;
+  for (int i = 0; i < 16; ++i) sum += v[i];
+  return sum;
+}
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-template <>
-struct Dot<bf16> {
-  static constexpr int step = 32;
-  using Vector = __m512bh;
-  static inline Vector load(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
-  static inline Vector load_tail(const bf16* p, int64_t count) {
-    return (__m512bh)_mm512_maskz_loadu_epi16((__mmask32)((1ull << count) - 1), p);
-  }
-  static inline f32x16 add(f32x16 sum, Vector a, Vector b) {
-    return (f32x16)_mm512_dpbf16_ps((__m512)sum, a, b);
-  }
-};
-#endif
+static inline float largest(f32x16 v) {
+  f32x16 m = maximum(v, __builtin_shuffle(v, i32x16{8, 9, 10, 11, 12, 13, 14, 15}));
+  m = maximum(m, __builtin_shuffle(m, i32x16{4, 5, 6, 7}));
+  m = maximum(m, __builtin_shuffle(m, i32x16{2, 3}));
+  return m[0] > m[1] ? m[0] : m[1];
+}
+

@@ -44,3 +44,10 @@ def grouped_attention(config: HFConfig, rope: RopeSpec, **more: Any) -> Attentio
 def sparse_after(first: int, num_layers: int) -> tuple[bool, ...]:
     """`first_k_dense_replace`: the first layers are dense, the others have experts."""
     return tuple(layer >= first for layer in range(num_layers))
+
+
+def require_off(config: HFConfig, *keys: str) -> None:
+    """Refuse a checkpoint that turns on any of `keys`: what they stand for is not served."""
+    for key in keys:
+        if config.get(key):
+            raise config.error(key, f"is {config.get(key)!r}; only off is supported")

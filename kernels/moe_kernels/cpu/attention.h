@@ -1,0 +1,224 @@
+// Causal attention over KV pages: blocks of query rows against blocks of 64 keys.
+//
+// The query heads of a KV head, for some tokens of one sequence, are the rows of a product with the
+// block's keys, and then with its values (panels.h). Blocks begin at multiples of 64 positions, and
+// a row meets its blocks in order; a key that it must not see has probability 0, which changes no
+// sum. So a row's arithmetic depends on its own position and keys only.
+#pragma once
+
+#include <cmath>
+#include <vector>
+
+#include "panels.h"
+#include "scratch.h"
+
+struct AttentionPlan {  // mirrored in native_attention.py
+  const int64_t *sequences, *tables;  // [T], [S, max_pages]
+  int64_t num_tokens, max_pages, page_size, num_heads, num_kv_heads, head_dim, value_dim;
+  int64_t rotary_dim, norm, window, chunk, threads;  // window, chunk: 0 is none
+  float scale, eps, clip;                            // clip: 0 is none
+};
+
+constexpr int64_t kKeys = kGroupColumns, kQueryRows = 64;
+
+// Where a layer's keys and values lie: rows of pages [pages, Hkv, page_size], row_step values apart.
+template <class T>
+struct Rows {
+  T* data;
+  int64_t row_step;
+};
+
+// Neighbouring tokens of one sequence that are computed together.
+struct TokenBlock {
+  int64_t first, count;
+  int64_t first_key, last_key;  // what any of them may see: [first_key, last_key)
+};
+
+static inline int64_t first_visible(const AttentionPlan& p, int64_t position) {
+  int64_t first = p.window ? std::max<int64_t>(0, position + 1 - p.window) : 0;
+  return p.chunk ? std::max(first, position / p.chunk * p.chunk) : first;
+}
+
+// The longest first, so that the threads end together.
+static inline std::vector<TokenBlock> cut_tokens(const AttentionPlan& p, const int64_t* positions,
+                                                 int64_t most) {
+  std::vector<TokenBlock> blocks;
+  for (int64_t t = 0; t < p.num_tokens;) {
+    int64_t end = t + 1;
+    while (end < p.num_tokens && end - t < most && p.sequences[end] == p.sequences[t]) ++end;
+    blocks.push_back({t, end - t, first_visible(p, positions[t]), positions[end - 1] + 1});
+    t = end;
+  }
+  std::stable_sort(blocks.begin(), blocks.end(), [](const TokenBlock& a, const TokenBlock& b) {
+    return a.last_key - a.first_key > b.last_key - b.first_key;
+  });
+  return blocks;
+}
+
+// What a thread needs for one block of rows.
+template <class T>
+struct Workspace {
+  Scratch memory[7];
+  uint32_t *keys, *values;        // packed
+  float *scores, *sums, *totals;  // [rows, kKeys], [rows, Dv], [rows, 16]
+  T* weights;                     // [rows, kKeys]
+  float* tops;                    // [rows]: the largest score so far
+
+  void reserve(const AttentionPlan& p) {
+    int64_t value_width = panels(p.value_dim) * kLanes;
+    keys = memory[0].get<uint32_t>(units<T>(p.head_dim) * kKeys);
+    values = memory[1].get<uint32_t>(units<T>(kKeys) * value_width);
+    scores = memory[2].get<float>(kQueryRows * kKeys);
+    sums = memory[3].get<float>(kQueryRows * value_width);
+    totals = memory[4].get<float>(kQueryRows * kLanes);
+    weights = memory[5].get<T>(kQueryRows * kKeys);
+    tops = memory[6].get<float>(kQueryRows);
+  }
+};
+
+static inline void pack_value_units(const float* const* rows, int64_t d, int64_t count,
+                                    uint32_t* out) {
+  f32x16 v = load_up_to(rows[0] + d, count);
+  memcpy(out, &v, sizeof v);
+}
+
+static inline void pack_value_units(const bf16* const* rows, int64_t d, int64_t count,
+                                    uint32_t* out) {
+  u32x16 v = (u32x16)load_up_to(rows[0] + d, count) >> 16;
+  if (rows[1]) v |= (u32x16)load_up_to(rows[1] + d, count);
+  memcpy(out, &v, sizeof v);
+}
+
+// Keys [first, first + count) of a sequence, packed; likewise their values.
+template <class T>
+static void pack_keys_and_values(const AttentionPlan& p, Workspace<T>& work, const int64_t* table,
+                                 int64_t head, int64_t first, int64_t count, Rows<const T> keys,
+                                 Rows<const T> values) {
+  int64_t value_width = panels(p.value_dim) * kLanes;
+  for (int64_t at = 0; at < count; at += kLanes) {
+    int64_t page = table[(first + at) / p.page_size], num_keys = std::min(kLanes, count - at);
+    int64_t row = (page * p.num_kv_heads + head) * p.page_size + (first + at) % p.page_size;
+    pack_panel(keys.data + row * keys.row_step, keys.row_step, num_keys, p.head_dim,
+               work.keys + at, kKeys);
+    for (int64_t i = 0; i < kLanes; i += kUnit<T>) {
+      uint32_t* out = work.values + (at + i) / kUnit<T> * value_width;
+      if (i >= num_keys) {
+        memset(out, 0, value_width * sizeof *out);
+        continue;
+      }
+      const T* pair[2] = {values.data + (row + i) * values.row_step, nullptr};
+      if (i + 1 < num_keys) pair[1] = pair[0] + values.row_step;
+      for (int64_t d = 0; d < p.value_dim; d += kLanes)
+        pack_value_units(pair, d, p.value_dim - d, out + d);
+    }
+  }
+}
+
+static inline i32x16 lanes() { return i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+
+// Scores of one row and block -> weights (not yet divided by their sum), rounded to T.
+// [first, last): the visible keys, counted from the block's first.
+template <class T>
+static inline void soften(const float* scores, float scale, int64_t num_panels, int64_t first,
+                          int64_t last, float& top, float* total, float* sums,
+                          int64_t value_width, T* weights) {
+  f32x16 s[kGroupPanels], highest = splat(-INFINITY);
+  for (int64_t n = 0; n < num_panels; ++n) {
+    i32x16 key = lanes() + (int32_t)(n * kLanes);
+    i32x16 is_hidden = (key < (int32_t)first) | (key >= (int32_t)last);
+    s[n] = select(is_hidden, splat(-INFINITY), load16(scores + n * kLanes) * scale);
+    highest = maximum(s[n], highest);
+  }
+  float high = largest(highest);
+  f32x16 all = load16(total);
+  if (high > top) {  // what was summed so far shrinks
+    float factor = exp16(splat(top - high))[0];
+    top = high;
+    all *= factor;
+    for (int64_t d = 0; d < value_width; d += kLanes) store16(sums + d, load16(sums + d) * factor);
+  }
+  for (int64_t n = 0; n < num_panels; ++n) {
+    store16(weights + n * kLanes, exp16(s[n] - top));
+    all += load16(weights + n * kLanes);
+  }
+  store16(total, all);
+}
+
+// `count` query heads from `first_head` on, all of one KV head, for a block of tokens.
+// q: [T, H, D] with q_step values from token to token. out: [T, H, Dv].
+template <class T>
+static void attend_block(const AttentionPlan& p, Workspace<T>& work, const TokenBlock& block,
+                         int64_t first_head, int64_t count, const T* q, int64_t q_step,
+                         const int64_t* positions, Rows<const T> keys, Rows<const T> values,
+                         const float* sinks, T* out) {
+  int64_t num_rows = block.count * count, value_width = panels(p.value_dim) * kLanes;
+  const int64_t* table = p.tables + p.sequences[block.first] * p.max_pages;
+  const T *queries[kQueryRows], *weights[kQueryRows];
+  for (int64_t r = 0; r < num_rows; ++r) {
+    int64_t head = first_head + r % count;
+    queries[r] = q + (block.first + r / count) * q_step + head * p.head_dim;
+    weights[r] = work.weights + r * kKeys;
+    f32x16 total = {};
+    work.tops[r] = -1e30f;  // finite, so that a block in which a row sees nothing changes nothing
+    if (sinks) work.tops[r] = sinks[head], total[0] = 1;
+    store16(work.totals + r * kLanes, total);
+  }
+  memset(work.sums, 0, num_rows * value_width * sizeof(float));
+  for (int64_t at = block.first_key / kKeys * kKeys; at < block.last_key; at += kKeys) {
+    int64_t num_keys = std::min(kKeys, block.last_key - at), num_panels = panels(num_keys);
+    int64_t kv_head = first_head / (p.num_heads / p.num_kv_heads);
+    pack_keys_and_values(p, work, table, kv_head, at, num_keys, keys, values);
+    multiply_rows(queries, num_rows, p.head_dim, work.keys, kKeys, num_panels, work.scores, kKeys,
+                  false);
+    for (int64_t r = 0; r < num_rows; ++r) {
+      int64_t position = positions[block.first + r / count];
+      soften(work.scores + r * kKeys, p.scale, num_panels, first_visible(p, position) - at,
+             position + 1 - at, work.tops[r], work.totals + r * kLanes,
+             work.sums + r * value_width, value_width, work.weights + r * kKeys);
+    }
+    multiply_rows(weights, num_rows, num_panels * kLanes, work.values, value_width,
+                  value_width / kLanes, work.sums, value_width, true);
+  }
+  for (int64_t r = 0; r < num_rows; ++r) {
+    T* to = out + ((block.first + r / count) * p.num_heads + first_head + r % count) * p.value_dim;
+    float total = fold(load16(work.totals + r * kLanes));
+    for (int64_t d = 0; d < p.value_dim; d += kLanes)
+      store_up_to(to + d, load16(work.sums + r * value_width + d) / total, p.value_dim - d);
+  }
+}
+
+// How a step's attention is cut: token blocks, and blocks of a KV head's query heads.
+struct AttentionJobs {
+  std::vector<TokenBlock> blocks;
+  int64_t heads_per_job, jobs_per_block;
+  bool is_small;
+
+  AttentionJobs(const AttentionPlan& p, const int64_t* positions) {
+    int64_t group = p.num_heads / p.num_kv_heads, parts = (group + kQueryRows - 1) / kQueryRows;
+    heads_per_job = (group + parts - 1) / parts;
+    jobs_per_block = p.num_kv_heads * parts;
+    blocks = cut_tokens(p, positions, std::max<int64_t>(1, kQueryRows / heads_per_job));
+    int64_t work = 0;
+    for (const TokenBlock& b : blocks) work += b.count * (b.last_key - b.first_key);
+    is_small = work * p.num_heads * p.head_dim < 65536;
+  }
+
+  int64_t count() const { return (int64_t)blocks.size() * jobs_per_block; }
+};
+
+// Run inside a parallel region.
+template <class T>
+static void attend_jobs(const AttentionPlan& p, const AttentionJobs& jobs, const T* q,
+                        int64_t q_step, const int64_t* positions, Rows<const T> keys,
+                        Rows<const T> values, const float* sinks, T* out) {
+  static thread_local Workspace<T> work;
+  work.reserve(p);
+  int64_t group = p.num_heads / p.num_kv_heads, parts = jobs.jobs_per_block / p.num_kv_heads;
+#pragma omp for schedule(dynamic)
+  for (int64_t j = 0; j < jobs.count(); ++j) {
+    int64_t part = j % jobs.jobs_per_block, first = part % parts * jobs.heads_per_job;
+    int64_t count = std::min(jobs.heads_per_job, group - first);
+    attend_block(p, work, jobs.blocks[j / jobs.jobs_per_block], part / parts * group + first, count,
+                 q, q_step, positions, keys, values, sinks, out);
+  }
+}
