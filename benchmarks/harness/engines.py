@@ -27,6 +27,7 @@ class MoeServe:
             max_model_len=work.longest + 1,
             max_num_seqs=max(work.batch_size, 1),
             num_threads=num_threads,
+            prefix_cache=False,  # the same prompts run several times
         )
 
     def generate(self, prompts: list[list[int]], num_output: int) -> list[list[int]]:

@@ -2,11 +2,50 @@
 
 from __future__ import annotations
 
-from moe_serve.model.families import mixtral, olmoe, qwen3_moe
+from moe_serve.model.families import (
+    deepseek_v2,
+    deepseek_v3,
+    ernie4_5_moe,
+    glm4_moe,
+    glm4_moe_lite,
+    gpt_oss,
+    hunyuan_v1_moe,
+    llama4,
+    minimax_m2,
+    mistral4,
+    mixtral,
+    olmoe,
+    qwen2_moe,
+    qwen3_moe,
+    qwen3_vl_moe,
+)
 from moe_serve.model.families.family import Family
 from moe_serve.model.hf_config import HFConfig
 
-FAMILIES: tuple[Family, ...] = (qwen3_moe.FAMILY, mixtral.FAMILY, olmoe.FAMILY)
+FAMILIES: tuple[Family, ...] = (
+    deepseek_v2.FAMILY,
+    deepseek_v3.FAMILY,
+    ernie4_5_moe.FAMILY,
+    glm4_moe.FAMILY,
+    glm4_moe_lite.FAMILY,
+    gpt_oss.FAMILY,
+    hunyuan_v1_moe.FAMILY,
+    llama4.FAMILY,
+    minimax_m2.FAMILY,
+    mistral4.FAMILY,
+    mixtral.FAMILY,
+    olmoe.FAMILY,
+    qwen2_moe.FAMILY,
+    qwen3_moe.FAMILY,
+    qwen3_vl_moe.FAMILY,
+)
+
+_REFUSED = {  # near relatives of what is served, and what they have that is not
+    "DeepseekV32ForCausalLM": "sparse attention, whose indexer chooses the keys of each query",
+    "DeepseekV4ForCausalLM": "compressed sparse attention and hyper-connections",
+    "GlmMoeDsaForCausalLM": "sparse attention, whose indexer chooses the keys of each query",
+    "LongcatFlashForCausalLM": "experts without weights and two attentions in a layer",
+}
 
 
 def family_of(config: HFConfig) -> Family:
@@ -15,6 +54,11 @@ def family_of(config: HFConfig) -> Family:
     for family in FAMILIES:
         if architecture in family.architectures:
             return family
+    if architecture in _REFUSED:
+        raise config.error(
+            "architectures",
+            f"is {architecture!r}, which is not served: it has {_REFUSED[architecture]}",
+        )
     known = ", ".join(sorted(name for family in FAMILIES for name in family.architectures))
     raise config.error(
         "architectures", f"is {architecture!r}, which is not served; served: {known}"

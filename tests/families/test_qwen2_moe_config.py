@@ -1,0 +1,69 @@
+"""The numbers of published Qwen1.5-MoE and Qwen2-MoE configs."""
+
+from __future__ import annotations
+
+from published import refusal_of, spec_of
+
+QWEN1_5_MOE_A2_7B = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "model_type": "qwen2_moe",
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "max_position_embeddings": 8192,
+    "max_window_layers": 21,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 16,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "num_experts_per_tok": 4,
+    "num_experts": 60,
+    "norm_topk_prob": False,
+}
+
+
+def test_numbers() -> None:
+    spec = spec_of(QWEN1_5_MOE_A2_7B)
+    assert spec.num_layers == 24 and all(layer.is_sparse for layer in spec.layers), spec.layers
+    assert (spec.router.num_experts, spec.router.top_k) == (60, 4), spec.router
+    assert not spec.router.shape.is_renormalised, "norm_topk_prob is false"
+    assert spec.expert_width == 1408, spec.expert_width
+    assert spec.shared is not None and spec.shared.width == 5632, spec.shared
+    assert spec.shared.has_gate, "the shared expert stands behind a gate"
+    assert spec.has_attention_bias and not spec.has_output_bias, "only q, k and v have biases"
+    assert spec.rope.theta == 1e6 and spec.attention.head_dim == 128, spec.rope
+
+
+def test_no_window_unless_asked_for() -> None:
+    assert spec_of(QWEN1_5_MOE_A2_7B).attention.sliding_window is None, "use_sliding_window is off"
+    layers = spec_of(QWEN1_5_MOE_A2_7B, use_sliding_window=True).layers
+    windows = [layer.attention.sliding_window for layer in layers]
+    assert windows[:4] == [32768, None, 32768, None], windows
+    assert windows[21:] == [None] * 3, "only the first max_window_layers"
+
+
+def test_layer_types_go_before_flags() -> None:
+    types = ["full_attention"] * 23 + ["sliding_attention"]
+    windows = [
+        layer.attention.sliding_window
+        for layer in spec_of(QWEN1_5_MOE_A2_7B, layer_types=types).layers
+    ]
+    assert windows == [None] * 23 + [32768], windows
+
+
+def test_refusals() -> None:
+    assert "hidden_act is 'gelu'" in refusal_of(QWEN1_5_MOE_A2_7B, hidden_act="gelu")
+    short = refusal_of(QWEN1_5_MOE_A2_7B, layer_types=["full_attention"])
+    assert "layer_types must list 24 layers" in short, short
+    other = refusal_of(QWEN1_5_MOE_A2_7B, layer_types=["linear_attention"] * 24)
+    assert "layer_types names 'linear_attention'" in other, other
