@@ -5,7 +5,6 @@ Layers beyond `num_hidden_layers` predict further tokens; they are not read.
 
 from __future__ import annotations
 
-from moe_kernels.routing import RouterShape
 from moe_serve.model.families.common import (
     decoder_basics,
     grouped_attention,
@@ -13,9 +12,10 @@ from moe_serve.model.families.common import (
     sparse_after,
 )
 from moe_serve.model.families.family import Family
+from moe_serve.model.families.router import biased_sigmoid_router
 from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.hf_rope import read_rope
-from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec, SharedExpertSpec
+from moe_serve.model.spec import LayerSpec, ModelSpec, SharedExpertSpec
 
 
 def _read_spec(config: HFConfig) -> ModelSpec:
@@ -44,26 +44,8 @@ def _read_spec(config: HFConfig) -> ModelSpec:
             width=expert_width * config.positive_int("n_shared_experts", default=1)
         ),
         has_attention_bias=bool(config.get("attention_bias", False)),
-        router=sigmoid_router(config),
+        router=biased_sigmoid_router(config, scaling=1.0),
         rope=rope,
-    )
-
-
-def sigmoid_router(config: HFConfig) -> RouterSpec:
-    """The router of DeepSeek-V3, in the words that GLM and others took over with it."""
-    return RouterSpec(
-        shape=RouterShape(
-            num_experts=config.positive_int("n_routed_experts", "num_local_experts", "num_experts"),
-            top_k=config.positive_int("num_experts_per_tok"),
-            is_renormalised=bool(config.get("norm_topk_prob", True)),
-            scoring="sigmoid",
-            renorm_floor=1e-20,
-            num_groups=config.positive_int("n_group", default=1),
-            num_groups_kept=config.positive_int("topk_group", default=1),
-            group_score="top2",
-            scaling=config.number("routed_scaling_factor", 1.0),
-        ),
-        has_selection_bias=True,
     )
 
 
