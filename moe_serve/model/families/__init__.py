@@ -5,18 +5,24 @@ from __future__ import annotations
 from moe_serve.model.families import (
     deepseek_v2,
     deepseek_v3,
+    dots1,
     ernie4_5_moe,
+    exaone_moe,
+    flint,
     glm4_moe,
     glm4_moe_lite,
     gpt_oss,
     hunyuan_v1_moe,
+    hy_v3,
     llama4,
+    mellum,
     minimax_m2,
     mixtral,
     olmoe,
     qwen2_moe,
     qwen3_moe,
     qwen3_vl_moe,
+    solar_open,
 )
 from moe_serve.model.families.family import Family
 from moe_serve.model.hf_config import HFConfig
@@ -24,18 +30,25 @@ from moe_serve.model.hf_config import HFConfig
 FAMILIES: tuple[Family, ...] = (
     deepseek_v2.FAMILY,
     deepseek_v3.FAMILY,
+    dots1.FAMILY,
     ernie4_5_moe.FAMILY,
+    exaone_moe.FAMILY,
+    flint.FAMILY,
     glm4_moe.FAMILY,
+    glm4_moe.WITH_VISION,
     glm4_moe_lite.FAMILY,
     gpt_oss.FAMILY,
     hunyuan_v1_moe.FAMILY,
+    hy_v3.FAMILY,
     llama4.FAMILY,
+    mellum.FAMILY,
     minimax_m2.FAMILY,
     mixtral.FAMILY,
     olmoe.FAMILY,
     qwen2_moe.FAMILY,
     qwen3_moe.FAMILY,
     qwen3_vl_moe.FAMILY,
+    solar_open.FAMILY,
 )
 
 

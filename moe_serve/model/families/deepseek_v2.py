@@ -36,6 +36,4 @@ def _read_spec(config: HFConfig) -> ModelSpec:
     )
 
 
-FAMILY = Family(
-    name="deepseek_v2", architectures=("DeepseekV2ForCausalLM",), read_spec=_read_spec
-)
+FAMILY = Family(name="deepseek_v2", architectures=("DeepseekV2ForCausalLM",), read_spec=_read_spec)
