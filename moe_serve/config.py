@@ -30,10 +30,11 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """How large the KV cache is. At most one of the two may be set."""
+    """How large the KV cache is (at most one of the two may be set), and whether it is shared."""
 
     num_pages: int | None = None
     memory_bytes: int | None = None  # None and None: enough for `max_num_seqs` average requests
+    prefix_cache: bool = True  # requests reuse pages of equal beginnings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

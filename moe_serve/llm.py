@@ -59,6 +59,7 @@ class LLM:
         kernels: KernelsName = "auto",
         max_model_len: int | None = None,
         num_pages: int | None = None,
+        prefix_cache: bool = True,
         max_num_seqs: int = 64,
         max_batched_tokens: int = 1024,
         micro_batches: int = 1,
@@ -73,7 +74,7 @@ class LLM:
                 max_model_len=max_model_len,
                 num_threads=num_threads,
             ),
-            cache=CacheConfig(num_pages=num_pages),
+            cache=CacheConfig(num_pages=num_pages, prefix_cache=prefix_cache),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens
             ),
@@ -121,9 +122,12 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        cache_salt: str = "",
         use_progress_bar: bool = True,
     ) -> list[RequestOutput]:
         """Complete one or many prompts (text or token ids); results in the prompts' order.
+
+        Prompts reuse cached prefixes of calls with the same `cache_salt` only.
 
         Raises InvalidRequestError before anything runs if a prompt or parameter is wrong, and
         GenerationError if a request failed inside the engine.
@@ -137,7 +141,7 @@ class LLM:
             raise InvalidRequestError(
                 f"{len(listed)} prompts came with {len(each)} SamplingParams.", param="params"
             )
-        jobs = [self._job(prompt, p) for prompt, p in zip(listed, each, strict=True)]
+        jobs = [self._job(prompt, p, cache_salt) for prompt, p in zip(listed, each, strict=True)]
         for job in jobs:
             for answer in job.answers:
                 self._engine.add(answer.request)
@@ -172,7 +176,7 @@ class LLM:
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         return self.generate([ids], params, use_progress_bar=use_progress_bar)[0]
 
-    def _job(self, prompt: Prompt, params: SamplingParams) -> Job:
+    def _job(self, prompt: Prompt, params: SamplingParams, cache_salt: str) -> Job:
         is_text = isinstance(prompt, str)
         ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         self._check(ids, params)
@@ -186,6 +190,7 @@ class LLM:
                     params=others if choice else params,
                     choice=choice,
                     arrival_time=time.monotonic(),
+                    cache_salt=cache_salt,
                 ),
                 TextStream(self.tokenizer, params),
             )
@@ -243,6 +248,7 @@ class LLM:
             raise GenerationError(f"{delta.request_id}: {delta.error}.")
         if delta.prompt_logprobs is not None:
             job.prompt_logprobs = delta.prompt_logprobs
+        answer.num_cached_tokens = max(answer.num_cached_tokens, delta.num_cached_tokens)
         job.first_token_time = job.first_token_time or time.monotonic()
         text = answer.stream.push(delta)
         answer.text.append(text.text)

@@ -23,6 +23,7 @@ class Answer:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_cached_tokens: int = 0
     finish_reason: FinishReason = FinishReason.ABORT
     stop_reason: str | int | None = None
 
@@ -77,6 +78,7 @@ def make_output(job: Job, tokenizer: Tokenizer) -> RequestOutput:
             None if entry is None else _logprobs(entry, tokenizer) for entry in job.prompt_logprobs
         ],
         outputs=[_completion(index, answer, tokenizer) for index, answer in enumerate(job.answers)],
+        num_cached_tokens=job.answers[0].num_cached_tokens,
         metrics=RequestMetrics(ttft_s=first - job.start_time, e2e_s=job.end_time - job.start_time),
     )
 

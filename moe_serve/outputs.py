@@ -45,4 +45,5 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
+    num_cached_tokens: int = 0  # of the prompt, for the first answer
     finished: bool = True

@@ -16,6 +16,8 @@ from moe_kernels.kernels import KVPages
 from moe_serve.config import PAGE_SIZE
 from moe_serve.model.spec import ModelSpec
 
+_PAGES_AT_ONCE = 256  # that `finite` copies of a layer
+
 
 class KVCache:
     """Keys [P + 1, Hkv, 16, D] and values [P + 1, Hkv, 16, Dv] by layer, zeroed.
@@ -31,6 +33,10 @@ class KVCache:
         self.layers = tuple(
             _zeroed_pages(spec, num_pages + 1, dtype, device) for _ in range(spec.num_layers)
         )
+        is_latent = spec.latent is not None  # then the values are a part of the keys
+        self._parts = [
+            part for layer in self.layers for part in (layer.keys, layer.values)[: 2 - is_latent]
+        ]
 
     def rows(
         self, tables: Sequence[Sequence[int]], starts: Sequence[int], counts: Sequence[int]
@@ -51,9 +57,33 @@ class KVCache:
     def clear(self, pages: Sequence[int]) -> None:
         """Zero some pages in every layer."""
         index = torch.tensor(pages, dtype=torch.int64, device=self.layers[0].keys.device)
-        for layer in self.layers:
-            layer.keys.index_fill_(0, index, 0)
-            layer.values.index_fill_(0, index, 0)
+        for part in self._parts:
+            part.index_fill_(0, index, 0)
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages, (from, to) each. All are read before any is written."""
+        device = self.layers[0].keys.device
+        sources, targets = torch.tensor(pairs, dtype=torch.int64, device=device).unbind(1)
+        for part in self._parts:
+            part.index_copy_(0, targets, part.index_select(0, sources))
+
+    def finite(self, pages: Sequence[int]) -> list[bool]:
+        """For each page, whether all its keys and values are finite numbers.
+
+        NaN and infinity survive a sum, so one sum per page tells. (Finite values near the end of
+        fp32 could overflow it: then a sound page is called unsound, and is only not shared.)
+        """
+        verdicts: list[bool] = []
+        for start in range(0, len(pages), _PAGES_AT_ONCE):
+            index = torch.tensor(
+                pages[start : start + _PAGES_AT_ONCE], device=self.layers[0].keys.device
+            )
+            sums = [
+                part.index_select(0, index).flatten(1).sum(1, dtype=torch.float32)
+                for part in self._parts
+            ]
+            verdicts += torch.stack(sums).isfinite().all(0).tolist()
+        return verdicts
 
 
 def _zeroed_pages(

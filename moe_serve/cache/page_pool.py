@@ -5,8 +5,10 @@ Knows page numbers only, not what is in them.
 
 from __future__ import annotations
 
-from collections import Counter
+from array import array
 from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 
 class PagePool:
@@ -16,11 +18,14 @@ class PagePool:
         assert num_pages > 0, f"a pool needs a page, got {num_pages}"
         self.num_pages = num_pages
         self._free = list(range(num_pages, 0, -1))
-        self._references = [0] * (num_pages + 1)
+        self._references = array("q", bytes(8 * (num_pages + 1)))
 
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    def num_references(self, page: int) -> int:
+        return self._references[page]
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` free pages; the caller has checked `num_free`."""
@@ -29,6 +34,11 @@ class PagePool:
         for page in pages:
             self._references[page] = 1
         return pages
+
+    def share(self, page: int) -> None:
+        """One more owner for a page that has one."""
+        assert self._references[page] > 0, f"page {page} is free and cannot be shared"
+        self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> list[int]:
         """Give up one reference to each page; returns those that became free."""
@@ -43,11 +53,16 @@ class PagePool:
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Every page is free once, or held exactly as often as the owners' tables name it."""
-        held = Counter(page for table in tables for page in table)
-        assert len(set(self._free)) == len(self._free), "a page is on the free list twice"
-        free = set(self._free)
-        for page in range(1, self.num_pages + 1):
-            counted, recorded = held[page], self._references[page]
-            assert counted == recorded, f"page {page}: held {counted} times, recorded {recorded}"
-            assert (page in free) == (counted == 0), f"page {page}: free and held disagree"
-        assert held[0] == 0, "the empty page is in a table"
+        size = self.num_pages + 1
+        named = np.array([page for table in tables for page in table], dtype=np.int64)
+        held = np.bincount(named, minlength=size)
+        free = np.bincount(np.array(self._free, dtype=np.int64), minlength=size)
+        assert free.max() <= 1, "a page is on the free list twice"
+        assert held[0] == 0 and free[0] == 0, "the empty page is in a table"
+        recorded = np.frombuffer(self._references, np.int64)
+        wrong = np.flatnonzero(held != recorded).tolist()
+        assert not wrong, (
+            f"page {wrong[0]}: held {held[wrong[0]]} times, recorded {recorded[wrong[0]]}"
+        )
+        torn = (1 + np.flatnonzero((free[1:] == 1) != (held[1:] == 0))).tolist()
+        assert not torn, f"page {torn[0]}: free and held disagree"

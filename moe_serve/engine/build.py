@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from moe_serve.cache.kv_cache import KVCache
+from moe_serve.cache.model_identity import model_identity
 from moe_serve.cache.sizing import num_pages
 from moe_serve.config import PAGE_SIZE, EngineConfig, ModelConfig
 from moe_serve.engine.engine import Engine
@@ -74,6 +75,8 @@ def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> 
         micro_batches=config.pipeline.micro_batches,
         max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(folder, spec),
+        model_identity=model_identity(folder, str(loader.dtype), loader.kernels.name),
+        has_prefix_cache=config.cache.prefix_cache,
     )
     layout = Layout(
         folder=folder,

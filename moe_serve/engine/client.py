@@ -22,11 +22,15 @@ class EngineStats:
     num_running: int
     num_waiting: int
     num_pages: int
-    num_free_pages: int
+    num_free_pages: int  # that no sequence holds; those that only the prefix cache has count
     num_preemptions: int
     num_prompt_tokens: int
     num_generated_tokens: int
     is_alive: bool
+    num_cached_pages: int = 0  # in the prefix cache, used or not
+    num_evicted_pages: int = 0
+    num_queried_tokens: int = 0  # of prompts that were looked up
+    num_hit_tokens: int = 0  # of these, found
     death: str | None = None  # why it is not alive
     last_turn_age_s: float | None = None  # since the engine thread's loop last came round
 

@@ -11,10 +11,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from moe_serve.cache.page_pool import PagePool
+from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.config import PAGE_SIZE, SchedulerConfig
 from moe_serve.engine.batcher import make_step_plan
 from moe_serve.engine.client import EngineStats
+from moe_serve.engine.prefix_sharing import PrefixSharing
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.sampler import Sampled, Sampler, describe_tokens
 from moe_serve.engine.scheduler import Schedule, Scheduler
@@ -35,6 +36,14 @@ class StepRunner(Protocol):
         """Zero pages that a failed request may have left NaNs in."""
         ...
 
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy pages, (from, to) each; all are read before any is written."""
+        ...
+
+    def finite_pages(self, pages: list[int]) -> list[bool]:
+        """For each page, whether all that it holds is finite."""
+        ...
+
 
 class Engine:
     """`add` and `abort` requests, `step` while `has_work`."""
@@ -48,10 +57,15 @@ class Engine:
         micro_batches: int,
         max_model_len: int,
         eos_token_ids: frozenset[int],
+        model_identity: bytes = b"",
+        has_prefix_cache: bool = True,
     ) -> None:
         assert max_model_len <= num_pages * PAGE_SIZE, "one full sequence must fit the cache"
         self._runner = runner
-        self._scheduler = Scheduler(scheduler, PagePool(num_pages))
+        cache = PrefixCache(num_pages)
+        identity = model_identity if has_prefix_cache else None
+        sharing = PrefixSharing(cache, identity, runner.finite_pages)
+        self._scheduler = Scheduler(scheduler, cache, sharing)
         self._sampler = Sampler(eos_token_ids)
         self._eos, self._micro_batches = eos_token_ids, micro_batches
         self.max_model_len = max_model_len
@@ -84,7 +98,7 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request now; unknown or finished ids are ignored."""
         if request_id in self._sequences:
-            self._end(self._sequences[request_id])
+            self._end([self._sequences[request_id]])
             self._pending.append(
                 TokenDelta(request_id=request_id, finish_reason=FinishReason.ABORT)
             )
@@ -92,12 +106,18 @@ class Engine:
     def step(self) -> list[TokenDelta]:
         """Schedule, run, publish."""
         schedule = self._scheduler.schedule()
-        self._runner.clear_pages(self._scheduler.take_unproven_pages())
+        self._prepare_pages()
         deltas, self._pending = self._pending, []
         if schedule:
             deltas += self._run(schedule)
             self._num_steps += 1
         return deltas
+
+    def _prepare_pages(self) -> None:
+        """What pages must hold before the step writes to them."""
+        self._runner.clear_pages(self._scheduler.take_unproven_pages())
+        self._runner.copy_pages(self._scheduler.sharing.copies)
+        self._scheduler.sharing.end_copies()
 
     def _run(self, schedule: Schedule) -> list[TokenDelta]:
         """One step's deltas. If it raises, every sequence runs alone: the boundary of a fault."""
@@ -112,13 +132,17 @@ class Engine:
         return self._publish(plan, schedule, logits)
 
     def stats(self) -> EngineStats:
-        pool = self._scheduler.pool
+        cache, sharing = self._scheduler.cache, self._scheduler.sharing
         return EngineStats(
             num_steps=self._num_steps,
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
-            num_pages=pool.num_pages,
-            num_free_pages=pool.num_free,
+            num_pages=cache.num_pages,
+            num_free_pages=cache.num_available,
+            num_cached_pages=cache.num_cached,
+            num_evicted_pages=cache.num_evicted,
+            num_queried_tokens=sharing.num_queried_tokens,
+            num_hit_tokens=sharing.num_hit_tokens,
             num_preemptions=self._scheduler.num_preemptions,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generated_tokens=self._num_generated_tokens,
@@ -163,7 +187,11 @@ class Engine:
                 return [self._fail(sequences[0], f"sampling failed: {error}")]
             alone = zip(logits.split(1), sequences, strict=True)
             return [delta for row, sequence in alone for delta in self._sample(row, [sequence])]
-        return [self._advance(s, token) for s, token in zip(sequences, sampled, strict=True)]
+        deltas = [self._advance(s, token) for s, token in zip(sequences, sampled, strict=True)]
+        is_open = (None, FinishReason.ERROR)  # a failed one has ended already
+        pairs = zip(sequences, deltas, strict=True)
+        self._end([s for s, delta in pairs if delta.finish_reason not in is_open])
+        return deltas
 
     def _collect_prompt_logprobs(self, sequence: Sequence, count: int, logits: Tensor) -> None:
         start = sequence.num_computed_tokens
@@ -172,7 +200,7 @@ class Engine:
         sequence.prompt_logprobs += describe_tokens(logits[: len(following)], following, num_top)
 
     def _advance(self, sequence: Sequence, sampled: Sampled) -> TokenDelta:
-        """Append a sampled token; end the request if it is the last."""
+        """Append a sampled token. The caller ends the request if it is the last."""
         if not sampled.is_valid:
             return self._fail(sequence, "the model produced NaN for this request")
         prompt_logprobs = None
@@ -183,8 +211,6 @@ class Engine:
         sequence.append(sampled.token_id)
         self._num_generated_tokens += 1
         reason = self._finish_reason(sequence, sampled.token_id)
-        if reason is not None:
-            self._end(sequence)
         return TokenDelta(
             request_id=sequence.request.request_id,
             token_ids=(sampled.token_id,),
@@ -192,6 +218,7 @@ class Engine:
             prompt_logprobs=prompt_logprobs,
             finish_reason=reason,
             stop_token_id=sampled.token_id if reason is FinishReason.STOP else None,
+            num_cached_tokens=sequence.num_cached_tokens,
         )
 
     def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
@@ -205,14 +232,15 @@ class Engine:
         is_done = params.max_tokens is not None and sequence.num_output_tokens >= params.max_tokens
         return FinishReason.LENGTH if is_full or is_done else None
 
-    def _end(self, sequence: Sequence) -> None:
-        del self._sequences[sequence.request.request_id]
-        self._scheduler.remove(sequence)
+    def _end(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            del self._sequences[sequence.request.request_id]
+        self._scheduler.remove(sequences)
 
     def _fail(self, sequence: Sequence, why: str) -> TokenDelta:
         """End one request with an error; its pages are zeroed before anyone else gets them."""
-        sequence.is_proven = False
-        self._end(sequence)
-        self._runner.clear_pages(self._scheduler.take_unproven_pages())
         request_id = sequence.request.request_id
+        del self._sequences[request_id]
+        self._scheduler.discard(sequence)
+        self._runner.clear_pages(self._scheduler.take_unproven_pages())
         return TokenDelta(request_id=request_id, finish_reason=FinishReason.ERROR, error=why)

@@ -4,14 +4,20 @@ One rule for prompts and answers alike: every running sequence has tokens that a
 and a step computes some of them under a token budget. Sequences with one token left (decode) go
 first, then prompts in order of arrival, then new arrivals. When pages run out, the sequence that
 arrived last gives its pages back and waits to be computed again.
+
+A sequence starts with what is cached of its tokens. If a sequence that runs is just computing its
+next page, it waits for that page, and those behind it may start first.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
 
-from moe_serve.cache.page_pool import PagePool
+from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.config import SchedulerConfig
+from moe_serve.engine.prefix_sharing import Offer, PrefixSharing
 from moe_serve.engine.sequence import Sequence
 
 Schedule = dict[int, tuple[Sequence, int]]  # sequence id -> (sequence, tokens to compute)
@@ -20,8 +26,8 @@ Schedule = dict[int, tuple[Sequence, int]]  # sequence id -> (sequence, tokens t
 class Scheduler:
     """Owns the waiting and running sequences and their page tables."""
 
-    def __init__(self, config: SchedulerConfig, pool: PagePool) -> None:
-        self._config, self.pool = config, pool
+    def __init__(self, config: SchedulerConfig, cache: PrefixCache, sharing: PrefixSharing) -> None:
+        self._config, self.cache, self.sharing = config, cache, sharing
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival
         self.num_preemptions = 0
@@ -32,15 +38,28 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
+        self.sharing.register(sequence)
         self.waiting.append(sequence)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is, and free its pages."""
-        if sequence.is_running:
-            self._stop(sequence)
-        else:
-            self.waiting.remove(sequence)
-        self._release(sequence)
+    def remove(self, sequences: Iterable[Sequence]) -> None:
+        """Take sequences out, wherever they are. Pages that a valid token vouches for stay cached
+        if their values are finite; the others are free."""
+        sequences = list(sequences)
+        self.sharing.give(s for s in sequences if s.is_proven)
+        for sequence in sequences:
+            if sequence.is_running:
+                self._stop(sequence)
+            else:
+                self.waiting.remove(sequence)
+            self._release(sequence)
+
+    def discard(self, sequence: Sequence) -> None:
+        """Take a failed sequence out. The pages that it computed leave the cache too, but for those
+        that somebody else uses by now: what failed once is not trusted for long."""
+        own = sequence.page_table[sequence.num_found_pages : sequence.num_shared_pages]
+        sequence.is_proven = False
+        self.remove([sequence])
+        self._unproven_pages += self.cache.forget(own)
 
     def schedule(self) -> Schedule:
         """Choose the step's sequences and give them the pages that they need."""
@@ -60,29 +79,53 @@ class Scheduler:
 
     def _admit(self, budget: int, chosen: Schedule) -> None:
         """Start waiting sequences while there is budget, a seat, and pages for the whole prompt."""
-        while self.waiting and budget and len(self.running) < self._config.max_num_seqs:
+        if self.waiting and budget and self._has_seat:
+            self.sharing.give(self.running)  # what the last steps computed, for those who wait
+        passed: list[Sequence] = []
+        while self.waiting and budget and self._has_seat:
             sequence = self.waiting[0]
-            if sequence.num_missing_pages(sequence.num_tokens + 1) > self._num_unpromised_pages():
-                return
+            offer = self.sharing.find(sequence, self.running)
+            if offer is None:
+                passed.append(self.waiting.popleft())
+                continue
+            if offer.copied_page and not self._fits(sequence, offer):
+                offer = replace(offer, copied_page=0, num_copied_tokens=0)
+            if not self._fits(sequence, offer):
+                break
             self.waiting.popleft()
-            self.running.append(sequence)
-            sequence.is_running = True
+            self._start(sequence, offer)
             count = min(sequence.num_pending_tokens, budget)
             self._grow(sequence, count)
             chosen[sequence.id] = (sequence, count)
             budget -= count
+        self.waiting.extendleft(reversed(passed))
+
+    @property
+    def _has_seat(self) -> bool:
+        return len(self.running) < self._config.max_num_seqs
+
+    def _start(self, sequence: Sequence, offer: Offer) -> None:
+        self.running.append(sequence)
+        sequence.is_running = True
+        self.sharing.take(sequence, offer)
+
+    def _fits(self, sequence: Sequence, offer: Offer) -> bool:
+        """Whether pages are left for the rest of the sequence when it holds what it is offered."""
+        missing = sequence.num_missing_pages(sequence.num_tokens + 1) - len(offer.pages)
+        taken = missing + self.cache.num_idle(offer.held_pages)
+        return taken <= self._num_unpromised_pages()
 
     def _num_unpromised_pages(self) -> int:
-        """Free pages less those that running prompts will still take."""
+        """Available pages less those that running prompts will still take."""
         promised = sum(max(0, s.num_missing_pages(s.num_tokens)) for s in self.running)
-        return self.pool.num_free - promised
+        return self.cache.num_available - promised
 
     def _make_room(self, sequence: Sequence, count: int, chosen: Schedule) -> bool:
         """Pages for `count` more tokens, at the cost of the latest arrivals; False if it is one."""
         if not sequence.is_running:
             return False  # preempted a moment ago
         needed = sequence.num_missing_pages(sequence.num_computed_tokens + count)
-        while needed > self.pool.num_free:
+        while needed > self.cache.num_available:
             victim = self.running[-1]
             self._preempt(victim, chosen)
             if victim is sequence:
@@ -93,9 +136,10 @@ class Scheduler:
     def _grow(self, sequence: Sequence, count: int) -> None:
         missing = sequence.num_missing_pages(sequence.num_computed_tokens + count)
         if missing > 0:
-            sequence.page_table += self.pool.allocate(missing)
+            sequence.page_table += self.cache.allocate(missing)
 
     def _preempt(self, victim: Sequence, chosen: Schedule) -> None:
+        self.sharing.give([victim])  # what is not evicted soon need not be computed again
         self._stop(victim)
         self._release(victim)
         victim.restart()
@@ -113,14 +157,16 @@ class Scheduler:
         return pages
 
     def _release(self, sequence: Sequence) -> None:
-        freed = self.pool.release(sequence.page_table)
+        self.sharing.stop_computing(sequence)
+        freed = self.cache.release(sequence.page_table)
         sequence.page_table = []
-        if not sequence.is_proven:
+        if not (sequence.is_proven and sequence.is_sound):
             self._unproven_pages += freed
 
     def check_integrity(self) -> None:
-        """The pool and the tables agree, and only running sequences hold pages."""
-        self.pool.check_integrity(s.page_table for s in self.running)
+        """Pool, tree and tables agree, and only running sequences hold pages."""
+        self.cache.check_integrity(s.page_table for s in self.running)
+        self.sharing.check_integrity(self.running)
         for sequence in self.waiting:
             assert not sequence.page_table, f"waiting sequence {sequence.id} holds pages"
         for sequence in self.running:

@@ -7,6 +7,7 @@ import secrets
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_serve.cache.page_key import following_keys, token_array
 from moe_serve.config import PAGE_SIZE
 from moe_serve.engine.request import GenerationRequest, TokenLogprob
 
@@ -20,13 +21,19 @@ class Sequence:
     """
 
     __slots__ = (
+        "awaited_key",
         "id",
         "is_proven",
         "is_running",
+        "is_sound",
+        "num_cached_tokens",
         "num_computed_tokens",
+        "num_found_pages",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_shared_pages",
         "output_counts",
+        "page_keys",
         "page_table",
         "prompt_logprobs",
         "request",
@@ -44,7 +51,13 @@ class Sequence:
         self.num_preemptions = 0
         self.is_running = False  # kept by the scheduler
         self.is_proven = True  # nothing computed since the last token that was sampled and valid
+        self.is_sound = True  # no page of it was found to hold NaN or infinity
         self.page_table: list[int] = []
+        self.num_shared_pages = 0  # at the table's beginning: others can find them
+        self.num_found_pages = 0  # of these, how many it found when it started
+        self.num_cached_tokens = 0  # of the prompt, not computed for this request
+        self.page_keys: list[bytes] = []  # the root's and those of its full pages; none: no cache
+        self.awaited_key: bytes | None = None  # of a page that another sequence is computing
         self.output_counts: dict[int, int] = {}
         has_repetition = request.params.repetition_penalty != 1.0
         self.seen = dict.fromkeys(self.token_ids if has_repetition else ())  # an ordered set
@@ -73,6 +86,22 @@ class Sequence:
         """Pages to add so that the table covers `num_tokens` tokens."""
         return -(-num_tokens // PAGE_SIZE) - len(self.page_table)
 
+    @property
+    def num_full_pages(self) -> int:
+        """Pages that are computed to their end: nothing is written to them any more."""
+        return self.num_computed_tokens // PAGE_SIZE
+
+    @property
+    def can_share(self) -> bool:
+        return bool(self.page_keys) and self.is_sound
+
+    def extend_keys(self, num_pages: int) -> None:
+        """Make `page_keys` reach over the first `num_pages` pages; they must be full of tokens."""
+        known = len(self.page_keys) - 1
+        if num_pages > known:
+            tokens = token_array(self.token_ids[known * PAGE_SIZE : num_pages * PAGE_SIZE])
+            self.page_keys += following_keys(self.page_keys[-1], tokens)
+
     def pending(self, count: int) -> NDArray[np.int64]:
         """The next `count` tokens to compute."""
         start = self.num_computed_tokens
@@ -88,5 +117,6 @@ class Sequence:
         """Forget what was computed (the pages are gone); the tokens stay."""
         self.num_computed_tokens = 0
         self.is_proven = True
+        self.num_shared_pages = self.num_found_pages = 0
         self.num_preemptions += 1
         self.prompt_logprobs = []

@@ -39,7 +39,8 @@ def chat_router(server: ServerContext) -> APIRouter:
             default_max_tokens=None,
             max_tokens_field=body.max_tokens_field,
         )
-        requests = build_engine_requests(response_id, [prompt], params, limits)
+        salt = body.cache_salt or ""
+        requests = build_engine_requests(response_id, [prompt], params, limits, salt)
         head = ResponseHead(
             id=response_id,
             object="chat.completion.chunk" if body.stream else "chat.completion",

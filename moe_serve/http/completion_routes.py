@@ -72,7 +72,8 @@ def _engine_requests(
         vocab_size=server.generations.engine.vocab_size,
         default_max_tokens=DEFAULT_COMPLETION_TOKENS,
     )
-    return build_engine_requests(response_id, prompts, body.sampling_params(), limits)
+    params, salt = body.sampling_params(), body.cache_salt or ""
+    return build_engine_requests(response_id, prompts, params, limits, salt)
 
 
 async def _echoes(

@@ -25,7 +25,11 @@ class TokenLimits:
 
 
 def build_engine_requests(
-    response_id: str, prompts: Sequence[Prompt], params: SamplingParams, limits: TokenLimits
+    response_id: str,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    limits: TokenLimits,
+    cache_salt: str = "",
 ) -> list[GenerationRequest]:
     """One request per prompt and choice, in the order of the answer's `choices`.
 
@@ -56,6 +60,7 @@ def build_engine_requests(
                     params=fitting if choice == 0 else others,
                     choice=choice,
                     arrival_time=now,
+                    cache_salt=cache_salt,
                 )
             )
     return requests

@@ -19,6 +19,7 @@ from moe_serve.errors import InvalidRequestError
 MAX_STOP_TOKEN_IDS = 128
 MAX_MESSAGES = 4096
 MAX_FIELDS = 256  # of one object
+MAX_SALT_CHARS = 256
 
 _REASONS = {
     "bool_type": "must be true or false",
@@ -103,6 +104,7 @@ MessageList = Annotated[
     Field(fail_fast=True, json_schema_extra={"minItems": 1, "maxItems": MAX_MESSAGES}),
     _at_most("messages", MAX_MESSAGES, at_least=1),
 ]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)]
 Content = Annotated[str | list[Any], BeforeValidator(_check_content_type)]
 
 

@@ -115,14 +115,24 @@ class _EngineCollector(Collector):
             "num_requests_running": ("Sequences in the batch.", stats.num_running),
             "num_requests_waiting": ("Sequences in the queue.", stats.num_waiting),
             "kv_cache_usage_perc": (
-                "Share of the KV pages in use, 0 to 1.",
+                "Share of the KV pages that sequences hold, 0 to 1.",
                 num_used_pages / max(1, stats.num_pages),
             ),
+            "prefix_cache_pages": ("KV pages in the prefix cache.", stats.num_cached_pages),
         }
         counters = {
             "prompt_tokens": ("Prompt tokens computed.", stats.num_prompt_tokens),
             "generation_tokens": ("Tokens generated.", stats.num_generated_tokens),
             "num_preemptions": ("Sequences put back for want of pages.", stats.num_preemptions),
+            "prefix_cache_queries": (
+                "Prompt tokens looked up in the prefix cache.",
+                stats.num_queried_tokens,
+            ),
+            "prefix_cache_hits": ("Prompt tokens found there.", stats.num_hit_tokens),
+            "prefix_cache_evictions": (
+                "Pages that left the prefix cache for want of pages.",
+                stats.num_evicted_pages,
+            ),
             "engine_steps": ("Steps of the engine.", stats.num_steps),
         }
         for name, (text, value) in gauges.items():

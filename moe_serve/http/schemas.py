@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from moe_serve.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from moe_serve.errors import InvalidRequestError
 from moe_serve.http.field_types import (
+    CacheSalt,
     Content,
     Int,
     LogitBias,
@@ -88,6 +89,7 @@ class GenerationBody(_Schema):
     best_of: Int | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    cache_salt: CacheSalt | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

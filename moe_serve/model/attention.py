@@ -1,6 +1,7 @@
 """The attention of one layer, without its norm and residual: two kinds, one call.
 
-T tokens, D model width, H query heads, L latent width, R rotated width of a latent query.
+T tokens, D model width, H query heads, L latent width, R rotated width of a latent query,
+P positions.
 """
 
 from __future__ import annotations
@@ -61,13 +62,17 @@ class LatentAttention:
     key_up: HeadLinear  # [T, H, nope] -> [T, H, L]: the keys' up-projection, absorbed
     value_up: HeadLinear  # [T, H, L] -> [T, H, value_dim]
     rotary: RotaryTable
+    query_scale_P: Tensor | None = None  # fp32: what the query of each position is times
 
     def __call__(self, x_TD: Tensor, inputs: StepInputs, pages: KVPages) -> Tensor:
         a = self.shape
         q = x_TD
         if self.query_down is not None and self.query_norm is not None:
             q = self.kernels.rms_norm(self.query_down(x_TD), self.query_norm, a.norm_eps)
-        q_THC = self.query(q).view(len(x_TD), a.num_heads, -1)
+        q = self.query(q)
+        if self.query_scale_P is not None:
+            q = q * self.query_scale_P[inputs.positions][:, None].to(q.dtype)
+        q_THC = q.view(len(x_TD), a.num_heads, -1)
         attended_THL = self.kernels.attend_latent(
             self.key_up(q_THC[..., : a.nope_dim]),
             q_THC[..., a.nope_dim :],

@@ -1,6 +1,6 @@
 """From a layer's attention weights, as the checkpoint has them, to a ready Attention.
 
-H heads, D width of a head, R rotated values of it, L latent width.
+H heads, D width of a head, R rotated values of it, L latent width, P positions.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ class AttentionLoader:
         self._tables = {rope: make_rotary_table(rope, max_positions, device) for rope in ropes}
         self._rotary = self._tables[spec.rope]
         self._unrotated = self._rotary
+        self._query_scale = _query_scale(spec, max_positions, device)
         if not all(layer.has_rotation for layer in spec.layers):
-            self._unrotated = _unrotated_table(spec, max_positions, device)
+            table = identity_table(spec.rope.dim, max_positions, device)
+            self._unrotated = RotaryTable(table.cos, table.signed_sin, self._query_scale)
 
     def load(self, layer: int, weights: Weights) -> Attention:
         """`weights` by the keys of `attention_table`; nothing of them is kept."""
@@ -98,6 +100,7 @@ class AttentionLoader:
             key_up=kernels.head_linear(key_HNL.transpose(1, 2)),
             value_up=kernels.head_linear(value_HVL),
             rotary=self._rotary,
+            query_scale_P=self._query_scale,
         )
 
     def _reorder(self, rows: Tensor, head_rows: int, first: int) -> Tensor:
@@ -116,11 +119,11 @@ class AttentionLoader:
         return heads[:, order].reshape(rows.shape)
 
 
-def _unrotated_table(spec: ModelSpec, num_positions: int, device: torch.device) -> RotaryTable:
-    table = identity_table(spec.rope.dim, num_positions, device)
+def _query_scale(spec: ModelSpec, num_positions: int, device: torch.device) -> Tensor | None:
+    """What the query of each position is times, [P] in fp32; None: nothing."""
     temperature = spec.query_temperature
     if temperature is None:
-        return table
-    steps = torch.floor((torch.arange(num_positions).float() + 1.0) / temperature.floor_scale)
-    scale = torch.log1p(steps) * temperature.scale + 1.0
-    return RotaryTable(table.cos, table.signed_sin, scale.to(device))
+        return None
+    positions = torch.arange(num_positions).float() + temperature.shift
+    steps = torch.floor(positions / temperature.floor_scale)
+    return (torch.log1p(steps) * temperature.scale + 1.0).to(device)

@@ -60,12 +60,14 @@ class SharedExpertSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryTemperature:
-    """Queries of layers without rotation grow with their position p:
-    1 + scale * ln(1 + floor((p + 1) / floor_scale)) (Nakanishi, Scalable-Softmax, 2025).
+    """Queries grow with their position p: 1 + scale * ln(1 + floor((p + shift) / floor_scale))
+    (Nakanishi, Scalable-Softmax, 2025). Those of layers without rotation; with latent attention,
+    of all layers.
     """
 
     scale: float
     floor_scale: float
+    shift: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,8 @@ def _of_router(spec: ModelSpec) -> str | None:
         return f"num_experts_per_tok ({r.top_k}) exceeds num_experts ({r.num_experts})"
     if r.num_experts % r.num_groups:
         return f"{r.num_experts} experts do not make {r.num_groups} equal groups (n_group)"
+    if r.num_groups_kept > r.num_groups:
+        return f"topk_group ({r.num_groups_kept}) exceeds n_group ({r.num_groups})"
     size = r.num_experts // r.num_groups
     if r.num_groups > 1 and r.num_groups_kept * size < r.top_k:
         return (

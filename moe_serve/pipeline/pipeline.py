@@ -57,6 +57,15 @@ class Pipeline:
         if pages:
             self._cache.clear(pages)
 
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy pages, (from, to) each: a sequence goes on where another one's page leaves off."""
+        if pairs:
+            self._cache.copy(pairs)
+
+    def finite_pages(self, pages: list[int]) -> list[bool]:
+        """For each page, whether what it holds is finite in every layer."""
+        return self._cache.finite(pages) if pages else []
+
     def _take_off(self, batch: MicroBatch) -> _Flight:
         stage = self._stage
         inputs = make_step_inputs(batch, self._cache, stage.spec, stage.kernels, self._device)

@@ -1,4 +1,7 @@
-"""A pipeline without a model: the next token is a hash of the last token and its position."""
+"""A pipeline without a model, but with pages: the next token is a hash of all tokens before it.
+
+Every token is read back from the pages, so a wrong, stale or overwritten page changes the answer.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,23 @@ from torch import Tensor
 from moe_serve.model.step_plan import StepPlan
 
 VOCAB_SIZE = 50
+PAGE_SIZE = 16
+NAN = -1  # in a slot: what was written there is not finite
 
 
-def next_token(last_token: int, position: int) -> int:
-    """Never 0, so that no test ends by accident."""
-    return 1 + (last_token * 31 + position * 17) % (VOCAB_SIZE - 1)
+def next_token(tokens: list[int]) -> int:
+    """Never 0 and never the last id, so that no test ends or fails by accident."""
+    state = 7
+    for token in tokens:
+        state = (state * 31 + token + 17) % 1_000_003
+    return 1 + state % (VOCAB_SIZE - 2)
 
 
 def continuation(prompt: list[int], count: int) -> list[int]:
     """What the fake model answers."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens[-1], len(tokens) - 1))
+        tokens.append(next_token(tokens))
     return tokens[len(prompt) :]
 
 
@@ -29,29 +37,61 @@ class FakeRunner:
     def __init__(self) -> None:
         self.plans: list[StepPlan] = []
         self.cleared: list[int] = []
+        self.copied: list[tuple[int, int]] = []
+        self.slots: dict[int, list[int]] = {}  # page -> its tokens
         self.fails_next = False
         self.nan_after_token: int | None = None
         self.fails_on_token: int | None = None
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return sum(len(piece.token_ids) for plan in self.plans for piece in plan.slices)
 
     def run(self, plan: StepPlan) -> Tensor:
         self.plans.append(plan)
         if self.fails_next:
             self.fails_next = False
             raise RuntimeError("the device is on fire")
-        rows = []
         for piece in plan.slices:
             if self.fails_on_token in piece.token_ids:
                 raise RuntimeError(f"token {self.fails_on_token} is poison")
+            self._write(piece.start, piece.token_ids.tolist(), piece.page_table)
+        rows = []
+        for piece in plan.slices:
             end = piece.start + len(piece.token_ids)
-            assert len(piece.page_table) * 16 >= end, "a slice has pages for its tokens"
-            for position in range(end - piece.num_logits, end):
-                token = int(piece.token_ids[position - piece.start])
-                row = torch.zeros(VOCAB_SIZE)
-                row[next_token(token, position)] = 5.0
-                if token == self.nan_after_token:
-                    row[:] = float("nan")
-                rows.append(row)
+            rows += self._rows(end - piece.num_logits, end, piece.page_table)
         return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
 
     def clear_pages(self, pages: list[int]) -> None:
         self.cleared += pages
+        for page in pages:
+            self.slots[page] = [0] * PAGE_SIZE
+
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        self.copied += pairs
+        contents = [list(self.slots[source]) for source, _ in pairs]
+        for (_, target), content in zip(pairs, contents, strict=True):
+            self.slots[target] = content
+
+    def finite_pages(self, pages: list[int]) -> list[bool]:
+        return [NAN not in self.slots[page] for page in pages]
+
+    def _write(self, start: int, tokens: list[int], table: tuple[int, ...]) -> None:
+        assert len(table) * PAGE_SIZE >= start + len(tokens), "a slice has pages for its tokens"
+        for position, token in enumerate(tokens, start):
+            page = self.slots.setdefault(table[position // PAGE_SIZE], [0] * PAGE_SIZE)
+            page[position % PAGE_SIZE] = NAN if token == self.nan_after_token else token
+
+    def _rows(self, first: int, end: int, table: tuple[int, ...]) -> list[Tensor]:
+        """Logits of positions [first, end). NaN anywhere in a page spoils a row, also behind it:
+        a masked value is multiplied by 0."""
+        rows = []
+        for position in range(first, end):
+            pages = table[: position // PAGE_SIZE + 1]
+            slots = [slot for page in pages for slot in self.slots[page]]
+            row = torch.zeros(VOCAB_SIZE)
+            row[next_token(slots[: position + 1])] = 5.0
+            if NAN in slots:
+                row[:] = float("nan")
+            rows.append(row)
+        return rows

@@ -123,7 +123,7 @@ def test_a_full_context_ends_by_length() -> None:
 
 
 def test_stop_tokens_eos_min_tokens_and_ignore_eos() -> None:
-    answer = continuation([9], 10)
+    answer = continuation([11], 10)
     eos = frozenset({answer[2]})
     cases = {
         "eos": ({}, answer[:3], FinishReason.STOP),
@@ -132,12 +132,12 @@ def test_stop_tokens_eos_min_tokens_and_ignore_eos() -> None:
     }
     for name, (params, expected, reason) in cases.items():
         engine = make_engine(FakeRunner(), eos=eos)
-        engine.add(request(name, [9], **params))
+        engine.add(request(name, [11], **params))
         deltas = run(engine)[name]
         assert tokens(deltas) == expected, name
         assert deltas[-1].finish_reason is reason, name
     engine = make_engine(FakeRunner(), eos=eos)
-    engine.add(request("min", [9], min_tokens=6))
+    engine.add(request("min", [11], min_tokens=6))
     assert len(tokens(run(engine)["min"])) >= 6
 
 

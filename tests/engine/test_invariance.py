@@ -1,4 +1,7 @@
-"""A request's tokens and log probabilities are bit for bit its own: company, cuts, preemption."""
+"""A request's tokens and log probabilities are bit for bit its own: company, cuts, preemption.
+
+Without the prefix cache: what is compared was computed. With it: test_prefix_cache.py.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def content(output: RequestOutput) -> tuple[object, object]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_alone_and_among_31_others(tiny: str, kernels: KernelsName, dtype: Dtype) -> None:
     prompts, params = prompts_and_params(32)
-    with LLM(tiny, kernels=kernels, dtype=dtype) as llm:
+    with LLM(tiny, kernels=kernels, dtype=dtype, prefix_cache=False) as llm:
         together = llm.generate(prompts, params, use_progress_bar=False)
         for index in (0, 1, 13, 30, 31):
             (alone,) = llm.generate([prompts[index]], [params[index]], use_progress_bar=False)
@@ -52,7 +55,7 @@ def test_any_chunks_micro_batches_and_preemptions(
     tiny: str, kernels: KernelsName, dtype: Dtype
 ) -> None:
     prompts, params = prompts_and_params(12)
-    with LLM(tiny, kernels=kernels, dtype=dtype) as llm:
+    with LLM(tiny, kernels=kernels, dtype=dtype, prefix_cache=False) as llm:
         plain = llm.generate(prompts, params, use_progress_bar=False)
     for budget, micro_batches, pages in ((9, 1, None), (64, 3, None), (64, 2, 11)):
         with LLM(
@@ -63,6 +66,7 @@ def test_any_chunks_micro_batches_and_preemptions(
             micro_batches=micro_batches,
             num_pages=pages,
             max_model_len=160,
+            prefix_cache=False,
         ) as llm:
             outputs = llm.generate(prompts, params, use_progress_bar=False)
             if pages is not None:
@@ -74,7 +78,7 @@ def test_any_chunks_micro_batches_and_preemptions(
 def test_a_seed_gives_its_text_whatever_else_runs(tiny: str) -> None:
     seeded = SamplingParams(max_tokens=20, temperature=1.0, seed=11, ignore_eos=True)
     unseeded = SamplingParams(max_tokens=20, temperature=1.0, ignore_eos=True)
-    with LLM(tiny) as llm:
+    with LLM(tiny, prefix_cache=False) as llm:
         (alone,) = llm.generate([[5, 6, 7]], seeded, use_progress_bar=False)
         crowd = llm.generate(
             [[9, 8]] * 5 + [[5, 6, 7]] + [[1]] * 5,
@@ -89,7 +93,7 @@ def test_a_seed_gives_its_text_whatever_else_runs(tiny: str) -> None:
 
 def test_choices_of_one_seed_differ_and_repeat(tiny: str) -> None:
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=5, n=4, ignore_eos=True)
-    with LLM(tiny) as llm:
+    with LLM(tiny, prefix_cache=False) as llm:
         first, second = (
             [o.token_ids for o in llm.generate([[3, 4]], params, use_progress_bar=False)[0].outputs]
             for _ in range(2)

@@ -27,7 +27,11 @@ TINY: dict[str, Any] = {  # what nearly every config calls the same
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`randomise(name, tensor)` may fill a tensor in place itself, and then returns True."""
+    """`randomise(name, tensor)` may fill a tensor in place itself, and then returns True.
+
+    `model_class`: where AutoModelForCausalLM does not know the config (text beside vision).
+    """
 
     config: transformers.PreTrainedConfig
     randomise: Callable[[str, Tensor], bool] | None = None
+    model_class: type[transformers.PreTrainedModel] | None = None

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 in small, with odd widths; YaRN stretches a context of 32 positions."""
+"""DeepSeek-V2, V3 and their kin in small, with odd widths; YaRN stretches 32 positions."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CASES = {
             routed_scaling_factor=4.0,
             attention_bias=True,
             mlp_bias=True,
-            rope_parameters=_YARN | {"mscale": 1.2, "mscale_all_dim": 0.6},
+            rope_parameters=_YARN | {"beta_fast": 1.0, "mscale": 1.2, "mscale_all_dim": 0.6},
         )
     ),
     "deepseek_v3-groups": Case(
@@ -96,5 +96,19 @@ CASES = {
                 "partial_rotary_factor": 1.0,
             },
         )
+    ),
+    "mistral4": Case(  # queries grow at positions 32, 64 and 96
+        transformers.Mistral4Config(
+            **_LATENT,
+            q_lora_rank=28,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=1.5,
+            rope_parameters=_YARN
+            | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+        ),
+        model_class=transformers.Mistral4ForCausalLM,
     ),
 }

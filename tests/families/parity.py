@@ -30,7 +30,10 @@ _NUM_POSITIONS = 100  # of the logits that are compared
 def write_checkpoint(folder: Path, case: Case) -> Path:
     """Random weights in fp32; norms, biases, sinks and selection biases are random too."""
     torch.manual_seed(case.config.get_text_config().hidden_size)
-    model = _auto_class(case.config).from_config(case.config, dtype=torch.float32)
+    if case.model_class is None:
+        model = _auto_class(case.config).from_config(case.config, dtype=torch.float32)
+    else:
+        model = case.model_class(case.config)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if case.randomise is not None and case.randomise(name, tensor):
@@ -59,8 +62,10 @@ def byte_tokenizer() -> Tokenizer:
 
 @cache
 def reference(folder: Path) -> transformers.PreTrainedModel:
-    auto_class = _auto_class(transformers.AutoConfig.from_pretrained(folder))
-    return auto_class.from_pretrained(folder, dtype=torch.float32).eval()
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model_class = getattr(transformers, config.architectures[0])
+    model: transformers.PreTrainedModel = model_class.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
 
 
 def _auto_class(config: transformers.PreTrainedConfig) -> Any:
@@ -81,7 +86,7 @@ def check_logits(folder: Path, kernels: KernelsName) -> None:
     (prompt,) = random_prompts((_NUM_POSITIONS,))
     expected = _reference_logits(folder)
     for chunk in (_NUM_POSITIONS, 7):
-        error = (_logits(folder, kernels, prompt, chunk) - expected).abs().max()
+        error = (model_logits(folder, kernels, prompt, chunk) - expected).abs().max()
         error /= expected.abs().max()
         assert error < 1e-4, f"{folder.name}, {kernels}, {chunk=}, {error=:.2e}"
 
@@ -113,7 +118,7 @@ def check_invariance(folder: Path, kernels: KernelsName) -> None:
             assert mine.logprobs == theirs.logprobs, where
 
 
-def _logits(folder: Path, kernels: KernelsName, prompt: list[int], chunk: int) -> Tensor:
+def model_logits(folder: Path, kernels: KernelsName, prompt: list[int], chunk: int) -> Tensor:
     cpu = torch.device("cpu")
     loader = ModelLoader(folder, kernels=kernels)
     kv = KVCache(loader.spec, 9, torch.float32, cpu)

@@ -12,11 +12,13 @@ from moe_serve.model.families import (
     glm4_moe,
     glm4_moe_lite,
     gpt_oss,
+    granitemoe,
     hunyuan_v1_moe,
     hy_v3,
     llama4,
     mellum,
     minimax_m2,
+    mistral4,
     mixtral,
     olmoe,
     qwen2_moe,
@@ -38,11 +40,13 @@ FAMILIES: tuple[Family, ...] = (
     glm4_moe.WITH_VISION,
     glm4_moe_lite.FAMILY,
     gpt_oss.FAMILY,
+    granitemoe.FAMILY,
     hunyuan_v1_moe.FAMILY,
     hy_v3.FAMILY,
     llama4.FAMILY,
     mellum.FAMILY,
     minimax_m2.FAMILY,
+    mistral4.FAMILY,
     mixtral.FAMILY,
     olmoe.FAMILY,
     qwen2_moe.FAMILY,
@@ -51,6 +55,13 @@ FAMILIES: tuple[Family, ...] = (
     solar_open.FAMILY,
 )
 
+_REFUSED = {  # near relatives of what is served, and what they have that is not
+    "DeepseekV32ForCausalLM": "sparse attention, whose indexer chooses the keys of each query",
+    "DeepseekV4ForCausalLM": "compressed sparse attention and hyper-connections",
+    "GlmMoeDsaForCausalLM": "sparse attention, whose indexer chooses the keys of each query",
+    "LongcatFlashForCausalLM": "experts without weights and two attentions in a layer",
+}
+
 
 def family_of(config: HFConfig) -> Family:
     """The family that serves the architecture; CheckpointError with those there are, if none."""
@@ -58,6 +69,11 @@ def family_of(config: HFConfig) -> Family:
     for family in FAMILIES:
         if architecture in family.architectures:
             return family
+    if architecture in _REFUSED:
+        raise config.error(
+            "architectures",
+            f"is {architecture!r}, which is not served: it has {_REFUSED[architecture]}",
+        )
     known = ", ".join(sorted(name for family in FAMILIES for name in family.architectures))
     raise config.error(
         "architectures", f"is {architecture!r}, which is not served; served: {known}"

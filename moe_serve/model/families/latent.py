@@ -9,7 +9,7 @@ from moe_kernels.attention_shape import LatentShape
 from moe_kernels.routing import RouterShape
 from moe_serve.model.families.common import decoder_basics
 from moe_serve.model.hf_config import HFConfig
-from moe_serve.model.hf_rope import read_rope, yarn_softmax_factor
+from moe_serve.model.hf_rope import read_rope, rope_values, yarn_softmax_factor
 from moe_serve.model.rope import RopeSpec
 from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec, SharedExpertSpec
 
@@ -43,7 +43,7 @@ def latent_decoder(
             "has_attention_bias": has_bias,
             "has_output_bias": has_bias,
             "router": router,
-            "rope": latent_rope(config, head_dim=latent.rope_dim),
+            "rope": latent_rope(config, latent),
             **more,
         },
     )
@@ -52,12 +52,13 @@ def latent_decoder(
 def latent_shape(config: HFConfig) -> LatentShape:
     """Every head has a key of its own, so there is no number of key/value heads to choose."""
     config.require("use_mla", True, default=True)
+    config.require("index_topk", None, default=None)  # sparse attention
     num_heads = config.positive_int("num_attention_heads")
     num_kv_heads = config.positive_int("num_key_value_heads", default=num_heads)
     if num_kv_heads != num_heads:
         raise config.error(
             "num_key_value_heads",
-            f"is {num_kv_heads}; with latent attention it must be num_attention_heads ({num_heads})",
+            f"is {num_kv_heads}; latent attention has as many as num_attention_heads ({num_heads})",
         )
     nope_dim = config.positive_int("qk_nope_head_dim")
     rope_dim = config.positive_int("qk_rope_head_dim")
@@ -74,14 +75,20 @@ def latent_shape(config: HFConfig) -> LatentShape:
     )
 
 
-def latent_rope(config: HFConfig, *, head_dim: int) -> RopeSpec:
-    """The whole rotary part is rotated; a `partial_rotary_factor` of `head_dim` must say so."""
-    rope_dim = config.positive_int("qk_rope_head_dim")
-    is_interleaved = bool(config.get("rope_interleave", True))
-    rope = read_rope(config, head_dim=head_dim, is_interleaved=is_interleaved)
-    if rope.dim != rope_dim:
+def latent_rope(config: HFConfig, latent: LatentShape) -> RopeSpec:
+    """The whole rotary part is rotated; it is all of it, or its share of a whole head, if the
+    config states a `partial_rotary_factor`."""
+    share = rope_values(config).get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    is_share_of_head = share is not None and share != 1.0
+    rope = read_rope(
+        config,
+        head_dim=latent.rope_dim + (latent.nope_dim if is_share_of_head else 0),
+        is_interleaved=bool(config.get("rope_interleave", True)),
+    )
+    if rope.dim != latent.rope_dim:
         raise config.error(
-            "partial_rotary_factor", f"rotates {rope.dim} of the {rope_dim} rotary values, not all"
+            "partial_rotary_factor",
+            f"is {share!r}, which does not give qk_rope_head_dim ({latent.rope_dim})",
         )
     return rope
 
@@ -138,7 +145,7 @@ def router_numbers(config: HFConfig, *, scaling: float) -> dict[str, Any]:
     }
 
 
-def expert_groups(config: HFConfig) -> dict[str, int]:
+def expert_groups(config: HFConfig) -> dict[str, Any]:
     """Of RouterShape: the groups that experts are chosen from."""
     return {
         "num_groups": config.positive_int("n_group", default=1),

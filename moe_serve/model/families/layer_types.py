@@ -8,12 +8,12 @@ from moe_serve.model.hf_config import HFConfig
 
 
 def layer_types(
-    config: HFConfig, served: Sequence[str], default: Callable[[int], str]
+    config: HFConfig, served: Sequence[str], default: Callable[[int], str] | None = None
 ) -> tuple[str, ...]:
     """One of `served` for each layer; where the config has no list, what `default(layer)` says."""
     num_layers = config.positive_int("num_hidden_layers")
     kinds = config.get("layer_types")
-    if kinds is None:
+    if kinds is None and default is not None:
         return tuple(default(layer) for layer in range(num_layers))
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise config.error("layer_types", f"must name the kind of each of {num_layers} layers")

@@ -1,0 +1,32 @@
+"""What tells two checkpoints apart, for the keys of cached pages.
+
+Reads config.json whole, and of every weight file its size, its header (names, shapes, dtypes) and
+a few samples: a fine-tune differs from its base in values only. No tensor is loaded.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from pathlib import Path
+
+_NUM_SAMPLES = 8  # per file
+_SAMPLE_BYTES = 4096
+_MAX_HEADER_BYTES = 100 * 2**20  # what the format allows
+
+
+def model_identity(folder: Path, *details: str) -> bytes:
+    """32 bytes that are the same for the same checkpoint and `details` (dtype, kernels, ...)."""
+    digest = sha256()
+    for detail in details:
+        digest.update(f"{len(detail)}:{detail}".encode())
+    digest.update((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            num_header_bytes = int.from_bytes(file.read(8), "little")
+            digest.update(file.read(min(num_header_bytes, _MAX_HEADER_BYTES)))
+            for i in range(_NUM_SAMPLES):
+                file.seek(i * max(0, size - _SAMPLE_BYTES) // max(1, _NUM_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.digest()

@@ -1,0 +1,47 @@
+"""The name of a page's content: a chain of SHA-256 hashes from the root to the page.
+
+    root          = sha256(model identity, adapter, salt)
+    key of page i = sha256(key of page i - 1, its 16 token ids)     page -1 is the root
+
+Two pages have one key only if model, adapter, salt and every token up to the page's end are the
+same, so a key also names the content to another rank or a slower tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.config import PAGE_SIZE
+
+TOKEN_DTYPE = np.dtype("<i4")
+_PAGE_BYTES = PAGE_SIZE * TOKEN_DTYPE.itemsize
+
+
+def root_key(model_identity: bytes, adapter_id: int, cache_salt: str) -> bytes:
+    """What stands before the first page. Each part goes in with its length, so that none runs into
+    the next: ("ab", "c") is 2 ab 1 c, and ("a", "bc") is 1 a 2 bc.
+    """
+    digest = sha256()
+    salt = cache_salt.encode("utf-8", "surrogatepass")
+    for part in (model_identity, str(adapter_id).encode(), salt):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()
+
+
+def token_array(token_ids: Sequence[int]) -> NDArray[np.int32]:
+    """Token ids as the keys hash them."""
+    return np.array(token_ids, dtype=TOKEN_DTYPE)
+
+
+def following_keys(parent: bytes, tokens: NDArray[np.int32]) -> list[bytes]:
+    """The keys of the whole pages that `tokens` fill after the page (or root) `parent`."""
+    data, keys = tokens.tobytes(), []
+    for end in range(_PAGE_BYTES, len(data) + 1, _PAGE_BYTES):
+        parent = sha256(parent + data[end - _PAGE_BYTES : end]).digest()
+        keys.append(parent)
+    return keys

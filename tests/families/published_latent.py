@@ -1,0 +1,201 @@
+"""What the configs of published models with latent attention say (2024 to 2026)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_serve.model.families import family_of
+from moe_serve.model.hf_config import HFConfig
+from moe_serve.model.spec import ModelSpec
+from moe_serve.model.spec_check import check_spec
+
+
+def spec_of(values: dict[str, Any]) -> ModelSpec:
+    config = HFConfig(values, "config.json")
+    family = family_of(config)
+    spec = family.read_spec(config.text())
+    check_spec(spec, config)
+    return spec
+
+
+_YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
+_COMMON: dict[str, Any] = {  # alike in all of DeepSeek's
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 163_840,
+    "rope_theta": 10_000,
+    "rope_scaling": _YARN,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_layer_freq": 1,
+    "ep_size": 1,
+    "seq_aux": True,
+    "aux_loss_alpha": 0.001,
+    "pretraining_tp": 1,
+}
+V2_LITE = _COMMON | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "vocab_size": 102_400,
+    "eos_token_id": 100_001,
+    "hidden_size": 2048,
+    "intermediate_size": 10_944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+}
+V2_CHAT = V2_LITE | {
+    "hidden_size": 5120,
+    "intermediate_size": 12_288,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 60,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "n_routed_experts": 160,
+    "n_group": 8,
+    "topk_group": 3,
+    "topk_method": "group_limited_greedy",
+    "routed_scaling_factor": 16.0,
+}
+V3 = _COMMON | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 129_280,
+    "eos_token_id": 1,
+    "hidden_size": 7168,
+    "intermediate_size": 18_432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "rope_scaling": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+}
+KIMI_K2 = V3 | {
+    "model_type": "kimi_k2",
+    "vocab_size": 163_840,
+    "eos_token_id": 163_586,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "n_routed_experts": 384,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+    "max_position_embeddings": 131_072,
+    "rope_theta": 50_000.0,
+    "rope_scaling": _YARN
+    | {"factor": 32.0, "beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+}
+GLM_FLASH = {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "hidden_act": "silu",
+    "dtype": "bfloat16",
+    "attention_bias": False,
+    "vocab_size": 154_880,
+    "eos_token_id": [154_820, 154_827, 154_829],
+    "hidden_size": 2048,
+    "intermediate_size": 10_240,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 47,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 202_752,
+    "partial_rotary_factor": 1.0,
+    "rope_scaling": None,
+    "rope_theta": 1_000_000,
+    "tie_word_embeddings": False,
+}
+MISTRAL_SMALL_4 = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "model_type": "mistral3",
+    "dtype": "bfloat16",
+    "text_config": {
+        "model_type": "mistral4",
+        "vocab_size": 131_072,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "q_lora_rank": 1024,
+        "kv_lora_rank": 256,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "first_k_dense_replace": 0,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 1_048_576,
+        "rope_parameters": {
+            "type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 128.0,
+            "original_max_position_embeddings": 8192,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+}
