@@ -6,7 +6,7 @@ from moe_kernels.kernels import GatedActivation
 from moe_kernels.routing import RouterShape
 from moe_serve.model.families.common import decoder_basics, grouped_attention, head_dim_of
 from moe_serve.model.families.family import Family
-from moe_serve.model.families.layer_types import attention_of_layers, sliding_where
+from moe_serve.model.families.layer_types import layer_types
 from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.hf_rope import read_rope
 from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec
@@ -15,18 +15,30 @@ from moe_serve.model.tensor_names import ExpertNames, TensorNames
 _MLP = "model.layers.{layer}.mlp."
 
 
+def _alternating(layer: int) -> str:
+    return "full_attention" if layer % 2 else "sliding_attention"
+
+
 def _read_spec(config: HFConfig) -> ModelSpec:
     config.require("hidden_act", "silu", default="silu")
     rope = read_rope(config, head_dim=head_dim_of(config), theta=150_000.0)
-    alternating = [layer % 2 == 0 for layer in range(config.positive_int("num_hidden_layers"))]
-    attentions = attention_of_layers(
-        config, grouped_attention(config, rope, has_sinks=True), sliding_where(alternating)
-    )
+    attention_of = {
+        "full_attention": grouped_attention(config, rope, has_sinks=True),
+        "sliding_attention": grouped_attention(
+            config,
+            rope,
+            has_sinks=True,
+            sliding_window=config.positive_int("sliding_window", default=128),
+        ),
+    }
     has_bias = bool(config.get("attention_bias", True))
     return ModelSpec(
         **decoder_basics(config, norm_eps=1e-5),
         family="gpt_oss",
-        layers=tuple(LayerSpec(attention=attention) for attention in attentions),
+        layers=tuple(
+            LayerSpec(attention=attention_of[kind])
+            for kind in layer_types(config, tuple(attention_of), _alternating)
+        ),
         expert_width=config.positive_int("intermediate_size"),
         activation=GatedActivation(
             alpha=config.number("swiglu_alpha", 1.702),

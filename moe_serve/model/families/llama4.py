@@ -56,7 +56,7 @@ def _layers(config: HFConfig, rope: RopeSpec, norm_eps: float) -> tuple[LayerSpe
     kinds = layer_types(
         config,
         ("chunked_attention", "full_attention"),
-        ["chunked_attention" if is_rotated else "full_attention" for is_rotated in rotated],
+        lambda layer: "chunked_attention" if rotated[layer] else "full_attention",
     )
     chunk = config.get("attention_chunk_size", 8192)
 

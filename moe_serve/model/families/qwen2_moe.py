@@ -5,7 +5,7 @@ from __future__ import annotations
 from moe_kernels.routing import RouterShape
 from moe_serve.model.families.common import decoder_basics, grouped_attention, head_dim_of
 from moe_serve.model.families.family import Family
-from moe_serve.model.families.layer_types import attention_of_layers, sliding_where
+from moe_serve.model.families.windows import attention_of_layers, sliding_where
 from moe_serve.model.families.qwen3_moe import sparse_layers
 from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.hf_rope import read_rope
