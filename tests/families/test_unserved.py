@@ -8,7 +8,6 @@ from published import refusal_of
 _UNSERVED = [
     # Layers of linear attention, state spaces or convolutions among the layers of attention.
     "BailingMoeV2_5ForCausalLM",
-    "GraniteMoeHybridForCausalLM",
     "JambaForCausalLM",
     "KimiLinearForCausalLM",
     "Lfm2MoeForCausalLM",
