@@ -17,7 +17,7 @@ def _read_spec(config: HFConfig) -> ModelSpec:
     basics = decoder_basics(config, norm_eps=1e-6)
     rope = read_rope(config, head_dim=head_dim_of(config))
     attention = grouped_attention(config, rope, qk_norm="head", norm_eps=basics["norm_eps"])
-    first_window = config.get("max_window_layers", 62)
+    first_window = config.number("max_window_layers", 62)
     has_window = config.get("sliding_window") is not None
     windows = windowed_layers(config, attention, lambda i: has_window and i >= first_window)
     has_bias = bool(config.get("attention_bias", False))
