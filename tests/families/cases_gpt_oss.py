@@ -8,7 +8,7 @@ import transformers
 from case import TINY, Case
 from torch import Tensor
 
-_COMMON: dict[str, Any] = TINY | {
+COMMON: dict[str, Any] = TINY | {
     "num_hidden_layers": 4,
     "head_dim": 16,
     "intermediate_size": 40,
@@ -35,10 +35,10 @@ def _beyond_the_limit(name: str, tensor: Tensor) -> bool:
 
 
 CASES = {
-    "gpt_oss": Case(transformers.GptOssConfig(**_COMMON), _beyond_the_limit),
+    "gpt_oss": Case(transformers.GptOssConfig(**COMMON), _beyond_the_limit),
     "gpt_oss-other-layers": Case(
         transformers.GptOssConfig(
-            **_COMMON
+            **COMMON
             | {
                 "head_dim": 24,
                 "num_key_value_heads": 4,

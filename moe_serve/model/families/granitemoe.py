@@ -52,7 +52,7 @@ def _has_rotation(config: HFConfig) -> bool:
     if config.architecture() != _HYBRID:
         return True
     layer_types(config, ("attention", "full_attention"))
-    return config.get("position_embedding_type") == "rope"
+    return bool(config.get("position_embedding_type") == "rope")
 
 
 def _shared_width(config: HFConfig) -> int:
