@@ -1,4 +1,4 @@
-"""Warm is cold: with the prefix cache, tokens and log probabilities are bit for bit the computed ones."""
+"""Warm is cold: with cached prefixes, tokens and log probabilities are the same bit for bit."""
 
 from __future__ import annotations
 
