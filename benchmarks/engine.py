@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -25,6 +26,7 @@ from harness.work import DTYPES, Work
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the engines are ended too
     parser = _parser()
     arguments = parser.parse_args()
     if arguments.gguf is None and any(peer.engine == "llama.cpp" for peer in arguments.peer):

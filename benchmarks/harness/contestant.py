@@ -33,7 +33,8 @@ class Contestant:
     """`command` speaks the protocol of `worker`. The process leads a group of its children.
 
     The group is stopped while it has nothing to answer: an engine that polls for work would take
-    cycles from the one whose turn it is.
+    cycles from the one whose turn it is. It is no session of its own, so that the system ends it
+    if we are killed before we can.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], folder: Path):
@@ -47,7 +48,7 @@ class Contestant:
             stderr=self._log,
             cwd=folder,
             env=environment,
-            start_new_session=True,
+            preexec_fn=os.setpgrp,
         )
         self.memory = TreeMemory(self._process.pid)
 

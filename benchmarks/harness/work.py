@@ -43,11 +43,6 @@ class Work:
         single = self.single_prompt + self.single_output
         return max(single, self.batch_prompt + self.batch_output, self.prefill_prompt + 1)
 
-    @property
-    def num_kv_tokens(self) -> int:
-        """Tokens that a KV cache must hold at once, at most."""
-        return max(self.longest, self.batch_size * (self.batch_prompt + self.batch_output))
-
     def kinds(self) -> tuple[Kind, ...]:
         """The one-token answers are there to be taken off the long ones."""
 

@@ -61,5 +61,5 @@ def _settings(num_threads: int) -> dict[str, str]:
     }
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     if openmp.exists():
-        settings["LD_PRELOAD"] = str(openmp)
+        settings["LD_PRELOAD"] = ":".join(filter(None, [os.environ.get("LD_PRELOAD"), str(openmp)]))
     return settings
