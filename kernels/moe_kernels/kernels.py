@@ -81,6 +81,48 @@ class KVPages:
     values: Tensor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFrontParts:
+    """What grouped-query attention and the router of a layer are made of. In a layer without
+    routed experts `router`, its shape and its bias are None."""
+
+    attention_norm: Tensor
+    qkv: Linear
+    qk_norm: QKNormWeights | None
+    sinks_H: Tensor | None
+    rotary: RotaryTable
+    shape: AttentionShape
+    output: Linear
+    moe_norm: Tensor
+    norm_eps: float
+    router: RouterLinear | None
+    router_shape: RouterShape | None
+    selection_bias_E: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class FrontResult:
+    """The residual stream after attention, the normed rows, and what the router chose for them."""
+
+    hidden_TD: Tensor
+    x_TD: Tensor
+    expert_ids_TK: Tensor | None
+    weights_TK: Tensor | None
+
+
+class LayerFront(Protocol):
+    """Norm, attention, residual, norm, router: all between two visits to the experts, in a call."""
+
+    def __call__(
+        self,
+        hidden_TD: Tensor,
+        positions: Tensor,
+        kv_rows: Tensor,
+        pages: KVPages,
+        plan: Any,
+    ) -> FrontResult: ...
+
+
 class Kernels(Protocol):
     """A set of kernels for one device and dtype. `AttentionPlan` is the set's own type."""
 
@@ -155,4 +197,12 @@ class Kernels(Protocol):
         self, logits_TE: Tensor, shape: RouterShape, selection_bias_E: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """-> ids (int64, ascending in a row) and weights (fp32), [T, K] each. All input fp32."""
+        ...
+
+    def layer_front(self, parts: LayerFrontParts) -> LayerFront | None:
+        """The parts as one call, with the same results bit for bit; None: not in this set."""
+        ...
+
+    def add(self, hidden_TD: Tensor, out_TD: Tensor, more_TD: Tensor | None) -> Tensor:
+        """hidden + (out + more) rounded to hidden's dtype; `out` and `more` are fp32."""
         ...

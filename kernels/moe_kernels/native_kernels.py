@@ -25,11 +25,13 @@ from moe_kernels.kernels import (
     GatedActivation,
     HeadLinear,
     KVPages,
+    LayerFrontParts,
     Linear,
     RouterLinear,
 )
 from moe_kernels.native_attention import NativePlan
 from moe_kernels.native_experts import NativeExperts
+from moe_kernels.native_front import NativeFront
 from moe_kernels.native_library import SUFFIXES, Float, Int, NativeLibrary, address
 from moe_kernels.native_linear import NativeHeadLinear, NativeLinear, NativeRouterLinear
 from moe_kernels.routing import RouterShape
@@ -55,6 +57,7 @@ class NativeKernels:
         self.name = f"native C++ ({SUFFIXES[dtype]})"
         self._native = NativeLibrary(library, dtype, num_threads)
         self._rms_norm = self._native.function("moe_rms_norm")
+        self._add = self._native.function("moe_add")
         self._route = library.moe_route
         self._routers: dict[RouterShape, _RouterStruct] = {}
 
@@ -124,9 +127,7 @@ class NativeKernels:
     def route(
         self, logits_TE: Tensor, shape: RouterShape, selection_bias_E: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        router = self._routers.get(shape)
-        if router is None:
-            router = self._routers[shape] = _router_struct(shape, self._native.threads)
+        router = self._router(shape)
         num_rows = logits_TE.shape[0]
         ids_TK = torch.empty(num_rows, shape.top_k, dtype=torch.int64)
         weights_TK = torch.empty(num_rows, shape.top_k, dtype=torch.float32)
@@ -135,6 +136,24 @@ class NativeKernels:
             ids_TK.data_ptr(), weights_TK.data_ptr(), num_rows,
         )  # fmt: skip
         return ids_TK, weights_TK
+
+    def layer_front(self, parts: LayerFrontParts) -> NativeFront:
+        shape = parts.router_shape
+        return NativeFront(self._native, parts, None if shape is None else self._router(shape))
+
+    def add(self, hidden_TD: Tensor, out_TD: Tensor, more_TD: Tensor | None) -> Tensor:
+        result_TD = torch.empty_like(hidden_TD)
+        self._add(
+            hidden_TD.data_ptr(), out_TD.data_ptr(), address(more_TD), result_TD.data_ptr(),
+            hidden_TD.numel(),
+        )  # fmt: skip
+        return result_TD
+
+    def _router(self, shape: RouterShape) -> _RouterStruct:
+        router = self._routers.get(shape)
+        if router is None:
+            router = self._routers[shape] = _router_struct(shape, self._native.threads)
+        return router
 
 
 def _router_struct(shape: RouterShape, threads: int) -> _RouterStruct:

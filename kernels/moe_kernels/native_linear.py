@@ -56,6 +56,15 @@ class NativeLinear:
         self._function = native.function("moe_linear")
         self._packed = _Packed(native, weight_NK[None], bias_N)
 
+    @property
+    def pointer(self) -> int:
+        """Of the struct that describes it, for kernels that are made of others."""
+        return self._packed.pointer
+
+    @property
+    def num_outputs(self) -> int:
+        return self._packed.num_outputs
+
     def __call__(self, x_TK: Tensor, residual_TN: Tensor | None = None) -> Tensor:
         num_rows, row_step = x_TK.shape[0], x_TK.stride(0)
         assert x_TK.stride(1) == 1, f"rows of the input must be contiguous, not {x_TK.stride()}"
@@ -97,6 +106,11 @@ class NativeRouterLinear:
     def __init__(self, native: NativeLibrary, weight_ED: Tensor, bias_E: Tensor | None) -> None:
         self._function = native.function("moe_router_linear")
         self._packed = _Packed(native, weight_ED.float()[None], bias_E)
+
+    @property
+    def pointer(self) -> int:
+        """Of the struct that describes it, for kernels that are made of others."""
+        return self._packed.pointer
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         num_rows, row_step = x_TD.shape[0], x_TD.stride(0)

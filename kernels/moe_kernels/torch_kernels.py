@@ -16,7 +16,7 @@ from moe_kernels.attention_shape import (
     StepTokens,
 )
 from moe_kernels.expert_mlp import ExpertMLP, routed_experts
-from moe_kernels.kernels import ExpertBank, ExpertWeights, GatedActivation, KVPages
+from moe_kernels.kernels import ExpertBank, ExpertWeights, GatedActivation, KVPages, LayerFrontParts
 from moe_kernels.linear import FastLinear, make_linear
 from moe_kernels.norm import rms_norm, rotate
 from moe_kernels.paged_attention import paged_attention
@@ -137,6 +137,14 @@ class TorchKernels:
         self, logits_TE: Tensor, shape: RouterShape, selection_bias_E: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         return route(logits_TE, shape, selection_bias_E)
+
+    def layer_front(self, parts: LayerFrontParts) -> None:
+        return None
+
+    def add(self, hidden_TD: Tensor, out_TD: Tensor, more_TD: Tensor | None) -> Tensor:
+        if more_TD is not None:
+            out_TD = out_TD + more_TD
+        return hidden_TD + out_TD.to(hidden_TD.dtype)
 
 
 def _split(

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from experts.routed_rows import RoutedRows
-from moe_kernels.kernels import Kernels, Linear, RouterLinear
+from moe_kernels.kernels import Kernels, LayerFront, LayerFrontParts, Linear, RouterLinear
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.model.attention import Attention
+from moe_serve.model.attention import Attention, GroupedQueryAttention
 from moe_serve.model.dense_mlp import DenseMLP
 from moe_serve.model.spec import ModelSpec
 from moe_serve.model.step_inputs import StepInputs
@@ -43,6 +43,14 @@ class AttentionLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class Advance:
+    """The residual stream before the routed experts, and what goes to them; None: a dense layer."""
+
+    hidden_TD: Tensor
+    routed: Routed | None
+
+
+@dataclass(frozen=True, slots=True)
 class Routed:
     """The normed rows, for the shared expert, and what goes to the routed ones."""
 
@@ -66,12 +74,58 @@ class AttentionStage:
         self.spec, self.kernels = spec, kernels
         self._embedding, self._layers = embedding, tuple(layers)
         self._final_norm, self._head = final_norm, head
+        self._fronts = tuple(self._front(layer) for layer in self._layers)
 
     def embed(self, inputs: StepInputs) -> Tensor:
         """-> the residual stream [T, D]."""
         hidden_TD = F.embedding(inputs.token_ids, self._embedding)
         multiplier = self.spec.embedding_multiplier
         return hidden_TD if multiplier == 1.0 else hidden_TD * multiplier
+
+    def _front(self, layer: AttentionLayer) -> LayerFront | None:
+        """The layer's attention and router as one call, if the kernels have that."""
+        attention, router, spec = layer.attention, layer.router, self.spec
+        if not isinstance(attention, GroupedQueryAttention):
+            return None
+        if spec.residual_multiplier != 1.0 or spec.router.is_weighing_inputs:
+            return None
+        return self.kernels.layer_front(
+            LayerFrontParts(
+                attention_norm=layer.attention_norm,
+                qkv=attention.qkv,
+                qk_norm=attention.qk_norm,
+                sinks_H=attention.sinks_H,
+                rotary=attention.rotary,
+                shape=attention.shape,
+                output=layer.output,
+                moe_norm=layer.moe_norm,
+                norm_eps=spec.norm_eps,
+                router=None if router is None else router.linear,
+                router_shape=None if router is None else spec.router.shape,
+                selection_bias_E=None if router is None else router.selection_bias_E,
+            )
+        )
+
+    def advance(self, layer: int, hidden_TD: Tensor, inputs: StepInputs, cache: KVCache) -> Advance:
+        """A layer up to its routed experts: attention, and the router or the dense MLP."""
+        front, weights = self._fronts[layer], self._layers[layer]
+        if front is None:
+            hidden_TD = self.attend(layer, hidden_TD, inputs, cache)
+            if weights.router is None:
+                return Advance(self.dense(layer, hidden_TD), None)
+            return Advance(hidden_TD, self.route(layer, hidden_TD))
+        done = front(
+            hidden_TD,
+            inputs.positions,
+            inputs.kv_rows,
+            cache.layers[layer],
+            inputs.attention[self.spec.layers[layer].attention],
+        )
+        if done.expert_ids_TK is None or done.weights_TK is None:
+            assert weights.mlp is not None, f"layer {layer} is neither sparse nor dense"
+            return Advance(self.add(done.hidden_TD, weights.mlp(done.x_TD)), None)
+        rows = RoutedRows(done.x_TD, done.expert_ids_TK, done.weights_TK)
+        return Advance(done.hidden_TD, Routed(done.x_TD, rows))
 
     def attend(self, layer: int, hidden_TD: Tensor, inputs: StepInputs, cache: KVCache) -> Tensor:
         """Norm, attention over the pages, residual -> [T, D]. Writes the new keys and values."""
@@ -81,9 +135,6 @@ class AttentionStage:
         if self.spec.residual_multiplier == 1.0:
             return weights.output(attended, hidden_TD)
         return self.add(hidden_TD, weights.output(attended))
-
-    def is_sparse(self, layer: int) -> bool:
-        return self.spec.layers[layer].is_sparse
 
     def dense(self, layer: int, hidden_TD: Tensor) -> Tensor:
         """Norm, the MLP of a layer without routed experts, residual -> [T, D]."""
@@ -111,11 +162,13 @@ class AttentionStage:
         mlp = self._layers[layer].mlp
         return None if mlp is None else mlp(x_TD)
 
-    def add(self, hidden_TD: Tensor, out_TD: Tensor) -> Tensor:
+    def add(self, hidden_TD: Tensor, out_TD: Tensor, more_TD: Tensor | None = None) -> Tensor:
         """The residual connection: a stage's output joins the stream."""
-        if self.spec.residual_multiplier != 1.0:
-            out_TD = out_TD * self.spec.residual_multiplier
-        return hidden_TD + out_TD.to(hidden_TD.dtype)
+        multiplier = self.spec.residual_multiplier
+        if multiplier == 1.0:
+            return self.kernels.add(hidden_TD, out_TD, more_TD)
+        total_TD = out_TD if more_TD is None else out_TD + more_TD
+        return hidden_TD + (total_TD * multiplier).to(hidden_TD.dtype)
 
     def logits(self, hidden_TD: Tensor, rows: Tensor) -> Tensor:
         """Final norm and head of some rows -> [rows, V] in fp32."""

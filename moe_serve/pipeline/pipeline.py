@@ -73,22 +73,18 @@ class Pipeline:
 
     def _fly(self, layer: int, index: int, flight: _Flight) -> None:
         """A layer's attention; its rows leave for the experts, unless the layer is dense."""
-        stage = self._stage
-        flight.hidden_TD = stage.attend(layer, flight.hidden_TD, flight.inputs, self._cache)
-        if not stage.is_sparse(layer):
-            flight.hidden_TD = stage.dense(layer, flight.hidden_TD)
+        advance = self._stage.advance(layer, flight.hidden_TD, flight.inputs, self._cache)
+        flight.hidden_TD = advance.hidden_TD
+        if advance.routed is None:
             return
-        routed = stage.route(layer, flight.hidden_TD)
-        self._transport.dispatch(layer, index, routed.rows)
+        self._transport.dispatch(layer, index, advance.routed.rows)
         flight.layer_away = layer
-        flight.shared_TD = stage.shared(layer, routed.x_TD)
+        flight.shared_TD = self._stage.shared(layer, advance.routed.x_TD)
 
     def _land(self, index: int, flight: _Flight) -> None:
         """Add the experts' sum to the residual stream."""
         if flight.layer_away is None:
             return
         out_TD = self._transport.combine(flight.layer_away, index)
-        if flight.shared_TD is not None:
-            out_TD = out_TD + flight.shared_TD
-        flight.hidden_TD = self._stage.add(flight.hidden_TD, out_TD)
+        flight.hidden_TD = self._stage.add(flight.hidden_TD, out_TD, flight.shared_TD)
         flight.layer_away = flight.shared_TD = None
