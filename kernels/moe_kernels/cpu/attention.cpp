@@ -9,8 +9,6 @@ struct Rotary {
   const float *cos, *sin, *query_scale;  // [P, R], [P, R], [P] or null
 };
 
-constexpr int64_t kMaxHeadDim = 1024;
-
 // A head of q or k, normed, rotated and scaled, into `out` (which may be x).
 template <class T>
 static inline void shape_head(const AttentionPlan& p, T* x, const T* weight, const Rotary& rotary,
@@ -53,9 +51,12 @@ static void attend(const AttentionPlan& p, T* qkv, const T* q_norm, const T* k_n
                    const int64_t* kv_rows, T* keys, T* values, T* out) {
   int64_t row = (p.num_heads + p.num_kv_heads) * p.head_dim + p.num_kv_heads * p.value_dim;
   AttentionJobs jobs(p, positions);
-  parallel_rows(jobs.threads, p.num_tokens, 4, [&](int64_t t) {
-    shape_token(p, qkv + t * row, q_norm, k_norm, rotary, positions[t],
-                kv_rows + t * p.num_kv_heads, keys, values);
+  constexpr int64_t kTokens = 4;  // in one job
+  int64_t threads = p.num_tokens >= 2 * kTokens ? p.threads : 1;
+  parallel_for((p.num_tokens + kTokens - 1) / kTokens, threads, [&](int64_t j) {
+    for (int64_t t = j * kTokens; t < std::min(p.num_tokens, (j + 1) * kTokens); ++t)
+      shape_token(p, qkv + t * row, q_norm, k_norm, rotary, positions[t],
+                  kv_rows + t * p.num_kv_heads, keys, values);
   });
   attend_jobs<T>(p, jobs, qkv, row, positions, {keys, p.head_dim}, {values, p.value_dim}, sinks,
                  out);

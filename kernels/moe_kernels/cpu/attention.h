@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "panels.h"
-#include "pool.h"
 #include "scratch.h"
+#include "threads.h"
 
 struct AttentionPlan {  // mirrored in native_attention.py
   const int64_t *sequences, *tables;  // [T], [S, max_pages]
@@ -20,7 +20,7 @@ struct AttentionPlan {  // mirrored in native_attention.py
   float scale, eps, clip;                            // clip: 0 is none
 };
 
-constexpr int64_t kKeys = kGroupColumns, kQueryRows = 64;
+constexpr int64_t kKeys = kGroupColumns, kQueryRows = 64, kMaxHeadDim = 1024;
 
 // Where a layer's keys and values lie: rows of pages [pages, Hkv, page_size], row_step values apart.
 template <class T>
@@ -82,29 +82,31 @@ static inline u32x16 value_units(const float* const* rows, int64_t d, int64_t co
 }
 
 static inline u32x16 value_units(const bf16* const* rows, int64_t d, int64_t count) {
-  u32x16 odd = rows[1] ? (u32x16)load_up_to(rows[1] + d, count) : u32x16{};
-  return (u32x16)load_up_to(rows[0] + d, count) >> 16 | odd;
+  return (u32x16)load_up_to(rows[0] + d, count) >> 16 | (u32x16)load_up_to(rows[1] + d, count);
 }
 
-// Keys [first, first + count) of a sequence, packed; likewise their values.
+// Keys [at, at + count) of a sequence, packed; likewise their values, with 0 for those that no row
+// of the block sees: whatever lies there may not be a number.
 template <class T>
-static void pack_keys_and_values(const AttentionPlan& p, Workspace<T>& work, const int64_t* table,
-                                 int64_t head, int64_t first, int64_t count, Rows<const T> keys,
+static void pack_keys_and_values(const AttentionPlan& p, Workspace<T>& work, const TokenBlock& block,
+                                 int64_t head, int64_t at, int64_t count, Rows<const T> keys,
                                  Rows<const T> values) {
+  static const T zeros[kMaxHeadDim] = {};
+  const int64_t* table = p.tables + p.sequences[block.first] * p.max_pages;
   int64_t value_width = panels(p.value_dim) * kLanes;
-  for (int64_t at = 0; at < count; at += kLanes) {
-    int64_t page = table[(first + at) / p.page_size], num_keys = std::min(kLanes, count - at);
-    int64_t row = (page * p.num_kv_heads + head) * p.page_size + (first + at) % p.page_size;
+  for (int64_t first = at; first < at + count; first += kLanes) {
+    int64_t num_keys = std::min(kLanes, at + count - first);
+    int64_t row = (table[first / p.page_size] * p.num_kv_heads + head) * p.page_size;
+    row += first % p.page_size;
     pack_panel(keys.data + row * keys.row_step, keys.row_step, num_keys, p.head_dim,
-               work.keys + at, kKeys);
+               work.keys + first - at, kKeys);
     for (int64_t i = 0; i < kLanes; i += kUnit<T>) {
-      uint32_t* out = work.values + (at + i) / kUnit<T> * value_width;
-      if (i >= num_keys) {
-        memset(out, 0, value_width * sizeof *out);
-        continue;
+      const T* pair[2];
+      for (int64_t k = 0; k < kUnit<T>; ++k) {
+        bool is_seen = first + i + k >= block.first_key && i + k < num_keys;
+        pair[k] = is_seen ? values.data + (row + i + k) * values.row_step : zeros;
       }
-      const T* pair[2] = {values.data + (row + i) * values.row_step, nullptr};
-      if (i + 1 < num_keys) pair[1] = pair[0] + values.row_step;
+      uint32_t* out = work.values + (first - at + i) / kUnit<T> * value_width;
       for (int64_t d = 0; d < p.value_dim; d += kLanes) {
         u32x16 v = value_units(pair, d, p.value_dim - d);
         memcpy(out + d, &v, sizeof v);
@@ -159,14 +161,14 @@ static inline void soften(int64_t num_panels, Rest&&... rest) {
 }
 
 // `count` query heads from `first_head` on, all of one KV head, for a block of tokens.
-// q: [T, H, D] with q_step values from token to token. out: [T, H, Dv].
+// q: [T, H, D] with q_step values from token to token. out: [T, H, Dv]. Returns whether all results
+// are finite.
 template <class T>
-static void attend_block(const AttentionPlan& p, Workspace<T>& work, const TokenBlock& block,
+static bool attend_block(const AttentionPlan& p, Workspace<T>& work, const TokenBlock& block,
                          int64_t first_head, int64_t count, const T* q, int64_t q_step,
                          const int64_t* positions, Rows<const T> keys, Rows<const T> values,
                          const float* sinks, T* out) {
   int64_t num_rows = block.count * count, value_width = panels(p.value_dim) * kLanes;
-  const int64_t* table = p.tables + p.sequences[block.first] * p.max_pages;
   const T *queries[kQueryRows], *weights[kQueryRows];
   for (int64_t r = 0; r < num_rows; ++r) {
     int64_t head = first_head + r % count;
@@ -181,7 +183,7 @@ static void attend_block(const AttentionPlan& p, Workspace<T>& work, const Token
   for (int64_t at = block.first_key / kKeys * kKeys; at < block.last_key; at += kKeys) {
     int64_t num_keys = std::min(kKeys, block.last_key - at), num_panels = panels(num_keys);
     int64_t kv_head = first_head / (p.num_heads / p.num_kv_heads);
-    pack_keys_and_values(p, work, table, kv_head, at, num_keys, keys, values);
+    pack_keys_and_values(p, work, block, kv_head, at, num_keys, keys, values);
     multiply_rows(queries, num_rows, p.head_dim, work.keys, kKeys, num_panels, work.scores, kKeys,
                   false);
     for (int64_t r = 0; r < num_rows; ++r) {
@@ -193,11 +195,29 @@ static void attend_block(const AttentionPlan& p, Workspace<T>& work, const Token
     multiply_rows(weights, num_rows, num_panels * kLanes, work.values, value_width,
                   value_width / kLanes, work.sums, value_width, true);
   }
+  f32x16 zero = {};  // NaN as soon as a result is not finite
   for (int64_t r = 0; r < num_rows; ++r) {
     T* to = out + ((block.first + r / count) * p.num_heads + first_head + r % count) * p.value_dim;
     float total = fold(load16(work.totals + r * kLanes));
-    for (int64_t d = 0; d < p.value_dim; d += kLanes)
-      store_up_to(to + d, load16(work.sums + r * value_width + d) / total, p.value_dim - d);
+    for (int64_t d = 0; d < p.value_dim; d += kLanes) {
+      f32x16 v = load16(work.sums + r * value_width + d) / total;
+      zero += v - v;
+      store_up_to(to + d, v, p.value_dim - d);
+    }
+  }
+  return fold(zero) == 0;
+}
+
+// A NaN among the keys that some rows of a block see must not reach the others (0 * NaN is NaN):
+// then every token is computed alone.
+template <class T, class... Rest>
+static void attend_block_safely(const AttentionPlan& p, Workspace<T>& work, const TokenBlock& block,
+                                int64_t first_head, int64_t count, const T* q, int64_t q_step,
+                                const int64_t* positions, Rest... rest) {
+  if (attend_block(p, work, block, first_head, count, q, q_step, positions, rest...)) return;
+  for (int64_t t = block.first; block.count > 1 && t < block.first + block.count; ++t) {
+    TokenBlock one{t, 1, first_visible(p, positions[t]), positions[t] + 1};
+    attend_block(p, work, one, first_head, count, q, q_step, positions, rest...);
   }
 }
 
@@ -225,12 +245,13 @@ static void attend_jobs(const AttentionPlan& p, const AttentionJobs& jobs, const
                         int64_t q_step, const int64_t* positions, Rows<const T> keys,
                         Rows<const T> values, const float* sinks, T* out) {
   int64_t group = p.num_heads / p.num_kv_heads, parts = jobs.jobs_per_block / p.num_kv_heads;
-  parallel_for(jobs.threads, jobs.count(), [&](int64_t j) {
+  parallel_for(jobs.count(), jobs.threads, [&](int64_t j) {
     static thread_local Workspace<T> work;
     work.reserve(p);
     int64_t part = j % jobs.jobs_per_block, first = part % parts * jobs.heads_per_job;
     int64_t count = std::min(jobs.heads_per_job, group - first);
-    attend_block(p, work, jobs.blocks[j / jobs.jobs_per_block], part / parts * group + first, count,
-                 q, q_step, positions, keys, values, sinks, out);
+    attend_block_safely(p, work, jobs.blocks[j / jobs.jobs_per_block],
+                        part / parts * group + first, count, q, q_step, positions, keys, values,
+                        sinks, out);
   });
 }

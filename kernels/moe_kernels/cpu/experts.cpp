@@ -4,8 +4,8 @@
 #include <vector>
 
 #include "panels.h"
-#include "pool.h"
 #include "scratch.h"
+#include "threads.h"
 
 struct Experts {  // mirrored in native_experts.py
   const uint32_t* const* gate_up;    // by expert: gate and up panels by turns; null: not here
@@ -16,7 +16,7 @@ struct Experts {  // mirrored in native_experts.py
   float alpha, limit, up_offset;  // limit: infinity if there is none
 };
 
-struct Job {  // some slots of one expert against one group of columns
+struct Part {  // some slots of one expert against one group of columns
   int64_t expert, first, count, group;
 };
 
@@ -35,15 +35,15 @@ struct Slots {
   int64_t count(int64_t expert) const { return starts[expert + 1] - starts[expert]; }
 };
 
-// Experts with most rows first, so that the last jobs are small ones.
-static std::vector<Job> cut(const Slots& slots, const std::vector<int64_t>& by_size,
-                            int64_t rows_per_job, int64_t num_groups) {
-  std::vector<Job> jobs;
+// Experts with most rows first, so that the last parts are small ones.
+static std::vector<Part> cut(const Slots& slots, const std::vector<int64_t>& by_size,
+                            int64_t rows_per_part, int64_t num_groups) {
+  std::vector<Part> parts;
   for (int64_t e : by_size)
-    for (int64_t r = 0; r < slots.count(e); r += rows_per_job)
+    for (int64_t r = 0; r < slots.count(e); r += rows_per_part)
       for (int64_t g = 0; g < num_groups; ++g)
-        jobs.push_back({e, slots.starts[e] + r, std::min(rows_per_job, slots.count(e) - r), g});
-  return jobs;
+        parts.push_back({e, slots.starts[e] + r, std::min(rows_per_part, slots.count(e) - r), g});
+  return parts;
 }
 
 static inline f32x16 activate(f32x16 gate, f32x16 up, const Experts& e) {
@@ -53,13 +53,13 @@ static inline f32x16 activate(f32x16 gate, f32x16 up, const Experts& e) {
   return gate / (1.0f + exp16(gate * -e.alpha)) * (up + e.up_offset);
 }
 
-// One job of the first half: 32 values of the hidden layer, from up to 2 gate and 2 up panels.
+// One part of the first half: 32 values of the hidden layer, from up to 2 gate and 2 up panels.
 template <class T>
-static void gate_up(const Experts& e, const Job& job, const int64_t* slots, const T* x,
+static void gate_up(const Experts& e, const Part& part, const int64_t* slots, const T* x,
                     int64_t top_k, T* hidden) {
-  int64_t width = e.expert_width, first = job.group * kGroupColumns / 2;
-  Group columns = group_of<T>(e.gate_up[job.expert], 2 * panels(width), job.group, e.width);
-  const float* bias = e.gate_up_bias ? e.gate_up_bias[job.expert] : nullptr;
+  int64_t width = e.expert_width, first = part.group * kGroupColumns / 2;
+  Group columns = group_of<T>(e.gate_up[part.expert], 2 * panels(width), part.group, e.width);
+  const float* bias = e.gate_up_bias ? e.gate_up_bias[part.expert] : nullptr;
   auto row = [&](int64_t m) { return x + slots[m] / top_k * e.width; };
   auto store = [&](int64_t m, const float* c) {
     T* out = hidden + slots[m] * width;
@@ -72,15 +72,15 @@ static void gate_up(const Experts& e, const Job& job, const int64_t* slots, cons
       store_up_to(out + n, activate(gate, up, e), width - n);
     }
   };
-  multiply_group<T>(columns, e.width, job.count, row, store);
+  multiply_group<T>(columns, e.width, part.count, row, store);
 }
 
 template <class T>
-static void down(const Experts& e, const Job& job, const int64_t* slots, const T* hidden,
+static void down(const Experts& e, const Part& part, const int64_t* slots, const T* hidden,
                  float* y) {
-  int64_t first = job.group * kGroupColumns, last = std::min(e.width, first + kGroupColumns);
-  Group columns = group_of<T>(e.down[job.expert], panels(e.width), job.group, e.expert_width);
-  const float* bias = e.down_bias ? e.down_bias[job.expert] : nullptr;
+  int64_t first = part.group * kGroupColumns, last = std::min(e.width, first + kGroupColumns);
+  Group columns = group_of<T>(e.down[part.expert], panels(e.width), part.group, e.expert_width);
+  const float* bias = e.down_bias ? e.down_bias[part.expert] : nullptr;
   auto row = [&](int64_t m) { return hidden + slots[m] * e.expert_width; };
   auto store = [&](int64_t m, const float* c) {
     float* out = y + slots[m] * e.width;
@@ -90,7 +90,7 @@ static void down(const Experts& e, const Job& job, const int64_t* slots, const T
       store_up_to(out + n, v, e.width - n);
     }
   };
-  multiply_group<T>(columns, e.expert_width, job.count, row, store);
+  multiply_group<T>(columns, e.expert_width, part.count, row, store);
 }
 
 static void weigh(const float* y, const float* weights, int64_t top_k, int64_t width, float* out) {
@@ -120,17 +120,19 @@ static int64_t experts(const Experts& e, const T* x, const int64_t* ids, const f
                    [&](int64_t a, int64_t b) { return slots.count(a) > slots.count(b); });
   T* hidden = hidden_scratch.get<T>(num_slots * e.expert_width);
   float* y = y_scratch.get<float>(num_slots * e.width);
-  auto up_jobs = cut(slots, by_size, row_block<T>(e.width), groups(2 * panels(e.expert_width)));
-  auto down_jobs = cut(slots, by_size, row_block<T>(e.expert_width), groups(panels(e.width)));
+  auto up_parts = cut(slots, by_size, row_block<T>(e.width), groups(2 * panels(e.expert_width)));
+  auto down_parts = cut(slots, by_size, row_block<T>(e.expert_width), groups(panels(e.width)));
   int64_t threads = num_slots * e.width * e.expert_width < 65536 ? 1 : e.threads;
-  parallel_for(threads, (int64_t)up_jobs.size(), [&](int64_t j) {
-    gate_up<T>(e, up_jobs[j], slots.order.data() + up_jobs[j].first, x, top_k, hidden);
+  parallel_for(up_parts.size(), threads, [&](int64_t j) {
+    gate_up<T>(e, up_parts[j], slots.order.data() + up_parts[j].first, x, top_k, hidden);
   });
-  parallel_for(threads, (int64_t)down_jobs.size(), [&](int64_t j) {
-    down<T>(e, down_jobs[j], slots.order.data() + down_jobs[j].first, hidden, y);
+  parallel_for(down_parts.size(), threads, [&](int64_t j) {
+    down<T>(e, down_parts[j], slots.order.data() + down_parts[j].first, hidden, y);
   });
-  parallel_rows(threads, num_rows, 8, [&](int64_t t) {
-    weigh(y + t * top_k * e.width, weights + t * top_k, top_k, e.width, out + t * e.width);
+  constexpr int64_t kRows = 16;
+  parallel_for((num_rows + kRows - 1) / kRows, threads, [&](int64_t j) {
+    for (int64_t t = j * kRows; t < std::min(num_rows, (j + 1) * kRows); ++t)
+      weigh(y + t * top_k * e.width, weights + t * top_k, top_k, e.width, out + t * e.width);
   });
   return 0;
 }

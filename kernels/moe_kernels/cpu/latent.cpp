@@ -19,22 +19,22 @@ static void attend_latent(const AttentionPlan& p, HeadRows<T> q_latent, HeadRows
   static thread_local Scratch scratch;
   T* q = scratch.get<T>(p.num_tokens * p.num_heads * p.head_dim);
   AttentionJobs jobs(p, positions);
-  parallel_rows(jobs.threads, p.num_tokens, 4, [&](int64_t t) {
-    float rotated[1024];
-      const T* from = latent + t * latent_step;
-      T* to = keys + kv_rows[t] * p.head_dim;
-      int64_t at = positions[t] * p.rotary_dim;
-      norm_row(from, norm, to, p.value_dim, p.eps);
-      rotate(from + p.value_dim, cos + at, sin + at, rotated, p.rotary_dim, p.rotary_dim);
-      store_row(rotated, 1.0f, to + p.value_dim, p.rotary_dim);
-  });
-  parallel_rows(jobs.threads, p.num_tokens * p.num_heads, 32, [&](int64_t i) {
-    float rotated[1024];
-      int64_t t = i / p.num_heads, h = i % p.num_heads, at = positions[t] * p.rotary_dim;
-      T* to = q + i * p.head_dim;
+  auto rotate_into = [&](const T* from, int64_t position, T* to) {
+    float rotated[kMaxHeadDim];
+    int64_t at = position * p.rotary_dim;
+    rotate(from, cos + at, sin + at, rotated, p.rotary_dim, p.rotary_dim);
+    store_row(rotated, 1.0f, to, p.rotary_dim);
+  };
+  parallel_for(p.num_tokens, p.num_tokens * p.num_heads >= 256 ? p.threads : 1, [&](int64_t t) {
+    const T* from = latent + t * latent_step;
+    T* to = keys + kv_rows[t] * p.head_dim;
+    norm_row(from, norm, to, p.value_dim, p.eps);
+    rotate_into(from + p.value_dim, positions[t], to + p.value_dim);
+    for (int64_t h = 0; h < p.num_heads; ++h) {
+      to = q + (t * p.num_heads + h) * p.head_dim;
       memcpy(to, q_latent.at(t, h), p.value_dim * sizeof(T));
-      rotate(q_rope.at(t, h), cos + at, sin + at, rotated, p.rotary_dim, p.rotary_dim);
-      store_row(rotated, 1.0f, to + p.value_dim, p.rotary_dim);
+      rotate_into(q_rope.at(t, h), positions[t], to + p.value_dim);
+    }
   });
   attend_jobs<T>(p, jobs, q, p.num_heads * p.head_dim, positions, {keys, p.head_dim},
                  {keys, p.head_dim}, nullptr, out);

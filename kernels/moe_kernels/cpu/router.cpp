@@ -4,7 +4,7 @@
 #include <cmath>
 #include <vector>
 
-#include "pool.h"
+#include "threads.h"
 #include "vectors.h"
 
 struct Router {  // mirrored in native_kernels.py
@@ -60,30 +60,39 @@ static void keep_best_groups(const Router& r, float* choice, std::vector<float>&
     if (!is_kept[e / size]) choice[e] = -INFINITY;
 }
 
+static void route(const Router& r, const float* logits, const float* bias, int64_t* ids,
+                  float* weights, int64_t num_rows) {
+  std::vector<float> scores(r.num_experts), choice(r.num_experts), group_scores(r.num_groups);
+  std::vector<char> is_chosen(std::max(r.num_experts, r.num_groups));
+  for (int64_t t = 0; t < num_rows; ++t) {
+    score(r, logits + t * r.num_experts, scores.data());
+    for (int64_t e = 0; e < r.num_experts; ++e) choice[e] = scores[e] + (bias ? bias[e] : 0.0f);
+    if (r.num_groups > 1) keep_best_groups(r, choice.data(), group_scores, is_chosen);
+    mark_largest(choice.data(), r.num_experts, r.top_k, is_chosen.data());
+    float sum = 0;
+    for (int64_t e = 0, k = t * r.top_k; e < r.num_experts; ++e)
+      if (is_chosen[e]) {
+        ids[k] = e;
+        weights[k++] = scores[e];
+        sum += scores[e];
+      }
+    float divisor = r.is_renormalised ? std::fmax(sum, r.renorm_floor) : 1.0f;
+    for (int64_t k = t * r.top_k; k < (t + 1) * r.top_k; ++k)
+      weights[k] = weights[k] / divisor * r.scaling;
+  }
+}
+
 extern "C" {
 // logits [T, E], bias [E] or null -> ids (ascending in a row) and weights [T, K].
 void moe_route(const Router* router, const float* logits, const float* bias, int64_t* ids,
                float* weights, int64_t num_rows) {
   const Router r = *router;
-  parallel_rows(r.threads, num_rows, 64, [&](int64_t t) {
-    static thread_local std::vector<float> scores, choice, group_scores;
-    static thread_local std::vector<char> is_chosen;
-    scores.resize(r.num_experts), choice.resize(r.num_experts), group_scores.resize(r.num_groups);
-    is_chosen.resize(std::max(r.num_experts, r.num_groups));
-      score(r, logits + t * r.num_experts, scores.data());
-      for (int64_t e = 0; e < r.num_experts; ++e) choice[e] = scores[e] + (bias ? bias[e] : 0.0f);
-      if (r.num_groups > 1) keep_best_groups(r, choice.data(), group_scores, is_chosen);
-      mark_largest(choice.data(), r.num_experts, r.top_k, is_chosen.data());
-      float sum = 0;
-      for (int64_t e = 0, k = t * r.top_k; e < r.num_experts; ++e)
-        if (is_chosen[e]) {
-          ids[k] = e;
-          weights[k++] = scores[e];
-          sum += scores[e];
-        }
-      float divisor = r.is_renormalised ? std::fmax(sum, r.renorm_floor) : 1.0f;
-      for (int64_t k = t * r.top_k; k < (t + 1) * r.top_k; ++k)
-        weights[k] = weights[k] / divisor * r.scaling;
-  });
+  constexpr int64_t kRows = 32;  // in one job
+  parallel_for((num_rows + kRows - 1) / kRows, num_rows >= 2 * kRows ? r.threads : 1,
+               [&](int64_t j) {
+                 int64_t first = j * kRows, count = std::min(kRows, num_rows - first);
+                 route(r, logits + first * r.num_experts, bias, ids + first * r.top_k,
+                       weights + first * r.top_k, count);
+               });
 }
 }
