@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 class PagePool:
@@ -51,15 +52,19 @@ class PagePool:
                 freed.append(page)
         return freed
 
-    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
+    def references(self) -> NDArray[np.int64]:
+        """The reference count of every page, from page 0 on; a copy."""
+        return np.array(self._references, dtype=np.int64)
+
+    def check_integrity(self, tables: Iterable[Sequence[int] | NDArray[np.int64]]) -> None:
         """Every page is free once, or held exactly as often as the owners' tables name it."""
         size = self.num_pages + 1
-        named = np.array([page for table in tables for page in table], dtype=np.int64)
-        held = np.bincount(named, minlength=size)
+        named = [np.asarray(table, dtype=np.int64) for table in tables]
+        held = np.bincount(np.concatenate([np.empty(0, np.int64), *named]), minlength=size)
         free = np.bincount(np.array(self._free, dtype=np.int64), minlength=size)
         assert free.max() <= 1, "a page is on the free list twice"
         assert held[0] == 0 and free[0] == 0, "the empty page is in a table"
-        recorded = np.frombuffer(self._references, np.int64)
+        recorded = self.references()
         wrong = np.flatnonzero(held != recorded).tolist()
         assert not wrong, (
             f"page {wrong[0]}: held {held[wrong[0]]} times, recorded {recorded[wrong[0]]}"

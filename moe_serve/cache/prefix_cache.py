@@ -109,12 +109,14 @@ class PrefixCache:
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Pool, tree and the owners' tables agree, and eviction would always take a leaf."""
         cached = np.fromiter(self.tree, np.int64, len(self.tree))
-        self._pool.check_integrity([*tables, cached.tolist()])
+        self._pool.check_integrity([*tables, cached])
         self.tree.check_integrity()
-        alone = {page for page in cached.tolist() if self._pool.num_references(page) == 1}
-        assert alone == self._idle.keys(), f"pages {alone ^ self._idle.keys()} are idle or not"
         idle = np.fromiter(self._idle, np.int64, len(self._idle))
         rank = np.full(self.num_pages + 1, self.num_pages + 1)
         rank[idle] = np.arange(len(idle))
+        is_alone = self._pool.references()[cached] == 1
+        wrong = cached[is_alone != (rank[cached] <= self.num_pages)].tolist()
+        assert not wrong, f"pages {wrong[:5]} are idle and used, or neither"
+        assert len(idle) == is_alone.sum(), f"{len(idle) - is_alone.sum()} idle pages have no key"
         is_late = rank[idle] > rank[self.tree.parents_of(idle)]
         assert not is_late.any(), f"pages {idle[is_late][:5].tolist()} would go after their parents"

@@ -111,7 +111,9 @@ class PrefixTree:
         counted = np.bincount(parents, minlength=len(self._key))
         wrong = np.flatnonzero(counted != np.frombuffer(self._num_children, np.int64))
         assert not len(wrong), f"page {wrong[:1]}: {counted[wrong[:1]]} children counted"
-        lost = [p for p in np.unique(parents).tolist() if p != _NO_PAGE and p not in self]
+        is_known = np.zeros(len(self._key), dtype=bool)
+        is_known[pages], is_known[_NO_PAGE] = True, True
+        lost = parents[~is_known[parents]].tolist()
         assert not lost, f"pages {lost[:5]} left the tree before their children"
 
     def parents_of(self, pages: NDArray[np.int64]) -> NDArray[np.int64]:

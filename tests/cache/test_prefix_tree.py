@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -145,6 +146,23 @@ def test_forget_drops_idle_leaves_only() -> None:
     cache.check_integrity([])
     assert cache.forget(b.pages) == b.pages[::-1]
     assert (cache.num_cached, cache.num_available) == (0, 6)
+
+
+def test_integrity_sees_what_is_wrong() -> None:
+    def broken(do: Callable[[PrefixCache, Owner], object], complaint: str) -> None:
+        cache = PrefixCache(6)
+        owner = Owner(cache, run_of(1, 2, 3))
+        cache.release(owner.pages)
+        cache.check_integrity([])
+        do(cache, owner)
+        with pytest.raises(AssertionError, match=complaint):
+            cache.check_integrity([])
+
+    broken(lambda c, o: c._idle.move_to_end(o.pages[2]), "go after their parents")
+    broken(lambda c, o: c._idle.pop(o.pages[2]), "idle and used, or neither")
+    broken(lambda c, o: c._idle.update({6: None}), "1 idle pages have no key")
+    broken(lambda c, o: c.hold(o.pages), "held 1 times, recorded 2")
+    broken(lambda c, o: c.tree.remove(o.pages[2]), "held 0 times, recorded 1")
 
 
 @pytest.mark.parametrize("seed", range(4))
