@@ -67,7 +67,11 @@ def result(engine: str, load_s: float = 2.0) -> Result:
 
 def duel(*results: Result, read_gb_s: float = 40.0) -> Duel:
     machine = MachineLimits(
-        num_threads=1, read_gb_s=read_gb_s, gemm_bf16_gflop_s=800.0, gemm_fp32_gflop_s=200.0
+        num_threads=1,
+        busy_cores=0.0,
+        read_gb_s=read_gb_s,
+        gemm_bf16_gflop_s=800.0,
+        gemm_fp32_gflop_s=200.0,
     )
     return Duel(machine=machine, results=results)
 

@@ -32,7 +32,7 @@ def print_tables(report: Report) -> None:
         f"{report.model_name}: {size.num_parameters / 1e6:,.1f} M parameters, {size.dtype}; "
         f"{report.num_threads} threads: reads {machine.read_gb_s:.1f} GB/s, "
         f"GEMM {machine.gemm_bf16_gflop_s:,.0f} GFLOP/s bf16, "
-        f"{machine.gemm_fp32_gflop_s:,.0f} GFLOP/s fp32"
+        f"{machine.gemm_fp32_gflop_s:,.0f} GFLOP/s fp32; others used {machine.busy_cores:.1f} cores"
     )
     console.print(_speeds(report))
     console.print("a ratio above 1 means that moe-serve is better")
