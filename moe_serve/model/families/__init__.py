@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+
 from moe_serve.model.families import (
     deepseek_v2,
     deepseek_v3,
@@ -51,7 +53,7 @@ _REFUSED = {  # near relatives of what is served, and what they have that is not
 
 
 def family_of(config: HFConfig) -> Family:
-    """The family that serves the architecture; CheckpointError with those there are, if none."""
+    """The family that serves the architecture; CheckpointError if there is none."""
     architecture = config.architecture()
     for family in FAMILIES:
         if architecture in family.architectures:
@@ -61,10 +63,17 @@ def family_of(config: HFConfig) -> Family:
             "architectures",
             f"is {architecture!r}, which is not served: it has {_REFUSED[architecture]}",
         )
-    known = ", ".join(sorted(name for family in FAMILIES for name in family.architectures))
     raise config.error(
-        "architectures", f"is {architecture!r}, which is not served; served: {known}"
+        "architectures", f"is {architecture!r}, which is not served{_hint(architecture)}"
     )
+
+
+def _hint(architecture: str) -> str:
+    """The nearest name, or how many there are: all of them would be a wall."""
+    known = [name for family in FAMILIES for name in family.architectures]
+    nearest = difflib.get_close_matches(architecture, known, n=1, cutoff=0.75)
+    where = f"docs/models.md lists all {len(known)} that are"
+    return f"; the nearest that is: {nearest[0]}; {where}" if nearest else f"; {where}"
 
 
 __all__ = ["FAMILIES", "Family", "family_of"]
