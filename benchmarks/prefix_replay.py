@@ -2,10 +2,10 @@
 
     python benchmarks/prefix_replay.py conversation_trace.jsonl --blocks 0 20000
 
-Replays a trace in Mooncake's format (JSON lines, also .xz, with `input_length` and `hash_ids`: ids of
-chained blocks of 512 tokens) through the real engine, scheduler, tree and page pool. Only the model
-is missing: steps compute nothing. Requests come one after the other, in the trace's order, and
-answer one token. Time does not matter to the hit rate then, so none is simulated.
+Replays a trace in Mooncake's format (JSON lines, also .xz, with `input_length` and `hash_ids`: the
+ids of chained blocks of 512 tokens) through the real engine, scheduler, tree and page pool. Only
+the model is missing: steps compute nothing. Requests come one after the other, in the trace's
+order, and answer one token. Time does not matter to the hit rate then, so none is simulated.
 """
 
 from __future__ import annotations
@@ -65,9 +65,10 @@ class NoModel:
 
 
 def read_trace(path: Path) -> list[TracedRequest]:
-    opened = lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open()
-    with opened as lines:
-        rows = [json.loads(line) for line in lines]
+    content = path.read_bytes()
+    if path.suffix == ".xz":
+        content = lzma.decompress(content)
+    rows = [json.loads(line) for line in content.splitlines()]
     return [TracedRequest(int(r["input_length"]), tuple(r["hash_ids"])) for r in rows]
 
 

@@ -50,7 +50,7 @@ def experts(spec: ModelSpec) -> str:
 
 def router(spec: ModelSpec) -> str:
     shape = spec.router.shape
-    parts = [shape.scoring]
+    parts: list[str] = [shape.scoring]
     if shape.num_groups > 1:
         parts.append(f"{shape.num_groups_kept} of {shape.num_groups} groups")
     if spec.router.has_bias:

@@ -19,6 +19,7 @@ STATED = {
     "mistralai/Mixtral-8x22B-Instruct-v0.1": (141, 39),
     "Qwen/Qwen3-235B-A22B": (235, 22),
     "MiniMaxAI/MiniMax-M2": (230, 10),
+    "rednote-hilab/dots.llm1.inst": (142, 14),
     "baidu/ERNIE-4.5-300B-A47B-PT": (300, 47),
     "meta-llama/Llama-4-Maverick-17B-128E-Instruct": (400, 17),  # both with the vision tower
 }

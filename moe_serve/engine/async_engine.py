@@ -27,6 +27,7 @@ from moe_serve.model.loader import LoadProgress
 _log = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 30.0
+_IDLE_CHECK_SHARE = 0.01  # of the time, for the integrity check: with a million pages it is slow
 _Command = GenerationRequest | str  # a request to add, or the id of one to abort
 
 
@@ -44,6 +45,7 @@ class AsyncEngine:
         self._is_closing = self._is_draining = False
         self._death: str | None = None
         self._last_turn = time.monotonic()  # of the engine thread's loop
+        self._next_check = 0.0
         self._queues: dict[str, asyncio.Queue[TokenDelta]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="moe-serve-engine", daemon=True)
@@ -154,13 +156,20 @@ class AsyncEngine:
                 if self._engine.has_work:
                     self._publish(self._engine.step())
                 elif not self._inbox:
-                    self._engine.check_integrity()
+                    self._check_idle_engine()
                     self._wake.wait()
         except BaseException as error:  # top of the thread: say why it died, then end it
             self._death = f"{type(error).__name__}: {error}"
             _log.critical("the engine thread died", exc_info=True)
         self._death = self._death or "it was closed"
         self._call_loop(self._end_all)
+
+    def _check_idle_engine(self) -> None:
+        clock = time.monotonic()
+        if clock >= self._next_check:
+            self._engine.check_integrity()
+            end = time.monotonic()
+            self._next_check = end + (end - clock) / _IDLE_CHECK_SHARE
 
     def _take_inbox(self) -> None:
         while self._inbox:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from moe_serve.cache.page_key import root_key, token_array
 from moe_serve.cache.prefix_cache import PrefixCache
@@ -17,26 +19,8 @@ from moe_serve.cache.prefix_tree import num_in_common
 from moe_serve.config import PAGE_SIZE
 from moe_serve.engine.sequence import Sequence
 
-# A copy touches each layer a few times whatever it saves; two tokens' worth of work, measured.
+# On a CPU, copying and checking a page takes about the time of one token of a prompt.
 _LEAST_COPIED_TOKENS = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """What is there for a sequence that starts: whole pages, then the beginning of one more."""
-
-    pages: tuple[int, ...] = ()
-    copied_page: int = 0  # 0: none
-    num_copied_tokens: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.pages) * PAGE_SIZE + self.num_copied_tokens
-
-    @property
-    def held_pages(self) -> tuple[int, ...]:
-        """Pages that must stay while the offer stands."""
-        return (*self.pages, self.copied_page) if self.copied_page else self.pages
 
 
 class PrefixSharing:
@@ -60,45 +44,79 @@ class PrefixSharing:
             root = root_key(self._identity, request.adapter_id, request.cache_salt)
             sequence.page_keys.append(root)
 
-    def find(self, sequence: Sequence, running: Iterable[Sequence]) -> Offer | None:
-        """What a waiting sequence can take, or None: it should wait for what is being computed.
+    def find(self, sequence: Sequence) -> list[int] | None:
+        """The cached pages that a waiting sequence can start with; None: it should wait, as a
+        sequence that runs is computing the next one.
 
         At least its last token is left to compute, for the logits. A request for the prompt's log
         probabilities needs the logits of all its tokens, so it takes nothing.
         """
         if not sequence.can_share or sequence.wants_prompt_logprobs:
-            return Offer()
+            return []
         if sequence.awaited_key in self._computing:
             return None
-        most = sequence.num_tokens - 1
-        num_wanted = most // PAGE_SIZE
+        num_wanted = (sequence.num_tokens - 1) // PAGE_SIZE
         sequence.extend_keys(num_wanted)
-        pages = self._cache.find(sequence.page_keys[1 : num_wanted + 1])
-        parent_key, *following = sequence.page_keys[len(pages) : len(pages) + 2]
-        sequence.awaited_key = following[0] if following and len(pages) < num_wanted else None
-        if sequence.awaited_key in self._computing:
-            return None
-        start = len(pages) * PAGE_SIZE
-        wanted = sequence.token_ids[start : min(start + PAGE_SIZE, most)]
-        source, count = self._most_alike(parent_key, wanted, len(pages), running)
+        keys = sequence.page_keys[1 : num_wanted + 1]
+        pages = self._cache.find(keys)
+        sequence.awaited_key = keys[len(pages)] if len(pages) < num_wanted else None
+        return None if sequence.awaited_key in self._computing else pages
+
+    def take(
+        self, sequence: Sequence, pages: list[int], running: Iterable[Sequence], *, can_copy: bool
+    ) -> None:
+        """Start a sequence with the pages found, and the beginning of one more if some page has it.
+        Others are told what it will compute."""
+        assert not sequence.page_table, f"sequence {sequence.id} has pages before it starts"
+        self._cache.hold(pages)
+        sequence.page_table = list(pages)
+        sequence.num_computed_tokens = len(pages) * PAGE_SIZE
+        sequence.num_shared_pages = sequence.num_found_pages = len(pages)
+        if not sequence.can_share:
+            return
+        if not sequence.wants_prompt_logprobs:
+            if can_copy:
+                self._copy_beginning(sequence, running)
+            self._count(sequence)
+        num_full = sequence.num_tokens // PAGE_SIZE
+        sequence.extend_keys(num_full)
+        for key in sequence.page_keys[len(pages) + 1 : num_full + 1]:
+            self._computing.setdefault(key, sequence.id)
+
+    def _count(self, sequence: Sequence) -> None:
+        if sequence.num_preemptions == 0:
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+            self.num_queried_tokens += sequence.num_tokens
+            self.num_hit_tokens += sequence.num_computed_tokens
+
+    def _copy_beginning(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
+        """Have the page copied that begins most like the next one of this sequence."""
+        start, most = sequence.num_computed_tokens, sequence.num_tokens - 1
+        wanted = token_array(sequence.token_ids[start : min(start + PAGE_SIZE, most)])
+        source, count = self._most_alike(sequence, wanted, running)
         if count < _LEAST_COPIED_TOKENS:
-            return Offer(pages=tuple(pages))
-        return Offer(pages=tuple(pages), copied_page=source, num_copied_tokens=count)
+            return
+        self._cache.hold([source])
+        (target,) = self._cache.allocate(1)
+        sequence.page_table.append(target)
+        sequence.num_computed_tokens += count
+        self._copies.append((source, target))
 
     def _most_alike(
-        self, parent_key: bytes, wanted: list[int], index: int, running: Iterable[Sequence]
+        self, sequence: Sequence, wanted: NDArray[np.int32], running: Iterable[Sequence]
     ) -> tuple[int, int]:
-        """A page to copy and how many tokens of it: a cached one, or the last of a sequence that
-        runs (n > 1, equal prompts), if its values are finite so far."""
-        tokens = token_array(wanted)
-        best, most = self._cache.tree.most_alike(parent_key, tokens)
+        """A page and how many tokens of it: a cached one, or the last of a sequence that runs
+        (n > 1, equal prompts), if its values are finite so far."""
+        index = sequence.num_shared_pages
+        parent_key = sequence.page_keys[index]
+        best, most = self._cache.tree.most_alike(parent_key, wanted)
         for other in running:
             if other.num_full_pages != index or other.num_shared_pages != index:
                 continue
             if not other.can_share or other.page_keys[index] != parent_key:
                 continue
             tail = other.token_ids[index * PAGE_SIZE : other.num_computed_tokens]
-            count = num_in_common(token_array(tail), tokens)
+            count = num_in_common(token_array(tail), wanted)
             if count > most and self._is_copyable(other.page_table[index]):
                 best, most = other.page_table[index], count
         return best, most
@@ -107,28 +125,6 @@ class PrefixSharing:
         """Its values are there (it is not itself about to be copied to), and finite."""
         is_written = all(page != target for _, target in self._copies)
         return is_written and self._finite_pages([page]) == [True]
-
-    def take(self, sequence: Sequence, offer: Offer) -> None:
-        """Start a sequence with what it was offered, and tell others what it will compute."""
-        assert not sequence.page_table, f"sequence {sequence.id} has pages before it starts"
-        self._cache.hold(offer.held_pages)
-        sequence.page_table = list(offer.pages)
-        if offer.copied_page:
-            (target,) = self._cache.allocate(1)
-            sequence.page_table.append(target)
-            self._copies.append((offer.copied_page, target))
-        sequence.num_computed_tokens = offer.num_tokens
-        sequence.num_shared_pages = sequence.num_found_pages = len(offer.pages)
-        if not sequence.can_share:
-            return
-        num_full = sequence.num_tokens // PAGE_SIZE
-        sequence.extend_keys(num_full)
-        for key in sequence.page_keys[sequence.num_shared_pages + 1 : num_full + 1]:
-            self._computing.setdefault(key, sequence.id)
-        if not (sequence.wants_prompt_logprobs or sequence.num_preemptions):
-            sequence.num_cached_tokens = offer.num_tokens
-            self.num_queried_tokens += sequence.num_tokens
-            self.num_hit_tokens += offer.num_tokens
 
     @property
     def copies(self) -> list[tuple[int, int]]:

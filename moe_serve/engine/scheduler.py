@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import replace
 
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.config import SchedulerConfig
-from moe_serve.engine.prefix_sharing import Offer, PrefixSharing
+from moe_serve.engine.prefix_sharing import PrefixSharing
 from moe_serve.engine.sequence import Sequence
 
 Schedule = dict[int, tuple[Sequence, int]]  # sequence id -> (sequence, tokens to compute)
@@ -84,16 +83,18 @@ class Scheduler:
         passed: list[Sequence] = []
         while self.waiting and budget and self._has_seat:
             sequence = self.waiting[0]
-            offer = self.sharing.find(sequence, self.running)
-            if offer is None:
+            found = self.sharing.find(sequence)
+            if found is None:
                 passed.append(self.waiting.popleft())
                 continue
-            if offer.copied_page and not self._fits(sequence, offer):
-                offer = replace(offer, copied_page=0, num_copied_tokens=0)
-            if not self._fits(sequence, offer):
+            num_spare = self._num_spare_pages(sequence, found)
+            if num_spare < 0:
                 break
             self.waiting.popleft()
-            self._start(sequence, offer)
+            # One more page than it needs, as what it copies from is held until then.
+            self.sharing.take(sequence, found, self.running, can_copy=num_spare > 0)
+            self.running.append(sequence)
+            sequence.is_running = True
             count = min(sequence.num_pending_tokens, budget)
             self._grow(sequence, count)
             chosen[sequence.id] = (sequence, count)
@@ -104,21 +105,12 @@ class Scheduler:
     def _has_seat(self) -> bool:
         return len(self.running) < self._config.max_num_seqs
 
-    def _start(self, sequence: Sequence, offer: Offer) -> None:
-        self.running.append(sequence)
-        sequence.is_running = True
-        self.sharing.take(sequence, offer)
-
-    def _fits(self, sequence: Sequence, offer: Offer) -> bool:
-        """Whether pages are left for the rest of the sequence when it holds what it is offered."""
-        missing = sequence.num_missing_pages(sequence.num_tokens + 1) - len(offer.pages)
-        taken = missing + self.cache.num_idle(offer.held_pages)
-        return taken <= self._num_unpromised_pages()
-
-    def _num_unpromised_pages(self) -> int:
-        """Available pages less those that running prompts will still take."""
+    def _num_spare_pages(self, sequence: Sequence, found: list[int]) -> int:
+        """Pages left when a sequence has what it found and what its prompt and one token take, and
+        the prompts that run have what they will still take."""
+        missing = sequence.num_missing_pages(sequence.num_tokens + 1) - len(found)
         promised = sum(max(0, s.num_missing_pages(s.num_tokens)) for s in self.running)
-        return self.cache.num_available - promised
+        return self.cache.num_available - promised - missing - self.cache.num_idle(found)
 
     def _make_room(self, sequence: Sequence, count: int, chosen: Schedule) -> bool:
         """Pages for `count` more tokens, at the cost of the latest arrivals; False if it is one."""

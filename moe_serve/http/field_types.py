@@ -104,7 +104,11 @@ MessageList = Annotated[
     Field(fail_fast=True, json_schema_extra={"minItems": 1, "maxItems": MAX_MESSAGES}),
     _at_most("messages", MAX_MESSAGES, at_least=1),
 ]
-CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)]
+CacheSalt = Annotated[
+    str,
+    Field(json_schema_extra={"minLength": 1, "maxLength": MAX_SALT_CHARS}),
+    BeforeValidator(lambda value: _check_size(value, str, "characters", 1, MAX_SALT_CHARS)),
+]
 Content = Annotated[str | list[Any], BeforeValidator(_check_content_type)]
 
 

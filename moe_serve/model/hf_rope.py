@@ -25,13 +25,14 @@ def read_rope(
     theta: float = 10_000.0,
     share: float = 1.0,
     is_interleaved: bool = False,
+    values: Mapping[str, Any] | None = None,
 ) -> RopeSpec:
     """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
 
     `theta` and `share` are the family's defaults. Rotates `partial_rotary_factor` of `head_dim`, or
-    that share of it.
+    that share of it. `values`: what to read in place of the config's own (ropes by layer type).
     """
-    values = rope_values(config)
+    values = rope_values(config) if values is None else values
     share = values.get("partial_rotary_factor") or config.get("partial_rotary_factor") or share
     dim = int(head_dim * _number(config, "partial_rotary_factor", share))
     base = _number(config, "rope_theta", values.get("rope_theta") or theta)

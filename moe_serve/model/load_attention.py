@@ -26,7 +26,9 @@ class AttentionLoader:
         self, spec: ModelSpec, kernels: Kernels, max_positions: int, device: torch.device
     ) -> None:
         self._spec, self._kernels = spec, kernels
-        self._rotary = make_rotary_table(spec.rope, max_positions, device)
+        ropes = {spec.rope, *(spec.rope_of(layer) for layer in range(spec.num_layers))}
+        self._tables = {rope: make_rotary_table(rope, max_positions, device) for rope in ropes}
+        self._rotary = self._tables[spec.rope]
         self._unrotated = self._rotary
         self._query_scale = _query_scale(spec, max_positions, device)
         if not all(layer.has_rotation for layer in spec.layers):
@@ -55,7 +57,7 @@ class AttentionLoader:
             qkv=self._kernels.linear(torch.cat([heads("q"), heads("k"), weights["v"]]), bias),
             qk_norm=self._qk_norm(layer, weights),
             sinks_H=sinks,
-            rotary=self._rotary if has_rotation else self._unrotated,
+            rotary=self._tables[spec.rope_of(layer)] if has_rotation else self._unrotated,
         )
 
     def _qk_norm(self, layer: int, weights: Weights) -> QKNormWeights | None:

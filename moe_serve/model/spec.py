@@ -16,11 +16,15 @@ from moe_serve.model.rope import RopeSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """How one layer differs from the others. `is_sparse`: routed experts, else one dense MLP."""
+    """How one layer differs from the others. `is_sparse`: routed experts, else one dense MLP.
+
+    `rope`: None for the model's; another differs in its frequencies, not in its pairs.
+    """
 
     attention: AttentionShape
     is_sparse: bool = True
     has_rotation: bool = True
+    rope: RopeSpec | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +112,9 @@ class ModelSpec:
     def attention(self) -> AttentionShape:
         """The first layer's: heads and widths are the same in all."""
         return self.layers[0].attention
+
+    def rope_of(self, layer: int) -> RopeSpec:
+        return self.layers[layer].rope or self.rope
 
     @property
     def kv_values_per_token(self) -> int:

@@ -23,8 +23,9 @@ def _of_attention(spec: ModelSpec) -> str | None:
         )
     if a.head_dim % 2 and spec.latent is None:
         return f"head_dim ({a.head_dim}) must be even"
-    if spec.rope.dim % 2 or not 0 < spec.rope.dim <= a.head_dim:
-        return f"the {spec.rope.dim} rotated values must be an even part of {a.head_dim}"
+    for dim in {spec.rope_of(layer).dim for layer in range(spec.num_layers)}:
+        if dim % 2 or not 0 < dim <= a.head_dim:
+            return f"the {dim} rotated values must be an even part of {a.head_dim}"
     return None
 
 

@@ -39,6 +39,6 @@ def test_layer_types_go_before_flags() -> None:
 def test_refusals() -> None:
     assert "hidden_act is 'gelu'" in refusal_of(QWEN1_5_MOE_A2_7B, hidden_act="gelu")
     short = refusal_of(QWEN1_5_MOE_A2_7B, layer_types=["full_attention"])
-    assert "layer_types must list 24 layers" in short, short
+    assert "layer_types must name the kind of each of 24 layers" in short, short
     other = refusal_of(QWEN1_5_MOE_A2_7B, layer_types=["linear_attention"] * 24)
-    assert "layer_types names 'linear_attention'" in other, other
+    assert "layer_types has 'linear_attention'" in other, other

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
     ("case", "architecture"),
     [
         ("deepseek_v3-groups", "KimiK25ForConditionalGeneration"),
+        ("deepseek_v3-halves", "KimiVLForConditionalGeneration"),
         ("mistral4", "Mistral3ForConditionalGeneration"),
     ],
 )

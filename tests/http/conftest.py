@@ -95,6 +95,10 @@ class FakeEngine:
             num_preemptions=1,
             num_prompt_tokens=7,
             num_generated_tokens=self.num_steps,
+            num_cached_pages=4,
+            num_evicted_pages=2,
+            num_queried_tokens=70,
+            num_hit_tokens=30,
             is_alive=self.is_alive,
             last_turn_age_s=self.last_turn_age_s,
         )

@@ -52,6 +52,16 @@ def test_answer(client: TestClient, engine: Any) -> None:
     assert request.params.temperature == 1.0
 
 
+@pytest.mark.parametrize(("fields", "salt"), [({}, ""), ({"cache_salt": "tenant-1"}, "tenant-1")])
+def test_the_cache_salt_reaches_the_engine(
+    client: TestClient, engine: Any, fields: dict[str, str], salt: str
+) -> None:
+    assert post(client, n=2, **fields).status_code == 200
+    body = {"prompt": ["a", "b"], **fields}
+    assert client.post("/v1/completions", json=body).status_code == 200
+    assert [request.cache_salt for request in engine.submitted] == [salt] * 4
+
+
 def test_add_generation_prompt_and_developer_role(client: TestClient, engine: Any) -> None:
     messages = [{"role": "developer", "content": [{"type": "text", "text": "x"}]}]
     assert post(client, messages=messages, add_generation_prompt=False).status_code == 200

@@ -54,6 +54,12 @@ def test_64_streams_at_once_none_fails(start_server: StartServer) -> None:
 
     assert asyncio.run(main()) == [24] * 64
     server.wait_until_idle()
+    body = {"prompt": prompts[0], "max_tokens": 1}
+    usage = httpx.post(f"{server.url}/v1/completions", json=body, trust_env=False).json()["usage"]
+    num_cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert len(prompts[0]) - 16 <= num_cached < len(prompts[0]), "the pages of the first answer"
+    assert server.metric("prefix_cache_hits_total") >= num_cached
+    assert server.metric("prefix_cache_pages") > 0
 
 
 def test_four_times_overload_is_refused_politely(start_server: StartServer) -> None:

@@ -76,17 +76,13 @@ struct Workspace {
   }
 };
 
-static inline void pack_value_units(const float* const* rows, int64_t d, int64_t count,
-                                    uint32_t* out) {
-  f32x16 v = load_up_to(rows[0] + d, count);
-  memcpy(out, &v, sizeof v);
+static inline u32x16 value_units(const float* const* rows, int64_t d, int64_t count) {
+  return (u32x16)load_up_to(rows[0] + d, count);
 }
 
-static inline void pack_value_units(const bf16* const* rows, int64_t d, int64_t count,
-                                    uint32_t* out) {
-  u32x16 v = (u32x16)load_up_to(rows[0] + d, count) >> 16;
-  if (rows[1]) v |= (u32x16)load_up_to(rows[1] + d, count);
-  memcpy(out, &v, sizeof v);
+static inline u32x16 value_units(const bf16* const* rows, int64_t d, int64_t count) {
+  u32x16 odd = rows[1] ? (u32x16)load_up_to(rows[1] + d, count) : u32x16{};
+  return (u32x16)load_up_to(rows[0] + d, count) >> 16 | odd;
 }
 
 // Keys [first, first + count) of a sequence, packed; likewise their values.
@@ -108,28 +104,36 @@ static void pack_keys_and_values(const AttentionPlan& p, Workspace<T>& work, con
       }
       const T* pair[2] = {values.data + (row + i) * values.row_step, nullptr};
       if (i + 1 < num_keys) pair[1] = pair[0] + values.row_step;
-      for (int64_t d = 0; d < p.value_dim; d += kLanes)
-        pack_value_units(pair, d, p.value_dim - d, out + d);
+      for (int64_t d = 0; d < p.value_dim; d += kLanes) {
+        u32x16 v = value_units(pair, d, p.value_dim - d);
+        memcpy(out + d, &v, sizeof v);
+      }
     }
   }
 }
 
 static inline i32x16 lanes() { return i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 
-// Scores of one row and block -> weights (not yet divided by their sum), rounded to T.
-// [first, last): the visible keys, counted from the block's first.
-template <class T>
-static inline void soften(const float* scores, float scale, int64_t num_panels, int64_t first,
-                          int64_t last, float& top, float* total, float* sums,
-                          int64_t value_width, T* weights) {
-  f32x16 s[kGroupPanels], highest = splat(-INFINITY);
-  for (int64_t n = 0; n < num_panels; ++n) {
-    i32x16 key = lanes() + (int32_t)(n * kLanes);
-    i32x16 is_hidden = (key < (int32_t)first) | (key >= (int32_t)last);
-    s[n] = select(is_hidden, splat(-INFINITY), load16(scores + n * kLanes) * scale);
-    highest = maximum(s[n], highest);
+// Scores of one row and block, PANELS * 16 keys -> weights (not yet divided by their sum), rounded
+// to T. [first, last): the visible keys, counted from the block's first.
+template <class T, int PANELS>
+static inline void soften(const float* scores, float scale, int64_t first, int64_t last,
+                          float& top, float* total, float* sums, int64_t value_width,
+                          T* weights) {
+  f32x16 s[PANELS], highest = splat(-INFINITY);
+#pragma GCC unroll 4
+  for (int n = 0; n < PANELS; ++n) s[n] = load16(scores + n * kLanes);
+  if (first > 0 || last < PANELS * kLanes) {
+#pragma GCC unroll 4
+    for (int n = 0; n < PANELS; ++n) {
+      i32x16 key = lanes() + (int32_t)(n * kLanes);
+      i32x16 is_hidden = (key < (int32_t)first) | (key >= (int32_t)last);
+      s[n] = select(is_hidden, splat(-INFINITY), s[n]);
+    }
   }
-  float high = largest(highest);
+#pragma GCC unroll 4
+  for (int n = 0; n < PANELS; ++n) highest = maximum(s[n], highest);
+  float high = largest(highest) * scale;
   f32x16 all = load16(total);
   if (high > top) {  // what was summed so far shrinks
     float factor = exp16(splat(top - high))[0];
@@ -137,11 +141,20 @@ static inline void soften(const float* scores, float scale, int64_t num_panels, 
     all *= factor;
     for (int64_t d = 0; d < value_width; d += kLanes) store16(sums + d, load16(sums + d) * factor);
   }
-  for (int64_t n = 0; n < num_panels; ++n) {
-    store16(weights + n * kLanes, exp16(s[n] - top));
-    all += load16(weights + n * kLanes);
-  }
-  store16(total, all);
+  f32x16 p[4] = {};
+#pragma GCC unroll 4
+  for (int n = 0; n < PANELS; ++n)
+    p[n] = store_rounded(weights + n * kLanes,
+                         exp16(multiply_add(s[n], splat(scale), splat(-top))));
+  store16(total, all + ((p[0] + p[1]) + (p[2] + p[3])));
+}
+
+template <class T, class... Rest>
+static inline void soften(int64_t num_panels, Rest&&... rest) {
+  if (num_panels == 4) soften<T, 4>(rest...);
+  else if (num_panels == 3) soften<T, 3>(rest...);
+  else if (num_panels == 2) soften<T, 2>(rest...);
+  else soften<T, 1>(rest...);
 }
 
 // `count` query heads from `first_head` on, all of one KV head, for a block of tokens.
@@ -172,9 +185,9 @@ static void attend_block(const AttentionPlan& p, Workspace<T>& work, const Token
                   false);
     for (int64_t r = 0; r < num_rows; ++r) {
       int64_t position = positions[block.first + r / count];
-      soften(work.scores + r * kKeys, p.scale, num_panels, first_visible(p, position) - at,
-             position + 1 - at, work.tops[r], work.totals + r * kLanes,
-             work.sums + r * value_width, value_width, work.weights + r * kKeys);
+      soften<T>(num_panels, work.scores + r * kKeys, p.scale, first_visible(p, position) - at,
+                position + 1 - at, work.tops[r], work.totals + r * kLanes,
+                work.sums + r * value_width, value_width, work.weights + r * kKeys);
     }
     multiply_rows(weights, num_rows, num_panels * kLanes, work.values, value_width,
                   value_width / kLanes, work.sums, value_width, true);

@@ -2,10 +2,6 @@
 
 #include "panels.h"
 
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
-
 // Accumulators fill the registers: 6 x 4 of 32 with AVX-512, 3 x 2 of 8 elsewhere.
 #if defined(__AVX512F__)
 constexpr int kTileRows = 6, kTilePanels = 4;

@@ -75,20 +75,20 @@ static inline uint32_t load_unit(const T* p, int64_t count) {  // 1 .. kUnit val
   return unit;
 }
 
-// Up to 16 rows of [.., width], each `row_step` after the last, as one panel: unit u goes to
-// out[u * step .. + 16).
+// 16 rows of [.., width], each `row_step` after the last, as one panel: unit u goes to
+// out[u * step .. + 16). The rows from num_rows on are zero.
 template <class T>
 static void pack_panel(const T* rows, int64_t row_step, int64_t num_rows, int64_t width,
                        uint32_t* out, int64_t step) {
   int64_t u = 0, whole = width / kUnit<T>;
-  for (; u + kLanes <= whole; u += kLanes) {
+  for (; u + kLanes <= whole && num_rows == kLanes; u += kLanes) {
     u32x16 x[kLanes];
-    for (int64_t i = 0; i < kLanes; ++i) {
-      x[i] = u32x16{};
-      if (i < num_rows) memcpy(&x[i], rows + i * row_step + u * kUnit<T>, sizeof x[i]);
-    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i)
+      memcpy(&x[i], rows + i * row_step + u * kUnit<T>, sizeof x[i]);
     transpose16(x);
-    for (int64_t i = 0; i < kLanes; ++i) memcpy(out + (u + i) * step, &x[i], sizeof x[i]);
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) memcpy(out + (u + i) * step, &x[i], sizeof x[i]);
   }
   for (; u < units<T>(width); ++u)
     for (int64_t i = 0; i < kLanes; ++i)

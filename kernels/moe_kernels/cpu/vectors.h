@@ -1,4 +1,5 @@
-// Sixteen floats at a time, in GCC's vector extensions: any processor, one source.
+// Sixteen floats at a time, in GCC's vector extensions: any processor, one source. What GCC makes
+// poor code of has a second version in AVX-512 intrinsics (vectors_avx512.h).
 #pragma once
 
 #include <cstdint>
@@ -15,44 +16,21 @@ typedef uint16_t u16x16 __attribute__((vector_size(32)));
 
 static inline f32x16 splat(float value) { return f32x16{} + value; }
 
+static inline f32x16 select(i32x16 mask, f32x16 yes, f32x16 no) { return mask ? yes : no; }
+
 static inline f32x16 load16(const float* p) {
   f32x16 v;
   memcpy(&v, p, sizeof v);
   return v;
 }
 
-static inline f32x16 load16(const bf16* p) {
-  u16x16 h;
-  memcpy(&h, p, sizeof h);
-  return (f32x16)(__builtin_convertvector(h, u32x16) << 16);
-}
-
 static inline void store16(float* p, f32x16 v) { memcpy(p, &v, sizeof v); }
 
-// Round to nearest even; a NaN stays a NaN.
-static inline void store16(bf16* p, f32x16 v) {
-  u32x16 bits = (u32x16)v;
-  u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  u32x16 nan = (bits >> 16) | 0x40;
-  i32x16 is_nan = v != v;
-  u32x16 chosen = ((u32x16)is_nan & nan) | (~(u32x16)is_nan & rounded);
-  u16x16 h = __builtin_convertvector(chosen, u16x16);
-  memcpy(p, &h, sizeof h);
-}
-
-template <class T>
-static inline f32x16 load_some(const T* p, int64_t count) {
-  T padded[16] = {};
-  memcpy(padded, p, count * sizeof(T));
-  return load16(padded);
-}
-
-template <class T>
-static inline void store_some(T* p, f32x16 v, int64_t count) {
-  T padded[16];
-  store16(padded, v);
-  memcpy(p, padded, count * sizeof(T));
-}
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#include "vectors_avx512.h"
+#else
+#include "vectors_generic.h"
+#endif
 
 template <class T>
 static inline f32x16 load_up_to(const T* p, int64_t count) {
@@ -65,29 +43,26 @@ static inline void store_up_to(T* p, f32x16 v, int64_t count) {
   else store_some(p, v, count);
 }
 
-static inline f32x16 select(i32x16 mask, f32x16 yes, f32x16 no) {
-  return (f32x16)((mask & (i32x16)yes) | (~mask & (i32x16)no));
+// exp(x), about 1 ulp (Cephes' expf): 2^n times a polynomial of the rest. Far below -87 it is 0 (so
+// exp(-inf) = 0), above 88 it is exp(88); NaN stays.
+static inline f32x16 exp16(f32x16 x) {
+  x = clamp_nan_stays(x, -200.0f, 88.0f);
+  f32x16 n = round16(x * 1.44269504f);
+  f32x16 r = multiply_add(n, splat(-0.693359375f), x);
+  r = multiply_add(n, splat(2.12194440e-4f), r);
+  f32x16 poly = splat(1.9875691500e-4f);
+  poly = multiply_add(poly, r, splat(1.3981999507e-3f));
+  poly = multiply_add(poly, r, splat(8.3334519073e-3f));
+  poly = multiply_add(poly, r, splat(4.1665795894e-2f));
+  poly = multiply_add(poly, r, splat(1.6666665459e-1f));
+  poly = multiply_add(poly, r, splat(5.0000001201e-1f));
+  return scale_by_power(multiply_add(poly, r * r, r + 1.0f), n);
 }
 
-static inline f32x16 maximum(f32x16 a, f32x16 b) { return select(a > b, a, b); }
-
-// exp(x), about 1 ulp (Cephes' expf): 2^n times a polynomial of the rest. -inf gives 0, NaN stays.
-static inline f32x16 exp16(f32x16 x) {
-  f32x16 clamped = select(x < splat(-87.3f), splat(-87.3f), x);
-  clamped = select(clamped > splat(88.0f), splat(88.0f), clamped);
-  f32x16 shifted = clamped * 1.44269504f + 12582912.0f;  // rounds to an integer in the low bits
-  i32x16 n = (i32x16)shifted - 0x4b400000;
-  f32x16 whole = shifted - 12582912.0f;
-  f32x16 r = clamped - whole * 0.693359375f + whole * 2.12194440e-4f;
-  f32x16 poly = splat(1.9875691500e-4f);
-  poly = poly * r + 1.3981999507e-3f;
-  poly = poly * r + 8.3334519073e-3f;
-  poly = poly * r + 4.1665795894e-2f;
-  poly = poly * r + 1.6666665459e-1f;
-  poly = poly * r + 5.0000001201e-1f;
-  f32x16 result = (poly * r * r + r + 1.0f) * (f32x16)((n + 127) << 23);
-  result = select(x < splat(-87.3f), splat(0.0f), result);
-  return select(x == x, result, x);
+// Store, and what was stored.
+static inline f32x16 store_rounded(float* p, f32x16 v) {
+  store16(p, v);
+  return v;
 }
 
 // v as if it had been stored in T.
@@ -111,4 +86,3 @@ static inline float largest(f32x16 v) {
   m = maximum(m, __builtin_shuffle(m, i32x16{2, 3}));
   return m[0] > m[1] ? m[0] : m[1];
 }
-

@@ -7,13 +7,18 @@ import difflib
 from moe_serve.model.families import (
     deepseek_v2,
     deepseek_v3,
+    dots1,
     ernie4_5_moe,
+    exaone_moe,
+    flint,
     glm4_moe,
     glm4_moe_lite,
     gpt_oss,
     granitemoe,
     hunyuan_v1_moe,
+    hy_v3,
     llama4,
+    mellum,
     minimax_m2,
     mistral4,
     mixtral,
@@ -21,6 +26,7 @@ from moe_serve.model.families import (
     qwen2_moe,
     qwen3_moe,
     qwen3_vl_moe,
+    solar_open,
 )
 from moe_serve.model.families.family import Family
 from moe_serve.model.hf_config import HFConfig
@@ -28,13 +34,19 @@ from moe_serve.model.hf_config import HFConfig
 FAMILIES: tuple[Family, ...] = (
     deepseek_v2.FAMILY,
     deepseek_v3.FAMILY,
+    dots1.FAMILY,
     ernie4_5_moe.FAMILY,
+    exaone_moe.FAMILY,
+    flint.FAMILY,
     glm4_moe.FAMILY,
+    glm4_moe.WITH_VISION,
     glm4_moe_lite.FAMILY,
     gpt_oss.FAMILY,
     granitemoe.FAMILY,
     hunyuan_v1_moe.FAMILY,
+    hy_v3.FAMILY,
     llama4.FAMILY,
+    mellum.FAMILY,
     minimax_m2.FAMILY,
     mistral4.FAMILY,
     mixtral.FAMILY,
@@ -42,6 +54,7 @@ FAMILIES: tuple[Family, ...] = (
     qwen2_moe.FAMILY,
     qwen3_moe.FAMILY,
     qwen3_vl_moe.FAMILY,
+    solar_open.FAMILY,
 )
 
 _REFUSED = {  # near relatives of what is served, and what they have that is not

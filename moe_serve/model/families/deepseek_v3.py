@@ -1,13 +1,14 @@
 """DeepSeek-V3, V3.1 and R1, Kimi-K2, Moonlight: latent attention, sigmoid router with a bias.
 
-Kimi-K2.5 and its successors hold such a model beside a vision tower; the text model is served.
+Kimi-K2.5, its successors and Kimi-VL hold such a model beside a vision tower: it alone is served.
 Multi-token-prediction layers, stored after the last layer, are not read.
 """
 
 from __future__ import annotations
 
 from moe_serve.model.families.family import Family
-from moe_serve.model.families.latent import biased_sigmoid_router, latent_decoder, sparse_layers
+from moe_serve.model.families.latent import latent_decoder, sparse_layers
+from moe_serve.model.families.router import biased_sigmoid_router
 from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.spec import ModelSpec
 
@@ -27,6 +28,7 @@ FAMILY = Family(
     architectures=(
         "DeepseekV3ForCausalLM",
         "KimiK25ForConditionalGeneration",
+        "KimiVLForConditionalGeneration",
         "Kimi_K25ForConditionalGeneration",
     ),
     read_spec=_read_spec,

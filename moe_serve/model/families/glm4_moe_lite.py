@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from moe_serve.model.families.family import Family
-from moe_serve.model.families.latent import biased_sigmoid_router, latent_decoder, sparse_layers
+from moe_serve.model.families.latent import latent_decoder, sparse_layers
+from moe_serve.model.families.router import biased_sigmoid_router
 from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.spec import ModelSpec
 

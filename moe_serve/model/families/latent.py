@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from moe_kernels.attention_shape import LatentShape
-from moe_kernels.routing import RouterShape
 from moe_serve.model.families.common import decoder_basics
 from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.hf_rope import read_rope, rope_values, yarn_softmax_factor
@@ -114,40 +113,3 @@ def shared_expert(config: HFConfig) -> SharedExpertSpec | None:
         return None
     num_shared = config.positive_int("n_shared_experts")
     return SharedExpertSpec(width=num_shared * config.positive_int("moe_intermediate_size"))
-
-
-def biased_sigmoid_router(config: HFConfig, *, scaling: float) -> RouterSpec:
-    """DeepSeek-V3's: a bias per expert, which balances the load, takes part in the choice only.
-
-    `scaling` is the family's default of routed_scaling_factor.
-    """
-    config.require("scoring_func", "sigmoid", default="sigmoid")
-    config.require("topk_method", "noaux_tc", default="noaux_tc")
-    return RouterSpec(
-        has_selection_bias=True,
-        shape=RouterShape(
-            **router_numbers(config, scaling=scaling),
-            is_renormalised=bool(config.get("norm_topk_prob", True)),
-            renorm_floor=1e-20,
-            scoring="sigmoid",
-            group_score="top2",
-            **expert_groups(config),
-        ),
-    )
-
-
-def router_numbers(config: HFConfig, *, scaling: float) -> dict[str, Any]:
-    """Of RouterShape: how many experts, how many are chosen, and what their weights are times."""
-    return {
-        "num_experts": config.positive_int("n_routed_experts", "num_local_experts", "num_experts"),
-        "top_k": config.positive_int("num_experts_per_tok"),
-        "scaling": config.number("routed_scaling_factor", scaling),
-    }
-
-
-def expert_groups(config: HFConfig) -> dict[str, Any]:
-    """Of RouterShape: the groups that experts are chosen from."""
-    return {
-        "num_groups": config.positive_int("n_group", default=1),
-        "num_groups_kept": config.positive_int("topk_group", default=1),
-    }

@@ -5,26 +5,20 @@ from __future__ import annotations
 from moe_kernels.routing import RouterShape
 from moe_serve.model.families.common import decoder_basics, grouped_attention, head_dim_of
 from moe_serve.model.families.family import Family
-from moe_serve.model.families.windows import attention_of_layers, sliding_where
 from moe_serve.model.families.qwen3_moe import sparse_layers
+from moe_serve.model.families.windows import windowed_layers
 from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.hf_rope import read_rope
 from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec, SharedExpertSpec
 from moe_serve.model.tensor_names import TensorNames, mlp_names
 
 
-def _sliding_types(config: HFConfig) -> tuple[str, ...]:
-    """Every other of the first `max_window_layers` layers, if windows are used at all."""
-    num_layers = config.positive_int("num_hidden_layers")
-    last = config.get("max_window_layers", 28) if config.get("use_sliding_window") else 0
-    return sliding_where([layer % 2 == 0 and layer < last for layer in range(num_layers)])
-
-
 def _read_spec(config: HFConfig) -> ModelSpec:
     config.require("hidden_act", "silu", default="silu")
     rope = read_rope(config, head_dim=head_dim_of(config))
-    attention = attention_of_layers(
-        config, grouped_attention(config, rope), default=_sliding_types(config)
+    last = config.number("max_window_layers", 28) if config.get("use_sliding_window") else 0
+    attention = windowed_layers(  # every other of the first layers, if windows are used at all
+        config, grouped_attention(config, rope), lambda layer: layer % 2 == 0 and layer < last
     )
     return ModelSpec(
         **decoder_basics(config, norm_eps=1e-6),

@@ -27,7 +27,7 @@ def format_of(config: HFConfig) -> WeightFormat | None:
     if quantization is None:
         return None
     method = quantization.get("quant_method")
-    if method not in FORMATS:
+    if not isinstance(method, str) or method not in FORMATS:
         raise quantization.error(
             "quant_method",
             f"is {method!r}, which is not served; served: {', '.join(FORMATS)}, and plain floats",

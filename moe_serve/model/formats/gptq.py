@@ -150,8 +150,8 @@ def gptq_from(config: HFConfig) -> Gptq:
 
 
 def _check_sizes(config: HFConfig, *, needs_bits: bool) -> None:
-    bits = config.get("bits", None if needs_bits else 4)
+    bits = config.positive_int("bits", default=None if needs_bits else 4)
     if bits not in _TABLES:
-        raise config.error("bits", f"is {bits!r}; supported are 4, 8")
+        raise config.error("bits", f"is {bits}; supported are 4, 8")
     if config.get("group_size", 128) != -1:
         config.positive_int("group_size", default=128)

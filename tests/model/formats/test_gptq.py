@@ -134,7 +134,7 @@ def test_modules_with_bits_of_their_own(reader_of: ReaderOf) -> None:
 
 REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"bits": 3}, "quantization_config: bits is 3; supported are 4, 8"),
-    ({"bits": None}, "bits is None"),
+    ({"bits": None}, "bits is missing"),
     ({"group_size": 0}, "group_size must be a positive integer, is 0"),
     ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; supported are 'gptq'"),
     ({"dynamic": {"+:(": {}}}, r"dynamic has '\+:\(', no pattern"),
