@@ -82,11 +82,17 @@ def family_of(config: HFConfig) -> Family:
 
 
 def _hint(architecture: str) -> str:
-    """The nearest name, or how many there are: all of them would be a wall."""
+    """The nearest name, if one is near, and where all are: as a list they would be a wall."""
+
+    def stem(name: str) -> str:
+        """What says more than `ForCausalLM` does."""
+        return name.partition("For")[0].lower()
+
     known = [name for family in FAMILIES for name in family.architectures]
-    nearest = difflib.get_close_matches(architecture, known, n=1, cutoff=0.75)
-    where = f"docs/models.md lists all {len(known)} that are"
-    return f"; the nearest that is: {nearest[0]}; {where}" if nearest else f"; {where}"
+    name_of = {stem(name): name for name in known}
+    nearest = difflib.get_close_matches(stem(architecture), name_of, n=1, cutoff=0.8)
+    hint = f"; the nearest that is: {name_of[nearest[0]]}" if nearest else ""
+    return f"{hint}; docs/models.md lists all {len(known)} that are"
 
 
 __all__ = ["FAMILIES", "Family", "family_of"]
