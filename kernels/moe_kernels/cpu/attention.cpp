@@ -53,15 +53,12 @@ static void attend(const AttentionPlan& p, T* qkv, const T* q_norm, const T* k_n
                    const int64_t* kv_rows, T* keys, T* values, T* out) {
   int64_t row = (p.num_heads + p.num_kv_heads) * p.head_dim + p.num_kv_heads * p.value_dim;
   AttentionJobs jobs(p, positions);
-#pragma omp parallel num_threads((int)p.threads) if (!jobs.is_small)
-  {
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < p.num_tokens; ++t)
-      shape_token(p, qkv + t * row, q_norm, k_norm, rotary, positions[t],
-                  kv_rows + t * p.num_kv_heads, keys, values);
-    attend_jobs<T>(p, jobs, qkv, row, positions, {keys, p.head_dim}, {values, p.value_dim}, sinks,
-                   out);
-  }
+  parallel_rows(jobs.threads, p.num_tokens, 4, [&](int64_t t) {
+    shape_token(p, qkv + t * row, q_norm, k_norm, rotary, positions[t],
+                kv_rows + t * p.num_kv_heads, keys, values);
+  });
+  attend_jobs<T>(p, jobs, qkv, row, positions, {keys, p.head_dim}, {values, p.value_dim}, sinks,
+                 out);
 }
 
 #define EXPORT(T, suffix)                                                                         \

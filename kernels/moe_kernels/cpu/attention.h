@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "panels.h"
+#include "pool.h"
 #include "scratch.h"
 
 struct AttentionPlan {  // mirrored in native_attention.py
@@ -204,7 +205,7 @@ static void attend_block(const AttentionPlan& p, Workspace<T>& work, const Token
 struct AttentionJobs {
   std::vector<TokenBlock> blocks;
   int64_t heads_per_job, jobs_per_block;
-  bool is_small;
+  int64_t threads;
 
   AttentionJobs(const AttentionPlan& p, const int64_t* positions) {
     int64_t group = p.num_heads / p.num_kv_heads, parts = (group + kQueryRows - 1) / kQueryRows;
@@ -213,25 +214,23 @@ struct AttentionJobs {
     blocks = cut_tokens(p, positions, std::max<int64_t>(1, kQueryRows / heads_per_job));
     int64_t work = 0;
     for (const TokenBlock& b : blocks) work += b.count * (b.last_key - b.first_key);
-    is_small = work * p.num_heads * p.head_dim < 65536;
+    threads = work * p.num_heads * p.head_dim < 65536 ? 1 : p.threads;
   }
 
   int64_t count() const { return (int64_t)blocks.size() * jobs_per_block; }
 };
 
-// Run inside a parallel region.
 template <class T>
 static void attend_jobs(const AttentionPlan& p, const AttentionJobs& jobs, const T* q,
                         int64_t q_step, const int64_t* positions, Rows<const T> keys,
                         Rows<const T> values, const float* sinks, T* out) {
-  static thread_local Workspace<T> work;
-  work.reserve(p);
   int64_t group = p.num_heads / p.num_kv_heads, parts = jobs.jobs_per_block / p.num_kv_heads;
-#pragma omp for schedule(dynamic)
-  for (int64_t j = 0; j < jobs.count(); ++j) {
+  parallel_for(jobs.threads, jobs.count(), [&](int64_t j) {
+    static thread_local Workspace<T> work;
+    work.reserve(p);
     int64_t part = j % jobs.jobs_per_block, first = part % parts * jobs.heads_per_job;
     int64_t count = std::min(jobs.heads_per_job, group - first);
     attend_block(p, work, jobs.blocks[j / jobs.jobs_per_block], part / parts * group + first, count,
                  q, q_step, positions, keys, values, sinks, out);
-  }
+  });
 }

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "panels.h"
+#include "pool.h"
 #include "scratch.h"
 
 struct Experts {  // mirrored in native_experts.py
@@ -121,19 +122,16 @@ static int64_t experts(const Experts& e, const T* x, const int64_t* ids, const f
   float* y = y_scratch.get<float>(num_slots * e.width);
   auto up_jobs = cut(slots, by_size, row_block<T>(e.width), groups(2 * panels(e.expert_width)));
   auto down_jobs = cut(slots, by_size, row_block<T>(e.expert_width), groups(panels(e.width)));
-  bool is_small = num_slots * e.width * e.expert_width < 65536;
-#pragma omp parallel num_threads((int)e.threads) if (!is_small)
-  {
-#pragma omp for schedule(dynamic)
-    for (size_t j = 0; j < up_jobs.size(); ++j)
-      gate_up<T>(e, up_jobs[j], slots.order.data() + up_jobs[j].first, x, top_k, hidden);
-#pragma omp for schedule(dynamic)
-    for (size_t j = 0; j < down_jobs.size(); ++j)
-      down<T>(e, down_jobs[j], slots.order.data() + down_jobs[j].first, hidden, y);
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < num_rows; ++t)
-      weigh(y + t * top_k * e.width, weights + t * top_k, top_k, e.width, out + t * e.width);
-  }
+  int64_t threads = num_slots * e.width * e.expert_width < 65536 ? 1 : e.threads;
+  parallel_for(threads, (int64_t)up_jobs.size(), [&](int64_t j) {
+    gate_up<T>(e, up_jobs[j], slots.order.data() + up_jobs[j].first, x, top_k, hidden);
+  });
+  parallel_for(threads, (int64_t)down_jobs.size(), [&](int64_t j) {
+    down<T>(e, down_jobs[j], slots.order.data() + down_jobs[j].first, hidden, y);
+  });
+  parallel_rows(threads, num_rows, 8, [&](int64_t t) {
+    weigh(y + t * top_k * e.width, weights + t * top_k, top_k, e.width, out + t * e.width);
+  });
   return 0;
 }
 

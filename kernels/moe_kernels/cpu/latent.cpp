@@ -19,29 +19,25 @@ static void attend_latent(const AttentionPlan& p, HeadRows<T> q_latent, HeadRows
   static thread_local Scratch scratch;
   T* q = scratch.get<T>(p.num_tokens * p.num_heads * p.head_dim);
   AttentionJobs jobs(p, positions);
-#pragma omp parallel num_threads((int)p.threads) if (!jobs.is_small)
-  {
+  parallel_rows(jobs.threads, p.num_tokens, 4, [&](int64_t t) {
     float rotated[1024];
-#pragma omp for schedule(static) nowait
-    for (int64_t t = 0; t < p.num_tokens; ++t) {
       const T* from = latent + t * latent_step;
       T* to = keys + kv_rows[t] * p.head_dim;
       int64_t at = positions[t] * p.rotary_dim;
       norm_row(from, norm, to, p.value_dim, p.eps);
       rotate(from + p.value_dim, cos + at, sin + at, rotated, p.rotary_dim, p.rotary_dim);
       store_row(rotated, 1.0f, to + p.value_dim, p.rotary_dim);
-    }
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < p.num_tokens * p.num_heads; ++i) {
+  });
+  parallel_rows(jobs.threads, p.num_tokens * p.num_heads, 32, [&](int64_t i) {
+    float rotated[1024];
       int64_t t = i / p.num_heads, h = i % p.num_heads, at = positions[t] * p.rotary_dim;
       T* to = q + i * p.head_dim;
       memcpy(to, q_latent.at(t, h), p.value_dim * sizeof(T));
       rotate(q_rope.at(t, h), cos + at, sin + at, rotated, p.rotary_dim, p.rotary_dim);
       store_row(rotated, 1.0f, to + p.value_dim, p.rotary_dim);
-    }
-    attend_jobs<T>(p, jobs, q, p.num_heads * p.head_dim, positions, {keys, p.head_dim},
-                   {keys, p.head_dim}, nullptr, out);
-  }
+  });
+  attend_jobs<T>(p, jobs, q, p.num_heads * p.head_dim, positions, {keys, p.head_dim},
+                 {keys, p.head_dim}, nullptr, out);
 }
 
 #define EXPORT(T, suffix)                                                                         \

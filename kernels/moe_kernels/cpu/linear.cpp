@@ -1,6 +1,7 @@
 // Dense linear layers: one matrix, one matrix per head, the router's in fp32.
 
 #include "panels.h"
+#include "pool.h"
 #include "scratch.h"
 
 struct Linear {  // mirrored in native_linear.py
@@ -19,11 +20,10 @@ static void for_blocks(const Linear& l, int64_t num_rows, const Work& work) {
   int64_t rows = row_block<T>(l.width), row_blocks = (num_rows + rows - 1) / rows;
   int64_t columns = groups(panels(l.num_outputs)), jobs = row_blocks * l.num_heads * columns;
   bool is_small = num_rows * l.num_heads * l.num_outputs * l.width < 131072;
-#pragma omp parallel for num_threads((int)l.threads) schedule(dynamic) if (!is_small)
-  for (int64_t j = 0; j < jobs; ++j) {
+  parallel_for(is_small ? 1 : l.threads, jobs, [&](int64_t j) {
     int64_t first = j / columns / l.num_heads * rows;
     work(Block{j / columns % l.num_heads, j % columns, first, std::min(rows, num_rows - first)});
-  }
+  });
 }
 
 template <class T>

@@ -37,7 +37,7 @@ uint64_t next_list(uint64_t word, uint64_t threads, uint64_t count) {
 }
 
 struct List {
-  void (*job)(void*, int64_t, int64_t);
+  void (*job)(void*, int64_t);
   void* context;
   int64_t first;
 };
@@ -48,7 +48,7 @@ class Pool {
 
   bool is_of(pid_t process) const { return owner_ == process; }
 
-  void run(int64_t threads, int64_t first, int64_t count, void (*job)(void*, int64_t, int64_t),
+  void run(int64_t threads, int64_t first, int64_t count, void (*job)(void*, int64_t),
            void* context) {
     while (num_helpers_ < threads - 1) start_helper();
     list_ = List{job, context, first};
@@ -74,7 +74,7 @@ class Pool {
     do {
       if (taken_of(word) >= count_of(word) || worker >= (int64_t)threads_of(word)) return false;
     } while (!word_.compare_exchange_weak(word, word + 1, std::memory_order_acq_rel));
-    list_.job(list_.context, list_.first + (int64_t)taken_of(word), worker);
+    list_.job(list_.context, list_.first + (int64_t)taken_of(word));
     done_.fetch_add(1, std::memory_order_release);
     return true;
   }
@@ -122,11 +122,11 @@ Pool* pool = nullptr;  // never destroyed: its helpers run until the process end
 
 }  // namespace
 
-void run_jobs(int64_t threads, int64_t count, void (*job)(void*, int64_t, int64_t),
+void run_jobs(int64_t threads, int64_t count, void (*job)(void*, int64_t),
               void* context) {
   std::unique_lock<std::mutex> lock(busy, std::try_to_lock);
   if (!lock.owns_lock()) {
-    for (int64_t i = 0; i < count; ++i) job(context, i, 0);
+    for (int64_t i = 0; i < count; ++i) job(context, i);
     return;
   }
   if (!pool || !pool->is_of(getpid())) pool = new Pool(getpid());  // helpers do not survive a fork

@@ -8,18 +8,28 @@
 
 #include <cstdint>
 
-// Runs job(context, i, worker) for i in [0, count), with worker in [0, threads): 0 is the caller.
-// Calls that come while another thread's are under way run on their caller alone.
-void run_jobs(int64_t threads, int64_t count, void (*job)(void*, int64_t, int64_t), void* context);
+// Runs job(context, i) for i in [0, count) on the caller and up to threads - 1 others. Calls that
+// come while another thread's are under way run on their caller alone.
+void run_jobs(int64_t threads, int64_t count, void (*job)(void*, int64_t), void* context);
 
+// job(i) for i in [0, count).
 template <class Job>
 static inline void parallel_for(int64_t threads, int64_t count, const Job& job) {
   if (threads <= 1 || count <= 1) {
-    for (int64_t i = 0; i < count; ++i) job(i, (int64_t)0);
+    for (int64_t i = 0; i < count; ++i) job(i);
     return;
   }
   run_jobs(
       threads, count,
-      [](void* context, int64_t i, int64_t worker) { (*(const Job*)context)(i, worker); },
+      [](void* context, int64_t i) { (*(const Job*)context)(i); },
       (void*)&job);
+}
+
+// job(i) for i in [0, count), `rows` of them at a time.
+template <class Job>
+static inline void parallel_rows(int64_t threads, int64_t count, int64_t rows, const Job& job) {
+  parallel_for(threads, (count + rows - 1) / rows, [&](int64_t block) {
+    int64_t last = block * rows + rows < count ? block * rows + rows : count;
+    for (int64_t i = block * rows; i < last; ++i) job(i);
+  });
 }

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <vector>
 
+#include "pool.h"
 #include "vectors.h"
 
 struct Router {  // mirrored in native_kernels.py
@@ -64,12 +65,11 @@ extern "C" {
 void moe_route(const Router* router, const float* logits, const float* bias, int64_t* ids,
                float* weights, int64_t num_rows) {
   const Router r = *router;
-#pragma omp parallel num_threads((int)r.threads) if (num_rows >= 64)
-  {
-    std::vector<float> scores(r.num_experts), choice(r.num_experts), group_scores(r.num_groups);
-    std::vector<char> is_chosen(std::max(r.num_experts, r.num_groups));
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < num_rows; ++t) {
+  parallel_rows(r.threads, num_rows, 64, [&](int64_t t) {
+    static thread_local std::vector<float> scores, choice, group_scores;
+    static thread_local std::vector<char> is_chosen;
+    scores.resize(r.num_experts), choice.resize(r.num_experts), group_scores.resize(r.num_groups);
+    is_chosen.resize(std::max(r.num_experts, r.num_groups));
       score(r, logits + t * r.num_experts, scores.data());
       for (int64_t e = 0; e < r.num_experts; ++e) choice[e] = scores[e] + (bias ? bias[e] : 0.0f);
       if (r.num_groups > 1) keep_best_groups(r, choice.data(), group_scores, is_chosen);
@@ -84,7 +84,6 @@ void moe_route(const Router* router, const float* logits, const float* bias, int
       float divisor = r.is_renormalised ? std::fmax(sum, r.renorm_floor) : 1.0f;
       for (int64_t k = t * r.top_k; k < (t + 1) * r.top_k; ++k)
         weights[k] = weights[k] / divisor * r.scaling;
-    }
-  }
+  });
 }
 }
