@@ -1,8 +1,10 @@
-"""Reads a config's numbers as the loader does, without a checkpoint."""
+"""Published configs (configs/models/), read as the loader does, without a checkpoint."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,13 @@ from moe_serve.model.families import family_of
 from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.spec import ModelSpec
 from moe_serve.model.spec_check import check_spec
+
+_CONFIGS = Path(__file__).parents[2] / "configs" / "models"
+
+
+def published(name: str) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((_CONFIGS / f"{name}.json").read_text("utf-8"))
+    return values
 
 
 def spec_of(values: Mapping[str, Any], **changes: Any) -> ModelSpec:

@@ -100,7 +100,7 @@ def test_layers_with_experts_come_at_the_stated_frequency() -> None:
         (V2_LITE, {"norm_topk_prob": True}, "norm_topk_prob is True; only False"),
         (V2_LITE, {"use_mla": False}, "use_mla is False; only True"),
         (V2_LITE, {"n_routed_experts": None}, "n_routed_experts is missing"),
-        (V3, {"scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid'"),
+        (V3, {"scoring_func": "softmax"}, "scoring_func is 'softmax'; supported are sigmoid"),
         (V3, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu'"),
         (V3, {"num_key_value_heads": 8}, r"as many as num_attention_heads \(128\)"),
         (V3, {"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25, which does not give"),

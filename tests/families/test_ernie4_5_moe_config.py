@@ -3,46 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from published import refusal_of, spec_of
+from published import published, refusal_of, spec_of
 
-ERNIE_4_5_21B_A3B = {
-    "architectures": ["Ernie4_5_MoeForCausalLM"],
-    "eos_token_id": 2,
-    "hidden_act": "silu",
-    "hidden_size": 2560,
-    "intermediate_size": 12288,
-    "max_position_embeddings": 131072,
-    "model_type": "ernie4_5_moe",
-    "num_attention_heads": 20,
-    "num_key_value_heads": 4,
-    "num_hidden_layers": 28,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "use_bias": False,
-    "vocab_size": 103424,
-    "moe_num_experts": 64,
-    "moe_num_shared_experts": 2,
-    "moe_layer_start_index": 1,
-    "moe_layer_end_index": 27,
-    "moe_layer_interval": 1,
-    "moe_intermediate_size": 1536,
-    "moe_k": 6,
-}
-ERNIE_4_5_300B_A47B = ERNIE_4_5_21B_A3B | {
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "moe_intermediate_size": 3584,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 54,
-    "moe_num_shared_experts": 0,
-    "moe_layer_start_index": 3,
-    "moe_layer_end_index": 53,
-    "moe_k": 8,
-    "tie_word_embeddings": False,
-}
+ERNIE_4_5_21B_A3B = published("ERNIE-4.5-21B-A3B-PT")
+ERNIE_4_5_300B_A47B = published("ERNIE-4.5-300B-A47B-PT")
 
 
 def test_numbers() -> None:

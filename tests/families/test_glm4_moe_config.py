@@ -2,50 +2,10 @@
 
 from __future__ import annotations
 
-from published import refusal_of, spec_of
+from published import published, refusal_of, spec_of
 
-GLM_4_5 = {
-    "architectures": ["Glm4MoeForCausalLM"],
-    "attention_bias": True,
-    "eos_token_id": [151329, 151336, 151338],
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 5120,
-    "partial_rotary_factor": 0.5,
-    "intermediate_size": 12288,
-    "max_position_embeddings": 131072,
-    "model_type": "glm4_moe",
-    "moe_intermediate_size": 1536,
-    "norm_topk_prob": True,
-    "num_attention_heads": 96,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_routed_experts": 160,
-    "n_shared_experts": 1,
-    "routed_scaling_factor": 2.5,
-    "num_experts_per_tok": 8,
-    "first_k_dense_replace": 3,
-    "num_hidden_layers": 92,
-    "num_key_value_heads": 8,
-    "num_nextn_predict_layers": 1,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_qk_norm": True,
-    "vocab_size": 151552,
-}
-GLM_4_5_AIR = GLM_4_5 | {
-    "hidden_size": 4096,
-    "intermediate_size": 10944,
-    "moe_intermediate_size": 1408,
-    "n_routed_experts": 128,
-    "routed_scaling_factor": 1.0,
-    "first_k_dense_replace": 1,
-    "num_hidden_layers": 46,
-    "use_qk_norm": False,
-}
+GLM_4_5 = published("GLM-4.5")
+GLM_4_5_AIR = published("GLM-4.5-Air")
 
 
 def test_numbers() -> None:

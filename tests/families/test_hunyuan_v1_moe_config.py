@@ -3,52 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from published import refusal_of, spec_of
+from published import published, refusal_of, spec_of
 
-HUNYUAN_A13B = {
-    "architectures": ["HunYuanMoEV1ForCausalLM"],
-    "attention_bias": False,
-    "attention_head_dim": 128,
-    "cla_share_factor": 2,
-    "eos_token_id": 127960,
-    "group_limited_greedy": False,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 3072,
-    "max_position_embeddings": 32768,
-    "mlp_bias": False,
-    "model_type": "hunyuan_v1_moe",
-    "moe_intermediate_size": [3072] * 32,
-    "moe_layer_num_skipped": 0,
-    "moe_topk": [8] * 32,
-    "norm_topk_prob": True,
-    "norm_type": "rms",
-    "num_attention_heads": 32,
-    "num_experts": 64,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "num_shared_expert": [1] * 32,
-    "position_embedding_xdrope": False,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "alpha": 1000.0,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "type": "dynamic",
-    },
-    "rope_theta": 10000.0,
-    "routed_scaling_factor": False,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "use_cla": False,
-    "use_mixed_mlp_moe": True,
-    "use_mla": False,
-    "use_qk_norm": True,
-    "vocab_size": 128167,
-}
+HUNYUAN_A13B = published("Hunyuan-A13B-Instruct")
 
 
 def test_numbers() -> None:

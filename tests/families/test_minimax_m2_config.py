@@ -3,38 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from published import refusal_of, spec_of
+from published import published, refusal_of, spec_of
 
-MINIMAX_M2 = {
-    "architectures": ["MiniMaxM2ForCausalLM"],
-    "attn_type_list": [1] * 62,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 3072,
-    "intermediate_size": 1536,
-    "max_position_embeddings": 196608,
-    "mlp_intermediate_size": 8192,
-    "model_type": "minimax_m2",
-    "mtp_transformer_layers": 1,
-    "num_attention_heads": 48,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 62,
-    "num_key_value_heads": 8,
-    "num_local_experts": 256,
-    "num_mtp_modules": 3,
-    "qk_norm_type": "per_layer",
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 5000000,
-    "rotary_dim": 64,
-    "scoring_func": "sigmoid",
-    "shared_intermediate_size": 0,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "use_mtp": True,
-    "use_qk_norm": True,
-    "use_routing_bias": True,
-    "vocab_size": 200064,
-}
+MINIMAX_M2 = published("MiniMax-M2")
 
 
 def test_numbers() -> None:

@@ -2,34 +2,9 @@
 
 from __future__ import annotations
 
-from published import refusal_of, spec_of
+from published import published, refusal_of, spec_of
 
-QWEN1_5_MOE_A2_7B = {
-    "architectures": ["Qwen2MoeForCausalLM"],
-    "model_type": "qwen2_moe",
-    "eos_token_id": 151643,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "max_position_embeddings": 8192,
-    "max_window_layers": 21,
-    "num_attention_heads": 16,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 16,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "sliding_window": 32768,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-    "decoder_sparse_step": 1,
-    "moe_intermediate_size": 1408,
-    "shared_expert_intermediate_size": 5632,
-    "num_experts_per_tok": 4,
-    "num_experts": 60,
-    "norm_topk_prob": False,
-}
+QWEN1_5_MOE_A2_7B = published("Qwen1.5-MoE-A2.7B")
 
 
 def test_numbers() -> None:

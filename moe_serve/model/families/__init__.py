@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+
 from moe_serve.model.families import (
     deepseek_v2,
     deepseek_v3,
@@ -64,7 +66,7 @@ _REFUSED = {  # near relatives of what is served, and what they have that is not
 
 
 def family_of(config: HFConfig) -> Family:
-    """The family that serves the architecture; CheckpointError with those there are, if none."""
+    """The family that serves the architecture; CheckpointError if there is none."""
     architecture = config.architecture()
     for family in FAMILIES:
         if architecture in family.architectures:
@@ -74,10 +76,23 @@ def family_of(config: HFConfig) -> Family:
             "architectures",
             f"is {architecture!r}, which is not served: it has {_REFUSED[architecture]}",
         )
-    known = ", ".join(sorted(name for family in FAMILIES for name in family.architectures))
     raise config.error(
-        "architectures", f"is {architecture!r}, which is not served; served: {known}"
+        "architectures", f"is {architecture!r}, which is not served{_hint(architecture)}"
     )
+
+
+def _hint(architecture: str) -> str:
+    """The nearest name, if one is near, and where all are: as a list they would be a wall."""
+
+    def stem(name: str) -> str:
+        """What says more than `ForCausalLM` does."""
+        return name.partition("For")[0].lower()
+
+    known = [name for family in FAMILIES for name in family.architectures]
+    name_of = {stem(name): name for name in known}
+    nearest = difflib.get_close_matches(stem(architecture), name_of, n=1, cutoff=0.8)
+    hint = f"; the nearest that is: {name_of[nearest[0]]}" if nearest else ""
+    return f"{hint}; docs/models.md lists all {len(known)} that are"
 
 
 __all__ = ["FAMILIES", "Family", "family_of"]

@@ -6,7 +6,7 @@ from moe_kernels.kernels import GatedActivation
 from moe_kernels.routing import RouterShape
 from moe_serve.model.families.common import decoder_basics, grouped_attention, head_dim_of
 from moe_serve.model.families.family import Family
-from moe_serve.model.families.layer_types import layer_types
+from moe_serve.model.families.windows import windowed_layers
 from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.hf_rope import read_rope
 from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec
@@ -15,29 +15,17 @@ from moe_serve.model.tensor_names import ExpertNames, TensorNames
 _MLP = "model.layers.{layer}.mlp."
 
 
-def _alternating(layer: int) -> str:
-    return "full_attention" if layer % 2 else "sliding_attention"
-
-
 def _read_spec(config: HFConfig) -> ModelSpec:
     config.require("hidden_act", "silu", default="silu")
     rope = read_rope(config, head_dim=head_dim_of(config), theta=150_000.0)
-    attention_of = {
-        "full_attention": grouped_attention(config, rope, has_sinks=True),
-        "sliding_attention": grouped_attention(
-            config,
-            rope,
-            has_sinks=True,
-            sliding_window=config.positive_int("sliding_window", default=128),
-        ),
-    }
+    attention = grouped_attention(config, rope, has_sinks=True)
     has_bias = bool(config.get("attention_bias", True))
     return ModelSpec(
         **decoder_basics(config, norm_eps=1e-5),
         family="gpt_oss",
         layers=tuple(
-            LayerSpec(attention=attention_of[kind])
-            for kind in layer_types(config, tuple(attention_of), _alternating)
+            LayerSpec(attention=of_layer)
+            for of_layer in windowed_layers(config, attention, lambda layer: layer % 2 == 0)
         ),
         expert_width=config.positive_int("intermediate_size"),
         activation=GatedActivation(

@@ -14,7 +14,7 @@ def biased_sigmoid_router(config: HFConfig, *, scaling: float) -> RouterSpec:
 
     `scaling` is the family's default of routed_scaling_factor.
     """
-    config.require("scoring_func", "sigmoid", default="sigmoid")
+    config.one_of("scoring_func", ("sigmoid", "noaux_tc"), "sigmoid")  # dots.llm1 names it so
     config.require("topk_method", "noaux_tc", default="noaux_tc")
     return RouterSpec(
         has_selection_bias=True,
