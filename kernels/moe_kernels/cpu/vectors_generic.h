@@ -54,3 +54,22 @@ static inline f32x16 scale_by_power(f32x16 x, f32x16 n) {
   f32x16 scaled = x * (f32x16)((power + 127) << 23);
   return select(power < -126, splat(0.0f), scaled);
 }
+
+// x[i] lane j <-> x[j] lane i.
+static inline void transpose16(u32x16* x) {
+#pragma GCC unroll 4
+  for (int d = 8; d; d /= 2) {
+    u32x16 lo, hi;
+    for (int i = 0; i < 16; ++i) {
+      lo[i] = i & d ? 16 + i - d : i;
+      hi[i] = i & d ? 16 + i : i + d;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i)
+      if (!(i & d)) {
+        u32x16 a = x[i], b = x[i + d];
+        x[i] = __builtin_shuffle(a, b, lo);
+        x[i + d] = __builtin_shuffle(a, b, hi);
+      }
+  }
+}
