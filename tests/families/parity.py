@@ -118,10 +118,16 @@ def check_invariance(folder: Path, kernels: KernelsName) -> None:
             assert mine.logprobs == theirs.logprobs, where
 
 
-def model_logits(folder: Path, kernels: KernelsName, prompt: list[int], chunk: int) -> Tensor:
+def model_logits(
+    folder: Path,
+    kernels: KernelsName,
+    prompt: list[int],
+    chunk: int,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     cpu = torch.device("cpu")
-    loader = ModelLoader(folder, kernels=kernels)
-    kv = KVCache(loader.spec, 9, torch.float32, cpu)
+    loader = ModelLoader(folder, kernels=kernels, dtype=dtype)
+    kv = KVCache(loader.spec, 9, dtype, cpu)
     stage = loader.attention_stage(512)
     pipeline = Pipeline(stage, LocalTransport(loader.expert_stage()), kv, cpu)
     pages, parts = (4, 9, 1, 7, 2, 8, 3), []
