@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import quantised_models as tiny
 import torch
+from expert_layouts import separate, swapped, swapped_and_separate
 from quantised_configs import (
     DEEPSEEK_V3,
     auto_awq,
@@ -17,47 +16,12 @@ from quantised_configs import (
     mistral_fp8,
     of_tokens,
 )
-from quantised_folder import QuantisedCase, Tensors
+from quantised_folder import QuantisedCase
 from stored_forms import awq, compressed_int, fp8, gptq
 
 _ALL = r".*_proj(_with_mqa)?"
 _EXPERTS = r".*\.experts\.\d+\.\w+"
 _ROUTERS = ["model.layers.1.mlp.gate", "model.layers.1.mlp.shared_expert_gate"]
-
-
-def _separate(root: str) -> Callable[[Tensors], Tensors]:
-    """Fused experts, [E, 2 F, D] and [E, D, F], one by one: so tools store what they quantise.
-
-    Llama 4 has the last two dimensions swapped.
-    """
-    is_swapped = "feed_forward" in root
-
-    def split(tensors: Tensors) -> Tensors:
-        result = {}
-        for name, fused in tensors.items():
-            if f"{root}experts." not in name:
-                result[name] = fused
-                continue
-            stem = name.rpartition(".")[0]
-            for expert, matrix in enumerate(fused.transpose(1, 2) if is_swapped else fused):
-                parts = {"down_proj": matrix}
-                if name.endswith("gate_up_proj"):
-                    parts = dict(zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True))
-                result |= {
-                    f"{stem}.{expert}.{part}.weight": weight.contiguous()
-                    for part, weight in parts.items()
-                }
-        return result
-
-    return split
-
-
-def _swapped(tensors: Tensors) -> Tensors:
-    """Fused experts as Qwen3-VL publishes them."""
-    return {
-        name: tensor.transpose(1, 2).contiguous() if tensor.dim() == 3 else tensor
-        for name, tensor in tensors.items()
-    }
 
 
 _FP8_ROWS = group(8, "channel", kind="float", activations=of_tokens("float"))
@@ -84,7 +48,7 @@ FP8_CASES = {
         quantization=DEEPSEEK_V3 | {"modules_to_not_convert": ["model.visual.blocks.0.mlp"]},
         forms={r"model\.language_model.*_proj": fp8("block", scale_dtype=torch.bfloat16)},
         format_name="fp8 blocks of 128x128",
-        layout=_swapped,
+        layout=swapped,
     ),
     "Mistral-Small-4": QuantisedCase(
         model=tiny.mistral4(),
@@ -131,7 +95,7 @@ FP8_CASES = {
         ),
         forms={r".*feed_forward.*_proj": _stored_rows},
         format_name="compressed-tensors fp8 rows",
-        layout=_separate("feed_forward."),
+        layout=swapped_and_separate,
         must_be_stored=("experts", "shared_expert."),
     ),
     "Qwen3-30B-A3B-FP8-BLOCK": QuantisedCase(
@@ -204,7 +168,7 @@ COMPRESSED_CASES = {
         ),
         forms={r"model\.language_model.*_proj": compressed_int(4, 64)},
         format_name="compressed-tensors int4 groups of 64",
-        layout=_separate("mlp."),
+        layout=separate,
     ),
     "Mixtral-8x7B-w4a16-actorder": QuantisedCase(
         model=tiny.mixtral(),

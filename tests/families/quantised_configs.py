@@ -1,4 +1,4 @@
-"""`quantization_config` as published checkpoints have it, with all their keys."""
+"""`quantization_config` after published checkpoints, with the keys that do not matter here too."""
 
 from __future__ import annotations
 

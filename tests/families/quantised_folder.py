@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 from case import Case
+from expert_layouts import Tensors
 from parity import write_checkpoint
 from safetensors.torch import load_file, save_file
 from stored_forms import Form, StoredMatrix
 from torch import Tensor
-
-Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -125,6 +125,7 @@ REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"bits": None}, "bits is missing"),
     ({"group_size": 0}, "group_size must be a positive integer, is 0"),
     ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; supported are 'gptq'"),
+    ({"is_marlin_format": True}, "is_marlin_format is True; only False is supported"),
     ({"dynamic": {"+:(": {}}}, r"dynamic has '\+:\(', no pattern"),
     ({"dynamic": {"a": {"bits": 2}}}, "dynamic: bits is 2"),
     ({"dynamic": {"a": 4}}, "dynamic must give an object for 'a'"),
