@@ -16,8 +16,10 @@ from moe_kernels.kernels import ExpertBank
 class ExpertStage:
     """`run(layer, rows)` -> the rows' weighted expert outputs, [T, D] in fp32."""
 
-    def __init__(self, banks: Sequence[ExpertBank]) -> None:
-        self._banks = tuple(banks)  # by layer
+    def __init__(self, banks: Sequence[ExpertBank | None]) -> None:
+        self._banks = tuple(banks)  # by layer; None: a dense layer
 
     def run(self, layer: int, rows: RoutedRows) -> Tensor:
-        return self._banks[layer](rows.x_TD, rows.expert_ids_TK, rows.weights_TK)
+        bank = self._banks[layer]
+        assert bank is not None, f"rows were sent for layer {layer}, which has no routed experts"
+        return bank(rows.x_TD, rows.expert_ids_TK, rows.weights_TK)

@@ -158,9 +158,7 @@ def _plain_value(node: yaml.Node, place: str) -> object:
         raise ConfigError(f"this is no plain value ({place}): {error}") from error
 
 
-def _mapping(
-    node: yaml.Node | None, file: Path, what: str
-) -> Iterator[tuple[str, yaml.Node, str]]:
+def _mapping(node: yaml.Node | None, file: Path, what: str) -> Iterator[tuple[str, yaml.Node, str]]:
     """(name, node, "file:line") of each entry; an empty mapping has none."""
     if node is None or (isinstance(node, yaml.ScalarNode) and not node.value):
         return

@@ -24,9 +24,21 @@ def child_environment(num_threads: int | None = None) -> dict[str, str]:
     """For a process that imports moe_serve, installed or not; same threads for every library."""
     root = Path(__file__).resolve().parents[2]
     paths = [str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")]
+    return os.environ | _threads(num_threads) | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def worker_environment(num_threads: int, *, is_own: bool) -> dict[str, str]:
+    """A peer's interpreter sees its own packages only, never what our PYTHONPATH adds."""
+    if is_own:
+        return child_environment(num_threads)
+    environment = os.environ | _threads(num_threads)
+    environment.pop("PYTHONPATH", None)
+    return environment
+
+
+def _threads(num_threads: int | None) -> dict[str, str]:
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if num_threads else ()
-    threads = dict.fromkeys(names, str(num_threads))
-    return os.environ | threads | {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+    return dict.fromkeys(names, str(num_threads))
 
 
 def _cpu_name() -> str:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import psutil
 import torch
 
 _READ_BYTES = 512 * 2**20  # far more than any cache
@@ -21,6 +22,7 @@ class MachineLimits:
     read_gb_s: float  # 1e9 bytes per second
     gemm_bf16_gflop_s: float
     gemm_fp32_gflop_s: float
+    busy_cores: float = 0.0  # that others used just before: above a few tenths, measure again
 
     def gemm_gflop_s(self, dtype: str) -> float:
         """The rate for weights of `dtype`; half precision may compute in fp32 if that is faster."""
@@ -33,6 +35,7 @@ def measure_limits(num_threads: int) -> MachineLimits:
     torch.set_num_threads(num_threads)
     return MachineLimits(
         num_threads=num_threads,
+        busy_cores=psutil.cpu_percent(interval=1.0) / 100 * (psutil.cpu_count() or 1),
         read_gb_s=_read_bandwidth(),
         gemm_bf16_gflop_s=_gemm_rate(torch.bfloat16),
         gemm_fp32_gflop_s=_gemm_rate(torch.float32),

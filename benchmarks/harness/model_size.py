@@ -37,6 +37,10 @@ class ModelSize:
     def item_bytes(self) -> int:
         return _BYTES[self.dtype]
 
+    @property
+    def num_bytes(self) -> int:
+        return self.num_parameters * self.item_bytes
+
     def touched_experts(self, num_rows: int) -> float:
         """Expected different experts of one layer that `num_rows` rows choose, if all are alike."""
         share = self.top_k / self.num_experts

@@ -1,26 +1,32 @@
-"""What every engine is asked to do, and how the clock is read. Knows no engine."""
+"""What every engine is asked to do. Standard library only: a peer's interpreter reads it too."""
 
 from __future__ import annotations
 
 import random
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+_NUM_SPECIAL = 16  # ids below it are special tokens
+_WARM_UP_OUTPUT = 8  # tokens: enough to have made every kind of step
 
 
-class Engine(Protocol):
-    """Something that continues prompts greedily, never stopping early."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One kind of work: `num_prompts` prompts at once, answered with `num_output` tokens each."""
 
-    def generate(self, prompts: list[list[int]], num_output: int) -> list[list[int]]:
-        """-> `num_output` token ids for each prompt."""
-        ...
+    name: str
+    num_prompts: int
+    num_prompt_tokens: int
+    num_output: int
+
+    @property
+    def warm_up_output(self) -> int:
+        return min(self.num_output, _WARM_UP_OUTPUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Sizes in tokens."""
+    """Sizes in tokens. Each kind of work is timed `repeat` times after one warm-up."""
 
     single_prompt: int = 128
     single_output: int = 128
@@ -37,69 +43,29 @@ class Work:
         single = self.single_prompt + self.single_output
         return max(single, self.batch_prompt + self.batch_output, self.prefill_prompt + 1)
 
+    def kinds(self) -> tuple[Kind, ...]:
+        """The one-token answers are there to be taken off the long ones."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
-    """Medians. Decode alone is the time of a long answer less the time of a one-token answer."""
+        def kind(name: str, num_prompts: int, num_prompt_tokens: int, num_output: int) -> Kind:
+            return Kind(
+                name=name,
+                num_prompts=num_prompts,
+                num_prompt_tokens=num_prompt_tokens,
+                num_output=num_output,
+            )
 
-    ttft_s: float  # one prompt of `single_prompt` tokens, alone
-    single_decode_tok_s: float
-    batch_total_tok_s: float  # all answers' tokens over the whole time, prompts included
-    batch_decode_tok_s: float
-    prefill_tok_s: float
-    samples_s: dict[str, list[float]]  # every timed run
-    first_answers: list[list[int]]  # the batch's tokens in the first timed run, to compare engines
-
-
-def measure(engine: Engine, work: Work, vocab_size: int) -> Figures:
-    """Each kind of work once to warm up and `repeat` times timed, always with fresh prompts."""
-    rng = random.Random(work.seed)
-
-    def timed(num_prompts: int, length: int, output: int) -> tuple[list[float], list[list[int]]]:
-        times, first = [], []
-        for round_ in range(work.repeat + 1):
-            prompts = _prompts(rng, num_prompts, length, vocab_size)
-            seconds, answers = _clock(lambda p=prompts: engine.generate(p, output))  # type: ignore[misc]
-            if round_ == 1:
-                first = answers
-            times.append(seconds)
-        return times[1:], first
-
-    ttft, _ = timed(1, work.single_prompt, 1)
-    single, _ = timed(1, work.single_prompt, work.single_output)
-    batch_first, _ = timed(work.batch_size, work.batch_prompt, 1)
-    batch, answers = timed(work.batch_size, work.batch_prompt, work.batch_output)
-    prefill, _ = timed(1, work.prefill_prompt, 1)
-    m = statistics.median
-    batch_more = work.batch_size * (work.batch_output - 1)
-    return Figures(
-        ttft_s=m(ttft),
-        single_decode_tok_s=_rate(work.single_output - 1, m(single) - m(ttft)),
-        batch_total_tok_s=_rate(work.batch_size * work.batch_output, m(batch)),
-        batch_decode_tok_s=_rate(batch_more, m(batch) - m(batch_first)),
-        prefill_tok_s=_rate(work.prefill_prompt, m(prefill)),
-        samples_s={
-            "ttft": ttft,
-            "single": single,
-            "batch_first": batch_first,
-            "batch": batch,
-            "prefill": prefill,
-        },
-        first_answers=answers,
-    )
+        return (
+            kind("ttft", 1, self.single_prompt, 1),
+            kind("single", 1, self.single_prompt, self.single_output),
+            kind("batch_first", self.batch_size, self.batch_prompt, 1),
+            kind("batch", self.batch_size, self.batch_prompt, self.batch_output),
+            kind("prefill", 1, self.prefill_prompt, 1),
+        )
 
 
-def _rate(num_tokens: int, seconds: float) -> float:
-    """0 if the clock noise swallowed the work (sizes too small to measure)."""
-    return num_tokens / seconds if seconds > 0 else 0.0
-
-
-def _prompts(rng: random.Random, count: int, length: int, vocab_size: int) -> list[list[int]]:
-    """Random ids from 16 on (below are special tokens), so that no prefix is ever shared."""
-    return [[rng.randrange(16, vocab_size) for _ in range(length)] for _ in range(count)]
-
-
-def _clock(work: Callable[[], list[list[int]]]) -> tuple[float, list[list[int]]]:
-    start = time.perf_counter()
-    answers = work()
-    return time.perf_counter() - start, answers
+def make_prompts(rng: random.Random, kind: Kind, vocab_size: int) -> list[list[int]]:
+    """Random ids, so that no two prompts share a prefix that a cache could keep."""
+    return [
+        [rng.randrange(_NUM_SPECIAL, vocab_size) for _ in range(kind.num_prompt_tokens)]
+        for _ in range(kind.num_prompts)
+    ]

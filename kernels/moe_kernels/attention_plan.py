@@ -68,7 +68,7 @@ class _Tiles:
 def plan_attention(step: StepTokens, shape: AttentionShape, device: torch.device) -> AttentionPlan:
     """Plan a step. Page 0 is the empty page and stands for "none" in the tables."""
     query_lens, query_starts = step.query_lens, step.query_starts
-    num_heads, num_kv_heads, group = shape.num_heads, shape.num_kv_heads, shape.group
+    num_heads, group = shape.num_heads, shape.group
     small = 8 // math.gcd(8, group)
     large = small * max(1, _LARGE_TILE_TOKENS // small)
     offsets = np.concatenate(([0], np.cumsum(query_lens)[:-1]))
@@ -81,18 +81,7 @@ def plan_attention(step: StepTokens, shape: AttentionShape, device: torch.device
         tiles = _cut(query_lens, offsets, query_starts, np.flatnonzero(chosen), tile_tokens)
         limit = max(1, _MAX_SCORES // (tile_tokens * num_heads * BLOCK_TOKENS))
         for part in _split_by_pairs(_sort_by_blocks(tiles), limit):
-            segments.append(
-                _segment(
-                    part,
-                    tile_tokens,
-                    group,
-                    num_kv_heads,
-                    tables,
-                    pages_per_block,
-                    shape.sliding_window,
-                    device,
-                )
-            )
+            segments.append(_segment(part, tile_tokens, tables, pages_per_block, shape, device))
     return AttentionPlan(tuple(segments))
 
 
@@ -150,11 +139,9 @@ def _split_by_pairs(tiles: _Tiles, limit: int) -> list[_Tiles]:
 def _segment(
     tiles: _Tiles,
     tile_tokens: int,
-    group: int,
-    num_kv_heads: int,
     tables: Ints,
     pages_per_block: int,
-    sliding_window: int | None,
+    shape: AttentionShape,
     device: torch.device,
 ) -> AttentionSegment:
     num_tiles = len(tiles.sequence)
@@ -168,13 +155,15 @@ def _segment(
     pair_block = np.repeat(np.arange(len(by_block)), by_block)
     columns = pair_block[:, None] * pages_per_block + np.arange(pages_per_block)[None]
     pages = tables[tiles.sequence[pair_tile][:, None], columns]
-    rows = pages[:, None] * num_kv_heads + np.arange(num_kv_heads)[None, :, None]
+    rows = pages[:, None] * shape.num_kv_heads + np.arange(shape.num_kv_heads)[None, :, None]
     positions = tiles.first_position[:, None] + within
     keys = pair_block[:, None, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)[None, None]
-    queries = np.repeat(positions[pair_tile], group, axis=1)[:, :, None]
+    queries = np.repeat(positions[pair_tile], shape.group, axis=1)[:, :, None]
     mask = keys > queries
-    if sliding_window is not None:
-        mask |= keys <= queries - sliding_window
+    if shape.sliding_window is not None:
+        mask |= keys <= queries - shape.sliding_window
+    if shape.chunk is not None:
+        mask |= keys < queries // shape.chunk * shape.chunk
     assert num_tiles * tile_tokens == len(tokens), "every tile has the same number of tokens"
     return AttentionSegment(
         tokens_N_Q=_to(tokens, device),

@@ -15,15 +15,27 @@ QKNorm = Literal["none", "head", "row"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """`qk_norm`: none, over each head, or over the whole row. `clip`: bound of q, k and v."""
+    """Grouped-query attention of one layer.
+
+    `qk_norm`: none, over each head, or over the whole row; before the rotation or after it.
+    `clip`: bound of q, k and v. The first `rotary_dim` values of a head are rotated (None: all).
+    A query sees the last `sliding_window` keys, or those of its own chunk of `chunk` positions.
+    `softmax_scale` None stands for head_dim^-0.5.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int | None = None  # None: head_dim
+    rotary_dim: int | None = None
     qk_norm: QKNorm = "none"
+    is_norm_after_rotation: bool = False
     norm_eps: float = 1e-6
     clip: float | None = None
     sliding_window: int | None = None
+    chunk: int | None = None
+    softmax_scale: float | None = None
+    has_sinks: bool = False
 
     @property
     def group(self) -> int:
@@ -32,7 +44,45 @@ class AttentionShape:
 
     @property
     def scale(self) -> float:
-        return float(self.head_dim**-0.5)
+        return float(self.head_dim**-0.5) if self.softmax_scale is None else self.softmax_scale
+
+    @property
+    def value_width(self) -> int:
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def num_rotated(self) -> int:
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentShape:
+    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values are up-projections of one
+    latent per token, and one rotated key is shared by all heads.
+
+    Here the up-projections are absorbed: a query is projected into the latent space, attends to the
+    latents themselves, and the weighted latent is projected to the head's value. So the cache holds
+    `latent_dim + rope_dim` values per token and layer, whatever the number of heads.
+    """
+
+    num_heads: int
+    nope_dim: int  # of a head's query and key, not rotated
+    rope_dim: int
+    value_dim: int
+    latent_dim: int
+    query_rank: int | None  # width of the query's own latent; None: projected at once
+    norm_eps: float
+    softmax_scale: float
+
+    def absorbed(self) -> AttentionShape:
+        """What the attention over latents looks like: one key head; values are its first part."""
+        return AttentionShape(
+            num_heads=self.num_heads,
+            num_kv_heads=1,
+            head_dim=self.latent_dim + self.rope_dim,
+            value_dim=self.latent_dim,
+            softmax_scale=self.softmax_scale,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +107,11 @@ class StepTokens:
 
 @dataclass(frozen=True, slots=True)
 class RotaryTable:
-    """cos and sin of every position, [P, D] in fp32; the sine of the first half is negated."""
+    """cos and sin of every position, [P, R] in fp32; the sine of the first half is negated.
+
+    `query_scale` [P] in fp32, if there is one, multiplies the rotated query of each position.
+    """
 
     cos: Tensor
     signed_sin: Tensor
+    query_scale: Tensor | None = None

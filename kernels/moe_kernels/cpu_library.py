@@ -18,19 +18,30 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp")
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread")
 _MATH_FLAGS = ("-ffp-contract=fast", "-fno-math-errno")
 _BUILD_TIMEOUT_S = 120
 
 _POINTER, _INT, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-# Arguments of each exported function; each takes the number of threads last.
+# Arguments of the functions that there are for each dtype ...
 _SIGNATURES: dict[str, tuple[type, ...]] = {
-    "moe_linear": (*[_POINTER] * 5, *[_INT] * 4),
-    "moe_experts": (*[_POINTER] * 8, *[_INT] * 6),
-    "moe_rms_norm": (*[_POINTER] * 3, *[_INT] * 2, _REAL, _INT),
-    "moe_split_heads": (*[_POINTER] * 10, *[_INT] * 5, _REAL, _REAL, _INT),
-    "moe_route": (*[_POINTER] * 3, *[_INT] * 5),
-    "moe_attention": (*[_POINTER] * 7, *[_INT] * 6, _REAL, *[_INT] * 2),
+    "moe_pack": (_POINTER, *[_INT] * 4, _POINTER, *[_INT] * 3),
+    "moe_linear": (*[_POINTER] * 2, _INT, *[_POINTER] * 2, _INT),
+    "moe_head_linear": (*[_POINTER] * 2, *[_INT] * 2, _POINTER, _INT),
+    "moe_router_linear": (*[_POINTER] * 2, _INT, _POINTER, _INT),
+    "moe_experts": (*[_POINTER] * 5, *[_INT] * 2),
+    "moe_rms_norm": (_POINTER, _INT, *[_POINTER] * 2, *[_INT] * 2, _REAL, _INT),
+    "moe_attend": (_POINTER,) * 13,
+    "moe_front": (*[_POINTER] * 11, _INT),
+    "moe_add": (*[_POINTER] * 4, _INT),
+    "moe_attend_latent": (
+        *[_POINTER] * 2, *[_INT] * 2, _POINTER, *[_INT] * 2, _POINTER, _INT, *[_POINTER] * 7,
+    ),
+}  # fmt: skip
+# ... and of those that there is one of.
+_OTHER_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "moe_route": (*[_POINTER] * 5, _INT),
+    "moe_advise_huge_pages": (_POINTER, _INT),
 }
 
 
@@ -53,14 +64,18 @@ def load_cpu_library() -> CpuLibrary:
         library = ctypes.CDLL(str(path))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return CpuLibrary(None, f"{compiler} could not build them: {_last_line(error)}")
-    for name, arguments in _SIGNATURES.items():
-        for suffix in ("bf16", "f32"):
-            function = getattr(library, f"{name}_{suffix}")
-            function.argtypes = arguments
-            function.restype = _INT if name == "moe_experts" else None
-    library.moe_advise_huge_pages.argtypes = (_POINTER, _INT)
-    library.moe_advise_huge_pages.restype = None
+    _declare(library)
     return CpuLibrary(library, None)
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    signatures = dict(_OTHER_SIGNATURES)
+    for name, arguments in _SIGNATURES.items():
+        signatures |= {f"{name}_bf16": arguments, f"{name}_f32": arguments}
+    for name, arguments in signatures.items():
+        function = getattr(library, name)
+        function.argtypes = arguments
+        function.restype = _INT if name.startswith("moe_experts") else None
 
 
 def cache_folder() -> Path:

@@ -12,23 +12,46 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_kernels.kernels import ExpertWeights, GatedActivation
 from moe_kernels.linear import FastLinear, make_linear
+
+_SWIGLU = GatedActivation()
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertMLP:
-    """One expert, ready to run: down(silu(gate(x)) * up(x))."""
+    """One expert, ready to run: down(activation(gate(x), up(x)))."""
 
     gate: FastLinear
     up: FastLinear
     down: FastLinear
+    activation: GatedActivation = _SWIGLU
 
     @classmethod
-    def from_weights(cls, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> ExpertMLP:
-        return cls(make_linear(gate_FD), make_linear(up_FD), make_linear(down_DF))
+    def from_weights(
+        cls, weights: ExpertWeights, activation: GatedActivation = _SWIGLU
+    ) -> ExpertMLP:
+        return cls(
+            make_linear(weights.gate, weights.gate_bias),
+            make_linear(weights.up, weights.up_bias),
+            make_linear(weights.down, weights.down_bias),
+            activation,
+        )
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        return self.down(self.up.times(x_TD, self.gate.silu(x_TD)))
+        if self.activation == _SWIGLU:
+            return self.down(self.up.times(x_TD, self.gate.silu(x_TD)))
+        hidden = activate(self.gate(x_TD).float(), self.up(x_TD).float(), self.activation)
+        return self.down(hidden.to(x_TD.dtype))
+
+
+def activate(gate_TF: Tensor, up_TF: Tensor, activation: GatedActivation) -> Tensor:
+    """From operations whose result does not depend on a value's position (torch.sigmoid's may)."""
+    if activation.limit is not None:
+        gate_TF = gate_TF.clamp(max=activation.limit)
+        up_TF = up_TF.clamp(-activation.limit, activation.limit)
+    glu_TF = gate_TF / (1.0 + torch.exp(-activation.alpha * gate_TF))
+    return glu_TF * (up_TF + activation.up_offset)
 
 
 def routed_experts(
@@ -73,15 +96,21 @@ def routed_experts_reference(
     x_TD: Tensor,
     expert_ids_TK: Tensor,
     weights_TK: Tensor,
-    weights: Sequence[tuple[Tensor, Tensor, Tensor]],
+    weights: Sequence[ExpertWeights],
+    activation: GatedActivation = _SWIGLU,
 ) -> Tensor:
-    """The definition, in float64 and without sorting: `weights[e]` is (gate, up, down)."""
+    """The definition, in float64 and without sorting."""
     x_TD, out_TD = x_TD.double(), torch.zeros_like(x_TD, dtype=torch.float64)
     for t, (ids, row_weights) in enumerate(
         zip(expert_ids_TK.tolist(), weights_TK.tolist(), strict=True)
     ):
         for expert_id, weight in zip(ids, row_weights, strict=True):
-            gate, up, down = (w.double() for w in weights[expert_id])
-            hidden = F.silu(x_TD[t] @ gate.t()) * (x_TD[t] @ up.t())
-            out_TD[t] += weight * (hidden @ down.t())
+            e = weights[expert_id]
+            gate, up = (
+                F.linear(x_TD[t], w.double(), None if b is None else b.double())
+                for w, b in ((e.gate, e.gate_bias), (e.up, e.up_bias))
+            )
+            hidden = activate(gate, up, activation)
+            down_bias = None if e.down_bias is None else e.down_bias.double()
+            out_TD[t] += weight * F.linear(hidden, e.down.double(), down_bias)
     return out_TD

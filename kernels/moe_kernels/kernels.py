@@ -13,7 +13,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from moe_kernels.attention_shape import AttentionShape, QKNormWeights, RotaryTable, StepTokens
+from moe_kernels.attention_shape import (
+    AttentionShape,
+    LatentShape,
+    QKNormWeights,
+    RotaryTable,
+    StepTokens,
+)
+from moe_kernels.routing import RouterShape
 
 
 class Linear(Protocol):
@@ -22,27 +29,98 @@ class Linear(Protocol):
     def __call__(self, x_TK: Tensor, residual_TN: Tensor | None = None) -> Tensor: ...
 
 
+class HeadLinear(Protocol):
+    """x [T, H, K] -> each head's own x W^T [T, H, N], contiguous, in the weight's dtype."""
+
+    def __call__(self, x_THK: Tensor) -> Tensor: ...
+
+
+class RouterLinear(Protocol):
+    """x [T, D] -> logits [T, E] in fp32, not rounded to the model's dtype on the way."""
+
+    def __call__(self, x_TD: Tensor) -> Tensor: ...
+
+
 class ExpertBank(Protocol):
     """One layer's experts: rows, ids and weights -> the rows' weighted sum [T, D] in fp32."""
 
     def __call__(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedActivation:
+    """hidden = g sigmoid(alpha g) (u + up_offset), with g = min(gate, limit) and u = up within
+    [-limit, limit]. The defaults are SwiGLU; GPT-OSS has alpha 1.702, limit 7, offset 1.
+    """
+
+    alpha: float = 1.0
+    limit: float | None = None
+    up_offset: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """One expert: gate and up are [F, D], down is [D, F]."""
+    """One expert: gate and up are [F, D], down is [D, F]; biases [F], [F], [D], all or none."""
 
     gate: Tensor
     up: Tensor
     down: Tensor
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class KVPages:
-    """One layer's keys and values, [pages, Hkv, page size, D] each."""
+    """One layer's keys [pages, Hkv, page size, D] and values [pages, Hkv, page size, Dv].
+
+    With latent attention the values are the first Dv of each key: a view of the same memory.
+    """
 
     keys: Tensor
     values: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFrontParts:
+    """What grouped-query attention and the router of a layer are made of. In a layer without
+    routed experts `router`, its shape and its bias are None."""
+
+    attention_norm: Tensor
+    qkv: Linear
+    qk_norm: QKNormWeights | None
+    sinks_H: Tensor | None
+    rotary: RotaryTable
+    shape: AttentionShape
+    output: Linear
+    moe_norm: Tensor
+    norm_eps: float
+    router: RouterLinear | None
+    router_shape: RouterShape | None
+    selection_bias_E: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class FrontResult:
+    """The residual stream after attention, the normed rows, and what the router chose for them."""
+
+    hidden_TD: Tensor
+    x_TD: Tensor
+    expert_ids_TK: Tensor | None
+    weights_TK: Tensor | None
+
+
+class LayerFront(Protocol):
+    """Norm, attention, residual, norm, router: all between two visits to the experts, in a call."""
+
+    def __call__(
+        self,
+        hidden_TD: Tensor,
+        positions: Tensor,
+        kv_rows: Tensor,
+        pages: KVPages,
+        plan: Any,
+    ) -> FrontResult: ...
 
 
 class Kernels(Protocol):
@@ -55,7 +133,17 @@ class Kernels(Protocol):
         """Make a linear layer; the weight may be repacked, and need not be kept by the caller."""
         ...
 
-    def experts(self, experts: Sequence[ExpertWeights | None]) -> ExpertBank:
+    def head_linear(self, weight_HNK: Tensor) -> HeadLinear:
+        """Make a layer of one matrix per head."""
+        ...
+
+    def router_linear(self, weight_ED: Tensor, bias_E: Tensor | None = None) -> RouterLinear:
+        """Make a router's projection."""
+        ...
+
+    def experts(
+        self, experts: Sequence[ExpertWeights | None], activation: GatedActivation
+    ) -> ExpertBank:
         """Make a layer's bank; None stands for an expert that lives elsewhere."""
         ...
 
@@ -64,13 +152,14 @@ class Kernels(Protocol):
         ...
 
     def plan_attention(self, step: StepTokens, shape: AttentionShape, device: torch.device) -> Any:
-        """Work out once per step what every layer's attention needs."""
+        """Work out once per step what the attention of every layer of this shape needs."""
         ...
 
     def attend(
         self,
         qkv: Tensor,
         norm: QKNormWeights | None,
+        sinks_H: Tensor | None,
         rotary: RotaryTable,
         positions: Tensor,
         kv_rows: Tensor,
@@ -81,9 +170,39 @@ class Kernels(Protocol):
         """Norm, clip, rotate, store keys and values, attend: [T, (H + 2 Hkv) D] -> [T, H D].
 
         `qkv` may be overwritten. `kv_rows` [T * Hkv]: rows of the pages seen as [.., D].
+        `sinks_H` in fp32: a logit of each head that takes part in the softmax and has no value.
         """
         ...
 
-    def route(self, logits_TE: Tensor, top_k: int, is_renormalised: bool) -> tuple[Tensor, Tensor]:
-        """Softmax over E in fp32, top-k -> ids (int64, ascending in a row) and weights (fp32)."""
+    def attend_latent(
+        self,
+        q_latent_THL: Tensor,
+        q_rope_THR: Tensor,
+        latent_TC: Tensor,
+        norm_weight_L: Tensor,
+        rotary: RotaryTable,
+        positions: Tensor,
+        kv_rows: Tensor,
+        pages: KVPages,
+        plan: Any,
+        shape: LatentShape,
+    ) -> Tensor:
+        """Norm the new latents, rotate queries and the shared key, store, attend -> [T, H, L].
+
+        `latent_TC`: C = L + R, the latent and then the shared key. `kv_rows` [T].
+        """
+        ...
+
+    def route(
+        self, logits_TE: Tensor, shape: RouterShape, selection_bias_E: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """-> ids (int64, ascending in a row) and weights (fp32), [T, K] each. All input fp32."""
+        ...
+
+    def layer_front(self, parts: LayerFrontParts) -> LayerFront | None:
+        """The parts as one call, with the same results bit for bit; None: not in this set."""
+        ...
+
+    def add(self, hidden_TD: Tensor, out_TD: Tensor, more_TD: Tensor | None) -> Tensor:
+        """hidden + (out + more) rounded to hidden's dtype; `out` and `more` are fp32."""
         ...

@@ -27,7 +27,8 @@ class PackedLinear:
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> None:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous())
-        self.bias = bias_N
+        # oneDNN takes the bias by its address and reads it as if it were contiguous.
+        self.bias = None if bias_N is None else bias_N.clone(memory_format=torch.contiguous_format)
 
     def __call__(self, x_TK: Tensor, residual_TN: Tensor | None = None) -> Tensor:
         out = self._pointwise(x_TK, "none")

@@ -15,22 +15,35 @@ from moe_kernels.attention_plan import BLOCK_TOKENS, AttentionPlan, AttentionSeg
 
 
 def paged_attention(
-    q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, scale: float
+    q_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """softmax(scale * q k^T) v over each token's visible keys -> [T, H, D] in fp32.
+    """softmax(scale * q k^T) v over each token's visible keys -> [T, H, Dv] in fp32.
 
-    Keys and values of the step's own tokens must be in the cache already.
+    Keys and values of the step's own tokens must be in the cache already. A sink is one more logit
+    of its head's softmax, without a value.
     """
-    out_THD = torch.empty(q_THD.shape, dtype=torch.float32, device=q_THD.device)
+    shape = (*q_THD.shape[:2], v_cache.shape[-1])
+    out_THD = torch.empty(shape, dtype=torch.float32, device=q_THD.device)
     scaled_THD = q_THD.float() * scale
     for segment in plan.segments:
-        rows = _attend(scaled_THD, k_cache, v_cache, segment)
+        rows = _attend(scaled_THD, k_cache, v_cache, segment, sinks_H)
         out_THD.index_copy_(0, segment.output_tokens, rows.index_select(0, segment.outputs))
     return out_THD
 
 
-def _attend(q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, segment: AttentionSegment) -> Tensor:
-    """One segment -> [N * Q, H, D]. Blocks are joined by the usual (max, sum, output) algebra,
+def _attend(
+    q_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    segment: AttentionSegment,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """One segment -> [N * Q, H, Dv]. Blocks are joined by the usual (max, sum, output) algebra,
     block after block: a tile's sums never see another tile, nor a block that it does not have."""
     num_kv_heads, width = k_cache.shape[1], k_cache.shape[3]
     num_heads = q_THD.shape[1]
@@ -46,21 +59,27 @@ def _attend(q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, segment: AttentionS
     scores = scores.view(num_pairs, num_kv_heads, num_rows, BLOCK_TOKENS)
     scores.masked_fill_(segment.mask_P1RB, float("-inf"))
     top = _join(scores.amax(-1), segment.tiles_by_block, torch.maximum)
+    sinks_HR = None
+    if sinks_H is not None:  # [Hkv, R]: the rows of a tile are token-major
+        sinks_HR = sinks_H.view(num_kv_heads, group).repeat(1, tokens)
+        top = torch.maximum(top, sinks_HR)
     # A row that sees nothing of any block cannot occur: every token sees itself.
     scores.sub_(top.index_select(0, segment.pair_tile_P).unsqueeze(-1)).exp_()
     total = _join(scores.sum(-1), segment.tiles_by_block, torch.add)
+    if sinks_HR is not None:
+        total = total + torch.exp(sinks_HR - top)
     values = _gather(v_cache, segment.page_rows, num_pairs)
     out = torch.bmm(scores.view(-1, num_rows, BLOCK_TOKENS), values)
-    out = out.view(num_pairs, num_kv_heads, num_rows, width)
+    out = out.view(num_pairs, num_kv_heads, num_rows, -1)
     out = _join(out, segment.tiles_by_block, torch.add) / total.unsqueeze(-1)
-    out = out.view(num_tiles, num_kv_heads, tokens, group, width).transpose(1, 2)
-    return out.reshape(-1, num_heads, width)
+    out = out.view(num_tiles, num_kv_heads, tokens, group, -1).transpose(1, 2)
+    return out.reshape(num_tiles * tokens, num_heads, -1)
 
 
 def _gather(cache: Tensor, page_rows: Tensor, num_pairs: int) -> Tensor:
     """The blocks' keys or values, [P * Hkv, 128, D] in fp32."""
-    num_pages, num_kv_heads, page_size, width = cache.shape
-    rows = cache.view(num_pages * num_kv_heads, page_size * width).index_select(0, page_rows)
+    num_kv_heads, width = cache.shape[1], cache.shape[3]
+    rows = cache.flatten(0, 1).index_select(0, page_rows)  # latent values lie in strided rows
     return rows.view(num_pairs * num_kv_heads, BLOCK_TOKENS, width).float()
 
 
@@ -83,20 +102,28 @@ def paged_attention_reference(
     first_position: int,
     scale: float,
     sliding_window: int | None = None,
+    chunk: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """The definition for one sequence, in float64."""
-    num_kv_heads, page_size, width = k_cache.shape[1:]
+    num_kv_heads = k_cache.shape[1]
     num_tokens, num_heads, _ = q_THD.shape
     length = first_position + num_tokens
     keys, values = (
-        c[page_table].transpose(1, 2).reshape(-1, num_kv_heads, width)[:length].double()
+        c[page_table].transpose(1, 2).reshape(-1, num_kv_heads, c.shape[-1])[:length].double()
         for c in (k_cache, v_cache)
     )
     keys, values = (t.repeat_interleave(num_heads // num_kv_heads, 1) for t in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", q_THD.double(), keys) * scale
-    queries = torch.arange(first_position, length)[:, None]
-    is_hidden = torch.arange(length)[None] > queries
+    queries, positions = torch.arange(first_position, length)[:, None], torch.arange(length)[None]
+    is_hidden = positions > queries
     if sliding_window is not None:
-        is_hidden |= torch.arange(length)[None] <= queries - sliding_window
-    weights = scores.masked_fill(is_hidden, float("-inf")).softmax(-1)
+        is_hidden |= positions <= queries - sliding_window
+    if chunk is not None:
+        is_hidden |= positions < queries // chunk * chunk
+    scores = scores.masked_fill(is_hidden, float("-inf"))
+    if sinks_H is not None:
+        column = sinks_H.double()[:, None, None].expand(-1, num_tokens, 1)
+        scores = torch.cat((scores, column), -1)
+    weights = scores.softmax(-1)[..., :length]
     return torch.einsum("hqk,khd->qhd", weights, values)

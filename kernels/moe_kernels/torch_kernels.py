@@ -8,13 +8,19 @@ import torch
 from torch import Tensor
 
 from moe_kernels.attention_plan import AttentionPlan, plan_attention
-from moe_kernels.attention_shape import AttentionShape, QKNormWeights, RotaryTable, StepTokens
+from moe_kernels.attention_shape import (
+    AttentionShape,
+    LatentShape,
+    QKNormWeights,
+    RotaryTable,
+    StepTokens,
+)
 from moe_kernels.expert_mlp import ExpertMLP, routed_experts
-from moe_kernels.kernels import ExpertBank, ExpertWeights, KVPages
+from moe_kernels.kernels import ExpertBank, ExpertWeights, GatedActivation, KVPages, LayerFrontParts
 from moe_kernels.linear import FastLinear, make_linear
 from moe_kernels.norm import rms_norm, rotate
 from moe_kernels.paged_attention import paged_attention
-from moe_kernels.routing import route
+from moe_kernels.routing import RouterShape, route
 
 
 class TorchExperts:
@@ -27,6 +33,29 @@ class TorchExperts:
         return routed_experts(x_TD, expert_ids_TK, weights_TK, self._experts)
 
 
+class TorchHeadLinear:
+    """Implements HeadLinear: one linear per head."""
+
+    def __init__(self, weight_HNK: Tensor) -> None:
+        self._heads = [make_linear(weight_NK.contiguous()) for weight_NK in weight_HNK]
+
+    def __call__(self, x_THK: Tensor) -> Tensor:
+        inputs = x_THK.transpose(0, 1).contiguous()
+        outputs = [head(x_TK) for head, x_TK in zip(self._heads, inputs, strict=True)]
+        return torch.stack(outputs, dim=1)
+
+
+class TorchRouterLinear:
+    """Implements RouterLinear: an fp32 linear."""
+
+    def __init__(self, weight_ED: Tensor, bias_E: Tensor | None) -> None:
+        bias_E = None if bias_E is None else bias_E.float()
+        self._linear = make_linear(weight_ED.float(), bias_E)
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        return self._linear(x_TD.float())
+
+
 class TorchKernels:
     """Implements Kernels."""
 
@@ -36,9 +65,17 @@ class TorchKernels:
     def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> FastLinear:
         return make_linear(weight_NK, bias_N)
 
-    def experts(self, experts: Sequence[ExpertWeights | None]) -> ExpertBank:
+    def head_linear(self, weight_HNK: Tensor) -> TorchHeadLinear:
+        return TorchHeadLinear(weight_HNK)
+
+    def router_linear(self, weight_ED: Tensor, bias_E: Tensor | None = None) -> TorchRouterLinear:
+        return TorchRouterLinear(weight_ED, bias_E)
+
+    def experts(
+        self, experts: Sequence[ExpertWeights | None], activation: GatedActivation
+    ) -> ExpertBank:
         return TorchExperts(
-            [None if e is None else ExpertMLP.from_weights(e.gate, e.up, e.down) for e in experts]
+            [None if e is None else ExpertMLP.from_weights(e, activation) for e in experts]
         )
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -53,6 +90,7 @@ class TorchKernels:
         self,
         qkv: Tensor,
         norm: QKNormWeights | None,
+        sinks_H: Tensor | None,
         rotary: RotaryTable,
         positions: Tensor,
         kv_rows: Tensor,
@@ -60,33 +98,84 @@ class TorchKernels:
         plan: AttentionPlan,
         shape: AttentionShape,
     ) -> Tensor:
-        q_THD, k_THD, v_THD = _heads(qkv, norm, shape)
-        cos, sin = rotary.cos[positions][:, None], rotary.signed_sin[positions][:, None]
-        keys = rotate(k_THD, cos, sin).to(qkv.dtype)
-        for cache, new in ((pages.keys, keys), (pages.values, v_THD)):
-            rows = new.reshape(-1, shape.head_dim)
-            cache.view(-1, shape.head_dim).index_copy_(0, kv_rows, rows)
-        q_THD = rotate(q_THD, cos, sin)
-        out = paged_attention(q_THD, pages.keys, pages.values, plan, shape.scale)
+        q_THD, k_THD, v_THD = _split(qkv, norm, shape)
+        q_THD, k_THD = (_rotate(x, rotary, positions) for x in (q_THD, k_THD))
+        if norm is not None and shape.is_norm_after_rotation:
+            q_THD, k_THD = _norm_heads(q_THD, k_THD, norm, shape)
+        if rotary.query_scale is not None:
+            q_THD = q_THD * rotary.query_scale[positions][:, None, None]
+        for cache, new in ((pages.keys, k_THD), (pages.values, v_THD)):
+            rows = new.to(cache.dtype).reshape(-1, new.shape[-1])
+            cache.view(-1, new.shape[-1]).index_copy_(0, kv_rows, rows)
+        out = paged_attention(q_THD, pages.keys, pages.values, plan, shape.scale, sinks_H)
         return out.flatten(1).to(qkv.dtype)
 
-    def route(self, logits_TE: Tensor, top_k: int, is_renormalised: bool) -> tuple[Tensor, Tensor]:
-        return route(logits_TE, top_k, is_renormalised)
+    def attend_latent(
+        self,
+        q_latent_THL: Tensor,
+        q_rope_THR: Tensor,
+        latent_TC: Tensor,
+        norm_weight_L: Tensor,
+        rotary: RotaryTable,
+        positions: Tensor,
+        kv_rows: Tensor,
+        pages: KVPages,
+        plan: AttentionPlan,
+        shape: LatentShape,
+    ) -> Tensor:
+        latent, key = latent_TC.split([shape.latent_dim, shape.rope_dim], dim=-1)
+        latent = rms_norm(latent.contiguous(), norm_weight_L, shape.norm_eps)
+        key = _rotate(key[:, None], rotary, positions)[:, 0].to(latent.dtype)
+        row = torch.cat((latent, key), -1)
+        pages.keys.view(-1, row.shape[-1]).index_copy_(0, kv_rows, row)
+        q_rope = _rotate(q_rope_THR, rotary, positions)
+        q = torch.cat((q_latent_THL.float(), q_rope), -1)
+        out = paged_attention(q, pages.keys, pages.values, plan, shape.softmax_scale)
+        return out.to(latent.dtype)
+
+    def route(
+        self, logits_TE: Tensor, shape: RouterShape, selection_bias_E: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return route(logits_TE, shape, selection_bias_E)
+
+    def layer_front(self, parts: LayerFrontParts) -> None:
+        return None
+
+    def add(self, hidden_TD: Tensor, out_TD: Tensor, more_TD: Tensor | None) -> Tensor:
+        if more_TD is not None:
+            out_TD = out_TD + more_TD
+        return hidden_TD + out_TD.to(hidden_TD.dtype)
 
 
-def _heads(
+def _split(
     qkv: Tensor, norm: QKNormWeights | None, shape: AttentionShape
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split, norm and clip -> q [T, H, D], k and v [T, Hkv, D]."""
-    q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    q, k, v = qkv.split([q_size, kv_size, kv_size], dim=-1)
+    """Split, norm and clip -> q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv]."""
+    dim, heads, kv_heads = shape.head_dim, shape.num_heads, shape.num_kv_heads
+    q, k, v = qkv.split([heads * dim, kv_heads * dim, kv_heads * shape.value_width], dim=-1)
     if norm is not None and shape.qk_norm == "row":
         q = rms_norm(q.contiguous(), norm.q, shape.norm_eps)
         k = rms_norm(k.contiguous(), norm.k, shape.norm_eps)
     if shape.clip is not None:
         q, k, v = (t.clamp(-shape.clip, shape.clip) for t in (q, k, v))
-    q, k, v = (t.reshape(len(qkv), -1, shape.head_dim) for t in (q, k, v))
-    if norm is not None and shape.qk_norm == "head":
-        q = rms_norm(q, norm.q, shape.norm_eps)
-        k = rms_norm(k, norm.k, shape.norm_eps)
+    q, k = (t.reshape(len(qkv), -1, dim) for t in (q, k))
+    v = v.reshape(len(qkv), kv_heads, shape.value_width)
+    if norm is not None and shape.qk_norm == "head" and not shape.is_norm_after_rotation:
+        q, k = _norm_heads(q, k, norm, shape)
     return q, k, v
+
+
+def _norm_heads(
+    q: Tensor, k: Tensor, norm: QKNormWeights, shape: AttentionShape
+) -> tuple[Tensor, Tensor]:
+    return rms_norm(q, norm.q, shape.norm_eps), rms_norm(k, norm.k, shape.norm_eps)
+
+
+def _rotate(x_THD: Tensor, rotary: RotaryTable, positions: Tensor) -> Tensor:
+    """Rotate the first values of each head, as many as the table has -> fp32."""
+    cos, sin = rotary.cos[positions][:, None], rotary.signed_sin[positions][:, None]
+    width = cos.shape[-1]
+    if width == x_THD.shape[-1]:
+        return rotate(x_THD, cos, sin)
+    rotated = rotate(x_THD[..., :width], cos, sin)
+    return torch.cat((rotated, x_THD[..., width:].float()), dim=-1)

@@ -1,6 +1,7 @@
 """The tensors behind the KV pages of one attention rank.
 
-P pages (and the empty page 0), Hkv key/value heads, D head width; page size 16 tokens.
+P pages (and the empty page 0), Hkv key/value heads, D head width; page size 16 tokens. A model
+with latent attention has one "head", the latent with the shared key, and no values of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _PAGES_AT_ONCE = 256  # that `finite` copies of a layer
 
 
 class KVCache:
-    """Keys and values by layer, [P + 1, Hkv, 16, D] each, zeroed.
+    """Keys [P + 1, Hkv, 16, D] and values [P + 1, Hkv, 16, Dv] by layer, zeroed.
 
     Zeros matter: a page's tail is multiplied by probability 0, and 0 * NaN would be NaN. That is
     also why `clear` exists for pages that a failed request leaves.
@@ -28,13 +29,14 @@ class KVCache:
     def __init__(
         self, spec: ModelSpec, num_pages: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        a = spec.attention
-        shape = (num_pages + 1, a.num_kv_heads, PAGE_SIZE, a.head_dim)
-        self.num_pages, self.num_kv_heads = num_pages, a.num_kv_heads
+        self.num_pages, self.num_kv_heads = num_pages, spec.attention.num_kv_heads
         self.layers = tuple(
-            KVPages(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
-            for _ in range(spec.num_layers)
+            _zeroed_pages(spec, num_pages + 1, dtype, device) for _ in range(spec.num_layers)
         )
+        is_latent = spec.latent is not None  # then the values are a part of the keys
+        self._parts = [
+            part for layer in self.layers for part in (layer.keys, layer.values)[: 2 - is_latent]
+        ]
 
     def rows(
         self, tables: Sequence[Sequence[int]], starts: Sequence[int], counts: Sequence[int]
@@ -55,17 +57,15 @@ class KVCache:
     def clear(self, pages: Sequence[int]) -> None:
         """Zero some pages in every layer."""
         index = torch.tensor(pages, dtype=torch.int64, device=self.layers[0].keys.device)
-        for layer in self.layers:
-            layer.keys.index_fill_(0, index, 0)
-            layer.values.index_fill_(0, index, 0)
+        for part in self._parts:
+            part.index_fill_(0, index, 0)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages, (from, to) each. All are read before any is written."""
         device = self.layers[0].keys.device
         sources, targets = torch.tensor(pairs, dtype=torch.int64, device=device).unbind(1)
-        for layer in self.layers:
-            for part in (layer.keys, layer.values):
-                part.index_copy_(0, targets, part.index_select(0, sources))
+        for part in self._parts:
+            part.index_copy_(0, targets, part.index_select(0, sources))
 
     def finite(self, pages: Sequence[int]) -> list[bool]:
         """For each page, whether all its keys and values are finite numbers.
@@ -80,8 +80,18 @@ class KVCache:
             )
             sums = [
                 part.index_select(0, index).flatten(1).sum(1, dtype=torch.float32)
-                for layer in self.layers
-                for part in (layer.keys, layer.values)
+                for part in self._parts
             ]
             verdicts += torch.stack(sums).isfinite().all(0).tolist()
         return verdicts
+
+
+def _zeroed_pages(
+    spec: ModelSpec, num_pages: int, dtype: torch.dtype, device: torch.device
+) -> KVPages:
+    a = spec.attention
+    shape = (num_pages, a.num_kv_heads, PAGE_SIZE)
+    keys = torch.zeros((*shape, a.head_dim), dtype=dtype, device=device)
+    if spec.latent is not None:
+        return KVPages(keys, keys[..., : a.value_width])
+    return KVPages(keys, torch.zeros((*shape, a.value_width), dtype=dtype, device=device))

@@ -19,9 +19,7 @@ with contextlib.suppress(ImportError):
 HELP = "/reset forgets the conversation, /exit leaves; Ctrl-C stops an answer, Ctrl-D leaves."
 # A model's text must not steer the terminal: everything below the space but these two is dropped.
 PRINTABLE_CONTROLS = (ord("\n"), ord("\t"))
-DROPPED = {
-    code: None for code in (*range(32), *range(127, 160)) if code not in PRINTABLE_CONTROLS
-}
+DROPPED = {code: None for code in (*range(32), *range(127, 160)) if code not in PRINTABLE_CONTROLS}
 
 _err = Console(stderr=True, highlight=False)
 

@@ -34,9 +34,7 @@ def _print(report: MachineReport) -> None:
     table = Table.grid(padding=(0, 2))
     for section, facts in report.sections.items():
         for name, value in facts.items():
-            table.add_row(
-                Text(section, style="bold"), _label(name), Text(_shown(name, value))
-            )
+            table.add_row(Text(section, style="bold"), _label(name), Text(_shown(name, value)))
     console.print(table)
     console.print()
     backends = Table.grid(padding=(0, 2))

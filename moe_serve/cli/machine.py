@@ -185,9 +185,7 @@ def _cuda_backends(torch: Any) -> list[Backend]:
         triton_reason = f"{triton} is installed, but there is no CUDA device"
     return [
         Backend(name="cuda", is_on=bool(devices), reason=reason),
-        Backend(
-            name="triton", is_on=triton is not None and bool(devices), reason=triton_reason
-        ),
+        Backend(name="triton", is_on=triton is not None and bool(devices), reason=triton_reason),
     ]
 
 

@@ -89,6 +89,7 @@ def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> 
         dtype=str(loader.dtype).removeprefix("torch."),
         device=str(device),
         kernels=loader.kernels.name,
+        weight_format=loader.weight_format,
         num_threads=torch.get_num_threads(),
         num_pages=pages,
         page_size=PAGE_SIZE,

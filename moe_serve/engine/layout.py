@@ -20,6 +20,7 @@ class Layout:
     dtype: str
     device: str
     kernels: str
+    weight_format: str  # as the checkpoint stores them
     num_threads: int
     num_pages: int
     page_size: int

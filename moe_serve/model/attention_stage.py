@@ -9,33 +9,57 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from experts.routed_rows import RoutedRows
-from moe_kernels.attention_shape import QKNormWeights, RotaryTable
-from moe_kernels.kernels import Kernels, Linear
-from moe_kernels.norm import rotary_table
+from moe_kernels.kernels import Kernels, LayerFront, LayerFrontParts, Linear, RouterLinear
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.model.spec import ModelSpec, RopeSpec
+from moe_serve.model.attention import Attention, GroupedQueryAttention
+from moe_serve.model.dense_mlp import DenseMLP
+from moe_serve.model.spec import ModelSpec
 from moe_serve.model.step_inputs import StepInputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """One layer's router: logits and what shifts the choice."""
+
+    linear: RouterLinear
+    selection_bias_E: Tensor | None = None  # fp32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayer:
-    """One layer's weights."""
+    """One layer's weights. `router` is None in a dense layer, whose MLP is then `mlp`; in a sparse
+    one `mlp` is the shared expert, if there is one."""
 
     attention_norm: Tensor
-    qkv: Linear  # rows of q, then k, then v
-    qk_norm: QKNormWeights | None
+    attention: Attention
     output: Linear
     moe_norm: Tensor
-    router: Linear
+    router: Router | None
+    mlp: DenseMLP | None
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """The residual stream before the routed experts, and what goes to them; None: a dense layer."""
+
+    hidden_TD: Tensor
+    routed: Routed | None
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """The normed rows, for the shared expert, and what goes to the routed ones."""
+
+    x_TD: Tensor
+    rows: RoutedRows
 
 
 class AttentionStage:
-    """Embedding, attention and routing of each layer, final norm and head."""
+    """Embedding, attention and routing of each layer, shared experts, final norm and head."""
 
     def __init__(
         self,
@@ -46,51 +70,109 @@ class AttentionStage:
         layers: Sequence[AttentionLayer],
         final_norm: Tensor,
         head: Linear,
-        max_positions: int,
     ) -> None:
         self.spec, self.kernels = spec, kernels
         self._embedding, self._layers = embedding, tuple(layers)
         self._final_norm, self._head = final_norm, head
-        self._rotary = _rotary(spec.rope, spec.attention.head_dim, max_positions, embedding.device)
+        self._fronts = tuple(self._front(layer) for layer in self._layers)
 
     def embed(self, inputs: StepInputs) -> Tensor:
         """-> the residual stream [T, D]."""
-        return F.embedding(inputs.token_ids, self._embedding)
+        hidden_TD = F.embedding(inputs.token_ids, self._embedding)
+        multiplier = self.spec.embedding_multiplier
+        return hidden_TD if multiplier == 1.0 else hidden_TD * multiplier
 
-    def attend(self, layer: int, hidden_TD: Tensor, inputs: StepInputs, cache: KVCache) -> Tensor:
-        """Norm, attention over the pages, residual -> [T, D]. Writes the new keys and values."""
-        weights, kernels = self._layers[layer], self.kernels
-        x_TD = kernels.rms_norm(hidden_TD, weights.attention_norm, self.spec.norm_eps)
-        attended = kernels.attend(
-            weights.qkv(x_TD),
-            weights.qk_norm,
-            self._rotary,
+    def _front(self, layer: AttentionLayer) -> LayerFront | None:
+        """The layer's attention and router as one call, if the kernels have that."""
+        attention, router, spec = layer.attention, layer.router, self.spec
+        if not isinstance(attention, GroupedQueryAttention):
+            return None
+        if spec.residual_multiplier != 1.0 or spec.router.is_weighing_inputs:
+            return None
+        return self.kernels.layer_front(
+            LayerFrontParts(
+                attention_norm=layer.attention_norm,
+                qkv=attention.qkv,
+                qk_norm=attention.qk_norm,
+                sinks_H=attention.sinks_H,
+                rotary=attention.rotary,
+                shape=attention.shape,
+                output=layer.output,
+                moe_norm=layer.moe_norm,
+                norm_eps=spec.norm_eps,
+                router=None if router is None else router.linear,
+                router_shape=None if router is None else spec.router.shape,
+                selection_bias_E=None if router is None else router.selection_bias_E,
+            )
+        )
+
+    def advance(self, layer: int, hidden_TD: Tensor, inputs: StepInputs, cache: KVCache) -> Advance:
+        """A layer up to its routed experts: attention, and the router or the dense MLP."""
+        front, weights = self._fronts[layer], self._layers[layer]
+        if front is None:
+            hidden_TD = self.attend(layer, hidden_TD, inputs, cache)
+            if weights.router is None:
+                return Advance(self.dense(layer, hidden_TD), None)
+            return Advance(hidden_TD, self.route(layer, hidden_TD))
+        done = front(
+            hidden_TD,
             inputs.positions,
             inputs.kv_rows,
             cache.layers[layer],
-            inputs.attention,
-            self.spec.attention,
+            inputs.attention[self.spec.layers[layer].attention],
         )
-        return weights.output(attended, hidden_TD)
+        if done.expert_ids_TK is None or done.weights_TK is None:
+            assert weights.mlp is not None, f"layer {layer} is neither sparse nor dense"
+            return Advance(self.add(done.hidden_TD, weights.mlp(done.x_TD)), None)
+        rows = RoutedRows(done.x_TD, done.expert_ids_TK, done.weights_TK)
+        return Advance(done.hidden_TD, Routed(done.x_TD, rows))
 
-    def route(self, layer: int, hidden_TD: Tensor) -> RoutedRows:
-        """Norm and router: what goes to the experts."""
-        weights, router = self._layers[layer], self.spec.router
+    def attend(self, layer: int, hidden_TD: Tensor, inputs: StepInputs, cache: KVCache) -> Tensor:
+        """Norm, attention over the pages, residual -> [T, D]. Writes the new keys and values."""
+        weights = self._layers[layer]
+        x_TD = self.kernels.rms_norm(hidden_TD, weights.attention_norm, self.spec.norm_eps)
+        attended = weights.attention(x_TD, inputs, cache.layers[layer])
+        if self.spec.residual_multiplier == 1.0:
+            return weights.output(attended, hidden_TD)
+        return self.add(hidden_TD, weights.output(attended))
+
+    def dense(self, layer: int, hidden_TD: Tensor) -> Tensor:
+        """Norm, the MLP of a layer without routed experts, residual -> [T, D]."""
+        weights = self._layers[layer]
+        assert weights.mlp is not None, f"layer {layer} is not dense"
         x_TD = self.kernels.rms_norm(hidden_TD, weights.moe_norm, self.spec.norm_eps)
-        logits_TE = weights.router(x_TD)
-        chosen = self.kernels.route(logits_TE, router.top_k, router.is_renormalised)
-        return RoutedRows(x_TD, *chosen)
+        return self.add(hidden_TD, weights.mlp(x_TD))
+
+    def route(self, layer: int, hidden_TD: Tensor) -> Routed:
+        """Norm and router: what goes to the experts."""
+        weights, spec = self._layers[layer], self.spec.router
+        router = weights.router
+        assert router is not None, f"layer {layer} has no router"
+        x_TD = self.kernels.rms_norm(hidden_TD, weights.moe_norm, self.spec.norm_eps)
+        ids_TK, weights_TK = self.kernels.route(
+            router.linear(x_TD), spec.shape, router.selection_bias_E
+        )
+        if not spec.is_weighing_inputs:
+            return Routed(x_TD, RoutedRows(x_TD, ids_TK, weights_TK))
+        weighed_TD = x_TD * weights_TK.to(x_TD.dtype)
+        return Routed(x_TD, RoutedRows(weighed_TD, ids_TK, weights_TK.new_ones(weights_TK.shape)))
+
+    def shared(self, layer: int, x_TD: Tensor) -> Tensor | None:
+        """The shared expert's output [T, D] in fp32, to be added to the routed experts' sum."""
+        mlp = self._layers[layer].mlp
+        return None if mlp is None else mlp(x_TD)
+
+    def add(self, hidden_TD: Tensor, out_TD: Tensor, more_TD: Tensor | None = None) -> Tensor:
+        """The residual connection: a stage's output joins the stream."""
+        multiplier = self.spec.residual_multiplier
+        if multiplier == 1.0:
+            return self.kernels.add(hidden_TD, out_TD, more_TD)
+        total_TD = out_TD if more_TD is None else out_TD + more_TD
+        return hidden_TD + (total_TD * multiplier).to(hidden_TD.dtype)
 
     def logits(self, hidden_TD: Tensor, rows: Tensor) -> Tensor:
         """Final norm and head of some rows -> [rows, V] in fp32."""
         chosen = hidden_TD.index_select(0, rows)
         normed = self.kernels.rms_norm(chosen, self._final_norm, self.spec.norm_eps)
-        return self._head(normed).float()
-
-
-def _rotary(rope: RopeSpec, dim: int, max_positions: int, device: torch.device) -> RotaryTable:
-    """angle(position, i) = position / factor * theta^(-2 i / dim) (Su et al., RoFormer, 2021)."""
-    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
-    frequencies = 1.0 / (rope.theta**exponents) / rope.factor
-    table = rotary_table(torch.arange(max_positions).float()[:, None] * frequencies[None])
-    return RotaryTable(table.cos.to(device), table.signed_sin.to(device))
+        logits = self._head(normed).float()
+        return logits if self.spec.logits_divisor == 1.0 else logits / self.spec.logits_divisor

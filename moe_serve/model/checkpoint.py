@@ -1,108 +1,164 @@
-"""Reading tensors from a folder of safetensors: memory-mapped, only what is asked for.
+"""The tensors of a folder of safetensors, by name, whatever file they lie in.
 
-Before anything is read, `check` holds the names, shapes and dtypes of all wanted tensors against
-the files' headers, so that a bad checkpoint is refused before it takes memory.
+Files are opened when a tensor of theirs is first named; opening reads headers only, so `expect`
+can refuse a bad checkpoint before it takes memory.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moe_serve.errors import CheckpointError
+from moe_serve.model.safetensors_file import SafetensorsFile, TensorHeader
 
-_FLOAT_DTYPES = ("F32", "F16", "BF16")
+FLOAT_DTYPES = ("F32", "F16", "BF16")
+
+Shape = tuple[int, ...]
 
 
 class Checkpoint:
-    """The tensors of one checkpoint folder. Close it (or use `with`) to drop the mappings."""
+    """The stored tensors of one folder. Threads may read at once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._file_of = _index(folder)
-        self._open: dict[str, safe_open] = {}
+        self._files: dict[str, SafetensorsFile] = {}
+        self._lock = threading.Lock()
+        indexed = _indexed(folder)
+        self._file_of: Mapping[str, str] = self._of_all_files() if indexed is None else indexed
 
     def __enter__(self) -> Checkpoint:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._open.clear()
+        for file in self._files.values():
+            file.close()
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of
+
+    def header(self, name: str) -> TensorHeader:
+        """Dtype and shape of a stored tensor; CheckpointError if it is missing."""
+        return self._file(name).headers[name]
+
+    def path(self, name: str) -> Path:
+        """The file of a tensor, for messages."""
+        return self.folder / self._file_of[name]
+
+    def expect(
+        self,
+        name: str,
+        shapes: Sequence[Shape],
+        dtypes: Iterable[str] = FLOAT_DTYPES,
+        implied_by: str = "config.json",
+    ) -> TensorHeader:
+        """The header, if shape and dtype are among the allowed; CheckpointError if not."""
+        header = self.header(name)
+        if header.shape not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in shapes)
+            raise CheckpointError(
+                f"{self.path(name)}: tensor {name} has shape {list(header.shape)}, but "
+                f"{implied_by} implies {wanted}."
+            )
+        if header.dtype not in dtypes:
+            raise CheckpointError(
+                f"{self.path(name)}: tensor {name} has dtype {header.dtype}; supported "
+                f"are {', '.join(dtypes)}."
+            )
+        return header
+
+    def check(self, shapes: Mapping[str, Shape]) -> None:
         """Raise CheckpointError unless every tensor is there with its shape and a float dtype."""
         for name, shape in shapes.items():
-            header = self._file(name).get_slice(name)
-            found = tuple(header.get_shape())
-            if found != shape:
-                raise CheckpointError(
-                    f"{self._path(name)}: tensor {name} has shape {list(found)}, but config.json "
-                    f"implies {list(shape)}."
-                )
-            if header.get_dtype() not in _FLOAT_DTYPES:
-                raise CheckpointError(
-                    f"{self._path(name)}: tensor {name} has dtype {header.get_dtype()}; supported "
-                    f"are {', '.join(_FLOAT_DTYPES)}."
-                )
+            self.expect(name, [shape])
+
+    def view(self, name: str, index: int | None = None) -> Tensor:
+        """A tensor as it is stored, or one index of its first dimension: memory-mapped."""
+        return self._file(name).view(name, index)
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
         """Read one tensor onto the CPU, in `dtype`."""
-        tensor: Tensor = self._file(name).get_tensor(name)
-        return tensor.to(dtype)
+        return self.view(name).to(dtype)
 
-    def _path(self, name: str) -> Path:
+    def drop(self, name: str, index: int | None = None) -> None:
+        """The tensor has been copied: give the memory of its mapped pages back."""
+        self._file(name).drop(name, index)
+
+    def _file(self, name: str) -> SafetensorsFile:
         if name not in self._file_of:
             raise CheckpointError(
-                f"{self.folder}: tensor {name} is missing; the files hold {len(self._file_of)} "
-                "tensors."
+                f"{self.folder}: tensor {name} is missing; {self._neighbours(name)}."
             )
-        return self.folder / self._file_of[name]
+        file_name = self._file_of[name]
+        with self._lock:
+            file = self._files.get(file_name)
+            if file is None:
+                file = self._files[file_name] = SafetensorsFile(self.folder / file_name)
+        if name not in file.headers:
+            raise CheckpointError(
+                f"{file.path} does not hold tensor {name}, which the index says it does."
+            )
+        return file
 
-    def _file(self, name: str) -> safe_open:
-        path = self._path(name)
-        if path.name not in self._open:
-            self._open[path.name] = _open(path)
-        return self._open[path.name]
+    def _neighbours(self, name: str) -> str:
+        module = name.rpartition(".")[0] + "."
+        beside = sorted(n for n in self._file_of if n.startswith(module) and module != ".")
+        if beside and len(beside) <= 8:
+            return f"its module has {', '.join(n.removeprefix(module) for n in beside)}"
+        return f"the files hold {len(self._file_of)} tensors"
+
+    def _of_all_files(self) -> dict[str, str]:
+        """Tensor name -> file name, from the files themselves."""
+        paths = sorted(self.folder.glob("*.safetensors"))
+        if not paths:
+            raise CheckpointError(_no_safetensors(self.folder))
+        file_of: dict[str, str] = {}
+        for path in paths:
+            self._files[path.name] = file = SafetensorsFile(path)
+            for name in file.headers:
+                if name in file_of:
+                    raise CheckpointError(
+                        f"{self.folder}: tensor {name} is in {file_of[name]} and in {path.name}: "
+                        "remove the file that does not belong."
+                    )
+                file_of[name] = path.name
+        return file_of
 
 
-def _open(path: Path) -> safe_open:
+def _indexed(folder: Path) -> dict[str, str] | None:
+    """Tensor name -> file name, from the sharded index if there is one."""
+    path = folder / "model.safetensors.index.json"
     try:
-        return safe_open(path, framework="pt")
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        file_of = dict(weight_map)
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: the index names it.") from None
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path} is not a whole safetensors file ({error}): fetch it again."
-        ) from None
-
-
-def _index(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name, from the sharded index or from the files themselves."""
-    index_path = folder / "model.safetensors.index.json"
-    if index_path.exists():
-        try:
-            weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{index_path} has no readable weight_map: {error}.") from None
-        for file_name in set(weight_map.values()):
-            if not isinstance(file_name, str) or Path(file_name).name != file_name:
-                raise CheckpointError(f"{index_path} names {file_name!r}, not a file beside it.")
-        return dict(weight_map)
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(_no_safetensors(folder))
-    return {name: path.name for path in files for name in _open(path).keys()}  # noqa: SIM118
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} has no readable weight_map: {error}.") from None
+    for file_name in set(map(str, file_of.values())):
+        if Path(file_name).name != file_name or not file_name.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{path} names {file_name!r}, not a file beside it that ends in .safetensors."
+            )
+    return {name: str(file_name) for name, file_name in file_of.items()}
 
 
 def _no_safetensors(folder: Path) -> str:
-    pickles = sorted(p.name for p in folder.glob("*") if p.suffix in {".bin", ".pt", ".pth"})
+    names = sorted(p.name for p in folder.glob("*"))
+    pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
     if pickles:
         return (
             f"{folder} holds {pickles[0]} but no .safetensors file: pickled weights can run code "
             "and are never loaded; convert the checkpoint to safetensors."
         )
+    other = [name for name in names if name.endswith((".gguf", ".h5", ".msgpack", ".onnx"))]
+    if other:
+        return f"{folder} holds {other[0]} but no .safetensors file, and only those are read."
     return f"{folder} holds no .safetensors file."

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from moe_serve.errors import CheckpointError
-from moe_serve.model.spec import RopeSpec
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -81,20 +80,41 @@ class HFConfig:
             raise self.error("eos_token_id", f"must be token ids, is {value!r}")
         return tuple(ids)
 
-    def rope(self, default_theta: float) -> RopeSpec:
-        """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-        new = self.get("rope_parameters") or {}
-        old = self.get("rope_scaling") or {}
-        kind = new.get("rope_type") or old.get("rope_type") or old.get("type") or "default"
-        theta = float(new.get("rope_theta") or self.get("rope_theta") or default_theta)
-        if kind == "default":
-            return RopeSpec(theta=theta)
-        if kind == "linear":
-            return RopeSpec(theta=theta, factor=float({**old, **new}.get("factor", 1.0)))
-        raise self.error("rope_scaling", f"asks for {kind!r}; supported are 'default', 'linear'")
+    def text(self) -> HFConfig:
+        """The text model's part of a larger model's config; the config itself, if it is plain."""
+        part = self.get("text_config")
+        if part is None:
+            return self
+        if not isinstance(part, Mapping):
+            raise self.error("text_config", f"must be an object, is {part!r}")
+        outer = ("architectures", "quantization_config", "dtype", "torch_dtype", "eos_token_id")
+        kept = {key: self._values[key] for key in outer if self.get(key) is not None}
+        values = {**kept, **part, "architectures": kept.get("architectures")}
+        if self.get("tie_word_embeddings") is not None:  # the head belongs to the larger model
+            values["tie_word_embeddings"] = self.get("tie_word_embeddings")
+        return HFConfig(values, self.source)
+
+    def one_of(self, key: str, choices: Sequence[str], default: str) -> str:
+        value = self.get(key, default)
+        if value not in choices:
+            raise self.error(key, f"is {value!r}; supported are {', '.join(choices)}")
+        return str(value)
 
     def error(self, key: str, complaint: str) -> CheckpointError:
         return CheckpointError(f"{self.source}: {key} {complaint}.")
+
+    def quantization(self) -> HFConfig | None:
+        """How the weights are stored if not plainly, with the keys that have been used for it.
+
+        Wrappers of several models say it at the top or in the text model's part.
+        """
+        for outer in (self._values, self.get("text_config") or {}):
+            for key in ("quantization_config", "compression_config"):
+                if isinstance(outer, Mapping) and outer.get(key) is not None:
+                    if not isinstance(outer[key], Mapping):
+                        raise self.error(key, "must be an object")
+                    return HFConfig(outer[key], f"{self.source}: {key}")
+        return None
 
 
 def generation_eos_token_ids(folder: Path) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,16 +11,28 @@ import torch
 from torch import Tensor
 
 from experts.expert_stage import ExpertStage
-from moe_kernels.attention_shape import QKNormWeights
 from moe_kernels.choice import KernelsName, choose_kernels
 from moe_kernels.kernels import ExpertBank, ExpertWeights, Kernels
 from moe_serve.errors import CheckpointError
-from moe_serve.model.attention_stage import AttentionLayer, AttentionStage
+from moe_serve.model.attention_stage import AttentionLayer, AttentionStage, Router
 from moe_serve.model.checkpoint import Checkpoint
+from moe_serve.model.dense_mlp import DenseMLP
 from moe_serve.model.families import Family, family_of
 from moe_serve.model.hf_config import HFConfig
+from moe_serve.model.load_attention import AttentionLoader
+from moe_serve.model.manifest import (
+    Stored,
+    Table,
+    all_tensors,
+    attention_table,
+    expert_table,
+    feed_forward_table,
+    model_table,
+)
 from moe_serve.model.spec import ModelSpec
-from moe_serve.model.tensor_names import bias_of
+from moe_serve.model.spec_check import check_spec
+from moe_serve.model.tensor_names import ExpertNames, TensorNames
+from moe_serve.model.weight_reader import WeightReader
 
 LoadProgress = Callable[[int, int], None]  # (tensors read, tensors in all)
 
@@ -38,32 +50,45 @@ class ModelLoader:
         progress: LoadProgress | None = None,
     ) -> None:
         config = HFConfig.read(folder)
-        self._family: Family = family_of(config)
-        self.spec: ModelSpec = self._family.read_spec(config)
-        _check_sizes(self.spec, config)
+        family: Family = family_of(config)
+        config = config.text()
+        self.spec: ModelSpec = family.read_spec(config)
+        check_spec(self.spec, config)
         self.dtype: torch.dtype = dtype or getattr(torch, self.spec.dtype)
         self.device = device or torch.device("cpu")
         self.kernels: Kernels = choose_kernels(self.device, self.dtype, kernels)
-        self._checkpoint = Checkpoint(folder)
-        shapes = dict(_attention_shapes(self._family, self.spec))
-        shapes |= dict(_expert_shapes(self._family, self.spec))
-        self._checkpoint.check(shapes)
+        self._reader = WeightReader(Checkpoint(folder), config)
+        self._names = family.names_in(self._reader.has)
+        self._experts = _expert_names(self._names, self.spec, self._reader)
+        stored = list(all_tensors(self._names, self._experts, self.spec))
+        for item in stored:
+            self._reader.expect(item.name, item.shape)
         self._lock = threading.Lock()
-        self._total, self._done, self._progress = len(shapes), 0, progress
+        self._total, self._done, self._progress = len(stored), 0, progress
+
+    @property
+    def weight_format(self) -> str:
+        """How the checkpoint stores its weights, for logs."""
+        return self._reader.format_name
 
     def attention_stage(self, max_positions: int) -> AttentionStage:
         """Everything but the routed experts."""
-        names, spec = self._family.names, self.spec
-        embedding = self._read(names.embedding)
-        head = embedding if spec.is_head_tied else self._read(names.head)
+        spec = self.spec
+        table = model_table(self._names, spec)
+        embedding = self._keep(table["embedding"])
+        bias = self._keep(table["head_bias"]) if spec.has_head_bias else None
+        weight = embedding if spec.is_head_tied else self._read(table["head"])
+        head = self.kernels.linear(weight, bias)
+        if not spec.is_head_tied:
+            self._reader.done(table["head"].name)
+        attention = AttentionLoader(spec, self.kernels, max_positions, self.device)
         return AttentionStage(
             spec,
             self.kernels,
             embedding=embedding,
-            layers=[self._attention_layer(layer) for layer in range(spec.num_layers)],
-            final_norm=self._read(names.final_norm),
-            head=self.kernels.linear(head),
-            max_positions=max_positions,
+            layers=[self._attention_layer(layer, attention) for layer in range(spec.num_layers)],
+            final_norm=self._keep(table["final_norm"]),
+            head=head,
         )
 
     def expert_stage(self) -> ExpertStage:
@@ -71,104 +96,133 @@ class ModelLoader:
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # copying is what takes time
             return ExpertStage(list(pool.map(self._bank, range(self.spec.num_layers))))
 
-    def _attention_layer(self, layer: int) -> AttentionLayer:
-        n = self._family.names
+    def _attention_layer(self, layer: int, attention: AttentionLoader) -> AttentionLayer:
+        table = attention_table(self._names, self.spec, layer)
+        feed = feed_forward_table(self._names, self.spec, layer)
+        weights = {key: self._read(item) for key, item in table.items()}
+        result = AttentionLayer(
+            attention_norm=weights["attention_norm"].clone(),
+            attention=attention.load(layer, weights),
+            output=self.kernels.linear(weights["o"], weights.get("o_bias")),
+            moe_norm=self._keep(feed["moe_norm"]),
+            router=self._router(feed),
+            mlp=self._dense_mlp(feed),
+        )
+        for item in table.values():
+            self._reader.done(item.name)
+        return result
 
-        def read(name: str) -> Tensor:
-            return self._read(name.format(layer=layer))
-
-        def bias(*names: str) -> Tensor:
-            return torch.cat([read(bias_of(name)) for name in names])
-
-        linear, spec = self.kernels.linear, self.spec
-        qkv_bias = bias(n.q, n.k, n.v) if spec.has_attention_bias else None
-        output_bias = bias(n.o) if spec.has_output_bias else None
-        has_norm = spec.attention.qk_norm != "none"
-        return AttentionLayer(
-            attention_norm=read(n.attention_norm),
-            qkv=linear(torch.cat([read(n.q), read(n.k), read(n.v)]), qkv_bias),
-            qk_norm=QKNormWeights(read(n.q_norm), read(n.k_norm)) if has_norm else None,
-            output=linear(read(n.o), output_bias),
-            moe_norm=read(n.moe_norm),
-            router=linear(read(n.router)),
+    def _router(self, table: Table) -> Router | None:
+        if "router" not in table:
+            return None
+        bias, selection_bias = (
+            self._keep(table[key], torch.float32) if key in table else None
+            for key in ("router_bias", "selection_bias")
+        )
+        return Router(
+            linear=self.kernels.router_linear(self._keep(table["router"], torch.float32), bias),
+            selection_bias_E=None if selection_bias is None else selection_bias.flatten(),
         )
 
-    def _bank(self, layer: int) -> ExpertBank:
-        n = self._family.names
-        return self.kernels.experts(
-            [
-                ExpertWeights(
-                    *(
-                        self._read(name.format(layer=layer, expert=expert))
-                        for name in (n.expert_gate, n.expert_up, n.expert_down)
-                    )
-                )
-                for expert in range(self.spec.router.num_experts)
-            ]
+    def _dense_mlp(self, table: Table) -> DenseMLP | None:
+        """The shared expert of a sparse layer, or a dense layer's MLP."""
+        prefix = "shared." if "router" in table else "dense."
+        parts = {k.removeprefix(prefix): v for k, v in table.items() if k.startswith(prefix)}
+        if not parts:
+            return None
+        weights = {key: self._read(item) for key, item in parts.items()}
+        for key in ("gate_up", "gate_up_bias"):
+            if key in weights:
+                halves = weights[key].chunk(2)
+                weights |= {
+                    key.replace("gate_up", k): v
+                    for k, v in zip(("gate", "up"), halves, strict=True)
+                }
+        expert = ExpertWeights(
+            weights["gate"],
+            weights["up"],
+            weights["down"],
+            *(weights.get(key) for key in ("gate_bias", "up_bias", "down_bias")),
         )
+        bank = self.kernels.experts([expert], self.spec.activation)
+        for item in parts.values():
+            self._reader.done(item.name)
+        gate = table.get("shared_gate")
+        if gate is None:
+            return DenseMLP(bank=bank)
+        return DenseMLP(bank=bank, gate=self.kernels.router_linear(self._keep(gate, torch.float32)))
 
-    def _read(self, name: str) -> Tensor:
-        tensor = self._checkpoint.tensor(name, self.dtype).to(self.device)
+    def _bank(self, layer: int) -> ExpertBank | None:
+        if not self.spec.layers[layer].is_sparse:
+            return None
+        num_experts = self.spec.router.num_experts
+        experts = [self._expert(layer, expert) for expert in range(num_experts)]
+        bank = self.kernels.experts(experts, self.spec.activation)
+        for expert in range(num_experts):
+            for item in expert_table(self._experts, self.spec, layer, expert).values():
+                self._reader.done(item.name, None if self._experts.gate else expert)
+        return bank
+
+    def _expert(self, layer: int, expert: int) -> ExpertWeights:
+        names = self._experts
+        table = expert_table(names, self.spec, layer, expert)
+        if names.gate:
+            return ExpertWeights(*(self._read(table[key]) for key in ("gate", "up", "down")))
+        weights = {key: self._read(item, expert=expert) for key, item in table.items()}
+        if names.is_transposed:
+            weights |= {key: weights[key].t() for key in ("gate_up", "down")}
+        gate, up = _gate_and_up(weights["gate_up"], names)
+        if not self.spec.has_expert_bias:
+            return ExpertWeights(gate, up, weights["down"])
+        biases = _gate_and_up(weights["gate_up_bias"], names)
+        return ExpertWeights(gate, up, weights["down"], *biases, weights["down_bias"])
+
+    def _read(
+        self, stored: Stored, dtype: torch.dtype | None = None, expert: int | None = None
+    ) -> Tensor:
+        """May be a view of the file: copy it, or make a layer of it, before `done`."""
+        tensor = self._reader.read(stored.name, stored.shape, dtype or self.dtype, expert)
         with self._lock:
-            self._done += 1
+            self._done += 0 if expert else 1  # a fused tensor counts once
             if self._progress is not None:
                 self._progress(self._done, self._total)
+        return tensor.to(self.device)
+
+    def _keep(self, stored: Stored, dtype: torch.dtype | None = None) -> Tensor:
+        """A copy of one's own."""
+        tensor = self._read(stored, dtype).clone()
+        self._reader.done(stored.name)
         return tensor
 
 
-def _attention_shapes(family: Family, spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-    n, a, d = family.names, spec.attention, spec.width
-    q, kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-    yield n.embedding, (spec.vocab_size, d)
-    yield n.final_norm, (d,)
-    if not spec.is_head_tied:
-        yield n.head, (spec.vocab_size, d)
-    shapes: dict[str, tuple[int, ...]] = {n.q: (q, d), n.k: (kv, d), n.v: (kv, d), n.o: (d, q)}
-    if spec.has_attention_bias:
-        shapes |= {bias_of(n.q): (q,), bias_of(n.k): (kv,), bias_of(n.v): (kv,)}
-    if spec.has_output_bias:
-        shapes[bias_of(n.o)] = (d,)
-    if a.qk_norm != "none":
-        is_row = a.qk_norm == "row"
-        shapes |= {
-            n.q_norm: (q if is_row else a.head_dim,),
-            n.k_norm: (kv if is_row else a.head_dim,),
-        }
-    shapes |= {n.attention_norm: (d,), n.moe_norm: (d,), n.router: (spec.router.num_experts, d)}
-    for layer in range(spec.num_layers):
-        for name, shape in shapes.items():
-            yield name.format(layer=layer), shape
+def _gate_and_up(fused: Tensor, names: ExpertNames) -> tuple[Tensor, Tensor]:
+    """Rows of the gate and of the up projection, from [2 F, ...]."""
+    if names.is_interleaved:
+        return fused[0::2], fused[1::2]
+    gate, up = fused.chunk(2)
+    return gate, up
 
 
-def _expert_shapes(family: Family, spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-    n, d, f = family.names, spec.width, spec.expert_width
-    for layer in range(spec.num_layers):
-        for expert in range(spec.router.num_experts):
-            for name, shape in (
-                (n.expert_gate, (f, d)),
-                (n.expert_up, (f, d)),
-                (n.expert_down, (d, f)),
-            ):
-                yield name.format(layer=layer, expert=expert), shape
+def _expert_names(names: TensorNames, spec: ModelSpec, reader: WeightReader) -> ExpertNames:
+    """The layout that this checkpoint has; the first, to complain of, if it has none.
+
+    Two layouts may differ in nothing but their shapes.
+    """
+    layers = [layer for layer in range(spec.num_layers) if spec.layers[layer].is_sparse][:1]
+    tables = [
+        (layout, [s for layer in layers for s in expert_table(layout, spec, layer, 0).values()])
+        for layout in names.experts
+    ]
+    there = [(layout, table) for layout, table in tables if all(reader.has(s.name) for s in table)]
+    for layout, table in there:
+        if all(_is_as_expected(stored, reader) for stored in table):
+            return layout
+    return (there or tables)[0][0]
 
 
-def _check_sizes(spec: ModelSpec, config: HFConfig) -> None:
-    a, r = spec.attention, spec.router
-    if a.num_heads % a.num_kv_heads:
-        raise CheckpointError(
-            f"{config.source}: num_attention_heads ({a.num_heads}) must be a multiple of "
-            f"num_key_value_heads ({a.num_kv_heads})."
-        )
-    if r.top_k > r.num_experts:
-        raise CheckpointError(
-            f"{config.source}: num_experts_per_tok ({r.top_k}) exceeds num_experts "
-            f"({r.num_experts})."
-        )
-    wrong = [i for i in spec.eos_token_ids if i >= spec.vocab_size]
-    if wrong:
-        raise CheckpointError(
-            f"{config.source}: eos_token_id {wrong[0]} is outside the vocabulary of "
-            f"{spec.vocab_size} tokens."
-        )
-    if a.head_dim % 2:
-        raise CheckpointError(f"{config.source}: head_dim ({a.head_dim}) must be even.")
+def _is_as_expected(stored: Stored, reader: WeightReader) -> bool:
+    try:
+        reader.expect(stored.name, stored.shape)
+    except CheckpointError:
+        return False
+    return True

@@ -5,50 +5,125 @@ A family (`model/families/`) makes it from a Hugging Face config; nothing else k
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from moe_kernels.attention_shape import AttentionShape
+from moe_kernels.attention_shape import AttentionShape, LatentShape
+from moe_kernels.kernels import GatedActivation
+from moe_kernels.routing import RouterShape
+from moe_serve.model.rope import RopeSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """How one layer differs from the others. `is_sparse`: routed experts, else one dense MLP.
+
+    `rope`: None for the model's; another differs in its frequencies, not in its pairs.
+    """
+
+    attention: AttentionShape
+    is_sparse: bool = True
+    has_rotation: bool = True
+    rope: RopeSpec | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSpec:
-    """Softmax over all experts, then top-k; `is_renormalised`: weights divided by their sum."""
+    """`is_weighing_inputs`: the one chosen expert's weight multiplies its input (Llama 4)."""
 
-    num_experts: int
-    top_k: int
-    is_renormalised: bool
+    shape: RouterShape
+    has_bias: bool = False  # of the logits
+    has_selection_bias: bool = False  # of the choice only
+    is_weighing_inputs: bool = False
+    has_row_of_selection_bias: bool = False  # stored as [1, E] (ERNIE), not as [E]
+
+    @property
+    def selection_bias_shape(self) -> tuple[int, ...]:
+        return (1, self.num_experts) if self.has_row_of_selection_bias else (self.num_experts,)
+
+    @property
+    def num_experts(self) -> int:
+        return self.shape.num_experts
+
+    @property
+    def top_k(self) -> int:
+        return self.shape.top_k
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RopeSpec:
-    """Rotary positions: angle = position / factor * theta^(-2 i / head_dim)."""
+class SharedExpertSpec:
+    """An MLP that every token passes; `has_gate`: times the sigmoid of its own logit."""
 
-    theta: float
-    factor: float = 1.0
+    width: int
+    has_gate: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryTemperature:
+    """Queries grow with their position p: 1 + scale * ln(1 + floor((p + shift) / floor_scale))
+    (Nakanishi, Scalable-Softmax, 2025). Those of layers without rotation; with latent attention,
+    of all layers.
+    """
+
+    scale: float
+    floor_scale: float
+    shift: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder whose every layer is attention, then a mixture of experts."""
+    """A decoder whose every layer is attention, then experts or a dense MLP.
+
+    Where `latent` is set, attention is multi-head latent attention, and each layer's `attention` is
+    its absorbed shape.
+    """
 
     family: str
     vocab_size: int
     width: int
-    num_layers: int
+    layers: tuple[LayerSpec, ...]
     expert_width: int
-    attention: AttentionShape
-    has_attention_bias: bool  # of q, k and v
-    has_output_bias: bool
+    dense_width: int | None = None  # of layers that are not sparse
+    shared: SharedExpertSpec | None = None
+    activation: GatedActivation = field(default_factory=GatedActivation)
+    has_expert_bias: bool = False
+    has_mlp_bias: bool = False  # of shared experts and dense layers
+    latent: LatentShape | None = None
+    has_attention_bias: bool = False  # of q, k and v
+    has_output_bias: bool = False
+    has_head_bias: bool = False
     router: RouterSpec
     rope: RopeSpec
+    query_temperature: QueryTemperature | None = None
     norm_eps: float
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
     is_head_tied: bool
     max_positions: int
     dtype: Literal["float32", "bfloat16", "float16"]
     eos_token_ids: tuple[int, ...]
 
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def attention(self) -> AttentionShape:
+        """The first layer's: heads and widths are the same in all."""
+        return self.layers[0].attention
+
+    def rope_of(self, layer: int) -> RopeSpec:
+        return self.layers[layer].rope or self.rope
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """What one token holds in the KV cache of one layer: keys and values, or its latent."""
+        if self.latent is not None:
+            return self.latent.latent_dim + self.latent.rope_dim
+        a = self.attention
+        return a.num_kv_heads * (a.head_dim + a.value_width)
+
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes that one token holds in the KV cache, over all layers."""
-        kv_values = 2 * self.attention.num_kv_heads * self.attention.head_dim
-        return self.num_layers * kv_values * itemsize
+        return self.num_layers * self.kv_values_per_token * itemsize

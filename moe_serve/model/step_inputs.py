@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_kernels.attention_shape import StepTokens
+from moe_kernels.attention_shape import AttentionShape, StepTokens
 from moe_kernels.kernels import Kernels
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.config import PAGE_SIZE
@@ -25,7 +26,7 @@ class StepInputs:
     positions: Tensor  # int64 [T]
     kv_rows: Tensor  # int64 [T * Hkv], see KVCache.rows
     logit_rows: Tensor  # int64 [R]
-    attention: Any  # the kernels' own plan
+    attention: Mapping[AttentionShape, Any]  # the kernels' own plan of each layer shape
 
 
 def make_step_inputs(
@@ -52,5 +53,8 @@ def make_step_inputs(
         positions=torch.from_numpy(positions).to(device),
         kv_rows=torch.from_numpy(kv_rows).to(device),
         logit_rows=torch.from_numpy(logit_rows).to(device),
-        attention=kernels.plan_attention(step, spec.attention, device),
+        attention={
+            shape: kernels.plan_attention(step, shape, device)
+            for shape in dict.fromkeys(layer.attention for layer in spec.layers)
+        },
     )

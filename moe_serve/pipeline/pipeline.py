@@ -24,6 +24,8 @@ class _Flight:
     def __init__(self, inputs: StepInputs, stage: AttentionStage) -> None:
         self.inputs = inputs
         self.hidden_TD = stage.embed(inputs)
+        self.layer_away: int | None = None  # whose rows are with the experts
+        self.shared_TD: Tensor | None = None  # that layer's shared expert
 
 
 class Pipeline:
@@ -44,15 +46,10 @@ class Pipeline:
         flights = [self._take_off(batch) for batch in plan.micro_batches]
         for layer in range(self._stage.spec.num_layers):
             for index, flight in enumerate(flights):
-                if layer:
-                    self._land(layer - 1, index, flight)
-                flight.hidden_TD = self._stage.attend(
-                    layer, flight.hidden_TD, flight.inputs, self._cache
-                )
-                rows = self._stage.route(layer, flight.hidden_TD)
-                self._transport.dispatch(layer, index, rows)
+                self._land(index, flight)
+                self._fly(layer, index, flight)
         for index, flight in enumerate(flights):
-            self._land(self._stage.spec.num_layers - 1, index, flight)
+            self._land(index, flight)
         return torch.cat([self._stage.logits(f.hidden_TD, f.inputs.logit_rows) for f in flights])
 
     def clear_pages(self, pages: list[int]) -> None:
@@ -74,7 +71,20 @@ class Pipeline:
         inputs = make_step_inputs(batch, self._cache, stage.spec, stage.kernels, self._device)
         return _Flight(inputs, stage)
 
-    def _land(self, layer: int, index: int, flight: _Flight) -> None:
+    def _fly(self, layer: int, index: int, flight: _Flight) -> None:
+        """A layer's attention; its rows leave for the experts, unless the layer is dense."""
+        advance = self._stage.advance(layer, flight.hidden_TD, flight.inputs, self._cache)
+        flight.hidden_TD = advance.hidden_TD
+        if advance.routed is None:
+            return
+        self._transport.dispatch(layer, index, advance.routed.rows)
+        flight.layer_away = layer
+        flight.shared_TD = self._stage.shared(layer, advance.routed.x_TD)
+
+    def _land(self, index: int, flight: _Flight) -> None:
         """Add the experts' sum to the residual stream."""
-        combined_TD = self._transport.combine(layer, index)
-        flight.hidden_TD = flight.hidden_TD + combined_TD.to(flight.hidden_TD.dtype)
+        if flight.layer_away is None:
+            return
+        out_TD = self._transport.combine(flight.layer_away, index)
+        flight.hidden_TD = self._stage.add(flight.hidden_TD, out_TD, flight.shared_TD)
+        flight.layer_away = flight.shared_TD = None

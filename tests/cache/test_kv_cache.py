@@ -13,8 +13,8 @@ from moe_serve.cache.kv_cache import KVCache
 
 
 def make_cache(num_pages: int = 7) -> KVCache:
-    attention = SimpleNamespace(num_kv_heads=2, head_dim=4)
-    spec: Any = SimpleNamespace(attention=attention, num_layers=2)
+    attention = SimpleNamespace(num_kv_heads=2, head_dim=4, value_width=4)
+    spec: Any = SimpleNamespace(attention=attention, latent=None, num_layers=2)
     cache = KVCache(spec, num_pages, torch.float32, torch.device("cpu"))
     for i, layer in enumerate(cache.layers):
         for part in (layer.keys, layer.values):

@@ -71,13 +71,37 @@ def truncate(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def only_pickles(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
 def index_names_a_missing_shard(folder: Path) -> None:
     index = {"weight_map": dict.fromkeys(SHAPES, "model-00001-of-00002.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def index_lies(folder: Path) -> None:
+    save_file({"other": torch.zeros(1)}, folder / "other.safetensors")
+    index = {"weight_map": dict.fromkeys(SHAPES, "other.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def index_is(text: str) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        (folder / "model.safetensors.index.json").write_text(text)
+
+    return edit
+
+
+def only(name: str) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / name)
+
+    return edit
+
+
+def tensor_in_two_files(folder: Path) -> None:
+    save_file({ROUTER: torch.zeros(2, 16)}, folder / "router.safetensors")
+
+
+def lfs_pointer(folder: Path) -> None:
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
 
 
 def index_points_outside(folder: Path) -> None:
@@ -95,8 +119,10 @@ CASES: list[tuple[Callable[[Path], object], str]] = [
     (edit_config(num_experts_per_tok=3), r"num_experts_per_tok \(3\) exceeds num_experts \(2\)"),
     (edit_config(num_key_value_heads=3), r"num_attention_heads \(2\) must be a multiple"),
     (edit_config(hidden_act="gelu"), "hidden_act is 'gelu'; only 'silu' is supported"),
-    (edit_config(mlp_only_layers=[0]), r"mlp_only_layers is \[0\]; only \[\]"),
-    (edit_config(rope_scaling={"type": "yarn"}), "rope_scaling asks for 'yarn'"),
+    (edit_config(use_sliding_window=True), "use_sliding_window is True; only False"),
+    (edit_config(mlp_only_layers=[0]), "tensor model.layers.0.mlp.gate_proj.weight is missing"),
+    (edit_config(rope_scaling={"type": "longrope"}), "rope_scaling asks for 'longrope'"),
+    (edit_config(rope_scaling={"type": "yarn"}), "'yarn' lacks original_max_position_embeddings"),
     (edit_config(torch_dtype="int8"), "dtype is 'int8'"),
     (edit_tensors(lambda t: t.pop(ROUTER)), f"tensor {ROUTER} is missing"),
     (edit_tensors(lambda t: t.update({ROUTER: torch.randn(3, 16)})),
@@ -105,9 +131,16 @@ CASES: list[tuple[Callable[[Path], object], str]] = [
      rf"tensor {ROUTER} has dtype I8"),
     (truncate, "model.safetensors is not a whole safetensors file"),
     (lambda f: (f / "model.safetensors").unlink(), "holds no .safetensors file"),
-    (only_pickles, "pytorch_model.bin but no .safetensors file: pickled weights can run code"),
+    (only("pytorch_model.bin"), "pytorch_model.bin but no .safetensors file: pickled weights can"),
     (index_names_a_missing_shard, "model-00001-of-00002.safetensors is missing"),
+    (only("consolidated.00.pth"), "consolidated.00.pth but no .safetensors file: pickled"),
+    (only("model.gguf"), "model.gguf but no .safetensors file, and only those are read"),
     (index_points_outside, "not a file beside it"),
+    (index_lies, "other.safetensors does not hold tensor model.embed_tokens.weight, which the i"),
+    (index_is("{"), "index.json has no readable weight_map"),
+    (index_is('{"weight_map": {"a": 3}}'), "index.json names '3', not a file beside it"),
+    (tensor_in_two_files, f"tensor {ROUTER} is in model.safetensors and in router.safetensors"),
+    (lfs_pointer, "model.safetensors is a Git LFS pointer, not the data: run `git lfs pull`"),
 ]  # fmt: skip
 
 
@@ -133,6 +166,17 @@ def test_a_good_one_loads_whole_and_in_shards(folder: Path) -> None:
     weight_map = {n: file for file, members in shards.items() for n in members}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     ModelLoader(folder).attention_stage(64)
+
+
+def test_a_folder_of_links(folder: Path, tmp_path: Path) -> None:
+    """The cache of the Hugging Face hub: a snapshot is links to blobs with other names."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "main"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for number, name in enumerate(("config.json", "model.safetensors")):
+        (folder / name).rename(blobs / str(number))
+        (snapshot / name).symlink_to(Path("..") / ".." / "blobs" / str(number))
+    ModelLoader(snapshot).attention_stage(64)
 
 
 def test_old_and_new_config_keys_mean_the_same(folder: Path) -> None:

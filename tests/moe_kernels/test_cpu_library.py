@@ -12,8 +12,9 @@ from kernel_sets import KERNEL_SETS
 
 from moe_kernels import choice, cpu_library
 from moe_kernels.choice import choose_kernels
-from moe_kernels.kernels import ExpertWeights
+from moe_kernels.kernels import ExpertWeights, GatedActivation
 from moe_kernels.native_kernels import NativeKernels
+from moe_kernels.routing import RouterShape
 
 CPU = torch.device("cpu")
 needs_native = KERNEL_SETS[1].marks[0]  # type: ignore[union-attr]
@@ -75,16 +76,20 @@ def test_the_number_of_threads_does_not_change_a_bit(dtype: torch.dtype) -> None
 
     weight, x = random(300, 256), random(150, 256)
     experts = [ExpertWeights(random(96, 256), random(96, 256), random(256, 96)) for _ in range(8)]
+    shape = RouterShape(num_experts=8, top_k=2, is_renormalised=True)
     results = []
     for threads in (1, 2, 3, 4):
         kernels = NativeKernels(library, dtype, threads)
-        ids, weights = kernels.route(kernels.linear(weight)(x)[:, :8].contiguous(), 2, True)
+        logits = kernels.router_linear(weight[:8])(x)
+        ids, weights = kernels.route(logits, shape, None)
         results.append(
             (
                 kernels.linear(weight)(x),
                 kernels.rms_norm(x, weight[0, :256].contiguous(), 1e-6),
+                kernels.head_linear(weight[None, :, :128])(x[:, None, :128]),
+                logits,
                 weights,
-                kernels.experts(experts)(x, ids, weights),
+                kernels.experts(experts, GatedActivation())(x, ids, weights),
             )
         )
     for threads, result in enumerate(results[1:], start=2):

@@ -1,4 +1,4 @@
-"""Linears, norms and the router: against torch in float64, and row by row, for every set."""
+"""Linears and norms: against torch in float64, and row by row, for every set."""
 
 from __future__ import annotations
 
@@ -38,6 +38,60 @@ def test_linear(name: KernelsName, dtype: torch.dtype, outputs: int, inputs: int
         assert torch.equal(linear(x[rows], residual[rows]), added[rows]), f"{name}, {count=}"
 
 
+@pytest.mark.parametrize("name", KERNEL_SETS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "outputs", "inputs"), [(3, 64, 48), (16, 128, 512), (5, 20, 37)])
+def test_head_linear(
+    name: KernelsName, dtype: torch.dtype, heads: int, outputs: int, inputs: int
+) -> None:
+    generator = torch.Generator().manual_seed(outputs)
+    weight = (torch.randn(heads, outputs, inputs, generator=generator) / inputs**0.5).to(dtype)
+    wide = torch.randn(200, heads, inputs + 16, generator=generator).to(dtype)
+    x = wide[..., 16:]  # as the first part of a head's query is handed over
+    linear = make_kernels(name, dtype).head_linear(weight)
+    whole = linear(x)
+    expected = torch.einsum("thk,hnk->thn", x.double(), weight.double())
+    error = (whole - expected).abs().max().item() / expected.abs().max().item()
+    assert error < TOLERANCE[dtype], f"{name}, {dtype}, {heads=}, {outputs=}, {inputs=}, {error=}"
+    assert whole.is_contiguous() and whole.dtype == dtype
+    for count in (1, 2, 5, 16, 100):
+        rows = slice(41, 41 + count)
+        assert torch.equal(linear(x[rows]), whole[rows]), f"{name}, {dtype}, {count=}"
+
+
+@pytest.mark.parametrize("name", KERNEL_SETS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("experts", "width"), [(8, 64), (60, 100), (256, 512), (5, 37)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_router_linear(
+    name: KernelsName, dtype: torch.dtype, experts: int, width: int, has_bias: bool
+) -> None:
+    generator = torch.Generator().manual_seed(experts)
+    weight = torch.randn(experts, width, generator=generator).to(dtype)
+    bias = torch.randn(experts, generator=generator).to(dtype) if has_bias else None
+    x = torch.randn(300, width, generator=generator).to(dtype)
+    linear = make_kernels(name, dtype).router_linear(weight, bias)
+    whole = linear(x)
+    expected = x.double() @ weight.double().t() + (0.0 if bias is None else bias.double())
+    error = (whole - expected).abs().max().item() / expected.abs().max().item()
+    assert whole.dtype == torch.float32
+    assert error < 1e-5, f"{name}, {dtype}, {experts=}, {width=}, {error=}: logits are fp32"
+    for count in (1, 2, 5, 16, 100, 259):
+        rows = slice(41, 41 + count)
+        assert torch.equal(linear(x[rows]), whole[rows]), f"{name}, {dtype}, {count=}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_weight_may_be_a_view(dtype: torch.dtype) -> None:
+    """Checkpoints hold transposed and interleaved matrices; packing reads them where they lie."""
+    both = torch.randn(64, 2 * 40, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight = both[:, ::2].t()  # [40, 64], no stride is 1
+    x = torch.randn(7, 64).to(dtype)
+    kernels = choose_kernels(torch.device("cpu"), dtype)
+    one, other = kernels.linear(weight), kernels.linear(weight.contiguous())
+    assert torch.equal(one(x), other(x))
+
+
 @pytest.mark.parametrize("kind", ["made", "plain"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
@@ -73,44 +127,6 @@ def test_rms_norm(name: KernelsName, dtype: torch.dtype, width: int) -> None:
     assert torch.allclose(out.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     for rows in (slice(0, 1), slice(7, 12), slice(100, 299)):
         assert torch.equal(kernels.rms_norm(x[rows], weight, 1e-5), out[rows]), f"{name}, {rows}"
-
-
-@pytest.mark.parametrize("name", KERNEL_SETS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("num_experts", "top_k"), [(8, 2), (32, 4), (60, 4), (128, 8), (5, 5)])
-@pytest.mark.parametrize("is_renormalised", [False, True])
-def test_route(
-    name: KernelsName, dtype: torch.dtype, num_experts: int, top_k: int, is_renormalised: bool
-) -> None:
-    generator = torch.Generator().manual_seed(num_experts)
-    # A permutation in every row: no two logits are equal, so the choice is unique.
-    order = torch.stack([torch.randperm(num_experts, generator=generator) for _ in range(200)])
-    logits = (order / 4.0).to(dtype)
-    kernels = make_kernels(name, dtype)
-    ids, weights = kernels.route(logits, top_k, is_renormalised)
-    probs = logits.double().softmax(-1)
-    expected = probs.topk(top_k).indices.sort().values
-    assert torch.equal(ids, expected)
-    values = probs.gather(1, expected)
-    if is_renormalised:
-        values = values / values.sum(-1, keepdim=True)
-    assert torch.allclose(weights.double(), values, rtol=1e-5, atol=1e-7)
-    for rows in (slice(0, 1), slice(7, 12), slice(100, 199)):
-        again = kernels.route(logits[rows], top_k, is_renormalised)
-        assert torch.equal(again[0], ids[rows]) and torch.equal(again[1], weights[rows])
-
-
-@pytest.mark.parametrize("name", KERNEL_SETS)
-def test_a_row_of_nan_stays_alone(name: KernelsName) -> None:
-    logits = torch.randn(4, 8)
-    clean = make_kernels(name, torch.float32).route(logits, 2, True)
-    spoiled = logits.clone()
-    spoiled[2] = float("nan")
-    ids, weights = make_kernels(name, torch.float32).route(spoiled, 2, True)
-    assert ((ids >= 0) & (ids < 8)).all(), "ids stay inside the bank"
-    assert weights[2].isnan().all()
-    for row in (0, 1, 3):
-        assert torch.equal(ids[row], clean[0][row]) and torch.equal(weights[row], clean[1][row])
 
 
 def test_the_choice_says_why() -> None:

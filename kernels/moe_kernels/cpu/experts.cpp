@@ -1,100 +1,147 @@
-// The expert stage of one layer: rows grouped by expert, SwiGLU, weighted sum in expert order.
+// The expert stage of one layer: rows grouped by expert, gated MLPs, weighted sum in expert order.
 
-#include <atomic>
+#include <numeric>
 #include <vector>
 
-#include "gemm.h"
+#include "panels.h"
+#include "scratch.h"
+#include "threads.h"
 
-struct Job {  // some columns of one expert's matrix, for some of its rows
-  int64_t expert, first_row, num_rows, first, last;
+struct Experts {  // mirrored in native_experts.py
+  const uint32_t* const* gate_up;    // by expert: gate and up panels by turns; null: not here
+  const uint32_t* const* down;       // by expert
+  const float* const* gate_up_bias;  // by expert: [2][F], null if there are none
+  const float* const* down_bias;     // by expert: [D]
+  int64_t num_experts, width, expert_width, threads;
+  float alpha, limit, up_offset;  // limit: infinity if there is none
 };
 
-// Slots (t * top_k + k) of each expert, ascending.
-static std::vector<std::vector<int64_t>> group(const int64_t* ids, int64_t num_slots,
-                                               int64_t num_experts) {
-  std::vector<std::vector<int64_t>> slots(num_experts);
-  for (int64_t s = 0; s < num_slots; ++s) slots[ids[s]].push_back(s);
-  return slots;
+struct Part {  // some slots of one expert against one group of columns
+  int64_t expert, first, count, group;
+};
+
+// Slots (t * top_k + k) sorted by expert: those of e are order[starts[e] .. starts[e + 1]).
+struct Slots {
+  std::vector<int64_t> starts, order;
+
+  Slots(const int64_t* ids, int64_t num_slots, int64_t num_experts)
+      : starts(num_experts + 1), order(num_slots) {
+    for (int64_t s = 0; s < num_slots; ++s) ++starts[ids[s] + 1];
+    std::partial_sum(starts.begin(), starts.end(), starts.begin());
+    std::vector<int64_t> next(starts.begin(), starts.end() - 1);
+    for (int64_t s = 0; s < num_slots; ++s) order[next[ids[s]]++] = s;
+  }
+
+  int64_t count(int64_t expert) const { return starts[expert + 1] - starts[expert]; }
+};
+
+// Experts with most rows first, so that the last parts are small ones.
+static std::vector<Part> cut(const Slots& slots, const std::vector<int64_t>& by_size,
+                            int64_t rows_per_part, int64_t num_groups) {
+  std::vector<Part> parts;
+  for (int64_t e : by_size)
+    for (int64_t r = 0; r < slots.count(e); r += rows_per_part)
+      for (int64_t g = 0; g < num_groups; ++g)
+        parts.push_back({e, slots.starts[e] + r, std::min(rows_per_part, slots.count(e) - r), g});
+  return parts;
 }
 
-static std::vector<Job> cut(const std::vector<std::vector<int64_t>>& slots, int64_t num_columns,
-                            int64_t column_block, int64_t row_block) {
-  std::vector<Job> jobs;
-  for (int64_t e = 0; e < (int64_t)slots.size(); ++e)
-    for (int64_t r = 0; r < (int64_t)slots[e].size(); r += row_block)
-      for (int64_t c = 0; c < num_columns; c += column_block)
-        jobs.push_back({e, r, std::min(row_block, (int64_t)slots[e].size() - r), c,
-                        std::min(num_columns, c + column_block)});
-  return jobs;
+static inline f32x16 activate(f32x16 gate, f32x16 up, const Experts& e) {
+  gate = select(gate > splat(e.limit), splat(e.limit), gate);
+  up = select(up > splat(e.limit), splat(e.limit), up);
+  up = select(up < splat(-e.limit), splat(-e.limit), up);
+  return gate / (1.0f + exp16(gate * -e.alpha)) * (up + e.up_offset);
 }
 
-// x [T, D], ids and weights [T, K], gate_up[e] [2F, D] (gate rows, then up rows), down[e] [D, F],
-// hidden [T * K, F] and y [T * K, D] for intermediate results, out [T, D].
+// One part of the first half: 32 values of the hidden layer, from up to 2 gate and 2 up panels.
+template <class T>
+static void gate_up(const Experts& e, const Part& part, const int64_t* slots, const T* x,
+                    int64_t top_k, T* hidden) {
+  int64_t width = e.expert_width, first = part.group * kGroupColumns / 2;
+  Group columns = group_of<T>(e.gate_up[part.expert], 2 * panels(width), part.group, e.width);
+  const float* bias = e.gate_up_bias ? e.gate_up_bias[part.expert] : nullptr;
+  auto row = [&](int64_t m) { return x + slots[m] / top_k * e.width; };
+  auto store = [&](int64_t m, const float* c) {
+    T* out = hidden + slots[m] * width;
+    for (int64_t n = first; n < std::min(width, first + kGroupColumns / 2); n += kLanes, c += 32) {
+      f32x16 gate = load16(c), up = load16(c + kLanes);
+      if (bias) {
+        gate += load_up_to(bias + n, width - n);
+        up += load_up_to(bias + width + n, width - n);
+      }
+      store_up_to(out + n, activate(gate, up, e), width - n);
+    }
+  };
+  multiply_group<T>(columns, e.width, part.count, row, store);
+}
+
+template <class T>
+static void down(const Experts& e, const Part& part, const int64_t* slots, const T* hidden,
+                 float* y) {
+  int64_t first = part.group * kGroupColumns, last = std::min(e.width, first + kGroupColumns);
+  Group columns = group_of<T>(e.down[part.expert], panels(e.width), part.group, e.expert_width);
+  const float* bias = e.down_bias ? e.down_bias[part.expert] : nullptr;
+  auto row = [&](int64_t m) { return hidden + slots[m] * e.expert_width; };
+  auto store = [&](int64_t m, const float* c) {
+    float* out = y + slots[m] * e.width;
+    for (int64_t n = first; n < last; n += kLanes, c += kLanes) {
+      f32x16 v = load16(c);
+      if (bias) v += load_up_to(bias + n, e.width - n);
+      store_up_to(out + n, v, e.width - n);
+    }
+  };
+  multiply_group<T>(columns, e.expert_width, part.count, row, store);
+}
+
+static void weigh(const float* y, const float* weights, int64_t top_k, int64_t width, float* out) {
+  for (int64_t d = 0; d < width; d += kLanes) {
+    f32x16 sum = {};
+    for (int64_t k = 0; k < top_k; ++k)  // expert ids ascend within a row
+      sum += load_up_to(y + k * width + d, width - d) * weights[k];
+    store_up_to(out + d, sum, width - d);
+  }
+}
+
+// x [T, D], ids and weights [T, K], out [T, D].
 // Returns 0, or 1 + e if rows were sent for an absent expert e.
 template <class T>
-static int64_t experts(const T* x, const int64_t* ids, const float* weights,
-                       const T* const* gate_up, const T* const* down, T* hidden, float* y,
-                       float* out, int64_t num_rows, int64_t top_k, int64_t num_experts,
-                       int64_t width, int64_t expert_width, int threads) {
+static int64_t experts(const Experts& e, const T* x, const int64_t* ids, const float* weights,
+                       float* out, int64_t num_rows, int64_t top_k) {
+  static thread_local Scratch hidden_scratch, y_scratch;
   int64_t num_slots = num_rows * top_k;
-  auto slots = group(ids, num_slots, num_experts);
-  for (int64_t e = 0; e < num_experts; ++e)
-    if (!slots[e].empty() && !gate_up[e]) return 1 + e;
-  auto up_jobs = cut(slots, expert_width, 32, 64);
-  auto down_jobs = cut(slots, width, 64, 64);
-  bool is_small = num_slots * width * expert_width < 32768;
-  std::atomic<int64_t> next_up{0}, next_down{0};
-#pragma omp parallel num_threads(threads) if (!is_small)
-  {
-    std::vector<const T*> rows;
-    for (int64_t j; (j = next_up.fetch_add(1)) < (int64_t)up_jobs.size();) {
-      const Job& job = up_jobs[j];
-      const int64_t* mine = slots[job.expert].data() + job.first_row;
-      rows.resize(job.num_rows);
-      for (int64_t m = 0; m < job.num_rows; ++m) rows[m] = x + mine[m] / top_k * width;
-      auto hidden_row = [&](int64_t m) { return hidden + mine[m] * expert_width; };
-      auto store = [&](int64_t m, int64_t n, auto mr, auto nr, f32x16 v) {
-        scatter<T, decltype(mr)::value, decltype(nr)::value>(v, m, n, hidden_row);
-      };
-      const T* gate = gate_up[job.expert];
-      SwiGLU<T> swiglu{gate, gate + expert_width * width, width};
-      multiply<T>(swiglu, rows.data(), job.num_rows, job.first, job.last, store);
+  Slots slots(ids, num_slots, e.num_experts);
+  std::vector<int64_t> by_size;
+  for (int64_t i = 0; i < e.num_experts; ++i)
+    if (slots.count(i)) {
+      if (!e.gate_up[i]) return 1 + i;
+      by_size.push_back(i);
     }
-#pragma omp barrier
-    for (int64_t j; (j = next_down.fetch_add(1)) < (int64_t)down_jobs.size();) {
-      const Job& job = down_jobs[j];
-      const int64_t* mine = slots[job.expert].data() + job.first_row;
-      rows.resize(job.num_rows);
-      for (int64_t m = 0; m < job.num_rows; ++m) rows[m] = hidden + mine[m] * expert_width;
-      auto y_row = [&](int64_t m) { return y + mine[m] * width; };
-      auto store = [&](int64_t m, int64_t n, auto mr, auto nr, f32x16 v) {
-        scatter<float, decltype(mr)::value, decltype(nr)::value>(v, m, n, y_row);
-      };
-      Product<T> product{down[job.expert], expert_width};
-      multiply<T>(product, rows.data(), job.num_rows, job.first, job.last, store);
-    }
-#pragma omp barrier
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < num_rows; ++t)
-      for (int64_t d = 0; d < width; d += 16) {
-        int64_t count = std::min<int64_t>(16, width - d);
-        f32x16 sum = {};
-        for (int64_t k = 0; k < top_k; ++k)  // expert ids ascend within a row
-          sum += load_up_to(y + (t * top_k + k) * width + d, count) * weights[t * top_k + k];
-        store_up_to(out + t * width + d, sum, count);
-      }
-  }
+  std::stable_sort(by_size.begin(), by_size.end(),
+                   [&](int64_t a, int64_t b) { return slots.count(a) > slots.count(b); });
+  T* hidden = hidden_scratch.get<T>(num_slots * e.expert_width);
+  float* y = y_scratch.get<float>(num_slots * e.width);
+  auto up_parts = cut(slots, by_size, row_block<T>(e.width), groups(2 * panels(e.expert_width)));
+  auto down_parts = cut(slots, by_size, row_block<T>(e.expert_width), groups(panels(e.width)));
+  int64_t threads = num_slots * e.width * e.expert_width < 65536 ? 1 : e.threads;
+  parallel_for(up_parts.size(), threads, [&](int64_t j) {
+    gate_up<T>(e, up_parts[j], slots.order.data() + up_parts[j].first, x, top_k, hidden);
+  });
+  parallel_for(down_parts.size(), threads, [&](int64_t j) {
+    down<T>(e, down_parts[j], slots.order.data() + down_parts[j].first, hidden, y);
+  });
+  constexpr int64_t kRows = 16;
+  parallel_for((num_rows + kRows - 1) / kRows, threads, [&](int64_t j) {
+    for (int64_t t = j * kRows; t < std::min(num_rows, (j + 1) * kRows); ++t)
+      weigh(y + t * top_k * e.width, weights + t * top_k, top_k, e.width, out + t * e.width);
+  });
   return 0;
 }
 
 #define EXPORT(T, suffix)                                                                         \
-  int64_t moe_experts_##suffix(const T* x, const int64_t* ids, const float* weights,              \
-                               const T* const* gate_up, const T* const* down, T* hidden,          \
-                               float* y, float* out, int64_t num_rows, int64_t top_k,             \
-                               int64_t num_experts, int64_t width, int64_t expert_width,          \
-                               int64_t threads) {                                                 \
-    return experts<T>(x, ids, weights, gate_up, down, hidden, y, out, num_rows, top_k,            \
-                      num_experts, width, expert_width, (int)threads);                            \
+  int64_t moe_experts_##suffix(const Experts* e, const T* x, const int64_t* ids,                  \
+                               const float* weights, float* out, int64_t num_rows,                \
+                               int64_t top_k) {                                                   \
+    return experts<T>(*e, x, ids, weights, out, num_rows, top_k);                                 \
   }
 
 extern "C" {

@@ -1,50 +1,99 @@
-// Dense linear layers.
+// Dense linear layers: one matrix, one matrix per head, the router's in fp32.
 
-#include <vector>
+#include "panels.h"
+#include "scratch.h"
+#include "threads.h"
 
-#include "gemm.h"
+struct Linear {  // mirrored in native_linear.py
+  const uint32_t* packed;  // heads' matrices [N, K], one after the other
+  const float* bias;       // [N], or null
+  int64_t num_heads, num_outputs, width, threads;
+};
 
-static constexpr int64_t kRowBlock = 64;
-static constexpr int64_t kColumnBlock = 64;
+struct Block {  // some rows of x against one group of columns
+  int64_t head, group, first_row, num_rows;
+};
+
+// Calls work(block) for every block, in parallel where it pays.
+template <class T, class Work>
+static void for_blocks(const Linear& l, int64_t num_rows, const Work& work) {
+  int64_t rows = row_block<T>(l.width), row_blocks = (num_rows + rows - 1) / rows;
+  int64_t columns = groups(panels(l.num_outputs)), jobs = row_blocks * l.num_heads * columns;
+  bool is_small = num_rows * l.num_heads * l.num_outputs * l.width < 131072;
+  parallel_for(jobs, is_small ? 1 : l.threads, [&](int64_t j) {
+    int64_t first = j / columns / l.num_heads * rows;
+    work(Block{j / columns % l.num_heads, j % columns, first, std::min(rows, num_rows - first)});
+  });
+}
+
+template <class T>
+static Group columns_of(const Linear& l, const Block& b) {
+  int64_t num_panels = panels(l.num_outputs);
+  return group_of<T>(l.packed + b.head * num_panels * kLanes * units<T>(l.width), num_panels,
+                     b.group, l.width);
+}
 
 // out[t][n] = sum_k x[t][k] w[n][k] (+ bias[n]) (+ residual[t][n]).
 template <class T>
-static void linear(const T* x, const T* w, const T* bias, const T* residual, T* out,
-                   int64_t num_rows, int64_t num_outputs, int64_t width,
-                   int threads) {
-  std::vector<const T*> rows(num_rows);
-  for (int64_t t = 0; t < num_rows; ++t) rows[t] = x + t * width;
-  int64_t row_blocks = (num_rows + kRowBlock - 1) / kRowBlock;
-  int64_t column_blocks = (num_outputs + kColumnBlock - 1) / kColumnBlock;
-  bool is_small = num_rows * num_outputs * width < 65536;
-#pragma omp parallel for num_threads(threads) collapse(2) schedule(static) if (!is_small)
-  for (int64_t c = 0; c < column_blocks; ++c)
-    for (int64_t r = 0; r < row_blocks; ++r) {
-      int64_t first_row = r * kRowBlock, count = std::min(kRowBlock, num_rows - first_row);
-      int64_t first = c * kColumnBlock, last = std::min(num_outputs, first + kColumnBlock);
-      auto out_row = [&](int64_t m) { return out + (first_row + m) * num_outputs; };
-      auto residual_row = [&](int64_t m) { return residual + (first_row + m) * num_outputs; };
-      auto bias_row = [&](int64_t) { return bias; };
-      auto store = [&](int64_t m, int64_t n, auto mr, auto nr, f32x16 v) {
-        constexpr int MR = decltype(mr)::value, NR = decltype(nr)::value;
-        if (bias) v += gather<T, MR, NR>(m, n, bias_row);
-        if (residual) {  // the layer's own result is rounded before it is added
-          T rounded[16];
-          store16(rounded, v);
-          v = load16(rounded) + gather<T, MR, NR>(m, n, residual_row);
-        }
-        scatter<T, MR, NR>(v, m, n, out_row);
-      };
-      Product<T> product{w, width};
-      multiply<T>(product, rows.data() + first_row, count, first, last, store);
-    }
+static void linear(const Linear& l, const T* x, int64_t row_step, const T* residual, T* out,
+                   int64_t num_rows) {
+  for_blocks<T>(l, num_rows, [&](const Block& b) {
+    int64_t first = b.group * kGroupColumns, count = std::min(kGroupColumns, l.num_outputs - first);
+    auto row = [&](int64_t m) { return x + (b.first_row + m) * row_step; };
+    auto store = [&](int64_t m, const float* c) {
+      int64_t at = (b.first_row + m) * l.num_outputs + first;
+      for (int64_t n = 0; n < count; n += kLanes) {
+        f32x16 v = load16(c + n);
+        if (l.bias) v += load_up_to(l.bias + first + n, count - n);
+        if (residual)  // the layer's own result is rounded before it is added
+          v = round_to(x, v) + load_up_to(residual + at + n, count - n);
+        store_up_to(out + at + n, v, count - n);
+      }
+    };
+    multiply_group<T>(columns_of<T>(l, b), l.width, b.num_rows, row, store);
+  });
+}
+
+// out[t][h][n] = sum_k x[t][h][k] w[h][n][k].
+template <class T>
+static void head_linear(const Linear& l, const T* x, int64_t row_step, int64_t head_step, T* out,
+                        int64_t num_rows) {
+  for_blocks<T>(l, num_rows, [&](const Block& b) {
+    int64_t first = b.group * kGroupColumns, count = std::min(kGroupColumns, l.num_outputs - first);
+    auto row = [&](int64_t m) { return x + (b.first_row + m) * row_step + b.head * head_step; };
+    auto store = [&](int64_t m, const float* c) {
+      T* to = out + ((b.first_row + m) * l.num_heads + b.head) * l.num_outputs + first;
+      for (int64_t n = 0; n < count; n += kLanes) store_up_to(to + n, load16(c + n), count - n);
+    };
+    multiply_group<T>(columns_of<T>(l, b), l.width, b.num_rows, row, store);
+  });
+}
+
+// fp32 weights and results, whatever x is.
+template <class T>
+static void router_linear(const Linear& l, const T* x, int64_t row_step, float* out,
+                          int64_t num_rows) {
+  static thread_local Scratch widened;
+  float* rows = widened.get<float>(num_rows * l.width);
+  for (int64_t t = 0; t < num_rows; ++t)
+    for (int64_t k = 0; k < l.width; k += kLanes)
+      store_up_to(rows + t * l.width + k, load_up_to(x + t * row_step + k, l.width - k),
+                  l.width - k);
+  linear<float>(l, rows, l.width, nullptr, out, num_rows);
 }
 
 #define EXPORT(T, suffix)                                                                         \
-  void moe_linear_##suffix(const T* x, const T* w, const T* bias, const T* residual, T* out,      \
-                           int64_t num_rows, int64_t num_outputs, int64_t width,                  \
-                           int64_t threads) {                                                     \
-    linear<T>(x, w, bias, residual, out, num_rows, num_outputs, width, (int)threads);             \
+  void moe_linear_##suffix(const Linear* l, const T* x, int64_t row_step, const T* residual,      \
+                           T* out, int64_t num_rows) {                                            \
+    linear<T>(*l, x, row_step, residual, out, num_rows);                                          \
+  }                                                                                               \
+  void moe_head_linear_##suffix(const Linear* l, const T* x, int64_t row_step, int64_t head_step, \
+                                T* out, int64_t num_rows) {                                       \
+    head_linear<T>(*l, x, row_step, head_step, out, num_rows);                                    \
+  }                                                                                               \
+  void moe_router_linear_##suffix(const Linear* l, const T* x, int64_t row_step, float* out,      \
+                                  int64_t num_rows) {                                             \
+    router_linear<T>(*l, x, row_step, out, num_rows);                                             \
   }
 
 extern "C" {

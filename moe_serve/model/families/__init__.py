@@ -2,23 +2,97 @@
 
 from __future__ import annotations
 
-from moe_serve.model.families import mixtral, olmoe, qwen3_moe
+import difflib
+
+from moe_serve.model.families import (
+    deepseek_v2,
+    deepseek_v3,
+    dots1,
+    ernie4_5_moe,
+    exaone_moe,
+    flint,
+    glm4_moe,
+    glm4_moe_lite,
+    gpt_oss,
+    granitemoe,
+    hunyuan_v1_moe,
+    hy_v3,
+    llama4,
+    mellum,
+    minimax_m2,
+    mistral4,
+    mixtral,
+    olmoe,
+    qwen2_moe,
+    qwen3_moe,
+    qwen3_vl_moe,
+    solar_open,
+)
 from moe_serve.model.families.family import Family
 from moe_serve.model.hf_config import HFConfig
 
-FAMILIES: tuple[Family, ...] = (qwen3_moe.FAMILY, mixtral.FAMILY, olmoe.FAMILY)
+FAMILIES: tuple[Family, ...] = (
+    deepseek_v2.FAMILY,
+    deepseek_v3.FAMILY,
+    dots1.FAMILY,
+    ernie4_5_moe.FAMILY,
+    exaone_moe.FAMILY,
+    flint.FAMILY,
+    glm4_moe.FAMILY,
+    glm4_moe.WITH_VISION,
+    glm4_moe_lite.FAMILY,
+    gpt_oss.FAMILY,
+    granitemoe.FAMILY,
+    hunyuan_v1_moe.FAMILY,
+    hy_v3.FAMILY,
+    llama4.FAMILY,
+    mellum.FAMILY,
+    minimax_m2.FAMILY,
+    mistral4.FAMILY,
+    mixtral.FAMILY,
+    olmoe.FAMILY,
+    qwen2_moe.FAMILY,
+    qwen3_moe.FAMILY,
+    qwen3_vl_moe.FAMILY,
+    solar_open.FAMILY,
+)
+
+_REFUSED = {  # near relatives of what is served, and what they have that is not
+    "DeepseekV32ForCausalLM": "sparse attention, whose indexer chooses the keys of each query",
+    "DeepseekV4ForCausalLM": "compressed sparse attention and hyper-connections",
+    "GlmMoeDsaForCausalLM": "sparse attention, whose indexer chooses the keys of each query",
+    "LongcatFlashForCausalLM": "experts without weights and two attentions in a layer",
+}
 
 
 def family_of(config: HFConfig) -> Family:
-    """The family that serves the architecture; CheckpointError with those there are, if none."""
+    """The family that serves the architecture; CheckpointError if there is none."""
     architecture = config.architecture()
     for family in FAMILIES:
         if architecture in family.architectures:
             return family
-    known = ", ".join(sorted(name for family in FAMILIES for name in family.architectures))
+    if architecture in _REFUSED:
+        raise config.error(
+            "architectures",
+            f"is {architecture!r}, which is not served: it has {_REFUSED[architecture]}",
+        )
     raise config.error(
-        "architectures", f"is {architecture!r}, which is not served; served: {known}"
+        "architectures", f"is {architecture!r}, which is not served{_hint(architecture)}"
     )
+
+
+def _hint(architecture: str) -> str:
+    """The nearest name, if one is near, and where all are: as a list they would be a wall."""
+
+    def stem(name: str) -> str:
+        """What says more than `ForCausalLM` does."""
+        return name.partition("For")[0].lower()
+
+    known = [name for family in FAMILIES for name in family.architectures]
+    name_of = {stem(name): name for name in known}
+    nearest = difflib.get_close_matches(stem(architecture), name_of, n=1, cutoff=0.8)
+    hint = f"; the nearest that is: {name_of[nearest[0]]}" if nearest else ""
+    return f"{hint}; docs/models.md lists all {len(known)} that are"
 
 
 __all__ = ["FAMILIES", "Family", "family_of"]

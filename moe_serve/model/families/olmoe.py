@@ -2,45 +2,41 @@
 
 from __future__ import annotations
 
-from moe_kernels.attention_shape import AttentionShape
+from moe_kernels.routing import RouterShape
+from moe_serve.model.families.common import decoder_basics, grouped_attention, head_dim_of
 from moe_serve.model.families.family import Family
 from moe_serve.model.hf_config import HFConfig
-from moe_serve.model.spec import ModelSpec, RouterSpec
+from moe_serve.model.hf_rope import read_rope
+from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec
 
 
 def _read_spec(config: HFConfig) -> ModelSpec:
     config.require("hidden_act", "silu", default="silu")
-    width = config.positive_int("hidden_size")
-    norm_eps = config.number("rms_norm_eps", 1e-5)
-    num_heads = config.positive_int("num_attention_heads")
+    basics = decoder_basics(config, norm_eps=1e-5)
+    rope = read_rope(config, head_dim=head_dim_of(config))
+    attention = grouped_attention(
+        config,
+        rope,
+        qk_norm="row",
+        norm_eps=basics["norm_eps"],
+        clip=None if config.get("clip_qkv") is None else config.number("clip_qkv", 0.0),
+    )
     has_bias = bool(config.get("attention_bias", False))
     return ModelSpec(
+        **basics,
         family="olmoe",
-        vocab_size=config.positive_int("vocab_size"),
-        width=width,
-        num_layers=config.positive_int("num_hidden_layers"),
+        layers=(LayerSpec(attention=attention),) * config.positive_int("num_hidden_layers"),
         expert_width=config.positive_int("intermediate_size"),
-        attention=AttentionShape(
-            num_heads=num_heads,
-            num_kv_heads=config.positive_int("num_key_value_heads", default=num_heads),
-            head_dim=width // num_heads,
-            norm_eps=norm_eps,
-            qk_norm="row",
-            clip=None if config.get("clip_qkv") is None else config.number("clip_qkv", 0.0),
-        ),
         has_attention_bias=has_bias,
         has_output_bias=has_bias,
         router=RouterSpec(
-            num_experts=config.positive_int("num_experts", "num_local_experts"),
-            top_k=config.positive_int("num_experts_per_tok"),
-            is_renormalised=bool(config.get("norm_topk_prob", False)),
+            shape=RouterShape(
+                num_experts=config.positive_int("num_experts", "num_local_experts"),
+                top_k=config.positive_int("num_experts_per_tok"),
+                is_renormalised=bool(config.get("norm_topk_prob", False)),
+            )
         ),
-        rope=config.rope(10_000.0),
-        norm_eps=norm_eps,
-        is_head_tied=bool(config.get("tie_word_embeddings", False)),
-        max_positions=config.positive_int("max_position_embeddings", default=4096),
-        dtype=config.dtype(),
-        eos_token_ids=config.eos_token_ids(),
+        rope=rope,
     )
 
 

@@ -1,0 +1,58 @@
+// The first half of a layer in one call: everything between two visits to the experts.
+//
+// It calls the kernels that there are for each part, so its results are theirs, bit for bit; what
+// it saves is the way through Python between them.
+
+#include "front.h"
+
+#include "scratch.h"
+#include "vectors.h"
+
+template <class T>
+static void front(const Front& f, const Parts<T>& parts, const AttentionPlan* plan, const T* hidden,
+                  const int64_t* positions, const int64_t* kv_rows, T* keys, T* values, T* out,
+                  T* x, int64_t* ids, float* weights, int64_t num_rows) {
+  static thread_local Scratch qkv_scratch, attended_scratch, logits_scratch;
+  T* qkv = qkv_scratch.get<T>(num_rows * f.qkv_width);
+  T* attended = attended_scratch.get<T>(num_rows * f.attended_width);
+  parts.rms_norm(hidden, f.width, (const T*)f.attention_norm, x, num_rows, f.width, f.eps,
+                 f.threads);
+  parts.linear(f.qkv, x, f.width, nullptr, qkv, num_rows);
+  parts.attend(plan, qkv, (const T*)f.q_norm, (const T*)f.k_norm, f.sinks, f.cos, f.sin,
+               f.query_scale, positions, kv_rows, keys, values, attended);
+  parts.linear(f.output, attended, f.attended_width, hidden, out, num_rows);
+  parts.rms_norm(out, f.width, (const T*)f.moe_norm, x, num_rows, f.width, f.eps, f.threads);
+  if (!f.router) return;
+  float* logits = logits_scratch.get<float>(num_rows * f.num_experts);
+  parts.router_linear(f.router, x, f.width, logits, num_rows);
+  moe_route(f.route, logits, f.selection_bias, ids, weights, num_rows);
+}
+
+// out = hidden + (T)(first + second), `second` being optional.
+template <class T>
+static void add(const T* hidden, const float* first, const float* second, T* out, int64_t count) {
+  for (int64_t i = 0; i < count; i += 16) {
+    f32x16 sum = load_up_to(first + i, count - i);
+    if (second) sum += load_up_to(second + i, count - i);
+    store_up_to(out + i, load_up_to(hidden + i, count - i) + round_to(hidden, sum), count - i);
+  }
+}
+
+#define EXPORT(T, suffix)                                                                         \
+  void moe_front_##suffix(const Front* f, const AttentionPlan* plan, const T* hidden,             \
+                          const int64_t* positions, const int64_t* kv_rows, T* keys, T* values,   \
+                          T* out, T* x, int64_t* ids, float* weights, int64_t num_rows) {         \
+    Parts<T> parts{moe_rms_norm_##suffix, moe_linear_##suffix, moe_attend_##suffix,               \
+                   moe_router_linear_##suffix};                                                   \
+    front<T>(*f, parts, plan, hidden, positions, kv_rows, keys, values, out, x, ids, weights,     \
+             num_rows);                                                                           \
+  }                                                                                               \
+  void moe_add_##suffix(const T* hidden, const float* first, const float* second, T* out,         \
+                        int64_t count) {                                                          \
+    add<T>(hidden, first, second, out, count);                                                    \
+  }
+
+extern "C" {
+EXPORT(bf16, bf16)
+EXPORT(float, f32)
+}

@@ -1,0 +1,157 @@
+// The register tiles behind every product, and the packing of weights.
+
+#include "panels.h"
+
+// Accumulators fill the registers: 6 x 4 of 32 with AVX-512, 3 x 2 of 8 elsewhere.
+#if defined(__AVX512F__)
+constexpr int kTileRows = 6, kTilePanels = 4;
+#else
+constexpr int kTileRows = 3, kTilePanels = 2;
+#endif
+
+static inline u32x16 load_units(const uint32_t* p) {
+  u32x16 v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+static inline f32x16 add_product(f32x16 sum, uint32_t row, u32x16 column, const float*) {
+  float value;
+  memcpy(&value, &row, sizeof value);
+  return sum + (f32x16)column * value;
+}
+
+static inline f32x16 add_product(f32x16 sum, uint32_t row, u32x16 column, const bf16*) {
+#if defined(__AVX512BF16__)
+  __m512i pair = _mm512_set1_epi32((int)row);
+  return (f32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pair, (__m512bh)column);
+#else
+  uint32_t halves[2] = {row << 16, row & 0xffff0000u};
+  float even, odd;
+  memcpy(&even, &halves[0], sizeof even);
+  memcpy(&odd, &halves[1], sizeof odd);
+  sum += (f32x16)(column << 16) * even;
+  return sum + (f32x16)(column & 0xffff0000u) * odd;
+#endif
+}
+
+// Few rows stream w from memory: ask for it this many units ahead.
+constexpr int64_t kAhead = 8;
+
+template <class T, int MR, int NR>
+static void tile(const T* const* rows, int64_t width, const uint32_t* w, int64_t step, float* c,
+                 int64_t row_step, bool is_added) {
+  f32x16 sums[MR][NR] = {};
+  if (is_added)
+    for (int m = 0; m < MR; ++m)
+      for (int n = 0; n < NR; ++n) sums[m][n] = load16(c + m * row_step + n * kLanes);
+  const T* a[MR];
+  for (int m = 0; m < MR; ++m) a[m] = rows[m];
+  int64_t whole = width / kUnit<T>;
+  for (int64_t u = 0; u < whole; ++u) {
+    u32x16 columns[NR];
+#pragma GCC unroll 4
+    for (int n = 0; n < NR; ++n) {
+      if (MR <= 3) __builtin_prefetch(w + kAhead * step + n * kLanes);
+      columns[n] = load_units(w + n * kLanes);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; ++m) {
+      uint32_t row;
+      memcpy(&row, a[m] + u * kUnit<T>, sizeof row);
+#pragma GCC unroll 4
+      for (int n = 0; n < NR; ++n)
+        sums[m][n] = add_product(sums[m][n], row, columns[n], (const T*)nullptr);
+    }
+    w += step;
+  }
+  if (whole * kUnit<T> < width)
+    for (int m = 0; m < MR; ++m)
+      for (int n = 0; n < NR; ++n)
+        sums[m][n] = add_product(sums[m][n], load_unit(a[m] + width - 1, 1),
+                                 load_units(w + n * kLanes), (const T*)nullptr);
+  for (int m = 0; m < MR; ++m)
+    for (int n = 0; n < NR; ++n) store16(c + m * row_step + n * kLanes, sums[m][n]);
+}
+
+template <class T>
+using Tile = void (*)(const T* const*, int64_t, const uint32_t*, int64_t, float*, int64_t, bool);
+
+template <class T, int MR>
+static constexpr Tile<T> tile_of(int64_t num_panels) {
+#if defined(__AVX512F__)
+  if (num_panels == 4) return tile<T, MR, 4>;
+  if (num_panels == 3) return tile<T, MR, 3>;
+#endif
+  return num_panels == 2 ? tile<T, MR, 2> : tile<T, MR, 1>;
+}
+
+template <class T>
+static Tile<T> tile_of(int64_t num_rows, int64_t num_panels) {
+  switch (num_rows) {
+#if defined(__AVX512F__)
+    case 6: return tile_of<T, 6>(num_panels);
+    case 5: return tile_of<T, 5>(num_panels);
+    case 4: return tile_of<T, 4>(num_panels);
+#endif
+    case 3: return tile_of<T, 3>(num_panels);
+    case 2: return tile_of<T, 2>(num_panels);
+    default: return tile_of<T, 1>(num_panels);
+  }
+}
+
+template <class T>
+void multiply_rows(const T* const* rows, int64_t num_rows, int64_t width, const uint32_t* w,
+                   int64_t step, int64_t num_panels, float* c, int64_t row_step, bool is_added) {
+  for (int64_t n = 0; n < num_panels; n += kTilePanels) {
+    int64_t wide = std::min<int64_t>(kTilePanels, num_panels - n);
+    int64_t tiles = (num_rows + kTileRows - 1) / kTileRows;
+    for (int64_t m = 0; tiles; --tiles) {  // tiles as equal as can be
+      int64_t count = (num_rows - m + tiles - 1) / tiles;
+      tile_of<T>(count, wide)(rows + m, width, w + n * kLanes, step, c + m * row_step + n * kLanes,
+                              row_step, is_added);
+      m += count;
+    }
+  }
+}
+
+template void multiply_rows(const float* const*, int64_t, int64_t, const uint32_t*, int64_t,
+                            int64_t, float*, int64_t, bool);
+template void multiply_rows(const bf16* const*, int64_t, int64_t, const uint32_t*, int64_t,
+                            int64_t, float*, int64_t, bool);
+
+// A matrix [N, K] with any distances between rows and between columns, into panels first,
+// first + stride, first + 2 stride ... of a packed matrix of num_panels.
+template <class T>
+static void pack(const T* source, int64_t row_step, int64_t column_step, int64_t num_rows,
+                 int64_t width, uint32_t* packed, int64_t first, int64_t stride,
+                 int64_t num_panels) {
+  for (int64_t r = 0, panel = first; r < num_rows; r += kLanes, panel += stride) {
+    Group g = group_of<T>(packed, num_panels, panel / kGroupPanels, width);
+    int64_t step = g.panels * kLanes, count = std::min(kLanes, num_rows - r);
+    uint32_t* out = const_cast<uint32_t*>(g.data) + panel % kGroupPanels * kLanes;
+    if (column_step == 1) {
+      pack_panel(source + r * row_step, row_step, count, width, out, step);
+      continue;
+    }
+    for (int64_t u = 0; u < units<T>(width); ++u)
+      for (int64_t i = 0; i < kLanes; ++i) {
+        T values[kUnit<T>] = {};
+        for (int64_t k = u * kUnit<T>, j = 0; j < kUnit<T> && k < width && i < count; ++j, ++k)
+          values[j] = source[(r + i) * row_step + k * column_step];
+        memcpy(out + u * step + i, values, sizeof values);
+      }
+  }
+}
+
+#define EXPORT(T, suffix)                                                                         \
+  void moe_pack_##suffix(const T* source, int64_t row_step, int64_t column_step,                  \
+                         int64_t num_rows, int64_t width, uint32_t* packed, int64_t first,        \
+                         int64_t stride, int64_t num_panels) {                                    \
+    pack<T>(source, row_step, column_step, num_rows, width, packed, first, stride, num_panels);   \
+  }
+
+extern "C" {
+EXPORT(bf16, bf16)
+EXPORT(float, f32)
+}

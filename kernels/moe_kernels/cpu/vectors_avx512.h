@@ -1,0 +1,73 @@
+// Included by vectors.h: the operations on sixteen floats in AVX-512 intrinsics.
+#pragma once
+
+#include <immintrin.h>
+
+static inline f32x16 load16(const bf16* p) {
+  __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+  return (f32x16)_mm512_slli_epi32(wide, 16);
+}
+
+// Round to nearest even; a NaN stays a NaN. (The processor's own conversion also makes 0 of
+// denormals.)
+static inline __m256i to_bf16(f32x16 v) {
+#if defined(__AVX512BF16__)
+  return (__m256i)_mm512_cvtneps_pbh((__m512)v);
+#else
+  __m512i bits = (__m512i)v, high = _mm512_srli_epi32(bits, 16);
+  __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  __mmask16 is_nan = _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_UNORD_Q);
+  __m512i nan = _mm512_or_si512(high, _mm512_set1_epi32(0x40));
+  return _mm512_cvtepi32_epi16(
+      _mm512_mask_blend_epi32(is_nan, _mm512_srli_epi32(rounded, 16), nan));
+#endif
+}
+
+static inline void store16(bf16* p, f32x16 v) { _mm256_storeu_si256((__m256i*)p, to_bf16(v)); }
+
+static inline f32x16 store_rounded(bf16* p, f32x16 v) {
+  __m256i half = to_bf16(v);
+  _mm256_storeu_si256((__m256i*)p, half);
+  return (f32x16)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
+}
+
+static inline __mmask16 first_lanes(int64_t count) { return (__mmask16)((1u << count) - 1); }
+
+static inline f32x16 load_some(const float* p, int64_t count) {
+  return (f32x16)_mm512_maskz_loadu_ps(first_lanes(count), p);
+}
+
+static inline f32x16 load_some(const bf16* p, int64_t count) {
+  __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_lanes(count), p));
+  return (f32x16)_mm512_slli_epi32(wide, 16);
+}
+
+static inline void store_some(float* p, f32x16 v, int64_t count) {
+  _mm512_mask_storeu_ps(p, first_lanes(count), (__m512)v);
+}
+
+static inline void store_some(bf16* p, f32x16 v, int64_t count) {
+  _mm256_mask_storeu_epi16(p, first_lanes(count), to_bf16(v));
+}
+
+static inline f32x16 maximum(f32x16 a, f32x16 b) {  // b where one is NaN
+  return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
+}
+
+static inline f32x16 multiply_add(f32x16 a, f32x16 b, f32x16 c) {
+  return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+
+static inline f32x16 clamp_nan_stays(f32x16 x, float low, float high) {
+  __m512 v = _mm512_max_ps(_mm512_set1_ps(low), (__m512)x);
+  return (f32x16)_mm512_min_ps(_mm512_set1_ps(high), v);
+}
+
+static inline f32x16 round16(f32x16 x) {
+  return (f32x16)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+static inline f32x16 scale_by_power(f32x16 x, f32x16 n) {  // x 2^n
+  return (f32x16)_mm512_scalef_ps((__m512)x, (__m512)n);
+}

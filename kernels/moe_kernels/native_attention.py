@@ -1,0 +1,139 @@
+"""Attention of the native kernels: the plan of a step, and the two calls.
+
+T tokens, H query heads, Hkv key/value heads, D head width, S sequences, L latent and R rope width.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_kernels.attention_shape import (
+    AttentionShape,
+    LatentShape,
+    QKNormWeights,
+    RotaryTable,
+    StepTokens,
+)
+from moe_kernels.kernels import KVPages
+from moe_kernels.native_library import Float, Int, NativeLibrary, Pointer, address
+
+_NORMS = {"none": 0, "head": 1, "row": 2}
+_NORM_AFTER_ROTATION = 3
+_MAX_HEAD_DIM = 1024  # kMaxHeadDim in cpu/attention.cpp
+
+
+class _PlanStruct(ctypes.Structure):
+    """`AttentionPlan` in cpu/attention.h."""
+
+    _fields_ = (
+        ("sequences", Pointer),
+        ("tables", Pointer),
+        *((name, Int) for name in (
+            "num_tokens", "max_pages", "page_size", "num_heads", "num_kv_heads", "head_dim",
+            "value_dim", "rotary_dim", "norm", "window", "chunk", "threads",
+        )),
+        ("scale", Float),
+        ("eps", Float),
+        ("clip", Float),
+    )  # fmt: skip
+
+
+class NativePlan:
+    """Which sequence each token belongs to [T], the page tables [S, most pages], and the shape."""
+
+    __slots__ = ("_sequences", "_struct", "_tables", "pointer")
+
+    def __init__(self, step: StepTokens, shape: AttentionShape, threads: int) -> None:
+        assert shape.head_dim <= _MAX_HEAD_DIM, f"heads of {shape.head_dim} values are too wide"
+        most = max(len(table) for table in step.page_tables)
+        self._tables = np.zeros((len(step.page_tables), most), dtype=np.int64)
+        for row, table in zip(self._tables, step.page_tables, strict=True):
+            row[: len(table)] = table
+        self._sequences = np.repeat(np.arange(len(self._tables)), step.query_lens)
+        norm = _NORMS[shape.qk_norm]
+        if norm and shape.is_norm_after_rotation:
+            norm = _NORM_AFTER_ROTATION
+        self._struct = _PlanStruct(
+            self._sequences.ctypes.data, self._tables.ctypes.data, len(self._sequences), most,
+            step.page_size, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_width,
+            shape.num_rotated, norm, shape.sliding_window or 0, shape.chunk or 0, threads,
+            shape.scale, shape.norm_eps, shape.clip or 0.0,
+        )  # fmt: skip
+        self.pointer = ctypes.addressof(self._struct)
+
+    def for_latents(self, shape: LatentShape) -> None:
+        """What a plan made from `shape.absorbed()` does not know."""
+        self._struct.rotary_dim, self._struct.eps = shape.rope_dim, shape.norm_eps
+
+
+def attend(
+    native: NativeLibrary,
+    qkv: Tensor,
+    norm: QKNormWeights | None,
+    sinks_H: Tensor | None,
+    rotary: RotaryTable,
+    positions: Tensor,
+    kv_rows: Tensor,
+    pages: KVPages,
+    plan: NativePlan,
+    shape: AttentionShape,
+) -> Tensor:
+    """Kernels.attend."""
+    out = qkv.new_empty(qkv.shape[0], shape.num_heads * shape.value_width)
+    native.function("moe_attend")(
+        plan.pointer,
+        qkv.data_ptr(),
+        None if norm is None else norm.q.data_ptr(),
+        None if norm is None else norm.k.data_ptr(),
+        address(sinks_H),
+        rotary.cos.data_ptr(),
+        rotary.signed_sin.data_ptr(),
+        address(rotary.query_scale),
+        positions.data_ptr(),
+        kv_rows.data_ptr(),
+        pages.keys.data_ptr(),
+        pages.values.data_ptr(),
+        out.data_ptr(),
+    )
+    return out
+
+
+def attend_latent(
+    native: NativeLibrary,
+    q_latent_THL: Tensor,
+    q_rope_THR: Tensor,
+    latent_TC: Tensor,
+    norm_weight_L: Tensor,
+    rotary: RotaryTable,
+    positions: Tensor,
+    kv_rows: Tensor,
+    pages: KVPages,
+    plan: NativePlan,
+    shape: LatentShape,
+) -> Tensor:
+    """Kernels.attend_latent."""
+    for x in (q_latent_THL, q_rope_THR, latent_TC):
+        assert x.stride(-1) == 1, f"rows of the input must be contiguous, not {x.stride()}"
+    plan.for_latents(shape)
+    out_THL = torch.empty_like(q_latent_THL, memory_format=torch.contiguous_format)
+    native.function("moe_attend_latent")(
+        plan.pointer,
+        q_latent_THL.data_ptr(),
+        *q_latent_THL.stride()[:2],
+        q_rope_THR.data_ptr(),
+        *q_rope_THR.stride()[:2],
+        latent_TC.data_ptr(),
+        latent_TC.stride(0),
+        norm_weight_L.data_ptr(),
+        rotary.cos.data_ptr(),
+        rotary.signed_sin.data_ptr(),
+        positions.data_ptr(),
+        kv_rows.data_ptr(),
+        pages.keys.data_ptr(),
+        out_THL.data_ptr(),
+    )
+    return out_THL

@@ -1,0 +1,116 @@
+"""A layer's experts in the native kernels.
+
+T rows, K choices per row, D model width, F expert width, E experts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moe_kernels.kernels import ExpertWeights, GatedActivation
+from moe_kernels.native_library import Float, Int, NativeLibrary, Pointer, num_panels
+
+
+class _ExpertsStruct(ctypes.Structure):
+    """`Experts` in cpu/experts.cpp. The first four are arrays of pointers by expert, or null."""
+
+    _fields_ = (
+        ("gate_up", Pointer),
+        ("down", Pointer),
+        ("gate_up_bias", Pointer),
+        ("down_bias", Pointer),
+        ("num_experts", Int),
+        ("width", Int),
+        ("expert_width", Int),
+        ("threads", Int),
+        ("alpha", Float),
+        ("limit", Float),
+        ("up_offset", Float),
+    )
+
+
+class _Addresses:
+    """One pointer for each expert id, null where the expert is not here."""
+
+    def __init__(self, count: int) -> None:
+        self.array = (ctypes.c_void_p * count)()
+        self._tensors: list[Tensor] = []  # what the pointers point to
+
+    def put(self, expert_id: int, tensor: Tensor) -> None:
+        self._tensors.append(tensor)
+        self.array[expert_id] = tensor.data_ptr()
+
+    @property
+    def pointer(self) -> int | None:
+        return ctypes.addressof(self.array) if self._tensors else None
+
+
+class NativeExperts:
+    """Implements ExpertBank. Panels of gate and up lie by turns, so that one product has both.
+
+    `experts` is read once, in order, so it may read its tensors when it is asked for them.
+    """
+
+    def __init__(
+        self,
+        native: NativeLibrary,
+        experts: Sequence[ExpertWeights | None],
+        activation: GatedActivation,
+    ) -> None:
+        self._function = native.function("moe_experts")
+        self._native, count = native, len(experts)
+        self._gate_up, self._down, self._gate_up_bias, self._down_bias = (
+            _Addresses(count) for _ in range(4)
+        )
+        self._memory: Tensor | None = None
+        slot = 0
+        for expert_id, expert in enumerate(experts):
+            if expert is not None:
+                self._add(expert_id, slot, count, expert)
+                slot += 1
+        assert slot, "a bank without experts has nothing to compute"
+        self._struct = _ExpertsStruct(
+            *(a.pointer for a in (self._gate_up, self._down, self._gate_up_bias, self._down_bias)),
+            count, self._d, self._f, native.threads,
+            activation.alpha,
+            math.inf if activation.limit is None else activation.limit,
+            activation.up_offset,
+        )  # fmt: skip
+        self._pointer = ctypes.addressof(self._struct)
+
+    def _add(self, expert_id: int, slot: int, most: int, expert: ExpertWeights) -> None:
+        """Pack an expert. Memory for `most` is reserved at once, and taken when it is written."""
+        native, (f, d) = self._native, expert.gate.shape
+        assert expert.gate.dtype == native.dtype, f"{expert.gate.dtype} expert for {native.dtype}"
+        up_panels, down_panels = 2 * num_panels(f), num_panels(d)
+        sizes = [native.packed_size(up_panels, d), native.packed_size(down_panels, f)]
+        if self._memory is None:
+            self._f, self._d = f, d
+            self._memory = native.empty_packed(most, sum(sizes))
+        assert (f, d) == (self._f, self._d), f"expert {expert_id} is {f} x {d}, others are not"
+        gate_up, down = self._memory[slot].split(sizes)
+        native.pack(expert.gate, gate_up, up_panels, first=0, stride=2)
+        native.pack(expert.up, gate_up, up_panels, first=1, stride=2)
+        native.pack(expert.down, down, down_panels)
+        self._gate_up.put(expert_id, gate_up)
+        self._down.put(expert_id, down)
+        if expert.gate_bias is not None:
+            assert expert.up_bias is not None and expert.down_bias is not None, "all or none"
+            both = torch.cat((expert.gate_bias, expert.up_bias)).float()
+            self._gate_up_bias.put(expert_id, both)
+            self._down_bias.put(expert_id, expert.down_bias.float().clone())
+
+    def __call__(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        num_rows, top_k = expert_ids_TK.shape
+        out_TD = torch.empty(num_rows, self._d, dtype=torch.float32)
+        absent = self._function(
+            self._pointer, x_TD.data_ptr(), expert_ids_TK.data_ptr(), weights_TK.data_ptr(),
+            out_TD.data_ptr(), num_rows, top_k,
+        )  # fmt: skip
+        assert not absent, f"rows were sent for expert {absent - 1}, which is not here"
+        return out_TD

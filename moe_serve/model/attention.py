@@ -1,0 +1,88 @@
+"""The attention of one layer, without its norm and residual: two kinds, one call.
+
+T tokens, D model width, H query heads, L latent width, R rotated width of a latent query,
+P positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from moe_kernels.attention_shape import AttentionShape, LatentShape, QKNormWeights, RotaryTable
+from moe_kernels.kernels import HeadLinear, Kernels, KVPages, Linear
+from moe_serve.model.step_inputs import StepInputs
+
+
+class Attention(Protocol):
+    """Normed rows [T, D] -> what the output projection takes. Writes the new keys and values."""
+
+    def __call__(self, x_TD: Tensor, inputs: StepInputs, pages: KVPages) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedQueryAttention:
+    """Implements Attention: heads share keys and values in groups."""
+
+    kernels: Kernels
+    shape: AttentionShape
+    qkv: Linear  # rows of q, then k, then v
+    qk_norm: QKNormWeights | None
+    sinks_H: Tensor | None  # fp32
+    rotary: RotaryTable
+
+    def __call__(self, x_TD: Tensor, inputs: StepInputs, pages: KVPages) -> Tensor:
+        return self.kernels.attend(
+            self.qkv(x_TD),
+            self.qk_norm,
+            self.sinks_H,
+            self.rotary,
+            inputs.positions,
+            inputs.kv_rows,
+            pages,
+            inputs.attention[self.shape],
+            self.shape,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Implements Attention: all heads read one latent per token; see LatentShape."""
+
+    kernels: Kernels
+    shape: LatentShape
+    absorbed: AttentionShape
+    query_down: Linear | None  # to the query's own latent
+    query_norm: Tensor | None
+    query: Linear  # [T, H (nope + R)], each head's two parts together
+    latent: Linear  # [T, L + R]
+    latent_norm: Tensor
+    key_up: HeadLinear  # [T, H, nope] -> [T, H, L]: the keys' up-projection, absorbed
+    value_up: HeadLinear  # [T, H, L] -> [T, H, value_dim]
+    rotary: RotaryTable
+    query_scale_P: Tensor | None = None  # fp32: what the query of each position is times
+
+    def __call__(self, x_TD: Tensor, inputs: StepInputs, pages: KVPages) -> Tensor:
+        a = self.shape
+        q = x_TD
+        if self.query_down is not None and self.query_norm is not None:
+            q = self.kernels.rms_norm(self.query_down(x_TD), self.query_norm, a.norm_eps)
+        q = self.query(q)
+        if self.query_scale_P is not None:
+            q = q * self.query_scale_P[inputs.positions][:, None].to(q.dtype)
+        q_THC = q.view(len(x_TD), a.num_heads, -1)
+        attended_THL = self.kernels.attend_latent(
+            self.key_up(q_THC[..., : a.nope_dim]),
+            q_THC[..., a.nope_dim :],
+            self.latent(x_TD),
+            self.latent_norm,
+            self.rotary,
+            inputs.positions,
+            inputs.kv_rows,
+            pages,
+            inputs.attention[self.absorbed],
+            a,
+        )
+        return self.value_up(attended_THL).flatten(1)

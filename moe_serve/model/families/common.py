@@ -1,0 +1,53 @@
+"""What nearly every config states in the same words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_kernels.attention_shape import AttentionShape
+from moe_serve.model.hf_config import HFConfig
+from moe_serve.model.rope import RopeSpec
+
+
+def decoder_basics(config: HFConfig, *, norm_eps: float) -> dict[str, Any]:
+    """Fields of ModelSpec that are read alike everywhere; `norm_eps` is the family's default."""
+    return {
+        "vocab_size": config.positive_int("vocab_size"),
+        "width": config.positive_int("hidden_size"),
+        "norm_eps": config.number("rms_norm_eps", norm_eps),
+        "is_head_tied": bool(config.get("tie_word_embeddings", False)),
+        "max_positions": config.positive_int("max_position_embeddings", default=32_768),
+        "dtype": config.dtype(),
+        "eos_token_ids": config.eos_token_ids(),
+    }
+
+
+def head_dim_of(config: HFConfig) -> int:
+    """As stated, or the width split among the heads."""
+    split = config.positive_int("hidden_size") // config.positive_int("num_attention_heads")
+    return config.positive_int("head_dim", default=max(split, 1))
+
+
+def grouped_attention(config: HFConfig, rope: RopeSpec, **more: Any) -> AttentionShape:
+    """Grouped-query attention in the common words; `more` is what the family adds."""
+    num_heads = config.positive_int("num_attention_heads")
+    head_dim = head_dim_of(config)
+    return AttentionShape(
+        num_heads=num_heads,
+        num_kv_heads=config.positive_int("num_key_value_heads", default=num_heads),
+        head_dim=head_dim,
+        rotary_dim=None if rope.dim == head_dim else rope.dim,
+        **more,
+    )
+
+
+def sparse_after(first: int, num_layers: int) -> tuple[bool, ...]:
+    """`first_k_dense_replace`: the first layers are dense, the others have experts."""
+    return tuple(layer >= first for layer in range(num_layers))
+
+
+def require_off(config: HFConfig, *keys: str) -> None:
+    """Refuse a checkpoint that turns on any of `keys`: what they stand for is not served."""
+    for key in keys:
+        if config.get(key):
+            raise config.error(key, f"is {config.get(key)!r}; only off is supported")

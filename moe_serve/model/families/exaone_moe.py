@@ -1,0 +1,68 @@
+"""K-EXAONE: windows in most layers, no positions in the others, DeepSeek-V3's router.
+
+Its multi-token-prediction layers are stored apart (`mtp.`) and are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moe_serve.model.families.common import decoder_basics, grouped_attention, head_dim_of
+from moe_serve.model.families.family import Family
+from moe_serve.model.families.latent import sparse_layers
+from moe_serve.model.families.router import biased_sigmoid_router
+from moe_serve.model.families.windows import windowed_layers
+from moe_serve.model.hf_config import HFConfig
+from moe_serve.model.hf_rope import read_rope
+from moe_serve.model.spec import LayerSpec, ModelSpec, SharedExpertSpec
+from moe_serve.model.tensor_names import TensorNames
+
+
+def _read_spec(config: HFConfig) -> ModelSpec:
+    config.require("hidden_act", "silu", default="silu")
+    basics = decoder_basics(config, norm_eps=1e-5)
+    rope = read_rope(config, head_dim=head_dim_of(config))
+    attention = grouped_attention(config, rope, qk_norm="head", norm_eps=basics["norm_eps"])
+    config.positive_int("sliding_window")  # without windows other layers would be rotated
+    expert_width = config.positive_int("moe_intermediate_size")
+    num_shared = config.positive_int("num_shared_experts", default=1)
+    return ModelSpec(
+        **basics,
+        family="exaone_moe",
+        layers=tuple(
+            LayerSpec(
+                attention=shape,
+                is_sparse=is_sparse,
+                has_rotation=shape.sliding_window is not None,
+            )
+            for shape, is_sparse in zip(
+                windowed_layers(config, attention, _sliding_by_pattern(config)),
+                sparse_layers(config, num_dense=1),
+                strict=True,
+            )
+        ),
+        expert_width=expert_width,
+        dense_width=config.positive_int("intermediate_size", default=1),
+        shared=SharedExpertSpec(width=num_shared * expert_width),
+        router=biased_sigmoid_router(config, scaling=2.5),
+        rope=rope,
+    )
+
+
+def _sliding_by_pattern(config: HFConfig) -> Callable[[int], bool]:
+    """`sliding_window_pattern`: every so many layers one sees all, or "LLLG", repeated."""
+    pattern = config.get("sliding_window_pattern", 4)
+    if pattern is None:
+        return lambda layer: False
+    if isinstance(pattern, str) and pattern:
+        return lambda layer: pattern[layer % len(pattern)] == "L"
+    every = config.positive_int("sliding_window_pattern", default=4)
+    return lambda layer: (layer + 1) % every != 0
+
+
+FAMILY = Family(
+    name="exaone_moe",
+    architectures=("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"),
+    read_spec=_read_spec,
+    names=TensorNames(selection_bias="model.layers.{layer}.mlp.e_score_correction_bias"),
+)

@@ -1,0 +1,79 @@
+"""Granite-MoE: scaled embeddings, residuals and logits, a stated softmax scale, fused experts."""
+
+from __future__ import annotations
+
+from moe_kernels.routing import RouterShape
+from moe_serve.model.families.common import decoder_basics, grouped_attention, head_dim_of
+from moe_serve.model.families.family import Family
+from moe_serve.model.families.layer_types import layer_types
+from moe_serve.model.hf_config import HFConfig
+from moe_serve.model.hf_rope import read_rope
+from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec, SharedExpertSpec
+from moe_serve.model.tensor_names import ExpertNames, MLPNames, TensorNames
+
+_LAYER = "model.layers.{layer}."
+_MOE = _LAYER + "block_sparse_moe."
+_HYBRID = "GraniteMoeHybridForCausalLM"
+
+
+def _read_spec(config: HFConfig) -> ModelSpec:
+    config.require("hidden_act", "silu", default="silu")
+    rope = read_rope(config, head_dim=head_dim_of(config))
+    attention = grouped_attention(
+        config, rope, softmax_scale=config.number("attention_multiplier", 1.0)
+    )
+    has_bias = bool(config.get("attention_bias", False))
+    shared_width = _shared_width(config)
+    layer = LayerSpec(attention=attention, has_rotation=_has_rotation(config))
+    return ModelSpec(
+        **decoder_basics(config, norm_eps=1e-6),
+        family="granitemoe",
+        layers=(layer,) * config.positive_int("num_hidden_layers"),
+        expert_width=config.positive_int("intermediate_size"),
+        shared=SharedExpertSpec(width=shared_width) if shared_width else None,
+        has_attention_bias=has_bias,
+        has_output_bias=has_bias,
+        router=RouterSpec(
+            shape=RouterShape(
+                num_experts=config.positive_int("num_local_experts"),
+                top_k=config.positive_int("num_experts_per_tok"),
+                is_renormalised=True,
+            )
+        ),
+        rope=rope,
+        embedding_multiplier=config.number("embedding_multiplier", 1.0),
+        residual_multiplier=config.number("residual_multiplier", 1.0),
+        logits_divisor=config.number("logits_scaling", 1.0),
+    )
+
+
+def _has_rotation(config: HFConfig) -> bool:
+    """Granite 4 rotates only where its config asks for it; its Mamba layers are refused."""
+    if config.architecture() != _HYBRID:
+        return True
+    layer_types(config, ("attention", "full_attention"))
+    return bool(config.get("position_embedding_type") == "rope")
+
+
+def _shared_width(config: HFConfig) -> int:
+    """0: there is no shared expert."""
+    if config.architecture() == _HYBRID or config.get("shared_intermediate_size"):
+        return config.positive_int("shared_intermediate_size")
+    return 0
+
+
+FAMILY = Family(
+    name="granitemoe",
+    architectures=("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM", _HYBRID),
+    read_spec=_read_spec,
+    names=TensorNames(
+        router=_MOE + "router.layer.weight",
+        shared=MLPNames(
+            gate_up=_LAYER + "shared_mlp.input_linear.weight",
+            down=_LAYER + "shared_mlp.output_linear.weight",
+        ),
+        experts=(
+            ExpertNames(gate_up=_MOE + "input_linear.weight", down=_MOE + "output_linear.weight"),
+        ),
+    ),
+)

@@ -1,0 +1,115 @@
+"""Models with multi-head latent attention (MLA): what their configs state in DeepSeek's words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from moe_kernels.attention_shape import LatentShape
+from moe_serve.model.families.common import decoder_basics
+from moe_serve.model.hf_config import HFConfig
+from moe_serve.model.hf_rope import read_rope, rope_values, yarn_softmax_factor
+from moe_serve.model.rope import RopeSpec
+from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec, SharedExpertSpec
+
+_LATENT_NORM_EPS = 1e-6  # whatever rms_norm_eps is: the latents' norms never follow it
+
+
+def latent_decoder(
+    config: HFConfig,
+    *,
+    family: str,
+    router: RouterSpec,
+    is_sparse: Sequence[bool],
+    norm_eps: float = 1e-6,
+    **more: Any,
+) -> ModelSpec:
+    """A decoder with latent attention; `more` is what the family adds or states differently."""
+    config.require("hidden_act", "silu", default="silu")
+    latent = latent_shape(config)
+    has_bias = bool(config.get("attention_bias", False))
+    return ModelSpec(
+        **decoder_basics(config, norm_eps=norm_eps),
+        **{
+            "family": family,
+            "layers": tuple(
+                LayerSpec(attention=latent.absorbed(), is_sparse=each) for each in is_sparse
+            ),
+            "expert_width": config.positive_int("moe_intermediate_size"),
+            "dense_width": config.positive_int("intermediate_size"),
+            "shared": shared_expert(config),
+            "latent": latent,
+            "has_attention_bias": has_bias,
+            "has_output_bias": has_bias,
+            "router": router,
+            "rope": latent_rope(config, latent),
+            **more,
+        },
+    )
+
+
+def latent_shape(config: HFConfig) -> LatentShape:
+    """Every head has a key of its own, so there is no number of key/value heads to choose."""
+    config.require("use_mla", True, default=True)
+    config.require("index_topk", None, default=None)  # sparse attention
+    num_heads = config.positive_int("num_attention_heads")
+    num_kv_heads = config.positive_int("num_key_value_heads", default=num_heads)
+    if num_kv_heads != num_heads:
+        raise config.error(
+            "num_key_value_heads",
+            f"is {num_kv_heads}; latent attention has as many as num_attention_heads ({num_heads})",
+        )
+    nope_dim = config.positive_int("qk_nope_head_dim")
+    rope_dim = config.positive_int("qk_rope_head_dim")
+    has_rank = config.get("q_lora_rank") is not None
+    return LatentShape(
+        num_heads=num_heads,
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
+        value_dim=config.positive_int("v_head_dim"),
+        latent_dim=config.positive_int("kv_lora_rank"),
+        query_rank=config.positive_int("q_lora_rank") if has_rank else None,
+        norm_eps=_LATENT_NORM_EPS,
+        softmax_scale=float((nope_dim + rope_dim) ** -0.5) * yarn_softmax_factor(config),
+    )
+
+
+def latent_rope(config: HFConfig, latent: LatentShape) -> RopeSpec:
+    """The whole rotary part is rotated; it is all of it, or its share of a whole head, if the
+    config states a `partial_rotary_factor`."""
+    share = rope_values(config).get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    is_share_of_head = share is not None and share != 1.0
+    rope = read_rope(
+        config,
+        head_dim=latent.rope_dim + (latent.nope_dim if is_share_of_head else 0),
+        is_interleaved=bool(config.get("rope_interleave", True)),
+    )
+    if rope.dim != latent.rope_dim:
+        raise config.error(
+            "partial_rotary_factor",
+            f"is {share!r}, which does not give qk_rope_head_dim ({latent.rope_dim})",
+        )
+    return rope
+
+
+def sparse_layers(config: HFConfig, *, num_dense: int = 0) -> tuple[bool, ...]:
+    """`mlp_layer_types`, or every `moe_layer_freq`-th layer after `first_k_dense_replace`."""
+    num_layers = config.positive_int("num_hidden_layers")
+    types = config.get("mlp_layer_types")
+    if types is not None:
+        if not isinstance(types, list) or len(types) != num_layers:
+            raise config.error("mlp_layer_types", f"must list {num_layers} layers")
+        if unknown := set(types) - {"dense", "sparse"}:
+            raise config.error("mlp_layer_types", f"may be dense or sparse, not {min(unknown)!r}")
+        return tuple(kind == "sparse" for kind in types)
+    first = int(config.number("first_k_dense_replace", num_dense))
+    step = config.positive_int("moe_layer_freq", default=1)
+    return tuple(layer >= first and layer % step == 0 for layer in range(num_layers))
+
+
+def shared_expert(config: HFConfig) -> SharedExpertSpec | None:
+    """Several shared experts are stored as one, as wide as all of them."""
+    if not config.get("n_shared_experts"):
+        return None
+    num_shared = config.positive_int("n_shared_experts")
+    return SharedExpertSpec(width=num_shared * config.positive_int("moe_intermediate_size"))

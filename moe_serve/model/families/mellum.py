@@ -1,0 +1,65 @@
+"""Mellum 2: Qwen3-MoE with windows in most layers, and another rotation for each kind of layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moe_kernels.attention_shape import AttentionShape
+from moe_kernels.routing import RouterShape
+from moe_serve.model.families.common import decoder_basics, grouped_attention, head_dim_of
+from moe_serve.model.families.family import Family
+from moe_serve.model.families.latent import sparse_layers
+from moe_serve.model.families.windows import FULL, SLIDING, windowed_layers
+from moe_serve.model.hf_config import HFConfig
+from moe_serve.model.hf_rope import read_rope
+from moe_serve.model.rope import RopeSpec
+from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec
+
+_THETA = {FULL: 500_000.0, SLIDING: 10_000.0}
+
+
+def _read_spec(config: HFConfig) -> ModelSpec:
+    config.require("hidden_act", "silu", default="silu")
+    basics = decoder_basics(config, norm_eps=1e-6)
+    ropes = {kind: _rope(config, kind) for kind in _THETA}
+    attention = grouped_attention(config, ropes[FULL], qk_norm="head", norm_eps=basics["norm_eps"])
+
+    def layer(shape: AttentionShape, is_sparse: bool) -> LayerSpec:
+        rope = ropes[FULL if shape.sliding_window is None else SLIDING]
+        return LayerSpec(attention=shape, is_sparse=is_sparse, rope=rope)
+
+    windows = windowed_layers(config, attention, lambda layer: False)
+    has_bias = bool(config.get("attention_bias", False))
+    return ModelSpec(
+        **basics,
+        family="mellum",
+        layers=tuple(map(layer, windows, sparse_layers(config))),
+        expert_width=config.positive_int("moe_intermediate_size"),
+        dense_width=config.positive_int("intermediate_size", default=1),
+        has_attention_bias=has_bias,
+        has_output_bias=has_bias,
+        router=RouterSpec(
+            shape=RouterShape(
+                num_experts=config.positive_int("num_local_experts", "num_experts"),
+                top_k=config.positive_int("num_experts_per_tok"),
+                is_renormalised=bool(config.get("norm_topk_prob", True)),
+            )
+        ),
+        rope=ropes[FULL],
+    )
+
+
+def _rope(config: HFConfig, kind: str) -> RopeSpec:
+    """From `rope_parameters`, which here has one object for each kind of layer."""
+    values = (config.get("rope_parameters") or {}).get(kind) or {}
+    if not isinstance(values, Mapping):
+        raise config.error("rope_parameters", f"must hold an object for {kind}, has {values!r}")
+    rope = read_rope(config, head_dim=head_dim_of(config), theta=_THETA[kind], values=values)
+    if rope.dim != head_dim_of(config):
+        raise config.error(
+            "rope_parameters", f"rotates a part of a head in {kind}; only whole ones are supported"
+        )
+    return rope
+
+
+FAMILY = Family(name="mellum", architectures=("MellumForCausalLM",), read_spec=_read_spec)

@@ -1,0 +1,67 @@
+"""MiniMax-M2: q/k norm over whole rows, `rotary_dim` rotated values, a sigmoid router."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moe_kernels.routing import RouterShape
+from moe_serve.model.families.common import (
+    decoder_basics,
+    grouped_attention,
+    head_dim_of,
+    require_off,
+)
+from moe_serve.model.families.family import Family
+from moe_serve.model.families.mixtral import FAMILY as MIXTRAL
+from moe_serve.model.hf_config import HFConfig
+from moe_serve.model.hf_rope import read_rope
+from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec
+
+
+def _read_spec(config: HFConfig) -> ModelSpec:
+    _refuse_unserved(config)
+    basics = decoder_basics(config, norm_eps=1e-6)
+    head_dim = head_dim_of(config)
+    share = config.positive_int("rotary_dim", default=head_dim) / head_dim
+    rope = read_rope(config, head_dim=head_dim, theta=5_000_000.0, share=share)
+    attention = grouped_attention(config, rope, qk_norm="row", norm_eps=basics["norm_eps"])
+    return ModelSpec(
+        **basics,
+        family="minimax_m2",
+        layers=(LayerSpec(attention=attention),) * config.positive_int("num_hidden_layers"),
+        expert_width=config.positive_int("intermediate_size"),
+        router=RouterSpec(
+            shape=RouterShape(
+                num_experts=config.positive_int("num_local_experts", "num_experts"),
+                top_k=config.positive_int("num_experts_per_tok"),
+                is_renormalised=True,
+                scoring="sigmoid",
+            ),
+            has_selection_bias=True,
+        ),
+        rope=rope,
+    )
+
+
+def _refuse_unserved(config: HFConfig) -> None:
+    """Published configs carry keys of other MiniMax models; here they must be at rest."""
+    config.require("hidden_act", "silu", default="silu")
+    config.require("scoring_func", "sigmoid", default="sigmoid")
+    config.require("use_qk_norm", True, default=True)
+    config.require("qk_norm_type", "per_layer", default="per_layer")
+    config.require("use_routing_bias", True, default=True)
+    config.require("routed_scaling_factor", 1.0, default=1.0)
+    require_off(config, "shared_intermediate_size", "sliding_window")
+    if any(kind != 1 for kind in config.get("attn_type_list") or []):
+        raise config.error("attn_type_list", "has a layer of linear attention (not 1)")
+
+
+FAMILY = Family(
+    name="minimax_m2",
+    architectures=("MiniMaxM2ForCausalLM",),
+    read_spec=_read_spec,
+    names=replace(
+        MIXTRAL.names,
+        selection_bias="model.layers.{layer}.block_sparse_moe.e_score_correction_bias",
+    ),
+)

@@ -1,0 +1,24 @@
+"""Layers that see a sliding window among layers that see everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from moe_kernels.attention_shape import AttentionShape
+from moe_serve.model.families.layer_types import layer_types
+from moe_serve.model.hf_config import HFConfig
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def windowed_layers(
+    config: HFConfig, attention: AttentionShape, is_sliding: Callable[[int], bool]
+) -> tuple[AttentionShape, ...]:
+    """`attention` for each layer, with `sliding_window` in those that `layer_types` names so; where
+    the config has no such list, in those that `is_sliding` names."""
+    kinds = layer_types(config, (FULL, SLIDING), lambda i: SLIDING if is_sliding(i) else FULL)
+    if SLIDING not in kinds:
+        return (attention,) * len(kinds)
+    sliding = replace(attention, sliding_window=config.positive_int("sliding_window"))
+    return tuple(sliding if kind == SLIDING else attention for kind in kinds)

@@ -1,0 +1,177 @@
+"""compressed-tensors: int4 and int8, packed or one to a byte, and fp8.
+
+    `x.weight_packed`      I32 [N, ceil(K * bits / 32)], or
+    `x.weight`             I8 or F8_E4M3 [N, K]
+    `x.weight_scale`       [1] for a matrix, [N, 1] for rows, [N, K / group_size] for groups,
+                           [ceil(N / 128), ceil(K / 128)] for blocks
+    `x.weight_zero_point`  where it is not symmetric: I8 in the scale's shape, or with
+                           `weight_packed` I32 [ceil(N * bits / 32), G]
+    `x.weight_g_idx`       I32 [K]: the group of each column, -1 for "in order"
+    `x.weight_shape`       [N, K] of a packed weight
+
+    weight[n, k] = (value[n, k] - zero[n, g]) * scale[n, g]
+
+Packed values are offset by half their range: 0 stands for -8 or -128. The first value is in the
+lowest bits of a word, along the columns; zeros are packed along the rows. The product is rounded to
+the scale's dtype. Source: `unpack_from_int32` and `dequantize` of compressed-tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_serve.errors import CheckpointError
+from moe_serve.model.checkpoint import FLOAT_DTYPES, Checkpoint, Shape
+from moe_serve.model.formats.byte_table import INT8, OFFSET4, OFFSET8, transposed_bytes
+from moe_serve.model.formats.compressed_scheme import (
+    Scheme,
+    scheme_of,
+    schemes_from,
+    unknown_module,
+)
+from moe_serve.model.formats.fp8 import fp8_matrix
+from moe_serve.model.formats.quantised_matrix import QuantisedMatrix
+from moe_serve.model.formats.weight_format import matrix_shape, present, stem_of
+from moe_serve.model.hf_config import HFConfig
+
+_PARTS = ("packed", "scale", "zero_point", "g_idx", "shape")
+_PACKED_TABLES = {4: OFFSET4, 8: OFFSET8}
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedTensors:
+    """`source` is where the config says so, for messages."""
+
+    schemes: tuple[Scheme, ...]
+    source: str
+
+    @property
+    def name(self) -> str:
+        kinds = dict.fromkeys(scheme.name for scheme in self.schemes)
+        return "compressed-tensors " + " and ".join(kinds)
+
+    def parts(self, checkpoint: Checkpoint, name: str) -> tuple[str, ...]:
+        stem = stem_of(name)
+        if stem is None or not present(checkpoint, (name, name + "_packed")):
+            return ()
+        return present(checkpoint, (name, *(f"{name}_{part}" for part in _PARTS)))
+
+    def expect(self, checkpoint: Checkpoint, name: str, shape: Shape) -> None:
+        packed = name + "_packed"
+        stored = packed if packed in checkpoint else name
+        scheme = self._scheme(name, stored)
+        num_rows, num_columns = matrix_shape(checkpoint, stored, shape, 1)
+        implied_by = f"{scheme.name} of a weight {list(shape)}"
+        if stored == packed:
+            if scheme.is_float:
+                raise unknown_module(self.source, stored)
+            words = (num_rows, _words(num_columns, scheme.bits))
+            checkpoint.expect(packed, [words], ["I32"], implied_by)
+            checkpoint.expect(name + "_shape", [(2,)], ["I32", "I64"], implied_by)
+        else:
+            dtype = "F8_E4M3" if scheme.is_float else "I8"
+            checkpoint.expect(name, [shape], [dtype], implied_by)
+        scales = _scale_shapes(scheme, num_rows, num_columns)
+        found = checkpoint.expect(name + "_scale", scales, FLOAT_DTYPES, implied_by)
+        if not scheme.is_symmetric:
+            zeros = found.shape
+            if stored == packed and checkpoint.header(name + "_zero_point").dtype == "I32":
+                zeros = (_words(num_rows, scheme.bits), scales[-1][-1])
+            dtypes = ("I8", "I32") if stored == packed else ("I8",)
+            checkpoint.expect(name + "_zero_point", [zeros], dtypes, implied_by)
+        if scheme.strategy == "group" and name + "_g_idx" in checkpoint:
+            checkpoint.expect(name + "_g_idx", [(num_columns,)], ["I32", "I64"], implied_by)
+
+    def read(
+        self,
+        checkpoint: Checkpoint,
+        name: str,
+        shape: Shape,
+        dtype: torch.dtype,
+        expert: int | None,
+    ) -> Tensor:
+        is_packed = name + "_packed" in checkpoint
+        scheme = self._scheme(name, name)
+        scale = checkpoint.view(name + "_scale")
+        block = scheme.block if scheme.strategy == "block" else None
+        if scheme.is_float:
+            matrix = fp8_matrix(checkpoint.view(name), scale, block, scale.dtype)
+            return matrix.dequantised(dtype)
+        if is_packed:
+            _check_shape(checkpoint, name, shape)
+        stored = checkpoint.view(name + "_packed" if is_packed else name)
+        if block:
+            scale = scale.repeat_interleave(block[0], dim=0)[: shape[0]]
+        return QuantisedMatrix(
+            bytes_NB=stored.view(torch.uint8),
+            table=_PACKED_TABLES[scheme.bits] if is_packed else INT8,
+            num_columns=shape[1],
+            scales_NG=scale if scale.dim() == 2 else scale.reshape(1, 1),
+            zeros_NG=None if scheme.is_symmetric else _zeros(checkpoint, name, scheme, shape[0]),
+            group_of_K=_groups(checkpoint, name, scheme, shape[1]),
+            product_dtype=scale.dtype,
+        ).dequantised(dtype)
+
+    def _scheme(self, name: str, stored: str) -> Scheme:
+        scheme = scheme_of(self.schemes, name.removesuffix(".weight"))
+        if scheme is None:
+            raise unknown_module(self.source, stored)
+        return scheme
+
+
+def _words(num_values: int, bits: int) -> int:
+    """The int32 words that hold so many values: 32 // bits in each, the last one padded."""
+    return -(-num_values // (32 // bits))
+
+
+def _scale_shapes(scheme: Scheme, num_rows: int, num_columns: int) -> list[Shape]:
+    if scheme.strategy == "tensor":
+        return [(), (1,), (1, 1)]
+    if scheme.strategy == "channel":
+        return [(num_rows, 1)]
+    if scheme.strategy == "group":
+        return [(num_rows, -(-num_columns // scheme.group_size))]
+    return [(-(-num_rows // scheme.block[0]), -(-num_columns // scheme.block[1]))]
+
+
+def _groups(checkpoint: Checkpoint, name: str, scheme: Scheme, num_columns: int) -> Tensor | None:
+    """The group of each column; None where neighbours make groups of equal size."""
+    if scheme.strategy not in ("group", "block"):
+        return None
+    size = scheme.group_size if scheme.strategy == "group" else scheme.block[1]
+    group_of_K = torch.arange(num_columns) // size
+    if scheme.strategy == "group" and name + "_g_idx" in checkpoint:
+        g_idx = checkpoint.view(name + "_g_idx").long()
+        if g_idx.min() >= 0 and not torch.equal(g_idx, group_of_K):
+            if g_idx.max() > group_of_K[-1]:
+                raise CheckpointError(
+                    f"{checkpoint.path(name + '_g_idx')}: tensor {name}_g_idx names groups "
+                    f"outside the {int(group_of_K[-1]) + 1} there are."
+                )
+            return g_idx
+    return group_of_K if num_columns % size else None
+
+
+def _zeros(checkpoint: Checkpoint, name: str, scheme: Scheme, num_rows: int) -> Tensor:
+    zeros = checkpoint.view(name + "_zero_point")
+    if zeros.dtype == torch.int8:
+        return zeros if zeros.dim() == 2 else zeros.reshape(1, 1)
+    zeros_GN = _PACKED_TABLES[scheme.bits].decode(transposed_bytes(zeros))
+    return zeros_GN[:, :num_rows].t().contiguous()
+
+
+def _check_shape(checkpoint: Checkpoint, name: str, shape: Shape) -> None:
+    """The words alone do not say where the padding starts."""
+    stored = checkpoint.view(name + "_shape").tolist()
+    if stored != list(shape):
+        raise CheckpointError(
+            f"{checkpoint.path(name + '_shape')}: tensor {name}_shape says {stored}, but "
+            f"config.json implies {list(shape)}."
+        )
+
+
+def compressed_tensors_from(config: HFConfig) -> CompressedTensors:
+    return CompressedTensors(schemes_from(config), config.source)

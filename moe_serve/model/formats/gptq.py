@@ -1,0 +1,157 @@
+"""GPTQ: whole numbers of 4 or 8 bits, packed along the inputs, with groups that may be shuffled.
+
+    `x.qweight`  I32 [K * bits / 32, N]   the first input in the lowest bits of a word
+    `x.qzeros`   I32 [G, N * bits / 32]   the first output in the lowest bits
+    `x.scales`   [G, N]
+    `x.g_idx`    I32 [K], the group of each input; without it, or where it is all zeros (older
+                 tools left it so), `group_size` neighbours each
+
+    weight[n, k] = (value[k, n] - zero[g, n]) * scale[g, n],  g = g_idx[k]
+
+The first file format (`checkpoint_format: gptq`) stores each zero less one, modulo 2^bits;
+`gptq_v2` stores it as it is. The product is rounded to the scales' dtype. Sources: `pack` and
+`dequantize_weight` of AutoGPTQ and GPTQModel. `dynamic` gives modules, by regular expressions,
+bits and group sizes of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_serve.errors import CheckpointError
+from moe_serve.model.checkpoint import FLOAT_DTYPES, Checkpoint, Shape
+from moe_serve.model.formats.byte_table import UINT4, UINT8, transposed_bytes
+from moe_serve.model.formats.quantised_matrix import QuantisedMatrix
+from moe_serve.model.formats.weight_format import matrix_shape, present, stem_of
+from moe_serve.model.hf_config import HFConfig
+
+_TABLES = {4: UINT4, 8: UINT8}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gptq:
+    """`group_size` -1: one group for all inputs."""
+
+    bits: int
+    group_size: int
+    has_shifted_zeros: bool  # stored less one
+    dynamic: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        groups = "rows" if self.group_size == -1 else f"groups of {self.group_size}"
+        return f"gptq int{self.bits} {groups}"
+
+    def parts(self, checkpoint: Checkpoint, name: str) -> tuple[str, ...]:
+        stem = stem_of(name)
+        if stem is None or stem + "qweight" not in checkpoint:
+            return ()
+        return present(checkpoint, (stem + p for p in ("qweight", "qzeros", "scales", "g_idx")))
+
+    def expect(self, checkpoint: Checkpoint, name: str, shape: Shape) -> None:
+        stem = name.removesuffix("weight")
+        bits, group_size = self._of_module(stem)
+        num_rows, num_columns = matrix_shape(checkpoint, stem + "qweight", shape, 32 // bits)
+        num_groups = 1 if group_size == -1 else -(-num_columns // group_size)
+        implied_by = f"gptq int{bits} of a weight {list(shape)}"
+
+        def expect(part: str, shape: Shape, dtypes: tuple[str, ...]) -> None:
+            checkpoint.expect(stem + part, [shape], dtypes, implied_by)
+
+        expect("qweight", (-(-num_columns * bits // 32), num_rows), ("I32",))
+        expect("qzeros", (num_groups, num_rows * bits // 32), ("I32",))
+        expect("scales", (num_groups, num_rows), FLOAT_DTYPES)
+        if stem + "g_idx" in checkpoint:
+            expect("g_idx", (num_columns,), ("I32", "I64"))
+
+    def read(
+        self,
+        checkpoint: Checkpoint,
+        name: str,
+        shape: Shape,
+        dtype: torch.dtype,
+        expert: int | None,
+    ) -> Tensor:
+        stem = name.removesuffix("weight")
+        bits, group_size = self._of_module(stem)
+        table = _TABLES[bits]
+        scales_GN = checkpoint.view(stem + "scales")
+        zeros_GN = table.decode(checkpoint.view(stem + "qzeros").view(torch.uint8))
+        if self.has_shifted_zeros:
+            zeros_GN = (zeros_GN + 1) % 2**bits
+        return QuantisedMatrix(
+            bytes_NB=transposed_bytes(checkpoint.view(stem + "qweight")),
+            table=table,
+            num_columns=shape[1],
+            scales_NG=scales_GN.t().contiguous(),
+            zeros_NG=zeros_GN.t().contiguous(),
+            group_of_K=self._groups(checkpoint, stem, shape[1], group_size, len(scales_GN)),
+            product_dtype=scales_GN.dtype,
+        ).dequantised(dtype)
+
+    def _groups(
+        self, checkpoint: Checkpoint, stem: str, num_columns: int, group_size: int, num_groups: int
+    ) -> Tensor | None:
+        """The group of each column; None where neighbours make groups of equal size."""
+        size = num_columns if group_size == -1 else group_size
+        in_order_K = torch.arange(num_columns) // size
+        group_of_K = in_order_K
+        if stem + "g_idx" in checkpoint and checkpoint.view(stem + "g_idx").any():
+            group_of_K = checkpoint.view(stem + "g_idx").long()
+            if group_of_K.min() < 0 or group_of_K.max() >= num_groups:
+                raise CheckpointError(
+                    f"{checkpoint.path(stem + 'g_idx')}: tensor {stem}g_idx names groups outside "
+                    f"the {num_groups} there are."
+                )
+        is_even = num_columns == num_groups * size
+        return None if is_even and torch.equal(group_of_K, in_order_K) else group_of_K
+
+    def _of_module(self, stem: str) -> tuple[int, int]:
+        """Bits and group size of a module: the first pattern of `dynamic` that matches, if any."""
+        for pattern, own in self.dynamic.items():
+            if re.match(pattern.removeprefix("+:"), stem.removesuffix(".")):
+                return own.get("bits", self.bits), own.get("group_size", self.group_size)
+        return self.bits, self.group_size
+
+
+def gptq_from(config: HFConfig) -> Gptq:
+    file_format = config.get("checkpoint_format") or config.get("format") or "gptq"
+    if file_format not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
+        raise config.error(
+            "checkpoint_format", f"is {file_format!r}; supported are 'gptq', 'gptq_v2'"
+        )
+    config.require("pack_dtype", "int32", default="int32")
+    dynamic = config.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping):
+        raise config.error("dynamic", "must be an object")
+    # "-:" marks modules that are not quantised, which their stored form says as well.
+    own = {pattern: keys for pattern, keys in dynamic.items() if not pattern.startswith("-:")}
+    for pattern, keys in own.items():
+        try:
+            re.compile(pattern.removeprefix("+:"))
+        except re.error as error:
+            raise config.error("dynamic", f"has {pattern!r}, no pattern: {error}") from None
+        if not isinstance(keys, Mapping):
+            raise config.error("dynamic", f"must give an object for {pattern!r}")
+        _check_sizes(HFConfig(keys, f"{config.source}: dynamic"), needs_bits=False)
+    _check_sizes(config, needs_bits=True)
+    return Gptq(
+        bits=config.get("bits"),
+        group_size=config.get("group_size", 128),
+        has_shifted_zeros=file_format == "gptq",
+        dynamic=own,
+    )
+
+
+def _check_sizes(config: HFConfig, *, needs_bits: bool) -> None:
+    bits = config.positive_int("bits", default=None if needs_bits else 4)
+    if bits not in _TABLES:
+        raise config.error("bits", f"is {bits}; supported are 4, 8")
+    if config.get("group_size", 128) != -1:
+        config.positive_int("group_size", default=128)

@@ -1,0 +1,59 @@
+"""What a format of stored weights must be able to do. One small file per format implements it.
+
+A format knows matrices by their plain names. Norms, routers and whatever else a checkpoint keeps in
+floats never come here: `WeightReader` reads them as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moe_serve.errors import CheckpointError
+from moe_serve.model.checkpoint import Checkpoint, Shape
+
+
+class WeightFormat(Protocol):
+    """One way to store weights in few bits."""
+
+    @property
+    def name(self) -> str:
+        """For logs: what it is called, the bits and the groups."""
+
+    def parts(self, checkpoint: Checkpoint, name: str) -> tuple[str, ...]:
+        """The stored tensors behind the weight `name`; none if it is not there in this format."""
+
+    def expect(self, checkpoint: Checkpoint, name: str, shape: Shape) -> None:
+        """Raise CheckpointError unless all parts are there with the right shapes and dtypes."""
+
+    def read(
+        self,
+        checkpoint: Checkpoint,
+        name: str,
+        shape: Shape,
+        dtype: torch.dtype,
+        expert: int | None,
+    ) -> Tensor:
+        """One dequantised matrix of `shape`; of a fused weight [E, ...] that of `expert`."""
+
+
+def stem_of(name: str) -> str | None:
+    """`a.b.weight` -> `a.b.`, where linear layers keep their packed parts; None for other names."""
+    return name.removesuffix("weight") if name.endswith(".weight") else None
+
+
+def present(checkpoint: Checkpoint, names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if name in checkpoint)
+
+
+def matrix_shape(checkpoint: Checkpoint, stored: str, shape: Shape, row_multiple: int) -> Shape:
+    """(N, K) of a weight that this format can pack: N a multiple of `row_multiple`."""
+    if len(shape) != 2 or shape[0] % row_multiple:
+        raise CheckpointError(
+            f"{checkpoint.path(stored)}: tensor {stored} is packed, but config.json implies a "
+            f"weight of shape {list(shape)}, which cannot be."
+        )
+    return shape

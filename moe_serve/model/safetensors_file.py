@@ -1,0 +1,222 @@
+"""One safetensors file: a header that is checked whole, tensors that are views of a memory map.
+
+    8 bytes   N, the length of the header, little-endian
+    N bytes   JSON: {name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {}}
+    the rest  the tensors' bytes in the order of their offsets, without holes and overlaps
+
+The layout and its limits are those of the safetensors README, section "Format". Pages of the map
+that were read stay in the process's memory until `drop` gives them back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import sys
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_serve.errors import CheckpointError
+
+_MAX_HEADER_BYTES = 100_000_000
+_LFS_POINTER = b"version https://git-lfs"
+# Bits of a value for every dtype of the format, and what torch calls those that it has.
+_BITS = {
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "BOOL": 8,
+    "U8": 8, "I8": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32,
+    "F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64,
+}  # fmt: skip
+_TORCH_DTYPES = {
+    "F8_E5M2": torch.float8_e5m2, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu, "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8,
+    "U16": torch.uint16, "I16": torch.int16, "F16": torch.float16, "BF16": torch.bfloat16,
+    "U32": torch.uint32, "I32": torch.int32, "F32": torch.float32, "U64": torch.uint64,
+    "I64": torch.int64, "F64": torch.float64, "C64": torch.complex64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorHeader:
+    """Where a tensor lies: bytes [begin, end) of its file."""
+
+    dtype: str  # the format's word: BF16, F8_E4M3, ...
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class SafetensorsFile:
+    """Opening reads and checks the header only; the file is mapped when a tensor is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.headers: Mapping[str, TensorHeader] = _read_headers(path)
+        except FileNotFoundError:
+            link = " (a link to nothing)" if path.is_symlink() else ""
+            raise CheckpointError(f"{path} is missing{link}: fetch it again.") from None
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+        self._lock = threading.Lock()
+        self._map: mmap.mmap | None = None
+        self._bytes: Tensor | None = None
+
+    def view(self, name: str, index: int | None = None) -> Tensor:
+        """The stored tensor, or one index of its first dimension, without a copy.
+
+        A tensor that does not start at a multiple of its item size is copied. The memory under a
+        view outlives `close`; nobody may write to it.
+        """
+        header = self.headers[name]
+        if header.dtype not in _TORCH_DTYPES:
+            raise CheckpointError(
+                f"{self.path}: tensor {name} has dtype {header.dtype}, which is not served."
+            )
+        dtype = _TORCH_DTYPES[header.dtype]
+        begin, end = self._range(name, index)
+        shape = header.shape if index is None else header.shape[1:]
+        if begin == end:
+            return torch.empty(shape, dtype=dtype)
+        raw = self._mapped()[begin:end]
+        if begin % dtype.itemsize:
+            raw = raw.clone()
+        return raw.view(dtype).view(shape)
+
+    def drop(self, name: str, index: int | None = None) -> None:
+        """Give back the memory of the pages under a tensor; reading it again maps them again.
+
+        Pages that hold parts of neighbours go too: somebody who reads those now waits a
+        microsecond for the page cache.
+        """
+        begin, end = self._range(name, index)
+        if sys.platform != "win32" and self._map is not None and begin < end:
+            begin -= begin % mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+    def close(self) -> None:
+        """Forget the map; it goes when the last view of it does."""
+        with self._lock:
+            self._map = self._bytes = None
+
+    def _range(self, name: str, index: int | None) -> tuple[int, int]:
+        header = self.headers[name]
+        if index is None:
+            return header.begin, header.end
+        assert 0 <= index < header.shape[0], f"{name} has no index {index}: {header.shape}"
+        size = (header.end - header.begin) // header.shape[0]
+        return header.begin + index * size, header.begin + (index + 1) * size
+
+    def _mapped(self) -> Tensor:
+        """All bytes of the file as one tensor."""
+        with self._lock:
+            if self._bytes is None:
+                try:
+                    self._map = _map_privately(self.path)
+                except (OSError, ValueError) as error:
+                    raise CheckpointError(f"{self.path} cannot be mapped: {error}.") from None
+                self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+            return self._bytes
+
+
+def _map_privately(path: Path) -> mmap.mmap:
+    """A copy-on-write map: torch wants writable buffers, and the file stays as it is.
+
+    Nothing is ever written, so no memory is reserved for copies where that can be said.
+    """
+    with path.open("rb") as file:
+        if sys.platform == "win32":
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+        return mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def _read_headers(path: Path) -> dict[str, TensorHeader]:
+    with path.open("rb") as file:
+        num_bytes = file.seek(0, 2)
+        file.seek(0)
+        start = file.read(len(_LFS_POINTER))
+        if start == _LFS_POINTER:
+            raise CheckpointError(
+                f"{path} is a Git LFS pointer, not the data: run `git lfs pull` in its folder."
+            )
+        if num_bytes < 8:
+            raise _broken(path, f"it has {num_bytes} bytes")
+        length = int.from_bytes(start[:8], "little")
+        if length > _MAX_HEADER_BYTES:
+            raise _broken(path, f"its header would be {length} bytes long")
+        if 8 + length > num_bytes:
+            raise _broken(path, f"its header has {length} bytes, but only {num_bytes - 8} follow")
+        file.seek(8)
+        text = file.read(length)
+    try:
+        entries = json.loads(text, object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise _broken(path, f"its header is not JSON: {error}") from None
+    if not isinstance(entries, dict):
+        raise _broken(path, "its header is not a JSON object")
+    entries.pop("__metadata__", None)
+    headers = {name: _header(path, name, entry, 8 + length) for name, entry in entries.items()}
+    _check_layout(path, headers, 8 + length, num_bytes)
+    return headers
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """What JSON alone would let pass: a tensor that is described twice."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{name!r} is there twice")
+    return entries
+
+
+def _header(path: Path, name: str, entry: Any, data_start: int) -> TensorHeader:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    except (KeyError, TypeError, ValueError):
+        raise _broken(path, f"tensor {name} has no dtype, shape and two data_offsets") from None
+    if dtype not in _BITS:
+        raise _broken(path, f"tensor {name} has dtype {dtype!r}, which the format does not know")
+    if not isinstance(shape, list) or not all(_is_count(n) for n in (*shape, begin, end)):
+        raise _broken(path, f"tensor {name} has shape {shape!r} and offsets {[begin, end]!r}")
+    num_bits = math.prod(shape) * _BITS[dtype]
+    if num_bits != 8 * (end - begin):
+        raise _broken(
+            path, f"tensor {name} ({dtype} {shape}) needs {num_bits // 8} bytes, has {end - begin}"
+        )
+    return TensorHeader(
+        dtype=dtype, shape=tuple(shape), begin=data_start + begin, end=data_start + end
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _check_layout(
+    path: Path, headers: Mapping[str, TensorHeader], data_start: int, num_bytes: int
+) -> None:
+    """The tensors fill the file from the header to its last byte, one after the other."""
+    position = data_start
+    for name, header in sorted(headers.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if header.end > num_bytes:
+            raise _broken(
+                path, f"tensor {name} would end at byte {header.end}, but it has {num_bytes} bytes"
+            )
+        if header.begin != position:
+            what = "overlaps the one before" if header.begin < position else "leaves a hole before"
+            raise _broken(path, f"tensor {name} {what}: byte {header.begin}, not {position}")
+        position = header.end
+    if position != num_bytes:
+        raise _broken(path, f"its tensors end at byte {position}, but it has {num_bytes} bytes")
+
+
+def _broken(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path} is not a whole safetensors file ({why}): fetch it again.")

@@ -1,0 +1,89 @@
+"""The weights of a checkpoint as floats, whatever format they are stored in.
+
+A tensor that is stored in floats under its own name is read as it is, also in a quantised
+checkpoint: norms, routers, heads and modules that were left out. Everything else goes to the format
+that the config names, one matrix at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from moe_serve.model.checkpoint import FLOAT_DTYPES, Checkpoint, Shape
+from moe_serve.model.formats import WeightFormat, format_of
+from moe_serve.model.hf_config import HFConfig
+
+_log = logging.getLogger(__name__)
+
+
+class WeightReader:
+    """Reads logical (dequantised) weights of one checkpoint. Threads may read at once."""
+
+    def __init__(self, checkpoint: Checkpoint, config: HFConfig) -> None:
+        self._checkpoint = checkpoint
+        self._format: WeightFormat | None = format_of(config)
+        _log.info("%s: weights are stored as %s", checkpoint.folder, self.format_name)
+
+    @property
+    def format_name(self) -> str:
+        """What the experts' weights are stored as, for logs: "plain", "mxfp4", ..."""
+        return "plain" if self._format is None else self._format.name
+
+    def has(self, name: str) -> bool:
+        """The weight is there in some form."""
+        return name in self._checkpoint or bool(self._parts(name))
+
+    def expect(self, name: str, shape: Shape) -> None:
+        """Hold the headers of all tensors behind a weight against its shape.
+
+        Raises CheckpointError with the file and the tensor. Reads no weights.
+        """
+        if self._format is None or not self._parts(name) or self._is_plain(name):
+            self._checkpoint.expect(name, [shape])
+        else:
+            self._format.expect(self._checkpoint, name, shape)
+
+    def read(
+        self, name: str, shape: Shape, dtype: torch.dtype, expert: int | None = None
+    ) -> Tensor:
+        """The weight in `dtype`, on the CPU; nobody may write to it.
+
+        It may be a view of the file's pages or of another layout: copy it before `done`. Of a
+        fused weight [E, ...] that of `expert`, if given. `shape` is always that of the whole.
+        """
+        if self._format is None or self._is_plain(name):
+            stored = self._checkpoint.view(name, expert)
+            if stored.dtype == dtype:
+                return stored
+            weight = stored.to(dtype)
+            self._checkpoint.drop(name, expert)
+            return weight
+        if expert is None and len(shape) == 3:
+            return self._all_experts(name, shape, dtype)
+        matrix_shape = shape if expert is None else shape[1:]
+        weight = self._format.read(self._checkpoint, name, matrix_shape, dtype, expert)
+        assert weight.shape == matrix_shape, f"{name} is {weight.shape}, not {matrix_shape}"
+        for part in self._parts(name):
+            self._checkpoint.drop(part, expert)
+        return weight
+
+    def done(self, name: str, expert: int | None = None) -> None:
+        """The caller has copied the weight: its pages may leave the memory of this process."""
+        if self._is_plain(name):
+            self._checkpoint.drop(name, expert)
+
+    def _all_experts(self, name: str, shape: Shape, dtype: torch.dtype) -> Tensor:
+        weights = torch.empty(shape, dtype=dtype)
+        for expert, weight in enumerate(weights):
+            weight.copy_(self.read(name, shape, dtype, expert))
+        return weights
+
+    def _is_plain(self, name: str) -> bool:
+        checkpoint = self._checkpoint
+        return name in checkpoint and checkpoint.header(name).dtype in FLOAT_DTYPES
+
+    def _parts(self, name: str) -> tuple[str, ...]:
+        return () if self._format is None else self._format.parts(self._checkpoint, name)

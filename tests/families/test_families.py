@@ -1,0 +1,39 @@
+"""Every case of every `cases_*.py` beside this file against transformers, with every kernel set."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+from case import Case
+from kernel_sets import KERNEL_SETS
+from parity import check_greedy_tokens, check_invariance, check_logits, write_checkpoint
+
+from moe_kernels.choice import KernelsName
+
+CASES: dict[str, Case] = {
+    name: case
+    for path in sorted(Path(__file__).parent.glob("cases_*.py"))
+    for name, case in importlib.import_module(path.stem).CASES.items()
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp(request.param), CASES[request.param])
+
+
+@pytest.mark.parametrize("kernels", KERNEL_SETS)
+def test_logits(folder: Path, kernels: KernelsName) -> None:
+    check_logits(folder, kernels)
+
+
+@pytest.mark.parametrize("kernels", KERNEL_SETS)
+def test_greedy_tokens(folder: Path, kernels: KernelsName) -> None:
+    check_greedy_tokens(folder, kernels)
+
+
+@pytest.mark.parametrize("kernels", KERNEL_SETS)
+def test_invariance(folder: Path, kernels: KernelsName) -> None:
+    check_invariance(folder, kernels)

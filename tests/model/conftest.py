@@ -1,0 +1,29 @@
+"""Small checkpoints of stored tensors, and readers of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moe_serve.model.checkpoint import Checkpoint
+from moe_serve.model.hf_config import HFConfig
+from moe_serve.model.weight_reader import WeightReader
+
+
+@pytest.fixture()
+def reader_of(tmp_path: Path) -> Callable[..., WeightReader]:
+    """(tensors, quantization_config) -> a reader of a checkpoint that holds them."""
+
+    def make(
+        tensors: dict[str, torch.Tensor], quantization: dict[str, Any] | None = None
+    ) -> WeightReader:
+        save_file({n: t.contiguous() for n, t in tensors.items()}, tmp_path / "model.safetensors")
+        config = HFConfig({"quantization_config": quantization}, "config.json")
+        return WeightReader(Checkpoint(tmp_path), config)
+
+    return make
