@@ -147,7 +147,7 @@ class NativeKernels:
         result_TD = torch.empty_like(hidden_TD)
         self._add(
             hidden_TD.data_ptr(), out_TD.data_ptr(), address(more_TD), result_TD.data_ptr(),
-            hidden_TD.numel(),
+            hidden_TD.numel(), self._native.threads,
         )  # fmt: skip
         return result_TD
 

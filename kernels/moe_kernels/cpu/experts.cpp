@@ -16,8 +16,8 @@ struct Experts {  // mirrored in native_experts.py
   float alpha, limit, up_offset;  // limit: infinity if there is none
 };
 
-struct Part {  // some slots of one expert against one group of columns
-  int64_t expert, first, count, group;
+struct Part {  // some slots of one expert against some groups of columns
+  int64_t expert, first, count, first_group, last_group;
 };
 
 // Slots (t * top_k + k) sorted by expert: those of e are order[starts[e] .. starts[e + 1]).
@@ -37,12 +37,14 @@ struct Slots {
 
 // Experts with most rows first, so that the last parts are small ones.
 static std::vector<Part> cut(const Slots& slots, const std::vector<int64_t>& by_size,
-                            int64_t rows_per_part, int64_t num_groups) {
+                             int64_t rows_per_part, int64_t num_groups, int64_t threads) {
+  int64_t step = groups_per_job(num_groups * (int64_t)by_size.size(), threads);
   std::vector<Part> parts;
   for (int64_t e : by_size)
     for (int64_t r = 0; r < slots.count(e); r += rows_per_part)
-      for (int64_t g = 0; g < num_groups; ++g)
-        parts.push_back({e, slots.starts[e] + r, std::min(rows_per_part, slots.count(e) - r), g});
+      for (int64_t g = 0; g < num_groups; g += step)
+        parts.push_back({e, slots.starts[e] + r, std::min(rows_per_part, slots.count(e) - r), g,
+                         std::min(num_groups, g + step)});
   return parts;
 }
 
@@ -53,12 +55,12 @@ static inline f32x16 activate(f32x16 gate, f32x16 up, const Experts& e) {
   return gate / (1.0f + exp16(gate * -e.alpha)) * (up + e.up_offset);
 }
 
-// One part of the first half: 32 values of the hidden layer, from up to 2 gate and 2 up panels.
+// 32 values of the hidden layer, from up to 2 gate and 2 up panels.
 template <class T>
-static void gate_up(const Experts& e, const Part& part, const int64_t* slots, const T* x,
-                    int64_t top_k, T* hidden) {
-  int64_t width = e.expert_width, first = part.group * kGroupColumns / 2;
-  Group columns = group_of<T>(e.gate_up[part.expert], 2 * panels(width), part.group, e.width);
+static void gate_up(const Experts& e, const Part& part, int64_t group, const int64_t* slots,
+                    const T* x, int64_t top_k, T* hidden) {
+  int64_t width = e.expert_width, first = group * kGroupColumns / 2;
+  Group columns = group_of<T>(e.gate_up[part.expert], 2 * panels(width), group, e.width);
   const float* bias = e.gate_up_bias ? e.gate_up_bias[part.expert] : nullptr;
   auto row = [&](int64_t m) { return x + slots[m] / top_k * e.width; };
   auto store = [&](int64_t m, const float* c) {
@@ -76,10 +78,10 @@ static void gate_up(const Experts& e, const Part& part, const int64_t* slots, co
 }
 
 template <class T>
-static void down(const Experts& e, const Part& part, const int64_t* slots, const T* hidden,
-                 float* y) {
-  int64_t first = part.group * kGroupColumns, last = std::min(e.width, first + kGroupColumns);
-  Group columns = group_of<T>(e.down[part.expert], panels(e.width), part.group, e.expert_width);
+static void down(const Experts& e, const Part& part, int64_t group, const int64_t* slots,
+                 const T* hidden, float* y) {
+  int64_t first = group * kGroupColumns, last = std::min(e.width, first + kGroupColumns);
+  Group columns = group_of<T>(e.down[part.expert], panels(e.width), group, e.expert_width);
   const float* bias = e.down_bias ? e.down_bias[part.expert] : nullptr;
   auto row = [&](int64_t m) { return hidden + slots[m] * e.expert_width; };
   auto store = [&](int64_t m, const float* c) {
@@ -120,14 +122,20 @@ static int64_t experts(const Experts& e, const T* x, const int64_t* ids, const f
                    [&](int64_t a, int64_t b) { return slots.count(a) > slots.count(b); });
   T* hidden = hidden_scratch.get<T>(num_slots * e.expert_width);
   float* y = y_scratch.get<float>(num_slots * e.width);
-  auto up_parts = cut(slots, by_size, row_block<T>(e.width), groups(2 * panels(e.expert_width)));
-  auto down_parts = cut(slots, by_size, row_block<T>(e.expert_width), groups(panels(e.width)));
   int64_t threads = num_slots * e.width * e.expert_width < 65536 ? 1 : e.threads;
+  auto up_parts =
+      cut(slots, by_size, row_block<T>(e.width), groups(2 * panels(e.expert_width)), threads);
+  auto down_parts =
+      cut(slots, by_size, row_block<T>(e.expert_width), groups(panels(e.width)), threads);
   parallel_for(up_parts.size(), threads, [&](int64_t j) {
-    gate_up<T>(e, up_parts[j], slots.order.data() + up_parts[j].first, x, top_k, hidden);
+    const Part& part = up_parts[j];
+    for (int64_t g = part.first_group; g < part.last_group; ++g)
+      gate_up<T>(e, part, g, slots.order.data() + part.first, x, top_k, hidden);
   });
   parallel_for(down_parts.size(), threads, [&](int64_t j) {
-    down<T>(e, down_parts[j], slots.order.data() + down_parts[j].first, hidden, y);
+    const Part& part = down_parts[j];
+    for (int64_t g = part.first_group; g < part.last_group; ++g)
+      down<T>(e, part, g, slots.order.data() + part.first, hidden, y);
   });
   constexpr int64_t kRows = 16;
   parallel_for((num_rows + kRows - 1) / kRows, threads, [&](int64_t j) {

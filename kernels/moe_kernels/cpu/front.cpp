@@ -5,7 +5,10 @@
 
 #include "front.h"
 
+#include <algorithm>
+
 #include "scratch.h"
+#include "threads.h"
 #include "vectors.h"
 
 template <class T>
@@ -30,12 +33,16 @@ static void front(const Front& f, const Parts<T>& parts, const AttentionPlan* pl
 
 // out = hidden + (T)(first + second), `second` being optional.
 template <class T>
-static void add(const T* hidden, const float* first, const float* second, T* out, int64_t count) {
-  for (int64_t i = 0; i < count; i += 16) {
-    f32x16 sum = load_up_to(first + i, count - i);
-    if (second) sum += load_up_to(second + i, count - i);
-    store_up_to(out + i, load_up_to(hidden + i, count - i) + round_to(hidden, sum), count - i);
-  }
+static void add(const T* hidden, const float* first, const float* second, T* out, int64_t count,
+                int64_t threads) {
+  constexpr int64_t kChunk = 32768;  // of values: a job
+  parallel_for((count + kChunk - 1) / kChunk, threads, [&](int64_t j) {
+    for (int64_t i = j * kChunk; i < std::min(count, (j + 1) * kChunk); i += 16) {
+      f32x16 sum = load_up_to(first + i, count - i);
+      if (second) sum += load_up_to(second + i, count - i);
+      store_up_to(out + i, load_up_to(hidden + i, count - i) + round_to(hidden, sum), count - i);
+    }
+  });
 }
 
 #define EXPORT(T, suffix)                                                                         \
@@ -48,8 +55,8 @@ static void add(const T* hidden, const float* first, const float* second, T* out
              num_rows);                                                                           \
   }                                                                                               \
   void moe_add_##suffix(const T* hidden, const float* first, const float* second, T* out,         \
-                        int64_t count) {                                                          \
-    add<T>(hidden, first, second, out, count);                                                    \
+                        int64_t count, int64_t threads) {                                         \
+    add<T>(hidden, first, second, out, count, threads);                                           \
   }
 
 extern "C" {

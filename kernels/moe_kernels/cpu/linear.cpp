@@ -17,12 +17,15 @@ struct Block {  // some rows of x against one group of columns
 // Calls work(block) for every block, in parallel where it pays.
 template <class T, class Work>
 static void for_blocks(const Linear& l, int64_t num_rows, const Work& work) {
-  int64_t rows = row_block<T>(l.width), row_blocks = (num_rows + rows - 1) / rows;
-  int64_t columns = groups(panels(l.num_outputs)), jobs = row_blocks * l.num_heads * columns;
   bool is_small = num_rows * l.num_heads * l.num_outputs * l.width < 131072;
-  parallel_for(jobs, is_small ? 1 : l.threads, [&](int64_t j) {
-    int64_t first = j / columns / l.num_heads * rows;
-    work(Block{j / columns % l.num_heads, j % columns, first, std::min(rows, num_rows - first)});
+  int64_t threads = is_small ? 1 : l.threads;
+  int64_t rows = row_block<T>(l.width), row_blocks = (num_rows + rows - 1) / rows;
+  int64_t columns = groups(panels(l.num_outputs)), step = groups_per_job(columns, threads);
+  int64_t column_jobs = (columns + step - 1) / step;
+  parallel_for(row_blocks * l.num_heads * column_jobs, threads, [&](int64_t j) {
+    int64_t first = j / column_jobs / l.num_heads * rows, group = j % column_jobs * step;
+    Block block{j / column_jobs % l.num_heads, group, first, std::min(rows, num_rows - first)};
+    for (; block.group < std::min(columns, group + step); ++block.group) work(block);
   });
 }
 

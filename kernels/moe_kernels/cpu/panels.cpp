@@ -35,12 +35,27 @@ static inline f32x16 add_product(f32x16 sum, uint32_t row, u32x16 column, const 
 #endif
 }
 
-// Few rows stream w from memory: ask for it this many units ahead.
-constexpr int64_t kAhead = 8;
+constexpr int64_t kLineBytes = 64;
+
+// Memory to ask for while a tile computes: in every unit the next 1, 2 or 4 lines, until the last.
+// A line is asked for once: what is on its way already would keep others from being fetched.
+struct Ahead {
+  const char *next, *last;
+  int lines;
+  inline void fetch() {
+    __builtin_prefetch(next);
+    if (lines > 1) __builtin_prefetch(next + kLineBytes);
+    if (lines > 2) {
+      __builtin_prefetch(next + 2 * kLineBytes);
+      __builtin_prefetch(next + 3 * kLineBytes);
+    }
+    next = std::min(next + lines * kLineBytes, last);
+  }
+};
 
 template <class T, int MR, int NR>
 static void tile(const T* const* rows, int64_t width, const uint32_t* w, int64_t step, float* c,
-                 int64_t row_step, bool is_added) {
+                 int64_t row_step, bool is_added, Ahead ahead) {
   f32x16 sums[MR][NR] = {};
   if (is_added)
     for (int m = 0; m < MR; ++m)
@@ -49,12 +64,10 @@ static void tile(const T* const* rows, int64_t width, const uint32_t* w, int64_t
   for (int m = 0; m < MR; ++m) a[m] = rows[m];
   int64_t whole = width / kUnit<T>;
   for (int64_t u = 0; u < whole; ++u) {
+    ahead.fetch();
     u32x16 columns[NR];
 #pragma GCC unroll 4
-    for (int n = 0; n < NR; ++n) {
-      if (MR <= 3) __builtin_prefetch(w + kAhead * step + n * kLanes);
-      columns[n] = load_units(w + n * kLanes);
-    }
+    for (int n = 0; n < NR; ++n) columns[n] = load_units(w + n * kLanes);
 #pragma GCC unroll 8
     for (int m = 0; m < MR; ++m) {
       uint32_t row;
@@ -75,7 +88,8 @@ static void tile(const T* const* rows, int64_t width, const uint32_t* w, int64_t
 }
 
 template <class T>
-using Tile = void (*)(const T* const*, int64_t, const uint32_t*, int64_t, float*, int64_t, bool);
+using Tile = void (*)(const T* const*, int64_t, const uint32_t*, int64_t, float*, int64_t, bool,
+                      Ahead);
 
 template <class T, int MR>
 static constexpr Tile<T> tile_of(int64_t num_panels) {
@@ -100,25 +114,35 @@ static Tile<T> tile_of(int64_t num_rows, int64_t num_panels) {
   }
 }
 
+constexpr int64_t kUnitsAhead = 16;
+
 template <class T>
 void multiply_rows(const T* const* rows, int64_t num_rows, int64_t width, const uint32_t* w,
-                   int64_t step, int64_t num_panels, float* c, int64_t row_step, bool is_added) {
+                   int64_t step, int64_t num_panels, float* c, int64_t row_step, bool is_added,
+                   Prefetch next) {
+  int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+  int64_t share = next.bytes / num_tiles, pass = kLineBytes * units<T>(width);
+  int64_t lines = (share + pass - 1) / pass;
   for (int64_t n = 0; n < num_panels; n += kTilePanels) {
     int64_t wide = std::min<int64_t>(kTilePanels, num_panels - n);
-    int64_t tiles = (num_rows + kTileRows - 1) / kTileRows;
-    for (int64_t m = 0; tiles; --tiles) {  // tiles as equal as can be
-      int64_t count = (num_rows - m + tiles - 1) / tiles;
-      tile_of<T>(count, wide)(rows + m, width, w + n * kLanes, step, c + m * row_step + n * kLanes,
-                              row_step, is_added);
+    for (int64_t i = 0, m = 0; i < num_tiles; ++i) {  // tiles as equal as can be
+      int64_t count = (num_rows - m + num_tiles - i - 1) / (num_tiles - i);
+      const uint32_t* columns = w + n * kLanes;
+      const char* own = (const char*)(columns + kUnitsAhead * step);
+      Ahead ahead{own, own + 4 * step * units<T>(width), 4};
+      if (next.bytes)
+        ahead = {next.data + share * i, next.data + share * (i + 1), (int)std::min<int64_t>(lines, 4)};
+      tile_of<T>(count, wide)(rows + m, width, columns, step, c + m * row_step + n * kLanes,
+                              row_step, is_added, ahead);
       m += count;
     }
   }
 }
 
 template void multiply_rows(const float* const*, int64_t, int64_t, const uint32_t*, int64_t,
-                            int64_t, float*, int64_t, bool);
+                            int64_t, float*, int64_t, bool, Prefetch);
 template void multiply_rows(const bf16* const*, int64_t, int64_t, const uint32_t*, int64_t,
-                            int64_t, float*, int64_t, bool);
+                            int64_t, float*, int64_t, bool, Prefetch);
 
 // A matrix [N, K] with any distances between rows and between columns, into panels first,
 // first + stride, first + 2 stride ... of a packed matrix of num_panels.

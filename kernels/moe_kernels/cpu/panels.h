@@ -45,9 +45,16 @@ static inline int64_t groups(int64_t num_panels) {
 
 // c[m][0 .. 16 panels) = (is_added ? c : 0) + rows[m] . columns, for num_rows rows of `width`
 // values. `step`: distance of two units of w, 16 times the panels of its group.
+// `next`: memory that will be wanted soon, fetched on the way; else w itself is, some units ahead.
+struct Prefetch {
+  const char* data = nullptr;
+  int64_t bytes = 0;
+};
+
 template <class T>
 void multiply_rows(const T* const* rows, int64_t num_rows, int64_t width, const uint32_t* w,
-                   int64_t step, int64_t num_panels, float* c, int64_t row_step, bool is_added);
+                   int64_t step, int64_t num_panels, float* c, int64_t row_step, bool is_added,
+                   Prefetch next = {});
 
 // x[i] lane j <-> x[j] lane i.
 static inline void transpose16(u32x16* x) {
@@ -96,22 +103,32 @@ static void pack_panel(const T* rows, int64_t row_step, int64_t num_rows, int64_
           i < num_rows ? load_unit(rows + i * row_step + u * kUnit<T>, width - u * kUnit<T>) : 0;
 }
 
-// All rows against one group: row(m) is where row m begins, store(m, c) gets its sums, 16 for each panel.
+// All rows against one group: row(m) is where row m begins, store(m, c) gets its sums, 16 for each
+// panel. With rows for several tiles, the group that follows in memory is fetched meanwhile.
 template <class T, class Row, class Store>
 static void multiply_group(Group g, int64_t width, int64_t num_rows, const Row& row,
                            const Store& store) {
-  constexpr int64_t kChunk = 24;
+  constexpr int64_t kChunk = 24, kFewRows = 6;
   alignas(64) float c[kChunk * kGroupColumns];
   const T* rows[kChunk];
+  int64_t bytes = num_rows > kFewRows ? g.panels * kLanes * units<T>(width) * 4 : 0;
+  const char* next = (const char*)g.data + bytes;
   int64_t chunks = (num_rows + kChunk - 1) / kChunk;
   for (int64_t m = 0; chunks; --chunks) {
-    int64_t count = (num_rows - m + chunks - 1) / chunks;
+    int64_t count = (num_rows - m + chunks - 1) / chunks, share = bytes / chunks;
     for (int64_t i = 0; i < count; ++i) rows[i] = row(m + i);
     multiply_rows(rows, count, width, g.data, g.panels * kLanes, g.panels, c, kGroupColumns,
-                  false);
+                  false, {next, share});
     for (int64_t i = 0; i < count; ++i) store(m + i, c + i * kGroupColumns);
-    m += count;
+    m += count, next += share, bytes -= share;
   }
+}
+
+// How many neighbouring groups make a job: few enough to share the work out, and several, so that
+// what a thread fetches ahead is mostly its own.
+static inline int64_t groups_per_job(int64_t num_groups, int64_t threads) {
+  constexpr int64_t kMost = 4, kJobsPerThread = 6;
+  return std::clamp<int64_t>(num_groups / (threads * kJobsPerThread), 1, kMost);
 }
 
 // How many rows of `width` values stay in a core's cache while a job's groups pass by.
