@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -9,10 +10,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+from quantised_cases import CASES
+from quantised_folder import write_pair
 
 from moe_serve.cli.main import main
 
@@ -20,20 +24,28 @@ ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ("--port", "0", "--num-threads", "1", "--num-pages", "256", "--api-key", "sesame")
 
 
-@pytest.fixture
-def server() -> Iterator[subprocess.Popen[str]]:
+@contextmanager
+def serving(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     environ = {name: value for name, value in os.environ.items() if "MOE_SERVE" not in name}
     environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
     with subprocess.Popen(
-        [sys.executable, "-m", "moe_serve", "serve", *FLAGS],
+        [sys.executable, "-m", "moe_serve", "serve", *arguments, *FLAGS],
         cwd=ROOT,
         env=environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def server() -> Iterator[subprocess.Popen[str]]:
+    with serving() as process:
         yield process
-        process.kill()
 
 
 def ready_message(process: subprocess.Popen[str]) -> list[str]:
@@ -78,3 +90,48 @@ def test_from_start_to_ready_to_the_end(
     server.send_signal(signal.SIGTERM)
     assert server.wait(timeout=30) == 0
     assert server.stderr is not None and server.stderr.read() == ""
+
+
+def test_a_quantised_folder_says_its_format_and_answers(tmp_path: Path) -> None:
+    stored, _ = write_pair(tmp_path, CASES["Mixtral-8x7B-Instruct-v0.1-AWQ"])
+    with serving(str(stored)) as process:
+        text = "\n".join(ready_message(process))
+        assert "weights awq int4 groups of 128, dequantised to float32 while loading" in text
+        found = re.search(r"is ready at (\S+)$", text, re.MULTILINE)
+        assert found is not None, text
+        answer = httpx.post(
+            f"{found[1]}/v1/completions",
+            json={"model": "stored", "prompt": "Hello", "max_tokens": 4, "ignore_eos": True},
+            headers={"Authorization": "Bearer sesame"},
+            timeout=60,
+            trust_env=False,
+        )
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 4, answer.text
+
+
+@pytest.mark.parametrize(
+    ("quantization", "complaint"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method is 'bitsandbytes'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_method is 'modelopt'"),
+        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "is_marlin_format is True"),
+    ],
+)
+def test_a_format_that_is_not_served_is_one_sentence(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    quantization: dict[str, object],
+    complaint: str,
+) -> None:
+    stored, _ = write_pair(tmp_path, CASES["Mixtral-8x7B-Instruct-v0.1-AWQ"])
+    config = json.loads((stored / "config.json").read_text())
+    config["quantization_config"] = quantization
+    (stored / "config.json").write_text(json.dumps(config))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit_info:
+        main(["serve", str(stored), "--port", "0"])
+    assert exit_info.value.code == 2
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("error: ") and complaint in said, said
+    assert "\n" not in said and said.endswith("."), said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 import torch
@@ -15,9 +16,22 @@ from moe_kernels.torch_kernels import TorchKernels
 KernelsName = Literal["auto", "native", "torch"]
 
 
-def choose_kernels(device: torch.device, dtype: torch.dtype, name: KernelsName = "auto") -> Kernels:
+@functools.lru_cache(maxsize=1)
+def default_num_threads() -> int:
+    """Torch's number of threads when first asked: OMP_NUM_THREADS, or the machine's cores."""
+    return torch.get_num_threads()
+
+
+def choose_kernels(
+    device: torch.device,
+    dtype: torch.dtype,
+    name: KernelsName = "auto",
+    num_threads: int | None = None,
+) -> Kernels:
     """`auto`: native on a CPU where it can be built, else torch. The set's name says why.
 
+    Kernels with threads of their own want torch to have one: its workers spin for a while after
+    each use, on the cores that the kernels need next. Whoever builds an engine sees to that.
     Raises RuntimeError if `native` is asked for and cannot be had.
     """
     refusal = None if name == "torch" else native_refusal(device, dtype)
@@ -25,7 +39,7 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, name: KernelsName =
         raise RuntimeError(f"native kernels cannot be used: {refusal}")
     library = load_cpu_library().library
     if name != "torch" and refusal is None and library is not None:
-        return NativeKernels(library, dtype, torch.get_num_threads())
+        return NativeKernels(library, dtype, num_threads or default_num_threads())
     linears = "plain"
     if device.type == "cpu" and packing_refusal(dtype) is None:
         linears = "oneDNN packed"

@@ -129,6 +129,11 @@ class Kernels(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def has_own_threads(self) -> bool:
+        """Whether torch's threads are idle while these kernels run (see choose_kernels)."""
+        ...
+
     def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Linear:
         """Make a linear layer; the weight may be repacked, and need not be kept by the caller."""
         ...

@@ -53,6 +53,8 @@ class _RouterStruct(ctypes.Structure):
 class NativeKernels:
     """Implements Kernels. `num_threads` is fixed at construction."""
 
+    has_own_threads = True
+
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int) -> None:
         self.name = f"native C++ ({SUFFIXES[dtype]})"
         self._native = NativeLibrary(library, dtype, num_threads)

@@ -59,6 +59,8 @@ class TorchRouterLinear:
 class TorchKernels:
     """Implements Kernels."""
 
+    has_own_threads = False
+
     def __init__(self, name: str = "torch") -> None:
         self.name = name
 

@@ -38,6 +38,11 @@ def token_array(token_ids: Sequence[int]) -> NDArray[np.int32]:
     return np.array(token_ids, dtype=TOKEN_DTYPE)
 
 
+def page_key(parent: bytes, tokens: NDArray[np.int32]) -> bytes:
+    """The key of one page after the page (or root) `parent`; it may hold fewer than 16 tokens."""
+    return sha256(parent + tokens.tobytes()).digest()
+
+
 def following_keys(parent: bytes, tokens: NDArray[np.int32]) -> list[bytes]:
     """The keys of the whole pages that `tokens` fill after the page (or root) `parent`."""
     data, keys = tokens.tobytes(), []

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from moe_serve.cache.page_key import TOKEN_DTYPE
 from moe_serve.config import PAGE_SIZE
 
+_NO_TOKEN = -1  # in the rest of a page that is not full
 _NO_PAGE = 0  # page 0 is the empty page: here the root, or the end of a chain
 _MAX_ALIKE = 8  # pages looked at for a common beginning: the latest ones
 
@@ -55,13 +56,15 @@ class PrefixTree:
         return self._num_children[page] > 0
 
     def insert(self, page: int, key: bytes, parent_key: bytes, tokens: NDArray[np.int32]) -> None:
-        """Add a page whose parent is in the tree, or is the root."""
+        """Add a page whose parent is in the tree, or is the root. It may hold fewer than 16 tokens:
+        then it is a leaf for good, to be copied from."""
         assert key not in self._page_of, f"page {page} has the key of page {self._page_of[key]}"
         assert page not in self, f"page {page} is in the tree already"
         parent = self._page_of.get(parent_key, _NO_PAGE)
         self._page_of[key] = page
         self._key[page], self._parent_key[page] = key, parent_key
-        self._parent[page], self._tokens[page] = parent, tokens
+        self._parent[page] = parent
+        self._tokens[page, : len(tokens)], self._tokens[page, len(tokens) :] = tokens, _NO_TOKEN
         self._num_children[parent] += 1
         place = _place(parent_key, tokens)
         latest = self._chain.get(place, _NO_PAGE)

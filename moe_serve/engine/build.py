@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from moe_kernels.choice import default_num_threads
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cache.model_identity import model_identity
 from moe_serve.cache.sizing import num_pages
@@ -49,12 +50,16 @@ def model_folder(config: ModelConfig) -> Path:
 
 
 def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> BuiltEngine:
-    """Load the model and make the engine. Sets torch's number of threads if the config does."""
+    """Load the model and make the engine.
+
+    Sets torch's number of threads in this process: to the configured one, or to 1 where the
+    kernels have threads of their own.
+    """
     clock = time.monotonic()
-    if config.model.num_threads is not None:
-        torch.set_num_threads(config.model.num_threads)
+    num_threads = config.model.num_threads or default_num_threads()
     folder, device = model_folder(config.model), _device(config.model)
-    loader = _loader(folder, config.model, device, progress)
+    loader = _loader(folder, config.model, num_threads, device, progress)
+    torch.set_num_threads(1 if loader.kernels.has_own_threads else num_threads)
     spec = loader.spec
     max_model_len = _max_model_len(config.model, spec)
     expert_stage = loader.expert_stage()
@@ -90,7 +95,7 @@ def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> 
         device=str(device),
         kernels=loader.kernels.name,
         weight_format=loader.weight_format,
-        num_threads=torch.get_num_threads(),
+        num_threads=num_threads,
         num_pages=pages,
         page_size=PAGE_SIZE,
         kv_bytes=pages * PAGE_SIZE * token_bytes,
@@ -101,12 +106,21 @@ def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> 
 
 
 def _loader(
-    folder: Path, config: ModelConfig, device: torch.device, progress: LoadProgress | None
+    folder: Path,
+    config: ModelConfig,
+    num_threads: int,
+    device: torch.device,
+    progress: LoadProgress | None,
 ) -> ModelLoader:
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     try:
         return ModelLoader(
-            folder, dtype=dtype, device=device, kernels=config.kernels, progress=progress
+            folder,
+            dtype=dtype,
+            device=device,
+            kernels=config.kernels,
+            num_threads=num_threads,
+            progress=progress,
         )
     except RuntimeError as error:
         raise ConfigError(f"model.kernels is {config.kernels!r}: {error}.") from error

@@ -13,7 +13,7 @@ from collections.abc import Sequence as Items
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.cache.page_key import root_key, token_array
+from moe_serve.cache.page_key import page_key, root_key, token_array
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.cache.prefix_tree import num_in_common
 from moe_serve.config import PAGE_SIZE
@@ -137,16 +137,19 @@ class PrefixSharing:
             self._cache.release([source])
         self._copies = []
 
-    def give(self, sequences: Iterable[Sequence]) -> None:
-        """Make the newly filled pages of sequences visible to all.
+    def give(self, sequences: Iterable[Sequence], *, is_end: bool = False) -> None:
+        """Make the newly filled pages of sequences visible to all; at their end the last page too,
+        full or not.
 
-        Cheap while nobody asks: all pages of the step, or of many steps, are checked in one go.
+        Called when somebody asks: all pages of many steps are checked in one go.
         """
-        fresh = [
-            (sequence, range(sequence.num_shared_pages, sequence.num_full_pages))
-            for sequence in sequences
-            if sequence.can_share and sequence.num_shared_pages < sequence.num_full_pages
-        ]
+        fresh = []
+        for sequence in sequences:
+            num_pages = sequence.num_full_pages
+            if is_end and sequence.num_computed_tokens % PAGE_SIZE >= _LEAST_COPIED_TOKENS:
+                num_pages += 1
+            if sequence.can_share and num_pages > sequence.num_shared_pages:
+                fresh.append((sequence, range(sequence.num_shared_pages, num_pages)))
         if not fresh:
             return
         pages = [sequence.page_table[index] for sequence, span in fresh for index in span]
@@ -161,14 +164,17 @@ class PrefixSharing:
                 self.stop_computing(sequence)
 
     def _enter(self, sequence: Sequence, span: range) -> None:
-        sequence.extend_keys(span.stop)
-        ids = token_array(sequence.token_ids[span.start * PAGE_SIZE : span.stop * PAGE_SIZE])
-        for index, tokens in zip(span, ids.reshape(-1, PAGE_SIZE), strict=True):
-            parent_key, key = sequence.page_keys[index : index + 2]
+        sequence.extend_keys(min(span.stop, sequence.num_full_pages))
+        start, end = span.start * PAGE_SIZE, sequence.num_computed_tokens
+        ids = token_array(sequence.token_ids[start : min(span.stop * PAGE_SIZE, end)])
+        for index in span:
+            tokens = ids[index * PAGE_SIZE - start :][:PAGE_SIZE]
+            parent_key, is_full = sequence.page_keys[index], len(tokens) == PAGE_SIZE
+            key = sequence.page_keys[index + 1] if is_full else page_key(parent_key, tokens)
             page = self._cache.enter(sequence.page_table[index], key, parent_key, tokens)
             sequence.page_table[index] = page
+            sequence.num_shared_pages += is_full
             self._computing.pop(key, None)
-        sequence.num_shared_pages = span.stop
 
     def stop_computing(self, sequence: Sequence) -> None:
         """It will give no more pages: nobody waits for it any longer."""

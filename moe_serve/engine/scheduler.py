@@ -44,7 +44,7 @@ class Scheduler:
         """Take sequences out, wherever they are. Pages that a valid token vouches for stay cached
         if their values are finite; the others are free."""
         sequences = list(sequences)
-        self.sharing.give(s for s in sequences if s.is_proven)
+        self.sharing.give((s for s in sequences if s.is_proven), is_end=True)
         for sequence in sequences:
             if sequence.is_running:
                 self._stop(sequence)

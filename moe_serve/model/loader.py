@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import overload
 
 import torch
 from torch import Tensor
 
 from experts.expert_stage import ExpertStage
-from moe_kernels.choice import KernelsName, choose_kernels
+from moe_kernels.choice import KernelsName, choose_kernels, default_num_threads
 from moe_kernels.kernels import ExpertBank, ExpertWeights, Kernels
 from moe_serve.errors import CheckpointError
 from moe_serve.model.attention_stage import AttentionLayer, AttentionStage, Router
@@ -47,6 +48,7 @@ class ModelLoader:
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
         kernels: KernelsName = "auto",
+        num_threads: int | None = None,
         progress: LoadProgress | None = None,
     ) -> None:
         config = HFConfig.read(folder)
@@ -54,9 +56,10 @@ class ModelLoader:
         config = config.text()
         self.spec: ModelSpec = family.read_spec(config)
         check_spec(self.spec, config)
+        self._num_threads = num_threads or default_num_threads()
         self.dtype: torch.dtype = dtype or getattr(torch, self.spec.dtype)
         self.device = device or torch.device("cpu")
-        self.kernels: Kernels = choose_kernels(self.device, self.dtype, kernels)
+        self.kernels: Kernels = choose_kernels(self.device, self.dtype, kernels, num_threads)
         self._reader = WeightReader(Checkpoint(folder), config)
         self._names = family.names_in(self._reader.has)
         self._experts = _expert_names(self._names, self.spec, self._reader)
@@ -93,7 +96,7 @@ class ModelLoader:
 
     def expert_stage(self) -> ExpertStage:
         """All routed experts of all layers."""
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # copying is what takes time
+        with ThreadPoolExecutor(self._num_threads) as pool:  # copying is what takes time
             return ExpertStage(list(pool.map(self._bank, range(self.spec.num_layers))))
 
     def _attention_layer(self, layer: int, attention: AttentionLoader) -> AttentionLayer:
@@ -155,15 +158,17 @@ class ModelLoader:
     def _bank(self, layer: int) -> ExpertBank | None:
         if not self.spec.layers[layer].is_sparse:
             return None
-        num_experts = self.spec.router.num_experts
-        experts = [self._expert(layer, expert) for expert in range(num_experts)]
-        bank = self.kernels.experts(experts, self.spec.activation)
-        for expert in range(num_experts):
-            for item in expert_table(self._experts, self.spec, layer, expert).values():
-                self._reader.done(item.name, None if self._experts.gate else expert)
+        bank = self.kernels.experts(_LayerExperts(self, layer), self.spec.activation)
+        self.drop_expert(layer, self.spec.router.num_experts - 1)
         return bank
 
-    def _expert(self, layer: int, expert: int) -> ExpertWeights:
+    def drop_expert(self, layer: int, expert: int) -> None:
+        """An expert has been copied: its pages may go."""
+        for item in expert_table(self._experts, self.spec, layer, expert).values():
+            self._reader.done(item.name, None if self._experts.gate else expert)
+
+    def read_expert(self, layer: int, expert: int) -> ExpertWeights:
+        """One routed expert. May be views of the file."""
         names = self._experts
         table = expert_table(names, self.spec, layer, expert)
         if names.gate:
@@ -193,6 +198,31 @@ class ModelLoader:
         tensor = self._read(stored, dtype).clone()
         self._reader.done(stored.name)
         return tensor
+
+
+class _LayerExperts(Sequence[ExpertWeights]):
+    """A layer's experts, each read when it is asked for; the one before is then let go.
+
+    So no more than one expert is in memory twice, dequantised and packed.
+    """
+
+    def __init__(self, loader: ModelLoader, layer: int) -> None:
+        self._loader, self._layer = loader, layer
+
+    def __len__(self) -> int:
+        return self._loader.spec.router.num_experts
+
+    @overload
+    def __getitem__(self, index: int) -> ExpertWeights: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[ExpertWeights]: ...
+    def __getitem__(self, index: int | slice) -> ExpertWeights | Sequence[ExpertWeights]:
+        assert isinstance(index, int), "experts are read one by one"
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        if index:
+            self._loader.drop_expert(self._layer, index - 1)
+        return self._loader.read_expert(self._layer, index)
 
 
 def _gate_and_up(fused: Tensor, names: ExpertNames) -> tuple[Tensor, Tensor]:

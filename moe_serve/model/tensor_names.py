@@ -50,11 +50,16 @@ def mlp_names(prefix: str) -> MLPNames:
     )
 
 
-_SEPARATE = ExpertNames(
-    gate=_MLP + "experts.{expert}.gate_proj.weight",
-    up=_MLP + "experts.{expert}.up_proj.weight",
-    down=_MLP + "experts.{expert}.down_proj.weight",
-)
+def separate_experts(prefix: str) -> ExpertNames:
+    """Each expert by itself, under `prefix` + `{expert}.`."""
+    return ExpertNames(
+        gate=prefix + "{expert}.gate_proj.weight",
+        up=prefix + "{expert}.up_proj.weight",
+        down=prefix + "{expert}.down_proj.weight",
+    )
+
+
+_SEPARATE = separate_experts(_MLP + "experts.")
 _FUSED = ExpertNames(gate_up=_MLP + "experts.gate_up_proj", down=_MLP + "experts.down_proj")
 
 

@@ -89,17 +89,17 @@ def test_a_second_request_computes_what_is_left(length: int) -> None:
 def test_the_next_turn_finds_the_answer_too() -> None:
     engine = make_engine(FakeRunner())
     turn = prompt_of(20)
-    answer = tokens(run(engine, request("a", turn, max_tokens=30))["a"])
+    answer = tokens(run(engine, request("a", turn, max_tokens=35))["a"])
     turn = [*turn, *answer, 1, 2, 3]
     deltas = run(engine, request("b", turn))["b"]
-    assert deltas[0].num_cached_tokens == 48, "49 tokens were computed"
+    assert deltas[0].num_cached_tokens == 54, "all that was computed: all but the last token"
     assert tokens(deltas) == continuation(turn, 4)
 
 
 def test_another_salt_or_adapter_shares_nothing() -> None:
     engine = make_engine(FakeRunner())
     prompt = prompt_of(40)
-    cases = [("", 0, 0), ("x", 0, 0), ("", 1, 0), ("y", 0, 0), ("x", 0, 32), ("", 1, 32)]
+    cases = [("", 0, 0), ("x", 0, 0), ("", 1, 0), ("y", 0, 0), ("x", 0, 39), ("", 1, 39)]
     for index, (salt, adapter_id, num_cached) in enumerate(cases):
         (deltas,) = run(engine, request(f"r{index}", prompt, salt, adapter_id)).values()
         assert deltas[0].num_cached_tokens == num_cached, f"{salt=}, {adapter_id=}"
@@ -181,7 +181,7 @@ def test_prompt_logprobs_take_nothing_and_give() -> None:
         assert deltas[0].num_cached_tokens == 0
     assert engine.stats().num_queried_tokens == 0
     (deltas,) = run(engine, request("c", prompt)).values()
-    assert deltas[0].num_cached_tokens == 32
+    assert deltas[0].num_cached_tokens == 39
 
 
 def test_without_the_cache_nothing_is_kept() -> None:
@@ -219,7 +219,7 @@ def test_pages_of_a_request_with_nan_never_enter(budget: int) -> None:
     for name, prompt in good.items():
         assert tokens(result[name]) == continuation(prompt, 4), name
     found = cached_tokens(engine, runner)
-    assert NAN not in found and len(found) == 6 * 48, "three whole pages of each good one"
+    assert NAN not in found and len(found) == 6 * 64, "four pages of each good one"
     runner.nan_after_token = None
     (deltas,) = run(engine, request("again", bad)).values()
     assert deltas[0].num_cached_tokens == 0

@@ -1,24 +1,38 @@
-"""The same fused experts, stored the two ways round that their names do not tell apart."""
+"""The same experts, stored in the ways that a family's checkpoints have, give the same logits."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import cases_llama4
+import cases_qwen3_vl_moe
+import pytest
 import torch
-from cases_qwen3_vl_moe import CASES
+from expert_layouts import Tensors, separate, swapped, swapped_and_separate
 from parity import model_logits, random_prompts, write_checkpoint
 from safetensors.torch import load_file, save_file
 
+_CASES = cases_llama4.CASES | cases_qwen3_vl_moe.CASES
 
-def test_published_and_transformers_layouts_give_the_same_logits(tmp_path: Path) -> None:
-    """Published Qwen3-VL checkpoints hold [E, D, 2 F]; transformers 5 writes [E, 2 F, D]."""
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        ("qwen3_vl_moe", swapped),  # as published: names do not tell it from what is written here
+        ("qwen3_vl_moe", separate),
+        ("llama4", swapped_and_separate),
+        ("llama4-in-a-larger-model", swapped_and_separate),
+    ],
+)
+def test_another_layout_gives_the_same_logits(
+    case: str, layout: Callable[[Tensors], Tensors], tmp_path: Path
+) -> None:
     (prompt,) = random_prompts((40,))
-    file = write_checkpoint(tmp_path, CASES["qwen3_vl_moe"]) / "model.safetensors"
+    file = write_checkpoint(tmp_path, _CASES[case]) / "model.safetensors"
     expected = model_logits(tmp_path, "torch", prompt, len(prompt))
     tensors = load_file(file)
-    fused = [name for name in tensors if ".experts." in name]
-    assert fused, "the checkpoint has no fused experts"
-    swapped = {name: tensors[name].transpose(1, 2).contiguous() for name in fused}
-    save_file(tensors | swapped, file)
+    assert any(".experts." in name for name in tensors), "the checkpoint has no fused experts"
+    save_file(layout(tensors), file)
     found = model_logits(tmp_path, "torch", prompt, len(prompt))
     assert torch.equal(found, expected), f"{(found - expected).abs().max()=}"

@@ -7,6 +7,7 @@ from typing import Any
 from moe_kernels.attention_shape import AttentionShape
 from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.rope import RopeSpec
+from moe_serve.model.spec import SharedExpertSpec
 
 
 def decoder_basics(config: HFConfig, *, norm_eps: float) -> dict[str, Any]:
@@ -41,13 +42,31 @@ def grouped_attention(config: HFConfig, rope: RopeSpec, **more: Any) -> Attentio
     )
 
 
-def sparse_after(first: int, num_layers: int) -> tuple[bool, ...]:
-    """`first_k_dense_replace`: the first layers are dense, the others have experts."""
-    return tuple(layer >= first for layer in range(num_layers))
-
-
 def require_off(config: HFConfig, *keys: str) -> None:
     """Refuse a checkpoint that turns on any of `keys`: what they stand for is not served."""
     for key in keys:
         if config.get(key):
             raise config.error(key, f"is {config.get(key)!r}; only off is supported")
+
+
+def sparse_layers(config: HFConfig, *, num_dense: int = 0) -> tuple[bool, ...]:
+    """`mlp_layer_types`, or every `moe_layer_freq`-th layer after `first_k_dense_replace`."""
+    num_layers = config.positive_int("num_hidden_layers")
+    types = config.get("mlp_layer_types")
+    if types is not None:
+        if not isinstance(types, list) or len(types) != num_layers:
+            raise config.error("mlp_layer_types", f"must list {num_layers} layers")
+        if unknown := set(types) - {"dense", "sparse"}:
+            raise config.error("mlp_layer_types", f"may be dense or sparse, not {min(unknown)!r}")
+        return tuple(kind == "sparse" for kind in types)
+    first = int(config.number("first_k_dense_replace", num_dense))
+    step = config.positive_int("moe_layer_freq", default=1)
+    return tuple(layer >= first and layer % step == 0 for layer in range(num_layers))
+
+
+def shared_expert(config: HFConfig) -> SharedExpertSpec | None:
+    """Several shared experts are stored as one, as wide as all of them."""
+    if not config.get("n_shared_experts"):
+        return None
+    num_shared = config.positive_int("n_shared_experts")
+    return SharedExpertSpec(width=num_shared * config.positive_int("moe_intermediate_size"))

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from moe_serve.model.families.common import decoder_basics, grouped_attention, head_dim_of
+from moe_serve.model.families.common import (
+    decoder_basics,
+    grouped_attention,
+    head_dim_of,
+    shared_expert,
+    sparse_layers,
+)
 from moe_serve.model.families.family import Family
-from moe_serve.model.families.latent import shared_expert, sparse_layers
 from moe_serve.model.families.router import biased_sigmoid_router
 from moe_serve.model.families.windows import windowed_layers
 from moe_serve.model.hf_config import HFConfig

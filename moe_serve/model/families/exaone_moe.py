@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moe_serve.model.families.common import decoder_basics, grouped_attention, head_dim_of
+from moe_serve.model.families.common import (
+    decoder_basics,
+    grouped_attention,
+    head_dim_of,
+    sparse_layers,
+)
 from moe_serve.model.families.family import Family
-from moe_serve.model.families.latent import sparse_layers
 from moe_serve.model.families.router import biased_sigmoid_router
 from moe_serve.model.families.windows import windowed_layers
 from moe_serve.model.hf_config import HFConfig

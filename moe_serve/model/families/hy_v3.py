@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from moe_kernels.routing import RouterShape
-from moe_serve.model.families.common import decoder_basics, grouped_attention, head_dim_of
+from moe_serve.model.families.common import (
+    decoder_basics,
+    grouped_attention,
+    head_dim_of,
+    sparse_layers,
+)
 from moe_serve.model.families.family import Family
-from moe_serve.model.families.latent import sparse_layers
 from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.hf_rope import read_rope
 from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec, SharedExpertSpec

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from moe_kernels.attention_shape import LatentShape
-from moe_serve.model.families.common import decoder_basics
+from moe_serve.model.families.common import decoder_basics, shared_expert
 from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.hf_rope import read_rope, rope_values, yarn_softmax_factor
 from moe_serve.model.rope import RopeSpec
-from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec, SharedExpertSpec
+from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec
 
 _LATENT_NORM_EPS = 1e-6  # whatever rms_norm_eps is: the latents' norms never follow it
 
@@ -90,26 +90,3 @@ def latent_rope(config: HFConfig, latent: LatentShape) -> RopeSpec:
             f"is {share!r}, which does not give qk_rope_head_dim ({latent.rope_dim})",
         )
     return rope
-
-
-def sparse_layers(config: HFConfig, *, num_dense: int = 0) -> tuple[bool, ...]:
-    """`mlp_layer_types`, or every `moe_layer_freq`-th layer after `first_k_dense_replace`."""
-    num_layers = config.positive_int("num_hidden_layers")
-    types = config.get("mlp_layer_types")
-    if types is not None:
-        if not isinstance(types, list) or len(types) != num_layers:
-            raise config.error("mlp_layer_types", f"must list {num_layers} layers")
-        if unknown := set(types) - {"dense", "sparse"}:
-            raise config.error("mlp_layer_types", f"may be dense or sparse, not {min(unknown)!r}")
-        return tuple(kind == "sparse" for kind in types)
-    first = int(config.number("first_k_dense_replace", num_dense))
-    step = config.positive_int("moe_layer_freq", default=1)
-    return tuple(layer >= first and layer % step == 0 for layer in range(num_layers))
-
-
-def shared_expert(config: HFConfig) -> SharedExpertSpec | None:
-    """Several shared experts are stored as one, as wide as all of them."""
-    if not config.get("n_shared_experts"):
-        return None
-    num_shared = config.positive_int("n_shared_experts")
-    return SharedExpertSpec(width=num_shared * config.positive_int("moe_intermediate_size"))

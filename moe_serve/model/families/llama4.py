@@ -16,7 +16,12 @@ from moe_serve.model.spec import (
     RouterSpec,
     SharedExpertSpec,
 )
-from moe_serve.model.tensor_names import ExpertNames, TensorNames, mlp_names
+from moe_serve.model.tensor_names import (
+    ExpertNames,
+    TensorNames,
+    mlp_names,
+    separate_experts,
+)
 
 _FEED = "model.layers.{layer}.feed_forward."
 
@@ -123,6 +128,7 @@ FAMILY = Family(
                 down=_FEED + "experts.down_proj",
                 is_transposed=True,
             ),
+            separate_experts(_FEED + "experts."),  # where a tool has quantised them
         ),
     ),
     prefixes=("", "language_model."),

@@ -6,9 +6,13 @@ from collections.abc import Mapping
 
 from moe_kernels.attention_shape import AttentionShape
 from moe_kernels.routing import RouterShape
-from moe_serve.model.families.common import decoder_basics, grouped_attention, head_dim_of
+from moe_serve.model.families.common import (
+    decoder_basics,
+    grouped_attention,
+    head_dim_of,
+    sparse_layers,
+)
 from moe_serve.model.families.family import Family
-from moe_serve.model.families.latent import sparse_layers
 from moe_serve.model.families.windows import FULL, SLIDING, windowed_layers
 from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.hf_rope import read_rope

@@ -12,7 +12,7 @@ from moe_serve.model.families.family import Family
 from moe_serve.model.families.qwen3_moe import read_spec
 from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.spec import ModelSpec
-from moe_serve.model.tensor_names import ExpertNames, TensorNames
+from moe_serve.model.tensor_names import ExpertNames, TensorNames, separate_experts
 
 _EXPERTS = "model.layers.{layer}.mlp.experts."
 
@@ -29,13 +29,16 @@ FAMILY = Family(
     architectures=("Qwen3VLMoeForConditionalGeneration",),
     read_spec=_read_spec,
     names=TensorNames(
-        experts=tuple(  # transposed as published, not as transformers 5 writes them
-            ExpertNames(
-                gate_up=_EXPERTS + "gate_up_proj",
-                down=_EXPERTS + "down_proj",
-                is_transposed=is_transposed,
-            )
-            for is_transposed in (True, False)
+        experts=(
+            *(  # transposed as published, not as transformers 5 writes them
+                ExpertNames(
+                    gate_up=_EXPERTS + "gate_up_proj",
+                    down=_EXPERTS + "down_proj",
+                    is_transposed=is_transposed,
+                )
+                for is_transposed in (True, False)
+            ),
+            separate_experts(_EXPERTS),  # where a tool has quantised them
         )
     ).under("model.language_model."),
 )

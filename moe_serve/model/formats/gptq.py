@@ -122,7 +122,8 @@ class Gptq:
 
 def gptq_from(config: HFConfig) -> Gptq:
     file_format = config.get("checkpoint_format") or config.get("format") or "gptq"
-    if file_format not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
+    config.require("is_marlin_format", False, default=False)
+    if file_format not in ("gptq", "gptq_v2"):
         raise config.error(
             "checkpoint_format", f"is {file_format!r}; supported are 'gptq', 'gptq_v2'"
         )

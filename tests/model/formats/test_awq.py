@@ -7,21 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from packing import pack_awq
 
 from moe_serve.errors import CheckpointError
 from moe_serve.model.weight_reader import WeightReader
 
 ReaderOf = Callable[..., WeightReader]
 CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "GEMM"}
-
-
-def pack(values: torch.Tensor) -> torch.Tensor:
-    """[R, C] -> [R, C / 8] words: place i holds the output (0, 2, 4, 6, 1, 3, 5, 7)[i]."""
-    words = torch.zeros(len(values), values.shape[1] // 8, dtype=torch.int64)
-    for column in range(words.shape[1]):
-        for place, output in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
-            words[:, column] |= values[:, column * 8 + output].long() << (4 * place)
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
 def test_a_word_by_hand(reader_of: ReaderOf) -> None:
@@ -43,7 +35,7 @@ def test_random(reader_of: ReaderOf, group_size: int) -> None:
     num_groups = 1 if group_size == -1 else 48 // group_size
     values, zeros = torch.randint(0, 16, (48, 24)), torch.randint(0, 16, (num_groups, 24))
     scales = torch.rand(num_groups, 24).half()
-    tensors = {"m.qweight": pack(values), "m.qzeros": pack(zeros), "m.scales": scales}
+    tensors = {"m.qweight": pack_awq(values), "m.qzeros": pack_awq(zeros), "m.scales": scales}
     reader = reader_of(tensors, CONFIG | {"group_size": group_size})
     reader.expect("m.weight", (24, 48))
     assert reader.format_name == f"awq int4 {'rows' if group_size == -1 else 'groups of 16'}"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from packing import pack_offset
 
 from moe_serve.errors import CheckpointError
 from moe_serve.model.weight_reader import WeightReader
@@ -26,19 +27,9 @@ def config(layout: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
 INT4_GROUPS = {"strategy": "group", "group_size": 16, "symmetric": True}
 
 
-def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Signed [R, C] -> [R, ceil(C * bits / 32)] words: offset to 0 and up, the first lowest."""
-    per_word = 32 // bits
-    words = torch.zeros(len(values), -(-values.shape[1] // per_word), dtype=torch.int64)
-    for column in range(values.shape[1]):
-        offset = values[:, column].long() + 2 ** (bits - 1)
-        words[:, column // per_word] |= offset << (column % per_word * bits)
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-
-
 def packed(values: torch.Tensor, scale: torch.Tensor, bits: int) -> dict[str, torch.Tensor]:
     return {
-        "m.weight_packed": pack(values, bits),
+        "m.weight_packed": pack_offset(values, bits),
         "m.weight_scale": scale,
         "m.weight_shape": torch.tensor(values.shape),
     }
@@ -80,7 +71,7 @@ def test_symmetric_groups(reader_of: ReaderOf, bits: int, dtype: torch.dtype) ->
 def test_asymmetric_groups(reader_of: ReaderOf, num_rows: int, are_zeros_packed: bool) -> None:
     values, scale = random_values(num_rows, 32, 4), torch.rand(num_rows, 2).bfloat16()
     zeros = torch.randint(-8, 8, (num_rows, 2))
-    stored = pack(zeros.T, 4).T if are_zeros_packed else zeros.to(torch.int8)
+    stored = pack_offset(zeros.T, 4).T if are_zeros_packed else zeros.to(torch.int8)
     tensors = packed(values, scale, 4) | {"m.weight_zero_point": stored}
     reader = reader_of(tensors, config(**INT4_GROUPS | {"symmetric": False}))
     reader.expect("m.weight", (num_rows, 32))

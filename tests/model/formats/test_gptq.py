@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from packing import pack_columns, pack_rows
 
 from moe_serve.errors import CheckpointError
 from moe_serve.model.weight_reader import WeightReader
@@ -16,19 +17,6 @@ V1 = {"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": False}
 V2 = V1 | {"checkpoint_format": "gptq_v2"}
 
 
-def pack_rows(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """[R, C] whole numbers -> [R * bits / 32, C] words, the first row in the lowest bits."""
-    per_word = 32 // bits
-    words = torch.zeros(len(values) // per_word, values.shape[1], dtype=torch.int64)
-    for row in range(len(values)):
-        words[row // per_word] |= values[row].long() << (row % per_word * bits)
-    return signed(words)
-
-
-def signed(words: torch.Tensor) -> torch.Tensor:
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-
-
 def packed(
     values_KN: torch.Tensor, zeros_GN: torch.Tensor, scales_GN: torch.Tensor, bits: int, shift: int
 ) -> dict[str, torch.Tensor]:
@@ -36,7 +24,7 @@ def packed(
     stored_zeros = (zeros_GN.long() - shift) % 2**bits
     return {
         "m.qweight": pack_rows(values_KN, bits),
-        "m.qzeros": pack_rows(stored_zeros.T, bits).T,
+        "m.qzeros": pack_columns(stored_zeros, bits),
         "m.scales": scales_GN,
     }
 
@@ -137,6 +125,7 @@ REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"bits": None}, "bits is missing"),
     ({"group_size": 0}, "group_size must be a positive integer, is 0"),
     ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; supported are 'gptq'"),
+    ({"is_marlin_format": True}, "is_marlin_format is True; only False is supported"),
     ({"dynamic": {"+:(": {}}}, r"dynamic has '\+:\(', no pattern"),
     ({"dynamic": {"a": {"bits": 2}}}, "dynamic: bits is 2"),
     ({"dynamic": {"a": 4}}, "dynamic must give an object for 'a'"),

@@ -1,0 +1,41 @@
+"""Words of packed values, made value by value after each format's published definition.
+
+R rows, C columns.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def pack_columns(values_RC: Tensor, bits: int, order: tuple[int, ...] = ()) -> Tensor:
+    """[R, C] numbers below 2^bits -> [R, ceil(C * bits / 32)] int32, the first column lowest.
+
+    `order`: place i of a word holds its column order[i] instead.
+    """
+    per_word = 32 // bits
+    num_words = -(-values_RC.shape[1] // per_word)
+    words = torch.zeros(len(values_RC), num_words, dtype=torch.int64)
+    for column in range(values_RC.shape[1]):
+        word, place = divmod(column, per_word)
+        place = order.index(place) if order else place
+        words[:, word] |= values_RC[:, column].long() << (place * bits)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def pack_rows(values_RC: Tensor, bits: int) -> Tensor:
+    """GPTQ's weights: [R, C] -> [R * bits / 32, C], the first row lowest."""
+    return pack_columns(values_RC.T, bits).T.contiguous()
+
+
+def pack_awq(values_RC: Tensor) -> Tensor:
+    """[R, C] -> [R, C / 8]: place i holds the column (0, 2, 4, 6, 1, 3, 5, 7)[i]."""
+    return pack_columns(values_RC, 4, AWQ_ORDER)
+
+
+def pack_offset(values_RC: Tensor, bits: int) -> Tensor:
+    """compressed-tensors: signed values, offset to 0 and up."""
+    return pack_columns(values_RC.long() + 2 ** (bits - 1), bits)
