@@ -48,11 +48,11 @@ static inline f32x16 clamp_nan_stays(f32x16 x, float low, float high) {
 // To the nearest integer, for |x| < 2^22.
 static inline f32x16 round16(f32x16 x) { return (x + 12582912.0f) - 12582912.0f; }
 
-// x 2^n; 0 where n < -126.
+// x 2^n; 0 where n < -126. NaN stays: no comparison is true of it.
 static inline f32x16 scale_by_power(f32x16 x, f32x16 n) {
   i32x16 power = __builtin_convertvector(n, i32x16);
   f32x16 scaled = x * (f32x16)((power + 127) << 23);
-  return select(power < -126, splat(0.0f), scaled);
+  return select(n < splat(-126.0f), splat(0.0f), scaled);
 }
 
 // x[i] lane j <-> x[j] lane i.
