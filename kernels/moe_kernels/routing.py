@@ -41,7 +41,10 @@ def route(
     """
     logits_TE = logits_TE.float()
     is_sigmoid = shape.scoring == "sigmoid"
-    scores_TE = logits_TE.sigmoid() if is_sigmoid else torch.softmax(logits_TE, dim=-1)
+    # torch.sigmoid takes another exp for the last few values of a buffer than for the rest.
+    scores_TE = (
+        1.0 / (1.0 + torch.exp(-logits_TE)) if is_sigmoid else torch.softmax(logits_TE, dim=-1)
+    )
     choice_TE = scores_TE if selection_bias_E is None else scores_TE + selection_bias_E
     if shape.num_groups > 1:
         choice_TE = _keep_best_groups(choice_TE, shape)
