@@ -8,7 +8,6 @@ Importing the package imports no torch: the public names are loaded when they ar
 from __future__ import annotations
 
 import importlib
-import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,11 +16,6 @@ if TYPE_CHECKING:
     from moe_serve.outputs import CompletionOutput, Logprob, RequestOutput
 
 __version__ = "0.1.0"
-
-# torch's OpenMP threads spin for milliseconds after each parallel operation, on cores that the
-# native kernels' own threads want: 16 requests at once are a fifth slower for it. Some 0.1 ms is
-# enough between two operations. libgomp reads this when torch is first imported.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 _HOMES = {
     "LLM": "moe_serve.llm",
