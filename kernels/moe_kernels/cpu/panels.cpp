@@ -154,6 +154,23 @@ template void multiply_rows(const float* const*, int64_t, int64_t, const uint32_
 template void multiply_rows(const bf16* const*, int64_t, int64_t, const uint32_t*, int64_t,
                             int64_t, float*, int64_t, bool, Prefetch);
 
+constexpr int64_t kBlock = 128;  // values of k that are made contiguous at a time
+
+// 16 columns of the result whose values of k do not lie together: block by block through `rows`.
+template <class T>
+static void pack_scattered(const T* source, int64_t row_step, int64_t column_step, int64_t count,
+                           int64_t width, uint32_t* out, int64_t step) {
+  T rows[kLanes * kBlock] = {};
+  for (int64_t k = 0; k < width; k += kBlock) {
+    int64_t wide = std::min(kBlock, width - k);
+    for (int64_t j = 0; j < wide; ++j) {
+      const T* from = source + (k + j) * column_step;
+      for (int64_t i = 0; i < count; ++i) rows[i * kBlock + j] = from[i * row_step];
+    }
+    pack_panel(rows, kBlock, kLanes, wide, out + k / kUnit<T> * step, step);
+  }
+}
+
 // A matrix [N, K] with any distances between rows and between columns, into panels first,
 // first + stride, first + 2 stride ... of a packed matrix of num_panels.
 template <class T>
@@ -164,17 +181,9 @@ static void pack(const T* source, int64_t row_step, int64_t column_step, int64_t
     Group g = group_of<T>(packed, num_panels, panel / kGroupPanels, width);
     int64_t step = g.panels * kLanes, count = std::min(kLanes, num_rows - r);
     uint32_t* out = const_cast<uint32_t*>(g.data) + panel % kGroupPanels * kLanes;
-    if (column_step == 1) {
-      pack_panel(source + r * row_step, row_step, count, width, out, step);
-      continue;
-    }
-    for (int64_t u = 0; u < units<T>(width); ++u)
-      for (int64_t i = 0; i < kLanes; ++i) {
-        T values[kUnit<T>] = {};
-        for (int64_t k = u * kUnit<T>, j = 0; j < kUnit<T> && k < width && i < count; ++j, ++k)
-          values[j] = source[(r + i) * row_step + k * column_step];
-        memcpy(out + u * step + i, values, sizeof values);
-      }
+    const T* from = source + r * row_step;
+    if (column_step == 1) pack_panel(from, row_step, count, width, out, step);
+    else pack_scattered(from, row_step, column_step, count, width, out, step);
   }
 }
 
