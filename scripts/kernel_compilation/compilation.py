@@ -1,4 +1,4 @@
-"""One kernel compiled for one chip, without a GPU, and examined with the tools that triton brings."""
+"""One kernel compiled for one chip, without a GPU, examined with the tools in triton's wheel."""
 
 from __future__ import annotations
 
