@@ -14,14 +14,15 @@ from kernel_bench.expert_contestants import REFERENCE, ExpertContestant, Layer, 
 from kernel_bench.expert_work import LayerRows, LayerWeights, make_rows, make_weights
 from kernel_bench.limits import DeviceLimits, bound
 from kernel_bench.measurement import Measurement, WorkResult, last_line, relative_error
-from kernel_bench.shapes import DecodeShape, LayerShape
+from kernel_bench.shapes import DecodeShape
 from moe_kernels.choice import choose_kernels
+from moe_kernels.gpu.expert_layers import ExpertLayer
 
 Say = Callable[[str], None]
 
 
 def run_layer(
-    shape: LayerShape,
+    shape: ExpertLayer,
     all_tokens: Sequence[int],
     dtype: torch.dtype,
     clock: Clock,
