@@ -273,6 +273,82 @@ def _finished(acc, scales_ptr, bias_ptr, outputs, is_row, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def grouped_gemm_tma_kernel(
+    x,  # [T, C] as a pointer, or [P, C] as a descriptor of [BLOCK_M, BLOCK_C] for the second
+    weight,  # [E * N, C] or [E * 2 N, C]: a descriptor of [BLOCK_N, BLOCK_C]
+    bias_ptr,
+    out_ptr,
+    tile_experts_ptr,
+    sorted_slots_ptr,
+    num_tiles_ptr,
+    num_slots,
+    top_k,
+    num_inputs,
+    num_outputs,
+    IS_GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+):
+    """Either product for many rows, weights as they are: x [M, C] times weights transposed.
+
+    Persistent: any grid; a program takes every `grid`-th piece of BLOCK_N outputs of one tile, in
+    the cache-friendly order, up to the number of tiles in use. Weights, and the positions that the
+    second product reads, come by TMA; zeros stand for what lies outside. A block of the last
+    outputs may read rows of the next expert, which are not stored.
+    """
+    num_tiles = tl.load(num_tiles_ptr)
+    num_blocks_n = tl.cdiv(num_outputs, BLOCK_N)
+    PARTS: tl.constexpr = 2 if IS_GATED else 1
+    for piece in range(tl.program_id(0), num_tiles * num_blocks_n, tl.num_programs(0)):
+        tile, block_n = _tile_of(piece, num_tiles, num_blocks_n, GROUP_M)
+        expert = tl.load(tile_experts_ptr + tile)
+        slots, positions, rows, is_slot = _slots_of(
+            tile, sorted_slots_ptr, num_slots, top_k, BLOCK_M, False
+        )
+        outputs = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        is_column = outputs < num_outputs
+        first = expert * PARTS * num_outputs
+        weight_row = first + block_n * BLOCK_N
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if IS_GATED:
+            acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(0, num_inputs, BLOCK_C):
+            if IS_GATED:
+                inputs = start + tl.arange(0, BLOCK_C)
+                mask = is_slot[:, None]
+                if not IS_EVEN:
+                    mask = mask & (inputs < num_inputs)[None, :]
+                x_ptrs = x + rows.to(tl.int64)[:, None] * num_inputs + inputs[None, :]
+                x_tile = tl.load(x_ptrs, mask=mask, other=0.0)
+            else:
+                x_tile = x.load([tile * BLOCK_M, start])
+            acc = tl.dot(x_tile, weight.load([weight_row, start]).T, acc, input_precision="ieee")
+            if IS_GATED:
+                up = weight.load([weight_row + num_outputs, start])
+                acc_up = tl.dot(x_tile, up.T, acc_up, input_precision="ieee")
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + first + outputs, mask=is_column, other=0.0)
+            acc += bias.to(tl.float32)[None, :]
+        if IS_GATED:
+            if bias_ptr is not None:
+                bias = tl.load(bias_ptr + first + num_outputs + outputs, mask=is_column, other=0.0)
+                acc_up += bias.to(tl.float32)[None, :]
+            acc = _activated(acc, acc_up, ALPHA, LIMIT, UP_OFFSET)
+            places = positions
+        else:
+            places = slots
+        out = out_ptr + places.to(tl.int64)[:, None] * num_outputs + outputs[None, :]
+        mask = is_slot[:, None] & is_column[None, :]
+        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def combine_kernel(
     y_ptr,
     ids_ptr,
