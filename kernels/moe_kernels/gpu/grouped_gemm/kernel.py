@@ -312,40 +312,35 @@ def grouped_gemm_tma_kernel(
             tile, sorted_slots_ptr, num_slots, top_k, BLOCK_M, False
         )
         outputs = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        is_column = outputs < num_outputs
+        is_row = outputs < num_outputs
         first = expert * PARTS * num_outputs
         weight_row = first + block_n * BLOCK_N
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        x_row = x + rows.to(tl.int64)[None, :] * num_inputs if IS_GATED else x
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         if IS_GATED:
-            acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            acc_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for start in range(0, num_inputs, BLOCK_C):
             if IS_GATED:
                 inputs = start + tl.arange(0, BLOCK_C)
-                mask = is_slot[:, None]
+                mask = is_slot[None, :]
                 if not IS_EVEN:
-                    mask = mask & (inputs < num_inputs)[None, :]
-                x_ptrs = x + rows.to(tl.int64)[:, None] * num_inputs + inputs[None, :]
-                x_tile = tl.load(x_ptrs, mask=mask, other=0.0)
+                    mask = mask & (inputs < num_inputs)[:, None]
+                x_tile = tl.load(x_row + inputs[:, None], mask=mask, other=0.0)
             else:
-                x_tile = x.load([tile * BLOCK_M, start])
-            acc = tl.dot(x_tile, weight.load([weight_row, start]).T, acc, input_precision="ieee")
+                x_tile = x.load([tile * BLOCK_M, start]).T
+            acc = tl.dot(weight.load([weight_row, start]), x_tile, acc, input_precision="ieee")
             if IS_GATED:
                 up = weight.load([weight_row + num_outputs, start])
-                acc_up = tl.dot(x_tile, up.T, acc_up, input_precision="ieee")
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptr + first + outputs, mask=is_column, other=0.0)
-            acc += bias.to(tl.float32)[None, :]
+                acc_up = tl.dot(up, x_tile, acc_up, input_precision="ieee")
+        acc = _finished(acc, None, bias_ptr, first + outputs, is_row, "plain")
         if IS_GATED:
-            if bias_ptr is not None:
-                bias = tl.load(bias_ptr + first + num_outputs + outputs, mask=is_column, other=0.0)
-                acc_up += bias.to(tl.float32)[None, :]
+            acc_up = _finished(acc_up, None, bias_ptr, first + num_outputs + outputs, is_row, "plain")
             acc = _activated(acc, acc_up, ALPHA, LIMIT, UP_OFFSET)
             places = positions
         else:
             places = slots
-        out = out_ptr + places.to(tl.int64)[:, None] * num_outputs + outputs[None, :]
-        mask = is_slot[:, None] & is_column[None, :]
-        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)
+        out = out_ptr + places.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
+        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=is_slot[None, :] & is_row[:, None])
 
 
 @triton.jit
