@@ -14,7 +14,7 @@ def _bins(ids, num_experts, BLOCK_EXPERTS: tl.constexpr):
     return tl.where((ids >= 0) & (ids < num_experts), ids, BLOCK_EXPERTS - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "max_tiles"])
 def align_kernel(
     ids_ptr,
     sorted_slots_ptr,
@@ -61,9 +61,7 @@ def align_kernel(
             tl.store(tile_experts_ptr + first_tile + own, expert, mask=own < num_own)
         place = first_tile * BLOCK_ROWS
         padding = count + tl.arange(0, BLOCK_ROWS)
-        tl.store(
-            sorted_slots_ptr + place + padding, num_slots, mask=padding < num_own * BLOCK_ROWS
-        )
+        tl.store(sorted_slots_ptr + place + padding, num_slots, mask=padding < num_own * BLOCK_ROWS)
         for start in range(0, num_slots, BLOCK_SLOTS):
             slots = start + lanes
             ids = tl.load(ids_ptr + slots, mask=slots < num_slots, other=-1).to(tl.int32)
@@ -73,7 +71,7 @@ def align_kernel(
             place += tl.sum(is_own)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def count_kernel(
     ids_ptr,
     chunk_counts_ptr,
@@ -92,7 +90,7 @@ def count_kernel(
     tl.store(row_ptr + experts, counts, mask=experts < num_experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])
 def scan_kernel(
     chunk_counts_ptr,
     counts_ptr,
@@ -118,7 +116,7 @@ def scan_kernel(
     tl.store(counts_ptr + experts, carry, mask=experts < num_experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "max_tiles"])
 def map_kernel(
     counts_ptr,
     sorted_slots_ptr,
@@ -160,7 +158,7 @@ def map_kernel(
     tl.store(sorted_slots_ptr + place, num_slots, mask=is_padding)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def place_kernel(
     ids_ptr,
     chunk_starts_ptr,
