@@ -5,6 +5,8 @@ T tokens, H query heads, Hkv key/value heads, D head width, Dv values' width.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,8 +26,6 @@ from moe_kernels.gpu.paged_attention.plan import (
 )
 
 LOG2_E = 1.4426950408889634
-_JOINED_VALUES = 1024  # of one program of join_items
-_JOIN_WARPS = 4
 
 
 def plan_attention(
@@ -127,15 +127,15 @@ def _launch_slab(
     attend_items[(slab.num_items * head_programs,)](
         q_THD, keys, values, tiles, items, plan.tables_SW, partial, stats, num_rows,
         plan.sizes.table_width, *q_THD.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
-        shape.scale * LOG2_E, **_constants(plan, config.items, is_latent(keys, values, config)),
+        shape.scale * LOG2_E,
+        **attending_constants(
+            shape, config, config.items, plan.page_size, is_latent(keys, values, config)
+        ),
     )  # fmt: skip
-    block_rows = max(1, _JOINED_VALUES // config.block_v)
-    row_blocks = -(-num_rows // block_rows)
+    row_blocks = -(-num_rows // config.join_rows)
     join_items[(slab.num_tiles * head_programs * row_blocks,)](
         partial, stats, tiles, sinks_H, out_THV, num_rows, row_blocks, *out_THV.stride()[:2],
-        NUM_KV_HEADS=shape.num_kv_heads, GROUP=shape.group, VALUE_DIM=shape.value_width,
-        BLOCK_HEADS=config.items.block_heads, BLOCK_ROWS=block_rows, BLOCK_V=config.block_v,
-        num_warps=_JOIN_WARPS,
+        **joining_constants(shape, config),
     )  # fmt: skip
 
 
@@ -153,7 +153,9 @@ def _launch_tiles(
         q_THD, keys, values, plan.tiles_M, plan.tables_SW, sinks_H, out_THV, num_tiles,
         plan.sizes.table_width, *q_THD.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
         *out_THV.stride()[:2], shape.scale * LOG2_E,
-        **_constants(plan, config.tiles, is_latent(keys, values, config)),
+        **attending_constants(
+            shape, config, config.tiles, plan.page_size, is_latent(keys, values, config)
+        ),
     )  # fmt: skip
 
 
@@ -163,9 +165,10 @@ def is_latent(keys: Tensor, values: Tensor, config: AttentionConfig) -> bool:
     return is_same and values.shape[-1] == config.block_d and keys.shape[-1] >= config.block_d
 
 
-def _constants(plan: PagedPlan, tile: TileConfig, is_latent: bool) -> dict[str, int | bool]:
-    """What the two attending kernels are compiled for."""
-    config, shape = plan.config, plan.shape
+def attending_constants(
+    shape: AttentionShape, config: AttentionConfig, tile: TileConfig, page_size: int, latent: bool
+) -> dict[str, Any]:
+    """What attend_items and attend_tiles are compiled for."""
     return {
         "NUM_KV_HEADS": shape.num_kv_heads,
         "GROUP": shape.group,
@@ -173,8 +176,8 @@ def _constants(plan: PagedPlan, tile: TileConfig, is_latent: bool) -> dict[str, 
         "VALUE_DIM": shape.value_width,
         "WINDOW": shape.sliding_window or 0,
         "CHUNK": shape.chunk or 0,
-        "IS_LATENT": is_latent,
-        "PAGE": plan.page_size,
+        "IS_LATENT": latent,
+        "PAGE": page_size,
         "SPLIT_TOKENS": config.split_tokens,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
@@ -184,4 +187,18 @@ def _constants(plan: PagedPlan, tile: TileConfig, is_latent: bool) -> dict[str, 
         "BLOCK_HEADS": tile.block_heads,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
+    }
+
+
+def joining_constants(shape: AttentionShape, config: AttentionConfig) -> dict[str, Any]:
+    """What join_items is compiled for."""
+    return {
+        "NUM_KV_HEADS": shape.num_kv_heads,
+        "GROUP": shape.group,
+        "VALUE_DIM": shape.value_width,
+        "BLOCK_HEADS": config.items.block_heads,
+        "BLOCK_ROWS": config.join_rows,
+        "BLOCK_V": config.block_v,
+        "num_warps": 4,
+        "num_stages": 1,
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _MIN_BLOCK = 16  # the least that a matrix instruction takes
+_JOINED_VALUES = 1024  # of one program
 _WIDE = 256  # values of a row from which on two accumulators do not fit into the registers
 
 
@@ -40,6 +41,7 @@ class AttentionConfig:
     tiles: TileConfig | None
     max_item_tokens: int
     head_blocks: int  # programs per key/value head
+    join_rows: int  # of one program of join_items
 
 
 def attention_config(
@@ -77,6 +79,7 @@ def attention_config(
         tiles=None if is_wide else tile,
         max_item_tokens=4 * tile.tile_tokens,
         head_blocks=head_blocks,
+        join_rows=max(1, _JOINED_VALUES // block_v),
     )
 
 

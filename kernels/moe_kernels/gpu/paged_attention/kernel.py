@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def"
 """Paged attention in Triton: one way to attend to a split of the keys, and two ways to join splits.
 
 The key axis of every sequence is cut at fixed positions: splits of SPLIT_TOKENS, and blocks of
@@ -170,7 +169,10 @@ def _store_rows(
     tl.store(out, o, mask=is_row_M[:, None] & (at_V < VALUE_DIM))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["partial_rows"],
+    do_not_specialize_on_alignment=["tiles_ptr", "items_ptr"],
+)
 def attend_items(
     q_ptr, keys_ptr, values_ptr, tiles_ptr, items_ptr, tables_ptr, partial_ptr, stats_ptr,
     partial_rows, table_stride, q_token_stride, q_head_stride, key_page_stride, key_head_stride,
@@ -226,7 +228,10 @@ def attend_items(
     tl.store(partial_ptr + row_M[:, None] * VALUE_DIM + at_V, o, mask=is_stored)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["partial_rows", "row_blocks"],
+    do_not_specialize_on_alignment=["tiles_ptr"],
+)
 def join_items(
     partial_ptr, stats_ptr, tiles_ptr, sinks_ptr, out_ptr, partial_rows, row_blocks,
     out_token_stride, out_head_stride, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
@@ -272,7 +277,7 @@ def join_items(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def attend_tiles(
     q_ptr, keys_ptr, values_ptr, tiles_ptr, tables_ptr, sinks_ptr, out_ptr, num_tiles,
     table_stride, q_token_stride, q_head_stride, key_page_stride, key_head_stride,

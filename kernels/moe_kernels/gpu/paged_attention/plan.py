@@ -3,9 +3,9 @@
 A tile is up to `tile_tokens` query tokens of one sequence; an item is a tile and one split of its
 keys. Short sequences of queries (decode) become items, long ones (prefill) whole tiles:
 
-    sequence 0: token 517 of 518          tile (sequence 0, token 0, 1 token, position 517)
-                                          items (tile 0, split 0) (tile 0, split 1) (tile 0, split 2)
-    sequence 1: tokens 0..99              13 tiles of 8 tokens, those with most keys first
+    sequence 0: token 517 of 518     tile (sequence 0, first token 0, 1 token, position 517)
+                                     items (tile 0, split 0) (tile 0, split 1) (tile 0, split 2)
+    sequence 1: tokens 0..99         13 tiles of 8 tokens, those with most keys first
 
 Items are cut into slabs, so that their partial results fit into a bounded workspace. With `sizes`
 the buffer is padded: tiles of 0 tokens and items of tile -1 do nothing. Then the same launches
