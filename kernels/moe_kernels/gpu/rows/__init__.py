@@ -1,1 +1,1 @@
-"""Norms, rotations and additions row by row on a GPU."""
+"""Norms and additions row by row on a GPU."""
