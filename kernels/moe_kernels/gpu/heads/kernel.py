@@ -74,14 +74,14 @@ def shape_heads(  # type: ignore[no-untyped-def]
     else:
         h = ((part - Q_BLOCKS - K_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
         dv = tl.arange(0, BLOCK_V)[None, :]
-        is_there = (h < NUM_KV_HEADS) & (dv < VALUE_DIM)
+        is_value = (h < NUM_KV_HEADS) & (dv < VALUE_DIM)
         at = row_ptr + Q_SIZE + K_SIZE + h * VALUE_DIM + dv
-        v = tl.load(at, mask=is_there, other=0.0).to(tl.float32)
+        v = tl.load(at, mask=is_value, other=0.0).to(tl.float32)
         if HAS_CLIP:
             v = clip_values(v, clip)
         page_row = tl.load(kv_rows_ptr + token * NUM_KV_HEADS + h, mask=h < NUM_KV_HEADS, other=-1)
-        is_there = (page_row >= 0) & (dv < VALUE_DIM)
-        tl.store(values_ptr + page_row.to(tl.int64) * VALUE_DIM + dv, v, mask=is_there)
+        is_value = (page_row >= 0) & (dv < VALUE_DIM)
+        tl.store(values_ptr + page_row.to(tl.int64) * VALUE_DIM + dv, v, mask=is_value)
 
 
 @triton.jit
@@ -130,12 +130,12 @@ def shape_latents(  # type: ignore[no-untyped-def]
         weight = tl.load(norm_ptr + at, mask=at < LATENT_DIM, other=0.0).to(tl.float32)
         latent = (latent * scale).to(latent_ptr.dtype.element_ty).to(tl.float32) * weight
         tl.store(out_ptr + at, latent, mask=(at < LATENT_DIM) & (page_row >= 0))
-        is_there = r < ROPE_DIM
-        pair = partner(r, ROPE_DIM)
-        x = tl.load(row_ptr + LATENT_DIM + r, mask=is_there, other=0.0).to(tl.float32)
-        y = tl.load(row_ptr + LATENT_DIM + pair, mask=is_there, other=0.0).to(tl.float32)
-        key = rotate(x, y, cos_ptr, sin_ptr, r, ROPE_DIM)
-        tl.store(out_ptr + LATENT_DIM + r, key, mask=is_there & (page_row >= 0))
+        is_rope = (r < ROPE_DIM) & (page_row >= 0)
+        key_at = row_ptr + LATENT_DIM
+        key = tl.load(key_at + r, mask=is_rope, other=0.0).to(tl.float32)
+        swapped = tl.load(key_at + partner(r, ROPE_DIM), mask=is_rope, other=0.0).to(tl.float32)
+        key = rotate(key, swapped, cos_ptr, sin_ptr, r, ROPE_DIM)
+        tl.store(out_ptr + LATENT_DIM + r, key, mask=is_rope)
     else:
         h = ((part - 1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
         is_there = (h < NUM_HEADS) & (r < ROPE_DIM)
@@ -190,15 +190,15 @@ def shape_block(  # type: ignore[no-untyped-def]
         y = y.to(dtype).to(tl.float32)
     if HAS_CLIP:
         x, y = clip_values(x, clip), clip_values(y, clip)
-    if NORM == NORM_BY_HEAD or NORM == NORM_AFTER_ROTATION:
-        weight_x = tl.load(weight_ptr + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
     if NORM == NORM_BY_HEAD:
+        weight_x = tl.load(weight_ptr + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
         scale = tl.math.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x, axis=1) / HEAD_DIM + eps))[:, None]
         weight_y = tl.load(weight_ptr + pair, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
         x = ((x * scale).to(dtype).to(tl.float32) * weight_x).to(dtype).to(tl.float32)
         y = ((y * scale).to(dtype).to(tl.float32) * weight_y).to(dtype).to(tl.float32)
     x = rotate(x, y, cos_ptr, sin_ptr, d, ROTARY_DIM)
     if NORM == NORM_AFTER_ROTATION:
+        weight_x = tl.load(weight_ptr + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
         scale = tl.math.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x, axis=1) / HEAD_DIM + eps))[:, None]
         x = x * scale * weight_x
     return x
