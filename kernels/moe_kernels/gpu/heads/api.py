@@ -110,9 +110,7 @@ def shape_latent(
     assert rotary.cos.shape[1] == rope_dim, f"{rotary.cos.shape[1]} values of {rope_dim} rotate"
     assert kv_rows.numel() == num_tokens, f"{kv_rows.numel()} kv rows of {num_tokens} tokens"
     if out_THR is None:
-        out_THR = torch.empty(
-            num_tokens, num_heads, rope_dim, dtype=q_rope_THR.dtype, device=q_rope_THR.device
-        )
+        out_THR = q_rope_THR.new_empty(num_tokens, num_heads, rope_dim)
     assert out_THR.shape == q_rope_THR.shape, f"out is {out_THR.shape}, not {q_rope_THR.shape}"
     assert out_THR.data_ptr() != q_rope_THR.data_ptr() or not num_tokens, "not in place"
     for name, tensor in (("q_rope", q_rope_THR), ("latent", latent_TC), ("out", out_THR)):

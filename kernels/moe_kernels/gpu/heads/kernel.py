@@ -11,32 +11,13 @@ NORM_AFTER_ROTATION = tl.constexpr(3)
 
 @triton.jit
 def shape_heads(  # type: ignore[no-untyped-def]
-    qkv_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    query_scale_ptr,
-    positions_ptr,
-    kv_rows_ptr,
-    q_ptr,
-    keys_ptr,
-    values_ptr,
-    qkv_step,
-    eps,
-    clip,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    NORM: tl.constexpr,
-    HAS_CLIP: tl.constexpr,
-    HAS_QUERY_SCALE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, query_scale_ptr, positions_ptr, kv_rows_ptr,
+    q_ptr, keys_ptr, values_ptr, qkv_step, eps, clip,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, NORM: tl.constexpr, HAS_CLIP: tl.constexpr,
+    HAS_QUERY_SCALE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
-):
+):  # fmt: skip
     """qkv [T, (H + Hkv) D + Hkv Dv] -> q [T, H, D], and rows of keys [.., D] and values [.., Dv].
 
     kv_rows [T, Hkv]; a negative row is not written. cos and sin [P, R], the minus of the first half
@@ -86,28 +67,11 @@ def shape_heads(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def shape_latents(  # type: ignore[no-untyped-def]
-    q_rope_ptr,
-    latent_ptr,
-    norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
-    kv_rows_ptr,
-    q_out_ptr,
-    keys_ptr,
-    q_token_step,
-    q_head_step,
-    latent_step,
-    out_token_step,
-    out_head_step,
-    eps,
-    NUM_HEADS: tl.constexpr,
-    LATENT_DIM: tl.constexpr,
-    ROPE_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-):
+    q_rope_ptr, latent_ptr, norm_ptr, cos_ptr, sin_ptr, positions_ptr, kv_rows_ptr, q_out_ptr,
+    keys_ptr, q_token_step, q_head_step, latent_step, out_token_step, out_head_step, eps,
+    NUM_HEADS: tl.constexpr, LATENT_DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
     """Latent attention: latent [T, L + R] -> rows of keys [.., L + R]; q_rope [T, H, R] rotated.
 
     kv_rows [T]; a negative row is not written. Grid (T, 1 + blocks of heads): the first program of
@@ -149,22 +113,10 @@ def shape_latents(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def shape_block(  # type: ignore[no-untyped-def]
-    row_ptr,
-    weight_ptr,
-    cos_ptr,
-    sin_ptr,
-    h,
-    d,
-    eps,
-    clip,
-    NUM: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    NORM: tl.constexpr,
-    HAS_CLIP: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    row_ptr, weight_ptr, cos_ptr, sin_ptr, h, d, eps, clip,
+    NUM: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, NORM: tl.constexpr,
+    HAS_CLIP: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """A block of query or key heads [BLOCK_H, BLOCK_D] in fp32, normed, clipped and rotated.
 
     Each value is loaded with the one that it is rotated with, and both go through the same steps.

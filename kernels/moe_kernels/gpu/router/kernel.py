@@ -6,26 +6,12 @@ import triton.language as tl
 
 @triton.jit
 def route_rows(  # type: ignore[no-untyped-def]
-    logits_ptr,
-    bias_ptr,
-    ids_ptr,
-    weights_ptr,
-    counts_ptr,
-    logits_step,
-    renorm_floor,
-    scaling,
-    NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    NUM_GROUPS_KEPT: tl.constexpr,
-    IS_TOP2: tl.constexpr,
-    IS_SIGMOID: tl.constexpr,
-    IS_RENORMALISED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_COUNTS: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, counts_ptr, logits_step, renorm_floor, scaling,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    NUM_GROUPS_KEPT: tl.constexpr, IS_TOP2: tl.constexpr, IS_SIGMOID: tl.constexpr,
+    IS_RENORMALISED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_COUNTS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
     """Logits [T, E] in fp32 -> ids and weights [T, K], counts [E] += 1 for each choice.
 
     Grid (T,): a program computes one row. Place i of the block stands for expert i % BLOCK_S of

@@ -6,25 +6,11 @@ import triton.language as tl
 
 @triton.jit
 def add_and_norm_rows(  # type: ignore[no-untyped-def]
-    hidden_ptr,
-    out_ptr,
-    more_ptr,
-    gate_ptr,
-    weight_ptr,
-    sum_ptr,
-    normed_ptr,
-    hidden_step,
-    out_step,
-    more_step,
-    multiplier,
-    eps,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_OUT: tl.constexpr,
-    HAS_MORE: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-):
+    hidden_ptr, out_ptr, more_ptr, gate_ptr, weight_ptr, sum_ptr, normed_ptr,
+    hidden_step, out_step, more_step, multiplier, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_OUT: tl.constexpr, HAS_MORE: tl.constexpr,
+    HAS_GATE: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
     """sum = hidden + multiplier (out + sigmoid(gate) more), normed = RMSNorm(sum) weight.
 
     hidden, out, more [T, D] with a step between rows; gate [T]; weight [D]; sum and normed [T, D].
