@@ -137,28 +137,22 @@ def test_latents(dtype: torch.dtype, device: torch.device) -> None:
         norm_eps=1e-6, softmax_scale=1.0,
     )  # fmt: skip
     latent = random(device, 4, 40).to(dtype)[:, :32]
-    query = random(device, 4, 3, 16, seed=2).to(dtype)[..., 8:]
+    q_latent = random(device, 3, 4, 24, seed=1).to(dtype).transpose(0, 1)
+    q_rope = random(device, 4, 3, 16, seed=2).to(dtype)[..., 8:]
     weight = random(device, 24, seed=4).to(dtype)
     rotary, positions = make_rotary(device, 8), torch.tensor([9, 0, 1, 2], device=device)
     keys = torch.zeros(2, 1, 16, 32, dtype=dtype, device=device)
     kv_rows = torch.tensor([31, 2, -1, 7], device=device)
-    joined = torch.zeros(4, 3, 32, dtype=dtype, device=device)
-    out = shape_latent(
-        query, latent, weight, rotary, positions, kv_rows, keys, shape, joined[..., 24:]
-    )
-    q = torch_kernels._rotate(query, rotary, positions).to(dtype)
+    q = shape_latent(q_latent, q_rope, latent, weight, rotary, positions, kv_rows, keys, shape)
+    rotated = torch_kernels._rotate(q_rope, rotary, positions).to(dtype)
+    assert torch.equal(q, torch.cat((q_latent, rotated), -1)), "queries are bit for bit"
     key = torch_kernels._rotate(latent[:, None, 24:], rotary, positions)[:, 0].to(dtype)
     normed = rms_norm(latent[:, :24].contiguous(), weight, 1e-6)
-    assert torch.equal(out, q), "rotation alone is bit for bit"
-    assert torch.equal(joined[..., 24:], q) and not joined[..., :24].any()
-    rows = keys.view(-1, 32)
-    kept = [0, 1, 3]
+    rows, kept = keys.view(-1, 32), [0, 1, 3]
     assert torch.equal(rows[kv_rows[kept], 24:], key[kept]), "the shared key is bit for bit"
     close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
     torch.testing.assert_close(rows[kv_rows[kept], :24], normed[kept], **close)
     assert rows.any(dim=-1).nonzero()[:, 0].tolist() == [2, 7, 31]
-    again = shape_latent(query, latent, weight, rotary, positions, kv_rows, keys, shape)
-    assert torch.equal(again, q) and again.is_contiguous()
 
 
 def test_config_follows_the_shape() -> None:

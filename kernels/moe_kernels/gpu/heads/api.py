@@ -86,6 +86,7 @@ def shape_qkv(
 
 
 def shape_latent(
+    q_latent_THL: Tensor,
     q_rope_THR: Tensor,
     latent_TC: Tensor,
     norm_weight_L: Tensor,
@@ -94,56 +95,37 @@ def shape_latent(
     kv_rows: Tensor,
     keys: Tensor,
     shape: LatentShape,
-    out_THR: Tensor | None = None,
 ) -> Tensor:
-    """Norm the latents, rotate the shared key, write both; rotate the queries -> [T, H, R].
+    """Norm the latents, rotate the shared key, write both -> queries [T, H, C] = latent | rotated.
 
     `latent_TC`: C = L + R. `kv_rows` [T]: rows of `keys` seen as [.., C]; a negative one is not
-    written. `out_THR` may be a part of wider rows, such as q[..., L:], but not `q_rope_THR` itself.
+    written. The queries' two parts may have any steps between tokens and heads.
     """
     num_tokens, num_heads, rope_dim = q_rope_THR.shape
+    latent_dim, width = shape.latent_dim, shape.latent_dim + rope_dim
     assert (num_heads, rope_dim) == (shape.num_heads, shape.rope_dim), f"{q_rope_THR.shape}"
-    width = shape.latent_dim + rope_dim
+    assert q_latent_THL.shape == (num_tokens, num_heads, latent_dim), f"{q_latent_THL.shape}"
     assert latent_TC.shape == (num_tokens, width), f"latents are {latent_TC.shape}"
     assert keys.is_contiguous() and keys.shape[-1] == width, f"keys are {keys.shape}"
     _check_positions(num_tokens, rotary, positions)
     assert rotary.cos.shape[1] == rope_dim, f"{rotary.cos.shape[1]} values of {rope_dim} rotate"
     assert kv_rows.numel() == num_tokens, f"{kv_rows.numel()} kv rows of {num_tokens} tokens"
-    if out_THR is None:
-        out_THR = q_rope_THR.new_empty(num_tokens, num_heads, rope_dim)
-    assert out_THR.shape == q_rope_THR.shape, f"out is {out_THR.shape}, not {q_rope_THR.shape}"
-    assert out_THR.data_ptr() != q_rope_THR.data_ptr() or not num_tokens, "not in place"
-    for name, tensor in (("q_rope", q_rope_THR), ("latent", latent_TC), ("out", out_THR)):
-        assert tensor.stride(-1) == 1, f"a row of {name} has stride {tensor.stride(-1)}"
+    for name, rows in (("q_latent", q_latent_THL), ("q_rope", q_rope_THR), ("latent", latent_TC)):
+        assert rows.stride(-1) == 1, f"a row of {name} has stride {rows.stride(-1)}"
+    q_THC = q_rope_THR.new_empty(num_tokens, num_heads, width)
     if not num_tokens:
-        return out_THR
+        return q_THC
     config = head_config(num_heads, rope_dim, rope_dim)
     shape_latents[(num_tokens, 1 + -(-num_heads // config.block_heads))](
-        q_rope_THR,
-        latent_TC,
-        norm_weight_L,
-        rotary.cos,
-        rotary.signed_sin,
-        positions,
-        kv_rows,
-        out_THR,
-        keys,
-        q_rope_THR.stride(0),
-        q_rope_THR.stride(1),
-        latent_TC.stride(0),
-        out_THR.stride(0),
-        out_THR.stride(1),
-        shape.norm_eps,
-        NUM_HEADS=num_heads,
-        LATENT_DIM=shape.latent_dim,
-        ROPE_DIM=rope_dim,
-        BLOCK_H=config.block_heads,
-        BLOCK_R=config.block_dim,
-        BLOCK_L=1 << (shape.latent_dim - 1).bit_length(),
-        num_warps=config.num_warps,
-        enable_fp_fusion=False,
-    )
-    return out_THR
+        q_latent_THL, q_rope_THR, latent_TC, norm_weight_L, rotary.cos, rotary.signed_sin,
+        positions, kv_rows, q_THC, keys, *q_latent_THL.stride()[:2], *q_rope_THR.stride()[:2],
+        latent_TC.stride(0), shape.norm_eps,
+        NUM_HEADS=num_heads, LATENT_DIM=latent_dim, ROPE_DIM=rope_dim,
+        BLOCK_H=config.block_heads, BLOCK_R=config.block_dim,
+        BLOCK_L=1 << (latent_dim - 1).bit_length(),
+        num_warps=config.num_warps, enable_fp_fusion=False,
+    )  # fmt: skip
+    return q_THC
 
 
 def _check_positions(num_tokens: int, rotary: RotaryTable, positions: Tensor) -> None:

@@ -72,13 +72,14 @@ def _case(name: str, shape: AttentionShape, dtype: str) -> CompileCase:
 def _latent_case(dtype: str) -> CompileCase:
     """DeepSeek-V2, DeepSeek-V3 and Kimi-K2."""
     config = head_config(128, 64, 64)
-    rows = {f"{name}_ptr": f"*{dtype}" for name in ("q_rope", "latent", "norm", "q_out", "keys")}
+    names = ("q_latent", "q_rope", "latent", "norm", "q", "keys")
+    rows = {f"{name}_ptr": f"*{dtype}" for name in names}
     steps = (
-        "q_token_step",
-        "q_head_step",
+        "q_latent_token_step",
+        "q_latent_head_step",
+        "q_rope_token_step",
+        "q_rope_head_step",
         "latent_step",
-        "out_token_step",
-        "out_head_step",
     )
     return CompileCase(
         name=f"heads/deepseek-v3-latent-{dtype}",

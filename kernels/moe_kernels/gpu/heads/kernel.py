@@ -67,17 +67,19 @@ def shape_heads(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def shape_latents(  # type: ignore[no-untyped-def]
-    q_rope_ptr, latent_ptr, norm_ptr, cos_ptr, sin_ptr, positions_ptr, kv_rows_ptr, q_out_ptr,
-    keys_ptr, q_token_step, q_head_step, latent_step, out_token_step, out_head_step, eps,
-    NUM_HEADS: tl.constexpr, LATENT_DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
+    q_latent_ptr, q_rope_ptr, latent_ptr, norm_ptr, cos_ptr, sin_ptr, positions_ptr, kv_rows_ptr,
+    q_ptr, keys_ptr, q_latent_token_step, q_latent_head_step, q_rope_token_step, q_rope_head_step,
+    latent_step, eps, NUM_HEADS: tl.constexpr, LATENT_DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """Latent attention: latent [T, L + R] -> rows of keys [.., L + R]; q_rope [T, H, R] rotated.
+    """Latent attention: latent [T, L + R] -> rows of keys [.., L + R]; q [T, H, L + R] is joined
+    from q_latent [T, H, L] and the rotated q_rope [T, H, R].
 
     kv_rows [T]; a negative row is not written. Grid (T, 1 + blocks of heads): the first program of
-    a token norms its latent and rotates the shared key, the others rotate BLOCK_H heads each. The
+    a token norms its latent and rotates the shared key, the others join BLOCK_H heads each. The
     sum of squares runs over the latent in the order of its layout, which depends on L only.
     """
+    WIDTH: tl.constexpr = LATENT_DIM + ROPE_DIM
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     position = tl.load(positions_ptr + token).to(tl.int64)
@@ -87,28 +89,33 @@ def shape_latents(  # type: ignore[no-untyped-def]
     if part == 0:
         page_row = tl.load(kv_rows_ptr + token).to(tl.int64)
         row_ptr = latent_ptr + token * latent_step
-        out_ptr = keys_ptr + page_row * (LATENT_DIM + ROPE_DIM)
+        key_ptr = keys_ptr + page_row * WIDTH
         at = tl.arange(0, BLOCK_L)
         latent = tl.load(row_ptr + at, mask=at < LATENT_DIM, other=0.0).to(tl.float32)
         scale = tl.math.div_rn(1.0, tl.sqrt_rn(tl.sum(latent * latent, axis=0) / LATENT_DIM + eps))
         weight = tl.load(norm_ptr + at, mask=at < LATENT_DIM, other=0.0).to(tl.float32)
         latent = (latent * scale).to(latent_ptr.dtype.element_ty).to(tl.float32) * weight
-        tl.store(out_ptr + at, latent, mask=(at < LATENT_DIM) & (page_row >= 0))
+        tl.store(key_ptr + at, latent, mask=(at < LATENT_DIM) & (page_row >= 0))
         is_rope = (r < ROPE_DIM) & (page_row >= 0)
         key_at = row_ptr + LATENT_DIM
         key = tl.load(key_at + r, mask=is_rope, other=0.0).to(tl.float32)
         swapped = tl.load(key_at + partner(r, ROPE_DIM), mask=is_rope, other=0.0).to(tl.float32)
         key = rotate(key, swapped, cos_ptr, sin_ptr, r, ROPE_DIM)
-        tl.store(out_ptr + LATENT_DIM + r, key, mask=is_rope)
+        tl.store(key_ptr + LATENT_DIM + r, key, mask=is_rope)
     else:
         h = ((part - 1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
         is_there = (h < NUM_HEADS) & (r < ROPE_DIM)
-        heads_ptr = q_rope_ptr + token * q_token_step + h * q_head_step
-        pair = partner(r, ROPE_DIM)
-        x = tl.load(heads_ptr + r, mask=is_there, other=0.0).to(tl.float32)
-        y = tl.load(heads_ptr + pair, mask=is_there, other=0.0).to(tl.float32)
-        q = rotate(x, y, cos_ptr, sin_ptr, r, ROPE_DIM)
-        tl.store(q_out_ptr + token * out_token_step + h * out_head_step + r, q, mask=is_there)
+        out_ptr = q_ptr + (token * NUM_HEADS + h) * WIDTH
+        rope_ptr = q_rope_ptr + token * q_rope_token_step + h * q_rope_head_step
+        q = tl.load(rope_ptr + r, mask=is_there, other=0.0).to(tl.float32)
+        swapped = tl.load(rope_ptr + partner(r, ROPE_DIM), mask=is_there, other=0.0).to(tl.float32)
+        q = rotate(q, swapped, cos_ptr, sin_ptr, r, ROPE_DIM)
+        tl.store(out_ptr + LATENT_DIM + r, q, mask=is_there)
+        from_ptr = q_latent_ptr + token * q_latent_token_step + h * q_latent_head_step
+        for start in range(0, LATENT_DIM, BLOCK_R):
+            is_copied = (h < NUM_HEADS) & (start + r < LATENT_DIM)
+            part_of_q = tl.load(from_ptr + start + r, mask=is_copied)
+            tl.store(out_ptr + start + r, part_of_q, mask=is_copied)
 
 
 @triton.jit
