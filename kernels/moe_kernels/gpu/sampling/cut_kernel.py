@@ -99,8 +99,9 @@ def find_cuts(  # type: ignore[no-untyped-def]
     num = tl.load(nums_ptr + row)
     largest_ptr = candidates_ptr + row * CAPACITY
     _, _, _, mass, _, _ = at_least(largest_ptr, num, floor, floor, floor, CAPACITY)
-    is_in_reach = tl.where(has_top_k, k <= num, mass.to(tl.float64) >= top_p * total.to(tl.float64))
-    if is_in_reach | (candidate_edge(bins_ptr, row, CAPACITY) <= floor):
+    is_enough = mass.to(tl.float64) >= top_p * total.to(tl.float64)
+    is_enough = tl.where(has_top_k, k <= num, is_enough & (num > 0))
+    if is_enough | (candidate_edge(bins_ptr, row, CAPACITY) <= floor):
         data_ptr, size = largest_ptr, num
     else:
         data_ptr, size = probs_ptr + row * VOCAB, num * 0 + VOCAB
