@@ -56,6 +56,12 @@ def test_every_kernel_compiles_by_the_rules() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_every_kernel_lists_what_ships() -> None:
+    folders = {path.parent for path in (ROOT / "kernels/moe_kernels/gpu").glob("*/*kernel*.py")}
+    silent = [folder.name for folder in folders if not (folder / "compile_cases.py").is_file()]
+    assert not silent, f"these kernels are never compiled: {silent}"
+
+
 def test_resources_are_read() -> None:
     usage = " Function mm:\n  REG:48 STACK:8 SHARED:1024 LOCAL:4 CONSTANT[0]:944 TEXTURE:0"
     assert read_resources(usage) == (48, 12)

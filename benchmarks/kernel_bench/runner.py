@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -32,6 +33,8 @@ def run_layer(
     """One result per number of tokens; a contestant is made once for all of them."""
     weights = make_weights(shape, dtype, clock.device)
     found = contestants(clock.device, dtype)
+    if clock.device.type == "cuda":
+        found += importlib.import_module("kernel_bench.low_bits").low_bit_contestants(clock.device)
     layers = {contestant.name: _make(contestant, weights) for contestant in found}
     for num_tokens in all_tokens:
         say(f"{shape.name}, {num_tokens} tokens")

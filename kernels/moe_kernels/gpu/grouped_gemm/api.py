@@ -7,7 +7,7 @@ Nothing waits for the device, and all sizes follow from T: the call can be captu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,15 +15,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_kernels.gpu.align.api import Alignment, align
 from moe_kernels.gpu.grouped_gemm.experts import GroupedExperts
-from moe_kernels.gpu.grouped_gemm.heuristics import (
-    ProductShape,
-    TileConfig,
-    choose_block_m,
-    choose_tile,
-)
+from moe_kernels.gpu.grouped_gemm.heuristics import ProductShape, TileConfig, choose_block_m
 from moe_kernels.gpu.grouped_gemm.kernel import combine_kernel, grouped_gemm_kernel
 from moe_kernels.gpu.grouped_gemm.kernel_tma import grouped_gemm_tma_kernel
 from moe_kernels.gpu.grouped_gemm.pack import GroupedWeight
+from moe_kernels.gpu.grouped_gemm.tuning import tuned_tile
+from moe_kernels.gpu.tuned import TunedTable
 
 _COMBINE_BLOCK = 1024
 
@@ -32,12 +29,14 @@ _COMBINE_BLOCK = 1024
 class Chip:
     """What the launches need to know. `capability` is 80, 90 or 100; `has_equal_tiles`: all tile
     sizes give the same bits here (self_check.py), so that the batch may choose among them.
+    `tuned`: what was found fastest on this device.
     """
 
     capability: int
     num_processors: int
     has_equal_tiles: bool
     has_fp8: bool
+    tuned: TunedTable = field(default_factory=TunedTable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +113,7 @@ def _multiply(
     product: _Product, experts: GroupedExperts, alignment: Alignment, top_k: int, chip: Chip
 ) -> None:
     shape = product_shape(product.weight, product.x.element_size())
-    tile = choose_tile(alignment.block_rows, shape, chip.capability)
+    tile = tuned_tile(alignment.block_rows, shape, chip.capability, chip.tuned)
     # One slot a tile leaves nothing to share: the plain grid serves it.
     if tile.uses_tma and not alignment.is_direct:
         _multiply_by_tma(product, experts, alignment, top_k, chip, tile)
