@@ -4,26 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from routed_ids import ROUTINGS, ids_of
 
 from moe_kernels.gpu.align import heuristics
 from moe_kernels.gpu.align.api import Alignment, align
 from moe_kernels.gpu.align.heuristics import choose_align, is_direct, max_tiles
 from moe_kernels.gpu.align.reference import aligned_tiles
-
-
-def ids_of(num_rows: int, top_k: int, num_experts: int, routing: str) -> torch.Tensor:
-    """[T, K], ascending in a row."""
-    generator = torch.Generator().manual_seed(num_rows * 31 + num_experts)
-    if routing == "one":
-        return torch.full((num_rows, top_k), num_experts - 1)
-    scores = torch.rand(num_rows, num_experts, generator=generator)
-    if routing == "few":
-        scores[:, top_k + 1 :] = 0.0
-    ids = scores.topk(top_k, dim=1).indices.sort(dim=1).values
-    if routing == "elsewhere":
-        ids[::2, 0] = -1
-        ids[1::3, -1] = num_experts + 5
-    return ids
 
 
 def check(found: Alignment, ids: torch.Tensor, num_experts: int) -> None:
@@ -39,7 +25,7 @@ def check(found: Alignment, ids: torch.Tensor, num_experts: int) -> None:
 
 
 @pytest.mark.parametrize("has_chunks", [False, True], ids=["one kernel", "chunks"])
-@pytest.mark.parametrize("routing", ["any", "one", "few", "elsewhere"])
+@pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(
     ("num_rows", "top_k", "num_experts", "block_rows"),
     [(1, 1, 3, 16), (5, 2, 8, 16), (70, 4, 16, 32), (150, 1, 5, 64), (9, 8, 33, 16)],
