@@ -46,10 +46,10 @@ _SHAPES = {
 }
 
 
-def _case(name: str, shape: AttentionShape, kernel: str, dtype: str = "bf16") -> CompileCase:
-    """One of the three kernels for a shape; the tensors are as wide as the shape says."""
-    config = config_of(shape, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
-    page = f"*{dtype}"
+def _case(name: str, shape: AttentionShape, kernel: str, chip: int) -> CompileCase:
+    """One of the three kernels for a shape and the chips that have its tiles."""
+    config = config_of(shape, torch.bfloat16, chip)
+    page = "*bf16"
     tables = {"tiles_ptr": "*i32", "tables_ptr": "*i32"}
     inputs = {"q_ptr": page, "keys_ptr": page, "values_ptr": page}
     partial = {"partial_ptr": "*fp32", "stats_ptr": "*fp32"}
@@ -71,23 +71,25 @@ def _case(name: str, shape: AttentionShape, kernel: str, dtype: str = "bf16") ->
         signature = {**partial, "tiles_ptr": "*i32", **sinks, "out_ptr": page}
         signature |= {"partial_rows": "i32", "row_blocks": "i32", **out_strides}
     num_warps, num_stages = (constants.pop(name) for name in ("num_warps", "num_stages"))
-    has_matrices = kernel != "join" and dtype == "bf16"
+    has_matrices = kernel != "join"
     return CompileCase(
-        name=f"paged_attention/{kernel}-{name}",
+        name=f"paged_attention/{kernel}-{name}" + ("-ampere" if chip == 8 else ""),
         kernel=function,
         signature={name: signature[name] for name in function.arg_names if name in signature},
         constexprs=constants,
         num_warps=num_warps,
         num_stages=num_stages,
+        targets=(80,) if chip == 8 else (90, 100),
         divisible_by_16=tuple(name for name in signature if name.endswith("_stride")),
         has_tensor_cores=has_matrices,
-        expects_wgmma=has_matrices,
+        expects_wgmma=has_matrices and chip == 9,
     )
 
 
 CASES: tuple[CompileCase, ...] = tuple(
-    _case(name, shape, kernel)
+    _case(name, shape, kernel, chip)
     for name, shape in _SHAPES.items()
     for kernel in ("items", "join", "tiles")
+    for chip in (8, 9)
     if kernel != "tiles" or config_of(shape, torch.bfloat16).tiles is not None
 )

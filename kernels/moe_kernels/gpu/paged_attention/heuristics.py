@@ -51,12 +51,17 @@ def attention_config(
     head_dim: int,
     value_dim: int,
     element_bytes: int,
+    chip: int,
 ) -> AttentionConfig:
-    """The tiles for pages of this shape; `element_bytes` of a key."""
+    """The tiles for pages of this shape; `element_bytes` of a key, `chip` the major part of the
+    compute capability. Only 9 and 10 have matrix instructions for whole warp groups.
+    """
     block_d = max(_MIN_BLOCK, _power_of_two_below(head_dim))
     block_v = max(_MIN_BLOCK, _power_of_two_above(value_dim))
     is_wide = max(block_d, block_v) > _WIDE
-    block_m, block_n, num_warps, num_stages = _tile(max(block_d, block_v), element_bytes)
+    block_m, block_n, num_warps, num_stages = _tile(
+        max(block_d, block_v), element_bytes, chip in (9, 10)
+    )
     head_blocks = -(-group // block_m)
     block_heads = -(-group // head_blocks)
     tile = TileConfig(
@@ -83,18 +88,19 @@ def attention_config(
     )
 
 
-def _tile(width: int, element_bytes: int) -> tuple[int, int, int, int]:
-    """Rows, keys, warps and stages. 64 rows are what one warp group's wgmma takes; the number of
-    keys is what leaves both kernels without spills (see compile_cases.py)."""
+def _tile(width: int, element_bytes: int, has_wgmma: bool) -> tuple[int, int, int, int]:
+    """Rows, keys, warps and stages. 64 rows are what one warp group's wgmma takes; the rest is what
+    leaves both kernels without spills, and fits into 99 KiB of shared memory (see
+    compile_cases.py). Not yet tuned on a GPU."""
     if element_bytes > 2:  # fp32 has no matrix instruction that keeps its precision
         return 16, 32, 4, 1
     if width > _WIDE:
-        return 64, 32, 8, 2
+        return (64, 32, 8, 2) if has_wgmma else (32, 32, 8, 2)
     if width > 128:
         return 64, 32, 8, 2
     if width > 64:
-        return 64, 32, 4, 3
-    return 64, 64, 4, 3
+        return (64, 32, 4, 3) if has_wgmma else (64, 64, 8, 2)
+    return 64, 64, 4, 3 if has_wgmma else 2
 
 
 def _power_of_two_below(number: int) -> int:
