@@ -78,7 +78,9 @@ def experts_of(
     )
 
 
-def inputs_of(dtype: torch.dtype, device: torch.device, ids_TK: Tensor) -> tuple[Tensor, ...]:
+def inputs_of(
+    dtype: torch.dtype, device: torch.device, ids_TK: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """x [T, D], ids and weights [T, K]."""
     generator = torch.Generator().manual_seed(4)
     x_TD = torch.randn(len(ids_TK), D, generator=generator).to(device, dtype)
@@ -95,7 +97,7 @@ def reference(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Grouped
     expert_width = experts.expert_width
     parts = []
     for e in range(experts.num_experts):
-        biases = (None, None, None)
+        biases: tuple[Tensor | None, ...] = (None, None, None)
         if experts.gate_up_bias is not None and experts.down_bias is not None:
             bias = experts.gate_up_bias[e].cpu()
             biases = (bias[:expert_width], bias[expert_width:], experts.down_bias[e].cpu())
