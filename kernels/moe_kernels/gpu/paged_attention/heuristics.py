@@ -91,8 +91,8 @@ def attention_config(
 
 def _tile(width: int, element_bytes: int, has_wgmma: bool) -> tuple[int, int, int, int]:
     """Rows, keys, warps and stages. 64 rows are what one warp group's wgmma takes; the rest is what
-    leaves both kernels without spills, and fits into 99 KiB of shared memory (see
-    compile_cases.py). Not yet tuned on a GPU."""
+    leaves both kernels without spills (see compile_cases.py), and where there is no wgmma fits into
+    99 KiB of shared memory. Not yet tuned on a GPU."""
     if element_bytes > 2:  # fp32 has no matrix instruction that keeps its precision
         return 16, 32, 4, 1
     if width > _WIDE:
