@@ -40,7 +40,7 @@ SHAPES = {
     "widths that are no power of two": grouped(4, 1, 40, value_dim=24),
     "latent": LATENT,
 }
-MIXED: list[Span] = [(0, 1), (599, 1), (0, 37), (254, 3), (300, 30), (15, 1), (16, 2)]
+MIXED: list[Span] = [(0, 1), (599, 1), (0, 20), (254, 3), (300, 12), (15, 1), (16, 2)]
 
 
 @pytest.fixture
