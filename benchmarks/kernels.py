@@ -1,158 +1,116 @@
-"""Speed of a set of kernels alone, on one layer of the 1.26 B model, beside the machine's limits.
+"""How fast the kernels are, beside the device's limits, what torch offers, and installed peers.
 
-    python benchmarks/kernels.py --threads 2
-    python benchmarks/kernels.py --threads 1 --dtype float32 --kernels torch
+    python benchmarks/kernels.py                      the whole table, on a GPU if there is one
+    python benchmarks/kernels.py --save               and into benchmarks/results/<device>/
+    python benchmarks/kernels.py --shapes olmoe --tokens 1 16 --json build/kernels.json
 
-See benchmarks/README.md. T rows, D model width, F expert width, E experts, K top-k.
+First the device's copy bandwidth and matrix rate, then the experts of a layer (both products,
+activation, sorting and combining) and decode attention. See benchmarks/README.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import json
+import re
 import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from pathlib import Path
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from harness.machine import MachineLimits, measure_limits
-from moe_kernels.attention_shape import AttentionShape, QKNormWeights, StepTokens
-from moe_kernels.choice import choose_kernels
-from moe_kernels.kernels import ExpertWeights, GatedActivation, Kernels, KVPages
-from moe_kernels.norm import rotary_table
+from harness.environment import describe_environment
+from kernel_bench.clock import Budget, Clock
+from kernel_bench.limits import CPU_SIZES, CUDA_SIZES, SMOKE_SIZES, DeviceLimits, measure_limits
+from kernel_bench.measurement import BenchReport, WorkResult
+from kernel_bench.runner import run_decode, run_layer
+from kernel_bench.shapes import (
+    ALL_TOKENS,
+    DECODES,
+    FEW_TOKENS,
+    GPU_DECODES,
+    GPU_LAYERS,
+    LAYERS,
+)
+from kernel_bench.table import print_report
 
-D, F, E, K = 1024, 768, 32, 4
-HEADS, KV_HEADS, HEAD_DIM, PAGE = 16, 4, 64, 16
-NUM_LAYERS = 3  # of weights and pages, taken by turns: the caches hold none of them
-CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """`run(layer)` reads `num_bytes` of weights or pages and does `flop` operations."""
-
-    name: str
-    run: Callable[[int], object]
-    num_bytes: float
-    flop: float
-
-
-def expert_cases(kernels: Kernels, dtype: torch.dtype) -> Iterator[Case]:
-    """Routed rows: what a decode step and a prompt ask of a layer's experts."""
-    gate, down = (torch.randn(F, D) / 32).to(dtype), (torch.randn(D, F) / 32).to(dtype)
-    weights = [ExpertWeights(gate, gate, down)] * E
-    banks = [kernels.experts(weights, GatedActivation()) for _ in range(NUM_LAYERS)]
-    for num_rows in (1, 4, 16, 128, 1024):
-        x_TD = torch.randn(num_rows, D).to(dtype)
-        ids_TK = torch.rand(num_rows, E).topk(K).indices.sort().values
-        weights_TK = torch.rand(num_rows, K)
-        yield Case(
-            name=f"experts, {num_rows} rows",
-            run=lambda i, a=(x_TD, ids_TK, weights_TK): banks[i](*a),  # type: ignore[misc]
-            num_bytes=len(ids_TK.unique()) * 3 * D * F * dtype.itemsize,
-            flop=num_rows * K * 6 * D * F,
-        )
-
-
-def linear_cases(kernels: Kernels, dtype: torch.dtype) -> Iterator[Case]:
-    """The projection to queries, keys and values."""
-    outputs = (HEADS + 2 * KV_HEADS) * HEAD_DIM
-    layers = [kernels.linear(torch.randn(outputs, D).to(dtype)) for _ in range(16)]
-    for num_rows in (1, 16, 1024):
-        x_TD = torch.randn(num_rows, D).to(dtype)
-        yield Case(
-            name=f"linear {D} to {outputs}, {num_rows} rows",
-            run=lambda i, x_TD=x_TD: [layer(x_TD) for layer in layers],  # type: ignore[misc]
-            num_bytes=len(layers) * outputs * D * dtype.itemsize,
-            flop=len(layers) * num_rows * 2 * outputs * D,
-        )
-
-
-def attention_cases(kernels: Kernels, dtype: torch.dtype) -> Iterator[Case]:
-    """Prompts, and decode steps of one or many sequences."""
-    for num_sequences, start, count in ((1, 0, 1024), (1, 200, 1), (16, 200, 1), (1, 4000, 1)):
-        num_keys = num_sequences * sum(range(start + 1, start + count + 1))
-        num_stored = num_sequences * (start + count)
-        yield Case(
-            name=f"attention, {num_sequences} x {count} after {start}",
-            run=_attention(kernels, dtype, num_sequences, start, count),
-            num_bytes=2 * num_stored * KV_HEADS * HEAD_DIM * dtype.itemsize,
-            flop=4 * num_keys * HEADS * HEAD_DIM,
-        )
-
-
-def _attention(
-    kernels: Kernels, dtype: torch.dtype, num_sequences: int, start: int, count: int
-) -> Callable[[int], Tensor]:
-    shape = AttentionShape(
-        num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, qk_norm="head"
-    )
-    each = -(-(start + count) // PAGE)
-    size = (1 + num_sequences * each, KV_HEADS, PAGE, HEAD_DIM)
-    pages = [
-        KVPages(torch.randn(size).to(dtype), torch.randn(size).to(dtype)) for _ in range(NUM_LAYERS)
-    ]
-    tables = (1 + np.arange(num_sequences * each)).reshape(num_sequences, each)
-    positions = np.tile(np.arange(start, start + count), num_sequences)
-    sequences = np.repeat(np.arange(num_sequences), count)
-    rows = tables[sequences, positions // PAGE] * KV_HEADS * PAGE + positions % PAGE
-    kv_rows = torch.from_numpy((rows[:, None] + np.arange(KV_HEADS) * PAGE).reshape(-1))
-    lens, starts = np.full(num_sequences, count), np.full(num_sequences, start)
-    step = StepTokens(lens, starts, tables.tolist(), PAGE)
-    plan = kernels.plan_attention(step, shape, CPU)
-    norm = QKNormWeights(*(torch.ones(HEAD_DIM, dtype=dtype) for _ in range(2)))
-    angles = torch.arange(start + count)[:, None] * torch.logspace(0, -3, HEAD_DIM // 2)[None]
-    rotary = rotary_table(angles.float())
-    qkv = torch.randn(len(positions), (HEADS + 2 * KV_HEADS) * HEAD_DIM).to(dtype)
-    where = torch.from_numpy(positions)
-    return lambda i: kernels.attend(qkv, norm, None, rotary, where, kv_rows, pages[i], plan, shape)
-
-
-def best_time(case: Case, seconds: float) -> float:
-    """The least time of a call, layers by turns: a neighbour's noise only ever adds."""
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < 5 or time.perf_counter() < end:
-        start = time.perf_counter()
-        case.run(len(times) % NUM_LAYERS)
-        times.append(time.perf_counter() - start)
-    return min(times[2:])
-
-
-def print_row(case: Case, seconds: float, limits: MachineLimits, dtype: str) -> None:
-    memory_s = case.num_bytes / limits.read_gb_s / 1e9
-    compute_s = case.flop / limits.gemm_gflop_s(dtype) / 1e9
-    sys.stdout.write(
-        f"{case.name:32}{seconds * 1e6:10.0f} us{case.num_bytes / seconds / 1e9:8.1f} GB/s"
-        f"{case.flop / seconds / 1e9:8.0f} GFLOP/s{max(memory_s, compute_s) / seconds:6.0%} "
-        f"of {'memory' if memory_s > compute_s else 'compute'}\n"
-    )
+RESULTS = Path(__file__).resolve().parent / "results"
+CPU_SHAPES = ("random-1b", "tiny", "decode-tiny")
+SMOKE_SHAPES = ("tiny", "decode-tiny")
+SMOKE_BUDGET = Budget(min_runs=1, max_runs=2, seconds=0.0)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Speed of the kernels alone.")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--kernels", choices=["auto", "native", "torch"], default="auto")
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each case")
-    arguments = parser.parse_args()
-    torch.manual_seed(0)
-    limits = measure_limits(arguments.threads)
-    dtype = getattr(torch, arguments.dtype)
-    kernels = choose_kernels(CPU, dtype, arguments.kernels)
-    sys.stdout.write(
-        f"{kernels.name}, {arguments.threads} threads; limits: {limits.read_gb_s:.1f} GB/s, "
-        f"{limits.gemm_gflop_s(arguments.dtype):.0f} GFLOP/s; others use "
-        f"{limits.busy_cores:.1f} cores\n"
+    arguments = parse_arguments()
+    device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
+    if arguments.smoke:
+        clock, sizes = Clock(device, SMOKE_BUDGET, flush_bytes=0), SMOKE_SIZES
+    else:
+        clock = Clock(device, Budget())
+        sizes = CUDA_SIZES if device.type == "cuda" else CPU_SIZES
+    limits = measure_limits(clock, dtype, sizes)
+    report = BenchReport(
+        device=device_name(device),
+        dtype=arguments.dtype,
+        environment=describe_environment(),
+        limits=limits,
+        results=tuple(run_all(arguments, clock, limits)),
     )
-    for cases in (expert_cases, linear_cases, attention_cases):
-        for case in cases(kernels, dtype):
-            print_row(case, best_time(case, arguments.seconds), limits, arguments.dtype)
+    print_report(report)
+    write(report, arguments)
     return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Speed of the kernels on one device.")
+    names = [shape.name for shape in (*LAYERS, *DECODES)]
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--shapes", nargs="+", choices=names, metavar="SHAPE", help=str(names))
+    parser.add_argument("--tokens", nargs="+", type=int, help="default: 1 to 16384; CPU: a few")
+    parser.add_argument("--json", type=Path, help="write everything here")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/<device>/")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes: does it run at all?")
+    arguments = parser.parse_args()
+    is_gpu = arguments.device.startswith("cuda")
+    default = (*GPU_LAYERS, *GPU_DECODES) if is_gpu else CPU_SHAPES
+    arguments.shapes = arguments.shapes or (SMOKE_SHAPES if arguments.smoke else default)
+    few = arguments.smoke or not is_gpu
+    arguments.tokens = arguments.tokens or (FEW_TOKENS if few else ALL_TOKENS)
+    return arguments
+
+
+def run_all(
+    arguments: argparse.Namespace, clock: Clock, limits: DeviceLimits
+) -> Iterator[WorkResult]:
+    """Layer after layer: one layer's weights are freed before the next one's are made."""
+    dtype = getattr(torch, arguments.dtype)
+    for layer in LAYERS:
+        if layer.name in arguments.shapes:
+            yield from run_layer(layer, arguments.tokens, dtype, clock, limits, say)
+    for decode in DECODES:
+        if decode.name in arguments.shapes:
+            yield run_decode(decode, dtype, clock, limits, say)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return describe_environment()["cpu"]
+
+
+def write(report: BenchReport, arguments: argparse.Namespace) -> None:
+    """To --json, and with --save to the folder named after the device."""
+    folder = re.sub(r"[^a-z0-9]+", "-", report.device.lower()).strip("-")
+    paths = [arguments.json] if arguments.json else []
+    paths += [RESULTS / folder / "kernels.json"] if arguments.save else []
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report.to_json(), indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

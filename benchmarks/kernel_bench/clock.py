@@ -1,0 +1,107 @@
+"""How long work takes on a device: the median of many runs, the caches flushed before each."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+Work = Callable[[], object]
+_WARM_UPS = 3
+_CPU_FLUSH_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Median and fastest of `num_runs`. `mode` is "graph" for a replayed CUDA graph, else "eager":
+    on a GPU the launches of the host are then part of the time."""
+
+    seconds: float
+    fastest: float
+    num_runs: int
+    mode: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """At least `min_runs`, then on until `seconds` are used or `max_runs` are done."""
+
+    min_runs: int = 10
+    max_runs: int = 200
+    seconds: float = 1.0
+
+
+class Clock:
+    """Measures on one device. `flush_bytes` 0 leaves the caches as the last run left them."""
+
+    def __init__(
+        self, device: torch.device, budget: Budget, flush_bytes: int | None = None
+    ) -> None:
+        self.device = device
+        self._budget = budget
+        size = _flush_size(device) if flush_bytes is None else flush_bytes
+        self._flushed = torch.zeros(size // 4, dtype=torch.int32, device=device)
+
+    def measure(self, work: Work, is_capturable: bool = True) -> Timing:
+        """`is_capturable`: the work asks nothing of the device, so that a graph can replay it."""
+        for _ in range(_WARM_UPS):
+            work()
+        if self.device.type != "cuda":
+            return self._run(self._time_on_host, work, "eager")
+        torch.cuda.synchronize(self.device)
+        if is_capturable:
+            return self._run(self._time_on_device, _captured(work).replay, "graph")
+        return self._run(self._time_on_device, work, "eager")
+
+    def _run(self, time_once: Callable[[Work], float], work: Work, mode: str) -> Timing:
+        times: list[float] = []
+        budget, started = self._budget, time.perf_counter()
+        while len(times) < budget.max_runs and (
+            len(times) < budget.min_runs or time.perf_counter() - started < budget.seconds
+        ):
+            times.append(time_once(work))
+        return Timing(
+            seconds=statistics.median(times), fastest=min(times), num_runs=len(times), mode=mode
+        )
+
+    def _time_on_host(self, work: Work) -> float:
+        self._flush()
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+
+    def _time_on_device(self, work: Work) -> float:
+        """The flush keeps the device busy while the host queues what is measured."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._flush()
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+    def _flush(self) -> None:
+        self._flushed.add_(1)
+
+
+def _flush_size(device: torch.device) -> int:
+    """Four times the last cache, so that little of what was there stays."""
+    if device.type != "cuda":
+        return _CPU_FLUSH_BYTES
+    return 4 * int(torch.cuda.get_device_properties(device).L2_cache_size)
+
+
+def _captured(work: Work) -> torch.cuda.CUDAGraph:
+    """Warmed up on a side stream first, as capturing wants it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph

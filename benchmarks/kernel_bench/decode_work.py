@@ -1,0 +1,110 @@
+"""Attention of one decode step over pages in random order, by our kernels and by torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernel_bench.shapes import DecodeShape
+from moe_kernels.attention_shape import RotaryTable, StepTokens
+from moe_kernels.kernels import Kernels, KVPages
+from moe_kernels.norm import rotary_table
+
+PAGE_SIZE = 16
+Decode = Callable[[], Tensor]
+SDPA = "SDPA, no pages"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeScene:
+    """qkv [S, (H + 2 Hkv) D]; pages 1 and up belong to the sequences, page 0 is empty."""
+
+    qkv: Tensor
+    pages: KVPages
+    page_tables: list[list[int]]
+    positions: Tensor  # [S]
+    kv_rows: Tensor  # [S * Hkv]
+    rotary: RotaryTable
+
+
+def make_scene(shape: DecodeShape, dtype: torch.dtype, device: torch.device) -> DecodeScene:
+    generator = torch.Generator().manual_seed(0)
+    attention, num = shape.attention, shape.num_sequences
+    num_pages = -(-(shape.context + 1) // PAGE_SIZE)
+    order = 1 + torch.randperm(num * num_pages, generator=generator)
+    tables = order.view(num, num_pages)
+    kv_heads, dim = attention.num_kv_heads, attention.head_dim
+    size = (1 + num * num_pages, kv_heads, PAGE_SIZE, dim)
+    keys, values = (torch.randn(size, device=device).to(dtype) for _ in "kv")
+    keys[0], values[0] = 0, 0
+    page, offset = divmod(shape.context, PAGE_SIZE)
+    heads = torch.arange(kv_heads)
+    rows = (tables[:, page, None] * kv_heads + heads) * PAGE_SIZE + offset
+    angles = torch.arange(shape.context + 1)[:, None] * torch.logspace(0, -4, dim // 2)
+    table = rotary_table(angles)
+    width = (attention.num_heads + 2 * kv_heads) * dim
+    return DecodeScene(
+        qkv=torch.randn(num, width, device=device).to(dtype),
+        pages=KVPages(keys, values),
+        page_tables=tables.tolist(),
+        positions=torch.full((num,), shape.context, device=device),
+        kv_rows=rows.flatten().to(device),
+        rotary=RotaryTable(table.cos.to(device), table.signed_sin.to(device)),
+    )
+
+
+def own_decode(shape: DecodeShape, scene: DecodeScene, kernels: Kernels) -> Decode:
+    """Rotation, writing the new key and value, and attention. The plan is made once per step."""
+    num, device = shape.num_sequences, scene.qkv.device
+    step = StepTokens(
+        np.ones(num, dtype=np.int64),
+        np.full(num, shape.context, dtype=np.int64),
+        scene.page_tables,
+        PAGE_SIZE,
+    )
+    plan = kernels.plan_attention(step, shape.attention, device)
+    return lambda: kernels.attend(
+        scene.qkv.clone(),  # it may be overwritten
+        None,
+        None,
+        scene.rotary,
+        scene.positions,
+        scene.kv_rows,
+        scene.pages,
+        plan,
+        shape.attention,
+    )
+
+
+def sdpa_decode(shape: DecodeShape, scene: DecodeScene) -> Decode:
+    """Attention alone, over a cache that lies in one piece: an easier task than ours."""
+    attention, num = shape.attention, shape.num_sequences
+    tables = torch.tensor(scene.page_tables, device=scene.qkv.device)
+    keys, values = (
+        pages[tables].transpose(1, 2).flatten(2, 3)[:, :, : shape.context + 1].contiguous()
+        for pages in (scene.pages.keys, scene.pages.values)
+    )
+    width = attention.num_heads * attention.head_dim
+    q = scene.qkv[:, :width].reshape(num, attention.num_heads, 1, attention.head_dim)
+    return lambda: F.scaled_dot_product_attention(
+        q, keys, values, scale=attention.scale, enable_gqa=True
+    )
+
+
+def least_bytes(shape: DecodeShape, dtype: torch.dtype) -> float:
+    """Every key and value of every sequence once."""
+    attention = shape.attention
+    num_values = 2 * attention.num_kv_heads * attention.head_dim
+    return float(shape.num_sequences * (shape.context + 1) * num_values * dtype.itemsize)
+
+
+def operations(shape: DecodeShape) -> float:
+    """Scores and weighted sums: two products of two operations each."""
+    attention = shape.attention
+    per_key = 4.0 * attention.num_heads * attention.head_dim
+    return shape.num_sequences * (shape.context + 1) * per_key

@@ -1,0 +1,198 @@
+"""The expert MLPs of a layer for a batch: align, two grouped products, weighted sum.
+
+    T rows, K choices, S = T * K slots, P positions, E experts, D model width, F expert width
+
+Nothing waits for the device, and all sizes follow from T: the call can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moe_kernels.gpu.align.api import Alignment, align
+from moe_kernels.gpu.grouped_gemm.experts import GroupedExperts
+from moe_kernels.gpu.grouped_gemm.heuristics import ProductShape, TileConfig, choose_block_m
+from moe_kernels.gpu.grouped_gemm.kernel import combine_kernel, grouped_gemm_kernel
+from moe_kernels.gpu.grouped_gemm.kernel_tma import grouped_gemm_tma_kernel
+from moe_kernels.gpu.grouped_gemm.pack import GroupedWeight
+from moe_kernels.gpu.grouped_gemm.tuning import tuned_tile
+from moe_kernels.gpu.tuned import TunedTable
+
+_COMBINE_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """What the launches need to know. `capability` is 80, 90 or 100; `has_equal_tiles`: all tile
+    sizes give the same bits here (self_check.py), so that the batch may choose among them.
+    `tuned`: what was found fastest on this device.
+    """
+
+    capability: int
+    num_processors: int
+    has_equal_tiles: bool
+    has_fp8: bool
+    tuned: TunedTable = field(default_factory=TunedTable)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Product:
+    """One of the two products: its weights, and where its rows come from and go."""
+
+    weight: GroupedWeight
+    bias: Tensor | None
+    x: Tensor
+    out: Tensor
+    is_gated: bool
+
+
+def grouped_experts(
+    x_TD: Tensor,
+    expert_ids_TK: Tensor,
+    weights_TK: Tensor,
+    experts: GroupedExperts,
+    chip: Chip,
+    block_m: int | None = None,
+) -> Tensor:
+    """-> the rows' weighted sums [T, D] in fp32, by ascending expert.
+
+    Ids ascend in a row; one outside [0, E) adds nothing. `block_m` forces a tile size.
+    """
+    (num_rows, top_k), width = expert_ids_TK.shape, experts.width
+    assert x_TD.shape == (num_rows, width), f"x {list(x_TD.shape)}, not {[num_rows, width]}"
+    assert weights_TK.shape == expert_ids_TK.shape, "one weight for each id"
+    assert x_TD.is_contiguous() and weights_TK.is_contiguous(), "x and weights are contiguous"
+    num_slots = num_rows * top_k
+    out_TD = torch.empty(num_rows, width, dtype=torch.float32, device=x_TD.device)
+    if num_slots == 0:
+        return out_TD.zero_()
+    if block_m is None:
+        block_m = choose_block_m(num_slots, experts.num_experts, chip.has_equal_tiles)
+    alignment = align(expert_ids_TK, experts.num_experts, block_m)
+    num_positions = alignment.max_tiles * (1 if alignment.is_direct else block_m)
+    hidden_PF = x_TD.new_empty(num_positions, experts.expert_width)
+    y_SD = x_TD.new_empty(num_slots, width)
+    gate_up = _Product(
+        weight=experts.gate_up, bias=experts.gate_up_bias, x=x_TD, out=hidden_PF, is_gated=True
+    )
+    down = _Product(
+        weight=experts.down, bias=experts.down_bias, x=hidden_PF, out=y_SD, is_gated=False
+    )
+    for product in (gate_up, down):
+        _multiply(product, experts, alignment, top_k, chip)
+    combine_kernel[(num_rows, -(-width // _COMBINE_BLOCK))](
+        y_SD,
+        expert_ids_TK,
+        weights_TK,
+        out_TD,
+        experts.num_experts,
+        width,
+        TOP_K=top_k,
+        BLOCK_D=_COMBINE_BLOCK,
+    )
+    return out_TD
+
+
+def product_shape(weight: GroupedWeight, item_bytes: int) -> ProductShape:
+    """What the tile is chosen by."""
+    return ProductShape(
+        num_inputs=weight.num_inputs,
+        num_outputs=weight.num_outputs,
+        is_gated=weight.num_parts == 2,
+        weight_format=weight.weight_format,
+        group=weight.group,
+        item_bytes=item_bytes,
+    )
+
+
+def _multiply(
+    product: _Product, experts: GroupedExperts, alignment: Alignment, top_k: int, chip: Chip
+) -> None:
+    shape = product_shape(product.weight, product.x.element_size())
+    tile = tuned_tile(alignment.block_rows, shape, chip.capability, chip.tuned)
+    # One slot a tile leaves nothing to share: the plain grid serves it.
+    if tile.uses_tma and not alignment.is_direct:
+        _multiply_by_tma(product, experts, alignment, top_k, chip, tile)
+        return
+    weight, activation = product.weight, experts.activation
+    num_outputs = weight.num_outputs
+    grid = (alignment.max_tiles * -(-num_outputs // tile.block_n),)
+    grouped_gemm_kernel[grid](
+        product.x,
+        weight.values,
+        weight.scales,
+        weight.zeros,
+        product.bias,
+        product.out,
+        alignment.tile_experts,
+        alignment.sorted_slots,
+        alignment.num_tiles,
+        alignment.max_tiles,
+        alignment.num_slots,
+        experts.num_experts,
+        top_k,
+        weight.num_inputs,
+        num_outputs,
+        weight.values.shape[2],
+        1 if weight.scales is None else weight.scales.shape[-1],
+        FORMAT=weight.weight_format,
+        GROUP_C=weight.group,
+        IS_GATED=product.is_gated,
+        IS_DIRECT=alignment.is_direct,
+        ALPHA=activation.alpha,
+        LIMIT=activation.limit,
+        UP_OFFSET=activation.up_offset,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_C=tile.block_c,
+        GROUP_M=tile.group_m,
+        IS_EVEN=weight.num_inputs % tile.block_c == 0,
+        HAS_FP8=chip.has_fp8,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def _multiply_by_tma(
+    product: _Product,
+    experts: GroupedExperts,
+    alignment: Alignment,
+    top_k: int,
+    chip: Chip,
+    tile: TileConfig,
+) -> None:
+    weight, activation, x = product.weight, experts.activation, product.x
+    num_outputs = weight.num_outputs
+    num_pieces = alignment.max_tiles * -(-num_outputs // tile.block_n)
+    grouped_gemm_tma_kernel[(min(chip.num_processors, num_pieces),)](
+        x if product.is_gated else _blocks(x, tile.block_m, tile.block_c),
+        _blocks(weight.values.flatten(0, 1), tile.block_n, tile.block_c),
+        product.bias,
+        product.out,
+        alignment.tile_experts,
+        alignment.sorted_slots,
+        alignment.num_tiles,
+        alignment.num_slots,
+        top_k,
+        weight.num_inputs,
+        num_outputs,
+        IS_GATED=product.is_gated,
+        ALPHA=activation.alpha,
+        LIMIT=activation.limit,
+        UP_OFFSET=activation.up_offset,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_C=tile.block_c,
+        GROUP_M=tile.group_m,
+        IS_EVEN=weight.num_inputs % tile.block_c == 0,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def _blocks(rows: Tensor, *block: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(rows, list(block))

@@ -1,0 +1,230 @@
+"""The grouped products as they ship for known models: one case for each distinct configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moe_kernels.gpu.compile_case import TARGETS, CompileCase
+from moe_kernels.gpu.grouped_gemm.heuristics import (
+    BLOCK_MS,
+    FP8_BLOCK,
+    ProductShape,
+    TileConfig,
+    WeightFormat,
+    choose_tile,
+)
+from moe_kernels.gpu.grouped_gemm.kernel import combine_kernel, grouped_gemm_kernel
+from moe_kernels.gpu.grouped_gemm.kernel_tma import grouped_gemm_tma_kernel
+from moe_kernels.kernels import GatedActivation
+
+_GROUPED: tuple[tuple[WeightFormat, int], ...] = (
+    ("int4", 128),
+    ("int4", 32),
+    ("int4_zero", 128),
+)
+_ROW_SCALED: tuple[tuple[WeightFormat, int], ...] = (("int8", 0), ("fp8_channel", 0))
+_PLAIN: tuple[WeightFormat, int] = ("plain", 0)
+_SCALE_FORMATS = ("int8", "fp8_channel", "fp8_block", "int4", "int4_zero")
+_DIRECT_MODELS = ("mixtral-8x7b", "gpt-oss-120b")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Model:
+    width: int
+    expert_width: int
+    formats: tuple[tuple[WeightFormat, int], ...]
+    dtype: str = "bf16"
+    has_bias: bool = False
+    activation: GatedActivation = GatedActivation()
+
+    def shapes(self) -> Iterator[ProductShape]:
+        for weight_format, group in self.formats:
+            for is_gated in (True, False):
+                widths = (self.width, self.expert_width)
+                num_inputs, num_outputs = widths if is_gated else widths[::-1]
+                yield ProductShape(
+                    num_inputs=num_inputs,
+                    num_outputs=num_outputs,
+                    is_gated=is_gated,
+                    weight_format=weight_format,
+                    group=group,
+                )
+
+
+# DeepSeek-V3's ranks differ in the number of experts alone, which no configuration depends on.
+MODELS = {
+    "mixtral-8x7b": _Model(width=4096, expert_width=14336, formats=(_PLAIN,)),
+    "qwen3-30b-a3b": _Model(
+        width=2048,
+        expert_width=768,
+        formats=(_PLAIN, *_ROW_SCALED, ("fp8_block", FP8_BLOCK), *_GROUPED),
+    ),
+    "deepseek-v3": _Model(
+        width=7168, expert_width=2048, formats=(_PLAIN, ("fp8_block", FP8_BLOCK))
+    ),
+    "gpt-oss-120b": _Model(
+        width=2880,
+        expert_width=2880,
+        formats=(_PLAIN, ("mxfp4", 32)),
+        has_bias=True,
+        activation=GatedActivation(alpha=1.702, limit=7.0, up_offset=1.0),
+    ),
+    "olmoe": _Model(width=2048, expert_width=1024, formats=(_PLAIN,)),
+    "olmoe-fp16": _Model(width=2048, expert_width=1024, formats=(_PLAIN,), dtype="fp16"),
+}
+
+
+def _cases() -> Iterator[CompileCase]:
+    """Each configuration once, under the first model that has it, for the targets that share it."""
+    seen = set()
+    for model_name, model in MODELS.items():
+        for shape in model.shapes():
+            for block_m in BLOCK_MS:
+                tiles = {target: choose_tile(block_m, shape, target) for target in TARGETS}
+                for tile in dict.fromkeys(tiles.values()):
+                    targets = tuple(t for t in TARGETS if tiles[t] == tile)
+                    is_even = shape.num_inputs % shape.block_c == 0
+                    own = (shape.weight_format, shape.group, shape.is_gated, is_even)
+                    key = (*own, tile, targets, model.dtype, model.has_bias, model.activation)
+                    if key not in seen:
+                        seen.add(key)
+                        yield from _cases_of(model_name, model, shape, tile, targets)
+    yield CompileCase(
+        name="grouped_gemm/combine",
+        kernel=combine_kernel,
+        signature={
+            "y_ptr": "*bf16",
+            "ids_ptr": "*i64",
+            "weights_ptr": "*fp32",
+            "out_ptr": "*fp32",
+            "num_experts": "i32",
+            "width": "i32",
+        },
+        constexprs={"TOP_K": 8, "BLOCK_D": 1024},
+        num_warps=4,
+        num_stages=3,
+        divisible_by_16=("width",),
+    )
+
+
+def _cases_of(
+    model_name: str,
+    model: _Model,
+    shape: ProductShape,
+    tile: TileConfig,
+    targets: tuple[int, ...],
+) -> Iterator[CompileCase]:
+    product = "gate_up" if shape.is_gated else "down"
+    weights = shape.weight_format + (f"-g{shape.group}" if shape.group else "")
+    size = f"{tile.block_m}x{tile.block_n}x{tile.block_c}" + ("-tma" if tile.uses_tma else "")
+    name = f"grouped_gemm/{product}-{weights}-{size}-{model_name}"
+    if tile.uses_tma:
+        yield _tma_case(name, model, shape, tile, targets)
+        return
+    if not shape.weight_format.startswith("fp8"):
+        yield _case(name, model, shape, tile, targets)
+        if tile.block_m == 16 and model_name in _DIRECT_MODELS:
+            yield _case(name + "-direct", model, shape, tile, targets, is_direct=True)
+        return
+    # Chips from 89 on convert e4m3 themselves.
+    able = tuple(target for target in targets if target >= 89)
+    if able:
+        yield _case(name, model, shape, tile, able, has_fp8=True)
+    if able != targets:
+        others = tuple(target for target in targets if target < 89)
+        yield _case(name + "-bits", model, shape, tile, others)
+
+
+def _case(
+    name: str,
+    model: _Model,
+    shape: ProductShape,
+    tile: TileConfig,
+    targets: tuple[int, ...],
+    *,
+    has_fp8: bool = False,
+    is_direct: bool = False,
+) -> CompileCase:
+    weights, pointer = shape.weight_format, f"*{model.dtype}"
+    types = {"plain": pointer, "int8": "*i8"}
+    scales = "*fp32" if weights in _SCALE_FORMATS else "*u8" if weights == "mxfp4" else None
+    signature = {
+        "x_ptr": pointer,
+        "weight_ptr": types.get(weights, "*u8"),
+        "scales_ptr": scales,
+        "zeros_ptr": "*u8" if weights == "int4_zero" else None,
+        "bias_ptr": pointer if model.has_bias else None,
+        "out_ptr": pointer,
+        "tile_experts_ptr": "*i64" if is_direct else "*i32",
+        "sorted_slots_ptr": None if is_direct else "*i32",
+        "num_tiles_ptr": None if is_direct else "*i32",
+        **dict.fromkeys(("max_tiles", "num_slots", "num_experts", "top_k"), "i32"),
+        **dict.fromkeys(("num_inputs", "num_outputs", "weight_stride", "scales_stride"), "i32"),
+    }
+    return CompileCase(
+        name=name,
+        kernel=grouped_gemm_kernel,
+        signature={argument: kind for argument, kind in signature.items() if kind},
+        constexprs={
+            **{argument: None for argument, kind in signature.items() if not kind},
+            **_common(model, shape, tile),
+            "FORMAT": weights,
+            "GROUP_C": shape.group,
+            "IS_DIRECT": is_direct,
+            "HAS_FP8": has_fp8,
+        },
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        targets=targets,
+        divisible_by_16=("num_inputs", "num_outputs", "weight_stride"),
+        has_tensor_cores=True,
+        expects_wgmma=True,
+    )
+
+
+def _tma_case(
+    name: str, model: _Model, shape: ProductShape, tile: TileConfig, targets: tuple[int, ...]
+) -> CompileCase:
+    pointer = f"*{model.dtype}"
+    blocks = f"tensordesc<{model.dtype}[{{}}, {tile.block_c}]>"
+    signature = {
+        "x": pointer if shape.is_gated else blocks.format(tile.block_m),
+        "weight": blocks.format(tile.block_n),
+        **({"bias_ptr": pointer} if model.has_bias else {}),
+        "out_ptr": pointer,
+        **dict.fromkeys(("tile_experts_ptr", "sorted_slots_ptr", "num_tiles_ptr"), "*i32"),
+        **dict.fromkeys(("num_slots", "top_k", "num_inputs", "num_outputs"), "i32"),
+    }
+    return CompileCase(
+        name=name,
+        kernel=grouped_gemm_tma_kernel,
+        signature=signature,
+        constexprs={
+            **_common(model, shape, tile),
+            **({} if model.has_bias else {"bias_ptr": None}),
+        },
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        targets=targets,
+        divisible_by_16=("num_inputs", "num_outputs"),
+        has_tensor_cores=True,
+        expects_wgmma=True,
+    )
+
+
+def _common(model: _Model, shape: ProductShape, tile: TileConfig) -> dict[str, object]:
+    return {
+        "IS_GATED": shape.is_gated,
+        "ALPHA": model.activation.alpha,
+        "LIMIT": model.activation.limit,
+        "UP_OFFSET": model.activation.up_offset,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_C": tile.block_c,
+        "GROUP_M": tile.group_m,
+        "IS_EVEN": shape.num_inputs % tile.block_c == 0,
+    }
+
+
+CASES: tuple[CompileCase, ...] = tuple(_cases())

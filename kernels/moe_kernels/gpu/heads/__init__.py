@@ -1,0 +1,1 @@
+"""What happens to a token's queries, keys and values before attention, on a GPU."""

@@ -1,0 +1,1 @@
+"""Attention of a step's query rows over paged keys and values."""

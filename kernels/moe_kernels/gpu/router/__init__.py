@@ -1,0 +1,1 @@
+"""The router's choice on a GPU."""

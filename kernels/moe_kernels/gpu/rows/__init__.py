@@ -1,0 +1,1 @@
+"""Norms and additions row by row on a GPU."""

@@ -1,0 +1,121 @@
+"""Compile every Triton kernel in every configuration that it ships in, for GPUs that are not here.
+
+    python scripts/compile_kernels.py                 compile, print the facts, apply the rules
+    python scripts/compile_kernels.py --check         and hold docs/kernels.md to them
+    python scripts/compile_kernels.py --write         and put the table into docs/kernels.md
+    python scripts/compile_kernels.py --only attention --targets 90
+    python scripts/compile_kernels.py --quick         each case for one of the chips: the tests
+
+The rules: no stack, no spills, shared memory within the chip's, matrix instructions where the case
+says so. The facts are cached by source, configuration and triton version; `--no-cache` forgets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import time
+
+os.environ.pop("TRITON_INTERPRET", None)  # before a kernel is decorated: it would not compile
+
+import triton
+
+from kernel_compilation import cache, table
+from kernel_compilation.facts import CompiledFacts
+from kernel_compilation.pool import Job, run_jobs
+from kernel_compilation.rules import broken_rules
+from moe_kernels.gpu.compile_case import TARGETS, CompileCase, find_cases
+
+FACT_COLUMNS = ("regs", "stack", "shared", "mma", "wgmma", "tcgen05", "TMA", "spills", "s")
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    if arguments.no_cache:
+        shutil.rmtree(cache.facts_folder(), ignore_errors=True)
+    cases = {case.name: case for case in find_cases() if arguments.only in case.name}
+    jobs = [
+        Job(name, target)
+        for index, (name, case) in enumerate(cases.items())
+        for target in chosen_targets(case, index, arguments.quick)
+        if target in arguments.targets
+    ]
+    facts, problems = compile_all(cases, jobs, arguments.workers)
+    is_whole = not arguments.only and set(arguments.targets) == set(TARGETS)
+    if is_whole and not arguments.quick and (arguments.check or arguments.write):
+        problems += publish(table.render(cases, facts, triton.__version__), arguments)
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return 1 if problems else 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Compile the Triton kernels ahead of time.")
+    parser.add_argument("--check", action="store_true", help="fail where docs/kernels.md differs")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/kernels.md")
+    parser.add_argument("--quick", action="store_true", help="one chip for each case, in turn")
+    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--targets", type=int, nargs="+", default=list(TARGETS), choices=TARGETS)
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--no-cache", action="store_true", help="forget what was compiled before")
+    return parser.parse_args()
+
+
+def chosen_targets(case: CompileCase, index: int, is_quick: bool) -> tuple[int, ...]:
+    """All of a case's chips; quick: the next one in turn, so that neighbours differ."""
+    return (case.targets[index % len(case.targets)],) if is_quick else case.targets
+
+
+def compile_all(
+    cases: dict[str, CompileCase], jobs: list[Job], num_workers: int
+) -> tuple[dict[tuple[str, int], CompiledFacts], list[str]]:
+    """The facts by case and target, and a sentence for each that breaks a rule or fails."""
+    started = time.perf_counter()
+    facts: dict[tuple[str, int], CompiledFacts] = {}
+    problems: list[str] = []
+    num_cached = 0
+    width = max((len(name) for name in cases), default=0)
+    print(f"{'case':{width}} sm  " + "".join(f"{name:>8}" for name in FACT_COLUMNS))
+    for job, outcome in run_jobs(cases, jobs, num_workers):
+        num_cached += outcome.is_cached
+        if outcome.facts is None:
+            problems.append(f"{job.case} on sm_{job.target}: {outcome.error}")
+            continue
+        facts[job.case, job.target] = outcome.facts
+        problems += broken_rules(cases[job.case], job.target, outcome.facts)
+        print(f"{job.case:{width}} {job.target:<4}{_line(outcome.facts)}", flush=True)
+    seconds = time.perf_counter() - started
+    print(f"{len(jobs)} compilations ({num_cached} from the cache) in {seconds:.0f} s")
+    return facts, problems
+
+
+def _line(facts: CompiledFacts) -> str:
+    values = (
+        facts.registers,
+        facts.stack,
+        facts.shared,
+        facts.num_mma,
+        facts.num_wgmma,
+        facts.num_tcgen05,
+        facts.num_tma,
+        facts.num_local,
+        facts.seconds,
+    )
+    return "".join(f"{value:>8}" for value in values)
+
+
+def publish(rendered: str, arguments: argparse.Namespace) -> list[str]:
+    """Write the table, or say which rows of the page are not true any more."""
+    before, shown, after = table.block(table.PAGE.read_text("utf-8"))
+    if arguments.write:
+        table.PAGE.write_text(before + rendered + after, "utf-8")
+        return []
+    stale = table.stale_rows(shown, rendered)
+    hint = "run: python scripts/compile_kernels.py --write"
+    return [f"docs/kernels.md is out of date at {name}; {hint}" for name in stale]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Triton kernels compiled ahead of time: the compiler's facts, the rules, the cache, the table."""

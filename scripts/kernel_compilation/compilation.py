@@ -1,0 +1,92 @@
+"""One kernel compiled for one chip, without a GPU, examined with the tools in triton's wheel."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernel_compilation.facts import CompiledFacts, count_instructions, read_resources
+from moe_kernels.gpu.compile_case import CompileCase
+
+WARP_SIZE = 32
+_TOOL_TIMEOUT_S = 180
+_ALIGNED = [["tt.divisibility", 16]]
+_FORMAT = 1  # of CompiledFacts in the cache
+
+
+def cache_key(case: CompileCase, target: int) -> str:
+    """Changes with the kernel's source, what it calls, the types, the configuration and triton."""
+    parts = [
+        _FORMAT,
+        triton.__version__,
+        target,
+        case.kernel.cache_key,
+        sorted(_signature(case).items()),
+        sorted((name, getattr(v, "cache_key", repr(v))) for name, v in case.constexprs.items()),
+        sorted(case.divisible_by_16),
+        case.num_warps,
+        case.num_stages,
+    ]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def compile_case(case: CompileCase, target: int) -> CompiledFacts:
+    """Compile for `target` (90 for sm_90). Raises what triton raises when it cannot."""
+    started = time.perf_counter()
+    compiled = triton.compile(
+        ASTSource(case.kernel, _signature(case), dict(case.constexprs), _attributes(case)),
+        target=GPUTarget("cuda", target, WARP_SIZE),
+        options={"num_warps": case.num_warps, "num_stages": case.num_stages},
+    )
+    seconds = time.perf_counter() - started
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(compiled.asm["cubin"])
+        registers, stack = read_resources(_run(triton.knobs.nvidia.cuobjdump, "-res-usage", path))
+        counts = count_instructions(_run(triton.knobs.nvidia.nvdisasm, "-c", path))
+    return CompiledFacts(
+        registers=registers,
+        stack=stack,
+        shared=compiled.metadata.shared,
+        tensor_memory=getattr(compiled.metadata, "tmem_size", None) or 0,
+        seconds=round(seconds, 2),
+        **counts,
+    )
+
+
+def _signature(case: CompileCase) -> dict[str, str]:
+    """Every argument in the kernel's order, as triton wants it: constexprs are of that type."""
+    names = case.kernel.arg_names
+    known = {**case.signature, **dict.fromkeys(case.constexprs, "constexpr")}
+    assert set(names) == set(known), (
+        f"{case.name}: the kernel has {sorted(set(names) - set(known))} that the case has not, "
+        f"and the case {sorted(set(known) - set(names))}"
+    )
+    return {name: known[name] for name in names}
+
+
+def _attributes(case: CompileCase) -> dict[tuple[int, ...], list[list[Any]]]:
+    return {
+        (i,): _ALIGNED
+        for i, name in enumerate(case.kernel.arg_names)
+        if case.signature.get(name, "").startswith("*") or name in case.divisible_by_16
+    }
+
+
+def _run(tool: Any, option: str, path: Path) -> str:
+    done = subprocess.run(
+        [tool.path, option, str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=_TOOL_TIMEOUT_S,
+    )
+    return done.stdout

@@ -1,0 +1,88 @@
+"""Many compilations at once: a job is a case's name and a target, for kernels cannot be pickled."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kernel_compilation import cache
+from kernel_compilation.compilation import cache_key, compile_case
+from kernel_compilation.facts import CompiledFacts
+from moe_kernels.gpu.compile_case import CompileCase, find_cases
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Sorts as the table does."""
+
+    case: str
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The compiler's facts, or the last line of what it raised."""
+
+    facts: CompiledFacts | None
+    error: str
+    is_cached: bool
+
+
+def run_jobs(
+    cases: Mapping[str, CompileCase], jobs: Sequence[Job], num_workers: int
+) -> Iterator[tuple[Job, Outcome]]:
+    """Cached ones first, the others as they are ready."""
+    missing = []
+    for job in jobs:
+        facts = cache.load(cache_key(cases[job.case], job.target), cache.facts_folder())
+        if facts is None:
+            missing.append(job)
+        else:
+            yield job, Outcome(facts, "", True)
+    if missing:
+        yield from _run_missing(missing, min(num_workers, len(missing)))
+
+
+def _run_missing(jobs: Sequence[Job], num_workers: int) -> Iterator[tuple[Job, Outcome]]:
+    with (
+        _own_triton_cache(),
+        ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn")) as pool,
+    ):
+        futures = {pool.submit(_compile, job): job for job in jobs}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+
+
+@contextmanager
+def _own_triton_cache() -> Iterator[None]:
+    """Triton keeps every cubin; of hundreds that nobody runs we keep the facts only."""
+    before = os.environ.get("TRITON_CACHE_DIR")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder  # the workers inherit it
+        yield
+    if before is None:
+        del os.environ["TRITON_CACHE_DIR"]
+    else:
+        os.environ["TRITON_CACHE_DIR"] = before
+
+
+@functools.cache
+def _cases() -> dict[str, CompileCase]:
+    return {case.name: case for case in find_cases()}
+
+
+def _compile(job: Job) -> Outcome:
+    case = _cases()[job.case]
+    try:
+        facts = compile_case(case, job.target)
+    except Exception as error:  # triton's compiler raises whatever its passes raise
+        lines = f"{type(error).__name__}: {error}".strip().splitlines()
+        return Outcome(None, lines[-1] if len(lines) > 1 else lines[0], False)
+    cache.store(cache_key(case, job.target), facts, cache.facts_folder())
+    return Outcome(facts, "", False)

@@ -1,0 +1,71 @@
+"""The table of docs/kernels.md: a row per kernel and configuration, a column per chip."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from kernel_compilation.facts import CompiledFacts
+from moe_kernels.gpu.compile_case import TARGETS, CompileCase
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
+START, END = "<!-- compile-table: start -->", "<!-- compile-table: end -->"
+Facts = Mapping[tuple[str, int], CompiledFacts]
+
+
+def render(cases: Mapping[str, CompileCase], facts: Facts, triton_version: str) -> str:
+    """Stack and spills are shown where there are any; a case that did not compile has no facts."""
+    num_spilling = sum(found.stack > 0 or found.num_local > 0 for found in facts.values())
+    spilling = f"{num_spilling} with" if num_spilling else "none with"
+    lines = [
+        f"Triton {triton_version}; {len(facts)} compilations, {spilling} stack or spills.",
+        "",
+        "| kernel and configuration | warps x stages | "
+        + " | ".join(f"sm_{target}" for target in TARGETS)
+        + " |",
+        "|---|---|" + "---|" * len(TARGETS),
+    ]
+    for name, case in sorted(cases.items()):
+        cells = [_cell(facts.get((name, target))) for target in TARGETS]
+        lines.append(f"| `{name}` | {case.num_warps} x {case.num_stages} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def _cell(facts: CompiledFacts | None) -> str:
+    """Registers, shared memory in KiB, and the kind of matrix and copy instructions."""
+    if facts is None:
+        return ""
+    kinds = {
+        "mma": facts.num_mma,
+        "wgmma": facts.num_wgmma,
+        "tcgen05": facts.num_tcgen05,
+        "TMA": facts.num_tma,
+    }
+    parts = [f"{facts.registers} regs", f"{facts.shared / 1024:.3g} KB"]
+    parts += [f"{kind} x{num}" for kind, num in kinds.items() if num > 0]
+    parts += [f"**{facts.stack} B of stack**"] if facts.stack else []
+    return ", ".join(parts)
+
+
+def block(page: str) -> tuple[str, str, str]:
+    """The page before, between and after the markers."""
+    before, start, rest = page.partition(START)
+    between, end, after = rest.partition(END)
+    assert start and end, f"{PAGE.name} must hold the lines {START} and {END}"
+    return before + start + "\n\n", between.strip("\n") + "\n", "\n" + end + after
+
+
+def stale_rows(shown: str, rendered: str) -> list[str]:
+    """Rows of `rendered` that the page lacks or shows otherwise, and rows that it has too many.
+
+    Figures are compared only where the page was made with the same triton.
+    """
+    is_same_triton = shown.split(";")[0] == rendered.split(";")[0]
+    old, new = _rows(shown), _rows(rendered)
+    changed = [name for name in new if name in old and new[name] != old[name]]
+    return sorted((old.keys() ^ new.keys()) | set(changed if is_same_triton else ()))
+
+
+def _rows(text: str) -> dict[str, str]:
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
+    return {line.split("`")[1]: line for line in lines}

@@ -1,0 +1,52 @@
+"""Triton's interpreter where there is no CUDA device, and a skip where there is no triton.
+
+TRITON_INTERPRET counts when a kernel is decorated: it is set here, before a test imports one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+HAS_DEVICE = torch.cuda.is_available()
+
+if HAS_TRITON and not HAS_DEVICE:
+    os.environ["TRITON_INTERPRET"] = "1"
+    import bf16_shim
+
+    bf16_shim.install()
+
+
+class ModuleWithoutTriton(pytest.Module):
+    """A test file that is not even imported."""
+
+    def collect(self) -> Iterator[pytest.Item | pytest.Collector]:  # type: ignore[override]
+        pytest.skip("triton is not installed")
+
+
+def pytest_pycollect_makemodule(
+    module_path: Path, parent: pytest.Collector
+) -> pytest.Module | None:
+    if HAS_TRITON:
+        return None  # pytest's own
+    return ModuleWithoutTriton.from_parent(parent, path=module_path)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where the kernels under test run: the card, or the CPU through the interpreter."""
+    return torch.device("cuda" if HAS_DEVICE else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _lanes_may_overflow() -> Iterator[None]:
+    """A masked lane may hold inf - inf: numpy warns of it in the interpreter, a GPU does not."""
+    with np.errstate(all="ignore"):
+        yield
