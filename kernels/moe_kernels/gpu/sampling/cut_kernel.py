@@ -164,6 +164,7 @@ def nucleus(data_ptr, size, goal, cut, top, CHUNK: tl.constexpr):  # type: ignor
     That holds for hi, and not for lo or lo is below the cut. Once a single value lies in (lo, hi],
     it is the last one kept: what is above it is above hi.
     """
+    goal = tl.maximum(goal, 1.0)  # nothing lies above the top: it stays even with top_p 0
     lo, hi = cut - 1, top
     num_lo, num_hi = size + 1, size * 0
     while (hi - lo > 1) & (num_lo - num_hi > 1):
