@@ -50,8 +50,11 @@ def stacked_experts(
 
     `experts` is read once, in order, so it may read its tensors when it is asked for them.
     """
-    gate_ups, downs, gate_up_biases, down_biases = [], [], [], []
-    places = []
+    gate_ups: list[Tensor] = []
+    downs: list[Tensor] = []
+    gate_up_biases: list[Tensor] = []
+    down_biases: list[Tensor] = []
+    places: list[int] = []
     for expert in experts:
         places.append(-1 if expert is None else len(downs))
         if expert is None:

@@ -25,7 +25,12 @@ from moe_kernels.gpu.expert_bank import GroupedExpertBank, stacked_experts
 from moe_kernels.gpu.grouped_gemm import linear, self_check
 from moe_kernels.gpu.grouped_gemm.api import Chip
 from moe_kernels.gpu.grouped_gemm.chips import chip_of
-from moe_kernels.gpu.grouped_gemm.linear import GroupedHeadLinear, GroupedLinear, RowTiles
+from moe_kernels.gpu.grouped_gemm.linear import (
+    GroupedHeadLinear,
+    GroupedLinear,
+    GroupedRouterLinear,
+    RowTiles,
+)
 from moe_kernels.gpu.grouped_gemm.pack import plain
 from moe_kernels.gpu.heads.api import shape_latent, shape_qkv
 from moe_kernels.gpu.paged_attention.api import attention, plan_attention
@@ -73,13 +78,13 @@ class TritonKernels:
         made.chip = self._asked(made, weight_HNK, (num_heads, num_inputs))
         return made
 
-    def router_linear(self, weight_ED: Tensor, bias_E: Tensor | None = None) -> GroupedLinear:
+    def router_linear(self, weight_ED: Tensor, bias_E: Tensor | None = None) -> GroupedRouterLinear:
         """In the model's dtype where that holds the weight exactly: products of two such numbers
         are exact in fp32, so only fp32's sum is rounded, as if all had been converted before."""
         lowered_ED = weight_ED.to(self._dtype)
         is_exact = torch.equal(lowered_ED.float(), weight_ED.float())
         weight_ED = lowered_ED if is_exact else weight_ED.float()
-        return self._linear(weight_ED, bias_E, torch.float32)
+        return GroupedRouterLinear(self._linear(weight_ED, bias_E, torch.float32))
 
     def _linear(
         self, weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype

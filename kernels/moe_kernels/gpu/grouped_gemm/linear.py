@@ -1,6 +1,6 @@
 """Linear layers as grouped products of one expert, or of one expert per head.
 
-    T rows, C inputs, N outputs, H heads, M rows of a tile, P = tiles * M positions
+    T rows, K inputs, N outputs, H heads, E experts, M rows of a tile, P = tiles * M positions
 
 A library's matrix product chooses its kernel, and with it the order of a row's sum, by the number
 of rows. These sums depend on the weights' shape alone, as those of the experts do.
@@ -87,57 +87,66 @@ class RowTiles:
 
 
 class GroupedLinear:
-    """Implements Linear, and RouterLinear where `out_dtype` is fp32: x is taken in the weight's
-    dtype, and the sum of fp32 is rounded once, to `out_dtype`."""
+    """Implements Linear: x in the weight's dtype, sums in fp32 rounded once to `out_dtype`."""
 
     def __init__(
         self,
-        weight_1NC: GroupedWeight,
+        weight_1NK: GroupedWeight,
         bias_N: Tensor | None,
         tiles: RowTiles,
         chip: Chip,
         out_dtype: torch.dtype,
     ) -> None:
-        assert weight_1NC.num_experts == 1, f"{weight_1NC.num_experts} matrices of a linear layer"
-        self._weight, self._tiles, self.chip = weight_1NC, tiles, chip
+        assert weight_1NK.num_experts == 1, f"{weight_1NK.num_experts} matrices of a linear layer"
+        self._weight, self._tiles, self.chip = weight_1NK, tiles, chip
         self._bias = None if bias_N is None else bias_N.clone()
         self._out_dtype = out_dtype
 
-    def __call__(self, x_TC: Tensor, residual_TN: Tensor | None = None) -> Tensor:
-        out_TN = self.product(x_TC)
+    def __call__(self, x_TK: Tensor, residual_TN: Tensor | None = None) -> Tensor:
+        out_TN = self.product(x_TK)
         return out_TN if residual_TN is None else residual_TN + out_TN
 
-    def product(self, x_TC: Tensor, block_m: int | None = None) -> Tensor:
+    def product(self, x_TK: Tensor, block_m: int | None = None) -> Tensor:
         """x W^T + bias; `block_m` forces a tile size."""
-        num_rows, weight = len(x_TC), self._weight
-        assert x_TC.shape == (num_rows, weight.num_inputs), f"x is {list(x_TC.shape)}"
-        x_TC = x_TC.to(weight.values.dtype).contiguous()
-        out_TN = x_TC.new_empty(num_rows, weight.num_outputs, dtype=self._out_dtype)
+        num_rows, weight = len(x_TK), self._weight
+        assert x_TK.shape == (num_rows, weight.num_inputs), f"x is {list(x_TK.shape)}"
+        x_TK = x_TK.to(weight.values.dtype).contiguous()
+        out_TN = x_TK.new_empty(num_rows, weight.num_outputs, dtype=self._out_dtype)
         if num_rows == 0:
             return out_TN
         if block_m is None:
             block_m = choose_block_m(num_rows, 1, self.chip.has_equal_tiles)
-        product = Product(weight=weight, bias=self._bias, x=x_TC, out=out_TN, is_gated=False)
+        product = Product(weight=weight, bias=self._bias, x=x_TK, out=out_TN, is_gated=False)
         multiply(product, self._tiles.of_rows(num_rows, block_m), 1, self.chip)
         return out_TN
+
+
+class GroupedRouterLinear:
+    """Implements RouterLinear."""
+
+    def __init__(self, logits: GroupedLinear) -> None:
+        self._logits = logits
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        return self._logits(x_TD)
 
 
 class GroupedHeadLinear:
     """Implements HeadLinear: a head is an expert that every row visits."""
 
-    def __init__(self, weight_HNC: GroupedWeight, tiles: RowTiles, chip: Chip) -> None:
-        self._weight, self._tiles, self.chip = weight_HNC, tiles, chip
+    def __init__(self, weight_HNK: GroupedWeight, tiles: RowTiles, chip: Chip) -> None:
+        self._weight, self._tiles, self.chip = weight_HNK, tiles, chip
 
-    def __call__(self, x_THC: Tensor) -> Tensor:
-        return self.product(x_THC)
+    def __call__(self, x_THK: Tensor) -> Tensor:
+        return self.product(x_THK)
 
-    def product(self, x_THC: Tensor, block_m: int | None = None) -> Tensor:
+    def product(self, x_THK: Tensor, block_m: int | None = None) -> Tensor:
         """Each head's x W^T [T, H, N]; `block_m` forces a tile size."""
-        num_rows, weight = len(x_THC), self._weight
+        num_rows, weight = len(x_THK), self._weight
         num_heads, num_inputs = weight.num_experts, weight.num_inputs
-        assert x_THC.shape[1:] == (num_heads, num_inputs), f"x is {list(x_THC.shape)}"
+        assert x_THK.shape[1:] == (num_heads, num_inputs), f"x is {list(x_THK.shape)}"
         dtype = weight.values.dtype
-        out_THN = x_THC.new_empty(num_rows, num_heads, weight.num_outputs, dtype=dtype)
+        out_THN = x_THK.new_empty(num_rows, num_heads, weight.num_outputs, dtype=dtype)
         if num_rows == 0:
             return out_THN
         if block_m is None:
@@ -146,10 +155,10 @@ class GroupedHeadLinear:
         alignment = self._tiles.of_heads(num_rows, num_heads, block_m)
         per_head = alignment.max_tiles // num_heads * block_m
         # What pads a head is never multiplied into a row that is stored, but must be there.
-        x_HPC = x_THC.new_empty(num_heads, per_head, num_inputs, dtype=dtype)
-        x_HPC[:, :num_rows] = x_THC.transpose(0, 1)
+        x_HPK = x_THK.new_empty(num_heads, per_head, num_inputs, dtype=dtype)
+        x_HPK[:, :num_rows] = x_THK.transpose(0, 1)
         product = Product(
-            weight=weight, bias=None, x=x_HPC.flatten(0, 1), out=out_THN, is_gated=False
+            weight=weight, bias=None, x=x_HPK.flatten(0, 1), out=out_THN, is_gated=False
         )
         multiply(product, alignment, 1, self.chip)
         return out_THN
