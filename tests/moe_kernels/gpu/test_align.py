@@ -21,7 +21,7 @@ def check(found: Alignment, ids: torch.Tensor, num_experts: int) -> None:
     assert (found.tile_experts[num_tiles:] == -1).all(), "unused tiles have an expert"
     slots = found.sorted_slots.view(-1, found.block_rows)[:num_tiles]
     assert torch.equal(slots, want.slots), f"slots {slots.tolist()}, not {want.slots.tolist()}"
-    assert torch.equal(found.counts_E, want.counts_E), "counts"
+    assert found.counts_E is not None and torch.equal(found.counts_E, want.counts_E), "counts"
 
 
 @pytest.mark.parametrize("has_chunks", [False, True], ids=["one kernel", "chunks"])

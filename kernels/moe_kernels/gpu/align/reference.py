@@ -33,9 +33,8 @@ def aligned_tiles(expert_ids_TK: Tensor, num_experts: int, block_rows: int) -> T
         experts += [expert] * num_tiles
         slots.append(torch.cat((own, padding)).view(num_tiles, block_rows))
         counts.append(len(own))
-    as_int32 = {"dtype": torch.int32, "device": ids_S.device}
     return Tiles(
-        experts=torch.tensor(experts, **as_int32),
+        experts=torch.tensor(experts, dtype=torch.int32, device=ids_S.device),
         slots=torch.cat(slots),
-        counts_E=torch.tensor(counts, **as_int32),
+        counts_E=torch.tensor(counts, dtype=torch.int32, device=ids_S.device),
     )

@@ -87,6 +87,13 @@ def choose_tile(block_m: int, shape: ProductShape, capability: int) -> TileConfi
     assert block_m in BLOCK_MS, f"no configuration for tiles of {block_m} slots"
     if block_m == BLOCK_MS[-1] and shape.can_use_tma and capability >= 90:
         return _tile(shape, block_m, 128 if shape.is_gated else 256, 8, 3, uses_tma=True)
+    if capability < 90 and shape.weight_format != "plain":
+        # Without wgmma, conversions of more outputs do not fit the registers beside the sums.
+        block_n = 32 if shape.is_gated else 64
+        return _tile(shape, block_m, block_n, 8 if block_m == BLOCK_MS[-1] else 4, 3)
+    is_packed = shape.weight_format in PACKED_FORMATS
+    if block_m == 16 and capability >= 100 and is_packed and not shape.is_gated:
+        return _tile(shape, block_m, 128, 8, 4)  # 64 outputs on 4 warps spill there
     if block_m == 16:
         # Many small programs: what counts is bytes under way.
         return _tile(shape, block_m, 64, 4, 4)

@@ -223,8 +223,8 @@ def _packed(codes_ERC: Tensor, weight_format: WeightFormat, group: int) -> Tenso
     block = block_inputs(weight_format, group)
     num_inputs = codes_ERC.shape[2]
     codes = F.pad(codes_ERC.to(torch.uint8), (0, -num_inputs % block))
-    halves = codes.unflatten(2, (-1, 2, block // 2))
-    return (halves[:, :, :, 0] | halves[:, :, :, 1] << 4).flatten(2).contiguous()
+    low, high = codes.unflatten(2, (-1, 2, block // 2)).unbind(3)
+    return torch.bitwise_or(low, high << 4).flatten(2).contiguous()
 
 
 def _padded(values_ERG: Tensor, num: int) -> Tensor:
