@@ -141,6 +141,10 @@ class LLM:
             raise InvalidRequestError(
                 f"{len(listed)} prompts came with {len(each)} SamplingParams.", param="params"
             )
+        if not isinstance(cache_salt, str):
+            raise InvalidRequestError(
+                f"cache_salt must be a string, got {cache_salt!r}.", param="cache_salt"
+            )
         jobs = [self._job(prompt, p, cache_salt) for prompt, p in zip(listed, each, strict=True)]
         for job in jobs:
             for answer in job.answers:
@@ -157,6 +161,7 @@ class LLM:
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams | None = None,
         *,
+        cache_salt: str = "",
         use_progress_bar: bool = False,
     ) -> RequestOutput:
         """Answer one conversation, through the model's chat template."""
@@ -174,7 +179,9 @@ class LLM:
             )
         text = template.render(messages, add_generation_prompt=True)
         ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return self.generate([ids], params, use_progress_bar=use_progress_bar)[0]
+        return self.generate(
+            [ids], params, cache_salt=cache_salt, use_progress_bar=use_progress_bar
+        )[0]
 
     def _job(self, prompt: Prompt, params: SamplingParams, cache_salt: str) -> Job:
         is_text = isinstance(prompt, str)

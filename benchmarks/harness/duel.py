@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,13 @@ from .result import Result
 from .work import Kind, Work, make_prompts
 
 _BENCHMARKS = Path(__file__).resolve().parents[1]
+# The worker, and then no way to this folder: a peer may import a package that is called like one of
+# its scripts (transformers imports `kernels` if there is one).
+_START = (
+    f"import sys; sys.path.insert(0, {str(_BENCHMARKS)!r}); from harness.worker import main; "
+    "sys.path.pop(0); main()"
+)
+_ELSEWHERE = Path(tempfile.gettempdir())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +95,9 @@ def run_duel(entrants: Sequence[Entrant], setup: Setup) -> list[Result]:
     try:
         for entrant in entrants:
             _read_once(_files(entrant, setup))
-            command = [entrant.python, "-m", "harness.worker"]
+            command = [entrant.python, "-c", _START]
             environment = worker_environment(setup.num_threads, is_own=entrant.engine == OWN)
-            corner = _Corner(entrant, Contestant(command, environment, _BENCHMARKS))
+            corner = _Corner(entrant, Contestant(command, environment, _ELSEWHERE))
             corners.append(corner)
             corner.load(setup)
         _take_turns(corners, setup)

@@ -1,6 +1,6 @@
 """One engine in a process of its own: lines of JSON in, lines of JSON out (see `job`).
 
-    echo '{"engine": "transformers", ...}' | python -m harness.worker
+    echo '{"engine": "transformers", ...}' | python -m harness.worker   (in the folder benchmarks)
 
 Runs in the interpreter of the engine, which may know nothing of moe-serve: this module and what it
 imports need the standard library, and the engine's adapter what that engine brings.

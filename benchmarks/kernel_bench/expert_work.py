@@ -31,10 +31,14 @@ class LayerWeights:
         width = self.shape.expert_width
         experts = []
         for e in range(self.shape.num_local_experts):
-            biases: tuple[Tensor, ...] = ()
+            gate, up = self.gate_up[e].split(width)
+            expert = ExpertWeights(gate, up, self.down[e])
             if self.gate_up_bias is not None and self.down_bias is not None:
-                biases = (*self.gate_up_bias[e].split(width), self.down_bias[e])
-            experts.append(ExpertWeights(*self.gate_up[e].split(width), self.down[e], *biases))
+                gate_bias, up_bias = self.gate_up_bias[e].split(width)
+                expert = ExpertWeights(
+                    gate, up, self.down[e], gate_bias, up_bias, self.down_bias[e]
+                )
+            experts.append(expert)
         return experts
 
 

@@ -15,10 +15,11 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread")
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-pthread")
 _MATH_FLAGS = ("-ffp-contract=fast", "-fno-math-errno")
 _BUILD_TIMEOUT_S = 120
 
@@ -99,13 +100,21 @@ def _build(compiler: str) -> Path:
         return target
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=target.parent) as work:
-        built = Path(work) / "kernels.so"
-        command = [compiler, *_FLAGS, *_MATH_FLAGS, *map(str, sources), "-o", str(built)]
-        subprocess.run(
-            command, capture_output=True, check=True, timeout=_BUILD_TIMEOUT_S, text=True
-        )
-        built.replace(target)  # atomic: two processes may build at once
+        objects = [Path(work) / f"{path.stem}.o" for path in sources]
+        commands = [
+            [compiler, *_FLAGS, *_MATH_FLAGS, "-c", str(path), "-o", str(built)]
+            for path, built in zip(sources, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+            list(pool.map(_run, commands))
+        library = Path(work) / "kernels.so"
+        _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(library)])
+        library.replace(target)  # atomic: two processes may build at once
     return target
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, capture_output=True, check=True, timeout=_BUILD_TIMEOUT_S, text=True)
 
 
 def _processor() -> str:

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moe_kernels.attention_plan import BLOCK_TOKENS, AttentionPlan, AttentionSegment
+
+_VALUE_MULTIPLE = 8  # in products of fewer columns (5, 10) a CPU's sums depend on the row's place
 
 
 def paged_attention(
@@ -69,8 +72,9 @@ def _attend(
     if sinks_HR is not None:
         total = total + torch.exp(sinks_HR - top)
     values = _gather(v_cache, segment.page_rows, num_pairs)
-    out = torch.bmm(scores.view(-1, num_rows, BLOCK_TOKENS), values)
-    out = out.view(num_pairs, num_kv_heads, num_rows, -1)
+    values = F.pad(values, (0, -values.shape[-1] % _VALUE_MULTIPLE))
+    out = torch.bmm(scores.view(-1, num_rows, BLOCK_TOKENS), values)[..., : v_cache.shape[-1]]
+    out = out.reshape(num_pairs, num_kv_heads, num_rows, -1)
     out = _join(out, segment.tiles_by_block, torch.add) / total.unsqueeze(-1)
     out = out.view(num_tiles, num_kv_heads, tokens, group, -1).transpose(1, 2)
     return out.reshape(num_tiles * tokens, num_heads, -1)

@@ -41,7 +41,7 @@ def route(
     """
     logits_TE = logits_TE.float()
     is_sigmoid = shape.scoring == "sigmoid"
-    scores_TE = logits_TE.sigmoid() if is_sigmoid else torch.softmax(logits_TE, dim=-1)
+    scores_TE = _sigmoid(logits_TE) if is_sigmoid else torch.softmax(logits_TE, dim=-1)
     choice_TE = scores_TE if selection_bias_E is None else scores_TE + selection_bias_E
     if shape.num_groups > 1:
         choice_TE = _keep_best_groups(choice_TE, shape)
@@ -50,6 +50,11 @@ def route(
     if shape.is_renormalised:
         weights_TK = weights_TK / _row_sum(weights_TK).clamp_min(shape.renorm_floor)
     return ids_TK, weights_TK * shape.scaling
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """From operations whose result does not depend on a value's position: torch.sigmoid's does."""
+    return 1.0 / (1.0 + torch.exp(-x))
 
 
 def _keep_best_groups(choice_TE: Tensor, shape: RouterShape) -> Tensor:

@@ -93,6 +93,8 @@ class PrefixSharing:
         """Have the page copied that begins most like the next one of this sequence."""
         start, most = sequence.num_computed_tokens, sequence.num_tokens - 1
         wanted = token_array(sequence.token_ids[start : min(start + PAGE_SIZE, most)])
+        if len(wanted) < _LEAST_COPIED_TOKENS:
+            return
         source, count = self._most_alike(sequence, wanted, running)
         if count < _LEAST_COPIED_TOKENS:
             return
@@ -108,14 +110,16 @@ class PrefixSharing:
         """A page and how many tokens of it: a cached one, or the last of a sequence that runs
         (n > 1, equal prompts), if its values are finite so far."""
         index = sequence.num_shared_pages
-        parent_key = sequence.page_keys[index]
+        parent_key, start = sequence.page_keys[index], index * PAGE_SIZE
         best, most = self._cache.tree.most_alike(parent_key, wanted)
         for other in running:
-            if other.num_full_pages != index or other.num_shared_pages != index:
+            if other.num_computed_tokens - start <= most or other.num_full_pages != index:
+                continue  # it cannot be better
+            if other.num_shared_pages != index or not other.can_share:
                 continue
-            if not other.can_share or other.page_keys[index] != parent_key:
+            if other.page_keys[index] != parent_key or other.token_ids[start] != wanted[0]:
                 continue
-            tail = other.token_ids[index * PAGE_SIZE : other.num_computed_tokens]
+            tail = other.token_ids[start : other.num_computed_tokens]
             count = num_in_common(token_array(tail), wanted)
             if count > most and self._is_copyable(other.page_table[index]):
                 best, most = other.page_table[index], count
@@ -141,14 +145,17 @@ class PrefixSharing:
         """Make the newly filled pages of sequences visible to all; at their end the last page too,
         full or not.
 
-        Called when somebody asks: all pages of many steps are checked in one go.
+        Called when somebody asks: all pages of many steps are checked in one go. Without the cache
+        they are checked at the end, as whoever gets them next must not find a NaN there.
         """
         fresh = []
         for sequence in sequences:
+            if not (sequence.can_share or (is_end and sequence.is_sound)):
+                continue
             num_pages = sequence.num_full_pages
             if is_end and sequence.num_computed_tokens % PAGE_SIZE >= _LEAST_COPIED_TOKENS:
                 num_pages += 1
-            if sequence.can_share and num_pages > sequence.num_shared_pages:
+            if num_pages > sequence.num_shared_pages:
                 fresh.append((sequence, range(sequence.num_shared_pages, num_pages)))
         if not fresh:
             return
@@ -164,6 +171,8 @@ class PrefixSharing:
                 self.stop_computing(sequence)
 
     def _enter(self, sequence: Sequence, span: range) -> None:
+        if self._identity is None:
+            return
         sequence.extend_keys(min(span.stop, sequence.num_full_pages))
         start, end = span.start * PAGE_SIZE, sequence.num_computed_tokens
         ids = token_array(sequence.token_ids[start : min(span.stop * PAGE_SIZE, end)])

@@ -71,6 +71,8 @@ class Scheduler:
             count = min(sequence.num_pending_tokens, budget)
             if count and self._make_room(sequence, count, chosen):
                 chosen[sequence.id] = (sequence, count)
+                budget -= count
+            if self.num_preemptions > num_preempted:  # their share of the budget is free again
                 budget = self._config.max_batched_tokens - sum(n for _, n in chosen.values())
         if self.num_preemptions == num_preempted:
             self._admit(budget, chosen)
@@ -131,7 +133,8 @@ class Scheduler:
             sequence.page_table += self.cache.allocate(missing)
 
     def _preempt(self, victim: Sequence, chosen: Schedule) -> None:
-        self.sharing.give([victim])  # what is not evicted soon need not be computed again
+        # What is not evicted soon need not be computed again; the last page is checked too.
+        self.sharing.give([victim], is_end=True)
         self._stop(victim)
         self._release(victim)
         victim.restart()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -28,7 +29,7 @@ class HFConfig:
                 f"{folder} has no config.json: give the folder of a checkpoint in Hugging Face "
                 "layout."
             ) from None
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from None
         if not isinstance(values, dict):
             raise CheckpointError(f"{path} must hold a JSON object.")
@@ -42,18 +43,27 @@ class HFConfig:
         for key in keys:
             value = self.get(key)
             if value is not None:
-                if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31:
                     return value
-                raise self.error(keys[0], f"must be a positive integer, is {value!r}")
+                raise self.error(keys[0], f"must be a positive integer, is {_shown(value)}")
         if default is None:
             raise self.error(keys[0], "is missing")
         return default
 
     def number(self, key: str, default: float) -> float:
         value = self.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise self.error(key, f"must be a number, is {value!r}")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not _is_finite(value):
+            raise self.error(key, f"must be a number, is {_shown(value)}")
         return float(value)
+
+    def whole_numbers(self, key: str) -> tuple[int, ...]:
+        """A list of them; none if it is not there or null."""
+        value = self.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
+            raise self.error(key, f"must be a list of whole numbers, is {value!r}")
+        return tuple(value)
 
     def require(self, key: str, expected: Any, *, default: Any) -> None:
         """Refuse a checkpoint whose `key` asks for something that is not served."""
@@ -67,8 +77,11 @@ class HFConfig:
             raise self.error("architectures", f"must name one architecture, is {names!r}")
         return names[0]
 
-    def dtype(self) -> Literal["float32", "bfloat16", "float16"]:
-        name = str(self.get("dtype") or self.get("torch_dtype") or "float32")
+    def dtype(self) -> Literal["float32", "bfloat16", "float16"] | None:
+        """None where it is not stated (GPT-OSS and MiniMax-M2 as published)."""
+        name = self.get("dtype") or self.get("torch_dtype")
+        if name is None:
+            return None
         if name not in _DTYPES:
             raise self.error("dtype", f"is {name!r}; supported are {', '.join(_DTYPES)}")
         return cast(Literal["float32", "bfloat16", "float16"], name)
@@ -89,7 +102,8 @@ class HFConfig:
             raise self.error("text_config", f"must be an object, is {part!r}")
         outer = ("architectures", "quantization_config", "dtype", "torch_dtype", "eos_token_id")
         kept = {key: self._values[key] for key in outer if self.get(key) is not None}
-        values = {**kept, **part, "architectures": kept.get("architectures")}
+        stated = {k: v for k, v in part.items() if v is not None or k not in kept}
+        values = {**kept, **stated, "architectures": kept.get("architectures")}
         if self.get("tie_word_embeddings") is not None:  # the head belongs to the larger model
             values["tie_word_embeddings"] = self.get("tie_word_embeddings")
         return HFConfig(values, self.source)
@@ -117,6 +131,19 @@ class HFConfig:
         return None
 
 
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:80] + "..."
+
+
+def _is_finite(value: float) -> bool:
+    """As a float: JSON has whole numbers that are too large for one."""
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:
+        return False
+
+
 def generation_eos_token_ids(folder: Path) -> tuple[int, ...]:
     """The end-of-text ids of `generation_config.json`, which go before the config's, or none."""
     path = folder / "generation_config.json"
@@ -124,6 +151,8 @@ def generation_eos_token_ids(folder: Path) -> tuple[int, ...]:
         return ()
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} must hold a JSON object.")
     return HFConfig(values, str(path)).eos_token_ids()

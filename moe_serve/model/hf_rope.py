@@ -36,8 +36,10 @@ def read_rope(
     share = values.get("partial_rotary_factor") or config.get("partial_rotary_factor") or share
     dim = int(head_dim * _number(config, "partial_rotary_factor", share))
     base = _number(config, "rope_theta", values.get("rope_theta") or theta)
+    if base <= 1:
+        raise config.error("rope_theta", f"must be greater than 1, is {base!r}")
     alpha = values.get("alpha")
-    if _kind(values) == "dynamic" and alpha:  # a fixed stretch of the base (NTK-aware)
+    if _kind(values) == "dynamic" and alpha and dim > 2:  # a fixed stretch of the base (NTK-aware)
         base *= _number(config, "rope_scaling.alpha", alpha) ** (dim / (dim - 2))
     return RopeSpec(
         theta=base, dim=dim, scaling=_scaling(config, values), is_interleaved=is_interleaved
@@ -78,6 +80,12 @@ def _scaling(config: HFConfig, values: Mapping[str, Any]) -> RopeScaling | None:
             raise config.error("rope_scaling", f"of type {_kind(values)!r} lacks {key}")
         return _number(config, f"rope_scaling.{key}", value)
 
+    def original_positions() -> int:
+        positions = int(number("original_max_position_embeddings"))
+        if positions < 1:
+            raise config.error("rope_scaling", "has an original_max_position_embeddings below 1")
+        return positions
+
     match _kind(values):
         case "default":
             return None
@@ -90,16 +98,16 @@ def _scaling(config: HFConfig, values: Mapping[str, Any]) -> RopeScaling | None:
                 factor=number("factor"),
                 low_frequency_factor=number("low_freq_factor"),
                 high_frequency_factor=number("high_freq_factor"),
-                original_positions=int(number("original_max_position_embeddings")),
+                original_positions=original_positions(),
             )
         case "yarn":
-            original = number("original_max_position_embeddings")
+            original = original_positions()
             factor = number(
                 "factor", config.positive_int("max_position_embeddings", default=1) / original
             )
             return YarnScaling(
                 factor=factor,
-                original_positions=int(original),
+                original_positions=original,
                 attention_factor=_yarn_attention_factor(values, factor, number),
                 beta_fast=number("beta_fast", 32.0),
                 beta_slow=number("beta_slow", 1.0),
@@ -119,6 +127,7 @@ def _yarn_attention_factor(values: Mapping[str, Any], factor: float, number: Any
 
 
 def _number(config: HFConfig, key: str, value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+    number = HFConfig({key: value}, config.source).number(key, 0.0)
+    if number <= 0:
         raise config.error(key, f"must be a positive number, is {value!r}")
-    return float(value)
+    return number

@@ -57,22 +57,29 @@ class ModelLoader:
         self.spec: ModelSpec = family.read_spec(config)
         check_spec(self.spec, config)
         self._num_threads = num_threads or default_num_threads()
-        self.dtype: torch.dtype = dtype or getattr(torch, self.spec.dtype)
-        self.device = device or torch.device("cpu")
-        self.kernels: Kernels = choose_kernels(self.device, self.dtype, kernels, num_threads)
         self._reader = WeightReader(Checkpoint(folder), config)
         self._names = family.names_in(self._reader.has)
         self._experts = _expert_names(self._names, self.spec, self._reader)
-        stored = list(all_tensors(self._names, self._experts, self.spec))
-        for item in stored:
+        self._total, self._done, self._progress = 0, 0, progress
+        for item in all_tensors(self._names, self._experts, self.spec):
             self._reader.expect(item.name, item.shape)
+            self._total += 1
+        self.dtype: torch.dtype = dtype or self._own_dtype()
+        self.device = device or torch.device("cpu")
+        self.kernels: Kernels = choose_kernels(self.device, self.dtype, kernels, num_threads)
         self._lock = threading.Lock()
-        self._total, self._done, self._progress = len(stored), 0, progress
 
     @property
     def weight_format(self) -> str:
         """How the checkpoint stores its weights, for logs."""
         return self._reader.format_name
+
+    def _own_dtype(self) -> torch.dtype:
+        """As the config states, else as the embedding is stored."""
+        if self.spec.dtype is not None:
+            stated: torch.dtype = getattr(torch, self.spec.dtype)
+            return stated
+        return self._reader.stored_dtype(self._names.embedding)
 
     def attention_stage(self, max_positions: int) -> AttentionStage:
         """Everything but the routed experts."""

@@ -101,7 +101,7 @@ class ModelSpec:
     logits_divisor: float = 1.0
     is_head_tied: bool
     max_positions: int
-    dtype: Literal["float32", "bfloat16", "float16"]
+    dtype: Literal["float32", "bfloat16", "float16"] | None  # None: as the embedding is stored
     eos_token_ids: tuple[int, ...]
 
     @property

@@ -6,6 +6,8 @@ from moe_serve.errors import CheckpointError
 from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.spec import ModelSpec
 
+_MAX_HEAD_DIM = 1024  # of the compiled kernels
+
 
 def check_spec(spec: ModelSpec, config: HFConfig) -> None:
     """Raise CheckpointError, naming the file and the numbers that disagree."""
@@ -23,6 +25,8 @@ def _of_attention(spec: ModelSpec) -> str | None:
         )
     if a.head_dim % 2 and spec.latent is None:
         return f"head_dim ({a.head_dim}) must be even"
+    if a.head_dim > _MAX_HEAD_DIM:
+        return f"heads of {a.head_dim} values are not served, only of up to {_MAX_HEAD_DIM}"
     for dim in {spec.rope_of(layer).dim for layer in range(spec.num_layers)}:
         if dim % 2 or not 0 < dim <= a.head_dim:
             return f"the {dim} rotated values must be an even part of {a.head_dim}"

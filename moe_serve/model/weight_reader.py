@@ -36,6 +36,10 @@ class WeightReader:
         """The weight is there in some form."""
         return name in self._checkpoint or bool(self._parts(name))
 
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """Of a weight in floats; float32 for one that is quantised."""
+        return self._checkpoint.view(name).dtype if self._is_plain(name) else torch.float32
+
     def expect(self, name: str, shape: Shape) -> None:
         """Hold the headers of all tensors behind a weight against its shape.
 

@@ -17,7 +17,7 @@ from kernel_compilation.facts import CompiledFacts, count_instructions, read_res
 from moe_kernels.gpu.compile_case import CompileCase
 
 WARP_SIZE = 32
-_TOOL_TIMEOUT_S = 60
+_TOOL_TIMEOUT_S = 180
 _ALIGNED = [["tt.divisibility", 16]]
 _FORMAT = 1  # of CompiledFacts in the cache
 

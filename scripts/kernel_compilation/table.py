@@ -14,9 +14,11 @@ Facts = Mapping[tuple[str, int], CompiledFacts]
 
 
 def render(cases: Mapping[str, CompileCase], facts: Facts, triton_version: str) -> str:
-    """Only cases with facts for all their targets are shown."""
+    """Stack and spills are shown where there are any; a case that did not compile has no facts."""
+    num_spilling = sum(found.stack > 0 or found.num_local > 0 for found in facts.values())
+    spilling = f"{num_spilling} with" if num_spilling else "none with"
     lines = [
-        f"Triton {triton_version}; {len(facts)} compilations, no stack, no spills in any of them.",
+        f"Triton {triton_version}; {len(facts)} compilations, {spilling} stack or spills.",
         "",
         "| kernel and configuration | warps x stages | "
         + " | ".join(f"sm_{target}" for target in TARGETS)
@@ -40,7 +42,9 @@ def _cell(facts: CompiledFacts | None) -> str:
         "TMA": facts.num_tma,
     }
     parts = [f"{facts.registers} regs", f"{facts.shared / 1024:.3g} KB"]
-    return ", ".join(parts + [f"{kind} x{num}" for kind, num in kinds.items() if num > 0])
+    parts += [f"{kind} x{num}" for kind, num in kinds.items() if num > 0]
+    parts += [f"**{facts.stack} B of stack**"] if facts.stack else []
+    return ", ".join(parts)
 
 
 def block(page: str) -> tuple[str, str, str]:

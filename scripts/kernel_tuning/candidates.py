@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import product
+from typing import Any
 
 from moe_kernels.gpu.grouped_gemm.heuristics import (
     FP8_BLOCK,
@@ -33,7 +34,8 @@ def candidates(shape: ProductShape, block_m: int, capability: int) -> Iterator[T
     chosen = choose_tile(block_m, shape, capability)
     yield chosen
     for values in product(*_SEARCHED.values()):
-        tile = replace(chosen, **dict(zip(_SEARCHED, values, strict=True)))
+        searched: dict[str, Any] = dict(zip(_SEARCHED, values, strict=True))
+        tile = replace(chosen, **searched)
         if tile != chosen and fits(tile, shape, capability):
             yield tile
 

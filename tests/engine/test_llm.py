@@ -87,6 +87,8 @@ def test_mistakes_are_told_before_anything_runs(llm: LLM) -> None:
     steps = llm.stats().num_steps
     with pytest.raises(InvalidRequestError):
         llm.generate(["fine", [300]], use_progress_bar=False)
+    with pytest.raises(InvalidRequestError, match="cache_salt must be a string, got None"):
+        llm.generate("fine", cache_salt=None, use_progress_bar=False)  # type: ignore[arg-type]
     assert llm.stats().num_steps == steps
 
 

@@ -18,7 +18,13 @@ from moe_serve.engine.sampling_params import SamplingParams
 
 
 def make_engine(
-    runner: FakeRunner, *, num_pages: int = 64, budget: int = 256, seats: int = 8, parts: int = 1
+    runner: FakeRunner,
+    *,
+    num_pages: int = 64,
+    budget: int = 256,
+    seats: int = 8,
+    parts: int = 1,
+    has_prefix_cache: bool = True,
 ) -> Engine:
     return Engine(
         runner,
@@ -27,6 +33,7 @@ def make_engine(
         micro_batches=parts,
         max_model_len=160,
         eos_token_ids=frozenset(),
+        has_prefix_cache=has_prefix_cache,
     )
 
 
@@ -185,16 +192,7 @@ def test_prompt_logprobs_take_nothing_and_give() -> None:
 
 
 def test_without_the_cache_nothing_is_kept() -> None:
-    runner = FakeRunner()
-    engine = Engine(
-        runner,
-        scheduler=SchedulerConfig(),
-        num_pages=64,
-        micro_batches=1,
-        max_model_len=160,
-        eos_token_ids=frozenset(),
-        has_prefix_cache=False,
-    )
+    engine = make_engine(runner := FakeRunner(), has_prefix_cache=False)
     prompt = prompt_of(40)
     for name in ("a", "b"):
         (deltas,) = run(engine, request(name, prompt)).values()
@@ -226,17 +224,19 @@ def test_pages_of_a_request_with_nan_never_enter(budget: int) -> None:
     assert tokens(deltas) == continuation(bad, 4)
 
 
+class Forgetful(FakeRunner):
+    """Does not see the pages that hold a NaN, as if they were out of a window's sight."""
+
+    def _rows(self, first: int, end: int, table: tuple[int, ...]) -> list:
+        clean = [[0] * 16 if NAN in self.slots[p] else self.slots[p] for p in table]
+        saved, self.slots = self.slots, dict(zip(table, clean, strict=True))
+        rows = super()._rows(first, end, table)
+        self.slots = saved
+        return rows
+
+
 def test_a_page_found_unsound_is_zeroed_and_keeps_all_behind_it_private() -> None:
-    """Logits need not show it: the fake model is told to look at the last page only."""
-
-    class Forgetful(FakeRunner):
-        def _rows(self, first: int, end: int, table: tuple[int, ...]) -> list:
-            clean = [[0] * 16 if NAN in self.slots[p] else self.slots[p] for p in table]
-            saved, self.slots = self.slots, dict(zip(table, clean, strict=True))
-            rows = super()._rows(first, end, table)
-            self.slots = saved
-            return rows
-
+    """Logits need not show it."""
     prompt = prompt_of(70)
     engine = make_engine(runner := Forgetful())
     runner.nan_after_token = prompt[20] = 49
@@ -245,6 +245,17 @@ def test_a_page_found_unsound_is_zeroed_and_keeps_all_behind_it_private() -> Non
     assert engine.stats().num_cached_pages == 1, "the page before it"
     run(engine, request("b", [1, 2]))
     assert len(runner.cleared) == 4, "the others of 73 tokens, before anyone gets them"
+    assert all(NAN not in slots for slots in runner.slots.values())
+
+
+def test_without_the_cache_a_hidden_nan_is_zeroed_too() -> None:
+    prompt = prompt_of(70)
+    engine = make_engine(runner := Forgetful(), has_prefix_cache=False)
+    runner.nan_after_token = prompt[20] = 49
+    (deltas,) = run(engine, request("a", prompt)).values()
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+    run(engine, request("b", [1, 2]))
+    assert len(runner.cleared) == 5, "all pages of 73 tokens"
     assert all(NAN not in slots for slots in runner.slots.values())
 
 

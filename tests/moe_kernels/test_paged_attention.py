@@ -173,6 +173,7 @@ SHAPES = {
     "narrow values": AttentionShape(
         num_heads=8, num_kv_heads=2, head_dim=48, value_dim=20, rotary_dim=32
     ),
+    "odd values": AttentionShape(num_heads=4, num_kv_heads=2, head_dim=10, value_dim=5),
     "wide values": AttentionShape(num_heads=2, num_kv_heads=2, head_dim=40, value_dim=128),
     "sinks, window": AttentionShape(
         num_heads=16, num_kv_heads=2, head_dim=64, has_sinks=True, sliding_window=70
@@ -231,7 +232,13 @@ def test_a_row_is_bitwise_the_same_alone_and_in_company(
 @pytest.mark.parametrize("name", KERNEL_SETS)
 @pytest.mark.parametrize(
     "shape",
-    [shape_of((4, 2)), shape_of((6, 2)), SHAPES["sinks, window"], SHAPES["chunk"]],
+    [
+        shape_of((4, 2)),
+        shape_of((6, 2)),
+        SHAPES["sinks, window"],
+        SHAPES["chunk"],
+        SHAPES["odd values"],
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("chunk", [1, 7, 64])

@@ -81,6 +81,20 @@ def test_matches_the_definition(name: KernelsName, shape: RouterShape, has_bias:
         assert torch.equal(again[0], ids[rows]) and torch.equal(again[1], weights[rows]), f"{rows}"
 
 
+@pytest.mark.parametrize("name", KERNEL_SETS)
+@pytest.mark.parametrize("shape", [*SHAPES, shape_of(59, 59, False, scoring="sigmoid")], ids=str)
+def test_a_row_is_routed_alike_wherever_it_stands(name: KernelsName, shape: RouterShape) -> None:
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(90, shape.num_experts, generator=generator) * 3
+    kernels = make_kernels(name, torch.float32)
+    ids, weights = kernels.route(logits, shape, None)
+    for count in (1, 2, 3, 7, 12, 19, 40, 77):
+        rows = torch.randperm(90, generator=generator)[:count]
+        again = kernels.route(logits[rows], shape, None)
+        assert torch.equal(again[0], ids[rows]), f"{name}, {count=}"
+        assert torch.equal(again[1], weights[rows]), f"{name}, {count=}"
+
+
 def test_where_equal_the_native_router_takes_the_lower_id() -> None:
     kernels = make_kernels("auto", torch.float32)
     if not kernels.name.startswith("native"):

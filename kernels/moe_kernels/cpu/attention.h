@@ -85,32 +85,65 @@ static inline u32x16 value_units(const bf16* const* rows, int64_t d, int64_t cou
   return (u32x16)load_up_to(rows[0] + d, count) >> 16 | (u32x16)load_up_to(rows[1] + d, count);
 }
 
-// Keys [at, at + count) of a sequence, packed; likewise their values, with 0 for those that no row
-// of the block sees: whatever lies there may not be a number.
+// One unit of each of `width` columns, from one or two rows of values.
+template <class T>
+static inline void pack_values(const T* const* rows, int64_t width, uint32_t* out) {
+  int64_t d = 0;
+  for (; d + kLanes <= width; d += kLanes) {
+    u32x16 v = value_units(rows, d, kLanes);
+    memcpy(out + d, &v, sizeof v);
+  }
+  if (d == width) return;
+  u32x16 v = value_units(rows, d, width - d);
+  memcpy(out + d, &v, sizeof v);
+}
+
+// Up to 64 keys of a sequence and KV head, from position `at`, a multiple of 64.
+struct KeyBlock {
+  int64_t head, at, count;
+};
+
+// Row of the pages where a head's keys from position `at` (a multiple of 16) lie.
+static inline int64_t page_row(const AttentionPlan& p, int64_t sequence, int64_t head, int64_t at) {
+  int64_t page = p.tables[sequence * p.max_pages + at / p.page_size];
+  return (page * p.num_kv_heads + head) * p.page_size + at % p.page_size;
+}
+
+template <class T>
+static inline void fetch_rows(Rows<const T> rows, int64_t row, int64_t width) {
+  constexpr int64_t kLineBytes = 64;
+  const char* first = (const char*)(rows.data + row * rows.row_step);
+  const char* last = (const char*)(rows.data + (row + kLanes - 1) * rows.row_step + width);
+  for (; first < last; first += kLineBytes) __builtin_prefetch(first);
+}
+
+// A block's keys, packed; likewise its values, with 0 for those that no row of the token block
+// sees: whatever lies there may not be a number. `next` is fetched meanwhile: pages lie scattered.
 template <class T>
 static void pack_keys_and_values(const AttentionPlan& p, Workspace<T>& work, const TokenBlock& block,
-                                 int64_t head, int64_t at, int64_t count, Rows<const T> keys,
+                                 KeyBlock now, KeyBlock next, Rows<const T> keys,
                                  Rows<const T> values) {
   static const T zeros[kMaxHeadDim] = {};
-  const int64_t* table = p.tables + p.sequences[block.first] * p.max_pages;
-  int64_t value_width = panels(p.value_dim) * kLanes;
-  for (int64_t first = at; first < at + count; first += kLanes) {
-    int64_t num_keys = std::min(kLanes, at + count - first);
-    int64_t row = (table[first / p.page_size] * p.num_kv_heads + head) * p.page_size;
-    row += first % p.page_size;
-    pack_panel(keys.data + row * keys.row_step, keys.row_step, num_keys, p.head_dim,
-               work.keys + first - at, kKeys);
+  int64_t sequence = p.sequences[block.first], width = p.value_dim;
+  int64_t value_width = panels(width) * kLanes;
+  for (int64_t k = 0; k < std::max(now.count, next.count); k += kLanes) {
+    if (k < next.count) {
+      int64_t row = page_row(p, sequence, next.head, next.at + k);
+      fetch_rows(keys, row, p.head_dim);
+      if (values.data != keys.data) fetch_rows(values, row, p.value_dim);
+    }
+    if (k >= now.count) continue;
+    int64_t row = page_row(p, sequence, now.head, now.at + k);
+    pack_panel(keys.data + row * keys.row_step, keys.row_step, kLanes, p.head_dim, work.keys + k,
+               kKeys);
+    int64_t first_seen = block.first_key - now.at - k, last_seen = now.count - k;
     for (int64_t i = 0; i < kLanes; i += kUnit<T>) {
       const T* pair[2];
-      for (int64_t k = 0; k < kUnit<T>; ++k) {
-        bool is_seen = first + i + k >= block.first_key && i + k < num_keys;
-        pair[k] = is_seen ? values.data + (row + i + k) * values.row_step : zeros;
+      for (int64_t n = 0; n < kUnit<T>; ++n) {
+        bool is_seen = i + n >= first_seen && i + n < last_seen;
+        pair[n] = is_seen ? values.data + (row + i + n) * values.row_step : zeros;
       }
-      uint32_t* out = work.values + (first - at + i) / kUnit<T> * value_width;
-      for (int64_t d = 0; d < p.value_dim; d += kLanes) {
-        u32x16 v = value_units(pair, d, p.value_dim - d);
-        memcpy(out + d, &v, sizeof v);
-      }
+      pack_values(pair, width, work.values + (k + i) / kUnit<T> * value_width);
     }
   }
 }
@@ -160,18 +193,24 @@ static inline void soften(int64_t num_panels, Rest&&... rest) {
   else soften<T, 1>(rest...);
 }
 
-// `count` query heads from `first_head` on, all of one KV head, for a block of tokens.
+// Query heads [first, first + count), all of one KV head.
+struct HeadBlock {
+  int64_t kv_head, first, count;
+};
+
+// Some query heads for a block of tokens; those of KV head `next_kv_head` come next (-1: none do).
 // q: [T, H, D] with q_step values from token to token. out: [T, H, Dv]. Returns whether all results
 // are finite.
 template <class T>
 static bool attend_block(const AttentionPlan& p, Workspace<T>& work, const TokenBlock& block,
-                         int64_t first_head, int64_t count, const T* q, int64_t q_step,
+                         HeadBlock heads, int64_t next_kv_head, const T* q, int64_t q_step,
                          const int64_t* positions, Rows<const T> keys, Rows<const T> values,
                          const float* sinks, T* out) {
-  int64_t num_rows = block.count * count, value_width = panels(p.value_dim) * kLanes;
+  int64_t count = heads.count, num_rows = block.count * count;
+  int64_t value_width = panels(p.value_dim) * kLanes;
   const T *queries[kQueryRows], *weights[kQueryRows];
   for (int64_t r = 0; r < num_rows; ++r) {
-    int64_t head = first_head + r % count;
+    int64_t head = heads.first + r % count;
     queries[r] = q + (block.first + r / count) * q_step + head * p.head_dim;
     weights[r] = work.weights + r * kKeys;
     f32x16 total = {};
@@ -180,10 +219,15 @@ static bool attend_block(const AttentionPlan& p, Workspace<T>& work, const Token
     store16(work.totals + r * kLanes, total);
   }
   memset(work.sums, 0, num_rows * value_width * sizeof(float));
-  for (int64_t at = block.first_key / kKeys * kKeys; at < block.last_key; at += kKeys) {
-    int64_t num_keys = std::min(kKeys, block.last_key - at), num_panels = panels(num_keys);
-    int64_t kv_head = first_head / (p.num_heads / p.num_kv_heads);
-    pack_keys_and_values(p, work, block, kv_head, at, num_keys, keys, values);
+  int64_t first_at = block.first_key / kKeys * kKeys;
+  auto key_block = [&](int64_t kv_head, int64_t at) {
+    return KeyBlock{kv_head, at, std::min(kKeys, block.last_key - at)};
+  };
+  for (int64_t at = first_at; at < block.last_key; at += kKeys) {
+    KeyBlock now = key_block(heads.kv_head, at), next = key_block(heads.kv_head, at + kKeys);
+    if (next.count <= 0 && next_kv_head >= 0) next = key_block(next_kv_head, first_at);
+    int64_t num_panels = panels(now.count);
+    pack_keys_and_values(p, work, block, now, next, keys, values);
     multiply_rows(queries, num_rows, p.head_dim, work.keys, kKeys, num_panels, work.scores, kKeys,
                   false);
     for (int64_t r = 0; r < num_rows; ++r) {
@@ -197,7 +241,7 @@ static bool attend_block(const AttentionPlan& p, Workspace<T>& work, const Token
   }
   f32x16 zero = {};  // NaN as soon as a result is not finite
   for (int64_t r = 0; r < num_rows; ++r) {
-    T* to = out + ((block.first + r / count) * p.num_heads + first_head + r % count) * p.value_dim;
+    T* to = out + ((block.first + r / count) * p.num_heads + heads.first + r % count) * p.value_dim;
     float total = fold(load16(work.totals + r * kLanes));
     for (int64_t d = 0; d < p.value_dim; d += kLanes) {
       f32x16 v = load16(work.sums + r * value_width + d) / total;
@@ -212,46 +256,49 @@ static bool attend_block(const AttentionPlan& p, Workspace<T>& work, const Token
 // then every token is computed alone.
 template <class T, class... Rest>
 static void attend_block_safely(const AttentionPlan& p, Workspace<T>& work, const TokenBlock& block,
-                                int64_t first_head, int64_t count, const T* q, int64_t q_step,
+                                HeadBlock heads, int64_t next_kv_head, const T* q, int64_t q_step,
                                 const int64_t* positions, Rest... rest) {
-  if (attend_block(p, work, block, first_head, count, q, q_step, positions, rest...)) return;
+  if (attend_block(p, work, block, heads, next_kv_head, q, q_step, positions, rest...)) return;
   for (int64_t t = block.first; block.count > 1 && t < block.first + block.count; ++t) {
     TokenBlock one{t, 1, first_visible(p, positions[t]), positions[t] + 1};
-    attend_block(p, work, one, first_head, count, q, q_step, positions, rest...);
+    attend_block(p, work, one, heads, -1, q, q_step, positions, rest...);
   }
 }
 
-// How a step's attention is cut: token blocks, and blocks of a KV head's query heads.
+// How a step's attention is cut: token blocks, and blocks of query heads of one KV head each.
 struct AttentionJobs {
   std::vector<TokenBlock> blocks;
-  int64_t heads_per_job, jobs_per_block;
-  int64_t threads;
+  std::vector<HeadBlock> heads;
+  int64_t heads_per_job, jobs_per_block, threads;
 
   AttentionJobs(const AttentionPlan& p, const int64_t* positions) {
     int64_t group = p.num_heads / p.num_kv_heads, parts = (group + kQueryRows - 1) / kQueryRows;
-    heads_per_job = (group + parts - 1) / parts;
-    jobs_per_block = p.num_kv_heads * parts;
-    blocks = cut_tokens(p, positions, std::max<int64_t>(1, kQueryRows / heads_per_job));
+    int64_t size = (group + parts - 1) / parts;
+    for (int64_t h = 0; h < p.num_kv_heads; ++h)
+      for (int64_t first = 0; first < group; first += size)
+        heads.push_back({h, h * group + first, std::min(size, group - first)});
+    blocks = cut_tokens(p, positions, std::max<int64_t>(1, kQueryRows / size));
     int64_t work = 0;
     for (const TokenBlock& b : blocks) work += b.count * (b.last_key - b.first_key);
     threads = work * p.num_heads * p.head_dim < 65536 ? 1 : p.threads;
+    // All heads of a block in one job, where that leaves jobs enough: see `next_kv_head`.
+    bool has_many_blocks = (int64_t)blocks.size() >= 8 * threads || threads == 1;
+    heads_per_job = has_many_blocks ? heads.size() : 1;
+    jobs_per_block = heads.size() / heads_per_job;
   }
-
-  int64_t count() const { return (int64_t)blocks.size() * jobs_per_block; }
 };
 
 template <class T>
 static void attend_jobs(const AttentionPlan& p, const AttentionJobs& jobs, const T* q,
                         int64_t q_step, const int64_t* positions, Rows<const T> keys,
                         Rows<const T> values, const float* sinks, T* out) {
-  int64_t group = p.num_heads / p.num_kv_heads, parts = jobs.jobs_per_block / p.num_kv_heads;
-  parallel_for(jobs.count(), jobs.threads, [&](int64_t j) {
+  parallel_for(jobs.blocks.size() * jobs.jobs_per_block, jobs.threads, [&](int64_t j) {
     static thread_local Workspace<T> work;
     work.reserve(p);
-    int64_t part = j % jobs.jobs_per_block, first = part % parts * jobs.heads_per_job;
-    int64_t count = std::min(jobs.heads_per_job, group - first);
-    attend_block_safely(p, work, jobs.blocks[j / jobs.jobs_per_block],
-                        part / parts * group + first, count, q, q_step, positions, keys, values,
-                        sinks, out);
+    int64_t first = j % jobs.jobs_per_block * jobs.heads_per_job;
+    for (int64_t h = first; h < first + jobs.heads_per_job; ++h)
+      attend_block_safely(p, work, jobs.blocks[j / jobs.jobs_per_block], jobs.heads[h],
+                          h + 1 < first + jobs.heads_per_job ? jobs.heads[h + 1].kv_head : -1, q,
+                          q_step, positions, keys, values, sinks, out);
   });
 }

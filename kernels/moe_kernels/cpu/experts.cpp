@@ -55,12 +55,21 @@ static inline f32x16 activate(f32x16 gate, f32x16 up, const Experts& e) {
   return gate / (1.0f + exp16(gate * -e.alpha)) * (up + e.up_offset);
 }
 
+template <class T>
+static Group up_columns(const Experts& e, int64_t expert, int64_t group) {
+  return group_of<T>(e.gate_up[expert], 2 * panels(e.expert_width), group, e.width);
+}
+
+template <class T>
+static Group down_columns(const Experts& e, int64_t expert, int64_t group) {
+  return group_of<T>(e.down[expert], panels(e.width), group, e.expert_width);
+}
+
 // 32 values of the hidden layer, from up to 2 gate and 2 up panels.
 template <class T>
-static void gate_up(const Experts& e, const Part& part, int64_t group, const int64_t* slots,
-                    const T* x, int64_t top_k, T* hidden) {
+static void gate_up(const Experts& e, const Part& part, int64_t group, const uint32_t* next,
+                    const int64_t* slots, const T* x, int64_t top_k, T* hidden) {
   int64_t width = e.expert_width, first = group * kGroupColumns / 2;
-  Group columns = group_of<T>(e.gate_up[part.expert], 2 * panels(width), group, e.width);
   const float* bias = e.gate_up_bias ? e.gate_up_bias[part.expert] : nullptr;
   auto row = [&](int64_t m) { return x + slots[m] / top_k * e.width; };
   auto store = [&](int64_t m, const float* c) {
@@ -74,14 +83,13 @@ static void gate_up(const Experts& e, const Part& part, int64_t group, const int
       store_up_to(out + n, activate(gate, up, e), width - n);
     }
   };
-  multiply_group<T>(columns, e.width, part.count, row, store);
+  multiply_group<T>(up_columns<T>(e, part.expert, group), next, e.width, part.count, row, store);
 }
 
 template <class T>
-static void down(const Experts& e, const Part& part, int64_t group, const int64_t* slots,
-                 const T* hidden, float* y) {
+static void down(const Experts& e, const Part& part, int64_t group, const uint32_t* next,
+                 const int64_t* slots, const T* hidden, float* y) {
   int64_t first = group * kGroupColumns, last = std::min(e.width, first + kGroupColumns);
-  Group columns = group_of<T>(e.down[part.expert], panels(e.width), group, e.expert_width);
   const float* bias = e.down_bias ? e.down_bias[part.expert] : nullptr;
   auto row = [&](int64_t m) { return hidden + slots[m] * e.expert_width; };
   auto store = [&](int64_t m, const float* c) {
@@ -92,7 +100,25 @@ static void down(const Experts& e, const Part& part, int64_t group, const int64_
       store_up_to(out + n, v, e.width - n);
     }
   };
-  multiply_group<T>(columns, e.expert_width, part.count, row, store);
+  multiply_group<T>(down_columns<T>(e, part.expert, group), next, e.expert_width, part.count, row,
+                    store);
+}
+
+// Calls work(part, group, next) for every group of every part; `next` is where the group lies that
+// the same thread is likely to have after it.
+template <class Columns, class Work>
+static void for_parts(const std::vector<Part>& parts, int64_t threads, Columns columns,
+                      const Experts& e, const Work& work) {
+  parallel_for(parts.size(), threads, [&](int64_t j) {
+    const Part &part = parts[j], *after = parts.data() + j + threads;
+    if (j + threads >= (int64_t)parts.size()) after = nullptr;
+    for (int64_t g = part.first_group; g < part.last_group; ++g) {
+      const uint32_t* next = nullptr;
+      if (g + 1 < part.last_group) next = columns(e, part.expert, g + 1).data;
+      else if (after) next = columns(e, after->expert, after->first_group).data;
+      work(part, g, next);
+    }
+  });
 }
 
 static void weigh(const float* y, const float* weights, int64_t top_k, int64_t width, float* out) {
@@ -127,15 +153,11 @@ static int64_t experts(const Experts& e, const T* x, const int64_t* ids, const f
       cut(slots, by_size, row_block<T>(e.width), groups(2 * panels(e.expert_width)), threads);
   auto down_parts =
       cut(slots, by_size, row_block<T>(e.expert_width), groups(panels(e.width)), threads);
-  parallel_for(up_parts.size(), threads, [&](int64_t j) {
-    const Part& part = up_parts[j];
-    for (int64_t g = part.first_group; g < part.last_group; ++g)
-      gate_up<T>(e, part, g, slots.order.data() + part.first, x, top_k, hidden);
+  for_parts(up_parts, threads, up_columns<T>, e, [&](const Part& p, int64_t group, auto next) {
+    gate_up<T>(e, p, group, next, slots.order.data() + p.first, x, top_k, hidden);
   });
-  parallel_for(down_parts.size(), threads, [&](int64_t j) {
-    const Part& part = down_parts[j];
-    for (int64_t g = part.first_group; g < part.last_group; ++g)
-      down<T>(e, part, g, slots.order.data() + part.first, hidden, y);
+  for_parts(down_parts, threads, down_columns<T>, e, [&](const Part& p, int64_t group, auto next) {
+    down<T>(e, p, group, next, slots.order.data() + p.first, hidden, y);
   });
   constexpr int64_t kRows = 16;
   parallel_for((num_rows + kRows - 1) / kRows, threads, [&](int64_t j) {

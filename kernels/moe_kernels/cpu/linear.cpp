@@ -12,6 +12,7 @@ struct Linear {  // mirrored in native_linear.py
 
 struct Block {  // some rows of x against one group of columns
   int64_t head, group, first_row, num_rows;
+  int64_t next_group;  // the one that the same thread is likely to have next
 };
 
 // Calls work(block) for every block, in parallel where it pays.
@@ -24,16 +25,26 @@ static void for_blocks(const Linear& l, int64_t num_rows, const Work& work) {
   int64_t column_jobs = (columns + step - 1) / step;
   parallel_for(row_blocks * l.num_heads * column_jobs, threads, [&](int64_t j) {
     int64_t first = j / column_jobs / l.num_heads * rows, group = j % column_jobs * step;
-    Block block{j / column_jobs % l.num_heads, group, first, std::min(rows, num_rows - first)};
-    for (; block.group < std::min(columns, group + step); ++block.group) work(block);
+    int64_t last = std::min(columns, group + step);
+    for (; group < last; ++group) {
+      int64_t next = group + 1 < last ? group + 1 : group + 1 + (threads - 1) * step;
+      work(Block{j / column_jobs % l.num_heads, group, first, std::min(rows, num_rows - first),
+                 next});
+    }
   });
 }
 
 template <class T>
-static Group columns_of(const Linear& l, const Block& b) {
+static Group columns_of(const Linear& l, int64_t head, int64_t group) {
   int64_t num_panels = panels(l.num_outputs);
-  return group_of<T>(l.packed + b.head * num_panels * kLanes * units<T>(l.width), num_panels,
-                     b.group, l.width);
+  return group_of<T>(l.packed + head * num_panels * kLanes * units<T>(l.width), num_panels, group,
+                     l.width);
+}
+
+template <class T, class Row, class Store>
+static void multiply_block(const Linear& l, const Block& b, const Row& row, const Store& store) {
+  multiply_group<T>(columns_of<T>(l, b.head, b.group), columns_of<T>(l, b.head, b.next_group).data,
+                    l.width, b.num_rows, row, store);
 }
 
 // out[t][n] = sum_k x[t][k] w[n][k] (+ bias[n]) (+ residual[t][n]).
@@ -53,7 +64,7 @@ static void linear(const Linear& l, const T* x, int64_t row_step, const T* resid
         store_up_to(out + at + n, v, count - n);
       }
     };
-    multiply_group<T>(columns_of<T>(l, b), l.width, b.num_rows, row, store);
+    multiply_block<T>(l, b, row, store);
   });
 }
 
@@ -68,7 +79,7 @@ static void head_linear(const Linear& l, const T* x, int64_t row_step, int64_t h
       T* to = out + ((b.first_row + m) * l.num_heads + b.head) * l.num_outputs + first;
       for (int64_t n = 0; n < count; n += kLanes) store_up_to(to + n, load16(c + n), count - n);
     };
-    multiply_group<T>(columns_of<T>(l, b), l.width, b.num_rows, row, store);
+    multiply_block<T>(l, b, row, store);
   });
 }
 

@@ -2,36 +2,43 @@
 
 #include "panels.h"
 
-// Accumulators fill the registers: 6 x 4 of 32 with AVX-512, 3 x 2 of 8 elsewhere.
+// The processor's own vectors, and as many accumulators as fill its registers: 6 x 4 of 32 with
+// AVX-512, 6 x 2 of 16 with AVX.
 #if defined(__AVX512F__)
-constexpr int kTileRows = 6, kTilePanels = 4;
+constexpr int kWidth = 16, kTileRows = 6, kTilePanels = 4;
+#elif defined(__AVX__)
+constexpr int kWidth = 8, kTileRows = 6, kTilePanels = 1;
 #else
-constexpr int kTileRows = 3, kTilePanels = 2;
+constexpr int kWidth = 4, kTileRows = 3, kTilePanels = 1;
 #endif
+typedef float Floats __attribute__((vector_size(4 * kWidth)));
+typedef uint32_t Units __attribute__((vector_size(4 * kWidth)));
+constexpr int kPanelVectors = (int)kLanes / kWidth;
 
-static inline u32x16 load_units(const uint32_t* p) {
-  u32x16 v;
+template <class V, class P>
+static inline V load(const P* p) {
+  V v;
   memcpy(&v, p, sizeof v);
   return v;
 }
 
-static inline f32x16 add_product(f32x16 sum, uint32_t row, u32x16 column, const float*) {
+static inline Floats add_product(Floats sum, uint32_t row, Units column, const float*) {
   float value;
   memcpy(&value, &row, sizeof value);
-  return sum + (f32x16)column * value;
+  return sum + (Floats)column * value;
 }
 
-static inline f32x16 add_product(f32x16 sum, uint32_t row, u32x16 column, const bf16*) {
+static inline Floats add_product(Floats sum, uint32_t row, Units column, const bf16*) {
 #if defined(__AVX512BF16__)
   __m512i pair = _mm512_set1_epi32((int)row);
-  return (f32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pair, (__m512bh)column);
+  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pair, (__m512bh)column);
 #else
   uint32_t halves[2] = {row << 16, row & 0xffff0000u};
   float even, odd;
   memcpy(&even, &halves[0], sizeof even);
   memcpy(&odd, &halves[1], sizeof odd);
-  sum += (f32x16)(column << 16) * even;
-  return sum + (f32x16)(column & 0xffff0000u) * odd;
+  sum += (Floats)(column << 16) * even;
+  return sum + (Floats)(column & 0xffff0000u) * odd;
 #endif
 }
 
@@ -53,38 +60,40 @@ struct Ahead {
   }
 };
 
-template <class T, int MR, int NR>
+// MR rows against NV vectors of columns.
+template <class T, int MR, int NV>
 static void tile(const T* const* rows, int64_t width, const uint32_t* w, int64_t step, float* c,
                  int64_t row_step, bool is_added, Ahead ahead) {
-  f32x16 sums[MR][NR] = {};
+  Floats sums[MR][NV] = {};
   if (is_added)
     for (int m = 0; m < MR; ++m)
-      for (int n = 0; n < NR; ++n) sums[m][n] = load16(c + m * row_step + n * kLanes);
+      for (int n = 0; n < NV; ++n) sums[m][n] = load<Floats>(c + m * row_step + n * kWidth);
   const T* a[MR];
   for (int m = 0; m < MR; ++m) a[m] = rows[m];
   int64_t whole = width / kUnit<T>;
   for (int64_t u = 0; u < whole; ++u) {
     ahead.fetch();
-    u32x16 columns[NR];
+    Units columns[NV];
 #pragma GCC unroll 4
-    for (int n = 0; n < NR; ++n) columns[n] = load_units(w + n * kLanes);
+    for (int n = 0; n < NV; ++n) columns[n] = load<Units>(w + n * kWidth);
 #pragma GCC unroll 8
     for (int m = 0; m < MR; ++m) {
       uint32_t row;
       memcpy(&row, a[m] + u * kUnit<T>, sizeof row);
 #pragma GCC unroll 4
-      for (int n = 0; n < NR; ++n)
+      for (int n = 0; n < NV; ++n)
         sums[m][n] = add_product(sums[m][n], row, columns[n], (const T*)nullptr);
     }
     w += step;
   }
   if (whole * kUnit<T> < width)
     for (int m = 0; m < MR; ++m)
-      for (int n = 0; n < NR; ++n)
+      for (int n = 0; n < NV; ++n)
         sums[m][n] = add_product(sums[m][n], load_unit(a[m] + width - 1, 1),
-                                 load_units(w + n * kLanes), (const T*)nullptr);
+                                 load<Units>(w + n * kWidth), (const T*)nullptr);
   for (int m = 0; m < MR; ++m)
-    for (int n = 0; n < NR; ++n) store16(c + m * row_step + n * kLanes, sums[m][n]);
+    for (int n = 0; n < NV; ++n)
+      memcpy(c + m * row_step + n * kWidth, &sums[m][n], sizeof(Floats));
 }
 
 template <class T>
@@ -96,14 +105,15 @@ static constexpr Tile<T> tile_of(int64_t num_panels) {
 #if defined(__AVX512F__)
   if (num_panels == 4) return tile<T, MR, 4>;
   if (num_panels == 3) return tile<T, MR, 3>;
+  if (num_panels == 2) return tile<T, MR, 2>;
 #endif
-  return num_panels == 2 ? tile<T, MR, 2> : tile<T, MR, 1>;
+  return tile<T, MR, kPanelVectors>;
 }
 
 template <class T>
 static Tile<T> tile_of(int64_t num_rows, int64_t num_panels) {
   switch (num_rows) {
-#if defined(__AVX512F__)
+#if defined(__AVX__)
     case 6: return tile_of<T, 6>(num_panels);
     case 5: return tile_of<T, 5>(num_panels);
     case 4: return tile_of<T, 4>(num_panels);
@@ -144,6 +154,23 @@ template void multiply_rows(const float* const*, int64_t, int64_t, const uint32_
 template void multiply_rows(const bf16* const*, int64_t, int64_t, const uint32_t*, int64_t,
                             int64_t, float*, int64_t, bool, Prefetch);
 
+constexpr int64_t kBlock = 128;  // values of k that are made contiguous at a time
+
+// 16 columns of the result whose values of k do not lie together: block by block through `rows`.
+template <class T>
+static void pack_scattered(const T* source, int64_t row_step, int64_t column_step, int64_t count,
+                           int64_t width, uint32_t* out, int64_t step) {
+  T rows[kLanes * kBlock] = {};
+  for (int64_t k = 0; k < width; k += kBlock) {
+    int64_t wide = std::min(kBlock, width - k);
+    for (int64_t j = 0; j < wide; ++j) {
+      const T* from = source + (k + j) * column_step;
+      for (int64_t i = 0; i < count; ++i) rows[i * kBlock + j] = from[i * row_step];
+    }
+    pack_panel(rows, kBlock, kLanes, wide, out + k / kUnit<T> * step, step);
+  }
+}
+
 // A matrix [N, K] with any distances between rows and between columns, into panels first,
 // first + stride, first + 2 stride ... of a packed matrix of num_panels.
 template <class T>
@@ -154,17 +181,9 @@ static void pack(const T* source, int64_t row_step, int64_t column_step, int64_t
     Group g = group_of<T>(packed, num_panels, panel / kGroupPanels, width);
     int64_t step = g.panels * kLanes, count = std::min(kLanes, num_rows - r);
     uint32_t* out = const_cast<uint32_t*>(g.data) + panel % kGroupPanels * kLanes;
-    if (column_step == 1) {
-      pack_panel(source + r * row_step, row_step, count, width, out, step);
-      continue;
-    }
-    for (int64_t u = 0; u < units<T>(width); ++u)
-      for (int64_t i = 0; i < kLanes; ++i) {
-        T values[kUnit<T>] = {};
-        for (int64_t k = u * kUnit<T>, j = 0; j < kUnit<T> && k < width && i < count; ++j, ++k)
-          values[j] = source[(r + i) * row_step + k * column_step];
-        memcpy(out + u * step + i, values, sizeof values);
-      }
+    const T* from = source + r * row_step;
+    if (column_step == 1) pack_panel(from, row_step, count, width, out, step);
+    else pack_scattered(from, row_step, column_step, count, width, out, step);
   }
 }
 

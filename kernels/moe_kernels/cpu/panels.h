@@ -56,25 +56,6 @@ void multiply_rows(const T* const* rows, int64_t num_rows, int64_t width, const 
                    int64_t step, int64_t num_panels, float* c, int64_t row_step, bool is_added,
                    Prefetch next = {});
 
-// x[i] lane j <-> x[j] lane i.
-static inline void transpose16(u32x16* x) {
-#pragma GCC unroll 4
-  for (int d = 8; d; d /= 2) {
-    u32x16 lo, hi;
-    for (int i = 0; i < 16; ++i) {
-      lo[i] = i & d ? 16 + i - d : i;
-      hi[i] = i & d ? 16 + i : i + d;
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i)
-      if (!(i & d)) {
-        u32x16 a = x[i], b = x[i + d];
-        x[i] = __builtin_shuffle(a, b, lo);
-        x[i + d] = __builtin_shuffle(a, b, hi);
-      }
-  }
-}
-
 template <class T>
 static inline uint32_t load_unit(const T* p, int64_t count) {  // 1 .. kUnit values
   uint32_t unit = 0;
@@ -104,23 +85,25 @@ static void pack_panel(const T* rows, int64_t row_step, int64_t num_rows, int64_
 }
 
 // All rows against one group: row(m) is where row m begins, store(m, c) gets its sums, 16 for each
-// panel. With rows for several tiles, the group that follows in memory is fetched meanwhile.
+// panel. With rows for several tiles, `next`, the thread's next group, is fetched meanwhile.
 template <class T, class Row, class Store>
-static void multiply_group(Group g, int64_t width, int64_t num_rows, const Row& row,
-                           const Store& store) {
+static void multiply_group(Group g, const uint32_t* next, int64_t width, int64_t num_rows,
+                           const Row& row, const Store& store) {
   constexpr int64_t kChunk = 24, kFewRows = 6;
   alignas(64) float c[kChunk * kGroupColumns];
   const T* rows[kChunk];
-  int64_t bytes = num_rows > kFewRows ? g.panels * kLanes * units<T>(width) * 4 : 0;
-  const char* next = (const char*)g.data + bytes;
+  int64_t bytes = g.panels * kLanes * units<T>(width) * sizeof(uint32_t);
+  if (num_rows <= kFewRows || !next) bytes = 0;
   int64_t chunks = (num_rows + kChunk - 1) / kChunk;
+  Prefetch ahead{(const char*)next, 0};
   for (int64_t m = 0; chunks; --chunks) {
-    int64_t count = (num_rows - m + chunks - 1) / chunks, share = bytes / chunks;
+    int64_t count = (num_rows - m + chunks - 1) / chunks;
+    ahead.bytes = bytes / chunks;
     for (int64_t i = 0; i < count; ++i) rows[i] = row(m + i);
     multiply_rows(rows, count, width, g.data, g.panels * kLanes, g.panels, c, kGroupColumns,
-                  false, {next, share});
+                  false, ahead);
     for (int64_t i = 0; i < count; ++i) store(m + i, c + i * kGroupColumns);
-    m += count, next += share, bytes -= share;
+    m += count, ahead.data += ahead.bytes, bytes -= ahead.bytes;
   }
 }
 

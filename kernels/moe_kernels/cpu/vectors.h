@@ -73,15 +73,20 @@ static inline f32x16 round_to(const bf16*, f32x16 v) {
   return load16(h);
 }
 
-// The lanes' sum, first to last.
+static inline f32x16 upper_half(f32x16 v) {
+  return __builtin_shuffle(v, i32x16{8, 9, 10, 11, 12, 13, 14, 15});
+}
+
+// The lanes' sum, by distances 8, 4, 2, 1.
 static inline float fold(f32x16 v) {
-  float sum = 0;
-  for (int i = 0; i < 16; ++i) sum += v[i];
-  return sum;
+  v += upper_half(v);
+  v += __builtin_shuffle(v, i32x16{4, 5, 6, 7});
+  v += __builtin_shuffle(v, i32x16{2, 3});
+  return v[0] + v[1];
 }
 
 static inline float largest(f32x16 v) {
-  f32x16 m = maximum(v, __builtin_shuffle(v, i32x16{8, 9, 10, 11, 12, 13, 14, 15}));
+  f32x16 m = maximum(v, upper_half(v));
   m = maximum(m, __builtin_shuffle(m, i32x16{4, 5, 6, 7}));
   m = maximum(m, __builtin_shuffle(m, i32x16{2, 3}));
   return m[0] > m[1] ? m[0] : m[1];

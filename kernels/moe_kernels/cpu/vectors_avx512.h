@@ -71,3 +71,30 @@ static inline f32x16 round16(f32x16 x) {
 static inline f32x16 scale_by_power(f32x16 x, f32x16 n) {  // x 2^n
   return (f32x16)_mm512_scalef_ps((__m512)x, (__m512)n);
 }
+
+// x[i] lane j <-> x[j] lane i: within every four lanes first, then the fours.
+static inline void transpose16(u32x16* x) {
+  __m512i fours[16];
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    __m512i r0 = (__m512i)x[i], r1 = (__m512i)x[i + 1], r2 = (__m512i)x[i + 2];
+    __m512i r3 = (__m512i)x[i + 3];
+    __m512i a = _mm512_unpacklo_epi32(r0, r1), b = _mm512_unpacklo_epi32(r2, r3);
+    __m512i c = _mm512_unpackhi_epi32(r0, r1), d = _mm512_unpackhi_epi32(r2, r3);
+    fours[i] = _mm512_unpacklo_epi64(a, b);
+    fours[i + 1] = _mm512_unpackhi_epi64(a, b);
+    fours[i + 2] = _mm512_unpacklo_epi64(c, d);
+    fours[i + 3] = _mm512_unpackhi_epi64(c, d);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {  // fours[4 r + i], four q: rows 4 r .., lane 4 q + i
+    __m512i a = _mm512_shuffle_i32x4(fours[i], fours[4 + i], 0x88);
+    __m512i b = _mm512_shuffle_i32x4(fours[8 + i], fours[12 + i], 0x88);
+    __m512i c = _mm512_shuffle_i32x4(fours[i], fours[4 + i], 0xdd);
+    __m512i d = _mm512_shuffle_i32x4(fours[8 + i], fours[12 + i], 0xdd);
+    x[i] = (u32x16)_mm512_shuffle_i32x4(a, b, 0x88);
+    x[4 + i] = (u32x16)_mm512_shuffle_i32x4(c, d, 0x88);
+    x[8 + i] = (u32x16)_mm512_shuffle_i32x4(a, b, 0xdd);
+    x[12 + i] = (u32x16)_mm512_shuffle_i32x4(c, d, 0xdd);
+  }
+}

@@ -48,9 +48,28 @@ static inline f32x16 clamp_nan_stays(f32x16 x, float low, float high) {
 // To the nearest integer, for |x| < 2^22.
 static inline f32x16 round16(f32x16 x) { return (x + 12582912.0f) - 12582912.0f; }
 
-// x 2^n; 0 where n < -126.
+// x 2^n; 0 where n < -126. NaN stays: no comparison is true of it.
 static inline f32x16 scale_by_power(f32x16 x, f32x16 n) {
   i32x16 power = __builtin_convertvector(n, i32x16);
   f32x16 scaled = x * (f32x16)((power + 127) << 23);
-  return select(power < -126, splat(0.0f), scaled);
+  return select(n < splat(-126.0f), splat(0.0f), scaled);
+}
+
+// x[i] lane j <-> x[j] lane i.
+static inline void transpose16(u32x16* x) {
+#pragma GCC unroll 4
+  for (int d = 8; d; d /= 2) {
+    u32x16 lo, hi;
+    for (int i = 0; i < 16; ++i) {
+      lo[i] = i & d ? 16 + i - d : i;
+      hi[i] = i & d ? 16 + i : i + d;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i)
+      if (!(i & d)) {
+        u32x16 a = x[i], b = x[i + d];
+        x[i] = __builtin_shuffle(a, b, lo);
+        x[i + d] = __builtin_shuffle(a, b, hi);
+      }
+  }
 }

@@ -97,8 +97,8 @@ def _rotated_layers(config: HFConfig) -> tuple[bool, ...]:
 def _sparse_layers(config: HFConfig) -> tuple[bool, ...]:
     """As `moe_layers` lists them, else every `interleave_moe_layer_step`-th."""
     layers = range(config.positive_int("num_hidden_layers"))
-    listed = config.get("moe_layers")
-    if listed is not None:
+    if config.get("moe_layers") is not None:
+        listed = config.whole_numbers("moe_layers")
         return tuple(layer in listed for layer in layers)
     step = config.positive_int("interleave_moe_layer_step", default=1)
     return tuple((layer + 1) % step == 0 for layer in layers)

@@ -52,7 +52,7 @@ def _refuse_unserved(config: HFConfig) -> None:
     config.require("use_routing_bias", True, default=True)
     config.require("routed_scaling_factor", 1.0, default=1.0)
     require_off(config, "shared_intermediate_size", "sliding_window")
-    if any(kind != 1 for kind in config.get("attn_type_list") or []):
+    if any(kind != 1 for kind in config.whole_numbers("attn_type_list")):
         raise config.error("attn_type_list", "has a layer of linear attention (not 1)")
 
 

@@ -46,6 +46,8 @@ def _query_temperature(config: HFConfig) -> QueryTemperature | None:
             "rope_parameters.original_max_position_embeddings",
             f"must be a positive integer, is {original!r}",
         )
+    if not isinstance(beta, int | float):
+        raise config.error("rope_parameters.llama_4_scaling_beta", f"must be a number, is {beta!r}")
     return QueryTemperature(scale=float(beta), floor_scale=float(original), shift=0)
 
 

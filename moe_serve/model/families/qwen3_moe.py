@@ -13,7 +13,7 @@ from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec
 def sparse_layers(config: HFConfig) -> tuple[bool, ...]:
     """Every `decoder_sparse_step`-th layer has experts, unless `mlp_only_layers` names it."""
     step = config.positive_int("decoder_sparse_step", default=1)
-    dense = config.get("mlp_only_layers") or []
+    dense = config.whole_numbers("mlp_only_layers")
     layers = range(config.positive_int("num_hidden_layers"))
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in layers)
 

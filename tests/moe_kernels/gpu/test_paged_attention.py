@@ -40,7 +40,7 @@ SHAPES = {
     "widths that are no power of two": grouped(4, 1, 40, value_dim=24),
     "latent": LATENT,
 }
-MIXED: list[Span] = [(0, 1), (599, 1), (0, 37), (254, 3), (300, 30), (15, 1), (16, 2)]
+MIXED: list[Span] = [(0, 1), (599, 1), (0, 20), (254, 3), (300, 12), (15, 1), (16, 2)]
 
 
 @pytest.fixture
@@ -171,16 +171,25 @@ def test_every_length(length: int, device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("rows_are_alike")
-@pytest.mark.parametrize("name", ["group of 5, window", "wide window", "chunk", "latent"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("group of 5, window", torch.bfloat16),
+        ("wide window", torch.float32),
+        ("wide window", torch.bfloat16),
+        ("chunk", torch.float32),
+        ("latent", torch.float32),
+        ("latent", torch.bfloat16),
+    ],
+)
 def test_a_row_has_the_same_bits_decoded_and_in_a_prompt(
     name: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     """The prompt as tiles, and in pieces as items: of one token, of 3, of 70."""
-    length = 330
+    length = 280
     scene = Scene(SHAPES[name], [length], dtype, device)
     (whole,) = scene.run([(0, 0, length)], scene.plan([(0, 0, length)], most_items=0))
-    pieces = [(0, start, 1) for start in (0, 1, 15, 16, 63, 64, 99, 100, 255, 256, 257, 329)]
+    pieces = [(0, start, 1) for start in (0, 1, 15, 16, 63, 64, 99, 100, 255, 256, 257, 279)]
     pieces += [(0, 30, 3), (0, 254, 3), (0, 200, 70)]
     outs = scene.run(pieces, scene.plan(pieces, most_items=length))
     for (_, start, count), out in zip(pieces, outs, strict=True):

@@ -67,7 +67,12 @@ def test_nothing_is_installed_where_no_package_is(monkeypatch: pytest.MonkeyPatc
 
 def test_the_varlen_call(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    monkeypatch.setattr(varlen, "varlen_attn", lambda *a, **k: calls.append((a, k)))
+
+    def attend(*arguments: Any, **named: Any) -> torch.Tensor:
+        calls.append((arguments, named))
+        return torch.zeros(4, 8, 128)
+
+    monkeypatch.setattr(varlen, "varlen_attn", attend)
     step = StepTokens(np.array([1, 3]), np.array([17, 0]), [[4, 2], [5]], 16)
     plan = backends.plan_varlen(step, torch.device("cpu"))
     pages = torch.zeros(6, 2, 16, 128, dtype=BF16)

@@ -21,9 +21,9 @@ ROOMY = SamplingConfig(block=128, num_blocks=3, block_blocks=4, num_warps=1, cap
 TIGHT = replace(ROOMY, capacity=128)  # many cuts lie below the candidates
 FILTERS = [
     (min_p, top_k, top_p)
-    for min_p in (0.0, 0.02, 0.5)
-    for top_k in (0, 1, 5, 40, 299, 1000)
-    for top_p in (0.0, 0.3, 0.9, 0.999, 1.0)
+    for min_p in (0.0, 0.05, 0.5)
+    for top_k in (0, 5, 140, 1000)
+    for top_p in (0.0, 0.3, 0.9, 1.0)
 ]
 
 

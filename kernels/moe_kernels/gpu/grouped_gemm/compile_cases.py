@@ -117,8 +117,8 @@ def _cases_of(
 ) -> Iterator[CompileCase]:
     product = "gate_up" if shape.is_gated else "down"
     weights = shape.weight_format + (f"-g{shape.group}" if shape.group else "")
-    size = f"{tile.block_m}x{tile.block_n}x{tile.block_c}-w{tile.num_warps}s{tile.num_stages}"
-    size += "-tma" if tile.uses_tma else ""
+    size = f"{tile.block_m}x{tile.block_n}x{tile.block_c}" + ("-tma" if tile.uses_tma else "")
+    size += f"-w{tile.num_warps}s{tile.num_stages}"
     name = f"grouped_gemm/{product}-{weights}-{size}-{model_name}"
     if tile.uses_tma:
         yield _tma_case(name, model, shape, tile, targets)

@@ -35,7 +35,7 @@ _INPUTS = {
 def _case(name: str, shape: AttentionShape, dtype: str) -> CompileCase:
     config = head_config(shape.num_heads, shape.head_dim, shape.value_width)
     has_scale = name == "llama4"
-    optional = {}
+    optional: dict[str, str] = {}
     if shape.qk_norm != "none":
         optional |= {"q_norm_ptr": f"*{dtype}", "k_norm_ptr": f"*{dtype}"}
     if has_scale:

@@ -99,8 +99,8 @@ def shape_latents(  # type: ignore[no-untyped-def]
         is_rope = (r < ROPE_DIM) & (page_row >= 0)
         key_at = row_ptr + LATENT_DIM
         key = tl.load(key_at + r, mask=is_rope, other=0.0).to(tl.float32)
-        swapped = tl.load(key_at + partner(r, ROPE_DIM), mask=is_rope, other=0.0).to(tl.float32)
-        key = rotate(key, swapped, cos_ptr, sin_ptr, r, ROPE_DIM)
+        key_pair = tl.load(key_at + partner(r, ROPE_DIM), mask=is_rope, other=0.0).to(tl.float32)
+        key = rotate(key, key_pair, cos_ptr, sin_ptr, r, ROPE_DIM)
         tl.store(key_ptr + LATENT_DIM + r, key, mask=is_rope)
     else:
         h = ((part - 1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]

@@ -36,10 +36,17 @@ def plan_attention(
     sizes: PlanSizes | None = None,
 ) -> PagedPlan:
     """Plan a step for pages of this dtype, in the tiles of its shape; see plan.py for `sizes`."""
-    return plan_paged_attention(step, shape, config_of(shape, dtype), device, sizes)
+    return plan_paged_attention(
+        step, shape, config_of(shape, dtype, chip_of(device)), device, sizes
+    )
 
 
-def config_of(shape: AttentionShape, dtype: torch.dtype) -> AttentionConfig:
+def chip_of(device: torch.device) -> int:
+    """The major compute capability; without a GPU, that of the tiles which are tested there."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
+
+
+def config_of(shape: AttentionShape, dtype: torch.dtype, chip: int = 9) -> AttentionConfig:
     """The tiles of an attention shape."""
     return attention_config(
         num_kv_heads=shape.num_kv_heads,
@@ -47,6 +54,7 @@ def config_of(shape: AttentionShape, dtype: torch.dtype) -> AttentionConfig:
         head_dim=shape.head_dim,
         value_dim=shape.value_width,
         element_bytes=dtype.itemsize,
+        chip=chip,
     )
 
 

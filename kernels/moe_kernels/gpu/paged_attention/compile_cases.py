@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from moe_kernels.attention_shape import AttentionShape
-from moe_kernels.gpu.compile_case import CompileCase
+from moe_kernels.gpu.compile_case import TARGETS, CompileCase
 from moe_kernels.gpu.paged_attention.api import attending_constants, config_of, joining_constants
+from moe_kernels.gpu.paged_attention.heuristics import AttentionConfig, TileConfig
 from moe_kernels.gpu.paged_attention.kernel import attend_items, attend_tiles, join_items
 
 _PAGE_SIZE = 16
@@ -40,20 +42,27 @@ _SHAPES = {
     "gpt-oss-120b-window": _grouped(64, 8, 64, has_sinks=True, sliding_window=128),
     "llama-4-chunk": _grouped(40, 8, 128, chunk=8192),
     "glm-4.5": _grouped(96, 8, 128),
+    "qwen3-next": _grouped(16, 2, 256),
     "value-128-of-192": _grouped(64, 4, 192, value_dim=128),
     "deepseek-v3": _latent(128),
     "deepseek-v2-lite": _latent(16),
 }
 
 
-def _case(name: str, shape: AttentionShape, kernel: str, dtype: str = "bf16") -> CompileCase:
-    """One of the three kernels for a shape; the tensors are as wide as the shape says."""
-    config = config_of(shape, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
-    page = f"*{dtype}"
+def _case(
+    name: str,
+    shape: AttentionShape,
+    kernel: str,
+    config: AttentionConfig,
+    tile: TileConfig,
+    targets: tuple[int, ...],
+) -> CompileCase:
+    """One of the three kernels for a shape and the chips that have this configuration."""
+    page = "*bf16"
     tables = {"tiles_ptr": "*i32", "tables_ptr": "*i32"}
     inputs = {"q_ptr": page, "keys_ptr": page, "values_ptr": page}
     partial = {"partial_ptr": "*fp32", "stats_ptr": "*fp32"}
-    attending = attending_constants(shape, config, config.items, _PAGE_SIZE, shape.head_dim == 576)
+    attending = attending_constants(shape, config, tile, _PAGE_SIZE, shape.head_dim == 576)
     sinks = {"sinks_ptr": "*fp32"} if shape.has_sinks else {}
     no_sinks = {} if shape.has_sinks else {"sinks_ptr": None}
     strides = dict.fromkeys(("table_stride", *_STRIDES), "i32")
@@ -71,23 +80,34 @@ def _case(name: str, shape: AttentionShape, kernel: str, dtype: str = "bf16") ->
         signature = {**partial, "tiles_ptr": "*i32", **sinks, "out_ptr": page}
         signature |= {"partial_rows": "i32", "row_blocks": "i32", **out_strides}
     num_warps, num_stages = (constants.pop(name) for name in ("num_warps", "num_stages"))
-    has_matrices = kernel != "join" and dtype == "bf16"
+    has_matrices = kernel != "join"
     return CompileCase(
-        name=f"paged_attention/{kernel}-{name}",
+        name=f"paged_attention/{kernel}-{name}" + ("" if 90 in targets else f"-sm{targets[0]}"),
         kernel=function,
         signature={name: signature[name] for name in function.arg_names if name in signature},
         constexprs=constants,
         num_warps=num_warps,
         num_stages=num_stages,
+        targets=targets,
         divisible_by_16=tuple(name for name in signature if name.endswith("_stride")),
         has_tensor_cores=has_matrices,
-        expects_wgmma=has_matrices,
+        expects_wgmma=has_matrices and tile.block_m == 64,
     )
 
 
+def _cases(name: str, shape: AttentionShape) -> Iterator[CompileCase]:
+    """Chips that share a configuration share its cases."""
+    targets_of: dict[AttentionConfig, tuple[int, ...]] = {}
+    for target in TARGETS:
+        config = config_of(shape, torch.bfloat16, target // 10)
+        targets_of[config] = (*targets_of.get(config, ()), target)
+    for config, targets in targets_of.items():
+        yield _case(name, shape, "items", config, config.items, targets)
+        yield _case(name, shape, "join", config, config.items, targets)
+        if config.tiles is not None:
+            yield _case(name, shape, "tiles", config, config.tiles, targets)
+
+
 CASES: tuple[CompileCase, ...] = tuple(
-    _case(name, shape, kernel)
-    for name, shape in _SHAPES.items()
-    for kernel in ("items", "join", "tiles")
-    if kernel != "tiles" or config_of(shape, torch.bfloat16).tiles is not None
+    case for name, shape in _SHAPES.items() for case in _cases(name, shape)
 )

@@ -6,7 +6,7 @@ other half is that a row of decode and the same row of a prefill chunk use the s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _MIN_BLOCK = 16  # the least that a matrix instruction takes
 _JOINED_VALUES = 1024  # of one program
@@ -51,12 +51,16 @@ def attention_config(
     head_dim: int,
     value_dim: int,
     element_bytes: int,
+    chip: int,
 ) -> AttentionConfig:
-    """The tiles for pages of this shape; `element_bytes` of a key."""
+    """The tiles for pages of this shape; `element_bytes` of a key, `chip` the major part of the
+    compute capability. Only 9 and 10 have matrix instructions for whole warp groups.
+    """
     block_d = max(_MIN_BLOCK, _power_of_two_below(head_dim))
     block_v = max(_MIN_BLOCK, _power_of_two_above(value_dim))
-    is_wide = max(block_d, block_v) > _WIDE
-    block_m, block_n, num_warps, num_stages = _tile(max(block_d, block_v), element_bytes)
+    width = max(head_dim, value_dim)
+    is_wide = width > _WIDE
+    block_m, block_n, num_warps, num_stages = _tile(width, element_bytes, chip in (9, 10))
     head_blocks = -(-group // block_m)
     block_heads = -(-group // head_blocks)
     tile = TileConfig(
@@ -67,6 +71,8 @@ def attention_config(
         num_warps=num_warps,
         num_stages=num_stages,
     )
+    # The number of stages orders loads, not sums: it is all that the two may differ in.
+    whole = replace(tile, num_stages=1) if chip == 10 and width > 192 else tile
     # Few heads need short splits to occupy a card with few sequences. A wide row's partial result
     # costs as much traffic as hundreds of its keys, so its splits stay long.
     split_tokens = 256 if num_kv_heads * head_blocks <= 4 and not is_wide else 512
@@ -76,25 +82,26 @@ def attention_config(
         block_r=max(_MIN_BLOCK, _power_of_two_above(head_dim - block_d)),
         block_v=block_v,
         items=tile,
-        tiles=None if is_wide else tile,
+        tiles=None if is_wide else whole,
         max_item_tokens=4 * tile.tile_tokens,
         head_blocks=head_blocks,
         join_rows=max(1, _JOINED_VALUES // block_v),
     )
 
 
-def _tile(width: int, element_bytes: int) -> tuple[int, int, int, int]:
-    """Rows, keys, warps and stages. 64 rows are what one warp group's wgmma takes; the number of
-    keys is what leaves both kernels without spills (see compile_cases.py)."""
+def _tile(width: int, element_bytes: int, has_wgmma: bool) -> tuple[int, int, int, int]:
+    """Rows, keys, warps and stages. 64 rows are what one warp group's wgmma takes; the rest is what
+    leaves both kernels without spills (see compile_cases.py), and where there is no wgmma fits into
+    99 KiB of shared memory. Not yet tuned on a GPU."""
     if element_bytes > 2:  # fp32 has no matrix instruction that keeps its precision
         return 16, 32, 4, 1
     if width > _WIDE:
-        return 64, 32, 8, 2
+        return (64, 32, 8, 2) if has_wgmma else (32, 32, 8, 2)
     if width > 128:
         return 64, 32, 8, 2
     if width > 64:
-        return 64, 32, 4, 3
-    return 64, 64, 4, 3
+        return (64, 32, 4, 3) if has_wgmma else (64, 64, 8, 2)
+    return 64, 64, 4, 3 if has_wgmma else 2
 
 
 def _power_of_two_below(number: int) -> int:

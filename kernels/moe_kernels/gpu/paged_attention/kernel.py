@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def"
 """Paged attention in Triton: one way to attend to a split of the keys, and two ways to join splits.
 
 The key axis of every sequence is cut at fixed positions: splits of SPLIT_TOKENS, and blocks of

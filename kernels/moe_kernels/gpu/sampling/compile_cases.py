@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from moe_kernels.gpu.compile_case import CompileCase
 from moe_kernels.gpu.sampling import cut_kernel, kernel, logits_kernel
 from moe_kernels.gpu.sampling.heuristics import SamplingConfig, sampling_config
@@ -41,7 +43,7 @@ _TYPES = {
     "positions": "*i64",
 }
 # Kernel, and what it takes besides pointers.
-_KERNELS = (
+_KERNELS: tuple[tuple[Any, dict[str, bool]], ...] = (
     (kernel.block_tops, {}),
     (kernel.pick_tops, {}),
     (kernel.block_weights, {}),
@@ -56,9 +58,9 @@ _KERNELS = (
 )
 
 
-def _case(name: str, function: object, vocab_size: int, flags: dict[str, bool]) -> CompileCase:
+def _case(name: str, function: Any, vocab_size: int, flags: dict[str, bool]) -> CompileCase:
     config = sampling_config(vocab_size)
-    arguments: list[str] = function.arg_names  # type: ignore[attr-defined]
+    arguments: list[str] = function.arg_names
     sizes = {
         "VOCAB": vocab_size,
         "NUM_BLOCKS": config.num_blocks,
@@ -66,7 +68,7 @@ def _case(name: str, function: object, vocab_size: int, flags: dict[str, bool]) 
         "BLOCK_N": config.block_blocks,
         "CAPACITY": config.capacity,
     }
-    function_name: str = function.__name__  # type: ignore[attr-defined]
+    function_name: str = function.__name__
     return CompileCase(
         name=f"sampling/{function_name}-{name}",
         kernel=function,
@@ -74,7 +76,7 @@ def _case(name: str, function: object, vocab_size: int, flags: dict[str, bool]) 
             f"{argument}_ptr": _TYPES[argument]
             for argument in (a.removesuffix("_ptr") for a in arguments if a.endswith("_ptr"))
         },
-        constexprs={size: value for size, value in sizes.items() if size in arguments} | flags,
+        constexprs={**{size: value for size, value in sizes.items() if size in arguments}, **flags},
         num_warps=_num_warps(function_name, config),
         num_stages=1,
     )
@@ -86,11 +88,11 @@ def _num_warps(function_name: str, config: SamplingConfig) -> int:
     return config.search_warps if function_name == "find_cuts" else config.num_warps
 
 
-def _entries_case(function: object, num_name: str, block: int, num_warps: int) -> CompileCase:
+def _entries_case(function: Any, num_name: str, block: int, num_warps: int) -> CompileCase:
     """A kernel over a list, whatever the vocabulary."""
-    arguments: list[str] = function.arg_names  # type: ignore[attr-defined]
+    arguments: list[str] = function.arg_names
     pointers = [a for a in arguments if a.endswith("_ptr")]
-    function_name: str = function.__name__  # type: ignore[attr-defined]
+    function_name: str = function.__name__
     constexprs = {"VOCAB": 151_936, "BLOCK": block}
     return CompileCase(
         name=f"sampling/{function_name}",
