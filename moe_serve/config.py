@@ -12,7 +12,7 @@ from typing import Literal
 PAGE_SIZE = 16  # tokens in a KV page
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-KernelsName = Literal["auto", "native", "torch"]
+KernelsName = Literal["auto", "native", "torch", "triton"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 
 
@@ -23,7 +23,7 @@ class ModelConfig:
     path: str | None = None  # a folder in Hugging Face layout; None: the demonstration model
     dtype: DtypeName = "auto"  # auto: the checkpoint's own
     device: DeviceName = "auto"  # auto: cuda if there is one
-    kernels: KernelsName = "auto"  # auto: compiled ones on a CPU where they can be built
+    kernels: KernelsName = "auto"  # auto: triton on a GPU, native on a CPU where it builds
     max_model_len: int | None = None  # None: the checkpoint's context
     num_threads: int | None = None  # CPU threads for the math; None: torch's choice
 

@@ -192,6 +192,20 @@ def test_start_loads_nothing_heavy(module: str) -> None:
     assert done.stdout.strip() == "[]", f"import {module} loads {done.stdout.strip()}"
 
 
+def test_an_engine_on_a_cpu_loads_no_triton() -> None:
+    """Its kernels are imported by who chose them."""
+    code = (
+        "import sys, torch, moe_serve.engine.build; from moe_kernels.choice import choose_kernels; "
+        "choose_kernels(torch.device('cpu'), torch.float32, 'torch'); "
+        "print([m for m in sys.modules if m == 'triton' or m.startswith('moe_kernels.gpu')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]", f"loaded: {done.stdout.strip()}"
+
+
 def find_circle(edges: Mapping[str, set[str]]) -> list[str] | None:
     """One circle as [a, b, ..., a], or None.
 

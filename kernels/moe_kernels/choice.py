@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import os
+import shutil
 from typing import Literal
 
 import torch
@@ -13,7 +16,10 @@ from moe_kernels.linear import packing_refusal
 from moe_kernels.native_kernels import NativeKernels
 from moe_kernels.torch_kernels import TorchKernels
 
-KernelsName = Literal["auto", "native", "torch"]
+KernelsName = Literal["auto", "native", "torch", "triton"]
+
+_TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_FIRST_CAPABILITY = 8  # of the chips that the Triton kernels know: sm_80
 
 
 @functools.lru_cache(maxsize=1)
@@ -28,12 +34,22 @@ def choose_kernels(
     name: KernelsName = "auto",
     num_threads: int | None = None,
 ) -> Kernels:
-    """`auto`: native on a CPU where it can be built, else torch. The set's name says why.
+    """`auto`: native on a CPU where it can be built, triton on a CUDA GPU, else torch. The set's
+    name says why.
 
     Kernels with threads of their own want torch to have one: its workers spin for a while after
     each use, on the cores that the kernels need next. Whoever builds an engine sees to that.
-    Raises RuntimeError if `native` is asked for and cannot be had.
+    Raises RuntimeError if `native` or `triton` is asked for and cannot be had.
     """
+    if name == "triton" or (name == "auto" and device.type == "cuda"):
+        refusal = triton_refusal(device, dtype)
+        if refusal is None:
+            from moe_kernels.gpu.gpu_kernels import make_triton_kernels  # imports triton
+
+            return make_triton_kernels(device, dtype)
+        if name == "triton":
+            raise RuntimeError(f"triton kernels cannot be used: {refusal}")
+        return TorchKernels(f"torch (plain linears; no triton kernels: {refusal})")
     refusal = None if name == "torch" else native_refusal(device, dtype)
     if name == "native" and refusal is not None:
         raise RuntimeError(f"native kernels cannot be used: {refusal}")
@@ -54,3 +70,28 @@ def native_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in (torch.float32, torch.bfloat16):
         return f"they are for float32 and bfloat16, not for {str(dtype).removeprefix('torch.')}"
     return load_cpu_library().refusal
+
+
+def triton_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the Triton kernels do not serve this device and dtype; None if they do.
+
+    In Triton's interpreter (TRITON_INTERPRET=1, for tests: very slow) they serve a CPU. Imports
+    nothing of triton.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install 'moe-serve[gpu]')"
+    if dtype not in _TRITON_DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        return f"they are for float32, float16 and bfloat16, not for {name}"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None if device.type == "cpu" else "TRITON_INTERPRET=1 is for a CPU"
+    if device.type != "cuda":
+        return f"they are for CUDA GPUs, not for {device.type}"
+    if torch.version.hip is not None:
+        return "they are for NVIDIA GPUs, and this torch is built for AMD's"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < _FIRST_CAPABILITY:
+        return f"they want sm_{_FIRST_CAPABILITY}0 or newer, and this GPU is sm_{major}{minor}"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "triton starts kernels through a C compiler's output, and there is no gcc or clang"
+    return None

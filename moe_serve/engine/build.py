@@ -159,5 +159,6 @@ def _eos_token_ids(folder: Path, spec: ModelSpec) -> frozenset[int]:
 
 def _available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading has freed, torch still holds
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)

@@ -21,6 +21,7 @@ from moe_kernels.gpu.grouped_gemm.kernel_tma import grouped_gemm_tma_kernel
 from moe_kernels.gpu.grouped_gemm.pack import GroupedWeight
 from moe_kernels.gpu.grouped_gemm.tuning import tuned_tile
 from moe_kernels.gpu.tuned import TunedTable
+from moe_kernels.kernels import GatedActivation
 
 _COMBINE_BLOCK = 1024
 
@@ -40,14 +41,18 @@ class Chip:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Product:
-    """One of the two products: its weights, and where its rows come from and go."""
+class Product:
+    """A grouped product: its weights, and where its rows come from and go.
+
+    Gated: x by row of the batch, out by position, activated. Else x by position, out by slot.
+    """
 
     weight: GroupedWeight
     bias: Tensor | None
     x: Tensor
     out: Tensor
     is_gated: bool
+    activation: GatedActivation = GatedActivation()
 
 
 def grouped_experts(
@@ -76,14 +81,19 @@ def grouped_experts(
     num_positions = alignment.max_tiles * (1 if alignment.is_direct else block_m)
     hidden_PF = x_TD.new_empty(num_positions, experts.expert_width)
     y_SD = x_TD.new_empty(num_slots, width)
-    gate_up = _Product(
-        weight=experts.gate_up, bias=experts.gate_up_bias, x=x_TD, out=hidden_PF, is_gated=True
+    gate_up = Product(
+        weight=experts.gate_up,
+        bias=experts.gate_up_bias,
+        x=x_TD,
+        out=hidden_PF,
+        is_gated=True,
+        activation=experts.activation,
     )
-    down = _Product(
+    down = Product(
         weight=experts.down, bias=experts.down_bias, x=hidden_PF, out=y_SD, is_gated=False
     )
     for product in (gate_up, down):
-        _multiply(product, experts, alignment, top_k, chip)
+        multiply(product, alignment, top_k, chip)
     combine_kernel[(num_rows, -(-width // _COMBINE_BLOCK))](
         y_SD,
         expert_ids_TK,
@@ -109,16 +119,15 @@ def product_shape(weight: GroupedWeight, item_bytes: int) -> ProductShape:
     )
 
 
-def _multiply(
-    product: _Product, experts: GroupedExperts, alignment: Alignment, top_k: int, chip: Chip
-) -> None:
+def multiply(product: Product, alignment: Alignment, top_k: int, chip: Chip) -> None:
+    """One product over aligned tiles; what is in no tile is not written."""
     shape = product_shape(product.weight, product.x.element_size())
     tile = tuned_tile(alignment.block_rows, shape, chip.capability, chip.tuned)
     # One slot a tile leaves nothing to share: the plain grid serves it.
     if tile.uses_tma and not alignment.is_direct:
-        _multiply_by_tma(product, experts, alignment, top_k, chip, tile)
+        _multiply_by_tma(product, alignment, top_k, chip, tile)
         return
-    weight, activation = product.weight, experts.activation
+    weight, activation = product.weight, product.activation
     num_outputs = weight.num_outputs
     grid = (alignment.max_tiles * -(-num_outputs // tile.block_n),)
     grouped_gemm_kernel[grid](
@@ -133,7 +142,7 @@ def _multiply(
         alignment.num_tiles,
         alignment.max_tiles,
         alignment.num_slots,
-        experts.num_experts,
+        weight.num_experts,
         top_k,
         weight.num_inputs,
         num_outputs,
@@ -158,14 +167,13 @@ def _multiply(
 
 
 def _multiply_by_tma(
-    product: _Product,
-    experts: GroupedExperts,
+    product: Product,
     alignment: Alignment,
     top_k: int,
     chip: Chip,
     tile: TileConfig,
 ) -> None:
-    weight, activation, x = product.weight, experts.activation, product.x
+    weight, activation, x = product.weight, product.activation, product.x
     num_outputs = weight.num_outputs
     num_pieces = alignment.max_tiles * -(-num_outputs // tile.block_n)
     grouped_gemm_tma_kernel[(min(chip.num_processors, num_pieces),)](

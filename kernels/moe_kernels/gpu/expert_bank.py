@@ -1,0 +1,86 @@
+"""A layer's experts on a GPU: their weights stacked, and the bank that runs them.
+
+T rows, K choices, E experts, D model width, F expert width.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moe_kernels.gpu.grouped_gemm.api import Chip, grouped_experts
+from moe_kernels.gpu.grouped_gemm.experts import GroupedExperts
+from moe_kernels.gpu.grouped_gemm.pack import plain
+from moe_kernels.kernels import ExpertWeights, GatedActivation
+
+# Layers are loaded by several threads; of what is in memory twice, one layer at a time.
+_STACKING = threading.Lock()
+
+
+class GroupedExpertBank:
+    """Implements ExpertBank: all activated experts in two launches.
+
+    `places_E` [E] gives each expert id its place among those here, -1 elsewhere; None: all are
+    here. A choice of an expert elsewhere adds nothing.
+    """
+
+    def __init__(self, experts: GroupedExperts, places_E: Tensor | None, chip: Chip) -> None:
+        self._experts, self._places_E, self._chip = experts, places_E, chip
+
+    def __call__(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        ids_TK = expert_ids_TK
+        if self._places_E is not None:
+            ids_TK = self._places_E[ids_TK]
+        return grouped_experts(
+            x_TD.contiguous(),
+            ids_TK.contiguous(),
+            weights_TK.contiguous(),
+            self._experts,
+            self._chip,
+        )
+
+
+def stacked_experts(
+    experts: Sequence[ExpertWeights | None], activation: GatedActivation
+) -> tuple[GroupedExperts, Tensor | None]:
+    """The experts that are here, and the places of all ids (see GroupedExpertBank).
+
+    `experts` is read once, in order, so it may read its tensors when it is asked for them.
+    """
+    gate_ups: list[Tensor] = []
+    downs: list[Tensor] = []
+    gate_up_biases: list[Tensor] = []
+    down_biases: list[Tensor] = []
+    places: list[int] = []
+    for expert in experts:
+        places.append(-1 if expert is None else len(downs))
+        if expert is None:
+            continue
+        gate_ups.append(torch.cat((expert.gate, expert.up)))
+        downs.append(expert.down)
+        if expert.gate_bias is not None:
+            assert expert.up_bias is not None and expert.down_bias is not None, "all biases or none"
+            gate_up_biases.append(torch.cat((expert.gate_bias, expert.up_bias)))
+            down_biases.append(expert.down_bias)
+    assert downs, "a bank of no experts"
+    with _STACKING:
+        stacked = GroupedExperts(
+            gate_up=plain(_stacked(gate_ups), 2),
+            down=plain(_stacked(downs), 1),
+            activation=activation,
+            gate_up_bias=_stacked(gate_up_biases) if gate_up_biases else None,
+            down_bias=_stacked(down_biases) if down_biases else None,
+        )
+    if -1 not in places:
+        return stacked, None
+    return stacked, torch.tensor(places, dtype=torch.int64, device=stacked.down.values.device)
+
+
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    """One tensor; the parts are let go."""
+    whole = torch.stack(tensors)
+    tensors.clear()
+    return whole

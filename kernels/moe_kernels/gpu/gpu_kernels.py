@@ -1,0 +1,204 @@
+"""The Triton set: every kernel of this folder behind the one protocol, for CUDA devices.
+
+T rows, D model width, H query heads, L latent width. There is no fused layer front and no CUDA
+graph yet: a step is a few dozen launches per layer, none of which waits for the device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+
+import torch
+import triton
+from torch import Tensor
+
+from moe_kernels.attention_shape import (
+    AttentionShape,
+    LatentShape,
+    QKNormWeights,
+    RotaryTable,
+    StepTokens,
+)
+from moe_kernels.gpu.expert_bank import GroupedExpertBank, stacked_experts
+from moe_kernels.gpu.grouped_gemm import linear, self_check
+from moe_kernels.gpu.grouped_gemm.api import Chip
+from moe_kernels.gpu.grouped_gemm.chips import chip_of
+from moe_kernels.gpu.grouped_gemm.linear import (
+    GroupedHeadLinear,
+    GroupedLinear,
+    GroupedRouterLinear,
+    RowTiles,
+)
+from moe_kernels.gpu.grouped_gemm.pack import plain
+from moe_kernels.gpu.heads.api import shape_latent, shape_qkv
+from moe_kernels.gpu.paged_attention.api import attention, plan_attention
+from moe_kernels.gpu.paged_attention.backends import (
+    BackendChoice,
+    choose_backend,
+    installed_backends,
+)
+from moe_kernels.gpu.paged_attention.plan import PagedPlan
+from moe_kernels.gpu.router.api import route
+from moe_kernels.gpu.rows.api import Addends, add, rms_norm
+from moe_kernels.kernels import ExpertWeights, GatedActivation, KVPages, LayerFrontParts
+from moe_kernels.routing import RouterShape
+
+# What the interpreter, which computes on the CPU, is told to be. No tile size may be chosen by the
+# batch there: numpy's products do not treat rows alike.
+_INTERPRETED = Chip(capability=90, num_processors=4, has_equal_tiles=False, has_fp8=False)
+
+
+class TritonKernels:
+    """Implements Kernels. Linears are grouped products too, so that every row keeps its bits."""
+
+    has_own_threads = False
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._is_interpreted = device.type != "cuda"
+        self._chip = _INTERPRETED if self._is_interpreted else chip_of(device)
+        self._tiles = RowTiles(device)
+        self._answers: dict[Hashable, bool] = {}
+        self._asking = threading.Lock()
+        self._backends: dict[AttentionShape, BackendChoice] = {}
+        where = f"in the interpreter on {device}"
+        if not self._is_interpreted:
+            where = f"on {torch.cuda.get_device_name(device)}"
+        self.name = f"triton {triton.__version__} ({where}, attention: triton)"
+
+    def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> GroupedLinear:
+        return self._linear(weight_NK, bias_N, weight_NK.dtype)
+
+    def head_linear(self, weight_HNK: Tensor) -> GroupedHeadLinear:
+        weight = plain(weight_HNK, 1)
+        made = GroupedHeadLinear(weight, self._tiles, self._chip)
+        num_heads, _, num_inputs = weight_HNK.shape
+        made.chip = self._asked(made, weight_HNK, (num_heads, num_inputs))
+        return made
+
+    def router_linear(self, weight_ED: Tensor, bias_E: Tensor | None = None) -> GroupedRouterLinear:
+        """In the model's dtype where that holds the weight exactly: products of two such numbers
+        are exact in fp32, so only fp32's sum is rounded, as if all had been converted before."""
+        lowered_ED = weight_ED.to(self._dtype)
+        is_exact = torch.equal(lowered_ED.float(), weight_ED.float())
+        weight_ED = lowered_ED if is_exact else weight_ED.float()
+        return GroupedRouterLinear(self._linear(weight_ED, bias_E, torch.float32))
+
+    def _linear(
+        self, weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype
+    ) -> GroupedLinear:
+        weight = plain(weight_NK[None], 1)
+        made = GroupedLinear(weight, bias_N, self._tiles, self._chip, out_dtype)
+        made.chip = self._asked(made, weight_NK, (weight.num_inputs,))
+        return made
+
+    def _asked(
+        self, made: GroupedLinear | GroupedHeadLinear, weight: Tensor, widths: tuple[int, ...]
+    ) -> Chip:
+        """The chip, with what it answered for linears of this shape."""
+
+        def ask() -> bool:
+            rows = linear.checked_rows(*widths, dtype=weight.dtype, device=weight.device)
+            return linear.has_equal_tiles(made, rows)
+
+        return self._chip_for((weight.shape, weight.dtype), ask)
+
+    def _chip_for(self, key: Hashable, ask: Callable[[], bool]) -> Chip:
+        """Asks the chip once for weights of this shape; layers may be loaded by many threads."""
+        if self._is_interpreted:
+            return self._chip
+        with self._asking:
+            if key not in self._answers:
+                self._answers[key] = ask()
+            return replace(self._chip, has_equal_tiles=self._answers[key])
+
+    def experts(
+        self, experts: Sequence[ExpertWeights | None], activation: GatedActivation
+    ) -> GroupedExpertBank:
+        stacked, places_E = stacked_experts(experts, activation)
+        values = stacked.gate_up.values
+        chip = self._chip_for(
+            (values.shape, values.dtype, activation),
+            lambda: self_check.has_equal_tiles(stacked, values.dtype, self._chip),
+        )
+        return GroupedExpertBank(stacked, places_E, chip)
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        return rms_norm(x_TD, weight_D, eps)
+
+    def plan_attention(
+        self, step: StepTokens, shape: AttentionShape, device: torch.device
+    ) -> PagedPlan:
+        if shape not in self._backends:
+            # Row invariance is never given up here, so this says and logs why it is ours.
+            self._backends[shape] = choose_backend(
+                shape, self._dtype, step.page_size, self._capability(device), installed_backends()
+            )
+        return plan_attention(step, shape, self._dtype, device)
+
+    def _capability(self, device: torch.device) -> tuple[int, int]:
+        if self._is_interpreted:
+            return divmod(self._chip.capability, 10)
+        return torch.cuda.get_device_capability(device)
+
+    def attend(
+        self,
+        qkv: Tensor,
+        norm: QKNormWeights | None,
+        sinks_H: Tensor | None,
+        rotary: RotaryTable,
+        positions: Tensor,
+        kv_rows: Tensor,
+        pages: KVPages,
+        plan: PagedPlan,
+        shape: AttentionShape,
+    ) -> Tensor:
+        q_THD = shape_qkv(qkv, norm, rotary, positions, kv_rows, pages, shape)
+        out_THV = attention(q_THD, pages.keys, pages.values, plan, shape, sinks_H)
+        return out_THV.flatten(1).to(qkv.dtype)
+
+    def attend_latent(
+        self,
+        q_latent_THL: Tensor,
+        q_rope_THR: Tensor,
+        latent_TC: Tensor,
+        norm_weight_L: Tensor,
+        rotary: RotaryTable,
+        positions: Tensor,
+        kv_rows: Tensor,
+        pages: KVPages,
+        plan: PagedPlan,
+        shape: LatentShape,
+    ) -> Tensor:
+        q_THC = shape_latent(
+            q_latent_THL,
+            q_rope_THR,
+            latent_TC,
+            norm_weight_L,
+            rotary,
+            positions,
+            kv_rows,
+            pages.keys,
+            shape,
+        )
+        out_THL = attention(q_THC, pages.keys, pages.values, plan, plan.shape)
+        return out_THL.to(latent_TC.dtype)
+
+    def route(
+        self, logits_TE: Tensor, shape: RouterShape, selection_bias_E: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        routed = route(logits_TE, shape, selection_bias_E, has_counts=False)
+        return routed.ids_TK, routed.weights_TK
+
+    def layer_front(self, parts: LayerFrontParts) -> None:
+        return None
+
+    def add(self, hidden_TD: Tensor, out_TD: Tensor, more_TD: Tensor | None) -> Tensor:
+        return add(hidden_TD, Addends(out_TD=out_TD, more_TD=more_TD))
+
+
+def make_triton_kernels(device: torch.device, dtype: torch.dtype) -> TritonKernels:
+    """The set for a device that `choice.triton_refusal` has nothing against."""
+    return TritonKernels(device, dtype)
