@@ -1,0 +1,80 @@
+"""The closed formula against the discrete simulation, and against numbers on paper."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_serve.pipeline.lockstep import LayerWork, simulate_step
+from moe_serve.pipeline.step_seconds import LayerTimes, step_seconds
+
+
+def equal_times(a: float, e: float, c: float, m: int, num_layers: int) -> LayerTimes:
+    return LayerTimes(
+        num_layers=num_layers, attention_s=(a,) * m, experts_s=(e,) * m, transfer_s=(c,) * m
+    )
+
+
+def simulated(times: LayerTimes, num_attention: int = 1, num_experts: int = 1) -> float:
+    layer = LayerWork(
+        attention_s=(times.attention_s,) * num_attention,
+        experts_s=(times.experts_s,) * num_experts,
+        transfer_s=times.transfer_s,
+    )
+    return simulate_step([layer] * times.num_layers)
+
+
+@pytest.mark.parametrize(
+    ("m", "c", "expected"),
+    [
+        (1, 0.0, 20.0),  # L (T_a + T_e): nothing overlaps
+        (2, 0.0, 21.0),  # twice the work in one more stage: the ping-pong's factor of two
+        (1, 0.5, 30.0),
+        (2, 0.5, 31.0),  # m < 2 (1 + T_c / T_f) = 3: a layer takes the round trip of 3
+        (3, 0.5, 32.0),  # full: (T_a + T_e + 2 T_c) + T_f (m L - 1)
+    ],
+)
+def test_by_hand(m: int, c: float, expected: float) -> None:
+    """T_a = T_e = 1, ten layers."""
+    times = equal_times(1.0, 1.0, c, m, 10)
+    assert step_seconds([times]) == pytest.approx(expected)
+    assert simulated(times) == pytest.approx(expected)
+
+
+@given(
+    a=st.floats(0.1, 10),
+    e=st.floats(0.1, 10),
+    c=st.floats(0, 10),
+    m=st.integers(1, 4),
+    num_layers=st.integers(1, 40),
+    pools=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+)
+def test_equal_micro_batches_are_exact(
+    a: float, e: float, c: float, m: int, num_layers: int, pools: tuple[int, int]
+) -> None:
+    times = equal_times(a, e, c, m, num_layers)
+    assert step_seconds([times]) == pytest.approx(simulated(times, *pools), rel=1e-6)
+
+
+@given(
+    parts=st.lists(
+        st.tuples(st.floats(0.5, 2), st.floats(0.5, 2), st.floats(0, 2)), min_size=1, max_size=4
+    ),
+    num_layers=st.integers(4, 40),
+)
+def test_unequal_micro_batches_are_within_15_percent(
+    parts: list[tuple[float, float, float]], num_layers: int
+) -> None:
+    a, e, c = (tuple(column) for column in zip(*parts, strict=True))
+    times = LayerTimes(num_layers=num_layers, attention_s=a, experts_s=e, transfer_s=c)
+    assert step_seconds([times]) == pytest.approx(simulated(times), rel=0.15)
+
+
+def test_dense_layers_stay_on_the_attention_ranks() -> None:
+    dense = LayerTimes(
+        num_layers=3, attention_s=(1.0, 1.0), experts_s=(0.0, 0.0), transfer_s=(0.0, 0.0)
+    )
+    assert step_seconds([dense]) == pytest.approx(6.0)
+    work = LayerWork(attention_s=((1.0, 1.0),), experts_s=(), transfer_s=(0.0, 0.0))
+    assert simulate_step([work] * 3) == pytest.approx(6.0)
