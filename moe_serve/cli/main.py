@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from moe_serve import __version__
+from moe_serve.cli.calibrate import calibrate
 from moe_serve.cli.chat import chat
 from moe_serve.cli.doctor import doctor
 from moe_serve.cli.serve import serve
@@ -31,6 +32,7 @@ app = typer.Typer(
 app.command(rich_help_panel="Serve")(serve)
 app.command(rich_help_panel="Use")(chat)
 app.command(rich_help_panel="Inspect")(doctor)
+app.command(rich_help_panel="Plan")(calibrate)
 
 
 def _print_version(is_asked: bool) -> None:

@@ -48,18 +48,22 @@ class RecordingTransport(LocalTransport):
 
 
 def decode_steps(
-    model: MeasuredModel, num_sequences: int, num_steps: int, transport: LocalTransport
+    model: MeasuredModel,
+    num_sequences: int,
+    num_steps: int,
+    transport: LocalTransport,
+    temperature: float,
 ) -> DecodeSample:
     """Prompts of random tokens are read, then `num_steps` tokens sampled for each; their median."""
     engine = _engine(model, num_sequences, transport)
-    params = SamplingParams(max_tokens=num_steps + 2, temperature=1.0, seed=1, ignore_eos=True)
+    params = SamplingParams(
+        max_tokens=num_steps + 2, temperature=temperature, seed=1, ignore_eos=True
+    )
     generator = torch.Generator().manual_seed(num_sequences)
     for index in range(num_sequences):
         prompt = torch.randint(model.spec.vocab_size, (_PROMPT_TOKENS,), generator=generator)
         tokens = tuple(int(token) for token in prompt.tolist())
-        engine.add(
-            GenerationRequest(request_id=str(index), prompt_token_ids=tokens, params=params)
-        )
+        engine.add(GenerationRequest(request_id=str(index), prompt_token_ids=tokens, params=params))
     engine.step()
     if isinstance(transport, RecordingTransport):
         transport.rows.clear()  # of the prompts
@@ -75,7 +79,7 @@ def decode_steps(
 def natural_rows(model: MeasuredModel, num_sequences: int, num_steps: int) -> dict[int, RoutedRows]:
     """The rows of decode steps, by sparse layer; neighbours are rows of different sequences."""
     transport = RecordingTransport(model.experts)
-    decode_steps(model, num_sequences, num_steps, transport)
+    decode_steps(model, num_sequences, num_steps, transport, temperature=1.0)
     return {layer: _joined(rows) for layer, rows in transport.rows.items()}
 
 

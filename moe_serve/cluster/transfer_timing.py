@@ -15,12 +15,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 
 from moe_serve.errors import ConfigError
 
+dist: Any = torch.distributed  # its process groups are not in its stubs
 _HOST = "127.0.0.1"
 _TIMEOUT = datetime.timedelta(seconds=30)
 SIZES = (64, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304)
@@ -70,17 +72,19 @@ def backend_name() -> str:
 
 
 def _has_nccl() -> bool:
-    return torch.cuda.is_available() and torch.cuda.device_count() > 1 and dist.is_nccl_available()
+    return torch.cuda.device_count() > 1 and bool(dist.is_nccl_available())
 
 
 def _device(rank: int) -> torch.device:
     return torch.device(f"cuda:{rank}") if _has_nccl() else torch.device("cpu")
 
 
-def _group(store: dist.Store, rank: int) -> dist.ProcessGroup:
+def _group(store: Any, rank: int) -> Any:
     if _has_nccl():
         torch.cuda.set_device(rank)
-        return dist.ProcessGroupNCCL(store, rank, 2, _TIMEOUT)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = _TIMEOUT
+        return dist.ProcessGroupNCCL(store, rank, 2, options)
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=_HOST)]
     options._timeout = _TIMEOUT
@@ -88,14 +92,14 @@ def _group(store: dist.Store, rank: int) -> dist.ProcessGroup:
     return dist.ProcessGroupGloo(store, rank, 2, options)
 
 
-def _exchange(group: dist.ProcessGroup, tag: int, tensor: torch.Tensor) -> None:
+def _exchange(group: Any, tag: int, tensor: torch.Tensor) -> None:
     """To the other process, from rank 0."""
     group.send([tensor], 1, tag).wait()
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
 
 
-def _time_size(group: dist.ProcessGroup, size: int, seconds: float) -> TransferSample:
+def _time_size(group: Any, size: int, seconds: float) -> TransferSample:
     _exchange(group, 0, torch.tensor([size], dtype=torch.int64, device=_device(0)))
     out = torch.zeros(size, dtype=torch.uint8, device=_device(0))
     back = torch.empty_like(out)
@@ -117,7 +121,8 @@ def _repeat(round_trip: Callable[[], None], seconds: float) -> tuple[float, floa
     """Medians of a round trip's time, and of this process's CPU time for it."""
     for _ in range(3):
         round_trip()
-    times, own = [], []
+    times: list[float] = []
+    own: list[float] = []
     while len(times) < 5 or (sum(times) < seconds and len(times) < 500):
         start, cpu = time.perf_counter(), time.process_time()
         round_trip()

@@ -36,12 +36,15 @@ class Line:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCost:
     """T_a, one layer's attention stage. `row_s`: projections, router; `kv_token_s`: reading a
-    cached token; `pair_s`: multiplying a row with one."""
+    cached token; `pair_s`: multiplying a row with one; `spill_s`: more for each token beyond
+    `spill_tokens`, where what is read no longer stays in the processor's caches."""
 
     alpha_s: float
     row_s: float
     kv_token_s: float
     pair_s: float
+    spill_s: float = 0.0
+    spill_tokens: int = 0
 
     def seconds(self, load: BatchLoad) -> float:
         """0 without rows."""
@@ -52,6 +55,7 @@ class AttentionCost:
             + self.row_s * load.num_rows
             + self.kv_token_s * load.num_kv_tokens
             + self.pair_s * load.num_pairs
+            + self.spill_s * max(0, load.num_kv_tokens - self.spill_tokens)
         )
 
 
@@ -112,9 +116,9 @@ class Ranks:
 class StageCosts:
     """All constants of one model on one machine.
 
-    `transfer`: T_c of so many bytes; `message`: what posting and unpacking a message of so many
-    bytes takes of the rank's own time; `fixed`: a step's schedule, control, head and sampling, by
-    rows.
+    `transfer`: T_c of so many bytes; `message`: what a message of so many bytes takes of the rank's
+    own cores meanwhile; `fixed`: a step's schedule, head and greedy sampling, by rows; `sampling`:
+    what drawing by temperature adds.
     """
 
     layers: tuple[LayerCosts, ...]
@@ -124,39 +128,30 @@ class StageCosts:
     transfer: Line
     message: Line
     fixed: Line
+    sampling: Line
 
     def layer_times(
         self, micro_batches: Sequence[Sequence[BatchLoad]], ranks: Ranks
     ) -> tuple[LayerTimes, ...]:
         """`micro_batches[j]` holds every attention rank's load in micro-batch j."""
         traffic = [self._traffic(loads, ranks) for loads in micro_batches]
-        totals = [sum(load.num_rows for load in loads) for loads in micro_batches]
-        work = [self._expert_work(total, ranks) for total in totals]
+        work = [self._expert_work(sum(x.num_rows for x in loads), ranks) for loads in micro_batches]
         nothing = (0.0,) * len(micro_batches)
         times = []
         for layer in self.layers:
-            attention_s = tuple(
-                max(layer.attention.seconds(load) for load in loads) for loads in micro_batches
-            )
-            if layer.experts is None:
-                times.append(
-                    LayerTimes(
-                        num_layers=layer.num_layers,
-                        attention_s=attention_s,
-                        experts_s=nothing,
-                        transfer_s=nothing,
-                    )
-                )
-                continue
-            cost, pairs = layer.experts, zip(attention_s, traffic, strict=True)
+            cost = layer.experts
+            is_dense = cost is None
             times.append(
                 LayerTimes(
                     num_layers=layer.num_layers,
-                    attention_s=tuple(a + t.attention_s for a, t in pairs),
-                    experts_s=tuple(
-                        cost.seconds(*w) + t.experts_s for w, t in zip(work, traffic, strict=True)
+                    attention_s=tuple(
+                        max([layer.attention.seconds(load) for load in loads])
+                        for loads in micro_batches
                     ),
-                    transfer_s=tuple(t.transfer_s for t in traffic),
+                    experts_s=nothing if cost is None else tuple(cost.seconds(*w) for w in work),
+                    transfer_s=nothing if is_dense else tuple(t.transfer_s for t in traffic),
+                    attention_hold_s=nothing if is_dense else tuple(t.attention_s for t in traffic),
+                    experts_hold_s=nothing if is_dense else tuple(t.experts_s for t in traffic),
                 )
             )
         return tuple(times)
@@ -168,7 +163,7 @@ class StageCosts:
         return step_seconds(layers) + self.fixed_seconds(loads)
 
     def colocated_time(self, load: BatchLoad) -> float:
-        """Seconds of a step where one device holds everything: nothing travels, nothing overlaps."""
+        """Seconds of a step where one device has everything: nothing travels, nothing overlaps."""
         total = sum(
             layer.num_layers
             * (
@@ -185,7 +180,8 @@ class StageCosts:
 
     def fixed_seconds(self, loads: Sequence[BatchLoad]) -> float:
         """What a step costs beside its layers, on the rank with most sequences."""
-        return self.fixed.seconds(max(load.num_sequences for load in loads))
+        most = max([load.num_sequences for load in loads])
+        return self.fixed.seconds(most) + self.sampling.seconds(most)
 
     def _expert_work(self, num_rows: float, ranks: Ranks) -> tuple[float, float]:
         """Choices and activated experts of the busiest expert rank."""
@@ -218,7 +214,7 @@ class StageCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Traffic:
-    """Seconds of a micro-batch's messages: on the way, and of each kind of rank's own time."""
+    """Seconds of a micro-batch's messages: on the way, and of a rank's own cores."""
 
     transfer_s: float
     attention_s: float

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 class LayerWork:
     """One layer: seconds by rank and micro-batch, and of a transfer by micro-batch (one way).
 
-    Without expert ranks the layer is dense, and stays on the attention ranks.
+    `hold_s`: how long a rank of either pool is kept busy by a micro-batch's messages while they
+    travel. Without expert ranks the layer is dense, and stays on the attention ranks.
     """
 
     attention_s: tuple[tuple[float, ...], ...]
     experts_s: tuple[tuple[float, ...], ...]
     transfer_s: tuple[float, ...]
+    hold_s: tuple[float, float] = (0.0, 0.0)
 
 
 class _Pool:
@@ -31,12 +33,15 @@ class _Pool:
         self._free_s = [0.0] * num_ranks
         self._link_free_s = [0.0] * num_ranks
 
-    def run(self, work_s: Sequence[float], arrival_s: float, transfer_s: float) -> float:
+    def run(
+        self, work_s: Sequence[float], arrival_s: float, transfer_s: float, hold_s: float
+    ) -> float:
         """All ranks compute what arrived and send it on -> when the last of it has arrived."""
         done_s = 0.0
         for rank, seconds in enumerate(work_s):
             self._free_s[rank] = max(self._free_s[rank], arrival_s) + seconds
             begin_s = max(self._free_s[rank], self._link_free_s[rank])
+            self._free_s[rank] += hold_s
             self._link_free_s[rank] = begin_s + transfer_s
             done_s = max(done_s, self._link_free_s[rank])
         return done_s
@@ -54,9 +59,10 @@ def simulate_step(layers: Sequence[LayerWork]) -> float:
                 [rank[index] for rank in layer.attention_s],
                 back_s[index],
                 0.0 if is_dense else transfer_s,
+                layer.hold_s[0],
             )
             if not is_dense:
                 work_s = [rank[index] for rank in layer.experts_s]
-                arrival_s = experts.run(work_s, arrival_s, transfer_s)
+                arrival_s = experts.run(work_s, arrival_s, transfer_s, layer.hold_s[1])
             back_s[index] = arrival_s
     return max(back_s)

@@ -44,7 +44,8 @@ def synthetic_costs(
         width=256,
         transfer=Line(5e-5 * transfer, 5e-10 * transfer),
         message=Line(2e-6, 1e-10),
-        fixed=Line(5e-4, 1e-5),
+        fixed=Line(5e-4, 5e-6),
+        sampling=Line(0.0, 5e-6),
     )
 
 
@@ -61,6 +62,7 @@ def simulated_timing(
             attention_s=(times.attention_s,) * len(loads),
             experts_s=() if is_dense else (times.experts_s,) * ranks.num_experts,
             transfer_s=times.transfer_s,
+            hold_s=(times.attention_hold_s[0], times.experts_hold_s[0]),
         )
         work += [layer] * times.num_layers
         attention_s += times.num_layers * sum(times.attention_s)
