@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from moe_serve.cli.wide_console import wide_console
 from moe_serve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def calibrate(
 
 
 def _print(calibration: Calibration, out: Path) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = wide_console()
     machine, model = calibration.machine, calibration.model
     console.print(
         f"{model.name} ({model.family}, {model.dtype}) on {machine.device}, "

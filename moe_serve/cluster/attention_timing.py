@@ -68,7 +68,7 @@ def time_attention(
         for layer in kind.measured:
             _one_layer(model, layer, hidden_TD, sums_TD, inputs)
 
-    seconds = stopwatch.median(layers) / len(kind.measured)
+    seconds = stopwatch.seconds(layers) / len(kind.measured)
     return AttentionSample(BatchLoad.of(slices), seconds)
 
 

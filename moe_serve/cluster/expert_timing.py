@@ -44,7 +44,7 @@ def time_experts(
         num_choices=ids[0].numel(),
         num_activated=float(np.mean([len(part.unique()) for part in ids])),
         is_natural=is_natural,
-        seconds=stopwatch.median(layers) / len(rows),
+        seconds=stopwatch.seconds(layers) / len(rows),
     )
 
 

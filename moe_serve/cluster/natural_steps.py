@@ -6,7 +6,6 @@ and what a step costs beside its layers.
 
 from __future__ import annotations
 
-import statistics
 import time
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from experts.expert_stage import ExpertStage
 from experts.routed_rows import RoutedRows
 from moe_serve.cluster.measured_model import MeasuredModel
+from moe_serve.cluster.stopwatch import usual
 from moe_serve.config import SchedulerConfig
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.request import GenerationRequest
@@ -54,7 +54,7 @@ def decode_steps(
     transport: LocalTransport,
     temperature: float,
 ) -> DecodeSample:
-    """Prompts of random tokens are read, then `num_steps` tokens sampled for each; their median."""
+    """Prompts of random tokens are read, then `num_steps` tokens sampled for each."""
     engine = _engine(model, num_sequences, transport)
     params = SamplingParams(
         max_tokens=num_steps + 2, temperature=temperature, seed=1, ignore_eos=True
@@ -73,7 +73,7 @@ def decode_steps(
         engine.step()
         times.append(time.perf_counter() - start)
     context = _PROMPT_TOKENS + 1 + num_steps // 2
-    return DecodeSample(num_sequences, context, statistics.median(times))
+    return DecodeSample(num_sequences, context, usual(times))
 
 
 def natural_rows(model: MeasuredModel, num_sequences: int, num_steps: int) -> dict[int, RoutedRows]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from moe_serve.cluster.stopwatch import usual
 from moe_serve.errors import ConfigError
 
 dist: Any = torch.distributed  # its process groups are not in its stubs
@@ -118,7 +118,7 @@ def _time_size(group: Any, size: int, seconds: float) -> TransferSample:
 
 
 def _repeat(round_trip: Callable[[], None], seconds: float) -> tuple[float, float]:
-    """Medians of a round trip's time, and of this process's CPU time for it."""
+    """The usual seconds of a round trip  and of this process's CPU in it."""
     for _ in range(3):
         round_trip()
     times: list[float] = []
@@ -128,7 +128,7 @@ def _repeat(round_trip: Callable[[], None], seconds: float) -> tuple[float, floa
         round_trip()
         times.append(time.perf_counter() - start)
         own.append(time.process_time() - cpu)
-    return statistics.median(times), min(statistics.mean(own), statistics.median(times))
+    return usual(times), min(sum(own) / len(own), usual(times))
 
 
 def _echo(port: int) -> None:

@@ -11,19 +11,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moe_serve.pipeline.step_seconds import LayerTimes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWork:
     """One layer: seconds by rank and micro-batch, and of a transfer by micro-batch (one way).
 
-    `hold_s`: how long a rank of either pool is kept busy by a micro-batch's messages while they
-    travel. Without expert ranks the layer is dense, and stays on the attention ranks.
+    Hold: how long a rank is kept busy by a micro-batch's messages while they travel. Without expert
+    ranks the layer is dense, and stays on the attention ranks.
     """
 
     attention_s: tuple[tuple[float, ...], ...]
     experts_s: tuple[tuple[float, ...], ...]
     transfer_s: tuple[float, ...]
-    hold_s: tuple[float, float] = (0.0, 0.0)
+    attention_hold_s: tuple[float, ...]
+    experts_hold_s: tuple[float, ...]
 
 
 class _Pool:
@@ -59,10 +62,28 @@ def simulate_step(layers: Sequence[LayerWork]) -> float:
                 [rank[index] for rank in layer.attention_s],
                 back_s[index],
                 0.0 if is_dense else transfer_s,
-                layer.hold_s[0],
+                layer.attention_hold_s[index],
             )
             if not is_dense:
                 work_s = [rank[index] for rank in layer.experts_s]
-                arrival_s = experts.run(work_s, arrival_s, transfer_s, layer.hold_s[1])
+                arrival_s = experts.run(work_s, arrival_s, transfer_s, layer.experts_hold_s[index])
             back_s[index] = arrival_s
     return max(back_s)
+
+
+def simulate_layers(
+    layers: Sequence[LayerTimes], num_attention: int = 1, num_experts: int = 1
+) -> float:
+    """As `simulate_step`, with every rank of a pool as slow as the slowest."""
+    work: list[LayerWork] = []
+    for times in layers:
+        is_dense = not any(times.experts_s)
+        layer = LayerWork(
+            attention_s=(times.attention_s,) * num_attention,
+            experts_s=() if is_dense else (times.experts_s,) * num_experts,
+            transfer_s=times.transfer_s,
+            attention_hold_s=times.attention_hold_s,
+            experts_hold_s=times.experts_hold_s,
+        )
+        work += [layer] * times.num_layers
+    return simulate_step(work)

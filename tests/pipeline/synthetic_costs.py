@@ -14,7 +14,7 @@ from moe_serve.pipeline.cost_model import (
     Ranks,
     StageCosts,
 )
-from moe_serve.pipeline.lockstep import LayerWork, simulate_step
+from moe_serve.pipeline.lockstep import simulate_layers
 from moe_serve.pipeline.online_costs import StepTiming
 
 NUM_LAYERS = 6
@@ -52,22 +52,12 @@ def synthetic_costs(
 def simulated_timing(
     costs: StageCosts, loads: Sequence[BatchLoad], num_parts: int, ranks: Ranks
 ) -> StepTiming:
-    """A step of `costs` in the discrete simulation; the first attention rank is the slow one."""
+    """A step of `costs` in the discrete simulation."""
     parts = list(zip(*(load.split(num_parts) for load in loads), strict=True))
-    work: list[LayerWork] = []
-    attention_s = experts_s = 0.0
-    for times in costs.layer_times(parts, ranks):
-        is_dense = not any(times.experts_s)
-        layer = LayerWork(
-            attention_s=(times.attention_s,) * len(loads),
-            experts_s=() if is_dense else (times.experts_s,) * ranks.num_experts,
-            transfer_s=times.transfer_s,
-            hold_s=(times.attention_hold_s[0], times.experts_hold_s[0]),
-        )
-        work += [layer] * times.num_layers
-        attention_s += times.num_layers * sum(times.attention_s)
-        experts_s += times.num_layers * sum(times.experts_s)
-    seconds = simulate_step(work)
+    layers = costs.layer_times(parts, ranks)
+    attention_s = sum(t.num_layers * sum(t.attention_s) for t in layers)
+    experts_s = sum(t.num_layers * sum(t.experts_s) for t in layers)
+    seconds = simulate_layers(layers, ranks.num_attention, ranks.num_experts)
     return StepTiming(
         seconds=seconds + costs.fixed_seconds(loads),
         attention_s=attention_s,

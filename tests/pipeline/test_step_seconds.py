@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_serve.pipeline.lockstep import LayerWork, simulate_step
+from moe_serve.pipeline.lockstep import simulate_layers
 from moe_serve.pipeline.step_seconds import LayerTimes, step_seconds
 
 
@@ -31,16 +31,6 @@ def layer_times(
     )
 
 
-def simulated(times: LayerTimes, num_attention: int = 1, num_experts: int = 1) -> float:
-    layer = LayerWork(
-        attention_s=(times.attention_s,) * num_attention,
-        experts_s=(times.experts_s,) * num_experts,
-        transfer_s=times.transfer_s,
-        hold_s=(times.attention_hold_s[0], times.experts_hold_s[0]),
-    )
-    return simulate_step([layer] * times.num_layers)
-
-
 @pytest.mark.parametrize(
     ("m", "c", "expected"),
     [
@@ -55,7 +45,7 @@ def test_by_hand(m: int, c: float, expected: float) -> None:
     """T_a = T_e = 1, ten layers."""
     times = equal_times(1.0, 1.0, c, m, 10)
     assert step_seconds([times]) == pytest.approx(expected)
-    assert simulated(times) == pytest.approx(expected)
+    assert simulate_layers([times]) == pytest.approx(expected)
 
 
 @given(
@@ -70,7 +60,7 @@ def test_equal_micro_batches_are_exact(
     a: float, e: float, c: float, m: int, num_layers: int, pools: tuple[int, int]
 ) -> None:
     times = equal_times(a, e, c, m, num_layers)
-    assert step_seconds([times]) == pytest.approx(simulated(times, *pools), rel=1e-6)
+    assert step_seconds([times]) == pytest.approx(simulate_layers([times], *pools), rel=1e-6)
 
 
 @given(
@@ -84,19 +74,18 @@ def test_unequal_micro_batches_are_within_15_percent(
 ) -> None:
     a, e, c = (tuple(column) for column in zip(*parts, strict=True))
     times = layer_times(a, e, c, num_layers)
-    assert step_seconds([times]) == pytest.approx(simulated(times), rel=0.15)
+    assert step_seconds([times]) == pytest.approx(simulate_layers([times]), rel=0.15)
 
 
 def test_dense_layers_stay_on_the_attention_ranks() -> None:
     dense = equal_times(1.0, 0.0, 0.0, 2, 3)
     assert step_seconds([dense]) == pytest.approx(6.0)
-    work = LayerWork(attention_s=((1.0, 1.0),), experts_s=(), transfer_s=(0.0, 0.0))
-    assert simulate_step([work] * 3) == pytest.approx(6.0)
+    assert simulate_layers([dense]) == pytest.approx(6.0)
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 4])
 def test_messages_hold_a_rank_up_but_only_where_it_is_the_bottleneck(m: int) -> None:
     times = layer_times((1.0,) * m, (1.0,) * m, (0.4,) * m, 50, hold=(0.3, 0.2))
-    assert step_seconds([times]) == pytest.approx(simulated(times), rel=0.01)
+    assert step_seconds([times]) == pytest.approx(simulate_layers([times]), rel=0.01)
     free = equal_times(1.0, 1.0, 0.4, m, 50)
     assert (step_seconds([times]) > step_seconds([free])) == (m > 1)
