@@ -92,7 +92,7 @@ def read_calibration(path: Path) -> Calibration:
                 "run moe-serve calibrate again."
             )
         calibration = msgspec.json.decode(text, type=Calibration)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is no calibration: {error}.") from error
     _check(calibration, path)
     return calibration

@@ -79,8 +79,9 @@ def _compared(split: PlannedLayout, whole: PlannedLayout, *, has_rate: bool) -> 
 
 
 def _figures(layout: PlannedLayout) -> str:
+    verb = "give" if layout.kind == "replicated" else "gives"
     return (
-        f"{layout.name} gives {layout.tokens_per_s:.0f} tokens/s "
+        f"{layout.name} {verb} {layout.tokens_per_s:.0f} tokens/s "
         f"at {1e3 * layout.step_s:.2f} ms with {layout.batch} sequences"
     )
 
