@@ -140,6 +140,9 @@ class Listener(Generic[M]):
 
     def _admit(self, connection: socket.socket) -> None:
         with self._lock:
+            if self._is_closed:
+                connection.close()
+                return
             if len(self._pending) >= self._max_pending:
                 oldest = next(iter(self._pending))
                 del self._pending[oldest]
