@@ -1,8 +1,6 @@
 """What coordinator and ranks say to each other: one tagged msgpack union for each direction.
 
-Coordinator to rank: Configure, Join, RunStep, ServeStep, QueryPages, TakeExperts, DropExperts, Stop.
-Rank to coordinator: Hello, Loading, Loaded, Joined, StepDone, StepFailed, StepServed, FinitePages,
-TookExperts, Heartbeat, Unwell.
+`Order`: what the coordinator tells a rank. `Report`: what a rank tells the coordinator.
 """
 
 from __future__ import annotations
@@ -231,9 +229,7 @@ class Unwell(_Message):
     why: str
 
 
-Order = (
-    Configure | Join | RunStep | ServeStep | QueryPages | TakeExperts | DropExperts | Stop
-)
+Order = Configure | Join | RunStep | ServeStep | QueryPages | TakeExperts | DropExperts | Stop
 Report = (
     Hello
     | Loading

@@ -19,6 +19,9 @@ from torch import Tensor
 from moe_serve.errors import MoeServeError
 
 
+MEETING_TIMEOUT_S = 5.0  # all members are idle when they are called together
+
+
 class PeerLostError(MoeServeError):
     """A transfer failed: the peer died, froze, or gave this epoch up. Names rank and operation."""
 
@@ -62,10 +65,12 @@ class DataGroup:
         self.epoch, self.members = epoch, tuple(members)
         self._index = {name: index for index, name in enumerate(members)}
         prefix = dist.PrefixStore(f"data-{epoch}", store)
+        meeting = timedelta(seconds=min(timeout_s, MEETING_TIMEOUT_S))
         try:
             self._group: Any = _make_group(
-                prefix, self._index[me], len(members), host, timedelta(seconds=timeout_s), device
+                prefix, self._index[me], len(members), host, meeting, device
             )
+            self._group._set_default_timeout(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             others = ", ".join(name for name in members if name != me)
             raise PeerLostError(others, f"meeting in epoch {epoch}", _first_line(error)) from None
