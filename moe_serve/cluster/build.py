@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,30 +24,22 @@ from moe_serve.cluster.roster import Roster
 from moe_serve.cluster.secret import ClusterSecret, new_secret, read_secret
 from moe_serve.cluster.store import serve_store
 from moe_serve.config import PAGE_SIZE, ClusterConfig, EngineConfig
-from moe_serve.engine.build import eos_token_ids_of, max_model_len_of, model_folder
+from moe_serve.engine.build import BuiltEngine, eos_token_ids_of, max_model_len_of, model_folder
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.layout import Layout
-from moe_serve.errors import ConfigError
 from moe_serve.model.families import family_of
 from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.loader import LoadProgress
 from moe_serve.model.spec import ModelSpec
 
-
-@dataclass(frozen=True, slots=True)
-class BuiltCluster:
-    """Ranks that serve, and the engine that drives them."""
-
-    engine: ClusterEngine
-    layout: Layout
-    spec: ModelSpec
+MakeStarter = Callable[[str, int, ClusterSecret, int], RankStarter]
 
 
 def build_cluster(
     config: EngineConfig,
     progress: LoadProgress | None = None,
-    starter: RankStarter | None = None,
-) -> BuiltCluster:
+    make_starter: MakeStarter = LocalStarter,
+) -> BuiltEngine:
     """Start the ranks, wait until they have loaded, and make the engine.
 
     Raises ConfigError, CheckpointError or ClusterError with what keeps a rank from serving.
@@ -77,13 +68,14 @@ def build_cluster(
     listener: Listener[Any] = Listener(
         cluster.host, cluster.port, secret, decoder, membership.admit
     )
-    store = serve_store(cluster.host, 0, cluster.timeout_s)
+    stores = [serve_store(cluster.host, 0, cluster.timeout_s)]  # served as long as it is held
 
     def close() -> None:
         membership.close()
         listener.close()
+        del stores[:]
 
-    starter = starter or LocalStarter(cluster.host, listener.port, secret, num_threads)
+    starter = make_starter(cluster.host, listener.port, secret, num_threads)
     try:
         membership.start(starter, cluster.start_timeout_s, progress)
     except BaseException:
@@ -92,7 +84,8 @@ def build_cluster(
     coordinator = Coordinator(
         membership,
         placed,
-        store=store,
+        store_host=cluster.host,
+        store_port=stores[0].port,
         timeout_s=cluster.timeout_s,
         start_timeout_s=cluster.start_timeout_s,
     )
@@ -122,7 +115,7 @@ def build_cluster(
         close()
         raise
     layout = _layout(config, folder, spec, first, num_threads, time.monotonic() - clock)
-    return BuiltCluster(engine, layout, spec)
+    return BuiltEngine(engine, layout, spec)
 
 
 def read_spec(folder: Path) -> ModelSpec:
@@ -187,7 +180,6 @@ def _layout(
         kv_bytes=first.kv_bytes * ranks,
         micro_batches=4 if cuts == "auto" else cuts,
         load_seconds=seconds,
+        attention_ranks=ranks,
+        expert_ranks=config.cluster.expert_ranks,
     )
-
-
-__all__ = ["BuiltCluster", "ClusterSecret", "ConfigError", "build_cluster"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from moe_serve.cluster.coordinator import Coordinator, RankLostError
 from moe_serve.cluster.messages import StepDone
@@ -62,6 +61,10 @@ class ClusterEngine:
     @property
     def num_running(self) -> int:
         return sum(engine.num_running for engine in self._engines.values())
+
+    @property
+    def num_seats(self) -> int:
+        return sum(engine.num_seats for engine in self._engines.values())
 
     def set_waker(self, wake: Callable[[], None]) -> None:
         """Called (on any thread) when a rank came or went while there may be no work."""
@@ -157,19 +160,19 @@ def _sum_of(
     def total(name: str, group: Sequence[EngineStats]) -> int:
         return sum(getattr(stats, name) for stats in group)
 
-    now = ("num_running", "num_pages", "num_free_pages", "num_cached_pages")
-    ever = (
-        "num_preemptions", "num_prompt_tokens", "num_generated_tokens",
-        "num_evicted_pages", "num_queried_tokens", "num_hit_tokens",
-    )  # fmt: skip
-    most = max((stats.num_steps for stats in (*each, *past)), default=0)
-    empty = EngineStats(
-        num_steps=most, num_running=0, num_waiting=0, num_pages=0, num_free_pages=0,
-        num_preemptions=0, num_prompt_tokens=0, num_generated_tokens=0, is_alive=True,
-    )  # fmt: skip
-    return replace(
-        empty,
+    everyone = (*each, *past)
+    return EngineStats(
+        num_steps=max((stats.num_steps for stats in everyone), default=0),
+        num_running=total("num_running", each),
         num_waiting=total("num_waiting", each) + num_homeless,
-        **{name: total(name, each) for name in now},
-        **{name: total(name, (*each, *past)) for name in ever},
+        num_pages=total("num_pages", each),
+        num_free_pages=total("num_free_pages", each),
+        num_cached_pages=total("num_cached_pages", each),
+        num_preemptions=total("num_preemptions", everyone),
+        num_prompt_tokens=total("num_prompt_tokens", everyone),
+        num_generated_tokens=total("num_generated_tokens", everyone),
+        num_evicted_pages=total("num_evicted_pages", everyone),
+        num_queried_tokens=total("num_queried_tokens", everyone),
+        num_hit_tokens=total("num_hit_tokens", everyone),
+        is_alive=True,
     )

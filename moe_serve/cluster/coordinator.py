@@ -317,9 +317,7 @@ class Coordinator:
                 self.membership.give_up(name, f"it could not take experts over: {answer.why}")
         return all(name in answers and answers[name].why is None for name in orders)
 
-    def _ask(
-        self, names: Sequence[str], orders: Mapping[str, Order], kind: type
-    ) -> dict[str, Any]:
+    def _ask(self, names: Sequence[str], orders: Mapping[str, Order], kind: type) -> dict[str, Any]:
         """Send orders and collect the answers of one kind; ranks that are lost give none."""
         for name in names:
             self._send(name, orders[name])

@@ -6,6 +6,7 @@ processes that ended, for silence, and starts what is due.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -15,7 +16,7 @@ from typing import Any
 
 from moe_serve.cluster.channel import Channel
 from moe_serve.cluster.heartbeat import Heartbeats
-from moe_serve.cluster.messages import Configure, Hello, Loaded, Loading, Unwell
+from moe_serve.cluster.messages import Configure, Hello, Loaded, Loading, Stop, Unwell
 from moe_serve.cluster.rank_link import Event, Gone, Inbox, RankLink
 from moe_serve.cluster.rank_name import RankName
 from moe_serve.cluster.rank_starter import RankStarter
@@ -26,6 +27,7 @@ from moe_serve.model.loader import LoadProgress
 _log = logging.getLogger(__name__)
 
 _WATCH_S = 0.05
+_LAST_WORDS_S = 2.0
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0  # between two starts of a rank that keeps dying
 
 
@@ -73,10 +75,19 @@ class Membership:
             if isinstance(event.report, Unwell):
                 raise ConfigError(f"{event.name} cannot serve: {event.report.why}")
             if isinstance(event.report, Gone):
-                raise ClusterError(f"{event.name} ended while it started: {event.report.why}")
+                raise ClusterError(f"{event.name} ended while it started: {self._cause(event)}")
             if progress is not None:
                 counts = list(self._loading.values())
                 progress(sum(done for done, _ in counts), sum(total for _, total in counts))
+
+    def _cause(self, event: Event) -> str:
+        """Why a rank is gone; its process may tell more a moment after its connection does."""
+        assert isinstance(event.report, Gone), "somebody is gone"
+        end = time.monotonic() + _LAST_WORDS_S
+        while (later := self.next_event(end - time.monotonic())) is not None:
+            if later.name == event.name and isinstance(later.report, Gone):
+                return later.report.why
+        return event.report.why
 
     def next_event(self, timeout_s: float) -> Event | None:
         """Wait for one, and do what follows from it here; None after the time-out."""
@@ -107,9 +118,13 @@ class Membership:
         """End all ranks."""
         self._is_closing.set()
         for state in self.roster.all():
-            state.lose()
+            if state.link is not None:
+                with contextlib.suppress(ChannelClosedError):  # it left before
+                    state.link.send(Stop())
         if self._starter is not None:
             self._starter.stop()
+        for state in self.roster.all():
+            state.lose()
 
     def _handle(self, event: Event) -> None:
         if event.name not in self.roster:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.config import PAGE_SIZE, SchedulerConfig
@@ -86,6 +86,17 @@ class Engine:
             self._pending.append(
                 TokenDelta(request_id=request_id, finish_reason=FinishReason.ABORT)
             )
+
+    @property
+    def num_seats(self) -> int:
+        """Sequences that may run at once."""
+        return self._scheduler.num_seats
+
+    def set_waker(self, wake: Callable[[], None]) -> None:
+        """See `DrivenEngine.set_waker`: work comes with requests only."""
+
+    def close(self) -> None:
+        """See `DrivenEngine.close`: everything is in this process."""
 
     @property
     def num_pending_tokens(self) -> int:
