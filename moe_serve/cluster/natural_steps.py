@@ -42,9 +42,9 @@ class RecordingTransport(LocalTransport):
         super().__init__(stage)
         self.rows: dict[int, list[RoutedRows]] = {}
 
-    def dispatch(self, layer: int, micro_batch: int, rows: RoutedRows) -> None:
-        self.rows.setdefault(layer, []).append(rows)
-        super().dispatch(layer, micro_batch, rows)
+    def dispatch(self, layer: int, micro_batch: int, routed: Routed) -> None:
+        self.rows.setdefault(layer, []).append(routed.rows)
+        super().dispatch(layer, micro_batch, routed)
 
 
 def decode_steps(
