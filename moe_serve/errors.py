@@ -9,6 +9,7 @@
       x EngineDeadError              the engine itself has stopped: the process must end
       x ConfigError                  the configuration is wrong: names key, source and values
       x CheckpointError              the checkpoint cannot be served: names the file and the tensor
+      x TimelineError                a timeline's file or records are not what they should be
 
 Our own bugs are `assert`s with a message, never one of these.
 """
@@ -65,6 +66,10 @@ class CheckpointError(MoeServeError):
     """A checkpoint is missing a file or a tensor, or holds what this version cannot serve."""
 
 
+class TimelineError(MoeServeError):
+    """Records or a file of a timeline that cannot be read, or hold not what was asked for."""
+
+
 __all__ = [
     "CheckpointError",
     "ConfigError",
@@ -75,4 +80,5 @@ __all__ = [
     "ModelNotFoundError",
     "MoeServeError",
     "ServerOverloadedError",
+    "TimelineError",
 ]
