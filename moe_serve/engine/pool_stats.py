@@ -8,9 +8,10 @@ from typing import Literal
 Pool = Literal["attention", "expert"]
 MicroBatchReason = Literal[
     "fixed",  # the configuration says so
-    "fastest",  # by the calibrated constants
-    "split_costs",  # 1, as splitting would take longer
-    "too_few",  # fewer sequences than would make more
+    "one sequence",
+    "not measured yet",
+    "trying out",
+    "predicted best",
 ]
 
 

@@ -58,13 +58,18 @@ class PoolMetrics:
 class TimelineMetrics:
     """What the steps of a timeline say about the pipeline."""
 
-    num_steps: int
+    steps: tuple[int, ...]  # their numbers, in order; at least one
     elapsed_ns: int  # of the steps; what lies between them does not count
+    slowest_step: tuple[int, int]  # its number, its ns
     pools: tuple[PoolMetrics, ...]  # attention, expert; a pool without records is missing
     exposed_communication_ratio: float
     exposed_transfer_ratio: float
     steps_by_micro_batches: dict[int, int]
     stages: tuple[StageTotal, ...]  # by rank, then stage
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.steps)
 
     def pool(self, role: Role) -> PoolMetrics | None:
         return next((pool for pool in self.pools if pool.role is role), None)
@@ -81,6 +86,11 @@ class StepBounds:
     def elapsed_ns(self) -> int:
         return int((self.ends_S - self.starts_S).sum())
 
+    def slowest(self) -> tuple[int, int]:
+        """-> (number, ns) of the longest step."""
+        place = int((self.ends_S - self.starts_S).argmax())
+        return int(self.steps_S[place]), int(self.ends_S[place] - self.starts_S[place])
+
 
 def measure(tracks: Tracks) -> TimelineMetrics:
     """The metrics of all whole steps in `tracks`. Raises TimelineError where there is none."""
@@ -95,8 +105,9 @@ def measure(tracks: Tracks) -> TimelineMetrics:
     num_attention_ranks = len(_ranks(inside, Role.ATTENTION))
     capacity_ns = max(1, num_attention_ranks * elapsed_ns)
     return TimelineMetrics(
-        num_steps=len(bounds.steps_S),
+        steps=tuple(bounds.steps_S.tolist()),
         elapsed_ns=elapsed_ns,
+        slowest_step=bounds.slowest(),
         pools=tuple(pool for pool in pools if pool is not None),
         exposed_communication_ratio=waits_ns / capacity_ns,
         exposed_transfer_ratio=transfers_ns / capacity_ns,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -49,17 +49,25 @@ class Timeline:
 
     def between(self, first: int, last: int) -> Timeline:
         """The part in steps [first, last]."""
+        return self._part("step", first, last)
+
+    def only_layers(self, first: int, last: int) -> Timeline:
+        """The part in layers [first, last]. Raises TimelineError where there is none."""
+        part = self._part("layer", first, last)
+        if not part.tracks:
+            top = max(int(records["layer"].max()) for records in self.tracks.values())
+            raise TimelineError(
+                f"the timeline has layers 0 to {top} here, none from {first} to {last}"
+            )
+        return part
+
+    def _part(self, field: str, first: int, last: int) -> Timeline:
         tracks = {}
         for track, records in self.tracks.items():
-            chosen = records[(records["step"] >= first) & (records["step"] <= last)]
+            chosen = records[(records[field] >= first) & (records[field] <= last)]
             if len(chosen):
                 tracks[track] = chosen
-        return Timeline(
-            tracks=tracks,
-            num_lost=self.num_lost,
-            num_left_out=self.num_left_out,
-            is_cut=self.is_cut,
-        )
+        return replace(self, tracks=tracks)
 
 
 def read_timeline(path: Path) -> Timeline:

@@ -107,8 +107,8 @@ def test_metrics_of_the_pools(client: TestClient, engine: Any) -> None:
         exposed_communication_ratio=0.125,
         micro_batches=3,
         steps=(
-            MicroBatchCount(micro_batches=1, reason="split_costs", num_steps=5),
-            MicroBatchCount(micro_batches=3, reason="fastest", num_steps=7),
+            MicroBatchCount(micro_batches=1, reason="one sequence", num_steps=5),
+            MicroBatchCount(micro_batches=3, reason="predicted best", num_steps=7),
         ),
     )
     text, label = client.get("/metrics").text, 'model_name="tiny"'
@@ -120,8 +120,8 @@ def test_metrics_of_the_pools(client: TestClient, engine: Any) -> None:
         f'moe_serve:pool_slowest_rank_excess_ratio{{{label},pool="expert"}} 0.5',
         f"moe_serve:exposed_communication_ratio{{{label}}} 0.125",
         f"moe_serve:micro_batches{{{label}}} 3.0",
-        f'moe_serve:pipeline_steps_total{{micro_batches="1",{label},reason="split_costs"}} 5.0',
-        f'moe_serve:pipeline_steps_total{{micro_batches="3",{label},reason="fastest"}} 7.0',
+        f'moe_serve:pipeline_steps_total{{micro_batches="1",{label},reason="one sequence"}} 5.0',
+        f'moe_serve:pipeline_steps_total{{micro_batches="3",{label},reason="predicted best"}} 7.0',
     ):
         assert line in text, line
 
