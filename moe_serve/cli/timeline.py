@@ -52,7 +52,7 @@ def timeline(
         bounds = (middle, middle)
         chosen = chosen.between(*bounds)
         metrics = measure(chosen.tracks)
-    drawn = chosen if shown_layers is None else chosen.only_layers(*shown_layers)
+    drawn = chosen if shown_layers is None else chosen.around_layers(*shown_layers)
     path = out or file.with_suffix(".png")
     draw_timeline(drawn.tracks, metrics, _title(bounds, metrics, shown_layers), path)
     typer.echo(f"{_title(bounds, metrics, shown_layers)}: {path}")

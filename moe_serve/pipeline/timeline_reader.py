@@ -49,24 +49,33 @@ class Timeline:
 
     def between(self, first: int, last: int) -> Timeline:
         """The part in steps [first, last]."""
-        return self._part("step", first, last)
+        tracks = {
+            track: chosen
+            for track, records in self.tracks.items()
+            if len(chosen := records[(records["step"] >= first) & (records["step"] <= last)])
+        }
+        return replace(self, tracks=tracks)
 
-    def only_layers(self, first: int, last: int) -> Timeline:
-        """The part in layers [first, last]. Raises TimelineError where there is none."""
-        part = self._part("layer", first, last)
-        if not part.tracks:
-            top = max(int(records["layer"].max()) for records in self.tracks.values())
-            raise TimelineError(
-                f"the timeline has layers 0 to {top} here, none from {first} to {last}"
-            )
-        return part
+    def around_layers(self, first: int, last: int) -> Timeline:
+        """The time from the first to the last stage of layers [first, last], cut off at both ends.
 
-    def _part(self, field: str, first: int, last: int) -> Timeline:
+        Raises TimelineError where no stage is of these layers.
+        """
+        stages = np.concatenate(list(self.tracks.values()))
+        wanted = stages[(stages["layer"] >= first) & (stages["layer"] <= last)]
+        if len(wanted) == 0:
+            top = int(stages["layer"].max())
+            raise TimelineError(f"there are layers 0 to {top}, none from {first} to {last}")
+        begin_ns, end_ns = wanted["start_ns"].min(), wanted["end_ns"].max()
         tracks = {}
         for track, records in self.tracks.items():
-            chosen = records[(records[field] >= first) & (records[field] <= last)]
-            if len(chosen):
-                tracks[track] = chosen
+            is_seen = (records["end_ns"] > begin_ns) & (records["start_ns"] < end_ns)
+            is_step = records["stage"] == Stage.STEP
+            seen = records[is_seen & ~(is_step & (records["start_ns"] < begin_ns))].copy()
+            if len(seen):
+                for field in ("start_ns", "end_ns"):
+                    seen[field] = seen[field].clip(begin_ns, end_ns)
+                tracks[track] = seen
         return replace(self, tracks=tracks)
 
 
