@@ -72,6 +72,7 @@ def test_the_flags_are_frozen() -> None:
         "-m",
     ]
     assert flags_of("doctor") == ["--json"]
+    assert flags_of("timeline") == ["--layers", "--out", "--step", "--steps", "file"]
 
 
 def test_version(capsys: Capture) -> None:

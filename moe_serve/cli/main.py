@@ -14,6 +14,7 @@ from moe_serve import __version__
 from moe_serve.cli.chat import chat
 from moe_serve.cli.doctor import doctor
 from moe_serve.cli.serve import serve
+from moe_serve.cli.timeline import timeline
 from moe_serve.errors import EngineDeadError, MoeServeError
 
 EXIT_FAILURE = 1
@@ -31,6 +32,7 @@ app = typer.Typer(
 app.command(rich_help_panel="Serve")(serve)
 app.command(rich_help_panel="Use")(chat)
 app.command(rich_help_panel="Inspect")(doctor)
+app.command(rich_help_panel="Inspect")(timeline)
 
 
 def _print_version(is_asked: bool) -> None:
