@@ -15,9 +15,10 @@ from experts.expert_stage import ExpertStage
 from moe_kernels.choice import KernelsName, choose_kernels, default_num_threads
 from moe_kernels.kernels import ExpertBank, ExpertWeights, Kernels
 from moe_serve.errors import CheckpointError
-from moe_serve.model.attention_stage import AttentionLayer, AttentionStage, Router
+from moe_serve.model.attention_stage import AttentionLayer, AttentionStage
 from moe_serve.model.checkpoint import Checkpoint
 from moe_serve.model.dense_mlp import DenseMLP
+from moe_serve.model.expert_choice import Router
 from moe_serve.model.families import Family, family_of
 from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.load_attention import AttentionLoader
@@ -100,6 +101,14 @@ class ModelLoader:
             final_norm=self._keep(table["final_norm"]),
             head=head,
         )
+
+    def routers(self) -> list[Router | None]:
+        """The routers alone, for an expert side that routes; None: a dense layer."""
+        tables = [
+            feed_forward_table(self._names, self.spec, layer)
+            for layer in range(self.spec.num_layers)
+        ]
+        return [self._router(table) for table in tables]
 
     def expert_stage(self) -> ExpertStage:
         """All routed experts of all layers."""
