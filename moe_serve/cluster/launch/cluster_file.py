@@ -23,7 +23,8 @@ import yaml
 
 from moe_serve.cluster.launch.endpoint import Endpoint
 from moe_serve.cluster.launch.environment import NodeEnvironment, NodeFlags, detect_node
-from moe_serve.cluster.launch.node_layout import NodeLayout, RankId, explicit_layout
+from moe_serve.cluster.launch.node_layout import NodeLayout, explicit_layout
+from moe_serve.cluster.rank_name import RankName
 from moe_serve.errors import ConfigError
 
 
@@ -44,9 +45,9 @@ class NodeEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     devices: tuple[int, ...] = ()
 
     @property
-    def ranks(self) -> tuple[RankId, ...]:
-        attention = (RankId("attention", rank) for rank in self.attention_ranks)
-        return (*attention, *(RankId("expert", rank) for rank in self.expert_ranks))
+    def ranks(self) -> tuple[RankName, ...]:
+        attention = (RankName("attention", rank) for rank in self.attention_ranks)
+        return (*attention, *(RankName("expert", rank) for rank in self.expert_ranks))
 
 
 class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -178,7 +179,7 @@ def _check(cluster: ClusterFile, source: str) -> None:
                 f"({source}); each rank takes one."
             )
         if (
-            min((rank.rank for rank in node.ranks), default=0) < 0
+            min((rank.index for rank in node.ranks), default=0) < 0
             or min(node.devices, default=0) < 0
         ):
             raise ConfigError(f"node {node.name} has a negative rank or device ({source}).")

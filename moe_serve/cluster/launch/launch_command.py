@@ -5,7 +5,6 @@ It never holds a secret: those travel in the environment, on standard input, or 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_serve.cluster.launch.endpoint import Endpoint
@@ -47,5 +46,3 @@ class LaunchCommand:
         ]
         model = [] if self.model is None else [self.model]
         return ("launch", *model, *given, *self.serve_flags)
-
-

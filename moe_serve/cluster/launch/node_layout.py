@@ -9,29 +9,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from moe_serve.cluster.rank_name import RankName, Role, all_ranks
 from moe_serve.errors import ConfigError
 
-Role = Literal["attention", "expert"]
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class RankId:
-    """One worker: attention rank 0, expert rank 3."""
-
-    role: Role
-    rank: int
-
-    def __str__(self) -> str:
-        return f"{self.role} rank {self.rank}"
+_ROLES: tuple[Role, ...] = ("attention", "expert")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLayout:
     """The ranks of every node, in the order in which they take the node's devices."""
 
-    nodes: tuple[tuple[RankId, ...], ...]
+    nodes: tuple[tuple[RankName, ...], ...]
 
     @property
     def num_nodes(self) -> int:
@@ -40,35 +29,24 @@ class NodeLayout:
     def num_ranks(self, role: Role) -> int:
         return sum(rank.role == role for ranks in self.nodes for rank in ranks)
 
-    def node_of(self, rank: RankId) -> int:
+    def node_of(self, rank: RankName) -> int:
         for node, ranks in enumerate(self.nodes):
             if rank in ranks:
                 return node
         raise AssertionError(f"{rank} is on none of the {self.num_nodes} nodes")
 
-    def place_on_node(self, rank: RankId) -> int:
+    def place_on_node(self, rank: RankName) -> int:
         """How many ranks of its node stand before it: the number of its device."""
         return self.nodes[self.node_of(rank)].index(rank)
 
     def describe(self, node: int) -> str:
         """Such as "attention 0-3, expert 0"."""
         parts = []
-        for role in ("attention", "expert"):
-            numbers = sorted(rank.rank for rank in self.nodes[node] if rank.role == role)
+        for role in _ROLES:
+            numbers = sorted(rank.index for rank in self.nodes[node] if rank.role == role)
             if numbers:
                 parts.append(f"{role} {', '.join(_spans(numbers))}")
         return ", ".join(parts) or "no rank"
-
-
-def all_ranks(attention_ranks: int, expert_ranks: int) -> tuple[RankId, ...]:
-    """Attention ranks first: the order in which nodes are filled."""
-    if attention_ranks < 1 or expert_ranks < 1:
-        raise ConfigError(
-            f"{attention_ranks} attention and {expert_ranks} expert ranks cannot serve: a launch "
-            "needs at least one of each."
-        )
-    attention = (RankId("attention", rank) for rank in range(attention_ranks))
-    return (*attention, *(RankId("expert", rank) for rank in range(expert_ranks)))
 
 
 def fill_nodes(
@@ -83,6 +61,11 @@ def fill_nodes(
     2 attention and 3 expert ranks on 2 nodes: a0 a1 e0 | e1 e2. With `ranks_per_node` every node
     takes that many while there are any: 2 + 3 ranks, 4 to a node, are a0 a1 e0 e1 | e2.
     """
+    if attention_ranks < 1 or expert_ranks < 1:
+        raise ConfigError(
+            f"{attention_ranks} attention and {expert_ranks} expert ranks cannot serve: a launch "
+            "needs at least one of each."
+        )
     ranks = all_ranks(attention_ranks, expert_ranks)
     if num_nodes > len(ranks):
         raise ConfigError(
@@ -95,21 +78,21 @@ def fill_nodes(
     return NodeLayout(nodes=_cut(ranks, [share + (node < more) for node in range(num_nodes)]))
 
 
-def explicit_layout(nodes: Sequence[Sequence[RankId]], source: str) -> NodeLayout:
+def explicit_layout(nodes: Sequence[Sequence[RankName]], source: str) -> NodeLayout:
     """A layout as somebody wrote it down: every rank from 0 once; raises ConfigError."""
     counts = Counter(rank for ranks in nodes for rank in ranks)
     for rank, count in sorted(counts.items()):
         if count > 1:
             raise ConfigError(f"{rank} is placed {count} times ({source}); place it once.")
-    for role in ("attention", "expert"):
-        numbers = {rank.rank for rank in counts if rank.role == role}
+    for role in _ROLES:
+        numbers = {rank.index for rank in counts if rank.role == role}
         if not numbers:
             raise ConfigError(f"no {role} rank is placed ({source}); place at least one.")
         missing = sorted(set(range(max(numbers) + 1)) - numbers)
         if missing:
             raise ConfigError(
-                f"{role} rank {missing[0]} is placed nowhere ({source}), although rank "
-                f"{max(numbers)} is: they are counted from 0 without gaps."
+                f"{role}-{missing[0]} is placed nowhere ({source}), although "
+                f"{role}-{max(numbers)} is: they are counted from 0 without gaps."
             )
     empty = [node for node, ranks in enumerate(nodes) if not ranks]
     if empty:
@@ -134,7 +117,7 @@ def _full_shares(num_ranks: int, num_nodes: int, ranks_per_node: int) -> list[in
     return shares
 
 
-def _cut(ranks: Sequence[RankId], shares: Sequence[int]) -> tuple[tuple[RankId, ...], ...]:
+def _cut(ranks: Sequence[RankName], shares: Sequence[int]) -> tuple[tuple[RankName, ...], ...]:
     starts = [sum(shares[:node]) for node in range(len(shares))]
     return tuple(
         tuple(ranks[start : start + share]) for start, share in zip(starts, shares, strict=True)

@@ -89,7 +89,7 @@ def test_flags_win_over_the_file() -> None:
         ("port: 7000", "port: x", "`\\$.coordinator.port`"),
         ("name: b", "name: a", "each node has its own name; \\['a'\\]"),
         ("10.0.0.2", "10.0.0.1", "each node has its own address"),
-        ("expert_ranks: [0]", "expert_ranks: [1]", "expert rank 0 is placed nowhere"),
+        ("expert_ranks: [0]", "expert_ranks: [1]", "expert-0 is placed nowhere"),
         ("expert_ranks: [0]", "expert_ranks: [-1]", "negative"),
         ("expert_ranks: [0]", "expert_ranks: [0, 1], devices: [0]", "2 ranks and 1 devices"),
         ("expert_ranks: [0]", "expert_ranks: [0], expert_ranks: [1]", "set twice .pair.yaml:5"),

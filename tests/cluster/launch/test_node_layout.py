@@ -8,24 +8,23 @@ from hypothesis import strategies as st
 
 from moe_serve.cluster.launch.node_layout import (
     NodeLayout,
-    RankId,
-    all_ranks,
     explicit_layout,
     fill_nodes,
 )
+from moe_serve.cluster.rank_name import RankName, all_ranks
 from moe_serve.errors import ConfigError
 
 
 def shown(layout: NodeLayout) -> str:
     """2 attention and 3 expert ranks on 2 nodes: a0 a1 e0 | e1 e2."""
     return " | ".join(
-        " ".join(f"{rank.role[0]}{rank.rank}" for rank in ranks) for ranks in layout.nodes
+        " ".join(f"{rank.role[0]}{rank.index}" for rank in ranks) for ranks in layout.nodes
     )
 
 
-def ranks(text: str) -> list[RankId]:
+def ranks(text: str) -> list[RankName]:
     names = {"a": "attention", "e": "expert"}
-    return [RankId(names[word[0]], int(word[1:])) for word in text.split()]  # type: ignore[arg-type]
+    return [RankName(names[word[0]], int(word[1:])) for word in text.split()]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +59,7 @@ def test_every_rank_has_one_node(attention: int, expert: int, num_nodes: int) ->
         return
     layout = fill_nodes(attention, expert, num_nodes)
     flat = [rank for ranks in layout.nodes for rank in ranks]
-    assert flat == list(all_ranks(attention, expert)), "in rank order, attention first"
+    assert flat == all_ranks(attention, expert), "in rank order, attention first"
     sizes = [len(ranks) for ranks in layout.nodes]
     assert max(sizes) - min(sizes) <= 1, sizes
     assert layout.num_ranks("attention") == attention and layout.num_ranks("expert") == expert
@@ -71,10 +70,10 @@ def test_every_rank_has_one_node(attention: int, expert: int, num_nodes: int) ->
 @pytest.mark.parametrize(
     ("nodes", "message"),
     [
-        (["a0 e0", "e0"], "expert rank 0 is placed 2 times"),
+        (["a0 e0", "e0"], "expert-0 is placed 2 times"),
         (["a0", "a1"], "no expert rank"),
         (["e0"], "no attention rank"),
-        (["a0 e0", "e2"], "expert rank 1 is placed nowhere"),
+        (["a0 e0", "e2"], "expert-1 is placed nowhere"),
         (["a0 e0", ""], "node 1 has no rank"),
     ],
 )
