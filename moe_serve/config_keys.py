@@ -1,8 +1,8 @@
 """The table of configuration keys, read off the dataclasses of `config.py`, and what each may be.
 
 A key is `section.name`: the section is the component (`model`, `cache`, `scheduler`, `pipeline`,
-`cluster`, `server`), so `scheduler.max_num_seqs` is `Config.engine.scheduler.max_num_seqs`. A new field in
-`config.py` is a new key by itself; only its range is written here.
+`cluster`, `server`), so `scheduler.max_num_seqs` is `Config.engine.scheduler.max_num_seqs`. A new
+field in `config.py` is a new key by itself; only its range is written here.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from moe_serve.cache.model_identity import model_identity
 from moe_serve.cluster.epoch import meet, sparse_layers, split_of, wire_of
 from moe_serve.cluster.messages import (
     Configure,
@@ -69,7 +70,7 @@ class AttentionRank:
     def loaded(self) -> Loaded:
         loader = self._loader
         return Loaded(
-            weights_hash="",
+            weights_hash=model_identity(Path(self._configure.folder)).hex(),
             num_pages=self._part.num_pages,
             kv_bytes=self._part.kv_bytes,
             kernels=loader.kernels.name,

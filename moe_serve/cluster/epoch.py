@@ -28,11 +28,9 @@ def meet(
     )
 
 
-def wire_of(
-    join: Join, configure: Configure, spec: ModelSpec, dtype: torch.dtype
-) -> WireFormat:
+def wire_of(join: Join, configure: Configure, spec: ModelSpec, dtype: torch.dtype) -> WireFormat:
     return make_wire_format(
-        spec.hidden_size,
+        spec.width,
         spec.router.top_k,
         dtype,
         len(join.expert_ranks),

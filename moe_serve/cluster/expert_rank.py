@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from experts.routed_rows import RoutedRows
+from moe_serve.cache.model_identity import model_identity
 from moe_serve.cluster.epoch import meet, sparse_layers, split_of, wire_of
 from moe_serve.cluster.messages import (
     Configure,
@@ -60,7 +61,7 @@ class ExpertRank:
     def loaded(self) -> Loaded:
         loader = self._loader
         return Loaded(
-            weights_hash="",
+            weights_hash=model_identity(Path(self._configure.folder)).hex(),
             num_pages=0,
             kv_bytes=0,
             kernels=loader.kernels.name,

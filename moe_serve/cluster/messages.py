@@ -1,8 +1,6 @@
 """What coordinator and ranks say to each other: one tagged msgpack union for each direction.
 
-Coordinator to rank: Configure, Join, RunStep, ServeStep, QueryPages, TakeExperts, DropExperts, Stop.
-Rank to coordinator: Hello, Loading, Loaded, Joined, StepDone, StepFailed, StepServed, FinitePages,
-TookExperts, Heartbeat, Unwell.
+`Order`: what the coordinator tells a rank. `Report`: what a rank tells the coordinator.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=T
     """Fields in order, without their names."""
 
 
-class Configure(_Message):
+class Configure(_Message, frozen=True):
     """The first order: what to load."""
 
     config: EngineConfig
@@ -34,7 +32,7 @@ class Configure(_Message):
     is_recording: bool
 
 
-class Join(_Message):
+class Join(_Message, frozen=True):
     """Meet the others in a new epoch. Everything of the old one is void."""
 
     epoch: int
@@ -82,7 +80,7 @@ class PageWork(msgspec.Struct, frozen=True, array_like=True):
     copy: Sequence[tuple[int, int]]
 
 
-class RunStep(_Message):
+class RunStep(_Message, frozen=True):
     """To an attention rank. `rows`: of its micro-batches, in all attention ranks of the epoch."""
 
     epoch: int
@@ -94,7 +92,7 @@ class RunStep(_Message):
     page_work: Sequence[PageWork]
 
 
-class ServeStep(_Message):
+class ServeStep(_Message, frozen=True):
     """To an expert rank: who will send how many rows."""
 
     epoch: int
@@ -102,24 +100,24 @@ class ServeStep(_Message):
     rows: Sequence[Sequence[int]]
 
 
-class QueryPages(_Message):
+class QueryPages(_Message, frozen=True):
     """Do this work, then say which pages hold nothing but finite values."""
 
     page_work: Sequence[PageWork]
     pages: Sequence[int]
 
 
-class TakeExperts(_Message):
+class TakeExperts(_Message, frozen=True):
     """Load these too: layer -> experts."""
 
     experts: Mapping[int, Sequence[int]]
 
 
-class DropExperts(_Message):
+class DropExperts(_Message, frozen=True):
     """Keep only what was first configured."""
 
 
-class Stop(_Message):
+class Stop(_Message, frozen=True):
     """Leave."""
 
 
@@ -131,7 +129,7 @@ class FileMark(msgspec.Struct, frozen=True, array_like=True):
     digest: str
 
 
-class Hello(_Message):
+class Hello(_Message, frozen=True):
     """The first message of a rank."""
 
     name: str
@@ -141,14 +139,14 @@ class Hello(_Message):
     files: Sequence[FileMark] = ()
 
 
-class Loading(_Message):
+class Loading(_Message, frozen=True):
     """Progress: tensors read, of all."""
 
     done: int
     total: int
 
 
-class Loaded(_Message):
+class Loaded(_Message, frozen=True):
     """Ready to join. The hash is that of the weights; attention ranks have pages."""
 
     weights_hash: str
@@ -161,7 +159,7 @@ class Loaded(_Message):
     load_seconds: float
 
 
-class Joined(_Message):
+class Joined(_Message, frozen=True):
     """In the epoch's data group; or `why` not."""
 
     epoch: int
@@ -176,7 +174,7 @@ class StageSeconds(msgspec.Struct, frozen=True, array_like=True):
     whole: float = 0.0
 
 
-class StepDone(_Message):
+class StepDone(_Message, frozen=True):
     """An attention rank's tokens, by sequence id."""
 
     epoch: int
@@ -188,7 +186,7 @@ class StepDone(_Message):
     records: bytes = b""  # of the timeline
 
 
-class StepServed(_Message):
+class StepServed(_Message, frozen=True):
     """An expert rank's end of a step; `failure`: a layer of it raised."""
 
     epoch: int
@@ -198,7 +196,7 @@ class StepServed(_Message):
     records: bytes = b""
 
 
-class StepFailed(_Message):
+class StepFailed(_Message, frozen=True):
     """The step failed here. `peer`: because that rank was lost; None: computing it raised."""
 
     epoch: int
@@ -207,33 +205,31 @@ class StepFailed(_Message):
     peer: str | None
 
 
-class FinitePages(_Message):
+class FinitePages(_Message, frozen=True):
     """The answer to QueryPages."""
 
     is_finite: Sequence[bool]
 
 
-class TookExperts(_Message):
+class TookExperts(_Message, frozen=True):
     """The answer to TakeExperts and DropExperts; or `why` not."""
 
     why: str | None = None
 
 
-class Heartbeat(_Message):
+class Heartbeat(_Message, frozen=True):
     """Still here; `step`: the last one begun."""
 
     step: int
 
 
-class Unwell(_Message):
+class Unwell(_Message, frozen=True):
     """The rank leaves, for a reason that its user can act on."""
 
     why: str
 
 
-Order = (
-    Configure | Join | RunStep | ServeStep | QueryPages | TakeExperts | DropExperts | Stop
-)
+Order = Configure | Join | RunStep | ServeStep | QueryPages | TakeExperts | DropExperts | Stop
 Report = (
     Hello
     | Loading

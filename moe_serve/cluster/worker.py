@@ -11,12 +11,10 @@ import os
 import signal
 import sys
 import threading
-from datetime import timedelta
 from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from moe_serve import __version__
 from moe_serve.cluster.attention_rank import AttentionRank
@@ -36,8 +34,11 @@ from moe_serve.cluster.messages import (
     Stop,
     Unwell,
 )
+from moe_serve.cluster.parent_watch import end_with_parent
 from moe_serve.cluster.rank_name import RankName
-from moe_serve.cluster.secret import secret_from_environment
+from moe_serve.cluster.secret import read_secret
+from moe_serve.cluster.store import connect_store
+from moe_serve.config_sources import CLUSTER_SECRET_VARIABLE
 from moe_serve.errors import ChannelClosedError, MoeServeError
 from moe_serve.pipeline.data_group import PeerLostError
 
@@ -88,13 +89,7 @@ class Worker:
 
     def _join(self, rank: AttentionRank | ExpertRank, order: Join) -> Joined:
         if self._store is None:
-            self._store = dist.TCPStore(
-                order.store_host,
-                order.store_port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
-            )
+            self._store = connect_store(order.store_host, order.store_port, CONNECT_TIMEOUT_S)
         try:
             rank.join(order, self._store, self._host)
         except PeerLostError as error:
@@ -133,12 +128,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rank", required=True, type=int)
     parser.add_argument("--host", required=True, help="this node's address for the data plane")
     options = parser.parse_args(arguments)
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's business
     name = RankName(options.role, options.rank)
     logging.basicConfig(level=logging.WARNING, format=f"[{name}] %(levelname)s %(message)s")
     host, _, port = options.coordinator.rpartition(":")
     decoder = msgspec.msgpack.Decoder(Order)
-    secret = secret_from_environment()
+    secret = read_secret(os.environ)
+    if secret is None:
+        parser.error(f"{CLUSTER_SECRET_VARIABLE} is not set: it is the coordinator's")
     channel: Channel[Any] = connect(host, int(port), secret, decoder, CONNECT_TIMEOUT_S)
     worker = Worker(name, channel, options.host)
     try:

@@ -14,6 +14,7 @@ from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cache.model_identity import model_identity
 from moe_serve.cache.sizing import num_pages
 from moe_serve.config import PAGE_SIZE, EngineConfig, ModelConfig
+from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.layout import Layout
 from moe_serve.engine.sampler import Sampler
@@ -32,7 +33,7 @@ from moe_serve.pipeline.transport import LocalTransport
 class BuiltEngine:
     """An engine and what it is made of."""
 
-    engine: Engine
+    engine: DrivenEngine
     layout: Layout
     spec: ModelSpec
 
@@ -171,7 +172,7 @@ def max_model_len_of(config: ModelConfig, spec: ModelSpec) -> int:
 
 
 def eos_token_ids_of(folder: Path, spec: ModelSpec) -> frozenset[int]:
-    ids = frozenset(generationeos_token_ids_of(folder) or spec.eos_token_ids)
+    ids = frozenset(generation_eos_token_ids(folder) or spec.eos_token_ids)
     if ids and max(ids) >= spec.vocab_size:
         raise CheckpointError(
             f"{folder / 'generation_config.json'}: eos_token_id {max(ids)} is outside the "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.config import PAGE_SIZE, SchedulerConfig
@@ -86,6 +86,38 @@ class Engine:
             self._pending.append(
                 TokenDelta(request_id=request_id, finish_reason=FinishReason.ABORT)
             )
+
+    @property
+    def num_seats(self) -> int:
+        """Sequences that may run at once."""
+        return self._scheduler.num_seats
+
+    def set_waker(self, wake: Callable[[], None]) -> None:
+        """See `DrivenEngine.set_waker`: work comes with requests only."""
+
+    def close(self) -> None:
+        """See `DrivenEngine.close`: everything is in this process."""
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """How much there is to do: tokens to compute, of all sequences."""
+        scheduler = self._scheduler
+        return sum(s.num_pending_tokens for s in (*scheduler.running, *scheduler.waiting))
+
+    def surrender(self) -> list[Sequence]:
+        """All sequences in order of arrival, without what was computed: its pages are lost."""
+        sequences = sorted(self._sequences.values(), key=lambda s: s.id)
+        for sequence in sequences:
+            sequence.restart()
+            sequence.page_table, sequence.page_keys, sequence.awaited_key = [], [], None
+            sequence.is_running, sequence.is_sound = False, True
+        self._sequences = {}
+        return sequences
+
+    def adopt(self, sequence: Sequence) -> None:
+        """Go on with a sequence that another engine surrendered."""
+        self._sequences[sequence.request.request_id] = sequence
+        self._scheduler.add(sequence)
 
     def step(self) -> list[TokenDelta]:
         """Schedule, run, publish."""

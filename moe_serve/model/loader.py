@@ -110,7 +110,7 @@ class ModelLoader:
         ]
         return [self._router(table) for table in tables]
 
-    def expert_stage(self) -> ExpertStage:
+    def expert_stage(self, held=None) -> ExpertStage:
         """All routed experts of all layers."""
         with ThreadPoolExecutor(self._num_threads) as pool:  # copying is what takes time
             return ExpertStage(list(pool.map(self._bank, range(self.spec.num_layers))))

@@ -13,10 +13,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroupGloo
+from torch.distributed.distributed_c10d import PrefixStore
 
 from moe_serve.errors import MoeServeError
+
+MEETING_TIMEOUT_S = 5.0  # all members are idle when they are called together
 
 
 class PeerLostError(MoeServeError):
@@ -61,11 +64,13 @@ class DataGroup:
         """Meets the others; raises PeerLostError if not all come in time."""
         self.epoch, self.members = epoch, tuple(members)
         self._index = {name: index for index, name in enumerate(members)}
-        prefix = dist.PrefixStore(f"data-{epoch}", store)
+        prefix = PrefixStore(f"data-{epoch}", store)
+        meeting = timedelta(seconds=min(timeout_s, MEETING_TIMEOUT_S))
         try:
             self._group: Any = _make_group(
-                prefix, self._index[me], len(members), host, timedelta(seconds=timeout_s), device
+                prefix, self._index[me], len(members), host, meeting, device
             )
+            self._group._set_default_timeout(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             others = ", ".join(name for name in members if name != me)
             raise PeerLostError(others, f"meeting in epoch {epoch}", _first_line(error)) from None
@@ -97,10 +102,11 @@ def _make_group(
     store: Any, rank: int, size: int, host: str, timeout: timedelta, device: torch.device
 ) -> Any:
     if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
+        nccl: Any = torch.distributed.ProcessGroupNCCL
+        options = nccl.Options()
         options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    gloo = dist.ProcessGroupGloo
+        return nccl(store, rank, size, options)
+    gloo: Any = ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=host)]  # listens there and nowhere else
     options._timeout, options._threads = timeout, 1

@@ -2,8 +2,8 @@
 
 T rows planned for the exchange, n of them sent, K choices, D model width.
 
-    dispatch  [ header 64 | n-row ids [T, K] int32 | weights [T, K] fp32 | scales [T] fp32 | x [n, D] ]
-    combine   [ header 64 | row numbers [T] int32 | sums [n, D] fp64 or fp32 ]
+    dispatch  [ header | ids [T, K] int32 | weights [T, K] fp32 | scales [T] fp32 | x [n, D] ]
+    combine   [ header | row numbers [T] int32 | sums [n, D] fp64 or fp32 ]
 
 Sections before the last have room for all planned rows, so both sides know every offset from the
 step's plan; the last is sent as far as it is filled. Scales are there for fp8 rows only.
