@@ -43,9 +43,11 @@ class RemoteNode:
 
     def _read(self) -> None:
         try:
+            # Twice half the time: when this host itself stood still, the second look finds what
+            # arrived meanwhile.
             while True:
-                report = self._channel.receive(SILENCE_S)
-                if report is None:
+                report = self._channel.receive(SILENCE_S / 2)
+                if report is None and (report := self._channel.receive(SILENCE_S / 2)) is None:
                     self._on_gone(self, f"silent for {SILENCE_S:g} s")
                     return
                 if isinstance(report, RankEnded):
