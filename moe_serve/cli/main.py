@@ -18,6 +18,9 @@ from moe_serve.cli.plan import plan
 from moe_serve.cli.serve import serve
 from moe_serve.cli.timeline import timeline
 from moe_serve.errors import EngineDeadError, MoeServeError
+from moe_serve.cli.launch import launch
+from moe_serve.cli.serve import serve
+from moe_serve.errors import ClusterError, EngineDeadError, MoeServeError
 
 EXIT_FAILURE = 1
 EXIT_MISTAKE = 2
@@ -32,6 +35,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(rich_help_panel="Serve")(serve)
+app.command(rich_help_panel="Serve")(launch)
 app.command(rich_help_panel="Use")(chat)
 app.command(rich_help_panel="Inspect")(doctor)
 app.command(rich_help_panel="Inspect")(timeline)
@@ -61,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run one command and exit. A mistake of the user is one line, never a traceback."""
     try:
         app(args=arguments, prog_name="moe-serve")
-    except EngineDeadError as error:
+    except (EngineDeadError, ClusterError) as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(EXIT_FAILURE)
     except MoeServeError as error:
