@@ -14,6 +14,7 @@ from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cache.model_identity import model_identity
 from moe_serve.cache.sizing import num_pages
 from moe_serve.config import PAGE_SIZE, EngineConfig, ModelConfig
+from moe_serve.engine.cuda_graphs import with_cuda_graphs
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.layout import Layout
 from moe_serve.errors import CheckpointError, ConfigError
@@ -73,8 +74,10 @@ def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> 
         available_bytes=_available_bytes(device),
     )
     cache = KVCache(spec, pages, loader.dtype, device)
+    pipeline = Pipeline(attention_stage, LocalTransport(expert_stage), cache, device)
+    runner, graphs = with_cuda_graphs(pipeline, attention_stage, cache, config, max_model_len)
     engine = Engine(
-        Pipeline(attention_stage, LocalTransport(expert_stage), cache, device),
+        runner,
         scheduler=config.scheduler,
         num_pages=pages,
         micro_batches=config.pipeline.micro_batches,
@@ -94,6 +97,7 @@ def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> 
         dtype=str(loader.dtype).removeprefix("torch."),
         device=str(device),
         kernels=loader.kernels.name,
+        cuda_graphs=graphs,
         weight_format=loader.weight_format,
         num_threads=num_threads,
         num_pages=pages,
