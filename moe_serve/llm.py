@@ -20,6 +20,7 @@ from rich.progress import Progress, TextColumn
 
 from moe_serve.config import (
     CacheConfig,
+    CudaGraphsName,
     DeviceName,
     DtypeName,
     EngineConfig,
@@ -64,6 +65,7 @@ class LLM:
         max_batched_tokens: int = 1024,
         micro_batches: int = 1,
         num_threads: int | None = None,
+        cuda_graphs: CudaGraphsName = "auto",
     ) -> None:
         config = EngineConfig(
             model=ModelConfig(
@@ -73,6 +75,7 @@ class LLM:
                 kernels=kernels,
                 max_model_len=max_model_len,
                 num_threads=num_threads,
+                cuda_graphs=cuda_graphs,
             ),
             cache=CacheConfig(num_pages=num_pages, prefix_cache=prefix_cache),
             scheduler=SchedulerConfig(

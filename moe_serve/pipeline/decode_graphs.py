@@ -96,10 +96,3 @@ class DecodeGraphs:
             return None
         (batch,) = plan.micro_batches
         return self._sizes.choose(len(batch.slices), num_keys(batch))
-
-    def forget(self, plan: StepPlan) -> None:
-        """Serve steps of this one's size no longer."""
-        size = self._size_of(plan)
-        if size is not None:
-            del self._graphs[size]
-            self._sizes = GraphSizes(self._graphs)

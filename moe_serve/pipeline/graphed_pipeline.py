@@ -15,21 +15,24 @@ _log = logging.getLogger(__name__)
 
 
 class GraphedPipeline:
-    """As `Pipeline`, to the engine. What fails as a recording runs without one, then and later."""
+    """As `Pipeline`, to the engine. A replay that fails is the last one: that step and all later
+    ones run layer by layer."""
 
     def __init__(self, pipeline: Pipeline, graphs: DecodeGraphs) -> None:
-        self._pipeline, self._graphs = pipeline, graphs
+        self._pipeline = pipeline
+        self._graphs: DecodeGraphs | None = graphs
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Tensor:
         """Compute a step -> the wanted logits [R, V] in fp32, slice after slice."""
-        try:
-            logits = self._graphs.run(plan)
-        except RuntimeError as error:
-            # Running a step again is harmless: it writes the same keys and values.
-            _log.warning("a CUDA graph failed and is not used again: %s", error)
-            self._graphs.forget(plan)
-            logits = None
+        logits = None
+        if self._graphs is not None:
+            try:
+                logits = self._graphs.run(plan)
+            except RuntimeError as error:
+                # Running a step again is harmless: it writes the same keys and values.
+                _log.warning("a CUDA graph failed, steps run without from now on: %s", error)
+                self._graphs = None
         return self._pipeline.run(plan) if logits is None else logits
 
     def clear_pages(self, pages: list[int]) -> None:
