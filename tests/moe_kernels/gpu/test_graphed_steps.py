@@ -1,6 +1,6 @@
-"""Decode steps of the Triton set, replayed as a CUDA graph would: launch for launch, as recorded.
+"""Decode steps of the Triton set, replayed launch for launch as recorded.
 
-Only in the interpreter: with a CUDA device the real thing is to be run.
+In the interpreter from a tape, with a CUDA device as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from tape_recorder import TapeRecorder
 from test_gpu_kernels import CASES, TOKENS
 
 from experts.graphed_expert_stage import GraphedExpertStage
+from moe_kernels.cuda_recorder import CudaRecorder
 from moe_kernels.graph_sizes import GraphSize
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.graphed_attention_stage import GraphedAttentionStage
@@ -25,11 +26,7 @@ from moe_serve.pipeline.graphed_pipeline import GraphedPipeline
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.transport import LocalTransport
 
-pytestmark = [
-    pytest.mark.usefixtures("rows_are_alike"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="tapes are for the interpreter"),
-]
-CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("rows_are_alike")
 MAX_POSITIONS = 64
 SIZE = GraphSize(4, MAX_POSITIONS)
 TABLES = ((4, 2), (1,), (5, 3))
@@ -57,9 +54,23 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: write_checkpoint(root / name, case) for name, case in CASES.items()}
 
 
+def load(folder: Path, device: torch.device) -> ModelLoader:
+    return ModelLoader(folder, kernels="triton", dtype=torch.float32, device=device)
+
+
 def make_caches(loader: ModelLoader) -> tuple[KVCache, KVCache]:
-    one, other = (KVCache(loader.spec, 5, torch.float32, CPU) for _ in range(2))
+    one, other = (KVCache(loader.spec, 5, torch.float32, loader.device) for _ in range(2))
     return one, other
+
+
+def make_recorder(device: torch.device) -> TapeRecorder | CudaRecorder:
+    return TapeRecorder() if device.type == "cpu" else CudaRecorder(device)
+
+
+def assert_replayed(recorder: TapeRecorder | CudaRecorder, num_recordings: int) -> None:
+    if isinstance(recorder, TapeRecorder):  # a CUDA graph does not count
+        counts = [(len(tape.launches) > 0, tape.num_replays) for tape in recorder.tapes]
+        assert counts == [(True, len(STEPS))] * num_recordings, f"{counts}"
 
 
 def read_prompts(plain: Pipeline, caches: tuple[KVCache, KVCache]) -> None:
@@ -76,38 +87,38 @@ def assert_same_steps(plain: Pipeline, other: Pipeline | GraphedPipeline) -> Non
         assert torch.equal(want, got), f"step {index}: {(want - got).abs().max()}"
 
 
-def test_a_taped_step_serves_all_that_fit(folders: dict[str, Path]) -> None:
+def test_a_recorded_step_serves_all_that_fit(
+    folders: dict[str, Path], device: torch.device
+) -> None:
     """Grouped queries, windows, sinks."""
-    loader = ModelLoader(folders["gpt_oss"], kernels="triton", dtype=torch.float32)
+    loader = load(folders["gpt_oss"], device)
     stage, experts = loader.attention_stage(MAX_POSITIONS), loader.expert_stage()
     caches = make_caches(loader)
-    plain, pipeline = (Pipeline(stage, LocalTransport(experts), c, CPU) for c in caches)
-    recorder = TapeRecorder()
+    plain, pipeline = (Pipeline(stage, LocalTransport(experts), c, device) for c in caches)
+    recorder = make_recorder(device)
     graphs = DecodeGraphs(pipeline, stage, caches[1], recorder, [SIZE], MAX_POSITIONS)
     read_prompts(plain, caches)
     assert_same_steps(plain, GraphedPipeline(pipeline, graphs))
-    (tape,) = recorder.tapes
-    assert tape.num_replays == len(STEPS) and len(tape.launches) > 10, f"{tape.launches}"
+    assert_replayed(recorder, 1)
     for mine, theirs in zip(caches[1].layers, caches[0].layers, strict=True):
         assert torch.equal(mine.keys[:-1], theirs.keys[:-1]), "padding wrote to a page"
         assert torch.equal(mine.values[:-1], theirs.values[:-1]), "padding wrote to a page"
 
 
-def test_taped_stages_serve_a_cut_layer(folders: dict[str, Path]) -> None:
+def test_recorded_stages_serve_a_cut_layer(folders: dict[str, Path], device: torch.device) -> None:
     """The attention stage, the shared expert and the experts each by themselves; latents."""
-    loader = ModelLoader(folders["deepseek_v3"], kernels="triton", dtype=torch.float32)
+    loader = load(folders["deepseek_v3"], device)
     spec = loader.spec
     stage, experts = loader.attention_stage(MAX_POSITIONS), loader.expert_stage()
     caches = make_caches(loader)
-    plain = Pipeline(stage, LocalTransport(experts), caches[0], CPU)
-    recorder = TapeRecorder()
+    plain = Pipeline(stage, LocalTransport(experts), caches[0], device)
+    recorder = make_recorder(device)
     graphed_stage = GraphedAttentionStage(stage, caches[1], recorder, [SIZE], MAX_POSITIONS)
     graphed_experts = GraphedExpertStage(
         experts, recorder, [4], width=spec.width, top_k=spec.router.shape.top_k,
-        dtype=torch.float32, device=CPU,
+        dtype=torch.float32, device=device,
     )  # fmt: skip
-    graphed = Pipeline(graphed_stage, LocalTransport(graphed_experts), caches[1], CPU)
+    graphed = Pipeline(graphed_stage, LocalTransport(graphed_experts), caches[1], device)
     read_prompts(plain, caches)
     assert_same_steps(plain, graphed)
-    assert all(tape.num_replays == len(STEPS) for tape in recorder.tapes)
-    assert len(recorder.tapes) == 4, "a dense and a sparse layer, a shared expert, the experts"
+    assert_replayed(recorder, 4)  # a dense and a sparse layer, a shared expert, the experts
