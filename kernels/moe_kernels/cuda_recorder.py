@@ -27,8 +27,9 @@ class CudaRecorder:
 
     def record(self, function: Callable[[], None], fixed: Addresses) -> CudaRecording:
         assert all(t.is_cuda for t in fixed()), "a CUDA graph reads and writes the GPU's memory"
-        with torch.cuda.device(self._device):
-            current = torch.cuda.current_stream(self._device)
+        current = torch.cuda.current_stream(self._device)
+        # A capture that fails leaves its stream current: the outer context takes that back.
+        with torch.cuda.device(self._device), torch.cuda.stream(current):
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
                 for _ in range(_WARM_UPS):

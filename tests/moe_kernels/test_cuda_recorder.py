@@ -68,8 +68,10 @@ class FakeCuda:
     @contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
         self.log.append(f"on {stream.name}")
-        yield
-        self.log.append(f"off {stream.name}")
+        try:
+            yield
+        finally:
+            self.log.append(f"off {stream.name}")
 
     @contextmanager
     def graph(
@@ -88,14 +90,27 @@ def test_warm_up_then_capture_then_replay(monkeypatch: pytest.MonkeyPatch) -> No
     recording = recorder.record(lambda: fake.log.append("step"), lambda: [])
     assert fake.log == [
         "empty cache",
-        "side waits for main", "on side", "step", "step", "off side", "main waits for side",
-        "synchronize",
-        "capture on side from pool, thread_local", "step", "captured",
+        "on main", "side waits for main",
+        "on side", "step", "step", "off side", "main waits for side", "synchronize",
+        "capture on side from pool, thread_local", "step", "captured", "off main",
     ]  # fmt: skip
     fake.log.clear()
     recording.replay()
     assert fake.log == ["replay"], "a replay runs nothing of the host's"
     assert recorder.num_bytes == 300
+
+
+def test_a_capture_that_fails_gives_the_stream_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda()
+    monkeypatch.setattr(cuda_recorder.torch, "cuda", fake)
+
+    def step() -> None:
+        if fake.log[-1].startswith("capture"):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        CudaRecorder(DEVICE).record(step, lambda: [])
+    assert fake.log[-1] == "off main", f"{fake.log}"
 
 
 def test_memory_of_the_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
