@@ -28,3 +28,6 @@ class ExpertStage:
         bank = self._banks[layer]
         assert bank is not None, f"rows were sent for layer {layer}, which has no routed experts"
         return bank(rows.x_TD, rows.expert_ids_TK, rows.weights_TK)
+
+    def partial(self, layer, x, ids, w):
+        return self.run(layer, RoutedRows(x, ids, w)).double()

@@ -9,6 +9,8 @@
       x EngineDeadError              the engine itself has stopped: the process must end
       x ConfigError                  the configuration is wrong: names key, source and values
       x CheckpointError              the checkpoint cannot be served: names the file and the tensor
+      x ClusterError                 processes of a cluster do not find or do not fit each other
+        + ChannelClosedError         a control connection has ended; the message says why
 
 Our own bugs are `assert`s with a message, never one of these.
 """
@@ -65,8 +67,18 @@ class CheckpointError(MoeServeError):
     """A checkpoint is missing a file or a tensor, or holds what this version cannot serve."""
 
 
+class ClusterError(MoeServeError):
+    """A process of the cluster cannot be reached, or does not fit the others; names which."""
+
+
+class ChannelClosedError(ClusterError):
+    """A control connection has ended: closed by either side, broken, or nobody reads there."""
+
+
 __all__ = [
+    "ChannelClosedError",
     "CheckpointError",
+    "ClusterError",
     "ConfigError",
     "ContextLengthError",
     "EngineDeadError",

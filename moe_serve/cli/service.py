@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from moe_serve.cli.ready import curl_line, loading_bar, print_ready, server_url
+from moe_serve.cluster.any_engine import build_any_engine
 from moe_serve.config import Config
 from moe_serve.engine.async_engine import AsyncEngine
 from moe_serve.engine.build import model_folder
@@ -34,7 +35,8 @@ def run_service(config: Config) -> None:
     tokenizer = Tokenizer.load(folder)
     chat_template = ChatTemplate.load(folder, special_tokens=tokenizer.special_tokens)
     with loading_bar(Console(stderr=True)) as progress:
-        engine = AsyncEngine.start(config.engine, progress)
+        built = build_any_engine(config.engine, progress)
+    engine = AsyncEngine(built, config.engine.scheduler)
     try:
         model = ServedModel(
             name=config.server.served_model_name or model_name(config, folder),

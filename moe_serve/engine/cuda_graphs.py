@@ -12,7 +12,7 @@ from moe_kernels.graph_sizes import GraphSize, context_buckets, row_buckets
 from moe_kernels.kernels import Kernels
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.config import EngineConfig
-from moe_serve.engine.engine import StepRunner
+from moe_serve.engine.step_executor import StepRunner
 from moe_serve.errors import ConfigError
 from moe_serve.model.attention_stage import AttentionStage
 from moe_serve.pipeline.decode_graphs import DecodeGraphs
@@ -28,6 +28,7 @@ def with_cuda_graphs(
     cache: KVCache,
     config: EngineConfig,
     max_model_len: int,
+    micro_batches: int,
 ) -> tuple[StepRunner, str | None]:
     """The pipeline, or one that replays its decode steps; and what to say of it (None: nothing).
 
@@ -37,7 +38,7 @@ def with_cuda_graphs(
     is_cpu = device.type != "cuda"
     if wanted == "off":
         return pipeline, None if is_cpu else "off"
-    refusal = capture_refusal(stage.kernels, device, config.pipeline.micro_batches)
+    refusal = capture_refusal(stage.kernels, device, micro_batches)
     if refusal is not None:
         if wanted == "on":
             raise ConfigError(f"model.cuda_graphs is 'on', but {refusal}: use 'auto' or 'off'.")

@@ -86,7 +86,7 @@ class Pipeline:
         flight.hidden_TD = advance.hidden_TD
         if advance.routed is None:
             return
-        self._transport.dispatch(layer, index, advance.routed.rows)
+        self._transport.dispatch(layer, index, advance.routed)
         flight.layer_away = layer
         flight.shared_TD = self._stage.shared(layer, advance.routed.x_TD)
 
