@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from moe_kernels.graph_recorder import Recorder, Recording
@@ -40,6 +41,7 @@ class RowGraphs:
             for key, function in functions.items()
         }
 
+    @torch.inference_mode()
     def _record(self, function: RowFunction, num_rows: int, recorder: Recorder) -> Recording:
         inputs = [held[:num_rows] for held in self._inputs]
 
@@ -48,6 +50,7 @@ class RowGraphs:
 
         return recorder.record(step, lambda: (*self._inputs, self._out_BD))
 
+    @torch.inference_mode()
     def run(self, key: Hashable, *rows: Tensor) -> Tensor | None:
         """The function `key` of some rows -> [T, D]; None of no rows, or more than recorded."""
         count = len(rows[0])

@@ -19,7 +19,8 @@ def make_graphs(recorder: EagerRecorder, calls: list[tuple[str, int]]) -> RowGra
         calls.append(("negate", len(x_TD)))
         return -x_TD
 
-    inputs, out = torch.zeros(8, 3), torch.zeros(8, 3)
+    with torch.inference_mode():  # as stages make them; whoever runs them need not be in it
+        inputs, out = torch.zeros(8, 3), torch.zeros(8, 3)
     return RowGraphs({"double": double, "negate": negate}, (2, 8), (inputs,), out, recorder)
 
 
