@@ -21,6 +21,13 @@ from moe_serve.cluster.calibration_file import (
     MachineFacts,
     ModelFacts,
 )
+from moe_serve.cluster.exchange_timing import (
+    EXCHANGES,
+    QUICK_EXCHANGES,
+    ExchangeSample,
+    ExchangeSetup,
+    time_exchanges,
+)
 from moe_serve.cluster.expert_timing import (
     QUICK_ROWS,
     ROWS,
@@ -29,13 +36,6 @@ from moe_serve.cluster.expert_timing import (
     fit_experts,
     random_choices,
     time_experts,
-)
-from moe_serve.cluster.exchange_timing import (
-    EXCHANGES,
-    QUICK_EXCHANGES,
-    ExchangeSample,
-    ExchangeSetup,
-    time_exchanges,
 )
 from moe_serve.cluster.least_squares import Fit, fit
 from moe_serve.cluster.measured_model import LayerKind, MeasuredModel, load_measured_model
