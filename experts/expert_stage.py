@@ -24,5 +24,10 @@ class ExpertStage:
         assert bank is not None, f"rows were sent for layer {layer}, which has no routed experts"
         return bank(rows.x_TD, rows.expert_ids_TK, rows.weights_TK)
 
-    def partial(self, layer, x, ids, w):
-        return self.run(layer, RoutedRows(x, ids, w)).double()
+    def partial(
+        self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor
+    ) -> Tensor:
+        """The same sums in fp64; choices with id -1 live elsewhere and add nothing."""
+        bank = self._banks[layer]
+        assert bank is not None, f"rows were sent for layer {layer}, which has no routed experts"
+        return bank.partial(x_TD, expert_ids_TK, weights_TK)

@@ -42,9 +42,20 @@ class RouterLinear(Protocol):
 
 
 class ExpertBank(Protocol):
-    """One layer's experts: rows, ids and weights -> the rows' weighted sum [T, D] in fp32."""
+    """One layer's experts, or those of them that are here.
 
-    def __call__(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor: ...
+    Rows, ids (-1: an expert elsewhere, which adds nothing) and weights -> the rows' weighted sums.
+    The sum does not depend on the order of its terms, nor on how experts lie on banks
+    (expert_mlp.combine_choices is the definition).
+    """
+
+    def __call__(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """The sum [T, D], rounded to fp32."""
+        ...
+
+    def partial(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """The sum [T, D] in fp64, to be added to other banks' and then rounded once."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,9 @@ class TorchExperts:
         self._experts = tuple(experts)
 
     def __call__(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        return self.partial(x_TD, expert_ids_TK, weights_TK).float()
+
+    def partial(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         return routed_experts(x_TD, expert_ids_TK, weights_TK, self._experts)
 
 
