@@ -19,6 +19,11 @@ class ExpertStage:
     def __init__(self, banks: Sequence[ExpertBank | None]) -> None:
         self._banks = tuple(banks)  # by layer; None: a dense layer
 
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """The layers that have routed experts."""
+        return tuple(layer for layer, bank in enumerate(self._banks) if bank is not None)
+
     def run(self, layer: int, rows: RoutedRows) -> Tensor:
         bank = self._banks[layer]
         assert bank is not None, f"rows were sent for layer {layer}, which has no routed experts"
