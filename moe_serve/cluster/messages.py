@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from moe_serve.cluster.probe import ProbeResult
+from moe_serve.cluster.probe import ProbeResult, ProbeTarget
 from moe_serve.config import EngineConfig
 from moe_serve.engine.request import TokenLogprob
 from moe_serve.engine.sampler import Sampled
