@@ -19,6 +19,8 @@ from moe_serve.cluster.coordinator import Coordinator
 from moe_serve.cluster.listener import Listener
 from moe_serve.cluster.membership import Membership
 from moe_serve.cluster.messages import Configure, Loaded, Report
+from moe_serve.cluster.preflight import ExpectedRank
+from moe_serve.cluster.preflight_round import PreflightRound
 from moe_serve.cluster.rank_name import RankName, all_ranks
 from moe_serve.cluster.rank_starter import LocalStarter, RankStarter
 from moe_serve.cluster.remote_executor import RemoteExecutor
@@ -80,7 +82,12 @@ def build_cluster(
 
     starter = make_starter(cluster.host, listener.port, secret, num_threads)
     try:
-        membership.start(starter, cluster.start_timeout_s, progress)
+        expected = [
+            ExpectedRank(name=name, node=starter.place_of(state.name))
+            for name, state in roster.states.items()
+        ]
+        preflight = PreflightRound(expected, folder, cluster.host)
+        membership.start(starter, preflight, cluster.start_timeout_s, progress)
     except BaseException:
         close()
         raise
