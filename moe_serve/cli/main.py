@@ -11,8 +11,13 @@ from typing import Annotated
 import typer
 
 from moe_serve import __version__
+from moe_serve.cli.calibrate import calibrate
 from moe_serve.cli.chat import chat
 from moe_serve.cli.doctor import doctor
+from moe_serve.cli.plan import plan
+from moe_serve.cli.serve import serve
+from moe_serve.cli.timeline import timeline
+from moe_serve.errors import EngineDeadError, MoeServeError
 from moe_serve.cli.launch import launch
 from moe_serve.cli.serve import serve
 from moe_serve.errors import ClusterError, EngineDeadError, MoeServeError
@@ -33,6 +38,9 @@ app.command(rich_help_panel="Serve")(serve)
 app.command(rich_help_panel="Serve")(launch)
 app.command(rich_help_panel="Use")(chat)
 app.command(rich_help_panel="Inspect")(doctor)
+app.command(rich_help_panel="Inspect")(timeline)
+app.command(rich_help_panel="Plan")(calibrate)
+app.command(rich_help_panel="Plan")(plan)
 
 
 def _print_version(is_asked: bool) -> None:

@@ -76,6 +76,7 @@ def describe_layout(layout: Layout) -> Mapping[str, str]:
     return {
         **weights,
         "kernels": layout.kernels,
+        **({} if layout.cuda_graphs is None else {"graphs": layout.cuda_graphs}),
         "layout": f"{layout.stages}{threads}",
         "cache": f"{layout.num_pages} KV pages of {layout.page_size} tokens = {num_tokens} tokens "
         f"({layout.kv_bytes / 2**20:.1f} MiB)",
