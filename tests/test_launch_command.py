@@ -66,9 +66,8 @@ def test_the_same_command_reads_back() -> None:
 
 
 def test_a_nodes_view_can_be_printed(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    variables = {
-        "SLURM_JOB_ID": "1", "SLURM_NODEID": "1", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"
-    }  # fmt: skip
+    variables = {"SLURM_JOB_ID": "1", "SLURM_NODEID": "1", "SLURM_NNODES": "2"}
+    variables["SLURM_JOB_NODELIST"] = "n[1-2]"
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert run("m", *RANKS, "--port", "9000", "--print-config") == 0
@@ -143,9 +142,7 @@ def test_a_secret_file_reaches_the_engine(tmp_path: Path) -> None:
     assert secret.text == "x" * 40 and environ == secret.environment()
 
 
-def test_only_one_process_of_a_node_stays(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_one_process_of_a_node_stays(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"CROSS_RANK": "0", "CROSS_SIZE": "1", "LOCAL_RANK": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "h")
@@ -154,9 +151,7 @@ def test_only_one_process_of_a_node_stays(
     assert "this one leaves" in capsys.readouterr().out
 
 
-def test_a_node_that_does_not_find_node_0(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_does_not_find_node_0(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_SERVE_CLUSTER_SECRET", "x" * 40)
     monkeypatch.setenv("MOE_SERVE_CLUSTER_START_TIMEOUT_S", "1")
     monkeypatch.setattr(launch_node.logging, "basicConfig", lambda **_: None)
@@ -181,9 +176,10 @@ def test_files_are_written(capsys: Capture, tmp_path: Path, kind: str) -> None:
 
 def test_manifests_of_a_cluster_file(capsys: Capture, tmp_path: Path) -> None:
     """Its settings travel as variables; its layout must be the one that nodes derive."""
-    even = TWO_NODES.read_text().replace("[0, 1]", "[9, 9]", 1)
-    even = even.replace("attention_ranks: [9, 9]\n    expert_ranks: [0, 1]", "attention_ranks: [0, 1, 2, 3]")
-    even = even.replace("attention_ranks: [2, 3]\n    expert_ranks: [2, 3]", "expert_ranks: [0, 1, 2, 3]")
+    split = "attention_ranks: [{0}]\n    expert_ranks: [{0}]"
+    even = TWO_NODES.read_text()
+    even = even.replace(split.format("0, 1"), "attention_ranks: [0, 1, 2, 3]")
+    even = even.replace(split.format("2, 3"), "expert_ranks: [0, 1, 2, 3]")
     path = tmp_path / "even.yaml"
     path.write_text(even)
     assert run("--cluster", str(path), "--emit", "kubernetes") == 0
@@ -216,7 +212,9 @@ def test_a_hostfile_starts_every_host(
     assert run("m", *RANKS, "--hostfile", str(hostfile)) == 5
     assert [command.name for command in started] == ["me@a", "b"]
     assert all("--coordinator a:29600" in command.argv[-1] for command in started)
-    assert run("m", "--attention-ranks", "3", "--expert-ranks", "2", "--hostfile", str(hostfile)) == 2
+    assert (
+        run("m", "--attention-ranks", "3", "--expert-ranks", "2", "--hostfile", str(hostfile)) == 2
+    )
     assert "me@a would get 3 ranks and has 2 slots" in capsys.readouterr().err
     assert run("m", *RANKS, "--hostfile", str(hostfile), "--num-nodes", "3") == 2
     assert "leave --node-rank and --num-nodes out" in capsys.readouterr().err
@@ -245,5 +243,3 @@ def test_node_0_listens_where_others_reach_it() -> None:
         own_address("b", 2, names.__getitem__)
     with pytest.raises(ConfigError, match="host no.invalid has no address here"):
         own_address("no.invalid", 2)
-
-
