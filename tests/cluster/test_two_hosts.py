@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -15,11 +16,40 @@ from pathlib import Path
 import pytest
 
 import two_hosts
+from moe_serve import LLM, SamplingParams
+from moe_serve.cluster.secret import new_secret
 from two_hosts import VirtualHost
 
 REASON = two_hosts.why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
 
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 90.0
+PROMPTS = ("Once upon a time", "The capital of", "def main(", "1 + 1 =", "Es war einmal", "a")
+# Waits until the server is ready, then sends all requests at once and prints the texts.
+CLIENT = """
+import json, sys, time
+from concurrent.futures import ThreadPoolExecutor
+import httpx
+url, patience_s = sys.argv[1], float(sys.argv[2])
+requests = json.loads(sys.argv[3])
+def is_ready():
+    try:
+        return httpx.get(url + "/health/ready", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+deadline = time.monotonic() + patience_s
+while not is_ready():
+    if time.monotonic() > deadline:
+        sys.exit("the server was not ready in time")
+    time.sleep(0.1)
+def ask(body):
+    answer = httpx.post(url + "/v1/completions", json=body, timeout=patience_s)
+    answer.raise_for_status()
+    return answer.json()["choices"][0]["text"]
+with ThreadPoolExecutor(len(requests)) as pool:
+    print(json.dumps(list(pool.map(ask, requests))))
+"""
 SAY = """
 import socket, sys
 node, host, coordinator = sys.argv[1:]
@@ -108,3 +138,59 @@ def test_ctrl_c_ends_both(tmp_path: Path) -> None:
         assert process.wait(60) == 130
         text = process.stdout.read() if process.stdout else ""
     assert text.count("drained") == 2, text
+
+
+def requests() -> list[dict[str, object]]:
+    """Greedy and seeded ones."""
+    return [
+        {"prompt": prompt, "max_tokens": 20, "temperature": temperature, "seed": 7}
+        for prompt in PROMPTS
+        for temperature in (0.0, 1.0)
+    ]
+
+
+def colocated_texts() -> list[str]:
+    with LLM() as llm:
+        texts = []
+        for request in requests():
+            prompt = str(request.pop("prompt"))
+            output = llm.generate(prompt, SamplingParams(**request))[0]  # type: ignore[arg-type]
+            texts.append(output.outputs[0].text)
+        return texts
+
+
+def launch_on(host: VirtualHost, coordinator: str, secret: Path) -> subprocess.Popen[bytes]:
+    """The one command, on one of two nodes."""
+    arguments = ["--attention-ranks", "2", "--expert-ranks", "3", "--port", "8000"]
+    where = ["--node-rank", str(host.node), "--num-nodes", "2", "--coordinator", coordinator]
+    return host.popen(
+        *(sys.executable, "-m", "moe_serve", "launch", *arguments, *where),
+        *("--secret-file", str(secret)),
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+@pytest.mark.timeout(240)
+def test_launch_on_two_hosts_gives_the_tokens_of_one_process(tmp_path: Path) -> None:
+    """2 attention and 3 expert ranks: a0 a1 e0 | e1 e2, so every exchange crosses the cable."""
+    secret = tmp_path / "secret"
+    secret.write_text(new_secret().text)
+    with two_hosts.two_hosts() as hosts:
+        coordinator = f"{hosts[0].address}:{two_hosts.PORT}"
+        processes = [launch_on(host, coordinator, secret) for host in hosts]
+        try:
+            sent = json.dumps(requests())
+            url = "http://127.0.0.1:8000"
+            client = hosts[0].run(sys.executable, "-c", CLIENT, url, str(PATIENCE_S), sent)
+            if client.returncode == 0:
+                processes[0].send_signal(signal.SIGTERM)
+                assert [process.wait(60) for process in processes] == [0, 0], "node 0 ends both"
+        finally:
+            for process in processes:
+                process.kill()
+            said = [process.communicate()[0].decode() for process in processes]
+    assert client.returncode == 0, "\n".join([client.stderr, *said])
+    assert json.loads(client.stdout) == colocated_texts(), "\n".join(said)
