@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from moe_serve.cluster.launch.host_commands import HostCommand, run_on_hosts
@@ -37,6 +37,7 @@ class VirtualHost:
     name: str  # of the namespace
     node: int
     address: str
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)  # that were started here
 
     def command(self, *argv: str) -> tuple[str, ...]:
         """What runs `argv` in there."""
@@ -44,7 +45,9 @@ class VirtualHost:
 
     def popen(self, *argv: str, **options: Any) -> subprocess.Popen[bytes]:
         """A process in there, with subprocess's options."""
-        return subprocess.Popen(self.command(*argv), **options)
+        process = subprocess.Popen(self.command(*argv), **options)
+        self.processes.append(process)
+        return process
 
     def run(self, *argv: str, **options: Any) -> subprocess.CompletedProcess[str]:
         options = {"capture_output": True, "text": True, "check": False, **options}
@@ -91,7 +94,13 @@ def two_hosts() -> Iterator[tuple[VirtualHost, VirtualHost]]:
 
 
 def _remove(host: VirtualHost) -> None:
-    """A namespace with a process in it would stay, without a name; so they are killed first."""
+    """A namespace with a process in it would stay, without a name; so they are killed first.
+
+    The namespace does not know yet of one that is just about to enter it.
+    """
+    for process in host.processes:
+        if process.poll() is None:
+            process.kill()
     deadline = time.monotonic() + _KILL_WAIT_S
     while pids := _ip("netns", "pids", host.name).stdout.split():
         for pid in pids:
