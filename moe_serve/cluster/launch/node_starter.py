@@ -173,6 +173,8 @@ class NodeStarter:
         for order in orders:
             node.send(order)
         node.watch()
+        hello = node.hello
+        _log.info("node %d came: %s at %s", number, hello.hostname, hello.host)
         with self._changed:
             self._changed.notify_all()
 
