@@ -235,9 +235,10 @@ class TookExperts(_Message, frozen=True):
 
 
 class Heartbeat(_Message, frozen=True):
-    """Still here; `step`: the last one begun."""
+    """Still here; `step`: the last one begun, `clock_ns`: time.perf_counter_ns() there."""
 
     step: int
+    clock_ns: int
 
 
 class Unwell(_Message, frozen=True):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from moe_serve.cluster.calibration_file import read_calibration
+from moe_serve.cluster.cluster_model import ClusterModel
+from moe_serve.cluster.epoch import sparse_layers
 from moe_serve.cluster.messages import StageSeconds, StepDone, StepServed
-from moe_serve.engine.pool_stats import PoolStats
+from moe_serve.config import EngineConfig
+from moe_serve.engine.pool_stats import MicroBatchReason, PoolStats
 from moe_serve.engine.recent_pools import RecentPools
+from moe_serve.errors import ConfigError
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.batch_load import BatchLoad
-from moe_serve.pipeline.micro_batch_choice import Choice, MicroBatchChooser
-from moe_serve.pipeline.online_costs import StepTiming
+from moe_serve.pipeline.cost_model import Ranks, StageCosts
+from moe_serve.pipeline.micro_batch_choice import MAX_MICRO_BATCHES, Choice, MicroBatchChooser
+from moe_serve.pipeline.online_costs import OnlineCosts, StepTiming
 from moe_serve.pipeline.timeline import Role, Track, decode_records
 from moe_serve.pipeline.timeline_file import TimelineWriter
 
@@ -43,10 +49,8 @@ class PoolWatch:
         chooser: MicroBatchChooser | None,
         fixed: int,
         writer: TimelineWriter | None,
-        offset_of: Callable[[str], int],
     ) -> None:
-        self._chooser, self._fixed = chooser, fixed
-        self._writer, self._offset_of = writer, offset_of
+        self._chooser, self._fixed, self._writer = chooser, fixed, writer
         self._recent = RecentPools()
         self._open: dict[int, _OpenStep] = {}
         self._next: _OpenStep | None = None
@@ -54,12 +58,14 @@ class PoolWatch:
     def choose(self, plans: Mapping[str, StepPlan], num_expert_ranks: int) -> int:
         """Micro-batches of the step that comes."""
         loads = [BatchLoad.of(plan.slices) for plan in plans.values()]
+        reason: MicroBatchReason = "fixed"
         if self._chooser is not None:
-            choice, reason = self._chooser.choose(loads), None
+            choice = self._chooser.choose(loads)
+            reason = choice.reason
         else:
             most = max(load.num_sequences for load in loads)
-            choice, reason = Choice(min(self._fixed, most), (), "predicted best"), "fixed"
-        self._recent.count_step(choice.num_micro_batches, reason or choice.reason)
+            choice = Choice(min(self._fixed, most), (), "predicted best")
+        self._recent.count_step(choice.num_micro_batches, reason)
         self._next = _OpenStep(loads, choice, num_expert_ranks)
         return choice.num_micro_batches
 
@@ -71,15 +77,14 @@ class PoolWatch:
             while len(self._open) > _MAX_OPEN:
                 del self._open[next(iter(self._open))]
 
-    def heard(self, name: str, report: StepDone | StepServed) -> None:
-        """A rank's end of a step."""
+    def heard(self, name: str, report: StepDone | StepServed, offset_ns: int) -> None:
+        """A rank's end of a step. Its clock plus `offset_ns` is ours."""
         track = track_of(name)
         if report.records:
-            records, num_lost = decode_records(report.records)
-            offset = self._offset_of(name)
-            self._recent.add(track, records, offset)
+            taken = decode_records(report.records)
+            self._recent.add(track, taken.records, offset_ns)
             if self._writer is not None:
-                self._writer.write(track, records, offset, num_lost)
+                self._writer.write(track, taken.records, offset_ns, taken.num_lost)
         opened = self._open.get(report.step)
         if opened is not None:
             pool = opened.experts if track.role is Role.EXPERT else opened.attention
@@ -130,5 +135,26 @@ def track_of(name: str) -> Track:
     return Track(Role(role), int(index))
 
 
-def seconds_since(start: float) -> float:
-    return time.perf_counter() - start
+def make_watch(config: EngineConfig, model: ClusterModel) -> PoolWatch:
+    """As configured: fixed, by a calibration, or by what the steps show. Raises ConfigError."""
+    cuts, cluster = config.pipeline.micro_batches, config.cluster
+    writer = None
+    if config.pipeline.timeline is not None:
+        path = Path(config.pipeline.timeline).expanduser()
+        try:
+            writer = TimelineWriter(path)
+        except OSError as error:
+            raise ConfigError(
+                f"pipeline.timeline: cannot write {path}: {error.strerror}."
+            ) from error
+    if cuts != "auto":
+        return PoolWatch(None, cuts, writer)
+    costs: StageCosts | OnlineCosts = OnlineCosts(len(sparse_layers(model.spec)))
+    if cluster.calibration is not None:
+        costs = read_calibration(Path(cluster.calibration).expanduser()).costs
+    ranks = Ranks(
+        num_attention=cluster.attention_ranks,
+        num_experts=cluster.expert_ranks,
+        is_router_on_experts=model.is_routing_on_experts,
+    )
+    return PoolWatch(MicroBatchChooser(costs, ranks), MAX_MICRO_BATCHES, writer)

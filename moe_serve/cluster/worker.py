@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from typing import Any
 
 import msgspec
@@ -117,7 +118,7 @@ class Worker:
     def _beat(self, period_s: float) -> None:
         try:
             while not self._ended.wait(period_s / 2):
-                self._channel.send(Heartbeat(step=self._step))
+                self._channel.send(Heartbeat(step=self._step, clock_ns=time.perf_counter_ns()))
         except ChannelClosedError:
             return  # the main thread sees it too
 
