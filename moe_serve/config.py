@@ -14,6 +14,7 @@ PAGE_SIZE = 16  # tokens in a KV page
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 KernelsName = Literal["auto", "native", "torch", "triton"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+ExpertWeightsName = Literal["auto", "packed", "dequantised"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,7 @@ class ModelConfig:
     dtype: DtypeName = "auto"  # auto: the checkpoint's own
     device: DeviceName = "auto"  # auto: cuda if there is one
     kernels: KernelsName = "auto"  # auto: triton on a GPU, native on a CPU where it builds
+    expert_weights: ExpertWeightsName = "auto"  # auto: packed where kernels can multiply them
     max_model_len: int | None = None  # None: the checkpoint's context
     num_threads: int | None = None  # CPU threads for the math; None: torch's choice
 

@@ -22,7 +22,7 @@ from moe_serve.engine.engine import Engine
 from moe_serve.engine.layout import Layout
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.errors import EngineDeadError, InvalidRequestError, ServerOverloadedError
-from moe_serve.model.loader import LoadProgress
+from moe_serve.model.model_tensors import LoadProgress
 
 _log = logging.getLogger(__name__)
 

@@ -19,7 +19,8 @@ from moe_serve.engine.layout import Layout
 from moe_serve.errors import CheckpointError, ConfigError
 from moe_serve.model.demo import demo_model_folder
 from moe_serve.model.hf_config import generation_eos_token_ids
-from moe_serve.model.loader import LoadProgress, ModelLoader
+from moe_serve.model.loader import ModelLoader
+from moe_serve.model.model_tensors import LoadProgress
 from moe_serve.model.spec import ModelSpec
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.transport import LocalTransport
@@ -80,7 +81,9 @@ def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> 
         micro_batches=config.pipeline.micro_batches,
         max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(folder, spec),
-        model_identity=model_identity(folder, str(loader.dtype), loader.kernels.name),
+        model_identity=model_identity(
+            folder, str(loader.dtype), loader.kernels.name, loader.expert_weights
+        ),
         has_prefix_cache=config.cache.prefix_cache,
     )
     layout = Layout(
@@ -95,6 +98,7 @@ def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> 
         device=str(device),
         kernels=loader.kernels.name,
         weight_format=loader.weight_format,
+        expert_weights=loader.expert_weights,
         num_threads=num_threads,
         num_pages=pages,
         page_size=PAGE_SIZE,
@@ -120,6 +124,7 @@ def _loader(
             device=device,
             kernels=config.kernels,
             num_threads=num_threads,
+            expert_weights=config.expert_weights,
             progress=progress,
         )
     except RuntimeError as error:

@@ -21,6 +21,7 @@ class Layout:
     device: str
     kernels: str
     weight_format: str  # as the checkpoint stores them
+    expert_weights: str  # how the weights of a quantised checkpoint are held
     num_threads: int
     num_pages: int
     page_size: int

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_kernels.choice import KernelsName
 from moe_serve.cache.kv_cache import KVCache
+from moe_serve.config import ExpertWeightsName
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.llm import LLM
 from moe_serve.model.loader import ModelLoader
@@ -125,9 +126,10 @@ def model_logits(
     prompt: list[int],
     chunk: int,
     dtype: torch.dtype = torch.float32,
+    expert_weights: ExpertWeightsName = "auto",
 ) -> Tensor:
     cpu = torch.device("cpu")
-    loader = ModelLoader(folder, kernels=kernels, dtype=dtype)
+    loader = ModelLoader(folder, kernels=kernels, dtype=dtype, expert_weights=expert_weights)
     kv = KVCache(loader.spec, 9, dtype, cpu)
     stage = loader.attention_stage(512)
     pipeline = Pipeline(stage, LocalTransport(loader.expert_stage()), kv, cpu)

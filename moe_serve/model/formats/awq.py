@@ -15,13 +15,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from moe_kernels.byte_table import UINT4
+from moe_kernels.matrix_form import MatrixForm
+from moe_kernels.quantised_matrix import QuantisedMatrix
 from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint import FLOAT_DTYPES, Checkpoint, Shape
-from moe_serve.model.formats.byte_table import UINT8
-from moe_serve.model.formats.quantised_matrix import QuantisedMatrix
-from moe_serve.model.formats.weight_format import matrix_shape, present, stem_of
+from moe_serve.model.formats.weight_format import matrix_shape, present, scale_bits, stem_of
 from moe_serve.model.hf_config import HFConfig
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -61,24 +63,30 @@ class Awq:
         ):
             checkpoint.expect(stem + part, [part_shape], dtypes, implied_by)
 
-    def read(
-        self,
-        checkpoint: Checkpoint,
-        name: str,
-        shape: Shape,
-        dtype: torch.dtype,
-        expert: int | None,
-    ) -> Tensor:
+    def matrix(
+        self, checkpoint: Checkpoint, name: str, shape: Shape, expert: int | None
+    ) -> QuantisedMatrix:
         stem = name.removesuffix("weight")
         scales_GN = checkpoint.view(stem + "scales")
         return QuantisedMatrix(
-            bytes_NB=_unpacked(checkpoint.view(stem + "qweight")),
-            table=UINT8,
+            form=self.form(checkpoint, name, shape, expert),
+            bytes_NB=_halved(_unpacked(checkpoint.view(stem + "qweight"))),
+            table=UINT4,
             num_columns=shape[1],
             scales_NG=scales_GN.t().contiguous(),
             zeros_NG=_unpacked(checkpoint.view(stem + "qzeros")),
             product_dtype=scales_GN.dtype,
-        ).dequantised(dtype)
+        )
+
+    def form(
+        self, checkpoint: Checkpoint, name: str, shape: Shape, expert: int | None
+    ) -> MatrixForm:
+        return MatrixForm(
+            values="int4",
+            group=max(self.group_size, 0),
+            has_zeros=True,
+            scale_bits=scale_bits(checkpoint, name.removesuffix("weight") + "scales"),
+        )
 
 
 def _unpacked(words_KW: Tensor) -> Tensor:
@@ -91,6 +99,12 @@ def _unpacked(words_KW: Tensor) -> Tensor:
     for place, output in enumerate(_ORDER):
         values_W8K[:, output] = (words_WK >> 4 * place) & 15
     return values_W8K.flatten(0, 1)
+
+
+def _halved(values_NK: Tensor) -> Tensor:
+    """[N, K] values below 16 -> [N, ceil(K / 2)] bytes of two."""
+    low_NB, high_NB = values_NK[:, ::2], values_NK[:, 1::2] << 4
+    return low_NB | F.pad(high_NB, (0, low_NB.shape[1] - high_NB.shape[1]))
 
 
 def awq_from(config: HFConfig) -> Awq:
