@@ -60,12 +60,13 @@ class MatrixForm:
     def value_bits(self) -> int:
         return _BITS[self.values]
 
-    def bits(self, scale_bits: int) -> float:
-        """Of a weight, with its part of a scale of so many bits, and of a zero of eight."""
+    @property
+    def bits(self) -> float:
+        """Of a weight, with its part of a scale and of a zero of eight bits."""
         if not self.group or not self.block_rows:
             return float(self.value_bits)
-        zero_bits = _ZERO_BITS if self.has_zeros else 0
-        return self.value_bits + (scale_bits + zero_bits) / (self.group * self.block_rows)
+        shared_bits = self.scale_bits + (_ZERO_BITS if self.has_zeros else 0)
+        return self.value_bits + shared_bits / (self.group * self.block_rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ class TorchKernels:
 
     def packed_layout(self, form: MatrixForm) -> PackedLayout:
         """As the checkpoint has them."""
-        return PackedLayout(form.name, form.bits(form.scale_bits))
+        return PackedLayout(form.name, form.bits)
 
     def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> FastLinear:
         return make_linear(weight_NK, bias_N)

@@ -35,6 +35,8 @@ FORMATS: tuple[tuple[WeightFormat, int], ...] = (
     ("int4_zero", 32),
     ("int4_zero", 128),
     ("mxfp4", 32),
+    ("int8_zero", 32),
+    ("int8_zero", 128),
 )
 GPT_OSS = GatedActivation(alpha=1.702, limit=7.0, up_offset=1.0)
 D, F = 136, 96  # off every tile
@@ -109,7 +111,8 @@ def reference(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Grouped
 def _floats(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
     """As the kernel multiplies them: with groups, rounded to the model's dtype."""
     floats = weight.dequantised().cpu()
-    return floats.to(dtype) if weight.weight_format in PACKED_FORMATS else floats
+    has_groups = weight.weight_format in (*PACKED_FORMATS, "int8_zero")
+    return floats.to(dtype) if has_groups else floats
 
 
 def check(found_TD: Tensor, want_TD: Tensor, dtype: torch.dtype, case: str) -> None:

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from moe_kernels.gpu.grouped_gemm.heuristics import FP8_BLOCK, WeightFormat
 from moe_kernels.gpu.grouped_gemm.pack import (
+    INT_GROUPS,
     MXFP4_GROUP,
     GroupedWeight,
     int4_from_codes,
+    int8_from_codes,
     mxfp4_from_codes,
     plain,
     with_block_scales,
@@ -27,9 +29,8 @@ from moe_kernels.gpu.grouped_gemm.pack import (
 from moe_kernels.matrix_form import MatrixForm, PackedLayout
 from moe_kernels.quantised_matrix import QuantisedMatrix, Weight
 
-_GROUPS = (128, 64, 32)
-_SCALE_BITS = 32  # of all layouts but mxfp4
-_SYMMETRIC_ZERO = 8
+_SYMMETRIC_ZERO = 8  # of int4
+_INT8_OFFSET = 128
 _INFINITE_EXPONENT = 241  # of mxfp4 in the kernels: what is larger, and NaN, shows as infinity
 
 
@@ -45,12 +46,12 @@ def layout_of(form: MatrixForm) -> PackedLayout | str:
         return _fp8_layout(form)
     if form.values == "int8" and not form.group and not form.has_zeros:
         return _layout("int8", form)
-    if form.values == "int8":
-        return f"{form.name} have no packed layout"
     if _group(form) == 0:
-        return f"{form.name}: no multiple of {_GROUPS[-1]}"
-    form = replace(form, group=_group(form), block_rows=1)
-    return _layout("int4_zero" if form.has_zeros else "int4", form)
+        return f"{form.name} are no multiple of {INT_GROUPS[-1]}"
+    spread = replace(form, group=_group(form), block_rows=1)
+    if form.values == "int8":
+        return _layout("int8_zero", replace(spread, has_zeros=True))
+    return _layout("int4_zero" if form.has_zeros else "int4", spread)
 
 
 def _fp8_layout(form: MatrixForm) -> PackedLayout | str:
@@ -58,16 +59,17 @@ def _fp8_layout(form: MatrixForm) -> PackedLayout | str:
         return _layout("fp8_channel", form)
     if form.block_rows % FP8_BLOCK or form.group % FP8_BLOCK:
         return f"{form.name} are not blocks of {FP8_BLOCK}x{FP8_BLOCK}"
-    return _layout("fp8_block", replace(form, group=FP8_BLOCK, block_rows=FP8_BLOCK))
+    spread = replace(form, group=FP8_BLOCK, block_rows=FP8_BLOCK, scale_bits=32)
+    return _layout("fp8_block", spread)
 
 
 def _layout(name: WeightFormat, form: MatrixForm) -> PackedLayout:
-    return PackedLayout(name, form.bits(8 if name == "mxfp4" else _SCALE_BITS))
+    return PackedLayout(name, form.bits)
 
 
 def _group(form: MatrixForm) -> int:
     """The largest group of the kernels that lies within the form's; 0: none does."""
-    return next((group for group in _GROUPS if form.group % group == 0), 0)
+    return next((group for group in INT_GROUPS if form.group % group == 0), 0)
 
 
 def grouped_weight(parts: Sequence[Weight]) -> GroupedWeight:
@@ -92,12 +94,14 @@ def grouped_weight(parts: Sequence[Weight]) -> GroupedWeight:
     scales_RG = torch.cat([_row_scales(matrix) for matrix in matrices])
     if layout.name in ("int8", "fp8_channel"):
         is_int8 = layout.name == "int8"
-        values_RK = codes_RK ^ 0x80 if is_int8 else codes_RK
+        values_RK = codes_RK ^ _INT8_OFFSET if is_int8 else codes_RK
         dtype = torch.int8 if is_int8 else torch.float8_e4m3fn
         return with_row_scales(values_RK.view(dtype)[None], scales_RG[None, :, 0], len(parts))
-    zeros_ERG = torch.cat([_zeros(matrix) for matrix in matrices])[None] if form.has_zeros else None
-    group = _group(form)
-    return int4_from_codes(codes_RK[None], scales_RG[None], zeros_ERG, group, len(parts))
+    if layout.name == "int4":
+        return int4_from_codes(codes_RK[None], scales_RG[None], None, _group(form), len(parts))
+    zeros_RG = torch.cat([_zeros(matrix) for matrix in matrices])
+    made = int4_from_codes if layout.name == "int4_zero" else int8_from_codes
+    return made(codes_RK[None], scales_RG[None], zeros_RG[None], _group(form), len(parts))
 
 
 def joined(experts: Sequence[GroupedWeight]) -> GroupedWeight:
@@ -127,29 +131,30 @@ def _is_symmetric(weight: GroupedWeight) -> bool:
 
 
 def _codes(matrix: QuantisedMatrix) -> Tensor:
-    """[N, K] uint8. Of whole numbers with an offset of half their range: the layouts' own."""
+    """[N, K] uint8. Of signed numbers with an offset of half their range, as the layouts' own."""
     return matrix.table.codes(matrix.bytes_NB)[:, : matrix.num_columns]
 
 
 def _zeros(matrix: QuantisedMatrix) -> Tensor:
-    """The codes [N, G] of the zeros."""
-    assert matrix.zeros_NG is not None, "the form has zeros"
-    zeros_NG = (matrix.zeros_NG.float() + matrix.table.offset).to(torch.uint8)
-    return _spread(zeros_NG, matrix)
+    """The codes [N, G] of the zeros, by the groups of the layout."""
+    offset = torch.tensor([[matrix.table.offset]], device=matrix.bytes_NB.device)
+    zeros_NG = offset if matrix.zeros_NG is None else matrix.zeros_NG + offset
+    return _spread(zeros_NG.to(torch.uint8), matrix)
 
 
 def _row_scales(matrix: QuantisedMatrix) -> Tensor:
-    """[N, G] fp32, by the groups of the layout; [N, 1] where all inputs share one."""
-    if matrix.form.values == "int4":
-        return _spread(matrix.float_scales(), matrix)
-    return matrix.float_scales().expand(len(matrix.bytes_NB), -1)
+    """[N, G], by the groups of the layout; [N, 1] where all inputs share one."""
+    form = matrix.form
+    if form.values == "e4m3" or (not form.group and form.values == "int8" and not form.has_zeros):
+        return matrix.scales_NG.expand(len(matrix.bytes_NB), -1)
+    return _spread(matrix.scales_NG, matrix)
 
 
 def _spread(values_NG: Tensor, matrix: QuantisedMatrix) -> Tensor:
-    """From the form's groups to the layout's."""
+    """From the form's groups, or from one for all, to the layout's."""
     group = _group(matrix.form)
     num_groups = -(-matrix.num_columns // group)
-    times = matrix.form.group // group if matrix.form.group else num_groups
+    times = matrix.form.group // group if values_NG.shape[1] > 1 else num_groups
     values_NG = values_NG.expand(len(matrix.bytes_NB), -1)
     return values_NG.repeat_interleave(times, dim=1)[:, :num_groups]
 

@@ -14,7 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-WeightFormat = Literal["plain", "int8", "fp8_channel", "fp8_block", "int4", "int4_zero", "mxfp4"]
+WeightFormat = Literal[
+    "plain", "int8", "int8_zero", "fp8_channel", "fp8_block", "int4", "int4_zero", "mxfp4"
+]
 PACKED_FORMATS: tuple[WeightFormat, ...] = ("int4", "int4_zero", "mxfp4")
 
 BLOCK_MS = (16, 64, 128)
@@ -64,6 +66,8 @@ def block_inputs(weight_format: WeightFormat, group: int, item_bytes: int = 2) -
     """BLOCK_C of a format. Packed formats: twice the inputs of a half, which lie in one group."""
     if weight_format in PACKED_FORMATS:
         return 2 * min(group, 64)
+    if weight_format == "int8_zero":
+        return min(group, 64)
     if weight_format == "plain":
         return 128 // item_bytes
     return 128
