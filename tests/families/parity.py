@@ -127,18 +127,22 @@ def model_logits(
     chunk: int,
     dtype: torch.dtype = torch.float32,
     expert_weights: ExpertWeightsName = "auto",
+    device: torch.device | None = None,
 ) -> Tensor:
-    cpu = torch.device("cpu")
-    loader = ModelLoader(folder, kernels=kernels, dtype=dtype, expert_weights=expert_weights)
-    kv = KVCache(loader.spec, 9, dtype, cpu)
+    """Of all positions, on the CPU."""
+    device = device or torch.device("cpu")
+    loader = ModelLoader(
+        folder, kernels=kernels, dtype=dtype, device=device, expert_weights=expert_weights
+    )
+    kv = KVCache(loader.spec, 9, dtype, device)
     stage = loader.attention_stage(512)
-    pipeline = Pipeline(stage, LocalTransport(loader.expert_stage()), kv, cpu)
+    pipeline = Pipeline(stage, LocalTransport(loader.expert_stage()), kv, device)
     pages, parts = (4, 9, 1, 7, 2, 8, 3), []
     for start in range(0, len(prompt), chunk):
         ids = np.array(prompt[start : start + chunk])
         piece = SequenceSlice(0, start, ids, pages, len(ids))
         parts.append(pipeline.run(StepPlan((MicroBatch((piece,)),))))
-    return torch.cat(parts)
+    return torch.cat(parts).cpu()
 
 
 @cache

@@ -22,6 +22,7 @@ _GROUPED: tuple[tuple[WeightFormat, int], ...] = (
     ("int4", 128),
     ("int4", 32),
     ("int4_zero", 128),
+    ("int4_zero", 32),
     ("int8_zero", 128),
 )
 _ROW_SCALED: tuple[tuple[WeightFormat, int], ...] = (("int8", 0), ("fp8_channel", 0))
