@@ -66,7 +66,7 @@ class NativeKernels:
         self._routers: dict[RouterShape, _RouterStruct] = {}
 
     def packed_layout(self, form: MatrixForm) -> str:
-        return "the native kernels hold floats only"
+        return "the native kernels, unlike the torch and triton ones, hold floats only"
 
     def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Linear:
         return NativeLinear(self._native, weight_NK, bias_N)

@@ -12,6 +12,7 @@ The product is rounded to the scales' dtype. Source: `WQLinear_GEMM.from_linear`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -70,7 +71,7 @@ class Awq:
         scales_GN = checkpoint.view(stem + "scales")
         return QuantisedMatrix(
             form=self.form(checkpoint, name, shape, expert),
-            bytes_NB=_halved(_unpacked(checkpoint.view(stem + "qweight"))),
+            bytes_NB=_repacked(checkpoint.view(stem + "qweight")),
             table=UINT4,
             num_columns=shape[1],
             scales_NG=scales_GN.t().contiguous(),
@@ -95,16 +96,26 @@ def _unpacked(words_KW: Tensor) -> Tensor:
     The word 0x75316420 holds the outputs 0, 1, 2 ... 7 with those values.
     """
     words_WK = words_KW.t().contiguous()
-    values_W8K = torch.empty(len(words_WK), 8, words_WK.shape[1], dtype=torch.uint8)
+    return _rows_of(words_WK, lambda place: (words_WK >> 4 * place) & 15)
+
+
+def _repacked(words_KW: Tensor) -> Tensor:
+    """[K, N / 8] int32 -> [N, ceil(K / 2)] uint8, two inputs in a byte, the first one low."""
+    words_WK = F.pad(words_KW.t(), (0, len(words_KW) % 2))
+    low_WB, high_WB = words_WK[:, ::2].contiguous(), words_WK[:, 1::2].contiguous()
+
+    def both(place: int) -> Tensor:
+        return (low_WB >> 4 * place) & 15 | ((high_WB >> 4 * place) & 15) << 4
+
+    return _rows_of(low_WB, both)
+
+
+def _rows_of(words_WB: Tensor, bytes_at: Callable[[int], Tensor]) -> Tensor:
+    """[8 W, B] uint8, where a word's place holds the bytes of output ORDER[place]."""
+    bytes_W8B = torch.empty(len(words_WB), 8, words_WB.shape[1], dtype=torch.uint8)
     for place, output in enumerate(_ORDER):
-        values_W8K[:, output] = (words_WK >> 4 * place) & 15
-    return values_W8K.flatten(0, 1)
-
-
-def _halved(values_NK: Tensor) -> Tensor:
-    """[N, K] values below 16 -> [N, ceil(K / 2)] bytes of two."""
-    low_NB, high_NB = values_NK[:, ::2], values_NK[:, 1::2] << 4
-    return low_NB | F.pad(high_NB, (0, low_NB.shape[1] - high_NB.shape[1]))
+        bytes_W8B[:, output] = bytes_at(place)
+    return bytes_W8B.flatten(0, 1)
 
 
 def awq_from(config: HFConfig) -> Awq:
