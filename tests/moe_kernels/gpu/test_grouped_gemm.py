@@ -194,7 +194,8 @@ def _dots_round_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("weight_format", "group", "dtype"),
     [("plain", 0, torch.float32), ("plain", 0, torch.bfloat16), ("fp8_block", 128, torch.float32),
-     ("int8", 0, torch.float32), ("int4_zero", 128, torch.float32), ("mxfp4", 32, torch.float32)],
+     ("int8", 0, torch.float32), ("int4_zero", 128, torch.float32), ("mxfp4", 32, torch.float32),
+     ("int8_zero", 64, torch.float32)],
 )  # fmt: skip
 def test_a_row_has_the_same_bits_alone_and_in_tiles_of_every_size(
     weight_format: WeightFormat, group: int, dtype: torch.dtype, device: torch.device

@@ -184,7 +184,10 @@ def mxfp4_from_codes(codes_ERC: Tensor, exponents_ERG: Tensor, num_parts: int) -
 def quantised(
     weight_ERC: Tensor, weight_format: WeightFormat, group: int, num_parts: int
 ) -> GroupedWeight:
-    """Floats rounded to a format, by the largest value of each scale's reach."""
+    """Floats rounded to a format, by the largest value of each scale's reach.
+
+    Scales of groups of whole numbers are in the floats' dtype, as published checkpoints have them.
+    """
     weight = weight_ERC.float()
     if weight_format == "plain":
         return plain(weight_ERC, num_parts)
@@ -201,8 +204,9 @@ def quantised(
     if weight_format == "mxfp4":
         return _quantised_mxfp4(groups, weight.shape[2], num_parts)
     if weight_format == "int8_zero":
-        return _quantised_int8(groups, weight.shape[2], num_parts)
-    return _quantised_int4(groups, weight.shape[2], weight_format == "int4_zero", num_parts)
+        return _quantised_int8(groups, weight.shape[2], num_parts, weight_ERC.dtype)
+    has_zero = weight_format == "int4_zero"
+    return _quantised_int4(groups, weight.shape[2], has_zero, num_parts, weight_ERC.dtype)
 
 
 def _quantised_blocks(weight_ERC: Tensor, num_parts: int) -> GroupedWeight:
@@ -216,31 +220,45 @@ def _quantised_blocks(weight_ERC: Tensor, num_parts: int) -> GroupedWeight:
 
 
 def _quantised_int4(
-    groups_ERGc: Tensor, num_inputs: int, has_zero: bool, num_parts: int
+    groups_ERGc: Tensor,
+    num_inputs: int,
+    has_zero: bool,
+    num_parts: int,
+    scale_dtype: torch.dtype,
 ) -> GroupedWeight:
     zeros = None
     if has_zero:
-        scales, zeros = _scales_and_zeros(groups_ERGc, 15.0)
+        scales, zeros = _scales_and_zeros(groups_ERGc, 15.0, scale_dtype)
     else:
-        scales = _scale(groups_ERGc.abs().amax(dim=3), 7.0)
-    zero = 8.0 if zeros is None else zeros[..., None]
-    codes = (groups_ERGc / scales[..., None]).round().add(zero).clamp(0, 15)
-    codes = codes.to(torch.uint8).flatten(2)[:, :, :num_inputs]
+        scales = _scale(groups_ERGc.abs().amax(dim=3), 7.0).to(scale_dtype)
+    codes = _codes(groups_ERGc, scales, 8.0 if zeros is None else zeros[..., None], 15)
+    codes = codes[:, :, :num_inputs]
     return int4_from_codes(codes, scales, zeros, groups_ERGc.shape[3], num_parts)
 
 
-def _quantised_int8(groups_ERGc: Tensor, num_inputs: int, num_parts: int) -> GroupedWeight:
-    scales, zeros = _scales_and_zeros(groups_ERGc, 255.0)
-    codes = (groups_ERGc / scales[..., None]).round().add(zeros[..., None]).clamp(0, 255)
-    codes = codes.to(torch.uint8).flatten(2)[:, :, :num_inputs]
+def _quantised_int8(
+    groups_ERGc: Tensor, num_inputs: int, num_parts: int, scale_dtype: torch.dtype
+) -> GroupedWeight:
+    scales, zeros = _scales_and_zeros(groups_ERGc, 255.0, scale_dtype)
+    codes = _codes(groups_ERGc, scales, zeros[..., None], 255)[:, :, :num_inputs]
     return int8_from_codes(codes, scales, zeros.to(torch.uint8), groups_ERGc.shape[3], num_parts)
 
 
-def _scales_and_zeros(groups_ERGc: Tensor, largest_code: float) -> tuple[Tensor, Tensor]:
+def _codes(
+    groups_ERGc: Tensor, scales_ERG: Tensor, zero: float | Tensor, largest_code: int
+) -> Tensor:
+    """[E, R, C] uint8."""
+    codes = (groups_ERGc / scales_ERG.float()[..., None]).round().add(zero)
+    return codes.clamp(0, largest_code).to(torch.uint8).flatten(2)
+
+
+def _scales_and_zeros(
+    groups_ERGc: Tensor, largest_code: float, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """[E, R, G], both as floats: codes from 0 on reach from the smallest to the largest value."""
     low, high = groups_ERGc.amin(dim=3).clamp(max=0), groups_ERGc.amax(dim=3).clamp(min=0)
-    scales = _scale(high - low, largest_code)
-    return scales, (-low / scales).round()
+    scales = _scale(high - low, largest_code).to(scale_dtype)
+    return scales, (-low / scales.float()).round().clamp(0, largest_code)
 
 
 def _quantised_mxfp4(groups_ERGc: Tensor, num_inputs: int, num_parts: int) -> GroupedWeight:
