@@ -2,7 +2,7 @@
 
 A bank (the experts of a layer, a shared expert, a dense MLP) holds its gate and up projections in
 one layout and its down projections in one, so all of its experts must be stored alike. What cannot
-stay packed is dequantised while it is loaded; the first reason of each kind is logged.
+stay packed is dequantised while it is loaded, and the reason is logged, once.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from moe_serve.model.manifest import Stored
 from moe_serve.model.weight_reader import WeightReader
 
 _log = logging.getLogger(__name__)
+_FLOATS = "it is stored in floats"  # no reason to log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,18 +57,13 @@ class ExpertPacking:
     mode: ExpertWeightsName
     dtype: torch.dtype
     _layouts: Counter[PackedLayout | None] = field(default_factory=Counter)
-    _reasons: dict[str, str] = field(default_factory=dict)
+    _reasons: set[str] = field(default_factory=set)
 
     def forms(
         self, gate_up: StoredProduct, down: StoredProduct, *, is_routed: bool = True
     ) -> BankForms:
         """ConfigError where routed experts must stay packed (`mode`) and cannot."""
         return BankForms(self._form(gate_up, 2, is_routed), self._form(down, 1, is_routed))
-
-    def log_reasons(self) -> None:
-        """One line for each reason why a quantised matrix does not stay as it is."""
-        for reason, name in self._reasons.items():
-            _log.warning("experts are dequantised while loading: %s (%s, ...)", reason, name)
 
     @property
     def description(self) -> str:
@@ -100,8 +96,9 @@ class ExpertPacking:
             )
         if is_routed:
             self._layouts[None] += num_parts
-        if decided:
-            self._reasons.setdefault(decided, name)
+        if decided not in ("", _FLOATS) and decided not in self._reasons:
+            self._reasons.add(decided)
+            _log.warning("experts are dequantised while loading: %s (%s, ...)", decided, name)
         return None
 
     def _decided(self, product: StoredProduct) -> tuple[MatrixForm, PackedLayout] | str:
@@ -114,7 +111,7 @@ class ExpertPacking:
         if forms:
             return "the experts of a layer are stored in different ways"
         if form is None:
-            return "it is stored in floats" if self.mode == "packed" else ""
+            return _FLOATS
         if form.is_transposed != product.is_transposed:
             turned = form.transposed()
             if turned is None:

@@ -34,7 +34,6 @@ class ExpertLoader:
     ) -> None:
         self._spec, self._names, self._tensors, self._packing = spec, names, tensors, packing
         self._forms = [self._routed_forms(layer) for layer in range(spec.num_layers)]
-        packing.log_reasons()
 
     def layer(self, layer: int) -> Sequence[ExpertWeights]:
         """The routed experts, to be read once, in order; copy each before the next."""

@@ -74,8 +74,8 @@ class Fp8:
         self, checkpoint: Checkpoint, name: str, shape: Shape, expert: int | None
     ) -> MatrixForm:
         scale = self._scale_name(checkpoint, name)
-        num_scales = checkpoint.header(scale).shape[-2:]
-        rows, columns = self.block or (1 if num_scales == (shape[0], 1) else 0, 0)
+        scale_shape = checkpoint.header(scale).shape[0 if expert is None else 1 :]
+        rows, columns = self.block or (1 if scale_shape == (shape[0], 1) else 0, 0)
         return MatrixForm(
             values="e4m3",
             group=columns,
