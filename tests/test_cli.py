@@ -72,6 +72,18 @@ def test_the_flags_are_frozen() -> None:
         "-m",
     ]
     assert flags_of("doctor") == ["--json"]
+    assert flags_of("timeline") == ["--layers", "--out", "--step", "--steps", "file"]
+    assert flags_of("calibrate") == ["--device", "--num-threads", "--out", "--quick", "model"]
+    assert flags_of("plan") == [
+        "--batch",
+        "--calibration",
+        "--context",
+        "--devices",
+        "--json",
+        "--max-tpot-ms",
+        "--memory-bytes",
+        "--rate",
+    ]
 
 
 def test_version(capsys: Capture) -> None:
@@ -82,7 +94,8 @@ def test_version(capsys: Capture) -> None:
 def test_help_groups_the_commands(capsys: Capture) -> None:
     assert run("--help") == 0
     text = capsys.readouterr().out
-    assert all(word in text for word in ("Serve", "Use", "Inspect", "serve", "chat", "doctor"))
+    panels, commands = ("Serve", "Plan", "Use", "Inspect"), ("serve", "plan", "chat", "doctor")
+    assert all(word in text for word in (*panels, *commands))
 
 
 def test_doctor_says_why_each_backend_is_on_or_off(capsys: Capture) -> None:

@@ -101,22 +101,23 @@ def _cases() -> Iterator[CompileCase]:
                     if key not in seen:
                         seen.add(key)
                         yield from _cases_of(model_name, model, shape, tile, targets)
-    yield CompileCase(
-        name="grouped_gemm/combine",
-        kernel=combine_kernel,
-        signature={
-            "y_ptr": "*bf16",
-            "ids_ptr": "*i64",
-            "weights_ptr": "*fp32",
-            "out_ptr": "*fp32",
-            "num_experts": "i32",
-            "width": "i32",
-        },
-        constexprs={"TOP_K": 8, "BLOCK_D": 1024},
-        num_warps=4,
-        num_stages=3,
-        divisible_by_16=("width",),
-    )
+    for name, out in (("combine", "*fp32"), ("combine-partial", "*fp64")):
+        yield CompileCase(
+            name=f"grouped_gemm/{name}",
+            kernel=combine_kernel,
+            signature={
+                "y_ptr": "*bf16",
+                "ids_ptr": "*i64",
+                "weights_ptr": "*fp32",
+                "out_ptr": out,
+                "num_experts": "i32",
+                "width": "i32",
+            },
+            constexprs={"TOP_K": 8, "BLOCK_D": 1024},
+            num_warps=4,
+            num_stages=3,
+            divisible_by_16=("width",),
+        )
 
 
 def _cases_of(
