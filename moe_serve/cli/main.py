@@ -14,12 +14,10 @@ from moe_serve import __version__
 from moe_serve.cli.calibrate import calibrate
 from moe_serve.cli.chat import chat
 from moe_serve.cli.doctor import doctor
+from moe_serve.cli.launch import launch
 from moe_serve.cli.plan import plan
 from moe_serve.cli.serve import serve
 from moe_serve.cli.timeline import timeline
-from moe_serve.errors import EngineDeadError, MoeServeError
-from moe_serve.cli.launch import launch
-from moe_serve.cli.serve import serve
 from moe_serve.errors import ClusterError, EngineDeadError, MoeServeError
 
 EXIT_FAILURE = 1

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stage_rows import ATTENTION_0, ATTENTION_1, EXPERT_0, EXPERT_1, records
 
 from moe_serve.errors import TimelineError
 from moe_serve.pipeline.pool_metrics import covered, measure
 from moe_serve.pipeline.timeline import Role, Stage, Track
 from simulated_timeline import SimulatedPipeline, StageTimes
+from stage_rows import ATTENTION_0, ATTENTION_1, EXPERT_0, EXPERT_1, records
 
 S = Stage
 

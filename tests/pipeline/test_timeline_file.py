@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from stage_rows import ATTENTION_0, EXPERT_0, records
 
 from moe_serve.errors import TimelineError
 from moe_serve.pipeline.timeline import Records, Stage, Track
 from moe_serve.pipeline.timeline_file import TimelineWriter
 from moe_serve.pipeline.timeline_reader import Timeline, read_timeline
 from simulated_timeline import SimulatedPipeline
+from stage_rows import ATTENTION_0, EXPERT_0, records
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from moe_serve.cluster.rank_starter import RankExit
 
 from moe_serve.cluster.channel import Channel, connect
 from moe_serve.cluster.launch.agent_messages import AgentOrder, Dismiss, NodeHello
@@ -24,6 +23,7 @@ from moe_serve.cluster.launch.node_layout import fill_nodes
 from moe_serve.cluster.launch.node_ranks import NodeRanks
 from moe_serve.cluster.launch.node_starter import NodeStarter
 from moe_serve.cluster.rank_name import RankName
+from moe_serve.cluster.rank_starter import RankExit
 from moe_serve.cluster.secret import ClusterSecret, new_secret
 from moe_serve.errors import ClusterError
 
