@@ -5,7 +5,7 @@ D model width, F expert width, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TypeVar, overload
 
 from torch import Tensor
@@ -35,9 +35,9 @@ class ExpertLoader:
         self._spec, self._names, self._tensors, self._packing = spec, names, tensors, packing
         self._forms = [self._routed_forms(layer) for layer in range(spec.num_layers)]
 
-    def layer(self, layer: int) -> Sequence[ExpertWeights]:
-        """The routed experts, to be read once, in order; copy each before the next."""
-        return _LayerExperts(self, layer, self._spec.router.num_experts)
+    def layer(self, layer: int, held: Collection[int]) -> LayerExperts:
+        """Routed experts, to be read once, in order; copy each before the next."""
+        return LayerExperts(self, layer, self._spec.router.num_experts, frozenset(held))
 
     def read(self, layer: int, expert: int) -> ExpertWeights:
         """One routed expert. May be views of the file."""
@@ -116,29 +116,50 @@ class ExpertLoader:
         return matrix
 
 
-class _LayerExperts(Sequence[ExpertWeights]):
+class LayerExperts(Sequence[ExpertWeights | None]):
     """A layer's experts, each read when it is asked for; the one before is then let go.
 
-    So no more than one expert is in memory twice, as it is stored and as it is held.
+    So no more than one expert is in memory twice, as it is stored and as it is held. None: it is
+    not held here.
     """
 
-    def __init__(self, loader: ExpertLoader, layer: int, num_experts: int) -> None:
+    def __init__(
+        self, loader: ExpertLoader, layer: int, num_experts: int, held: frozenset[int]
+    ) -> None:
+        is_some = held and 0 <= min(held) <= max(held) < num_experts
+        assert is_some, f"experts {sorted(held)} of {num_experts}"
         self._loader, self._layer, self._num_experts = loader, layer, num_experts
+        self._held, self._read = held, -1
+
+    @property
+    def num_held(self) -> int:
+        """See moe_kernels.kernels.LazyExperts."""
+        return len(self._held)
 
     def __len__(self) -> int:
         return self._num_experts
 
     @overload
-    def __getitem__(self, index: int) -> ExpertWeights: ...
+    def __getitem__(self, index: int) -> ExpertWeights | None: ...
     @overload
-    def __getitem__(self, index: slice) -> Sequence[ExpertWeights]: ...
-    def __getitem__(self, index: int | slice) -> ExpertWeights | Sequence[ExpertWeights]:
+    def __getitem__(self, index: slice) -> Sequence[ExpertWeights | None]: ...
+    def __getitem__(
+        self, index: int | slice
+    ) -> ExpertWeights | None | Sequence[ExpertWeights | None]:
         assert isinstance(index, int), "experts are read one by one"
         if not 0 <= index < len(self):
             raise IndexError(index)
-        if index:
-            self._loader.drop(self._layer, index - 1)
+        if index not in self._held:
+            return None
+        self.done()
+        self._read = index
         return self._loader.read(self._layer, index)
+
+    def done(self) -> None:
+        """Let go of what was read last."""
+        if self._read >= 0:
+            self._loader.drop(self._layer, self._read)
+            self._read = -1
 
 
 def _fused_products(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from experts.expert_stage import ExpertStage
+from experts.layer_banks import LayerBanks
 from moe_kernels.choice import KernelsName, choose_kernels, default_num_threads
 from moe_kernels.kernels import ExpertBank, Kernels
 from moe_serve.config import ExpertWeightsName
@@ -112,10 +114,31 @@ class ModelLoader:
         ]
         return [self._router(table) for table in tables]
 
-    def expert_stage(self, held=None) -> ExpertStage:
-        """All routed experts of all layers."""
+    def expert_stage(self, held: Sequence[Collection[int]] | None = None) -> ExpertStage:
+        """The routed experts of all layers, or those of each layer that `held` names. Only their
+        tensors are read."""
+        num_layers = self.spec.num_layers
+        if held is None:
+            held = [range(self.spec.router.num_experts)] * num_layers
+        assert len(held) == num_layers, f"experts of {len(held)} layers, not {num_layers}"
         with ThreadPoolExecutor(self._num_threads) as pool:  # copying is what takes time
-            return ExpertStage(list(pool.map(self._bank, range(self.spec.num_layers))))
+            return ExpertStage(list(pool.map(self._layer_banks, range(num_layers), held)))
+
+    def expert_bank(self, layer: int, experts: Collection[int]) -> ExpertBank:
+        """Some routed experts of a layer, at least one. May be called again for others."""
+        reading = self._experts.layer(layer, experts)
+        bank = self.kernels.experts(reading, self.spec.activation)
+        reading.done()
+        return bank
+
+    def _layer_banks(self, layer: int, experts: Collection[int]) -> LayerBanks | None:
+        spec = self.spec
+        if not spec.layers[layer].is_sparse:
+            return None
+        banks = LayerBanks(spec.router.num_experts, spec.width, self.device)
+        if experts:
+            banks.put(self.expert_bank(layer, experts), experts)
+        return banks
 
     def _attention_layer(self, layer: int, attention: AttentionLoader) -> AttentionLayer:
         table = attention_table(self._names, self.spec, layer)
@@ -160,10 +183,3 @@ class ModelLoader:
             return DenseMLP(bank=bank)
         weight = self._tensors.keep(gate, torch.float32)
         return DenseMLP(bank=bank, gate=self.kernels.router_linear(weight))
-
-    def _bank(self, layer: int) -> ExpertBank | None:
-        if not self.spec.layers[layer].is_sparse:
-            return None
-        bank = self.kernels.experts(self._experts.layer(layer), self.spec.activation)
-        self._experts.drop(layer, self.spec.router.num_experts - 1)
-        return bank
