@@ -85,6 +85,7 @@ def test_the_flags_are_frozen() -> None:
         "--json",
         "--max-tpot-ms",
         "--memory-bytes",
+        "--network",
         "--rate",
     ]
 
