@@ -15,6 +15,7 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 KernelsName = Literal["auto", "native", "torch", "triton"]
 CudaGraphsName = Literal["auto", "on", "off"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+ExpertWeightsName = Literal["auto", "packed", "dequantised"]
 RouterSide = Literal["auto", "attention", "experts"]
 WireDtype = Literal["auto", "bf16", "fp8"]
 
@@ -27,6 +28,7 @@ class ModelConfig:
     dtype: DtypeName = "auto"  # auto: the checkpoint's own
     device: DeviceName = "auto"  # auto: cuda if there is one
     kernels: KernelsName = "auto"  # auto: triton on a GPU, native on a CPU where it builds
+    expert_weights: ExpertWeightsName = "auto"  # auto: packed where kernels can multiply them
     max_model_len: int | None = None  # None: the checkpoint's context
     num_threads: int | None = None  # CPU threads for the math; None: torch's choice
     cuda_graphs: CudaGraphsName = "auto"  # auto: where a GPU has the triton kernels

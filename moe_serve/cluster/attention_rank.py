@@ -35,7 +35,7 @@ from moe_serve.engine.build import (
 )
 from moe_serve.engine.sampler import Sampled, Sampler
 from moe_serve.engine.step_executor import LocalExecutor, RowFailure, StepOutcome
-from moe_serve.model.loader import LoadProgress
+from moe_serve.model.model_tensors import LoadProgress
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.data_group import DataGroup
 from moe_serve.pipeline.group_transport import GroupTransport
@@ -81,6 +81,7 @@ class AttentionRank:
             dtype=str(loader.dtype).removeprefix("torch."),
             device=str(loader.device),
             weight_format=loader.weight_format,
+            expert_weights=loader.expert_weights,
             load_seconds=self._seconds,
         )
 

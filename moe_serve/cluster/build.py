@@ -12,7 +12,7 @@ from moe_serve.cluster.started_ranks import MakeStarter, StartedRanks
 from moe_serve.config import PAGE_SIZE, EngineConfig
 from moe_serve.engine.build import BuiltEngine, max_model_len_of
 from moe_serve.engine.layout import Layout
-from moe_serve.model.loader import LoadProgress
+from moe_serve.model.model_tensors import LoadProgress
 from moe_serve.pipeline.micro_batch_choice import MAX_MICRO_BATCHES
 
 
@@ -52,6 +52,7 @@ def _layout(model: ClusterModel, first: Loaded, seconds: float) -> Layout:
         vocab_size=spec.vocab_size,
         max_model_len=max_model_len_of(config.model, spec),
         dtype=first.dtype,
+        expert_weights=first.expert_weights,
         device=first.device,
         kernels=first.kernels,
         weight_format=first.weight_format,

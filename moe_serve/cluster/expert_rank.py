@@ -30,7 +30,7 @@ from moe_serve.cluster.rank_name import RankName
 from moe_serve.engine.build import device_of, open_loader
 from moe_serve.errors import MoeServeError
 from moe_serve.model.expert_choice import Router, choose_experts
-from moe_serve.model.loader import LoadProgress
+from moe_serve.model.model_tensors import LoadProgress
 from moe_serve.pipeline.data_group import DataGroup
 from moe_serve.pipeline.expert_loop import ExpertLoop
 from moe_serve.pipeline.stage_log import StageLog
@@ -71,6 +71,7 @@ class ExpertRank:
             dtype=str(loader.dtype).removeprefix("torch."),
             device=str(loader.device),
             weight_format=loader.weight_format,
+            expert_weights=loader.expert_weights,
             load_seconds=self._seconds,
         )
 

@@ -173,6 +173,7 @@ class Loaded(_Message, frozen=True):
     dtype: str
     device: str
     weight_format: str
+    expert_weights: str
     load_seconds: float
 
 

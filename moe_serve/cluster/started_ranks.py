@@ -26,7 +26,7 @@ from moe_serve.cluster.secret import ClusterSecret, new_secret, read_secret
 from moe_serve.cluster.store import serve_store
 from moe_serve.engine.build import eos_token_ids_of, max_model_len_of
 from moe_serve.engine.engine import Engine
-from moe_serve.model.loader import LoadProgress
+from moe_serve.model.model_tensors import LoadProgress
 
 MakeStarter = Callable[[str, int, ClusterSecret, int], RankStarter]
 
@@ -80,7 +80,9 @@ class StartedRanks:
             start_timeout_s=self._cluster.start_timeout_s,
         )
         first = self.first_loaded
-        identity = model_identity(self._model.folder, first.dtype, first.kernels)
+        identity = model_identity(
+            self._model.folder, first.dtype, first.kernels, first.expert_weights
+        )
 
         def make_engine(executor: RemoteExecutor, ids: itertools.count[int]) -> Engine:
             return self._engine(executor, ids, identity)
