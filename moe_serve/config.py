@@ -13,6 +13,7 @@ PAGE_SIZE = 16  # tokens in a KV page
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 KernelsName = Literal["auto", "native", "torch", "triton"]
+CudaGraphsName = Literal["auto", "on", "off"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 RouterSide = Literal["auto", "attention", "experts"]
 WireDtype = Literal["auto", "bf16", "fp8"]
@@ -28,6 +29,8 @@ class ModelConfig:
     kernels: KernelsName = "auto"  # auto: triton on a GPU, native on a CPU where it builds
     max_model_len: int | None = None  # None: the checkpoint's context
     num_threads: int | None = None  # CPU threads for the math; None: torch's choice
+    cuda_graphs: CudaGraphsName = "auto"  # auto: where a GPU has the triton kernels
+    cuda_graph_max_rows: int | None = None  # None: scheduler.max_num_seqs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ _UNIONS = (types.UnionType, typing.Union)
 RANGES: Mapping[str, tuple[float, float]] = {
     "model.max_model_len": (1, _MANY),
     "model.num_threads": (1, 1024),
+    "model.cuda_graph_max_rows": (1, 65536),
     "cache.num_pages": (1, _MANY),
     "cache.memory_bytes": (1, 2**50),
     "scheduler.max_num_seqs": (1, 65536),
@@ -137,6 +138,8 @@ class ConfigKey:
                 return None
             is_clean = all(isinstance(item, str) and item.split() == [item] for item in value)
             return tuple(value) if is_clean else None
+        if isinstance(value, bool) and "on" in self.choices:  # YAML reads on and off as booleans
+            return "on" if value else "off"
         return value if isinstance(value, str) and value.strip() else None
 
     def _is_in_range(self, value: Scalar | tuple[str, ...]) -> bool:

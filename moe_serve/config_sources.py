@@ -82,8 +82,13 @@ def load_config(
     flags: Mapping[str, object],
     environ: Mapping[str, str],
     file: Path | None = None,
+    settings: Mapping[str, object] | None = None,
+    settings_source: str = "",
 ) -> LoadedConfig:
-    """Merge the sources. `flags` holds what the command line did set, as {"server.port": 8001}."""
+    """Merge the sources. `flags` holds what the command line did set, as {"server.port": 8001}.
+
+    `settings` are laid out likewise: those of a cluster file, which win over the YAML file.
+    """
     keys = {key.path: key for key in config_keys()}
     variables = {variable_name(key): key for key in keys.values()}
     _refuse_unknown_variables(environ, variables)
@@ -93,6 +98,11 @@ def load_config(
     }
     for entry in _file_entries(file, environ, keys):
         chosen[entry.key.path] = entry
+    for path, value in (settings or {}).items():
+        if path not in keys:
+            raise unknown_name("key", path, settings_source, keys)
+        checked = keys[path].check(value, settings_source)
+        chosen[path] = ConfigEntry(key=keys[path], value=checked, source=settings_source)
     for name, key in variables.items():
         if text := environ.get(name, "").strip():
             chosen[key.path] = ConfigEntry(key=key, value=key.parse(text, name), source=name)

@@ -11,6 +11,7 @@
       x CheckpointError              the checkpoint cannot be served: names the file and the tensor
       x ClusterError                 processes of a cluster do not find or do not fit each other
         + ChannelClosedError         a control connection has ended; the message says why
+      x TimelineError                a timeline's file or records are not what they should be
 
 Our own bugs are `assert`s with a message, never one of these.
 """
@@ -75,6 +76,10 @@ class ChannelClosedError(ClusterError):
     """A control connection has ended: closed by either side, broken, or nobody reads there."""
 
 
+class TimelineError(MoeServeError):
+    """Records or a file of a timeline that cannot be read, or hold not what was asked for."""
+
+
 __all__ = [
     "ChannelClosedError",
     "CheckpointError",
@@ -87,4 +92,5 @@ __all__ = [
     "ModelNotFoundError",
     "MoeServeError",
     "ServerOverloadedError",
+    "TimelineError",
 ]

@@ -22,6 +22,7 @@ from moe_serve.cluster.any_engine import build_any_engine
 from moe_serve.config import (
     CacheConfig,
     ClusterConfig,
+    CudaGraphsName,
     DeviceName,
     DtypeName,
     EngineConfig,
@@ -68,6 +69,7 @@ class LLM:
         placement: str | None = None,
         micro_batches: int | Literal["auto"] = "auto",
         num_threads: int | None = None,
+        cuda_graphs: CudaGraphsName = "auto",
     ) -> None:
         config = EngineConfig(
             model=ModelConfig(
@@ -77,6 +79,7 @@ class LLM:
                 kernels=kernels,
                 max_model_len=max_model_len,
                 num_threads=num_threads,
+                cuda_graphs=cuda_graphs,
             ),
             cache=CacheConfig(num_pages=num_pages, prefix_cache=prefix_cache),
             scheduler=SchedulerConfig(

@@ -20,6 +20,7 @@ from moe_kernels.attention_shape import (
     RotaryTable,
     StepTokens,
 )
+from moe_kernels.fixed_attention import DecodeRoom, FixedAttention
 from moe_kernels.routing import RouterShape
 
 
@@ -160,6 +161,12 @@ class Kernels(Protocol):
         """Whether torch's threads are idle while these kernels run (see choose_kernels)."""
         ...
 
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a step never waits for the device, nor asks the host what its numbers are: then
+        it may become a CUDA graph, with the plans that `fixed_attention` makes."""
+        ...
+
     def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Linear:
         """Make a linear layer; the weight may be repacked, and need not be kept by the caller."""
         ...
@@ -184,6 +191,12 @@ class Kernels(Protocol):
 
     def plan_attention(self, step: StepTokens, shape: AttentionShape, device: torch.device) -> Any:
         """Work out once per step what the attention of every layer of this shape needs."""
+        ...
+
+    def fixed_attention(
+        self, room: DecodeRoom, shape: AttentionShape, device: torch.device
+    ) -> FixedAttention | None:
+        """A plan for any decode step that the room holds; None: not for this room."""
         ...
 
     def attend(

@@ -120,7 +120,7 @@ def serve(
         "scheduler.max_num_seqs": max_num_seqs,
         "scheduler.max_batched_tokens": max_batched_tokens,
         "scheduler.max_queued_requests": max_queued_requests,
-        "pipeline.micro_batches": _number(micro_batches),
+        "pipeline.micro_batches": number_or_text(micro_batches),
         "cluster.attention_ranks": attention_ranks,
         "cluster.expert_ranks": expert_ranks,
         "cluster.placement": placement,
@@ -142,5 +142,6 @@ def serve(
     run_service(loaded.config)
 
 
-def _number(text: str | None) -> int | str | None:
+def number_or_text(text: str | None) -> int | str | None:
+    """For keys that take a number or a word, such as auto."""
     return int(text) if text is not None and text.isdecimal() else text

@@ -37,10 +37,11 @@ from moe_serve.engine.sampler import Sampled, Sampler
 from moe_serve.engine.step_executor import LocalExecutor, RowFailure, StepOutcome
 from moe_serve.model.loader import LoadProgress
 from moe_serve.model.step_plan import StepPlan
-from moe_serve.pipeline.data_group import DataGroup, PeerLostError
+from moe_serve.pipeline.data_group import DataGroup
 from moe_serve.pipeline.group_transport import GroupTransport
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.step_shape import StepShape
+from moe_serve.pipeline.transfer import PeerLostError
 
 _log = logging.getLogger(__name__)
 

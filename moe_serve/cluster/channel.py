@@ -1,6 +1,7 @@
 """A control connection: typed messages, both ways, over an authenticated TCP socket.
 
-Knows nothing of what the messages mean: it is made with the msgspec decoder of their tagged union.
+Knows nothing of what the messages mean: it is made with the msgspec decoder of the tagged union
+that it receives, and sends any struct.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ M = TypeVar("M")
 
 
 class Channel(Generic[M]):
-    """Takes over a connected socket after its handshake.
+    """Takes over a connected socket after its handshake; M: what it receives.
 
     Any thread may send, and any may close. A frame that is no message of the union is counted in
     `num_malformed` and dropped; a stream that holds no frames any more closes the channel.
@@ -69,7 +70,7 @@ class Channel(Generic[M]):
         """The address of this end: the interface by which the peer is reached."""
         return str(self._socket.getsockname()[0])
 
-    def send(self, message: M) -> None:
+    def send(self, message: msgspec.Struct) -> None:
         """Returns when the kernel has all of it; raises ChannelClosedError.
 
         A peer that does not read for the send time-out is given up: half a frame is on its way, so

@@ -17,9 +17,11 @@ def meet(
     join: Join, me: str, store: Any, configure: Configure, host: str, device: torch.device
 ) -> DataGroup:
     """The data group of an epoch; raises PeerLostError if not everybody comes."""
+    is_expert = me in join.expert_ranks
     return DataGroup(
         [*join.attention_ranks, *join.expert_ranks],
         me,
+        join.attention_ranks if is_expert else join.expert_ranks,
         store,
         epoch=join.epoch,
         host=host,

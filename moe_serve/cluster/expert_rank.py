@@ -31,9 +31,10 @@ from moe_serve.engine.build import device_of, open_loader
 from moe_serve.errors import MoeServeError
 from moe_serve.model.expert_choice import Router, choose_experts
 from moe_serve.model.loader import LoadProgress
-from moe_serve.pipeline.data_group import DataGroup, PeerLostError
+from moe_serve.pipeline.data_group import DataGroup
 from moe_serve.pipeline.expert_loop import ExpertLoop
 from moe_serve.pipeline.step_shape import StepShape
+from moe_serve.pipeline.transfer import PeerLostError
 from moe_serve.pipeline.wire import WireError
 
 _log = logging.getLogger(__name__)

@@ -51,6 +51,7 @@ class FrameReader:
             end = _HEADER.size + length
             if len(self._buffer) < end:
                 return
-            payload = bytes(self._buffer[_HEADER.size : end])
+            with memoryview(self._buffer) as view:  # one copy, not two
+                payload = bytes(view[_HEADER.size : end])
             del self._buffer[:end]
             yield payload

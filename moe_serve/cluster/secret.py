@@ -8,6 +8,7 @@ and its repr does not show it.
 from __future__ import annotations
 
 import hmac
+import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -57,6 +58,17 @@ def read_secret(environ: Mapping[str, str]) -> ClusterSecret | None:
     except UnicodeDecodeError as error:
         raise ConfigError(f"the cluster secret in {path} is not UTF-8 text; {_ADVICE}") from error
     return cluster_secret(text, str(path))
+
+
+def secret_from_environment() -> ClusterSecret:
+    """The secret that a worker was started with; raises ConfigError if there is none."""
+    secret = read_secret(os.environ)
+    if secret is None:
+        raise ConfigError(
+            f"{CLUSTER_SECRET_VARIABLE} is not set: every process of a cluster needs the same "
+            f"secret, or @FILE that holds it; {_ADVICE}"
+        )
+    return secret
 
 
 def cluster_secret(text: str, where: str) -> ClusterSecret:

@@ -40,7 +40,7 @@ from moe_serve.cluster.secret import read_secret
 from moe_serve.cluster.store import connect_store
 from moe_serve.config_sources import CLUSTER_SECRET_VARIABLE
 from moe_serve.errors import ChannelClosedError, MoeServeError
-from moe_serve.pipeline.data_group import PeerLostError
+from moe_serve.pipeline.transfer import PeerLostError
 
 CONNECT_TIMEOUT_S = 60.0
 _PATIENCE_S = 3600.0  # between orders; the coordinator's end closes the channel

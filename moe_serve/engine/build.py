@@ -14,6 +14,7 @@ from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cache.model_identity import model_identity
 from moe_serve.cache.sizing import num_pages
 from moe_serve.config import PAGE_SIZE, EngineConfig, ModelConfig
+from moe_serve.engine.cuda_graphs import with_cuda_graphs
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.layout import Layout
@@ -72,8 +73,11 @@ def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> 
     pipeline = Pipeline(part.stage, LocalTransport(expert_stage), part.cache, device)
     cuts = config.pipeline.micro_batches
     micro_batches = 1 if cuts == "auto" else cuts  # nothing can overlap in one process
+    runner, graphs = with_cuda_graphs(
+        pipeline, part.stage, part.cache, config, max_model_len, micro_batches
+    )
     engine = Engine(
-        LocalExecutor(pipeline, Sampler(eos_token_ids)),
+        LocalExecutor(runner, Sampler(eos_token_ids)),
         scheduler=config.scheduler,
         num_pages=part.num_pages,
         micro_batches=micro_batches,
@@ -93,6 +97,7 @@ def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> 
         dtype=str(loader.dtype).removeprefix("torch."),
         device=str(device),
         kernels=loader.kernels.name,
+        cuda_graphs=graphs,
         weight_format=loader.weight_format,
         num_threads=num_threads,
         num_pages=part.num_pages,

@@ -20,6 +20,7 @@ class Layout:
     dtype: str
     device: str
     kernels: str
+    cuda_graphs: str | None = None  # what was captured, or why nothing; None: there is no GPU
     weight_format: str  # as the checkpoint stores them
     num_threads: int
     num_pages: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,7 +20,8 @@ from moe_serve.model.attention import Attention, GroupedQueryAttention
 from moe_serve.model.dense_mlp import DenseMLP
 from moe_serve.model.expert_choice import Router, choose_experts
 from moe_serve.model.spec import ModelSpec
-from moe_serve.model.step_inputs import StepInputs
+from moe_serve.model.step_inputs import StepInputs, make_step_inputs
+from moe_serve.model.step_plan import MicroBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,18 @@ class AttentionStage:
         self._embedding, self._layers = embedding, tuple(layers)
         self._final_norm, self._head = final_norm, head
         self._fronts = tuple(self._front(layer) for layer in self._layers)
+        self.layers_with_shared_expert = frozenset(
+            i for i, each in enumerate(self._layers) if each.router is not None and each.mlp
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the residual stream."""
+        return self._embedding.dtype
+
+    def make_inputs(self, batch: MicroBatch, cache: KVCache, device: torch.device) -> StepInputs:
+        """What the other calls want of a micro-batch."""
+        return make_step_inputs(batch, cache, self.spec, self.kernels, device)
 
     def embed(self, inputs: StepInputs) -> Tensor:
         """-> the residual stream [T, D]."""

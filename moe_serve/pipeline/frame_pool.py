@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from moe_serve.pipeline.data_group import Transfer
+from moe_serve.pipeline.transfer import Transfer
 
 FrameT = TypeVar("FrameT")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_serve.cluster.secret import ClusterSecret, new_secret, read_secret
+from moe_serve.cluster.secret import ClusterSecret, new_secret, read_secret, secret_from_environment
 from moe_serve.config_sources import CLUSTER_SECRET_VARIABLE, load_config
 from moe_serve.errors import ConfigError
 
@@ -58,6 +58,13 @@ def test_a_proof_binds_role_and_parts() -> None:
         ClusterSecret(TEXT[::-1]).proof("connecting", b"a", b"b"),
     }
     assert len(proofs) == 5, "two different exchanges have the same proof"
+
+
+def test_a_worker_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="MOE_SERVE_CLUSTER_SECRET is not set"):
+        secret_from_environment()
+    monkeypatch.setenv(CLUSTER_SECRET_VARIABLE, TEXT)
+    assert secret_from_environment() == ClusterSecret(TEXT)
 
 
 def test_the_configuration_knows_the_variable() -> None:

@@ -6,6 +6,7 @@ The models are small because the interpreter is slow: each case takes seconds.
 from __future__ import annotations
 
 import importlib.util
+import weakref
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,15 @@ def test_a_larger_batch_than_the_tables_hold(device: torch.device) -> None:
         assert found.num_tiles is not None and found.sorted_slots is not None, "made of tables"
         assert found.num_tiles.tolist() == [num_tiles], f"{num_rows} rows in {block_m}s"
         assert found.sorted_slots.tolist() == list(range(num_tiles * block_m)), f"{num_rows} rows"
+
+
+def test_tables_that_were_outgrown_are_kept(device: torch.device) -> None:
+    """A CUDA graph may read them."""
+    tiles = RowTiles(device, num_rows=32)
+    before = weakref.ref(tiles.of_rows(32, 16).sorted_slots)
+    held = weakref.ref(tiles._numbers)
+    tiles.of_rows(200, 16)
+    assert before() is None and held() is not None, "the table itself outlives the alignment"
 
 
 def test_the_slots_of_heads(device: torch.device) -> None:
