@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from experts.placement.errors import PlacementError
+from experts.placement.plan_file import read_placement
 from moe_serve.cache.model_identity import model_identity
 from moe_serve.cluster.cluster_engine import ClusterEngine
 from moe_serve.cluster.coordinator import Coordinator
@@ -27,6 +29,7 @@ from moe_serve.config import PAGE_SIZE, ClusterConfig, EngineConfig
 from moe_serve.engine.build import BuiltEngine, eos_token_ids_of, max_model_len_of, model_folder
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.layout import Layout
+from moe_serve.errors import ConfigError
 from moe_serve.model.families import family_of
 from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.loader import LoadProgress
@@ -130,9 +133,17 @@ def weights_hash(folder: Path) -> str:
 
 
 def placement_of(cluster: ClusterConfig, spec: ModelSpec) -> Placed:
-    """Which expert ranks hold which expert, by layer."""
+    """Which expert ranks hold which expert, by layer: as the file says, else in runs."""
     layers = [index for index, layer in enumerate(spec.layers) if layer.is_sparse]
-    return contiguous(layers, spec.router.num_experts, cluster.expert_ranks)
+    num_experts, num_ranks = spec.router.num_experts, cluster.expert_ranks
+    if cluster.placement is None:
+        return contiguous(layers, num_experts, num_ranks)
+    try:
+        placement = read_placement(Path(cluster.placement))
+        placement.check_fits(layers, num_experts, num_ranks)
+    except PlacementError as error:
+        raise ConfigError(f"cluster.placement: {error}") from None
+    return placement.ranks_of
 
 
 def is_routing_on_experts(cluster: ClusterConfig, spec: ModelSpec) -> bool:
