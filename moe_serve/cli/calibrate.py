@@ -15,6 +15,7 @@ from moe_serve.errors import ConfigError
 
 if TYPE_CHECKING:
     from moe_serve.cluster.calibration_file import Calibration
+    from moe_serve.pipeline.cost_model import Line, LinkCosts
 
 _DEVICES = ("auto", "cpu", "cuda")
 
@@ -74,7 +75,7 @@ def _print(calibration: Calibration, out: Path) -> None:
     machine, model = calibration.machine, calibration.model
     console.print(
         f"{model.name} ({model.family}, {model.dtype}) on {machine.device}, "
-        f"{machine.num_threads} threads, {machine.kernels}, transfers by {machine.transfers}"
+        f"{machine.num_threads} threads, {machine.kernels}"
     )
     table = Table("stage", "seconds", "R\u00b2", "median error", "max error", box=None)
     formulas = dict(_formulas(calibration))
@@ -108,12 +109,21 @@ def _formulas(calibration: Calibration) -> list[tuple[str, str]]:
             text = f"{_us(e.alpha_s)} + {_us(e.choice_s)}/choice + {_us(e.expert_s)}/active expert"
             found.append(("T_e experts", text))
     for name, line, unit in (
-        ("T_c transfer", costs.transfer, "byte"),
+        *_link_lines("", costs.link),
+        *_link_lines(", gloo", calibration.network),
         ("schedule and head", costs.fixed, "sequence"),
         ("sampling", costs.sampling, "sequence"),
     ):
         found.append((name, f"{_us(line.alpha_s)} + {_us(line.beta_s)}/{unit}"))
     return found
+
+
+def _link_lines(where: str, link: LinkCosts) -> list[tuple[str, Line, str]]:
+    return [
+        (f"exchange, attention rank{where}", link.attention, "byte"),
+        (f"exchange, expert rank{where}", link.experts, "byte"),
+        (f"T_c transfer{where}", link.transfer, "byte"),
+    ]
 
 
 def _us(seconds: float) -> str:

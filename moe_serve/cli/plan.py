@@ -32,6 +32,10 @@ def plan(
     memory_bytes: Annotated[
         int | None, typer.Option(help="Memory of one device, for weights and KV pages.")
     ] = None,
+    network: Annotated[
+        bool,
+        typer.Option("--network", help="Ranks on different hosts: with the link measured so."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
     """Compare disaggregated layouts with one device and with replicas, and say which to use.
@@ -43,6 +47,9 @@ def plan(
     from moe_serve.cluster.plan_verdict import verdict
 
     measured = read_calibration(calibration)
+    if network:
+        costs = dataclasses.replace(measured.costs, link=measured.network)
+        measured = dataclasses.replace(measured, costs=costs)
     request = PlanRequest(
         num_devices=devices,
         context=context,

@@ -11,14 +11,16 @@ from typing import Any
 import msgspec
 
 from experts.placement.errors import PlacementError
+from experts.placement.plan import Placement, contiguous
 from experts.placement.plan_file import read_placement
 from moe_serve.cache.model_identity import model_identity
 from moe_serve.cluster.cluster_engine import ClusterEngine
 from moe_serve.cluster.coordinator import Coordinator
-from moe_serve.cluster.expert_cover import Placed, contiguous, held_by
 from moe_serve.cluster.listener import Listener
 from moe_serve.cluster.membership import Membership
 from moe_serve.cluster.messages import Configure, Loaded, Report
+from moe_serve.cluster.preflight import ExpectedRank
+from moe_serve.cluster.preflight_round import PreflightRound
 from moe_serve.cluster.rank_name import RankName, all_ranks
 from moe_serve.cluster.rank_starter import LocalStarter, RankStarter
 from moe_serve.cluster.remote_executor import RemoteExecutor
@@ -50,7 +52,7 @@ def build_cluster(
     clock = time.monotonic()
     folder, cluster = model_folder(config.model), config.cluster
     spec = read_spec(folder)
-    placed = placement_of(cluster, spec)
+    placement = placement_of(cluster, spec)
     weights = weights_hash(folder)
     secret = read_secret(os.environ) or new_secret()
     roster = Roster(all_ranks(cluster.attention_ranks, cluster.expert_ranks))
@@ -61,7 +63,7 @@ def build_cluster(
             config=config,
             folder=str(folder),
             num_threads=num_threads,
-            held=held_by(placed, name.index) if name.role == "expert" else {},
+            held=placement.held_by(name.index) if name.role == "expert" else {},
             router_on_experts=is_routing_on_experts(cluster, spec),
             is_recording=False,
         )
@@ -80,13 +82,18 @@ def build_cluster(
 
     starter = make_starter(cluster.host, listener.port, secret, num_threads)
     try:
-        membership.start(starter, cluster.start_timeout_s, progress)
+        expected = [
+            ExpectedRank(name=name, node=starter.place_of(state.name))
+            for name, state in roster.states.items()
+        ]
+        preflight = PreflightRound(expected, folder, cluster.host)
+        membership.start(starter, preflight, cluster.start_timeout_s, progress)
     except BaseException:
         close()
         raise
     coordinator = Coordinator(
         membership,
-        placed,
+        placement,
         store_host=cluster.host,
         store_port=stores[0].port,
         timeout_s=cluster.timeout_s,
@@ -132,18 +139,18 @@ def weights_hash(folder: Path) -> str:
     return model_identity(folder).hex()
 
 
-def placement_of(cluster: ClusterConfig, spec: ModelSpec) -> Placed:
-    """Which expert ranks hold which expert, by layer: as the file says, else in runs."""
+def placement_of(cluster: ClusterConfig, spec: ModelSpec) -> Placement:
+    """Which expert ranks hold which expert: the file's, or equal runs. Raises ConfigError."""
     layers = [index for index, layer in enumerate(spec.layers) if layer.is_sparse]
     num_experts, num_ranks = spec.router.num_experts, cluster.expert_ranks
-    if cluster.placement is None:
-        return contiguous(layers, num_experts, num_ranks)
     try:
-        placement = read_placement(Path(cluster.placement))
+        if cluster.placement is None:
+            return contiguous(layers, num_experts, num_ranks)
+        placement = read_placement(Path(cluster.placement).expanduser())
         placement.check_fits(layers, num_experts, num_ranks)
     except PlacementError as error:
-        raise ConfigError(f"cluster.placement: {error}") from None
-    return placement.ranks_of
+        raise ConfigError(f"cluster.placement: {error}") from error
+    return placement
 
 
 def is_routing_on_experts(cluster: ClusterConfig, spec: ModelSpec) -> bool:

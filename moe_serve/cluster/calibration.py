@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,13 @@ from moe_serve.cluster.calibration_file import (
     MachineFacts,
     ModelFacts,
 )
+from moe_serve.cluster.exchange_timing import (
+    EXCHANGES,
+    QUICK_EXCHANGES,
+    ExchangeSample,
+    ExchangeSetup,
+    time_exchanges,
+)
 from moe_serve.cluster.expert_timing import (
     QUICK_ROWS,
     ROWS,
@@ -35,13 +42,6 @@ from moe_serve.cluster.measured_model import LayerKind, MeasuredModel, load_meas
 from moe_serve.cluster.model_facts import weight_bytes
 from moe_serve.cluster.natural_steps import DecodeSample, decode_steps, natural_rows
 from moe_serve.cluster.stopwatch import Stopwatch
-from moe_serve.cluster.transfer_timing import (
-    QUICK_SIZES,
-    SIZES,
-    TransferSample,
-    backend_name,
-    time_transfers,
-)
 from moe_serve.pipeline.batch_load import BatchLoad
 from moe_serve.pipeline.cost_model import (
     AttentionCost,
@@ -49,6 +49,7 @@ from moe_serve.pipeline.cost_model import (
     Experts,
     LayerCosts,
     Line,
+    LinkCosts,
     StageCosts,
 )
 from moe_serve.pipeline.transport import LocalTransport
@@ -91,15 +92,15 @@ def calibrate(request: CalibrationRequest, progress: Progress) -> Calibration:
         for kind in model.kinds
     )
     progress("transfers", 0.8)
-    transfer, message = _measure_transfers(request.is_quick, fits)
+    link = _measure_link(model, request.is_quick, True, fits)
+    network = _measure_link(model, request.is_quick, False, fits)
     progress("steps", 0.9)
     layer_costs = StageCosts(
         layers=layers,
         experts=experts,
         row_bytes=model.spec.width * model.dtype.itemsize,
         width=model.spec.width,
-        transfer=transfer,
-        message=message,
+        link=link,
         fixed=_NO_LINE,
         sampling=_NO_LINE,
     )
@@ -110,6 +111,7 @@ def calibrate(request: CalibrationRequest, progress: Progress) -> Calibration:
         model=_model_facts(model),
         machine=_machine_facts(model),
         costs=costs,
+        network=network,
         fits=tuple(fits),
         seconds=time.monotonic() - clock,
     )
@@ -200,19 +202,38 @@ def _knees(loads: Sequence[BatchLoad]) -> Iterator[int]:
     return (1 << bits for bits in range(10, max(11, most.bit_length() - 1)))
 
 
-def _measure_transfers(is_quick: bool, fits: list[FitReport]) -> tuple[Line, Line]:
-    """T_c, and what a message takes of a rank's own cores."""
-    sizes, seconds = (QUICK_SIZES, 0.05) if is_quick else (SIZES, 0.3)
-    samples = time_transfers(sizes, seconds)
-    transfer = _line(samples, [s.seconds for s in samples])
-    fits.append(_report("T_c transfer", transfer))
-    message = _line(samples, [max(s.own_seconds, 1e-9) for s in samples])
-    return Line(*transfer.coefficients), Line(*message.coefficients)
+def _measure_link(
+    model: MeasuredModel, is_quick: bool, is_sharing: bool, fits: list[FitReport]
+) -> LinkCosts:
+    """Ranks of one host share memory; those of different hosts have a process group."""
+    setup = ExchangeSetup(
+        width=model.spec.width,
+        top_k=model.spec.router.top_k,
+        dtype=str(model.dtype).removeprefix("torch."),
+        rows=QUICK_EXCHANGES if is_quick else EXCHANGES,
+        num_steps=8 if is_quick else 24,
+        is_sharing=is_sharing,
+    )
+    samples = time_exchanges(setup)
+    where = "" if is_sharing else ", gloo"
+    lines = []
+    for name, seconds in (
+        ("exchange, attention rank", [s.attention_s for s in samples]),
+        ("exchange, expert rank", [s.experts_s for s in samples]),
+        ("T_c transfer", [s.transfer_s for s in samples]),
+    ):
+        found = _bytes_line(samples, seconds)
+        fits.append(_report(name + where, found))
+        lines.append(Line(*found.coefficients))
+    return LinkCosts(attention=lines[0], experts=lines[1], transfer=lines[2])
 
 
-def _line(samples: Sequence[TransferSample], seconds: Sequence[float]) -> Fit:
+def _bytes_line(samples: Sequence[ExchangeSample], seconds: Sequence[float]) -> Fit:
+    """Less than a microsecond is nothing: a waiting process is woken in no less."""
+    if max(seconds) < 1e-6:
+        return Fit(coefficients=(0.0, 0.0), r_squared=1.0, errors=(0.0,) * len(seconds))
     columns = np.array([(1, s.num_bytes) for s in samples], dtype=np.float64)
-    return fit(columns, np.array(seconds))
+    return fit(columns, np.maximum(seconds, 1e-7))
 
 
 def _measure_fixed(
@@ -233,16 +254,7 @@ def _measure_fixed(
     lines = [_step_line(samples) for samples in (fixed, sampling)]
     fits.append(_report("schedule and head", lines[0]))
     fits.append(_report("sampling", lines[1]))
-    return StageCosts(
-        layers=costs.layers,
-        experts=costs.experts,
-        row_bytes=costs.row_bytes,
-        width=costs.width,
-        transfer=costs.transfer,
-        message=costs.message,
-        fixed=Line(*lines[0].coefficients),
-        sampling=Line(*lines[1].coefficients),
-    )
+    return replace(costs, fixed=Line(*lines[0].coefficients), sampling=Line(*lines[1].coefficients))
 
 
 def _step_line(samples: Sequence[DecodeSample]) -> Fit:
@@ -283,7 +295,6 @@ def _machine_facts(model: MeasuredModel) -> MachineFacts:
         device=torch.cuda.get_device_name(model.device) if is_cuda else "cpu",
         num_threads=model.num_threads,
         kernels=model.kernels.name,
-        transfers=backend_name(),
         torch=str(torch.__version__),
         moe_serve=__version__,
     )

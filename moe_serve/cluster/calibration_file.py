@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from moe_serve.errors import ConfigError
-from moe_serve.pipeline.cost_model import StageCosts
+from moe_serve.pipeline.cost_model import LinkCosts, StageCosts
 
 SCHEMA = 1
 _MAX_BYTES = 2**20
@@ -31,13 +31,12 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFacts:
-    """The measured device: one GPU, or so many threads of a CPU. `transfers`: what carried them."""
+    """The measured device: one GPU, or so many threads of a CPU."""
 
     host: str
     device: str
     num_threads: int
     kernels: str
-    transfers: str
     torch: str
     moe_serve: str
 
@@ -55,12 +54,14 @@ class FitReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What `moe-serve calibrate` measured."""
+    """What `moe-serve calibrate` measured. `network`: the link between ranks of different hosts, as
+    far as one machine can tell: gloo over loopback. `costs` has that of one host."""
 
     schema: int
     model: ModelFacts
     machine: MachineFacts
     costs: StageCosts
+    network: LinkCosts
     fits: tuple[FitReport, ...]
     seconds: float  # that the measuring took
 
@@ -101,7 +102,9 @@ def read_calibration(path: Path) -> Calibration:
 def _check(calibration: Calibration, path: Path) -> None:
     """What the types do not say."""
     costs = calibration.costs
-    numbers = [costs.transfer, costs.message, costs.fixed, costs.sampling]
+    numbers = [costs.fixed, costs.sampling]
+    for link in (costs.link, calibration.network):
+        numbers += [link.attention, link.experts, link.transfer]
     seconds = [number for line in numbers for number in (line.alpha_s, line.beta_s)]
     for layer in costs.layers:
         a, e = layer.attention, layer.experts

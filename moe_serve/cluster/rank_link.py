@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_serve.cluster.channel import Channel
-from moe_serve.cluster.messages import Heartbeat, Hello, Order, Report
+from moe_serve.cluster.messages import Examined, Heartbeat, Hello, Order, Report
 from moe_serve.errors import ChannelClosedError
 
 HELLO_TIMEOUT_S = 10.0
@@ -69,7 +69,8 @@ class RankLink:
                 report = self._channel.receive(_RECEIVE_S)
                 if report is None:
                     continue
-                self._on_sign(self)
+                if not isinstance(report, Examined):  # it beats from its configuration on
+                    self._on_sign(self)
                 if isinstance(report, Heartbeat):
                     self.step = report.step
                 else:

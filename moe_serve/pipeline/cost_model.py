@@ -113,11 +113,23 @@ class Ranks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinkCosts:
+    """A pair of ranks that exchange a micro-batch's rows of one layer, by the bytes of a message.
+
+    `attention`, `experts`: what sending and receiving takes of the ranks themselves, which then
+    compute nothing; `transfer`: T_c, one message's way.
+    """
+
+    attention: Line
+    experts: Line
+    transfer: Line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageCosts:
     """All constants of one model on one machine.
 
-    `transfer`: T_c of so many bytes; `message`: what a message of so many bytes takes of the rank's
-    own cores meanwhile; `fixed`: a step's schedule, head and greedy sampling, by rows; `sampling`:
+    `fixed`: a step's schedule, head and greedy sampling, by rows; `sampling`:
     what drawing by temperature adds.
     """
 
@@ -125,8 +137,7 @@ class StageCosts:
     experts: Experts
     row_bytes: int  # of one row on its way to the experts, without its choices
     width: int
-    transfer: Line
-    message: Line
+    link: LinkCosts
     fixed: Line
     sampling: Line
 
@@ -139,19 +150,23 @@ class StageCosts:
         nothing = (0.0,) * len(micro_batches)
         times = []
         for layer in self.layers:
-            cost = layer.experts
-            is_dense = cost is None
+            own = tuple(
+                max([layer.attention.seconds(load) for load in loads]) for loads in micro_batches
+            )
+            if (cost := layer.experts) is None:
+                attention_s, experts_s, transfer_s = own, nothing, nothing
+            else:
+                attention_s = tuple(x + t.attention_s for x, t in zip(own, traffic, strict=True))
+                experts_s = tuple(
+                    cost.seconds(*w) + t.experts_s for w, t in zip(work, traffic, strict=True)
+                )
+                transfer_s = tuple(t.transfer_s for t in traffic)
             times.append(
                 LayerTimes(
                     num_layers=layer.num_layers,
-                    attention_s=tuple(
-                        max([layer.attention.seconds(load) for load in loads])
-                        for loads in micro_batches
-                    ),
-                    experts_s=nothing if cost is None else tuple(cost.seconds(*w) for w in work),
-                    transfer_s=nothing if is_dense else tuple(t.transfer_s for t in traffic),
-                    attention_hold_s=nothing if is_dense else tuple(t.attention_s for t in traffic),
-                    experts_hold_s=nothing if is_dense else tuple(t.experts_s for t in traffic),
+                    attention_s=attention_s,
+                    experts_s=experts_s,
+                    transfer_s=transfer_s,
                 )
             )
         return tuple(times)
@@ -198,11 +213,11 @@ class StageCosts:
         there = self.row_bytes + _CHOICE_BYTES * self.experts.top_k
         row = (there + self.width * value) / 2  # the mean of both directions
         leaving, entering = most * sent * ranks.num_experts * row, total * sent * row
-        a, e = ranks.num_attention, ranks.num_experts
+        a, e, link = ranks.num_attention, ranks.num_experts, self.link
         return _Traffic(
-            transfer_s=self.transfer.seconds(HEADER_BYTES + max(leaving, entering)),
-            attention_s=2 * (e * self.message.alpha_s + leaving * self.message.beta_s),
-            experts_s=2 * (a * self.message.alpha_s + entering * self.message.beta_s),
+            transfer_s=link.transfer.seconds(HEADER_BYTES + max(leaving, entering)),
+            attention_s=e * link.attention.alpha_s + leaving * link.attention.beta_s,
+            experts_s=a * link.experts.alpha_s + entering * link.experts.beta_s,
         )
 
     def _share_sent(self, ranks: Ranks) -> float:

@@ -18,15 +18,12 @@ from moe_serve.pipeline.step_seconds import LayerTimes
 class LayerWork:
     """One layer: seconds by rank and micro-batch, and of a transfer by micro-batch (one way).
 
-    Hold: how long a rank is kept busy by a micro-batch's messages while they travel. Without expert
-    ranks the layer is dense, and stays on the attention ranks.
+    Without expert ranks the layer is dense, and stays on the attention ranks.
     """
 
     attention_s: tuple[tuple[float, ...], ...]
     experts_s: tuple[tuple[float, ...], ...]
     transfer_s: tuple[float, ...]
-    attention_hold_s: tuple[float, ...]
-    experts_hold_s: tuple[float, ...]
 
 
 class _Pool:
@@ -36,15 +33,12 @@ class _Pool:
         self._free_s = [0.0] * num_ranks
         self._link_free_s = [0.0] * num_ranks
 
-    def run(
-        self, work_s: Sequence[float], arrival_s: float, transfer_s: float, hold_s: float
-    ) -> float:
+    def run(self, work_s: Sequence[float], arrival_s: float, transfer_s: float) -> float:
         """All ranks compute what arrived and send it on -> when the last of it has arrived."""
         done_s = 0.0
         for rank, seconds in enumerate(work_s):
             self._free_s[rank] = max(self._free_s[rank], arrival_s) + seconds
             begin_s = max(self._free_s[rank], self._link_free_s[rank])
-            self._free_s[rank] += hold_s
             self._link_free_s[rank] = begin_s + transfer_s
             done_s = max(done_s, self._link_free_s[rank])
         return done_s
@@ -62,11 +56,10 @@ def simulate_step(layers: Sequence[LayerWork]) -> float:
                 [rank[index] for rank in layer.attention_s],
                 back_s[index],
                 0.0 if is_dense else transfer_s,
-                layer.attention_hold_s[index],
             )
             if not is_dense:
                 work_s = [rank[index] for rank in layer.experts_s]
-                arrival_s = experts.run(work_s, arrival_s, transfer_s, layer.experts_hold_s[index])
+                arrival_s = experts.run(work_s, arrival_s, transfer_s)
             back_s[index] = arrival_s
     return max(back_s)
 
@@ -82,8 +75,6 @@ def simulate_layers(
             attention_s=(times.attention_s,) * num_attention,
             experts_s=() if is_dense else (times.experts_s,) * num_experts,
             transfer_s=times.transfer_s,
-            attention_hold_s=times.attention_hold_s,
-            experts_hold_s=times.experts_hold_s,
         )
         work += [layer] * times.num_layers
     return simulate_step(work)

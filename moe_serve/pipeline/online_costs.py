@@ -124,15 +124,12 @@ class OnlineCosts:
         """As StageCosts.layer_times; `ranks` are those that were measured."""
         totals = [sum(load.num_rows for load in loads) for loads in micro_batches]
         most = [max(load.num_rows for load in loads) for loads in micro_batches]
-        nothing = (0.0,) * len(micro_batches)  # what messages hold up is in the measured stages
         return (
             LayerTimes(
                 num_layers=self._num_layers,
                 attention_s=tuple(self._attention.seconds(rows) for rows in most),
                 experts_s=tuple(self._experts.seconds(rows) for rows in totals),
                 transfer_s=tuple(self._transfer.seconds(rows) for rows in totals),
-                attention_hold_s=nothing,
-                experts_hold_s=nothing,
             ),
         )
 

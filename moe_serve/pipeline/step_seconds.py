@@ -12,8 +12,7 @@ back later than its turn, and a layer takes the whole round trip instead of m T_
     step = (L - 1) layer + (T_a + T_e + 2 T_c) + (m - 1) T_f
 
 Both agree where both hold; m = 1 gives L (T_a + T_e + 2 T_c). T_f also covers T_c, as a link sends
-one message at a time; and where a rank's own cores copy its messages (gloo), T_a and T_e are longer
-by that in T_f, but not in the round trip, which T_c is a part of already.
+one message at a time. What a rank itself does for its messages counts to its T_a or T_e.
 """
 
 from __future__ import annotations
@@ -34,15 +33,13 @@ class LayerTimes:
     attention_s: tuple[float, ...]
     experts_s: tuple[float, ...]
     transfer_s: tuple[float, ...]  # one direction
-    attention_hold_s: tuple[float, ...]  # what messages take of the ranks' cores while they travel
-    experts_hold_s: tuple[float, ...]
 
     @property
     def cycle_s(self) -> float:
         """Seconds from a layer's begin to the next one's."""
         return max(
-            sum(self.attention_s) + sum(self.attention_hold_s),
-            sum(self.experts_s) + sum(self.experts_hold_s),
+            sum(self.attention_s),
+            sum(self.experts_s),
             sum(self.transfer_s),
             self.round_trip_s,
         )
@@ -60,8 +57,8 @@ class LayerTimes:
         """The last layer: the pipeline runs empty instead of being fed."""
         trip = self.attention_s[0] + self.experts_s[0] + 2 * self.transfer_s[0]
         return trip + max(
-            sum(self.attention_s[1:]) + sum(self.attention_hold_s[1:]),
-            sum(self.experts_s[1:]) + sum(self.experts_hold_s[1:]),
+            sum(self.attention_s[1:]),
+            sum(self.experts_s[1:]),
             sum(self.transfer_s[1:]),
         )
 

@@ -15,6 +15,7 @@ from moe_serve.pipeline.cost_model import (
     Experts,
     LayerCosts,
     Line,
+    LinkCosts,
     StageCosts,
 )
 
@@ -65,6 +66,7 @@ def calibration_of(
     kv_token_bytes: int,
     max_context: int,
 ) -> Calibration:
+    link = LinkCosts(attention=Line(0.0, 0.0), experts=Line(0.0, 0.0), transfer=transfer)
     return Calibration(
         schema=SCHEMA,
         model=ModelFacts(
@@ -83,7 +85,6 @@ def calibration_of(
             device="made up",
             num_threads=1,
             kernels="none",
-            transfers="none",
             torch="none",
             moe_serve="0",
         ),
@@ -92,10 +93,12 @@ def calibration_of(
             experts=Experts(num_experts=128, top_k=8, num_effective=120.0),
             row_bytes=8192,
             width=4096,
-            transfer=transfer,
-            message=Line(0.0, 0.0),
+            link=link,
             fixed=Line(1e-4, 1e-6),
             sampling=Line(0.0, 1e-6),
+        ),
+        network=LinkCosts(
+            attention=Line(1e-4, 0.0), experts=Line(1e-4, 0.0), transfer=Line(1e-3, 1e-9)
         ),
         fits=(
             FitReport(name="T_a", num_samples=3, r_squared=0.99, median_error=0.01, max_error=0.02),

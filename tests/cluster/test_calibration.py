@@ -40,15 +40,19 @@ def test_calibrate_then_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     path = tmp_path / "calibration.json"
     assert run("calibrate", "--quick", "--num-threads", "1", "--out", str(path)) == 0
     printed = capsys.readouterr().out
-    assert "T_a attention" in printed and "T_c transfer" in printed and str(path) in printed
+    assert "T_a attention" in printed and "T_c transfer, gloo" in printed and str(path) in printed
     calibration = read_calibration(path)
     costs, model = calibration.costs, calibration.model
     assert (model.name, model.num_layers, model.kv_token_bytes) == ("demo_model", 6, 3072)
     assert costs.experts.num_experts == 32 and costs.experts.num_effective > 16
     alone = costs.colocated_time(BatchLoad.decode(1, 64))
     assert 0 < alone < costs.colocated_time(BatchLoad.decode(64, 64))
-    assert costs.transfer.seconds(64) > 0
-    assert {fit.name for fit in calibration.fits} >= {"T_e experts", "T_c transfer", "sampling"}
+    assert costs.link.attention.seconds(64) > 0 and calibration.network.attention.alpha_s > 0
+    assert {fit.name for fit in calibration.fits} >= {
+        "T_e experts",
+        "exchange, attention rank",
+        "sampling",
+    }
 
     plan = ("plan", "--calibration", str(path), "--devices", "3", "--batch", "16")
     assert run(*plan) == 0

@@ -34,8 +34,8 @@ def _set(*path: str | int, value: object) -> Callable[[Any], None]:
     [
         (_set("schema", value=2), "has calibration schema 2, but this version reads 1"),
         (_set("schema", value=None), "has calibration schema None"),
-        (_set("costs", "transfer", "alpha_s", value="fast"), r"Expected `float`.*alpha_s"),
-        (_set("costs", "transfer", "alpha_s", value=-1.0), "negative times"),
+        (_set("costs", "link", "transfer", "alpha_s", value="fast"), r"Expected `float`.*alpha_s"),
+        (_set("costs", "link", "transfer", "alpha_s", value=-1.0), "negative times"),
         (_set("costs", "experts", "num_effective", value=500.0), "contradict each other"),
         (_set("model", "num_layers", value=5), "contradict each other"),
         (_set("costs", "layers", value=[]), "contradict each other"),

@@ -11,6 +11,7 @@ from moe_serve.pipeline.cost_model import (
     Experts,
     LayerCosts,
     Line,
+    LinkCosts,
     Ranks,
     StageCosts,
 )
@@ -42,8 +43,11 @@ def synthetic_costs(
         experts=Experts(num_experts=32, top_k=4, num_effective=28.0),
         row_bytes=512,
         width=256,
-        transfer=Line(5e-5 * transfer, 5e-10 * transfer),
-        message=Line(2e-6, 1e-10),
+        link=LinkCosts(
+            attention=Line(4e-6, 2e-10),
+            experts=Line(3e-6, 2e-10),
+            transfer=Line(5e-5 * transfer, 5e-10 * transfer),
+        ),
         fixed=Line(5e-4, 5e-6),
         sampling=Line(0.0, 5e-6),
     )

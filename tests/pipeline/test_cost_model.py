@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from moe_serve.pipeline.batch_load import BatchLoad
-from moe_serve.pipeline.cost_model import AttentionCost, Experts, Line, Ranks
+from moe_serve.pipeline.cost_model import AttentionCost, Experts, Line, LinkCosts, Ranks
 from synthetic_costs import synthetic_costs
 
+NONE = Line(0.0, 0.0)
 ONE_EACH = Ranks(num_attention=1, num_experts=1)
 
 
@@ -64,7 +65,7 @@ def test_dense_layers_have_no_experts_and_no_transfers() -> None:
 
 
 def test_colocated_is_one_micro_batch_without_transfers() -> None:
-    costs = replace(synthetic_costs(), transfer=Line(0.0, 0.0), message=Line(0.0, 0.0))
+    costs = replace(synthetic_costs(), link=LinkCosts(attention=NONE, experts=NONE, transfer=NONE))
     load = BatchLoad.decode(16, 100)
     assert costs.colocated_time(load) == pytest.approx(costs.step_time([load], 1, ONE_EACH))
     many = BatchLoad.decode(128, 100)

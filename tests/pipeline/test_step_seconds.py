@@ -11,23 +11,8 @@ from moe_serve.pipeline.step_seconds import LayerTimes, step_seconds
 
 
 def equal_times(a: float, e: float, c: float, m: int, num_layers: int) -> LayerTimes:
-    return layer_times((a,) * m, (e,) * m, (c,) * m, num_layers)
-
-
-def layer_times(
-    a: tuple[float, ...],
-    e: tuple[float, ...],
-    c: tuple[float, ...],
-    num_layers: int,
-    hold: tuple[float, float] = (0.0, 0.0),
-) -> LayerTimes:
     return LayerTimes(
-        num_layers=num_layers,
-        attention_s=a,
-        experts_s=e,
-        transfer_s=c,
-        attention_hold_s=(hold[0],) * len(a),
-        experts_hold_s=(hold[1],) * len(a),
+        num_layers=num_layers, attention_s=(a,) * m, experts_s=(e,) * m, transfer_s=(c,) * m
     )
 
 
@@ -73,7 +58,7 @@ def test_unequal_micro_batches_are_within_15_percent(
     parts: list[tuple[float, float, float]], num_layers: int
 ) -> None:
     a, e, c = (tuple(column) for column in zip(*parts, strict=True))
-    times = layer_times(a, e, c, num_layers)
+    times = LayerTimes(num_layers=num_layers, attention_s=a, experts_s=e, transfer_s=c)
     assert step_seconds([times]) == pytest.approx(simulate_layers([times]), rel=0.15)
 
 
@@ -81,11 +66,3 @@ def test_dense_layers_stay_on_the_attention_ranks() -> None:
     dense = equal_times(1.0, 0.0, 0.0, 2, 3)
     assert step_seconds([dense]) == pytest.approx(6.0)
     assert simulate_layers([dense]) == pytest.approx(6.0)
-
-
-@pytest.mark.parametrize("m", [1, 2, 3, 4])
-def test_messages_hold_a_rank_up_but_only_where_it_is_the_bottleneck(m: int) -> None:
-    times = layer_times((1.0,) * m, (1.0,) * m, (0.4,) * m, 50, hold=(0.3, 0.2))
-    assert step_seconds([times]) == pytest.approx(simulate_layers([times]), rel=0.01)
-    free = equal_times(1.0, 1.0, 0.4, m, 50)
-    assert (step_seconds([times]) > step_seconds([free])) == (m > 1)
