@@ -56,6 +56,7 @@ class PipelineConfig:
     """How a step is cut into micro-batches."""
 
     micro_batches: int | Literal["auto"] = "auto"  # auto: 1 colocated, else by measured times
+    timeline: str | None = None  # a file: what every rank did when, as a Chrome trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,6 +65,23 @@ def test_the_flags_are_frozen() -> None:
         "--served-model-name",
         "model",
     ]
+    # Everything that `serve` takes for the model, the limits and HTTP, and what names the nodes.
+    assert set(flags_of("launch")) - set(flags_of("serve")) == {
+        "--cluster",
+        "--coordinator",
+        "--emit",
+        "--hostfile",
+        "--image",
+        "--kubernetes-kind",
+        "--launcher",
+        "--model-claim",
+        "--name",
+        "--node-rank",
+        "--num-nodes",
+        "--out",
+        "--secret-file",
+    }
+    assert set(flags_of("serve")) - set(flags_of("launch")) == set()
     assert flags_of("chat") == [
         "--api-key",
         "--max-tokens",

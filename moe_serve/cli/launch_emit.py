@@ -114,7 +114,9 @@ def _variables(settings: Mapping[str, object]) -> dict[str, str]:
 def _text(value: object) -> str:
     if isinstance(value, list):
         return ",".join(str(item) for item in value)
-    return {None: "null", True: "true", False: "false"}.get(value, str(value))  # type: ignore[call-overload]
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _write(folder: Path, name: str, text: str) -> Path:

@@ -31,8 +31,6 @@ from moe_serve.config import Config
 from moe_serve.config_sources import CLUSTER_SECRET_VARIABLE, LoadedConfig
 from moe_serve.errors import ConfigError
 
-_log = logging.getLogger(__name__)
-
 
 def run_node(
     request: LaunchRequest, environ: MutableMapping[str, str], *, has_to_print: bool
@@ -48,7 +46,8 @@ def run_node(
     if is_spare_copy(environ):
         typer.echo(f"node {node.node_rank}: one process of a node is enough, this one leaves")
         return
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT)
+    logging.getLogger("moe_serve.cluster.launch").setLevel(logging.INFO)  # who came, who left
     secret = find_secret(request, environ, node)
     if node.node_rank == 0:
         _run_node_0(request, loaded, node, layout, secret)
@@ -115,7 +114,7 @@ def _run_node_0(
         if node.num_nodes > 1:
             try:
                 starter.listen(Endpoint(host, node.coordinator_port), secret)
-                _log.info("node 0 waits for %d nodes on port %d", node.num_nodes - 1, starter.port)
+                typer.echo(f"node 0 waits for {node.num_nodes - 1} more at {host}:{starter.port}")
                 starter.wait_for_nodes(config.engine.cluster.start_timeout_s)
             except BaseException:
                 starter.stop()

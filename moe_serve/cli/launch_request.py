@@ -108,13 +108,14 @@ def launch_request(parameters: Mapping[str, Any]) -> LaunchRequest:
     """From the parameters of `launch` by name; raises ConfigError."""
     path: Path | None = parameters["cluster"]
     cluster = None if path is None else read_cluster_file(path)
-    keys: list[str] = parameters["api_key"] or []
+    keys = list(parameters["api_key"] or ())
     if any(not key.startswith("@") for key in keys):
         raise ConfigError(
             "launch takes keys from files only, as its command line is seen on every node: "
             "--api-key @FILE."
         )
-    given = {name: parameters[name] for name in KEYS if parameters[name] not in (None, [])}
+    flags = {**{name: parameters[name] for name in KEYS}, "api_key": keys or None}
+    given = {name: value for name, value in flags.items() if value is not None}
     if "micro_batches" in given:
         given["micro_batches"] = number_or_text(given["micro_batches"])
     secret_file: Path | None = parameters["secret_file"]

@@ -41,7 +41,8 @@ def run_on_hosts(
 ) -> int:
     """The exit code of the first that failed, else 0; 130 after Ctrl-C or SIGTERM.
 
-    Every line of output is written with the host's name before it. Nothing is left behind.
+    The first command is node 0's. Every line of output is written with the host's name before it.
+    Nothing is left behind; a second Ctrl-C kills what still drains.
     """
     pump = OutputPump(write)
     running: list[tuple[HostCommand, subprocess.Popen[bytes]]] = []
@@ -55,7 +56,11 @@ def run_on_hosts(
         write("stopping all hosts")
         code = EXIT_INTERRUPTED
     finally:
-        _stop([process for _, process in running], stop_timeout_s)
+        processes = [process for _, process in running]
+        try:
+            _stop(processes, stop_timeout_s)
+        except KeyboardInterrupt:
+            _stop(processes, 0.0)
         pump.close()
     return code
 
@@ -99,16 +104,19 @@ def _wait(
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> None:
-    """The end of its standard input tells a command to leave; those that stay are killed."""
+    """The end of its standard input tells a command to leave; those that stay are killed.
+
+    The first one before the others: node 0 ends its requests while it still has all ranks, and
+    then dismisses the other nodes.
+    """
+    deadline = time.monotonic() + timeout_s
     for process in processes:
         assert process.stdin is not None, "its input is a pipe"
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
-    deadline = time.monotonic() + timeout_s
-    for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, deadline - time.monotonic()))
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)  # also what it started and left
         process.wait()
 

@@ -1,0 +1,205 @@
+"""Two hosts with addresses of their own, as network namespaces of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import two_hosts
+from moe_serve import LLM, SamplingParams
+from moe_serve.cluster.secret import new_secret
+from two_hosts import VirtualHost
+
+REASON = two_hosts.why_not()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 90.0
+PROMPTS = ("Once upon a time", "The capital of", "def main(", "1 + 1 =", "Es war einmal", "a")
+# Waits until the server is ready, then sends all requests at once and prints the texts.
+CLIENT = """
+import json, sys, time
+from concurrent.futures import ThreadPoolExecutor
+import httpx
+url, patience_s = sys.argv[1], float(sys.argv[2])
+requests = json.loads(sys.argv[3])
+def is_ready():
+    try:
+        return httpx.get(url + "/health/ready", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+deadline = time.monotonic() + patience_s
+while not is_ready():
+    if time.monotonic() > deadline:
+        sys.exit("the server was not ready in time")
+    time.sleep(0.1)
+def ask(body):
+    answer = httpx.post(url + "/v1/completions", json=body, timeout=patience_s)
+    answer.raise_for_status()
+    return answer.json()["choices"][0]["text"]
+with ThreadPoolExecutor(len(requests)) as pool:
+    print(json.dumps(list(pool.map(ask, requests))))
+"""
+SAY = """
+import socket, sys
+node, host, coordinator = sys.argv[1:]
+address, port = coordinator.rsplit(":", 1)
+if node == "0":
+    with socket.create_server((address, int(port))) as server:
+        connection, peer = server.accept()
+        with connection:
+            connection.sendall(f"hello {peer[0]}".encode())
+else:
+    for attempt in range(200):
+        try:
+            with socket.create_connection((address, int(port)), 5) as connection:
+                print(f"{host} hears: {connection.recv(100).decode()}")
+                break
+        except ConnectionRefusedError:
+            import time
+            time.sleep(0.05)
+"""
+
+
+def namespaces() -> set[str]:
+    done = subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True)
+    return {line.split()[0] for line in done.stdout.splitlines() if line.startswith("moe")}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    before = namespaces()
+    yield
+    assert namespaces() <= before
+
+
+def test_one_command_runs_on_both_and_they_reach_each_other() -> None:
+    lines: list[str] = []
+    command = [sys.executable, "-c", SAY, "{node}", "{host}", "{coordinator}"]
+    assert two_hosts.run_in_both(command, lines.append) == 0, lines
+    assert lines == ["[host-1] 198.18.0.2 hears: hello 198.18.0.2"]
+
+
+def test_a_hosts_addresses_are_its_own() -> None:
+    with two_hosts.two_hosts() as (first, second):
+        listening = "import socket; socket.create_server(('{}', 0)); print('ok')"
+
+        def can_listen(host: VirtualHost, address: str) -> bool:
+            done = host.run(sys.executable, "-c", listening.format(address))
+            return done.returncode == 0
+
+        assert can_listen(first, first.address) and can_listen(second, second.address)
+        assert not can_listen(first, second.address), "that is the other host's"
+    with pytest.raises(OSError, match="Cannot assign requested address"):
+        socket.create_server((first.address, 0))
+
+
+def test_the_first_failure_ends_both() -> None:
+    lines: list[str] = []
+    script = 'if [ "$1" = 1 ]; then exit 7; fi; sleep 1000'
+    code = two_hosts.run_in_both(["sh", "-c", script, "sh", "{node}"], lines.append)
+    assert code == 7
+    assert "host-1 ended with status 7: stopping the others" in lines
+
+
+def test_nothing_is_left_after_a_failure() -> None:
+    with pytest.raises(ZeroDivisionError), two_hosts.two_hosts() as (first, _):
+        process = first.popen("sleep", "1000")
+        _ = 1 // 0
+    assert process.wait(10) == -signal.SIGKILL
+
+
+def test_ctrl_c_ends_both(tmp_path: Path) -> None:
+    script = Path(two_hosts.__file__)
+    command = ["sh", "-c", 'echo up > "$1"; trap "echo drained; exit 0" TERM; sleep 1000 & wait']
+    process = subprocess.Popen(
+        [sys.executable, str(script), *command, "sh", str(tmp_path / "{node}")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    with contextlib.closing(process.stdout) if process.stdout else contextlib.nullcontext():
+        for _ in range(500):
+            if all((tmp_path / node).exists() for node in "01"):
+                break
+            threading.Event().wait(0.02)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        text = process.stdout.read() if process.stdout else ""
+    assert text.count("drained") == 2, text
+
+
+def requests() -> list[dict[str, object]]:
+    """Greedy and seeded ones."""
+    return [
+        {"prompt": prompt, "max_tokens": 20, "temperature": temperature, "seed": 7}
+        for prompt in PROMPTS
+        for temperature in (0.0, 1.0)
+    ]
+
+
+def colocated_texts() -> list[str]:
+    with LLM() as llm:
+        texts = []
+        for request in requests():
+            prompt = str(request.pop("prompt"))
+            output = llm.generate(prompt, SamplingParams(**request))[0]  # type: ignore[arg-type]
+            texts.append(output.outputs[0].text)
+        return texts
+
+
+CLUSTER = """
+name: cable
+coordinator: {host: 198.18.0.1, port: 29600}
+nodes:
+  - {name: left, address: 198.18.0.1, attention_ranks: [0], expert_ranks: [1]}
+  - {name: right, address: 198.18.0.2, expert_ranks: [0]}
+serve:
+  server: {port: 8123}
+"""
+
+
+def launch_on(host: VirtualHost, folder: Path) -> subprocess.Popen[bytes]:
+    """The same command on both: each host finds itself in the file by its address."""
+    files = ["--cluster", str(folder / "cluster.yaml"), "--secret-file", str(folder / "secret")]
+    return host.popen(
+        *(sys.executable, "-m", "moe_serve", "launch", *files),
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+@pytest.mark.timeout(240)
+def test_launch_on_two_hosts_gives_the_tokens_of_one_process(tmp_path: Path) -> None:
+    """Attention and an expert rank on one, an expert rank on the other."""
+    (tmp_path / "secret").write_text(new_secret().text)
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    with two_hosts.two_hosts() as hosts:
+        assert all(host.address in CLUSTER for host in hosts)
+        processes = [launch_on(host, tmp_path) for host in hosts]
+        try:
+            sent = json.dumps(requests())
+            url = "http://127.0.0.1:8123"
+            client = hosts[0].run(sys.executable, "-c", CLIENT, url, str(PATIENCE_S), sent)
+            if client.returncode == 0:
+                processes[0].send_signal(signal.SIGTERM)
+                assert [process.wait(60) for process in processes] == [0, 0], "node 0 ends both"
+        finally:
+            for process in processes:
+                process.kill()
+            said = [process.communicate()[0].decode() for process in processes]
+    assert client.returncode == 0, "\n".join([client.stderr, *said])
+    assert json.loads(client.stdout) == colocated_texts(), "\n".join(said)
