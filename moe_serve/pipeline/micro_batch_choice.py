@@ -21,7 +21,7 @@ from moe_serve.pipeline.online_costs import OnlineCosts, StepTiming
 from moe_serve.pipeline.step_seconds import step_seconds
 
 MAX_MICRO_BATCHES = 4
-Reason = Literal["one sequence", "not measured yet", "trying out", "predicted best", "configured"]
+Reason = Literal["one sequence", "not measured yet", "trying out", "predicted best"]
 
 _TIE = 1.01
 _WORTH_TRYING = (2.0, 1.25)  # times the best estimate, of a choice not measured, or once only
