@@ -16,6 +16,7 @@ from moe_serve.cache.sizing import num_pages
 from moe_serve.config import PAGE_SIZE, EngineConfig, ModelConfig
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.layout import Layout
+from moe_serve.engine.sampling_backend import make_sampler
 from moe_serve.errors import CheckpointError, ConfigError
 from moe_serve.model.demo import demo_model_folder
 from moe_serve.model.hf_config import generation_eos_token_ids
@@ -73,15 +74,17 @@ def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> 
         available_bytes=_available_bytes(device),
     )
     cache = KVCache(spec, pages, loader.dtype, device)
+    eos_token_ids = _eos_token_ids(folder, spec)
     engine = Engine(
         Pipeline(attention_stage, LocalTransport(expert_stage), cache, device),
         scheduler=config.scheduler,
         num_pages=pages,
         micro_batches=config.pipeline.micro_batches,
         max_model_len=max_model_len,
-        eos_token_ids=_eos_token_ids(folder, spec),
+        eos_token_ids=eos_token_ids,
         model_identity=model_identity(folder, str(loader.dtype), loader.kernels.name),
         has_prefix_cache=config.cache.prefix_cache,
+        sampler=make_sampler(eos_token_ids, loader.kernels),
     )
     layout = Layout(
         folder=folder,

@@ -17,7 +17,8 @@ from moe_serve.engine.batcher import make_step_plan
 from moe_serve.engine.client import EngineStats
 from moe_serve.engine.prefix_sharing import PrefixSharing
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
-from moe_serve.engine.sampler import Sampled, Sampler, describe_tokens
+from moe_serve.engine.sampler import Sampled, Sampler
+from moe_serve.engine.sampling_backend import SamplingBackend
 from moe_serve.engine.scheduler import Schedule, Scheduler
 from moe_serve.engine.sequence import Sequence
 from moe_serve.model.step_plan import StepPlan
@@ -46,7 +47,7 @@ class StepRunner(Protocol):
 
 
 class Engine:
-    """`add` and `abort` requests, `step` while `has_work`."""
+    """`add` and `abort` requests, `step` while `has_work`. Without a `sampler`: torch's."""
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class Engine:
         eos_token_ids: frozenset[int],
         model_identity: bytes = b"",
         has_prefix_cache: bool = True,
+        sampler: SamplingBackend | None = None,
     ) -> None:
         assert max_model_len <= num_pages * PAGE_SIZE, "one full sequence must fit the cache"
         self._runner = runner
@@ -66,7 +68,7 @@ class Engine:
         identity = model_identity if has_prefix_cache else None
         sharing = PrefixSharing(cache, identity, runner.finite_pages)
         self._scheduler = Scheduler(scheduler, cache, sharing)
-        self._sampler = Sampler(eos_token_ids)
+        self._sampler = sampler or Sampler(eos_token_ids)
         self._eos, self._micro_batches = eos_token_ids, micro_batches
         self.max_model_len = max_model_len
         self._ids = itertools.count()
@@ -197,7 +199,8 @@ class Engine:
         start = sequence.num_computed_tokens
         following = sequence.token_ids[start + 1 : start + 1 + count]
         num_top = sequence.request.params.prompt_logprobs or 0
-        sequence.prompt_logprobs += describe_tokens(logits[: len(following)], following, num_top)
+        chosen = logits[: len(following)]
+        sequence.prompt_logprobs += self._sampler.describe(chosen, following, num_top)
 
     def _advance(self, sequence: Sequence, sampled: Sampled) -> TokenDelta:
         """Append a sampled token. The caller ends the request if it is the last."""

@@ -32,6 +32,8 @@ _TYPES = {
     "counts": "*i32",
     "logprobs": "*fp32",
     "ranks": "*i32",
+    "row_tops": "*fp32",
+    "log_totals": "*fp32",
     "rows": "*i64",
     "biases": "*fp32",
     "is_seen": "*u8",
