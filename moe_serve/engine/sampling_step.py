@@ -5,7 +5,7 @@ S rows, M entries: single tokens of single rows, where a logit is biased, penali
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from collections.abc import Sequence as Rows
 
 import numpy as np
@@ -57,22 +57,29 @@ def _entries(sequences: Rows[Sequence], eos_token_ids: Collection[int]) -> Token
 
 
 def _entries_of(row: int, sequence: Sequence, banned: Collection[int]) -> TokenEntries:
-    """One row's tokens, ascending. A token may be biased, seen, in the answer and banned at once.
+    """One row's tokens, each once. It may be biased, seen, in the answer and banned together.
 
-    Example, the prompt [5, 3], the answer [3, 7], a repetition penalty and a bias of 2 for 9:
-    tokens [3, 5, 7, 9], biases [0, 0, 0, 2], counts [1, 0, 1, 0], seen [1, 1, 1, 0].
+    Example, the prompt [5, 3], the answer [3, 7], penalties of repetition and presence, a bias of 2
+    for 9: tokens [3, 5, 7, 9], biases [0, 0, 0, 2], counts [1, 0, 1, 0], seen [1, 1, 1, 0].
     """
     params = sequence.request.params
-    counts = sequence.output_counts if params.has_penalties else {}
+    is_counting = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+    counts = sequence.output_counts if is_counting else {}
     kinds = [_ids(sequence.seen), _ids(counts), _ids(params.logit_bias), _ids(banned)]
-    tokens, places = np.unique(np.concatenate(kinds), return_inverse=True)
-    seen, answered, biased, stopped = np.split(places, np.cumsum([len(ids) for ids in kinds])[:-1])
+    tokens = np.concatenate(kinds)
+    if banned or len(tokens) > max(map(len, kinds)):
+        tokens, places = np.unique(tokens, return_inverse=True)
+    else:  # of one kind, the usual case: no token comes twice
+        places = np.arange(len(tokens))
+    num_seen, num_counted, num_biased, _ = map(len, kinds)
+    num_known = num_seen + num_counted
     biases, found = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32)
     is_seen = np.zeros(len(tokens), np.bool_)
-    is_seen[seen] = True
-    found[answered] = list(counts.values())
-    biases[biased] = list(params.logit_bias.values())
-    biases[stopped] = -np.inf
+    is_seen[places[:num_seen]] = True
+    found[places[num_seen:num_known]] = np.fromiter(counts.values(), np.int32, num_counted)
+    if num_biased:
+        biases[places[num_known : num_known + num_biased]] = list(params.logit_bias.values())
+    biases[places[num_known + num_biased :]] = -np.inf
     return TokenEntries(
         rows_M=np.full(len(tokens), row, np.int64),
         tokens_M=tokens,
@@ -82,5 +89,5 @@ def _entries_of(row: int, sequence: Sequence, banned: Collection[int]) -> TokenE
     )
 
 
-def _ids(tokens: Iterable[int]) -> NDArray[np.int64]:
-    return np.fromiter(tokens, np.int64)
+def _ids(tokens: Collection[int]) -> NDArray[np.int64]:
+    return np.fromiter(tokens, np.int64, len(tokens))

@@ -42,7 +42,7 @@ def row_of(entries: TokenEntries, row: int) -> list[tuple[int, float, int, bool]
 def test_the_worked_example() -> None:
     rows = [
         sequence((1,), (2,)),
-        sequence((5, 3), (3, 7), repetition_penalty=1.5, logit_bias={9: 2.0}),
+        sequence((5, 3), (3, 7), repetition_penalty=1.5, presence_penalty=1.0, logit_bias={9: 2.0}),
     ]
     entries = make_sampling_step(rows, [0]).entries
     assert entries is not None and row_of(entries, 0) == []
@@ -52,6 +52,17 @@ def test_the_worked_example() -> None:
         (7, 0.0, 1, True),
         (9, 2.0, 0, False),
     ]
+
+
+def test_tokens_of_one_kind() -> None:
+    """Only what a penalty asks for is looked up: the order is nobody's."""
+    repeated = sequence((5, 3), (3, 7), repetition_penalty=1.5)
+    counted = sequence((5, 3), (3, 7, 3), frequency_penalty=0.5)
+    entries = make_sampling_step([repeated, counted], [0]).entries
+    assert entries is not None, "both are penalised"
+    seen, found = row_of(entries, 0), row_of(entries, 1)
+    assert sorted(seen) == [(3, 0.0, 0, True), (5, 0.0, 0, True), (7, 0.0, 0, True)]
+    assert sorted(found) == [(3, 0.0, 2, False), (7, 0.0, 1, False)]
 
 
 def test_stops_are_banned_up_to_the_minimum_length() -> None:
