@@ -27,7 +27,9 @@ from moe_serve.config import PAGE_SIZE, SchedulerConfig
 from moe_serve.engine.client import EngineStats
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.request import GenerationRequest
+from moe_serve.engine.sampler import Sampler
 from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.step_executor import LocalExecutor
 from moe_serve.model.step_plan import StepPlan
 
 BLOCK_TOKENS = 512
@@ -76,7 +78,7 @@ def replay(trace: Sequence[TracedRequest], num_blocks: int) -> EngineStats:
     """Serve the trace with a cache of `num_blocks` -> what the engine counted."""
     longest = max(request.num_tokens for request in trace)
     engine = Engine(
-        NoModel(),
+        LocalExecutor(NoModel(), Sampler(frozenset())),
         scheduler=SchedulerConfig(max_num_seqs=1, max_batched_tokens=2**20),
         num_pages=num_blocks * PAGES_PER_BLOCK,
         micro_batches=1,

@@ -19,7 +19,20 @@ class ExpertStage:
     def __init__(self, banks: Sequence[ExpertBank | None]) -> None:
         self._banks = tuple(banks)  # by layer; None: a dense layer
 
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """The layers that have routed experts."""
+        return tuple(layer for layer, bank in enumerate(self._banks) if bank is not None)
+
     def run(self, layer: int, rows: RoutedRows) -> Tensor:
         bank = self._banks[layer]
         assert bank is not None, f"rows were sent for layer {layer}, which has no routed experts"
         return bank(rows.x_TD, rows.expert_ids_TK, rows.weights_TK)
+
+    def partial(
+        self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor
+    ) -> Tensor:
+        """The same sums in fp64; choices with id -1 live elsewhere and add nothing."""
+        bank = self._banks[layer]
+        assert bank is not None, f"rows were sent for layer {layer}, which has no routed experts"
+        return bank.partial(x_TD, expert_ids_TK, weights_TK)

@@ -13,7 +13,10 @@ PAGE_SIZE = 16  # tokens in a KV page
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 KernelsName = Literal["auto", "native", "torch", "triton"]
+CudaGraphsName = Literal["auto", "on", "off"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+RouterSide = Literal["auto", "attention", "experts"]
+WireDtype = Literal["auto", "bf16", "fp8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +29,8 @@ class ModelConfig:
     kernels: KernelsName = "auto"  # auto: triton on a GPU, native on a CPU where it builds
     max_model_len: int | None = None  # None: the checkpoint's context
     num_threads: int | None = None  # CPU threads for the math; None: torch's choice
+    cuda_graphs: CudaGraphsName = "auto"  # auto: where a GPU has the triton kernels
+    cuda_graph_max_rows: int | None = None  # None: scheduler.max_num_seqs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +55,28 @@ class SchedulerConfig:
 class PipelineConfig:
     """How a step is cut into micro-batches."""
 
-    micro_batches: int = 1
+    micro_batches: int | Literal["auto"] = "auto"  # auto: 1 colocated, else by measured times
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """Attention and expert ranks as processes of their own. 0 and 0: one process, no ranks."""
+
+    attention_ranks: int = 0
+    expert_ranks: int = 0
+    placement: str | None = None  # a file; None: contiguous
+    router: RouterSide = "auto"  # where experts are chosen; auto: what moves fewer bytes
+    wire_dtype: WireDtype = "auto"  # of rows on their way to the experts; auto: the model's
+    host: str = "127.0.0.1"  # ranks and coordinator listen here, nowhere else
+    port: int = 0  # of the coordinator; 0: any
+    heartbeat_s: float = 1.0  # a rank that misses three is replaced
+    timeout_s: float = 30.0  # the longest that a rank waits for another one's rows
+    start_timeout_s: float = 600.0  # until every rank has come and loaded its weights
+    calibration: str | None = None  # a file of `moe-serve calibrate`; None: measured as it runs
+
+    @property
+    def is_disaggregated(self) -> bool:
+        return self.attention_ranks > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +87,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """The table of configuration keys, read off the dataclasses of `config.py`, and what each may be.
 
 A key is `section.name`: the section is the component (`model`, `cache`, `scheduler`, `pipeline`,
-`server`), so `scheduler.max_num_seqs` is `Config.engine.scheduler.max_num_seqs`. A new field in
-`config.py` is a new key by itself; only its range is written here.
+`cluster`, `server`), so `scheduler.max_num_seqs` is `Config.engine.scheduler.max_num_seqs`. A new
+field in `config.py` is a new key by itself; only its range is written here.
 """
 
 from __future__ import annotations
@@ -15,22 +15,30 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from moe_serve.config import Config, EngineConfig
+from moe_serve.config import ClusterConfig, Config, EngineConfig
 from moe_serve.errors import ConfigError
 
 Scalar = bool | int | float | str
 Value = Scalar | tuple[str, ...] | None
 
 _MANY = 2**31 - 1
+_UNIONS = (types.UnionType, typing.Union)
 RANGES: Mapping[str, tuple[float, float]] = {
     "model.max_model_len": (1, _MANY),
     "model.num_threads": (1, 1024),
+    "model.cuda_graph_max_rows": (1, 65536),
     "cache.num_pages": (1, _MANY),
     "cache.memory_bytes": (1, 2**50),
     "scheduler.max_num_seqs": (1, 65536),
     "scheduler.max_batched_tokens": (1, 2**20),
     "scheduler.max_queued_requests": (1, _MANY),
     "pipeline.micro_batches": (1, 4),
+    "cluster.attention_ranks": (0, 4096),
+    "cluster.expert_ranks": (0, 4096),
+    "cluster.port": (0, 65535),
+    "cluster.heartbeat_s": (0.05, 600.0),
+    "cluster.timeout_s": (0.1, 3600.0),
+    "cluster.start_timeout_s": (1.0, 86400.0),
     "server.port": (0, 65535),
     "server.max_body_bytes": (1024, 2**30),
     "server.drain_timeout_s": (0.0, 3600.0),
@@ -49,6 +57,7 @@ class ConfigKey:
     kind: type  # bool, int, float, str, or tuple (of strings)
     is_optional: bool
     choices: tuple[str, ...]  # empty: any
+    words: tuple[str, ...]  # beside the values of its kind
     default: Value
 
     @property
@@ -77,12 +86,15 @@ class ConfigKey:
             text += f" in [{low:.17g}, {high:.17g}]"
         if self.name.endswith("_bytes"):
             text += " or a size such as 512MiB"
+        text += "".join(f" or {word}" for word in self.words)
         return text + (", or null" if self.is_optional else "")
 
     def check(self, value: object, source: str) -> Value:
         """The value in its type, or ConfigError. `source` completes "... (from {source})"."""
         if value is None and self.is_optional:
             return None
+        if isinstance(value, str) and value in self.words:
+            return value
         checked = self._converted(value)
         if checked is None or not self._is_in_range(checked):
             raise self.error(value, source)
@@ -126,6 +138,8 @@ class ConfigKey:
                 return None
             is_clean = all(isinstance(item, str) and item.split() == [item] for item in value)
             return tuple(value) if is_clean else None
+        if isinstance(value, bool) and "on" in self.choices:  # YAML reads on and off as booleans
+            return "on" if value else "off"
         return value if isinstance(value, str) and value.strip() else None
 
     def _is_in_range(self, value: Scalar | tuple[str, ...]) -> bool:
@@ -151,7 +165,16 @@ def check_engine_config(config: EngineConfig, source: str = "an argument") -> En
             f"cache.num_pages ({config.cache.num_pages}) and cache.memory_bytes "
             f"({config.cache.memory_bytes}) both set the size of the KV cache; set one of them."
         )
+    _check_cluster(config.cluster)
     return config
+
+
+def _check_cluster(cluster: ClusterConfig) -> None:
+    if (cluster.attention_ranks > 0) != (cluster.expert_ranks > 0):
+        raise ConfigError(
+            f"cluster.attention_ranks ({cluster.attention_ranks}) and cluster.expert_ranks "
+            f"({cluster.expert_ranks}) go together: both 0 for one process, or at least 1 each."
+        )
 
 
 def unknown_name(kind: str, name: str, source: str, known: Iterable[str]) -> ConfigError:
@@ -170,8 +193,8 @@ def _keys_of(component: type, section: str = "") -> Iterable[ConfigKey]:
             assert isinstance(hint, type), f"{item.name}: a section is a class, got {hint!r}"
             yield from _keys_of(hint, item.name)
             continue
-        arms = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        (core,) = (arm for arm in arms if arm is not types.NoneType)
+        arms = typing.get_args(hint) if typing.get_origin(hint) in _UNIONS else (hint,)
+        core, *others = (arm for arm in arms if arm is not types.NoneType)
         origin = typing.get_origin(core)
         yield ConfigKey(
             section=section,
@@ -179,6 +202,7 @@ def _keys_of(component: type, section: str = "") -> Iterable[ConfigKey]:
             kind=str if origin is typing.Literal else (origin or core),
             is_optional=types.NoneType in arms,
             choices=typing.get_args(core) if origin is typing.Literal else (),
+            words=tuple(word for arm in others for word in typing.get_args(arm)),
             default=typing.cast(Value, item.default),
         )
 

@@ -34,6 +34,7 @@ from moe_serve.errors import ConfigError
 PREFIX = "MOE_SERVE_"
 CONFIG_VARIABLE = "MOE_SERVE_CONFIG"
 API_KEY_VARIABLE = "MOE_SERVE_API_KEY"  # the client's key, which `moe-serve chat` reads
+CLUSTER_SECRET_VARIABLE = "MOE_SERVE_CLUSTER_SECRET"  # shared by every process of one cluster
 DEFAULT_SOURCE = "default"
 
 
@@ -81,8 +82,13 @@ def load_config(
     flags: Mapping[str, object],
     environ: Mapping[str, str],
     file: Path | None = None,
+    settings: Mapping[str, object] | None = None,
+    settings_source: str = "",
 ) -> LoadedConfig:
-    """Merge the sources. `flags` holds what the command line did set, as {"server.port": 8001}."""
+    """Merge the sources. `flags` holds what the command line did set, as {"server.port": 8001}.
+
+    `settings` are laid out likewise: those of a cluster file, which win over the YAML file.
+    """
     keys = {key.path: key for key in config_keys()}
     variables = {variable_name(key): key for key in keys.values()}
     _refuse_unknown_variables(environ, variables)
@@ -92,6 +98,11 @@ def load_config(
     }
     for entry in _file_entries(file, environ, keys):
         chosen[entry.key.path] = entry
+    for path, value in (settings or {}).items():
+        if path not in keys:
+            raise unknown_name("key", path, settings_source, keys)
+        checked = keys[path].check(value, settings_source)
+        chosen[path] = ConfigEntry(key=keys[path], value=checked, source=settings_source)
     for name, key in variables.items():
         if text := environ.get(name, "").strip():
             chosen[key.path] = ConfigEntry(key=key, value=key.parse(text, name), source=name)
@@ -115,7 +126,7 @@ def variable_name(key: ConfigKey) -> str:
 
 
 def _refuse_unknown_variables(environ: Mapping[str, str], known: Mapping[str, ConfigKey]) -> None:
-    names = {*known, CONFIG_VARIABLE, API_KEY_VARIABLE}
+    names = {*known, CONFIG_VARIABLE, API_KEY_VARIABLE, CLUSTER_SECRET_VARIABLE}
     for name in environ:
         if name.startswith(PREFIX) and name not in names:
             raise unknown_name("environment variable", name, "environment", names)

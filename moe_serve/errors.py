@@ -9,6 +9,9 @@
       x EngineDeadError              the engine itself has stopped: the process must end
       x ConfigError                  the configuration is wrong: names key, source and values
       x CheckpointError              the checkpoint cannot be served: names the file and the tensor
+      x ClusterError                 processes of a cluster do not find or do not fit each other
+        + ChannelClosedError         a control connection has ended; the message says why
+      x TimelineError                a timeline's file or records are not what they should be
 
 Our own bugs are `assert`s with a message, never one of these.
 """
@@ -65,8 +68,22 @@ class CheckpointError(MoeServeError):
     """A checkpoint is missing a file or a tensor, or holds what this version cannot serve."""
 
 
+class ClusterError(MoeServeError):
+    """A process of the cluster cannot be reached, or does not fit the others; names which."""
+
+
+class ChannelClosedError(ClusterError):
+    """A control connection has ended: closed by either side, broken, or nobody reads there."""
+
+
+class TimelineError(MoeServeError):
+    """Records or a file of a timeline that cannot be read, or hold not what was asked for."""
+
+
 __all__ = [
+    "ChannelClosedError",
     "CheckpointError",
+    "ClusterError",
     "ConfigError",
     "ContextLengthError",
     "EngineDeadError",
@@ -75,4 +92,5 @@ __all__ = [
     "ModelNotFoundError",
     "MoeServeError",
     "ServerOverloadedError",
+    "TimelineError",
 ]

@@ -14,12 +14,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from rich.progress import Progress, TextColumn
 
+from moe_serve.cluster.any_engine import build_any_engine
 from moe_serve.config import (
     CacheConfig,
+    ClusterConfig,
+    CudaGraphsName,
     DeviceName,
     DtypeName,
     EngineConfig,
@@ -29,9 +32,8 @@ from moe_serve.config import (
     SchedulerConfig,
 )
 from moe_serve.config_keys import check_engine_config
-from moe_serve.engine.build import build_engine
 from moe_serve.engine.client import EngineStats
-from moe_serve.engine.engine import Engine
+from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.errors import (
@@ -62,8 +64,12 @@ class LLM:
         prefix_cache: bool = True,
         max_num_seqs: int = 64,
         max_batched_tokens: int = 1024,
-        micro_batches: int = 1,
+        attention_ranks: int = 0,
+        expert_ranks: int = 0,
+        placement: str | None = None,
+        micro_batches: int | Literal["auto"] = "auto",
         num_threads: int | None = None,
+        cuda_graphs: CudaGraphsName = "auto",
     ) -> None:
         config = EngineConfig(
             model=ModelConfig(
@@ -73,15 +79,19 @@ class LLM:
                 kernels=kernels,
                 max_model_len=max_model_len,
                 num_threads=num_threads,
+                cuda_graphs=cuda_graphs,
             ),
             cache=CacheConfig(num_pages=num_pages, prefix_cache=prefix_cache),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens
             ),
             pipeline=PipelineConfig(micro_batches=micro_batches),
+            cluster=ClusterConfig(
+                attention_ranks=attention_ranks, expert_ranks=expert_ranks, placement=placement
+            ),
         )
-        built = build_engine(check_engine_config(config, "LLM"))
-        self._open_engine: Engine | None = built.engine
+        built = build_any_engine(check_engine_config(config, "LLM"))
+        self._open_engine: DrivenEngine | None = built.engine
         self.layout = built.layout
         self._tokenizer: Tokenizer | None = Tokenizer.load(self.layout.folder)
         self._ids = itertools.count()
@@ -98,8 +108,11 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Drop the weights and the cache; every later call is refused."""
+        """Drop the weights and the cache, and end the ranks; every later call is refused."""
+        engine = self._open_engine
         self._tokenizer = self._open_engine = None
+        if engine is not None:
+            engine.close()
 
     def stats(self) -> EngineStats:
         """Steps, pages, preemptions and tokens so far."""
@@ -112,7 +125,7 @@ class LLM:
         return self._tokenizer
 
     @property
-    def _engine(self) -> Engine:
+    def _engine(self) -> DrivenEngine:
         if self._open_engine is None:
             raise EngineDeadError("this LLM was closed: make a new one.")
         return self._open_engine

@@ -46,9 +46,11 @@ def test_the_flags_are_frozen() -> None:
     """A run is a configuration, not a row of flags: a new one needs a reason and this list."""
     assert flags_of("serve") == [
         "--api-key",
+        "--attention-ranks",
         "--config",
         "--device",
         "--dtype",
+        "--expert-ranks",
         "--host",
         "--max-batched-tokens",
         "--max-model-len",
@@ -57,6 +59,7 @@ def test_the_flags_are_frozen() -> None:
         "--micro-batches",
         "--num-pages",
         "--num-threads",
+        "--placement",
         "--port",
         "--print-config",
         "--served-model-name",
@@ -72,6 +75,18 @@ def test_the_flags_are_frozen() -> None:
         "-m",
     ]
     assert flags_of("doctor") == ["--json"]
+    assert flags_of("timeline") == ["--layers", "--out", "--step", "--steps", "file"]
+    assert flags_of("calibrate") == ["--device", "--num-threads", "--out", "--quick", "model"]
+    assert flags_of("plan") == [
+        "--batch",
+        "--calibration",
+        "--context",
+        "--devices",
+        "--json",
+        "--max-tpot-ms",
+        "--memory-bytes",
+        "--rate",
+    ]
 
 
 def test_version(capsys: Capture) -> None:
@@ -82,7 +97,8 @@ def test_version(capsys: Capture) -> None:
 def test_help_groups_the_commands(capsys: Capture) -> None:
     assert run("--help") == 0
     text = capsys.readouterr().out
-    assert all(word in text for word in ("Serve", "Use", "Inspect", "serve", "chat", "doctor"))
+    panels, commands = ("Serve", "Plan", "Use", "Inspect"), ("serve", "plan", "chat", "doctor")
+    assert all(word in text for word in (*panels, *commands))
 
 
 def test_doctor_says_why_each_backend_is_on_or_off(capsys: Capture) -> None:
@@ -122,7 +138,7 @@ def test_print_config_without_flags_is_the_default(capsys: Capture, tmp_path: Pa
     [
         (["serve", "--port", "70000"], "server.port cannot be 70000 (command line)"),
         (["serve", "--dtype", "int8"], "model.dtype cannot be 'int8'"),
-        (["serve", "--micro-batches", "0"], "it takes an integer in [1, 4]"),
+        (["serve", "--micro-batches", "0"], "it takes an integer in [1, 4] or auto"),
         (["serve", "--config", "missing.yaml"], "cannot read the configuration missing.yaml"),
         (["serve", "--api-key", "@missing"], "cannot read the API keys in missing"),
         (["serve", "--host", "0.0.0.0"], "no API key is set: add --api-key KEY"),

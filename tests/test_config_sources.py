@@ -62,6 +62,17 @@ def test_flag_over_environment_over_file_over_default(write: WriteYaml) -> None:
     assert source_of(loaded, "server.is_strict") == "default"
 
 
+@pytest.mark.parametrize(("text", "value"), [("on", "on"), ("off", "off"), ("'on'", "on")])
+def test_on_and_off_need_no_quotes(write: WriteYaml, text: str, value: str) -> None:
+    """YAML takes them for booleans."""
+    loaded = load(write(f"model:\n  cuda_graphs: {text}\n"))
+    assert loaded.config.engine.model.cuda_graphs == value
+    again = load(write(loaded.to_yaml()))
+    assert again.config == loaded.config
+    environ = {"MOE_SERVE_MODEL_CUDA_GRAPHS": value}
+    assert load(environ=environ).config.engine.model.cuda_graphs == value
+
+
 def test_the_file_may_be_named_by_the_environment(write: WriteYaml) -> None:
     file = write("pipeline: {micro_batches: 2}\n")
     loaded = load(environ={"MOE_SERVE_CONFIG": str(file)})

@@ -176,4 +176,4 @@ def _sorted(rows: LayerRows) -> tuple[Tensor, Tensor, Tensor]:
 def _combined(y_RD: Tensor, order: Tensor, rows: LayerRows) -> Tensor:
     back = torch.empty_like(y_RD)
     back[order] = y_RD
-    return combine_choices(back.view(*rows.expert_ids_TK.shape, -1), rows.weights_TK)
+    return combine_choices(back.view(*rows.expert_ids_TK.shape, -1), rows.weights_TK).float()

@@ -16,6 +16,9 @@ from moe_kernels.kernels import ExpertWeights, GatedActivation
 from moe_kernels.linear import FastLinear, make_linear
 
 _SWIGLU = GatedActivation()
+# C: doubles from 2^16 to 2^17 are 2^-36 apart, so t + C - C is t's nearest multiple (ties: even).
+# The same constant: kGrid in cpu/experts.cpp, GRID in gpu/grouped_gemm/kernel.py.
+_GRID = 1.5 * 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +60,20 @@ def activate(gate_TF: Tensor, up_TF: Tensor, activation: GatedActivation) -> Ten
 def routed_experts(
     x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, experts: Sequence[ExpertMLP | None]
 ) -> Tensor:
-    """Weighted sum of each row's experts, [T, D] in fp32.
+    """Weighted sum of each row's experts, [T, D] in fp64 (see combine_choices).
 
-    `expert_ids_TK` must ascend within a row: the sum runs over the K choices in that order, so it
-    does not depend on the batch. `experts[e]` may be None for an expert that no row chose.
+    A choice of -1 lives elsewhere and adds nothing; `experts[e]` may be None for an expert that no
+    row chose.
 
-    Worked example, T = 2, K = 2: ids [[0, 2], [1, 2]] -> order [0, 2, 1, 3], tokens [0, 1, 0, 1],
-    counts [1, 1, 2]: expert 0 gets row 0, expert 1 row 1, expert 2 rows 0 and 1.
+    Worked example, T = 2, K = 2: ids [[0, 2], [-1, 2]] -> order [2, 0, 1, 3], rows [1, 0, 0, 1],
+    counts [1, 1, 0, 2] of elsewhere and of experts 0, 1, 2: expert 0 gets row 0, expert 2 both.
     """
     num_rows, top_k = expert_ids_TK.shape
     flat_R = expert_ids_TK.reshape(-1)
     order_R = torch.argsort(flat_R, stable=True)
-    counts = torch.bincount(flat_R, minlength=len(experts)).tolist()
+    num_elsewhere, *counts = torch.bincount(flat_R + 1, minlength=len(experts) + 1).tolist()
     sorted_RD = x_TD.index_select(0, order_R // top_k)
-    outputs, start = [], 0
+    outputs, start = [x_TD.new_zeros(num_elsewhere, x_TD.shape[1])], num_elsewhere
     for expert_id, count in enumerate(counts):
         if count:
             expert = experts[expert_id]
@@ -80,15 +83,21 @@ def routed_experts(
     y_RD = torch.cat(outputs)
     inverse_R = torch.empty_like(order_R)
     inverse_R[order_R] = torch.arange(len(order_R), device=order_R.device)
-    y_TKD = y_RD.index_select(0, inverse_R).view(num_rows, top_k, -1)
-    return combine_choices(y_TKD, weights_TK)
+    y_TKD = y_RD.index_select(0, inverse_R).view(num_rows, top_k, x_TD.shape[1])
+    return combine_choices(y_TKD, weights_TK.where(expert_ids_TK >= 0, 0.0))
 
 
 def combine_choices(y_TKD: Tensor, weights_TK: Tensor) -> Tensor:
-    """sum_k weights[:, k] * y[:, k] in fp32, k ascending, one addition after the other."""
-    out_TD = y_TKD[:, 0].float() * weights_TK[:, 0:1]
-    for k in range(1, y_TKD.shape[1]):
-        out_TD += y_TKD[:, k].float() * weights_TK[:, k : k + 1]
+    """sum_k weights[:, k] * y[:, k] in fp64, the same in whatever order and groups k is added.
+
+    A product of two fp32 is exact in fp64. Each is rounded to a multiple of 2^-36: C + t lies
+    where a double's spacing is just that, for |t| < 2^15. Such multiples add up without rounding
+    below 2^17. Beyond, doubles round as ever, and an order may show. NaN and infinity stay.
+    """
+    out_TD = torch.zeros_like(y_TKD[:, 0], dtype=torch.float64)
+    for k in range(y_TKD.shape[1]):
+        term_TD = y_TKD[:, k].double() * weights_TK[:, k : k + 1].double()
+        out_TD += term_TD.add_(_GRID).sub_(_GRID)
     return out_TD
 
 

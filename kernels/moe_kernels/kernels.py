@@ -20,6 +20,7 @@ from moe_kernels.attention_shape import (
     RotaryTable,
     StepTokens,
 )
+from moe_kernels.fixed_attention import DecodeRoom, FixedAttention
 from moe_kernels.routing import RouterShape
 from moe_kernels.token_sampler import TokenSampler
 
@@ -43,9 +44,20 @@ class RouterLinear(Protocol):
 
 
 class ExpertBank(Protocol):
-    """One layer's experts: rows, ids and weights -> the rows' weighted sum [T, D] in fp32."""
+    """One layer's experts, or those of them that are here.
 
-    def __call__(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor: ...
+    Rows, ids (-1: an expert elsewhere, which adds nothing) and weights -> the rows' weighted sums.
+    The sum does not depend on the order of its terms, nor on how experts lie on banks
+    (expert_mlp.combine_choices is the definition).
+    """
+
+    def __call__(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """The sum [T, D], rounded to fp32."""
+        ...
+
+    def partial(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """The sum [T, D] in fp64, to be added to other banks' and then rounded once."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +147,12 @@ class Kernels(Protocol):
         """Whether torch's threads are idle while these kernels run (see choose_kernels)."""
         ...
 
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a step never waits for the device, nor asks the host what its numbers are: then
+        it may become a CUDA graph, with the plans that `fixed_attention` makes."""
+        ...
+
     def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Linear:
         """Make a linear layer; the weight may be repacked, and need not be kept by the caller."""
         ...
@@ -159,6 +177,12 @@ class Kernels(Protocol):
 
     def plan_attention(self, step: StepTokens, shape: AttentionShape, device: torch.device) -> Any:
         """Work out once per step what the attention of every layer of this shape needs."""
+        ...
+
+    def fixed_attention(
+        self, room: DecodeRoom, shape: AttentionShape, device: torch.device
+    ) -> FixedAttention | None:
+        """A plan for any decode step that the room holds; None: not for this room."""
         ...
 
     def attend(

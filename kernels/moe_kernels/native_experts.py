@@ -63,6 +63,7 @@ class NativeExperts:
         activation: GatedActivation,
     ) -> None:
         self._function = native.function("moe_experts")
+        self._partial_function = native.function("moe_experts_partial")
         self._native, count = native, len(experts)
         self._gate_up, self._down, self._gate_up_bias, self._down_bias = (
             _Addresses(count) for _ in range(4)
@@ -106,9 +107,22 @@ class NativeExperts:
             self._down_bias.put(expert_id, expert.down_bias.float().clone())
 
     def __call__(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        return self._run(self._function, torch.float32, x_TD, expert_ids_TK, weights_TK)
+
+    def partial(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        return self._run(self._partial_function, torch.float64, x_TD, expert_ids_TK, weights_TK)
+
+    def _run(
+        self,
+        function: ctypes._NamedFuncPointer,
+        dtype: torch.dtype,
+        x_TD: Tensor,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+    ) -> Tensor:
         num_rows, top_k = expert_ids_TK.shape
-        out_TD = torch.empty(num_rows, self._d, dtype=torch.float32)
-        absent = self._function(
+        out_TD = torch.empty(num_rows, self._d, dtype=dtype)
+        absent = function(
             self._pointer, x_TD.data_ptr(), expert_ids_TK.data_ptr(), weights_TK.data_ptr(),
             out_TD.data_ptr(), num_rows, top_k,
         )  # fmt: skip

@@ -19,6 +19,7 @@ from moe_kernels.attention_shape import (
     RotaryTable,
     StepTokens,
 )
+from moe_kernels.fixed_attention import DecodeRoom, ReplannedAttention
 from moe_kernels.kernels import (
     ExpertBank,
     ExpertWeights,
@@ -54,6 +55,7 @@ class NativeKernels:
     """Implements Kernels. `num_threads` is fixed at construction."""
 
     has_own_threads = True
+    can_be_captured = False
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int) -> None:
         self.name = f"native C++ ({SUFFIXES[dtype]})"
@@ -91,6 +93,11 @@ class NativeKernels:
         self, step: StepTokens, shape: AttentionShape, device: torch.device
     ) -> NativePlan:
         return NativePlan(step, shape, self._native.threads)
+
+    def fixed_attention(
+        self, room: DecodeRoom, shape: AttentionShape, device: torch.device
+    ) -> ReplannedAttention:
+        return ReplannedAttention(lambda step: self.plan_attention(step, shape, device))
 
     def attend(
         self,

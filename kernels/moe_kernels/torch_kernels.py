@@ -16,6 +16,7 @@ from moe_kernels.attention_shape import (
     StepTokens,
 )
 from moe_kernels.expert_mlp import ExpertMLP, routed_experts
+from moe_kernels.fixed_attention import DecodeRoom, ReplannedAttention
 from moe_kernels.kernels import ExpertBank, ExpertWeights, GatedActivation, KVPages, LayerFrontParts
 from moe_kernels.linear import FastLinear, make_linear
 from moe_kernels.norm import rms_norm, rotate
@@ -30,6 +31,9 @@ class TorchExperts:
         self._experts = tuple(experts)
 
     def __call__(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        return self.partial(x_TD, expert_ids_TK, weights_TK).float()
+
+    def partial(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         return routed_experts(x_TD, expert_ids_TK, weights_TK, self._experts)
 
 
@@ -60,6 +64,7 @@ class TorchKernels:
     """Implements Kernels."""
 
     has_own_threads = False
+    can_be_captured = False  # experts are looped over on the host
 
     def __init__(self, name: str = "torch") -> None:
         self.name = name
@@ -87,6 +92,11 @@ class TorchKernels:
         self, step: StepTokens, shape: AttentionShape, device: torch.device
     ) -> AttentionPlan:
         return plan_attention(step, shape, device)
+
+    def fixed_attention(
+        self, room: DecodeRoom, shape: AttentionShape, device: torch.device
+    ) -> ReplannedAttention:
+        return ReplannedAttention(lambda step: plan_attention(step, shape, device))
 
     def attend(
         self,

@@ -1,7 +1,8 @@
 """The tensors behind the KV pages of one attention rank.
 
-P pages (and the empty page 0), Hkv key/value heads, D head width; page size 16 tokens. A model
-with latent attention has one "head", the latent with the shared key, and no values of its own.
+P pages (and the empty page 0, and a scratch page), Hkv key/value heads, D head width; page size 16
+tokens. A model with latent attention has one "head", the latent with the shared key, and no values
+of its own.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ _PAGES_AT_ONCE = 256  # that `finite` copies of a layer
 
 
 class KVCache:
-    """Keys [P + 1, Hkv, 16, D] and values [P + 1, Hkv, 16, Dv] by layer, zeroed.
+    """Keys [P + 2, Hkv, 16, D] and values [P + 2, Hkv, 16, Dv] by layer, zeroed.
 
+    The last page is scratch: padded rows of a recorded step write to it, and no sequence reads it.
     Zeros matter: a page's tail is multiplied by probability 0, and 0 * NaN would be NaN. That is
     also why `clear` exists for pages that a failed request leaves.
     """
@@ -31,39 +33,51 @@ class KVCache:
     ) -> None:
         self.num_pages, self.num_kv_heads = num_pages, spec.attention.num_kv_heads
         self.layers = tuple(
-            _zeroed_pages(spec, num_pages + 1, dtype, device) for _ in range(spec.num_layers)
+            _zeroed_pages(spec, num_pages + 2, dtype, device) for _ in range(spec.num_layers)
         )
         is_latent = spec.latent is not None  # then the values are a part of the keys
         self._parts = [
             part for layer in self.layers for part in (layer.keys, layer.values)[: 2 - is_latent]
         ]
 
+    @property
+    def device(self) -> torch.device:
+        return self.layers[0].keys.device
+
+    @property
+    def scratch_page(self) -> int:
+        return self.num_pages + 1
+
     def rows(
         self, tables: Sequence[Sequence[int]], starts: Sequence[int], counts: Sequence[int]
     ) -> NDArray[np.int64]:
-        """Where the new tokens' keys go, as rows of the cache seen as [(P + 1) * Hkv * 16, D].
+        """Where the new tokens' keys go, as rows of the cache seen as [(P + 2) * Hkv * 16, D].
 
         Sequence i writes positions [starts[i], starts[i] + counts[i]) -> [T * Hkv], token-major.
         """
-        slots = []
+        pages, offsets = [], []
         for table, start, count in zip(tables, starts, counts, strict=True):
             positions = np.arange(start, start + count)
-            pages = np.asarray(table, dtype=np.int64)[positions // PAGE_SIZE]
-            slots.append(pages * (self.num_kv_heads * PAGE_SIZE) + positions % PAGE_SIZE)
+            pages.append(np.asarray(table, dtype=np.int64)[positions // PAGE_SIZE])
+            offsets.append(positions % PAGE_SIZE)
+        return self.rows_at(np.concatenate(pages), np.concatenate(offsets))
+
+    def rows_at(self, pages: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The same for tokens whose page and place in it are known, [T] each -> [T * Hkv]."""
+        slots = pages * (self.num_kv_heads * PAGE_SIZE) + offsets
         heads = np.arange(self.num_kv_heads) * PAGE_SIZE
-        rows: NDArray[np.int64] = (np.concatenate(slots)[:, None] + heads[None]).reshape(-1)
+        rows: NDArray[np.int64] = (slots[:, None] + heads[None]).reshape(-1)
         return rows
 
     def clear(self, pages: Sequence[int]) -> None:
         """Zero some pages in every layer."""
-        index = torch.tensor(pages, dtype=torch.int64, device=self.layers[0].keys.device)
+        index = torch.tensor(pages, dtype=torch.int64, device=self.device)
         for part in self._parts:
             part.index_fill_(0, index, 0)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages, (from, to) each. All are read before any is written."""
-        device = self.layers[0].keys.device
-        sources, targets = torch.tensor(pairs, dtype=torch.int64, device=device).unbind(1)
+        sources, targets = torch.tensor(pairs, dtype=torch.int64, device=self.device).unbind(1)
         for part in self._parts:
             part.index_copy_(0, targets, part.index_select(0, sources))
 
@@ -75,9 +89,7 @@ class KVCache:
         """
         verdicts: list[bool] = []
         for start in range(0, len(pages), _PAGES_AT_ONCE):
-            index = torch.tensor(
-                pages[start : start + _PAGES_AT_ONCE], device=self.layers[0].keys.device
-            )
+            index = torch.tensor(pages[start : start + _PAGES_AT_ONCE], device=self.device)
             sums = [
                 part.index_select(0, index).flatten(1).sum(1, dtype=torch.float32)
                 for part in self._parts

@@ -8,10 +8,17 @@ from __future__ import annotations
 
 from hashlib import sha256
 from pathlib import Path
+from typing import Protocol
 
 _NUM_SAMPLES = 8  # per file
 _SAMPLE_BYTES = 4096
 _MAX_HEADER_BYTES = 100 * 2**20  # what the format allows
+
+
+class _Digest(Protocol):
+    """What hashlib makes."""
+
+    def update(self, data: bytes, /) -> None: ...
 
 
 def model_identity(folder: Path, *details: str) -> bytes:
@@ -21,12 +28,17 @@ def model_identity(folder: Path, *details: str) -> bytes:
         digest.update(f"{len(detail)}:{detail}".encode())
     digest.update((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}".encode())
-        with path.open("rb") as file:
-            num_header_bytes = int.from_bytes(file.read(8), "little")
-            digest.update(file.read(min(num_header_bytes, _MAX_HEADER_BYTES)))
-            for i in range(_NUM_SAMPLES):
-                file.seek(i * max(0, size - _SAMPLE_BYTES) // max(1, _NUM_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
+        digest.update(f"{path.name}:{path.stat().st_size}".encode())
+        add_weight_file(digest, path)
     return digest.digest()
+
+
+def add_weight_file(digest: _Digest, path: Path) -> None:
+    """Adds the header of a safetensors file and samples of its values."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        num_header_bytes = int.from_bytes(file.read(8), "little")
+        digest.update(file.read(min(num_header_bytes, _MAX_HEADER_BYTES)))
+        for i in range(_NUM_SAMPLES):
+            file.seek(i * max(0, size - _SAMPLE_BYTES) // max(1, _NUM_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE_BYTES))

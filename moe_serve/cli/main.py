@@ -11,10 +11,14 @@ from typing import Annotated
 import typer
 
 from moe_serve import __version__
+from moe_serve.cli.calibrate import calibrate
 from moe_serve.cli.chat import chat
 from moe_serve.cli.doctor import doctor
+from moe_serve.cli.launch import launch
+from moe_serve.cli.plan import plan
 from moe_serve.cli.serve import serve
-from moe_serve.errors import EngineDeadError, MoeServeError
+from moe_serve.cli.timeline import timeline
+from moe_serve.errors import ClusterError, EngineDeadError, MoeServeError
 
 EXIT_FAILURE = 1
 EXIT_MISTAKE = 2
@@ -29,8 +33,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(rich_help_panel="Serve")(serve)
+app.command(rich_help_panel="Serve")(launch)
 app.command(rich_help_panel="Use")(chat)
 app.command(rich_help_panel="Inspect")(doctor)
+app.command(rich_help_panel="Inspect")(timeline)
+app.command(rich_help_panel="Plan")(calibrate)
+app.command(rich_help_panel="Plan")(plan)
 
 
 def _print_version(is_asked: bool) -> None:
@@ -55,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run one command and exit. A mistake of the user is one line, never a traceback."""
     try:
         app(args=arguments, prog_name="moe-serve")
-    except EngineDeadError as error:
+    except (EngineDeadError, ClusterError) as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(EXIT_FAILURE)
     except MoeServeError as error:

@@ -11,7 +11,7 @@ import typer
 from moe_serve.cli.listening import check_can_listen, check_is_guarded
 from moe_serve.config_sources import load_config
 
-MODEL, LIMITS, HTTP, RUN = "Model", "Limits", "HTTP", "Run"
+MODEL, LIMITS, RANKS, HTTP, RUN = "Model", "Limits", "Ranks", "HTTP", "Run"
 
 Model = Annotated[
     str | None,
@@ -46,7 +46,21 @@ MaxQueuedRequests = Annotated[
     typer.Option(help="Requests that may wait; more get status 429.", rich_help_panel=LIMITS),
 ]
 MicroBatches = Annotated[
-    int | None, typer.Option(help="Micro-batches of a step, 1 to 4.", rich_help_panel=LIMITS)
+    str | None,
+    typer.Option(help="Micro-batches of a step: auto, or 1 to 4.", rich_help_panel=LIMITS),
+]
+AttentionRanks = Annotated[
+    int | None,
+    typer.Option(help="Attention ranks, each a process. 0: one process.", rich_help_panel=RANKS),
+]
+ExpertRanks = Annotated[
+    int | None, typer.Option(help="Expert ranks, each a process.", rich_help_panel=RANKS)
+]
+Placement = Annotated[
+    str | None,
+    typer.Option(
+        help="A file: which expert on which rank. Default: equal runs.", rich_help_panel=RANKS
+    ),
 ]
 Host = Annotated[str | None, typer.Option(help="Address to listen on.", rich_help_panel=HTTP)]
 Port = Annotated[
@@ -82,6 +96,9 @@ def serve(
     max_batched_tokens: MaxBatchedTokens = None,
     max_queued_requests: MaxQueuedRequests = None,
     micro_batches: MicroBatches = None,
+    attention_ranks: AttentionRanks = None,
+    expert_ranks: ExpertRanks = None,
+    placement: Placement = None,
     host: Host = None,
     port: Port = None,
     api_key: ApiKey = None,
@@ -103,7 +120,10 @@ def serve(
         "scheduler.max_num_seqs": max_num_seqs,
         "scheduler.max_batched_tokens": max_batched_tokens,
         "scheduler.max_queued_requests": max_queued_requests,
-        "pipeline.micro_batches": micro_batches,
+        "pipeline.micro_batches": number_or_text(micro_batches),
+        "cluster.attention_ranks": attention_ranks,
+        "cluster.expert_ranks": expert_ranks,
+        "cluster.placement": placement,
         "server.host": host,
         "server.port": port,
         "server.api_keys": api_key or None,
@@ -120,3 +140,8 @@ def serve(
     from moe_serve.cli.service import run_service
 
     run_service(loaded.config)
+
+
+def number_or_text(text: str | None) -> int | str | None:
+    """For keys that take a number or a word, such as auto."""
+    return int(text) if text is not None and text.isdecimal() else text

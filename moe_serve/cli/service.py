@@ -7,34 +7,39 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rich.console import Console
 
 from moe_serve.cli.ready import curl_line, loading_bar, print_ready, server_url
-from moe_serve.config import Config
+from moe_serve.cluster.any_engine import build_any_engine
+from moe_serve.config import Config, EngineConfig
 from moe_serve.engine.async_engine import AsyncEngine
-from moe_serve.engine.build import model_folder
+from moe_serve.engine.build import BuiltEngine, model_folder
 from moe_serve.engine.layout import Layout
 from moe_serve.http.app import create_app
 from moe_serve.http.served_model import ServedModel
 from moe_serve.http.server import run_server
+from moe_serve.model.loader import LoadProgress
 from moe_serve.text.chat_template import ChatTemplate
 from moe_serve.text.tokenizer import Tokenizer
+
+BuildEngine = Callable[[EngineConfig, LoadProgress | None], BuiltEngine]
 
 DEMO_MODEL_NAME = "moe-serve-demo"
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-def run_service(config: Config) -> None:
+def run_service(config: Config, build: BuildEngine = build_any_engine) -> None:
     """Serve until SIGTERM or Ctrl-C. What is wrong with the model is raised before listening."""
     logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT)
     folder = model_folder(config.engine.model)
     tokenizer = Tokenizer.load(folder)
     chat_template = ChatTemplate.load(folder, special_tokens=tokenizer.special_tokens)
     with loading_bar(Console(stderr=True)) as progress:
-        engine = AsyncEngine.start(config.engine, progress)
+        built = build(config.engine, progress)
+    engine = AsyncEngine(built, config.engine.scheduler)
     try:
         model = ServedModel(
             name=config.server.served_model_name or model_name(config, folder),
@@ -71,6 +76,7 @@ def describe_layout(layout: Layout) -> Mapping[str, str]:
     return {
         **weights,
         "kernels": layout.kernels,
+        **({} if layout.cuda_graphs is None else {"graphs": layout.cuda_graphs}),
         "layout": f"{layout.stages}{threads}",
         "cache": f"{layout.num_pages} KV pages of {layout.page_size} tokens = {num_tokens} tokens "
         f"({layout.kv_bytes / 2**20:.1f} MiB)",

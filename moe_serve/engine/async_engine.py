@@ -15,14 +15,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from moe_serve.config import EngineConfig, SchedulerConfig
-from moe_serve.engine.build import BuiltEngine, build_engine
+from moe_serve.config import SchedulerConfig
+from moe_serve.engine.build import BuiltEngine
 from moe_serve.engine.client import EngineStats
-from moe_serve.engine.engine import Engine
+from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.layout import Layout
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.errors import EngineDeadError, InvalidRequestError, ServerOverloadedError
-from moe_serve.model.loader import LoadProgress
 
 _log = logging.getLogger(__name__)
 
@@ -35,13 +34,14 @@ class AsyncEngine:
     """Implements `EngineClient`. All public methods but `close` run on the event loop's thread."""
 
     def __init__(self, built: BuiltEngine, limits: SchedulerConfig) -> None:
-        self._engine: Engine = built.engine
+        self._engine: DrivenEngine = built.engine
         self.layout: Layout = built.layout
         self._limits = limits
         self._inbox: deque[_Command] = deque()
         self._num_submitted = 0  # written by the event loop's thread
         self._num_taken = 0  # written by the engine thread
         self._wake = threading.Event()
+        self._engine.set_waker(self._wake.set)
         self._is_closing = self._is_draining = False
         self._death: str | None = None
         self._last_turn = time.monotonic()  # of the engine thread's loop
@@ -50,11 +50,6 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="moe-serve-engine", daemon=True)
         self._thread.start()
-
-    @classmethod
-    def start(cls, config: EngineConfig, progress: LoadProgress | None = None) -> AsyncEngine:
-        """Load the model (blocking) and start the thread."""
-        return cls(build_engine(config, progress), config.scheduler)
 
     @property
     def max_model_len(self) -> int:
@@ -71,11 +66,11 @@ class AsyncEngine:
     def submit(self, requests: Sequence[GenerationRequest]) -> list[asyncio.Queue[TokenDelta]]:
         """See `EngineClient.submit`."""
         self._loop = asyncio.get_running_loop()
-        most = self._limits.max_num_seqs + self._limits.max_queued_requests
+        most = self._engine.num_seats + self._limits.max_queued_requests
         if len(requests) > most:
             raise InvalidRequestError(
                 f"One request with {len(requests)} sequences can never be taken: max_num_seqs is "
-                f"{self._limits.max_num_seqs} and max_queued_requests "
+                f"{self._engine.num_seats} and max_queued_requests "
                 f"{self._limits.max_queued_requests}. Send fewer prompts or choices.",
                 param="n",
             )
@@ -119,6 +114,7 @@ class AsyncEngine:
         self._is_closing = True
         self._wake.set()
         self._thread.join(_CLOSE_TIMEOUT_S)
+        self._engine.close()
         if self._thread.is_alive():
             raise EngineDeadError(f"the engine's step did not end within {_CLOSE_TIMEOUT_S} s.")
 
@@ -137,7 +133,7 @@ class AsyncEngine:
                 is_draining=True,
             )
         waiting = self._engine.num_waiting + self._num_in_inbox
-        seats = max(0, self._limits.max_num_seqs - self._engine.num_running)
+        seats = max(0, self._engine.num_seats - self._engine.num_running)
         if waiting + count > self._limits.max_queued_requests + seats:
             raise ServerOverloadedError(
                 f"The queue is full: {waiting} sequences wait for {seats} free seats, this request "

@@ -14,10 +14,14 @@ from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cache.model_identity import model_identity
 from moe_serve.cache.sizing import num_pages
 from moe_serve.config import PAGE_SIZE, EngineConfig, ModelConfig
+from moe_serve.engine.cuda_graphs import with_cuda_graphs
+from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.layout import Layout
 from moe_serve.engine.sampling_backend import make_sampler
+from moe_serve.engine.step_executor import LocalExecutor
 from moe_serve.errors import CheckpointError, ConfigError
+from moe_serve.model.attention_stage import AttentionStage
 from moe_serve.model.demo import demo_model_folder
 from moe_serve.model.hf_config import generation_eos_token_ids
 from moe_serve.model.loader import LoadProgress, ModelLoader
@@ -30,7 +34,7 @@ from moe_serve.pipeline.transport import LocalTransport
 class BuiltEngine:
     """An engine and what it is made of."""
 
-    engine: Engine
+    engine: DrivenEngine
     layout: Layout
     spec: ModelSpec
 
@@ -58,33 +62,29 @@ def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> 
     """
     clock = time.monotonic()
     num_threads = config.model.num_threads or default_num_threads()
-    folder, device = model_folder(config.model), _device(config.model)
-    loader = _loader(folder, config.model, num_threads, device, progress)
+    folder, device = model_folder(config.model), device_of(config.model)
+    loader = open_loader(folder, config.model, num_threads, device, progress)
     torch.set_num_threads(1 if loader.kernels.has_own_threads else num_threads)
     spec = loader.spec
-    max_model_len = _max_model_len(config.model, spec)
+    max_model_len = max_model_len_of(config.model, spec)
     expert_stage = loader.expert_stage()
-    attention_stage = loader.attention_stage(max_model_len)
-    token_bytes = spec.kv_bytes_per_token(loader.dtype.itemsize)
-    pages = num_pages(
-        config.cache,
-        bytes_per_token=token_bytes,
-        max_model_len=max_model_len,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        available_bytes=_available_bytes(device),
+    part = load_attention(loader, config, max_model_len)
+    eos_token_ids = eos_token_ids_of(folder, spec)
+    pipeline = Pipeline(part.stage, LocalTransport(expert_stage), part.cache, device)
+    cuts = config.pipeline.micro_batches
+    micro_batches = 1 if cuts == "auto" else cuts  # nothing can overlap in one process
+    runner, graphs = with_cuda_graphs(
+        pipeline, part.stage, part.cache, config, max_model_len, micro_batches
     )
-    cache = KVCache(spec, pages, loader.dtype, device)
-    eos_token_ids = _eos_token_ids(folder, spec)
     engine = Engine(
-        Pipeline(attention_stage, LocalTransport(expert_stage), cache, device),
+        LocalExecutor(runner, make_sampler(eos_token_ids, loader.kernels)),
         scheduler=config.scheduler,
-        num_pages=pages,
-        micro_batches=config.pipeline.micro_batches,
+        num_pages=part.num_pages,
+        micro_batches=micro_batches,
         max_model_len=max_model_len,
         eos_token_ids=eos_token_ids,
         model_identity=model_identity(folder, str(loader.dtype), loader.kernels.name),
         has_prefix_cache=config.cache.prefix_cache,
-        sampler=make_sampler(eos_token_ids, loader.kernels),
     )
     layout = Layout(
         folder=folder,
@@ -97,18 +97,44 @@ def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> 
         dtype=str(loader.dtype).removeprefix("torch."),
         device=str(device),
         kernels=loader.kernels.name,
+        cuda_graphs=graphs,
         weight_format=loader.weight_format,
         num_threads=num_threads,
-        num_pages=pages,
+        num_pages=part.num_pages,
         page_size=PAGE_SIZE,
-        kv_bytes=pages * PAGE_SIZE * token_bytes,
-        micro_batches=config.pipeline.micro_batches,
+        kv_bytes=part.kv_bytes,
+        micro_batches=micro_batches,
         load_seconds=time.monotonic() - clock,
     )
     return BuiltEngine(engine, layout, spec)
 
 
-def _loader(
+@dataclass(frozen=True, slots=True)
+class AttentionPart:
+    """The attention stage and the cache that it writes to."""
+
+    stage: AttentionStage
+    cache: KVCache
+    num_pages: int
+    kv_bytes: int
+
+
+def load_attention(loader: ModelLoader, config: EngineConfig, max_model_len: int) -> AttentionPart:
+    """Everything but the routed experts, and a cache as large as configured."""
+    spec, stage = loader.spec, loader.attention_stage(max_model_len)
+    token_bytes = spec.kv_bytes_per_token(loader.dtype.itemsize)
+    pages = num_pages(
+        config.cache,
+        bytes_per_token=token_bytes,
+        max_model_len=max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        available_bytes=available_bytes(loader.device),
+    )
+    cache = KVCache(spec, pages, loader.dtype, loader.device)
+    return AttentionPart(stage, cache, pages, pages * PAGE_SIZE * token_bytes)
+
+
+def open_loader(
     folder: Path,
     config: ModelConfig,
     num_threads: int,
@@ -129,7 +155,7 @@ def _loader(
         raise ConfigError(f"model.kernels is {config.kernels!r}: {error}.") from error
 
 
-def _device(config: ModelConfig) -> torch.device:
+def device_of(config: ModelConfig) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "device is 'cuda', but torch finds no CUDA GPU here: use 'cpu' or 'auto'."
@@ -139,7 +165,7 @@ def _device(config: ModelConfig) -> torch.device:
     return torch.device(config.device)
 
 
-def _max_model_len(config: ModelConfig, spec: ModelSpec) -> int:
+def max_model_len_of(config: ModelConfig, spec: ModelSpec) -> int:
     wanted = config.max_model_len
     if wanted is None:
         return spec.max_positions
@@ -150,7 +176,7 @@ def _max_model_len(config: ModelConfig, spec: ModelSpec) -> int:
     return wanted
 
 
-def _eos_token_ids(folder: Path, spec: ModelSpec) -> frozenset[int]:
+def eos_token_ids_of(folder: Path, spec: ModelSpec) -> frozenset[int]:
     ids = frozenset(generation_eos_token_ids(folder) or spec.eos_token_ids)
     if ids and max(ids) >= spec.vocab_size:
         raise CheckpointError(
@@ -160,7 +186,7 @@ def _eos_token_ids(folder: Path, spec: ModelSpec) -> frozenset[int]:
     return ids
 
 
-def _available_bytes(device: torch.device) -> int:
+def available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading has freed, torch still holds
         return int(torch.cuda.mem_get_info(device)[0])

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from moe_serve.engine.pool_stats import PoolStats
 from moe_serve.engine.request import GenerationRequest, TokenDelta
 
 
@@ -33,6 +34,7 @@ class EngineStats:
     num_hit_tokens: int = 0  # of these, found
     death: str | None = None  # why it is not alive
     last_turn_age_s: float | None = None  # since the engine thread's loop last came round
+    pools: PoolStats | None = None  # None when attention and experts share a process
 
 
 class EngineClient(Protocol):

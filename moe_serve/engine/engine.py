@@ -1,15 +1,13 @@
 """The engine: requests in, one step at a time, token deltas out. Synchronous and single-threaded.
 
-Knows nothing of text, HTTP, devices or ranks: `pipeline` turns a step plan into logits.
+Knows nothing of text, HTTP, devices or ranks: an executor turns a step plan into tokens.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from typing import Protocol
-
-from torch import Tensor
+from collections.abc import Callable, Iterator
 
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.config import PAGE_SIZE, SchedulerConfig
@@ -17,41 +15,25 @@ from moe_serve.engine.batcher import make_step_plan
 from moe_serve.engine.client import EngineStats
 from moe_serve.engine.prefix_sharing import PrefixSharing
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
-from moe_serve.engine.sampler import Sampled, Sampler
-from moe_serve.engine.sampling_backend import SamplingBackend
+from moe_serve.engine.sampler import Sampled
 from moe_serve.engine.scheduler import Schedule, Scheduler
 from moe_serve.engine.sequence import Sequence
+from moe_serve.engine.step_executor import RowFailure, StepExecutor, StepOutcome
 from moe_serve.model.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)
 
 
-class StepRunner(Protocol):
-    """What the engine needs of a pipeline (the simulator brings its own)."""
-
-    def run(self, plan: StepPlan) -> Tensor:
-        """-> the wanted logits [R, V] in fp32, slice after slice."""
-        ...
-
-    def clear_pages(self, pages: list[int]) -> None:
-        """Zero pages that a failed request may have left NaNs in."""
-        ...
-
-    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy pages, (from, to) each; all are read before any is written."""
-        ...
-
-    def finite_pages(self, pages: list[int]) -> list[bool]:
-        """For each page, whether all that it holds is finite."""
-        ...
-
-
 class Engine:
-    """`add` and `abort` requests, `step` while `has_work`. Without a `sampler`: torch's."""
+    """`add` and `abort` requests, `step` while `has_work`.
+
+    A step may also be taken in halves, `begin_step` and `end_step`, with its computation between
+    them: so several engines take theirs together.
+    """
 
     def __init__(
         self,
-        runner: StepRunner,
+        executor: StepExecutor,
         *,
         scheduler: SchedulerConfig,
         num_pages: int,
@@ -60,20 +42,20 @@ class Engine:
         eos_token_ids: frozenset[int],
         model_identity: bytes = b"",
         has_prefix_cache: bool = True,
-        sampler: SamplingBackend | None = None,
+        ids: Iterator[int] | None = None,
     ) -> None:
         assert max_model_len <= num_pages * PAGE_SIZE, "one full sequence must fit the cache"
-        self._runner = runner
+        self._executor = executor
         cache = PrefixCache(num_pages)
         identity = model_identity if has_prefix_cache else None
-        sharing = PrefixSharing(cache, identity, runner.finite_pages)
+        sharing = PrefixSharing(cache, identity, executor.finite_pages)
         self._scheduler = Scheduler(scheduler, cache, sharing)
-        self._sampler = sampler or Sampler(eos_token_ids)
         self._eos, self._micro_batches = eos_token_ids, micro_batches
         self.max_model_len = max_model_len
-        self._ids = itertools.count()
+        self._ids = itertools.count() if ids is None else ids  # of sequences
         self._sequences: dict[str, Sequence] = {}
         self._pending: list[TokenDelta] = []  # ends that no step produced
+        self._schedule: Schedule = {}  # of the step that has begun
         self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
 
     @property
@@ -105,33 +87,92 @@ class Engine:
                 TokenDelta(request_id=request_id, finish_reason=FinishReason.ABORT)
             )
 
+    @property
+    def num_seats(self) -> int:
+        """Sequences that may run at once."""
+        return self._scheduler.num_seats
+
+    def set_waker(self, wake: Callable[[], None]) -> None:
+        """See `DrivenEngine.set_waker`: work comes with requests only."""
+
+    def close(self) -> None:
+        """See `DrivenEngine.close`: everything is in this process."""
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """How much there is to do: tokens to compute, of all sequences."""
+        scheduler = self._scheduler
+        return sum(s.num_pending_tokens for s in (*scheduler.running, *scheduler.waiting))
+
+    def surrender(self) -> list[Sequence]:
+        """All sequences in order of arrival, without what was computed: its pages are lost."""
+        sequences = sorted(self._sequences.values(), key=lambda s: s.id)
+        for sequence in sequences:
+            sequence.restart()
+            sequence.page_table, sequence.page_keys, sequence.awaited_key = [], [], None
+            sequence.is_running, sequence.is_sound = False, True
+        self._sequences = {}
+        return sequences
+
+    def adopt(self, sequence: Sequence) -> None:
+        """Go on with a sequence that another engine surrendered."""
+        self._sequences[sequence.request.request_id] = sequence
+        self._scheduler.add(sequence)
+
     def step(self) -> list[TokenDelta]:
         """Schedule, run, publish."""
-        schedule = self._scheduler.schedule()
-        self._prepare_pages()
+        plan = self.begin_step()
+        return self.end_step(None if plan is None else self._try(plan, self._schedule))
+
+    def begin_step(self, micro_batches: int | None = None) -> StepPlan | None:
+        """Choose what the step computes; None: nothing. `micro_batches`: at most so many."""
+        self._schedule = self._scheduler.schedule()
+        self._executor.clear_pages(self._scheduler.take_unproven_pages())
+        self._executor.copy_pages(self._scheduler.sharing.copies)
+        self._scheduler.sharing.end_copies()
+        return self.cut(micro_batches) if self._schedule else None
+
+    def cut(self, micro_batches: int | None = None) -> StepPlan:
+        """The plan of the step that has begun, in at most so many micro-batches."""
+        return make_step_plan(self._schedule, micro_batches or self._micro_batches)
+
+    @property
+    def step_sequences(self) -> dict[int, Sequence]:
+        """Those of the step that has begun, by id."""
+        return _sequences(self._schedule)
+
+    def end_step(self, outcome: StepOutcome | Exception | None) -> list[TokenDelta]:
+        """What came of the step, and of what ended without one."""
         deltas, self._pending = self._pending, []
+        schedule, self._schedule = self._schedule, {}
         if schedule:
-            deltas += self._run(schedule)
+            assert outcome is not None, f"{len(schedule)} sequences ran, and nothing came of it"
+            deltas += self._finish(schedule, outcome)
             self._num_steps += 1
         return deltas
 
-    def _prepare_pages(self) -> None:
-        """What pages must hold before the step writes to them."""
-        self._runner.clear_pages(self._scheduler.take_unproven_pages())
-        self._runner.copy_pages(self._scheduler.sharing.copies)
-        self._scheduler.sharing.end_copies()
-
-    def _run(self, schedule: Schedule) -> list[TokenDelta]:
-        """One step's deltas. If it raises, every sequence runs alone: the boundary of a fault."""
-        plan = make_step_plan(schedule, self._micro_batches)
+    def _try(self, plan: StepPlan, schedule: Schedule) -> StepOutcome | Exception:
+        """The boundary of a fault: what a step raises is an outcome like others."""
         try:
-            logits = self._runner.run(plan)
+            return self._executor.run(plan, _sequences(schedule))
         except Exception as error:
-            _log.exception("step %d failed with %d sequences", self._num_steps, len(schedule))
-            if len(schedule) == 1:
-                return [self._fail(s, f"its step failed: {error}") for s, _ in schedule.values()]
-            return [d for key, item in schedule.items() for d in self._run({key: item})]
-        return self._publish(plan, schedule, logits)
+            return error
+
+    def _finish(self, schedule: Schedule, outcome: StepOutcome | Exception) -> list[TokenDelta]:
+        """A step's deltas. If it raised, every sequence runs alone."""
+        if isinstance(outcome, StepOutcome):
+            return self._publish(schedule, outcome)
+        _log.error("step %d failed with %d sequences", self._num_steps, len(schedule))
+        _log.error("the failure:", exc_info=outcome)
+        if len(schedule) == 1:
+            return [self._fail(s, f"its step failed: {outcome}") for s, _ in schedule.values()]
+        alone = [{key: item} for key, item in schedule.items()]
+        plans = [make_step_plan(schedule, 1) for schedule in alone]
+        return [
+            delta
+            for schedule, plan in zip(alone, plans, strict=True)
+            for delta in self._finish(schedule, self._try(plan, schedule))
+        ]
 
     def stats(self) -> EngineStats:
         cache, sharing = self._scheduler.cache, self._scheduler.sharing
@@ -158,52 +199,27 @@ class Engine:
         scheduled = {s.id for s in (*self._scheduler.running, *self._scheduler.waiting)}
         assert known == scheduled, f"requests {known ^ scheduled} are lost"
 
-    def _publish(self, plan: StepPlan, schedule: Schedule, logits: Tensor) -> list[TokenDelta]:
-        """Advance the sequences, sample where a sequence has caught up, and tell."""
-        rows, sampling, start = [], [], 0
-        for piece in plan.slices:
-            sequence, count = schedule[piece.sequence_id]
-            end = start + piece.num_logits
+    def _publish(self, schedule: Schedule, outcome: StepOutcome) -> list[TokenDelta]:
+        """Advance the sequences, append what was sampled, and tell."""
+        deltas, ended = [], []
+        for key, (sequence, count) in schedule.items():
             unread = sequence.num_prompt_tokens - sequence.num_computed_tokens
             self._num_prompt_tokens += max(0, min(count, unread))
-            if sequence.wants_prompt_logprobs:
-                self._collect_prompt_logprobs(sequence, count, logits[start:end])
+            sequence.prompt_logprobs += outcome.prompt_logprobs.get(key, ())
             sequence.num_computed_tokens += count
             sequence.is_proven = False
             if sequence.num_pending_tokens == 0:
-                rows.append(end - 1)
-                sampling.append(sequence)
-            start = end
-        if not sampling:
-            return []
-        chosen = logits if len(rows) == len(logits) else logits[rows]
-        return self._sample(chosen, sampling)
-
-    def _sample(self, logits: Tensor, sequences: list[Sequence]) -> list[TokenDelta]:
-        """One token for each; if sampling raises, row by row, and only the culprit fails."""
-        try:
-            sampled = self._sampler.sample(logits, sequences)
-        except Exception as error:
-            _log.exception("sampling failed with %d sequences", len(sequences))
-            if len(sequences) == 1:
-                return [self._fail(sequences[0], f"sampling failed: {error}")]
-            alone = zip(logits.split(1), sequences, strict=True)
-            return [delta for row, sequence in alone for delta in self._sample(row, [sequence])]
-        deltas = [self._advance(s, token) for s, token in zip(sequences, sampled, strict=True)]
-        is_open = (None, FinishReason.ERROR)  # a failed one has ended already
-        pairs = zip(sequences, deltas, strict=True)
-        self._end([s for s, delta in pairs if delta.finish_reason not in is_open])
+                delta = self._advance(sequence, outcome.sampled[key])
+                deltas.append(delta)
+                if delta.finish_reason not in (None, FinishReason.ERROR):
+                    ended.append(sequence)  # a failed one has ended already
+        self._end(ended)
         return deltas
 
-    def _collect_prompt_logprobs(self, sequence: Sequence, count: int, logits: Tensor) -> None:
-        start = sequence.num_computed_tokens
-        following = sequence.token_ids[start + 1 : start + 1 + count]
-        num_top = sequence.request.params.prompt_logprobs or 0
-        chosen = logits[: len(following)]
-        sequence.prompt_logprobs += self._sampler.describe(chosen, following, num_top)
-
-    def _advance(self, sequence: Sequence, sampled: Sampled) -> TokenDelta:
+    def _advance(self, sequence: Sequence, sampled: Sampled | RowFailure) -> TokenDelta:
         """Append a sampled token. The caller ends the request if it is the last."""
+        if isinstance(sampled, RowFailure):
+            return self._fail(sequence, sampled.why)
         if not sampled.is_valid:
             return self._fail(sequence, "the model produced NaN for this request")
         prompt_logprobs = None
@@ -239,11 +255,17 @@ class Engine:
         for sequence in sequences:
             del self._sequences[sequence.request.request_id]
         self._scheduler.remove(sequences)
+        self._executor.forget([s.id for s in sequences])
 
     def _fail(self, sequence: Sequence, why: str) -> TokenDelta:
         """End one request with an error; its pages are zeroed before anyone else gets them."""
         request_id = sequence.request.request_id
         del self._sequences[request_id]
         self._scheduler.discard(sequence)
-        self._runner.clear_pages(self._scheduler.take_unproven_pages())
+        self._executor.clear_pages(self._scheduler.take_unproven_pages())
+        self._executor.forget([sequence.id])
         return TokenDelta(request_id=request_id, finish_reason=FinishReason.ERROR, error=why)
+
+
+def _sequences(schedule: Schedule) -> dict[int, Sequence]:
+    return {key: sequence for key, (sequence, _) in schedule.items()}

@@ -20,6 +20,7 @@ class Layout:
     dtype: str
     device: str
     kernels: str
+    cuda_graphs: str | None = None  # what was captured, or why nothing; None: there is no GPU
     weight_format: str  # as the checkpoint stores them
     num_threads: int
     num_pages: int
@@ -27,11 +28,23 @@ class Layout:
     kv_bytes: int
     micro_batches: int
     load_seconds: float
+    attention_ranks: int = 0  # 0 and 0: everything in one process
+    expert_ranks: int = 0
 
     @property
     def stages(self) -> str:
         """Which stage runs where, in one line."""
+        if self.attention_ranks:
+            return (
+                f"{self.num_layers} layers: {_ranks(self.attention_ranks, 'attention')} and "
+                f"{_ranks(self.expert_ranks, 'expert')} on {self.device} "
+                f"({self.num_experts} experts, top-{self.top_k}), process group transport"
+            )
         return (
             f"{self.num_layers} layers: attention stage on {self.device}, expert stage on "
             f"{self.device} ({self.num_experts} experts, top-{self.top_k}), local transport"
         )
+
+
+def _ranks(count: int, role: str) -> str:
+    return f"{count} {role} rank" + ("" if count == 1 else "s")

@@ -33,6 +33,10 @@ class Scheduler:
         self._unproven_pages: list[int] = []
 
     @property
+    def num_seats(self) -> int:
+        return self._config.max_num_seqs
+
+    @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 

@@ -9,24 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from experts.routed_rows import RoutedRows
-from moe_kernels.kernels import Kernels, LayerFront, LayerFrontParts, Linear, RouterLinear
+from moe_kernels.kernels import Kernels, LayerFront, LayerFrontParts, Linear
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.attention import Attention, GroupedQueryAttention
 from moe_serve.model.dense_mlp import DenseMLP
+from moe_serve.model.expert_choice import Router, choose_experts
 from moe_serve.model.spec import ModelSpec
-from moe_serve.model.step_inputs import StepInputs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Router:
-    """One layer's router: logits and what shifts the choice."""
-
-    linear: RouterLinear
-    selection_bias_E: Tensor | None = None  # fp32
+from moe_serve.model.step_inputs import StepInputs, make_step_inputs
+from moe_serve.model.step_plan import MicroBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +70,18 @@ class AttentionStage:
         self._embedding, self._layers = embedding, tuple(layers)
         self._final_norm, self._head = final_norm, head
         self._fronts = tuple(self._front(layer) for layer in self._layers)
+        self.layers_with_shared_expert = frozenset(
+            i for i, each in enumerate(self._layers) if each.router is not None and each.mlp
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the residual stream."""
+        return self._embedding.dtype
+
+    def make_inputs(self, batch: MicroBatch, cache: KVCache, device: torch.device) -> StepInputs:
+        """What the other calls want of a micro-batch."""
+        return make_step_inputs(batch, cache, self.spec, self.kernels, device)
 
     def embed(self, inputs: StepInputs) -> Tensor:
         """-> the residual stream [T, D]."""
@@ -145,17 +152,11 @@ class AttentionStage:
 
     def route(self, layer: int, hidden_TD: Tensor) -> Routed:
         """Norm and router: what goes to the experts."""
-        weights, spec = self._layers[layer], self.spec.router
-        router = weights.router
-        assert router is not None, f"layer {layer} has no router"
+        weights = self._layers[layer]
+        assert weights.router is not None, f"layer {layer} has no router"
         x_TD = self.kernels.rms_norm(hidden_TD, weights.moe_norm, self.spec.norm_eps)
-        ids_TK, weights_TK = self.kernels.route(
-            router.linear(x_TD), spec.shape, router.selection_bias_E
-        )
-        if not spec.is_weighing_inputs:
-            return Routed(x_TD, RoutedRows(x_TD, ids_TK, weights_TK))
-        weighed_TD = x_TD * weights_TK.to(x_TD.dtype)
-        return Routed(x_TD, RoutedRows(weighed_TD, ids_TK, weights_TK.new_ones(weights_TK.shape)))
+        rows = choose_experts(self.kernels, self.spec.router, weights.router, x_TD)
+        return Routed(x_TD, rows)
 
     def shared(self, layer: int, x_TD: Tensor) -> Tensor | None:
         """The shared expert's output [T, D] in fp32, to be added to the routed experts' sum."""

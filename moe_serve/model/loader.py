@@ -15,9 +15,10 @@ from experts.expert_stage import ExpertStage
 from moe_kernels.choice import KernelsName, choose_kernels, default_num_threads
 from moe_kernels.kernels import ExpertBank, ExpertWeights, Kernels
 from moe_serve.errors import CheckpointError
-from moe_serve.model.attention_stage import AttentionLayer, AttentionStage, Router
+from moe_serve.model.attention_stage import AttentionLayer, AttentionStage
 from moe_serve.model.checkpoint import Checkpoint
 from moe_serve.model.dense_mlp import DenseMLP
+from moe_serve.model.expert_choice import Router
 from moe_serve.model.families import Family, family_of
 from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.load_attention import AttentionLoader
@@ -101,7 +102,15 @@ class ModelLoader:
             head=head,
         )
 
-    def expert_stage(self) -> ExpertStage:
+    def routers(self) -> list[Router | None]:
+        """The routers alone, for an expert side that routes; None: a dense layer."""
+        tables = [
+            feed_forward_table(self._names, self.spec, layer)
+            for layer in range(self.spec.num_layers)
+        ]
+        return [self._router(table) for table in tables]
+
+    def expert_stage(self, held=None) -> ExpertStage:
         """All routed experts of all layers."""
         with ThreadPoolExecutor(self._num_threads) as pool:  # copying is what takes time
             return ExpertStage(list(pool.map(self._bank, range(self.spec.num_layers))))

@@ -8,20 +8,25 @@ others are with the experts. The same code serves every layout: only the transpo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.attention_stage import AttentionStage
-from moe_serve.model.step_inputs import StepInputs, make_step_inputs
-from moe_serve.model.step_plan import MicroBatch, StepPlan
+from moe_serve.model.graphed_attention_stage import GraphedAttentionStage
+from moe_serve.model.step_inputs import StepInputs
+from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.transport import Transport
+
+AnyStage = AttentionStage | GraphedAttentionStage
 
 
 class _Flight:
     """One micro-batch on its way through the layers."""
 
-    def __init__(self, inputs: StepInputs, stage: AttentionStage) -> None:
+    def __init__(self, inputs: StepInputs, stage: AnyStage) -> None:
         self.inputs = inputs
         self.hidden_TD = stage.embed(inputs)
         self.layer_away: int | None = None  # whose rows are with the experts
@@ -32,7 +37,7 @@ class Pipeline:
     """Runs step plans on one attention rank and whatever experts its transport reaches."""
 
     def __init__(
-        self, stage: AttentionStage, transport: Transport, cache: KVCache, device: torch.device
+        self, stage: AnyStage, transport: Transport, cache: KVCache, device: torch.device
     ) -> None:
         self._stage, self._transport, self._cache, self._device = stage, transport, cache, device
 
@@ -42,15 +47,24 @@ class Pipeline:
 
         Afterwards the cache holds the keys and values of every token of the step.
         """
+        inputs = [
+            self._stage.make_inputs(batch, self._cache, self._device)
+            for batch in plan.micro_batches
+        ]
+        passed = zip(self.pass_layers(inputs), inputs, strict=True)
+        return torch.cat([self._stage.logits(x_TD, i.logit_rows) for x_TD, i in passed])
+
+    def pass_layers(self, inputs: Sequence[StepInputs]) -> list[Tensor]:
+        """Embedding and all layers -> the residual stream [T, D] of each micro-batch."""
         self._transport.reset()
-        flights = [self._take_off(batch) for batch in plan.micro_batches]
+        flights = [_Flight(each, self._stage) for each in inputs]
         for layer in range(self._stage.spec.num_layers):
             for index, flight in enumerate(flights):
                 self._land(index, flight)
                 self._fly(layer, index, flight)
         for index, flight in enumerate(flights):
             self._land(index, flight)
-        return torch.cat([self._stage.logits(f.hidden_TD, f.inputs.logit_rows) for f in flights])
+        return [flight.hidden_TD for flight in flights]
 
     def clear_pages(self, pages: list[int]) -> None:
         """Zero pages that a failed request may have left NaNs in."""
@@ -66,18 +80,13 @@ class Pipeline:
         """For each page, whether what it holds is finite in every layer."""
         return self._cache.finite(pages) if pages else []
 
-    def _take_off(self, batch: MicroBatch) -> _Flight:
-        stage = self._stage
-        inputs = make_step_inputs(batch, self._cache, stage.spec, stage.kernels, self._device)
-        return _Flight(inputs, stage)
-
     def _fly(self, layer: int, index: int, flight: _Flight) -> None:
         """A layer's attention; its rows leave for the experts, unless the layer is dense."""
         advance = self._stage.advance(layer, flight.hidden_TD, flight.inputs, self._cache)
         flight.hidden_TD = advance.hidden_TD
         if advance.routed is None:
             return
-        self._transport.dispatch(layer, index, advance.routed.rows)
+        self._transport.dispatch(layer, index, advance.routed)
         flight.layer_away = layer
         flight.shared_TD = self._stage.shared(layer, advance.routed.x_TD)
 

@@ -11,13 +11,13 @@ from typing import Protocol
 from torch import Tensor
 
 from experts.expert_stage import ExpertStage
-from experts.routed_rows import RoutedRows
+from moe_serve.model.attention_stage import Routed
 
 
 class Transport(Protocol):
     """One attention rank's way to the experts."""
 
-    def dispatch(self, layer: int, micro_batch: int, rows: RoutedRows) -> None:
+    def dispatch(self, layer: int, micro_batch: int, routed: Routed) -> None:
         """Send a micro-batch's rows of one layer. At most one is in flight per micro-batch."""
         ...
 
@@ -37,9 +37,9 @@ class LocalTransport:
         self._stage = stage
         self._results: dict[int, Tensor] = {}
 
-    def dispatch(self, layer: int, micro_batch: int, rows: RoutedRows) -> None:
+    def dispatch(self, layer: int, micro_batch: int, routed: Routed) -> None:
         assert micro_batch not in self._results, f"micro-batch {micro_batch} is still in flight"
-        self._results[micro_batch] = self._stage.run(layer, rows)
+        self._results[micro_batch] = self._stage.run(layer, routed.rows)
 
     def combine(self, layer: int, micro_batch: int) -> Tensor:
         return self._results.pop(micro_batch)

@@ -14,7 +14,9 @@ from moe_serve.engine.build import build_engine
 from moe_serve.engine.client import stream
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.request import FinishReason, GenerationRequest
+from moe_serve.engine.sampler import Sampler
 from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.step_executor import LocalExecutor
 from moe_serve.errors import InvalidRequestError, ServerOverloadedError
 
 
@@ -31,9 +33,13 @@ class Fixture:
         scheduler = SchedulerConfig(max_num_seqs=4, max_queued_requests=6)
         built = build_engine(EngineConfig(model=ModelConfig(path=tiny), scheduler=scheduler))
         engine = Engine(
-            self.runner, scheduler=scheduler, num_pages=200, micro_batches=1, max_model_len=400,
+            LocalExecutor(self.runner, Sampler(frozenset())),
+            scheduler=scheduler,
+            num_pages=200,
+            micro_batches=1,
+            max_model_len=400,
             eos_token_ids=frozenset(),
-        )  # fmt: skip
+        )
         self.engine = AsyncEngine(type(built)(engine, built.layout, built.spec), scheduler)
 
 

@@ -13,6 +13,7 @@ from moe_serve.engine.engine import Engine
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.sampler import Sampler
 from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.step_executor import LocalExecutor
 
 
 def make_engine(
@@ -25,7 +26,7 @@ def make_engine(
     eos: frozenset[int] = frozenset(),
 ) -> Engine:
     return Engine(
-        runner,
+        LocalExecutor(runner, Sampler(eos)),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_batched_tokens=budget),
         num_pages=num_pages,
         micro_batches=micro_batches,

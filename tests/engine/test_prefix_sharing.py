@@ -14,7 +14,9 @@ from fake_runner import NAN, FakeRunner, continuation
 from moe_serve.config import SchedulerConfig
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
+from moe_serve.engine.sampler import Sampler
 from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.step_executor import LocalExecutor
 
 
 def make_engine(
@@ -27,7 +29,7 @@ def make_engine(
     has_prefix_cache: bool = True,
 ) -> Engine:
     return Engine(
-        runner,
+        LocalExecutor(runner, Sampler(frozenset())),
         scheduler=SchedulerConfig(max_num_seqs=seats, max_batched_tokens=budget),
         num_pages=num_pages,
         micro_batches=parts,

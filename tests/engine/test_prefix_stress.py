@@ -17,7 +17,9 @@ from fake_runner import NAN, PAGE_SIZE, VOCAB_SIZE, FakeRunner, continuation, ne
 from moe_serve.config import SchedulerConfig
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
+from moe_serve.engine.sampler import Sampler
 from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.step_executor import LocalExecutor
 from moe_serve.model.step_plan import StepPlan
 
 POISON = 49
@@ -64,7 +66,7 @@ class Crowd:
         seats = rng.randint(1, 12)
         budget = rng.choice([max(seats, 3), 20, 64, 256])
         self.engine = Engine(
-            self.runner,
+            LocalExecutor(self.runner, Sampler(frozenset([7]))),
             scheduler=SchedulerConfig(max_num_seqs=seats, max_batched_tokens=budget),
             num_pages=rng.randint(MAX_MODEL_LEN // PAGE_SIZE, 40),
             micro_batches=rng.randint(1, 3),

@@ -17,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from moe_serve.config import ServerConfig
 from moe_serve.engine.client import EngineStats
+from moe_serve.engine.pool_stats import PoolStats
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta, TokenLogprob
 from moe_serve.errors import ServerOverloadedError
 from moe_serve.http.app import create_app
@@ -64,6 +65,7 @@ class FakeEngine:
     num_steps: int = 0
     num_waiting: int = 0
     last_turn_age_s: float | None = None
+    pools: PoolStats | None = None
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[asyncio.Queue[TokenDelta]]:
         if self.is_draining:
@@ -101,6 +103,7 @@ class FakeEngine:
             num_hit_tokens=30,
             is_alive=self.is_alive,
             last_turn_age_s=self.last_turn_age_s,
+            pools=self.pools,
         )
 
     def begin_drain(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
+from moe_serve.engine.pool_stats import MicroBatchCount, Pool, PoolStats, PoolUse
 from moe_serve.http.health_routes import ProgressWatch
 from moe_serve.http.metrics import route_label
 
@@ -90,6 +91,39 @@ def test_metrics(client: TestClient, engine: Any) -> None:
         assert line in text, line
     assert "moe_serve:inter_token_latency_seconds_bucket" in text
     assert "_created" not in text
+
+
+def test_metrics_of_the_pools(client: TestClient, engine: Any) -> None:
+    names = ("pool_", "micro_batches", "pipeline_steps", "exposed_communication")
+    assert not any(f"moe_serve:{name}" in client.get("/metrics").text for name in names)
+    engine.pools = PoolStats()  # no step was recorded yet
+    assert not any(f"moe_serve:{name}" in client.get("/metrics").text for name in names)
+    pools: tuple[Pool, ...] = ("attention", "expert")
+    engine.pools = PoolStats(
+        pools=tuple(
+            PoolUse(pool=pool, num_ranks=n, bubble_ratio=n / 8, slowest_rank=1, slowest_excess=0.5)
+            for n, pool in enumerate(pools, start=2)
+        ),
+        exposed_communication_ratio=0.125,
+        micro_batches=3,
+        steps=(
+            MicroBatchCount(micro_batches=1, reason="one sequence", num_steps=5),
+            MicroBatchCount(micro_batches=3, reason="predicted best", num_steps=7),
+        ),
+    )
+    text, label = client.get("/metrics").text, 'model_name="tiny"'
+    for line in (
+        f'moe_serve:pool_ranks{{{label},pool="attention"}} 2.0',
+        f'moe_serve:pool_bubble_ratio{{{label},pool="attention"}} 0.25',
+        f'moe_serve:pool_bubble_ratio{{{label},pool="expert"}} 0.375',
+        f'moe_serve:pool_slowest_rank{{{label},pool="expert"}} 1.0',
+        f'moe_serve:pool_slowest_rank_excess_ratio{{{label},pool="expert"}} 0.5',
+        f"moe_serve:exposed_communication_ratio{{{label}}} 0.125",
+        f"moe_serve:micro_batches{{{label}}} 3.0",
+        f'moe_serve:pipeline_steps_total{{micro_batches="1",{label},reason="one sequence"}} 5.0',
+        f'moe_serve:pipeline_steps_total{{micro_batches="3",{label},reason="predicted best"}} 7.0',
+    ):
+        assert line in text, line
 
 
 def test_odd_requests_do_not_grow_the_page(client: TestClient) -> None:

@@ -20,16 +20,19 @@ struct Part {  // some slots of one expert against some groups of columns
   int64_t expert, first, count, first_group, last_group;
 };
 
-// Slots (t * top_k + k) sorted by expert: those of e are order[starts[e] .. starts[e + 1]).
+// Slots (t * top_k + k) sorted by expert: those of e are order[starts[e] .. starts[e + 1]). Those of
+// expert -1, which is elsewhere, are left out.
 struct Slots {
   std::vector<int64_t> starts, order;
 
   Slots(const int64_t* ids, int64_t num_slots, int64_t num_experts)
       : starts(num_experts + 1), order(num_slots) {
-    for (int64_t s = 0; s < num_slots; ++s) ++starts[ids[s] + 1];
+    for (int64_t s = 0; s < num_slots; ++s)
+      if (ids[s] >= 0) ++starts[ids[s] + 1];
     std::partial_sum(starts.begin(), starts.end(), starts.begin());
     std::vector<int64_t> next(starts.begin(), starts.end() - 1);
-    for (int64_t s = 0; s < num_slots; ++s) order[next[ids[s]]++] = s;
+    for (int64_t s = 0; s < num_slots; ++s)
+      if (ids[s] >= 0) order[next[ids[s]]++] = s;
   }
 
   int64_t count(int64_t expert) const { return starts[expert + 1] - starts[expert]; }
@@ -121,20 +124,41 @@ static void for_parts(const std::vector<Part>& parts, int64_t threads, Columns c
   });
 }
 
-static void weigh(const float* y, const float* weights, int64_t top_k, int64_t width, float* out) {
-  for (int64_t d = 0; d < width; d += kLanes) {
-    f32x16 sum = {};
-    for (int64_t k = 0; k < top_k; ++k)  // expert ids ascend within a row
-      sum += load_up_to(y + k * width + d, width - d) * weights[k];
-    store_up_to(out + d, sum, width - d);
+// The sum of weights * y over the choices that are here, exact in any order and grouping
+// (expert_mlp.combine_choices has the reasons and the limits): products are exact in double, and
+// t + C - C is t's nearest multiple of 2^-36. -fassociative-math would undo it; fused operations do
+// no harm.
+constexpr double kGrid = 1.5 * (1 << 16);
+
+template <class Out>
+static void weigh(const float* y, const int64_t* ids, const float* weights, int64_t top_k,
+                  int64_t width, Out* out) {
+  int64_t d = 0;
+  for (constexpr int64_t kStep = 32; d + kStep <= width; d += kStep) {
+    f64x8 sums[kStep / 8] = {};
+    for (int64_t k = 0; k < top_k; ++k) {
+      if (ids[k] < 0) continue;  // y is not written there
+      const float* from = y + k * width + d;
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < kStep / 8; ++i)
+        sums[i] += load8_wide(from + 8 * i) * (double)weights[k] + kGrid - kGrid;
+    }
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < kStep / 8; ++i) store8(out + d + 8 * i, sums[i]);
+  }
+  for (; d < width; ++d) {
+    double sum = 0;
+    for (int64_t k = 0; k < top_k; ++k)
+      if (ids[k] >= 0) sum += (double)y[k * width + d] * weights[k] + kGrid - kGrid;
+    out[d] = (Out)sum;
   }
 }
 
-// x [T, D], ids and weights [T, K], out [T, D].
+// x [T, D], ids and weights [T, K], out [T, D]: the sum in double, or rounded once to float.
 // Returns 0, or 1 + e if rows were sent for an absent expert e.
-template <class T>
+template <class T, class Out>
 static int64_t experts(const Experts& e, const T* x, const int64_t* ids, const float* weights,
-                       float* out, int64_t num_rows, int64_t top_k) {
+                       Out* out, int64_t num_rows, int64_t top_k) {
   static thread_local Scratch hidden_scratch, y_scratch;
   int64_t num_slots = num_rows * top_k;
   Slots slots(ids, num_slots, e.num_experts);
@@ -162,19 +186,21 @@ static int64_t experts(const Experts& e, const T* x, const int64_t* ids, const f
   constexpr int64_t kRows = 16;
   parallel_for((num_rows + kRows - 1) / kRows, threads, [&](int64_t j) {
     for (int64_t t = j * kRows; t < std::min(num_rows, (j + 1) * kRows); ++t)
-      weigh(y + t * top_k * e.width, weights + t * top_k, top_k, e.width, out + t * e.width);
+      weigh(y + t * top_k * e.width, ids + t * top_k, weights + t * top_k, top_k, e.width,
+            out + t * e.width);
   });
   return 0;
 }
 
-#define EXPORT(T, suffix)                                                                         \
+#define EXPORT(T, suffix, Out)                                                                    \
   int64_t moe_experts_##suffix(const Experts* e, const T* x, const int64_t* ids,                  \
-                               const float* weights, float* out, int64_t num_rows,                \
-                               int64_t top_k) {                                                   \
+                               const float* weights, Out* out, int64_t num_rows, int64_t top_k) { \
     return experts<T>(*e, x, ids, weights, out, num_rows, top_k);                                 \
   }
 
 extern "C" {
-EXPORT(bf16, bf16)
-EXPORT(float, f32)
+EXPORT(bf16, bf16, float)
+EXPORT(float, f32, float)
+EXPORT(bf16, partial_bf16, double)
+EXPORT(float, partial_f32, double)
 }

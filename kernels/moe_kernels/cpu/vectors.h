@@ -14,6 +14,9 @@ typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
 
+typedef float f32x8 __attribute__((vector_size(32)));
+typedef double f64x8 __attribute__((vector_size(64)));
+
 static inline f32x16 splat(float value) { return f32x16{} + value; }
 
 static inline f32x16 select(i32x16 mask, f32x16 yes, f32x16 no) { return mask ? yes : no; }
@@ -25,6 +28,19 @@ static inline f32x16 load16(const float* p) {
 }
 
 static inline void store16(float* p, f32x16 v) { memcpy(p, &v, sizeof v); }
+
+static inline f64x8 load8_wide(const float* p) {
+  f32x8 v;
+  memcpy(&v, p, sizeof v);
+  return __builtin_convertvector(v, f64x8);
+}
+
+static inline void store8(double* p, f64x8 v) { memcpy(p, &v, sizeof v); }
+
+static inline void store8(float* p, f64x8 v) {  // rounded
+  f32x8 narrow = __builtin_convertvector(v, f32x8);
+  memcpy(p, &narrow, sizeof narrow);
+}
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include "vectors_avx512.h"

@@ -23,14 +23,22 @@ _STACKING = threading.Lock()
 class GroupedExpertBank:
     """Implements ExpertBank: all activated experts in two launches.
 
-    `places_E` [E] gives each expert id its place among those here, -1 elsewhere; None: all are
-    here. A choice of an expert elsewhere adds nothing.
+    `places_E` [E + 1] gives each expert id its place among those here, -1 elsewhere and at its end,
+    for id -1; None: all are here. A choice of an expert elsewhere adds nothing.
     """
 
     def __init__(self, experts: GroupedExperts, places_E: Tensor | None, chip: Chip) -> None:
         self._experts, self._places_E, self._chip = experts, places_E, chip
 
     def __call__(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        return self._run(x_TD, expert_ids_TK, weights_TK, torch.float32)
+
+    def partial(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        return self._run(x_TD, expert_ids_TK, weights_TK, torch.float64)
+
+    def _run(
+        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, out_dtype: torch.dtype
+    ) -> Tensor:
         ids_TK = expert_ids_TK
         if self._places_E is not None:
             ids_TK = self._places_E[ids_TK]
@@ -40,6 +48,7 @@ class GroupedExpertBank:
             weights_TK.contiguous(),
             self._experts,
             self._chip,
+            out_dtype=out_dtype,
         )
 
 
@@ -76,6 +85,7 @@ def stacked_experts(
         )
     if -1 not in places:
         return stacked, None
+    places.append(-1)
     return stacked, torch.tensor(places, dtype=torch.int64, device=stacked.down.values.device)
 
 

@@ -1,7 +1,7 @@
 """The Triton set: every kernel of this folder behind the one protocol, for CUDA devices.
 
-T rows, D model width, H query heads, L latent width. There is no fused layer front and no CUDA
-graph yet: a step is a few dozen launches per layer, none of which waits for the device.
+T rows, D model width, H query heads, L latent width. There is no fused layer front: a step is a
+few dozen launches per layer, none of which waits for the device.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from moe_kernels.attention_shape import (
     RotaryTable,
     StepTokens,
 )
+from moe_kernels.fixed_attention import DecodeRoom
 from moe_kernels.gpu.expert_bank import GroupedExpertBank, stacked_experts
 from moe_kernels.gpu.grouped_gemm import linear, self_check
 from moe_kernels.gpu.grouped_gemm.api import Chip
@@ -33,7 +34,7 @@ from moe_kernels.gpu.grouped_gemm.linear import (
 )
 from moe_kernels.gpu.grouped_gemm.pack import plain
 from moe_kernels.gpu.heads.api import shape_latent, shape_qkv
-from moe_kernels.gpu.paged_attention.api import attention, plan_attention
+from moe_kernels.gpu.paged_attention.api import attention, plan_attention, plan_room
 from moe_kernels.gpu.paged_attention.backends import (
     BackendChoice,
     choose_backend,
@@ -55,6 +56,7 @@ class TritonKernels:
     """Implements Kernels. Linears are grouped products too, so that every row keeps its bits."""
 
     has_own_threads = False
+    can_be_captured = True
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -132,12 +134,21 @@ class TritonKernels:
     def plan_attention(
         self, step: StepTokens, shape: AttentionShape, device: torch.device
     ) -> PagedPlan:
-        if shape not in self._backends:
-            # Row invariance is never given up here, so this says and logs why it is ours.
-            self._backends[shape] = choose_backend(
-                shape, self._dtype, step.page_size, self._capability(device), installed_backends()
-            )
+        self._say_backend(shape, step.page_size, device)
         return plan_attention(step, shape, self._dtype, device)
+
+    def fixed_attention(
+        self, room: DecodeRoom, shape: AttentionShape, device: torch.device
+    ) -> PagedPlan | None:
+        self._say_backend(shape, room.page_size, device)
+        return plan_room(room, shape, self._dtype, device)
+
+    def _say_backend(self, shape: AttentionShape, page_size: int, device: torch.device) -> None:
+        """Row invariance is never given up here, so this says and logs why it is ours."""
+        if shape not in self._backends:
+            self._backends[shape] = choose_backend(
+                shape, self._dtype, page_size, self._capability(device), installed_backends()
+            )
 
     def _capability(self, device: torch.device) -> tuple[int, int]:
         if self._is_interpreted:

@@ -13,9 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 HAS_DEVICE = torch.cuda.is_available()
+Values = NDArray[np.float32]
 
 if HAS_TRITON and not HAS_DEVICE:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -50,3 +52,15 @@ def _lanes_may_overflow() -> Iterator[None]:
     """A masked lane may hold inf - inf: numpy warns of it in the interpreter, a GPU does not."""
     with np.errstate(all="ignore"):
         yield
+
+
+@pytest.fixture
+def rows_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrix instructions add every row in one order. The BLAS behind the interpreter does not: the
+    bits of a row depend on its place among the others. Here a sum over k for all rows at once."""
+
+    def product(a: Values, b: Values, dtype: object = None) -> Values:
+        total: Values = np.add.reduce(a.T[:, :, None] * b[:, None, :], axis=0)
+        return total if dtype is None else total.astype(dtype)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(np, "matmul", product)

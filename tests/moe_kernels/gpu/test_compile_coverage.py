@@ -183,7 +183,9 @@ def run_products(kernels: TritonKernels, model: Model, num_rows: int) -> None:
             empty(expert_width, width), empty(expert_width, width), empty(width, expert_width),
             *biases,
         )  # fmt: skip
-        out = kernels.experts([one] * num, model.activation)(x, ids_TK, weights_TK)
+        bank = kernels.experts([one] * num, model.activation)
+        bank.partial(x, ids_TK, weights_TK)
+        out = bank(x, ids_TK, weights_TK)
     for norm in (width, *model.norms):
         kernels.rms_norm(empty(num_rows, norm), empty(norm), 1e-6)
     kernels.add(x, out, out if model.has_shared else None)

@@ -6,6 +6,7 @@ The models are small because the interpreter is slow: each case takes seconds.
 from __future__ import annotations
 
 import importlib.util
+import weakref
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.transport import LocalTransport
 
 SMALL = TINY | {"hidden_size": 32, "num_hidden_layers": 2}
+SWIGLU = GatedActivation()
 CASES = {
     "qwen3_moe": Case(
         transformers.Qwen3MoeConfig(
@@ -168,7 +170,7 @@ def test_experts_that_live_elsewhere_add_nothing(device: torch.device) -> None:
     ids_TK = torch.tensor([[0, 1], [1, 3], [2, 4], [3, 4]], device=device)
     weights_TK = torch.rand(4, 2, generator=torch.Generator().manual_seed(1)).to(device)
     x_TD = weight_of(4, 16, dtype=torch.float32, device=device)
-    bank = kernels.experts([here.get(e) for e in range(5)], GatedActivation())
+    bank = kernels.experts([here.get(e) for e in range(5)], SWIGLU)
     is_here = (ids_TK == 1) | (ids_TK == 3)
     want_TD = routed_experts_reference(
         x_TD.cpu(),
@@ -179,6 +181,16 @@ def test_experts_that_live_elsewhere_add_nothing(device: torch.device) -> None:
     )  # fmt: skip
     found_TD = bank(x_TD, ids_TK, weights_TK).cpu()
     torch.testing.assert_close(found_TD.double(), want_TD, rtol=1e-4, atol=1e-4)
+    others = kernels.experts([None if e in here else expert(3) for e in range(5)], SWIGLU)
+    whole = kernels.experts([here.get(e) or expert(3) for e in range(5)], SWIGLU)
+    parts = [
+        each.partial(x_TD, torch.where(mask, ids_TK, -1), weights_TK)
+        for each, mask in ((others, ~is_here), (bank, is_here))
+    ]
+    assert parts[0].dtype == torch.float64, f"a partial sum is {parts[0].dtype}"
+    whole_TD = whole(x_TD, ids_TK, weights_TK)
+    assert torch.equal((parts[0] + parts[1]).float(), whole_TD), "two banks are not as one"
+    assert torch.equal((parts[1] + parts[0]).float(), whole_TD), "the order of banks shows"
 
 
 def test_a_larger_batch_than_the_tables_hold(device: torch.device) -> None:
@@ -189,6 +201,15 @@ def test_a_larger_batch_than_the_tables_hold(device: torch.device) -> None:
         assert found.num_tiles is not None and found.sorted_slots is not None, "made of tables"
         assert found.num_tiles.tolist() == [num_tiles], f"{num_rows} rows in {block_m}s"
         assert found.sorted_slots.tolist() == list(range(num_tiles * block_m)), f"{num_rows} rows"
+
+
+def test_tables_that_were_outgrown_are_kept(device: torch.device) -> None:
+    """A CUDA graph may read them."""
+    tiles = RowTiles(device, num_rows=32)
+    before = weakref.ref(tiles.of_rows(32, 16).sorted_slots)
+    held = weakref.ref(tiles._numbers)
+    tiles.of_rows(200, 16)
+    assert before() is None and held() is not None, "the table itself outlives the alignment"
 
 
 def test_the_slots_of_heads(device: torch.device) -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_kernels.attention_shape import AttentionShape, StepTokens
@@ -19,7 +18,6 @@ from moe_kernels.paged_attention import paged_attention_reference
 PAGE = 16
 # Queries, weights and results are rounded to the pages' dtype.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-Values = NDArray[np.float32]
 Span = tuple[int, int]  # first position and number of query tokens
 
 
@@ -43,18 +41,6 @@ SHAPES = {
     "wide latent": WIDE,
 }
 MIXED: list[Span] = [(0, 1), (599, 1), (0, 20), (254, 3), (300, 12), (15, 1), (16, 2)]
-
-
-@pytest.fixture
-def rows_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matrix instructions add every row in one order. The BLAS behind the interpreter does not: the
-    bits of a row depend on its place among the others. Here a sum over k for all rows at once."""
-
-    def product(a: Values, b: Values, dtype: object = None) -> Values:
-        total: Values = np.add.reduce(a.T[:, :, None] * b[:, None, :], axis=0)
-        return total if dtype is None else total.astype(dtype)  # type: ignore[call-overload]
-
-    monkeypatch.setattr(np, "matmul", product)
 
 
 class Scene:

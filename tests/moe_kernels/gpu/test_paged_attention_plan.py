@@ -9,10 +9,18 @@ import pytest
 import torch
 
 from moe_kernels.attention_shape import AttentionShape, StepTokens
+from moe_kernels.fixed_attention import DecodeRoom
 from moe_kernels.gpu.paged_attention import plan as plan_module
 from moe_kernels.gpu.paged_attention.api import config_of
 from moe_kernels.gpu.paged_attention.compile_cases import CASES
-from moe_kernels.gpu.paged_attention.plan import Slab, partial_rows, plan_paged_attention
+from moe_kernels.gpu.paged_attention.plan import (
+    Slab,
+    decode_sizes,
+    partial_rows,
+    plan_paged_attention,
+    plan_sizes,
+)
+from moe_kernels.graph_sizes import GraphSize
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(num_heads=32, num_kv_heads=4, head_dim=128)  # 8 tokens x 8 heads a tile
@@ -61,6 +69,60 @@ def test_slabs_have_tiles_and_items_of_their_own(monkeypatch: pytest.MonkeyPatch
     assert plan.items_I[:, 0].tolist() == [0, 0, 0, 1, 0]
     monkeypatch.setattr(plan_module, "MAX_PARTIAL_BYTES", 1)
     assert len(plan_paged_attention(step, SHAPE, config, CPU).slabs) == 3
+
+
+LATENT = AttentionShape(num_heads=128, num_kv_heads=1, head_dim=576, value_dim=512)
+WINDOWED = AttentionShape(num_heads=64, num_kv_heads=8, head_dim=64, sliding_window=128)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "context", "most", "items", "mib"),
+    [
+        (SHAPE, 64, 512, 40960, 191, 3),  # Qwen3-30B-A3B: splits of 256
+        (SHAPE, 64, 8192, 40960, 2111, 33),
+        (SHAPE, 64, 40960, 40960, 10240, 162),  # no more than all rows at their longest
+        (SHAPE, 1, 40960, 40960, 160, 3),
+        (WINDOWED, 64, 131072, 131072, 128, 2),  # GPT-OSS: a window touches two splits
+        (LATENT, 64, 8192, 163840, 1087, 273),  # DeepSeek-V3
+    ],
+)
+def test_room_for_any_decode_step(
+    shape: AttentionShape, rows: int, context: int, most: int, items: int, mib: int
+) -> None:
+    """Also what the workspace takes; docs/kernels.md says it."""
+    config = config_of(shape, torch.bfloat16)
+    sizes = decode_sizes(room_of(rows, context, most), shape, config)
+    assert sizes is not None and sizes.num_items == items, f"{sizes}"
+    assert (sizes.num_sequences, sizes.num_item_tiles, sizes.num_tiles) == (rows, rows, 0)
+    assert sizes.table_width * 16 >= most > (sizes.table_width * 16 - config.split_tokens)
+    programs = items * shape.num_kv_heads * config.head_blocks
+    workspace = programs * partial_rows(sizes, config) * (shape.value_width + 2) * 4
+    assert round(workspace / 2**20) == mib, f"{workspace / 2**20} MiB"
+
+
+def test_no_room_beyond_a_slab() -> None:
+    config = config_of(LATENT, torch.bfloat16)
+    assert decode_sizes(room_of(64, 32768, 163840), LATENT, config) is None
+    assert decode_sizes(room_of(24, 32768, 163840), LATENT, config) is not None
+
+
+def test_every_step_of_a_room_fits() -> None:
+    rng = np.random.default_rng(1)
+    for shape in (SHAPE, replace(SHAPE, sliding_window=300), replace(SHAPE, chunk=700)):
+        config = config_of(shape, torch.bfloat16)
+        sizes = decode_sizes(room_of(6, 512, 2000), shape, config)
+        assert sizes is not None
+        for _ in range(200):
+            keys = rng.integers(1, 2001, 6)
+            while keys.sum() > 6 * 512:
+                keys = np.maximum(1, keys * 3 // 4)
+            tables = [[0] * -(-int(count) // 16) for count in keys]
+            step = StepTokens(np.ones(6, dtype=np.int64), keys - 1, tables, 16)
+            assert plan_sizes(step, shape, config).fits(sizes), f"{keys} in {sizes}"
+
+
+def room_of(rows: int, context: int, most: int) -> DecodeRoom:
+    return DecodeRoom(size=GraphSize(rows, context), max_positions=most, page_size=16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -62,17 +62,18 @@ def grouped_experts(
     experts: GroupedExperts,
     chip: Chip,
     block_m: int | None = None,
+    out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """-> the rows' weighted sums [T, D] in fp32, by ascending expert.
+    """-> the rows' weighted sums [T, D] in fp64, or rounded once to fp32.
 
-    Ids ascend in a row; one outside [0, E) adds nothing. `block_m` forces a tile size.
+    An id outside [0, E) adds nothing. `block_m` forces a tile size.
     """
     (num_rows, top_k), width = expert_ids_TK.shape, experts.width
     assert x_TD.shape == (num_rows, width), f"x {list(x_TD.shape)}, not {[num_rows, width]}"
     assert weights_TK.shape == expert_ids_TK.shape, "one weight for each id"
     assert x_TD.is_contiguous() and weights_TK.is_contiguous(), "x and weights are contiguous"
     num_slots = num_rows * top_k
-    out_TD = torch.empty(num_rows, width, dtype=torch.float32, device=x_TD.device)
+    out_TD = torch.empty(num_rows, width, dtype=out_dtype, device=x_TD.device)
     if num_slots == 0:
         return out_TD.zero_()
     if block_m is None:

@@ -115,7 +115,8 @@ def _cases() -> Iterator[CompileCase]:
         for tile, targets in _tiles(shape):
             yield from _cases_of(name, router, shape, tile, targets, can_be_direct=False)
     for top_k in (1, 2, 4, 8):
-        yield _combine_case(top_k)
+        yield _combine_case(f"combine-{top_k}", top_k, "*fp32")
+        yield _combine_case(f"combine-partial-{top_k}", top_k, "*fp64")
 
 
 def _tiles(shape: ProductShape) -> Iterator[tuple[TileConfig, tuple[int, ...]]]:
@@ -126,15 +127,15 @@ def _tiles(shape: ProductShape) -> Iterator[tuple[TileConfig, tuple[int, ...]]]:
             yield tile, tuple(target for target in TARGETS if tiles[target] == tile)
 
 
-def _combine_case(top_k: int) -> CompileCase:
+def _combine_case(name: str, top_k: int, out: str) -> CompileCase:
     return CompileCase(
-        name=f"grouped_gemm/combine-{top_k}",
+        name=f"grouped_gemm/{name}",
         kernel=combine_kernel,
         signature={
             "y_ptr": "*bf16",
             "ids_ptr": "*i64",
             "weights_ptr": "*fp32",
-            "out_ptr": "*fp32",
+            "out_ptr": out,
             "num_experts": "i32",
             "width": "i32",
         },

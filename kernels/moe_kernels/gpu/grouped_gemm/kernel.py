@@ -112,6 +112,10 @@ def _summed(
     return acc
 
 
+# t + GRID - GRID is t's nearest multiple of 2^-36, see expert_mlp.py; exact in fp32 as well.
+GRID = tl.constexpr(1.5 * 2**16)
+
+
 @triton.jit
 def combine_kernel(
     y_ptr,
@@ -123,20 +127,21 @@ def combine_kernel(
     TOP_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """out [T, D] fp32 = sum over k of weights [T, K] * y [T * K, D]; k ascends, fp32 throughout.
+    """out [T, D] fp64, or rounded once to fp32 = sum over k of weights [T, K] * y [T * K, D].
 
-    Grid (T, ceil(D / BLOCK_D)). Ids ascend in a row, so the sum is by expert; one that is not in
-    [0, E) adds nothing.
+    Grid (T, ceil(D / BLOCK_D)). Terms on a grid of 2^-36 in fp64, so that the sum is the same in
+    any order (expert_mlp.combine_choices); an id that is not in [0, E) adds nothing.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = columns < width
-    acc = tl.zeros([BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_D], tl.float64)
     for k in tl.static_range(TOP_K):
         slot = row * TOP_K + k
         expert = tl.load(ids_ptr + slot)
-        weight = tl.load(weights_ptr + slot).to(tl.float32)
+        weight = tl.load(weights_ptr + slot).to(tl.float64)
         is_here = (expert >= 0) & (expert < num_experts)
-        y = tl.load(y_ptr + slot * width + columns, mask=mask & is_here, other=0.0).to(tl.float32)
-        acc += tl.where(is_here, y * weight, 0.0)
-    tl.store(out_ptr + row * width + columns, acc, mask=mask)
+        y = tl.load(y_ptr + slot * width + columns, mask=mask & is_here, other=0.0).to(tl.float64)
+        term = (y * weight + GRID) - GRID
+        acc += tl.where(is_here, term, 0.0)
+    tl.store(out_ptr + row * width + columns, acc.to(out_ptr.dtype.element_ty), mask=mask)

@@ -27,17 +27,20 @@ class RowTiles:
     """Alignments that need no sorting, cut from tables that all linears of a device share.
 
     The tables grow to the largest batch seen; a batch of that size must come before a CUDA graph
-    is captured, or the table would be filled by the replay alone.
+    is captured, or the table would be filled by the replay alone. Tables that were outgrown are
+    kept, as a graph may read them.
     """
 
     def __init__(self, device: torch.device, num_rows: int = _FIRST_ROWS) -> None:
         self._device = device
+        self._kept: list[tuple[Tensor, ...]] = []
         self._grow(num_rows)
 
     def _grow(self, num_rows: int) -> None:
         numbers = torch.arange(num_rows, dtype=torch.int32, device=self._device)
         self._numbers, self._zeros = numbers, torch.zeros_like(numbers)
         self._num_tiles = numbers[: num_rows // BLOCK_MS[0] + 1].repeat_interleave(_STRIDE)
+        self._kept.append((self._numbers, self._zeros, self._num_tiles))
 
     def of_rows(self, num_rows: int, block_m: int) -> Alignment:
         """All rows belong to expert 0, slot s is row s: a padded tile ends in slots from T on."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moe_kernels.attention_shape import AttentionShape, StepTokens
+from moe_kernels.fixed_attention import DecodeRoom
 from moe_kernels.gpu.paged_attention.heuristics import (
     AttentionConfig,
     TileConfig,
@@ -22,6 +24,7 @@ from moe_kernels.gpu.paged_attention.plan import (
     PagedPlan,
     PlanSizes,
     Slab,
+    decode_sizes,
     partial_rows,
     plan_paged_attention,
 )
@@ -41,6 +44,17 @@ def plan_attention(
     return plan_paged_attention(
         step, shape, config_of(shape, dtype, chip_of(device)), device, sizes
     )
+
+
+def plan_room(
+    room: DecodeRoom, shape: AttentionShape, dtype: torch.dtype, device: torch.device
+) -> PagedPlan | None:
+    """A plan that any decode step of the room fits in, empty so far; None: see `decode_sizes`."""
+    sizes = decode_sizes(room, shape, config_of(shape, dtype, chip_of(device)))
+    if sizes is None:
+        return None
+    none = np.zeros(0, dtype=np.int64)
+    return plan_attention(StepTokens(none, none, (), room.page_size), shape, dtype, device, sizes)
 
 
 def chip_of(device: torch.device) -> int:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_kernels.attention_shape import AttentionShape, StepTokens
+from moe_kernels.fixed_attention import DecodeRoom
 from moe_kernels.gpu.paged_attention.heuristics import AttentionConfig
 
 TILE_FIELDS = 6  # sequence, first token, tokens, first position; of items: first item, items
@@ -61,7 +62,10 @@ class Slab:
 
 @dataclass(frozen=True, slots=True)
 class PagedPlan:
-    """S sequences, W pages of the widest table, N tiles cut into items, I items, M whole tiles."""
+    """S sequences, W pages of the widest table, N tiles cut into items, I items, M whole tiles.
+
+    Implements FixedAttention, if it was made with `sizes`.
+    """
 
     buffer: Tensor  # int32, on the device: what the others are views of
     tables_SW: Tensor
@@ -74,13 +78,29 @@ class PagedPlan:
     shape: AttentionShape
     page_size: int
 
-    def update(self, step: StepTokens) -> None:
-        """Plan another step in the same buffer; it must fit in `sizes`, as one slab."""
+    @property
+    def plan(self) -> PagedPlan:
+        return self
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.buffer,)
+
+    def pack(self, step: StepTokens) -> Tensor:
+        """Plan another step, on the host; it must fit in `sizes`, as one slab."""
         assert step.page_size == self.page_size, f"pages of {step.page_size} tokens"
         layout = _lay_out(step, self.shape, self.config)
         _check_one_slab(self.slabs)
         _check_one_slab(layout.slabs)
-        self.buffer.copy_(_packed(layout, step, self.sizes, self.buffer.device), non_blocking=True)
+        return _packed(layout, step, self.sizes, self.buffer.device)
+
+    def load(self, packed: Tensor) -> None:
+        """Let the buffer be what `pack` gave."""
+        self.buffer.copy_(packed, non_blocking=True)
+
+    def update(self, step: StepTokens) -> None:
+        """Plan another step in the same buffer."""
+        self.load(self.pack(step))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +150,34 @@ def plan_paged_attention(
 def plan_sizes(step: StepTokens, shape: AttentionShape, config: AttentionConfig) -> PlanSizes:
     """What the step needs: the sizes of a graph's bucket are those of its largest step."""
     return _lay_out(step, shape, config).sizes
+
+
+def decode_sizes(
+    room: DecodeRoom, shape: AttentionShape, config: AttentionConfig
+) -> PlanSizes | None:
+    """What any step of the room fits in; None where its items need more than one slab.
+
+    Rows of a sequence each, with n keys in all, have at most n / split + one split begun per row;
+    and no row has more splits than the longest one, or than its window or chunk may touch.
+    """
+    rows, split = room.size.num_rows, config.split_tokens
+    most = -(-room.max_positions // split)
+    for reach in (shape.sliding_window, shape.chunk):
+        if reach is not None:
+            most = min(most, (reach - 1) // split + 2)
+    num_items = min(rows * most, (room.size.num_keys + rows * (split - 1)) // split)
+    if num_items > _max_items(1, shape, config):
+        return None
+    pages_per_split = split // room.page_size
+    num_pages = -(-room.max_positions // room.page_size)
+    return PlanSizes(
+        num_sequences=rows,
+        table_width=-(-num_pages // pages_per_split) * pages_per_split,
+        num_item_tiles=rows,
+        num_items=num_items,
+        item_tile_tokens=1,
+        num_tiles=0,
+    )
 
 
 def partial_rows(sizes: PlanSizes, config: AttentionConfig) -> int:

@@ -1,0 +1,120 @@
+"""`moe-serve calibrate`: measure a model's stages on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from moe_serve.cli.wide_console import wide_console
+from moe_serve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moe_serve.cluster.calibration_file import Calibration
+
+_DEVICES = ("auto", "cpu", "cuda")
+
+
+def calibrate(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A folder in Hugging Face layout. Without it: the demonstration model."
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The JSON file to write.")] = Path("calibration.json"),
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    num_threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of one rank.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer points: some seconds.")] = False,
+) -> None:
+    """Measure what attention, experts and transfers cost on this machine.
+
+    `moe-serve plan --calibration FILE` then says which layout to use.
+    """
+    if device not in _DEVICES:
+        raise ConfigError(f"device cannot be {device!r}: it is one of {', '.join(_DEVICES)}.")
+    if not out.expanduser().parent.is_dir():
+        raise ConfigError(f"cannot write {out}: {out.parent} is not a folder.")
+
+    from moe_serve.cluster.calibration import CalibrationRequest
+    from moe_serve.cluster.calibration import calibrate as measure
+    from moe_serve.cluster.calibration_file import write_calibration
+    from moe_serve.config import ModelConfig
+    from moe_serve.engine.build import model_folder
+
+    request = CalibrationRequest(
+        folder=model_folder(ModelConfig(path=model)),
+        device=device,
+        num_threads=num_threads,
+        is_quick=quick,
+    )
+    console = Console(highlight=False, stderr=True)
+    columns = (TextColumn("calibrating"), BarColumn(), TextColumn("{task.description}"))
+    with Progress(
+        *columns,
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as bar:
+        task = bar.add_task("", total=1.0)
+        done = measure(
+            request, lambda what, share: bar.update(task, description=what, completed=share)
+        )
+    write_calibration(done, out.expanduser())
+    _print(done, out)
+
+
+def _print(calibration: Calibration, out: Path) -> None:
+    console = wide_console()
+    machine, model = calibration.machine, calibration.model
+    console.print(
+        f"{model.name} ({model.family}, {model.dtype}) on {machine.device}, "
+        f"{machine.num_threads} threads, {machine.kernels}, transfers by {machine.transfers}"
+    )
+    table = Table("stage", "seconds", "R\u00b2", "median error", "max error", box=None)
+    formulas = dict(_formulas(calibration))
+    for report in calibration.fits:
+        table.add_row(
+            report.name,
+            formulas.get(report.name, ""),
+            f"{report.r_squared:.3f}",
+            f"{100 * report.median_error:.0f}%",
+            f"{100 * report.max_error:.0f}%",
+        )
+    console.print(table)
+    console.print(f"written to {out} after {calibration.seconds:.0f} s")
+
+
+def _formulas(calibration: Calibration) -> list[tuple[str, str]]:
+    """Names of fits and what they found, in microseconds."""
+    costs, found = calibration.costs, []
+    attention = [r.name for r in calibration.fits if r.name.startswith("T_a")]
+    for name, layer in zip(attention, costs.layers, strict=True):
+        a = layer.attention
+        found.append(
+            (
+                name,
+                f"{_us(a.alpha_s)} + {_us(a.row_s)}/row + {_us(a.kv_token_s)}/key read "
+                f"(+ {_us(a.spill_s)} beyond {a.spill_tokens}) + {_us(a.pair_s)}/pair",
+            )
+        )
+        if layer.experts is not None:
+            e = layer.experts
+            text = f"{_us(e.alpha_s)} + {_us(e.choice_s)}/choice + {_us(e.expert_s)}/active expert"
+            found.append(("T_e experts", text))
+    for name, line, unit in (
+        ("T_c transfer", costs.transfer, "byte"),
+        ("schedule and head", costs.fixed, "sequence"),
+        ("sampling", costs.sampling, "sequence"),
+    ):
+        found.append((name, f"{_us(line.alpha_s)} + {_us(line.beta_s)}/{unit}"))
+    return found
+
+
+def _us(seconds: float) -> str:
+    return f"{1e6 * seconds:.3g} \u00b5s"

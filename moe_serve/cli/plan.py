@@ -1,0 +1,104 @@
+"""`moe-serve plan`: which layout to use on N devices, from a calibration."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from moe_serve.cli.wide_console import wide_console
+
+if TYPE_CHECKING:
+    from moe_serve.cluster.layout_planner import PlannedLayout
+
+_NUM_SHOWN = 12
+
+
+def plan(
+    calibration: Annotated[Path, typer.Option(help="A file that moe-serve calibrate wrote.")],
+    devices: Annotated[int, typer.Option(help="Devices like the calibrated one.")],
+    max_tpot_ms: Annotated[
+        float | None, typer.Option(help="Longest time per output token.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences decoding at once.")] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Instead of a batch: tokens per second wanted in all.")
+    ] = None,
+    context: Annotated[int, typer.Option(help="Tokens of a sequence, prompt and answer.")] = 1024,
+    memory_bytes: Annotated[
+        int | None, typer.Option(help="Memory of one device, for weights and KV pages.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
+) -> None:
+    """Compare disaggregated layouts with one device and with replicas, and say which to use.
+
+    Without a batch or a rate: the largest batch that the other bounds allow.
+    """
+    from moe_serve.cluster.calibration_file import read_calibration
+    from moe_serve.cluster.layout_planner import PlanRequest, plan_layouts, simulated_step_s
+    from moe_serve.cluster.plan_verdict import verdict
+
+    measured = read_calibration(calibration)
+    request = PlanRequest(
+        num_devices=devices,
+        context=context,
+        batch=batch,
+        rate=rate,
+        max_tpot_s=None if max_tpot_ms is None else max_tpot_ms / 1e3,
+        memory_bytes=memory_bytes,
+    )
+    layouts = plan_layouts(measured, request)
+    answer = verdict(layouts, request)
+    if as_json:
+        document: dict[str, Any] = {
+            "request": dataclasses.asdict(request),
+            "model": measured.model.name,
+            "verdict": dataclasses.asdict(answer),
+            "layouts": [_as_json(layout) for layout in layouts],
+        }
+        typer.echo(json.dumps(document, indent=2))
+        return
+    console = wide_console()
+    console.print(_table(layouts))
+    console.print(answer.sentence)
+    split = next((x for x in layouts if x.kind == "disaggregated" and not x.reason), None)
+    if split is not None:
+        seconds = simulated_step_s(measured, split, context)
+        console.print(
+            f"{split.name}: {1e3 * split.step_s:.2f} ms by the formula, "
+            f"{1e3 * seconds:.2f} ms by simulation"
+        )
+
+
+def _as_json(layout: PlannedLayout) -> dict[str, Any]:
+    return {
+        "name": layout.name,
+        **dataclasses.asdict(layout),
+        "tokens_per_s_per_device": layout.tokens_per_s_per_device,
+    }
+
+
+def _table(layouts: list[PlannedLayout]) -> Table:
+    """The best, and always those that hold whole models."""
+    table = Table(box=None)
+    for name in ("layout", "batch", "TPOT ms", "tokens/s", "per device", "GiB A", "GiB E", ""):
+        is_number = name not in ("layout", "")
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
+    for index, layout in enumerate(layouts):
+        if index >= _NUM_SHOWN and layout.kind == "disaggregated":
+            continue
+        table.add_row(
+            layout.name,
+            str(layout.batch),
+            f"{1e3 * layout.step_s:.2f}",
+            f"{layout.tokens_per_s:.0f}",
+            f"{layout.tokens_per_s_per_device:.0f}",
+            f"{layout.attention_bytes / 2**30:.2f}",
+            f"{layout.expert_bytes / 2**30:.2f}" if layout.expert_bytes else "",
+            layout.reason or ("" if layout.is_served else "for comparison: not served"),
+        )
+    return table

@@ -1,0 +1,155 @@
+"""`moe-serve timeline`: what the ranks did and when, as a table and a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from moe_serve.errors import TimelineError
+
+if TYPE_CHECKING:
+    from moe_serve.pipeline.pool_metrics import TimelineMetrics
+    from moe_serve.pipeline.timeline_reader import Timeline
+
+
+def timeline(
+    file: Annotated[Path, typer.Argument(help="What `serve --timeline FILE` wrote.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The picture.", show_default="FILE with the suffix .png"),
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Only this step.", show_default="draw the middle one")
+    ] = None,
+    steps: Annotated[
+        str | None, typer.Option(metavar="A:B", help="Only steps A to B, both included.")
+    ] = None,
+    layers: Annotated[
+        str | None, typer.Option(metavar="A:B", help="Draw layers A to B only, both included.")
+    ] = None,
+) -> None:
+    """Draw a recorded timeline, and say how busy the pools were."""
+    from moe_serve.pipeline.pool_metrics import measure
+    from moe_serve.pipeline.timeline_plot import draw_timeline
+    from moe_serve.pipeline.timeline_reader import read_timeline
+
+    if step is not None and steps is not None:
+        raise TimelineError("--step and --steps exclude each other: give one of them")
+    bounds = _bounds("--steps", steps) if step is None else (step, step)
+    shown_layers = _bounds("--layers", layers)
+    whole = read_timeline(file)
+    _check_steps(whole, bounds)
+    chosen = whole if bounds is None else whole.between(*bounds)
+    metrics = measure(chosen.tracks)
+    _print(Console(highlight=False, soft_wrap=True), chosen, metrics)
+    if bounds is None:
+        middle = metrics.steps[metrics.num_steps // 2]
+        bounds = (middle, middle)
+        chosen = chosen.between(*bounds)
+        metrics = measure(chosen.tracks)
+    drawn = chosen if shown_layers is None else chosen.around_layers(*shown_layers)
+    path = out or file.with_suffix(".png")
+    draw_timeline(drawn.tracks, metrics, _title(bounds, metrics, shown_layers), path)
+    typer.echo(f"{_title(bounds, metrics, shown_layers)}: {path}")
+
+
+def _bounds(flag: str, text: str | None) -> tuple[int, int] | None:
+    """ "3:7" and "3" as (3, 7) and (3, 3)."""
+    if text is None:
+        return None
+    first, colon, last = text.partition(":")
+    if not (first.isdecimal() and (last.isdecimal() if colon else True)):
+        raise TimelineError(f"{flag} cannot be {text!r}: it takes A:B with two whole numbers")
+    bounds = (int(first), int(last) if colon else int(first))
+    if bounds[1] < bounds[0]:
+        raise TimelineError(f"{flag} cannot be {text!r}: {bounds[1]} comes before {bounds[0]}")
+    return bounds
+
+
+def _check_steps(whole: Timeline, bounds: tuple[int, int] | None) -> None:
+    steps = whole.steps()
+    if bounds is not None and not any(bounds[0] <= step <= bounds[1] for step in steps):
+        wanted = (
+            f"step {bounds[0]}" if bounds[0] == bounds[1] else f"step {bounds[0]} to {bounds[1]}"
+        )
+        raise TimelineError(f"the timeline holds steps {steps[0]} to {steps[-1]}, not {wanted}")
+
+
+def _title(
+    bounds: tuple[int, int], metrics: TimelineMetrics, layers: tuple[int, int] | None
+) -> str:
+    first, last = bounds
+    name = f"Step {first}" if first == last else f"Steps {first} to {last}"
+    counts = [str(m) for m in metrics.steps_by_micro_batches]
+    noun = "micro-batch" if counts == ["1"] else "micro-batches"
+    part = "" if layers is None else f", layers {layers[0]} to {layers[1]}"
+    ranks = " and ".join(f"{pool.num_ranks} {pool.role.value}" for pool in metrics.pools)
+    return f"{name}{part}, {' or '.join(counts) or 'no'} {noun}, {ranks} ranks"
+
+
+def _print(console: Console, chosen: Timeline, metrics: TimelineMetrics) -> None:
+    slowest_step, longest_ns = metrics.slowest_step
+    facts = Table.grid(padding=(0, 2))
+    facts.add_row(
+        "steps",
+        f"{metrics.num_steps}, {_ms(metrics.elapsed_ns / metrics.num_steps)} ms each; "
+        f"the longest is {slowest_step} with {_ms(longest_ns)} ms",
+    )
+    counts = [f"{num} with {m}" for m, num in metrics.steps_by_micro_batches.items()]
+    facts.add_row("micro-batches", ", ".join(counts) or "none")
+    facts.add_row(
+        "exposed communication",
+        f"{metrics.exposed_communication_ratio:.1%} of the step time, "
+        f"with the experts idle as well {metrics.exposed_transfer_ratio:.1%}",
+    )
+    for name, number in (("lost", chosen.num_lost), ("left out", chosen.num_left_out)):
+        if number:
+            facts.add_row(f"records {name}", f"{number}: the figures are too low by these")
+    if chosen.is_cut:
+        facts.add_row("the end", "is missing: the server was killed while it wrote, or still runs")
+    console.print(facts)
+    console.print(_pools(metrics))
+    console.print(_stages(metrics))
+
+
+def _pools(metrics: TimelineMetrics) -> Table:
+    table = Table(
+        "pool", "ranks", "busy ms/step", "bubble", "slowest rank", "more busy than others"
+    )
+    for pool in metrics.pools:
+        table.add_row(
+            pool.role.value,
+            str(pool.num_ranks),
+            _ms(pool.busy_ns / pool.num_ranks / metrics.num_steps),
+            f"{pool.bubble_ratio:.1%}",
+            str(pool.slowest),
+            f"{pool.slowest_excess:.1%}" if pool.num_ranks > 1 else "",
+        )
+    return table
+
+
+def _stages(metrics: TimelineMetrics) -> Table:
+    table = Table("rank", "stage", "ms/step", "share", "times/step", "rows")
+    for name in ("ms/step", "share", "times/step", "rows"):
+        next(column for column in table.columns if column.header == name).justify = "right"
+    previous = None
+    for total in metrics.stages:
+        table.add_row(
+            Text(str(total.track) if total.track != previous else ""),
+            total.stage.label,
+            _ms(total.total_ns / metrics.num_steps),
+            f"{total.total_ns / metrics.elapsed_ns:.1%}" if metrics.elapsed_ns else "",
+            f"{total.num_records / metrics.num_steps:.1f}",
+            str(total.num_rows),
+        )
+        previous = total.track
+    return table
+
+
+def _ms(nanoseconds: float) -> str:
+    return f"{nanoseconds / 1e6:.3f}"

@@ -1,0 +1,14 @@
+"""One process or many: the configuration says."""
+
+from __future__ import annotations
+
+from moe_serve.cluster.build import build_cluster
+from moe_serve.config import EngineConfig
+from moe_serve.engine.build import BuiltEngine, build_engine
+from moe_serve.model.loader import LoadProgress
+
+
+def build_any_engine(config: EngineConfig, progress: LoadProgress | None = None) -> BuiltEngine:
+    """Load the model here, or start ranks that do."""
+    build = build_cluster if config.cluster.is_disaggregated else build_engine
+    return build(config, progress)

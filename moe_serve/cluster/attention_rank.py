@@ -1,0 +1,182 @@
+"""What an attention rank does: steps on its own pages, with experts elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_serve.cache.model_identity import model_identity
+from moe_serve.cluster.epoch import meet, sparse_layers, split_of, wire_of
+from moe_serve.cluster.messages import (
+    Configure,
+    FinitePages,
+    Join,
+    Loaded,
+    PageWork,
+    QueryPages,
+    Report,
+    RunStep,
+    StageSeconds,
+    StepDone,
+    StepFailed,
+)
+from moe_serve.cluster.mirror import Mirrors
+from moe_serve.cluster.rank_name import RankName
+from moe_serve.engine.build import (
+    device_of,
+    eos_token_ids_of,
+    load_attention,
+    max_model_len_of,
+    open_loader,
+)
+from moe_serve.engine.sampler import Sampled
+from moe_serve.engine.sampling_backend import make_sampler
+from moe_serve.engine.step_executor import LocalExecutor, RowFailure, StepOutcome
+from moe_serve.model.loader import LoadProgress
+from moe_serve.model.step_plan import StepPlan
+from moe_serve.pipeline.data_group import DataGroup
+from moe_serve.pipeline.group_transport import GroupTransport
+from moe_serve.pipeline.pipeline import Pipeline
+from moe_serve.pipeline.step_shape import StepShape
+from moe_serve.pipeline.transfer import PeerLostError
+
+_log = logging.getLogger(__name__)
+
+
+class AttentionRank:
+    """Holds the attention stage, the pages, the sampler, and mirrors of its sequences."""
+
+    def __init__(self, name: RankName, configure: Configure, progress: LoadProgress) -> None:
+        clock = time.monotonic()
+        self._name, self._configure = name, configure
+        config, folder = configure.config, Path(configure.folder)
+        device = device_of(config.model)
+        self._loader = open_loader(folder, config.model, configure.num_threads, device, progress)
+        torch.set_num_threads(1 if self._loader.kernels.has_own_threads else configure.num_threads)
+        self._spec = self._loader.spec
+        self._part = load_attention(
+            self._loader, config, max_model_len_of(config.model, self._spec)
+        )
+        self._sampler = make_sampler(eos_token_ids_of(folder, self._spec), self._loader.kernels)
+        self._mirrors = Mirrors()
+        self._group: DataGroup | None = None
+        self._transport: GroupTransport | None = None
+        self._executor: LocalExecutor | None = None
+        self._seconds = time.monotonic() - clock
+
+    @property
+    def loaded(self) -> Loaded:
+        loader = self._loader
+        return Loaded(
+            weights_hash=model_identity(Path(self._configure.folder)).hex(),
+            num_pages=self._part.num_pages,
+            kv_bytes=self._part.kv_bytes,
+            kernels=loader.kernels.name,
+            dtype=str(loader.dtype).removeprefix("torch."),
+            device=str(loader.device),
+            weight_format=loader.weight_format,
+            load_seconds=self._seconds,
+        )
+
+    def join(self, join: Join, store: Any, host: str) -> None:
+        """Enter an epoch; raises PeerLostError."""
+        self.leave()
+        loader, configure = self._loader, self._configure
+        group = meet(join, str(self._name), store, configure, host, loader.device)
+        self._group = group
+        self._transport = GroupTransport(
+            group,
+            attention_rank=join.attention_ranks.index(str(self._name)),
+            expert_ranks=join.expert_ranks,
+            wire=wire_of(join, configure, self._spec, loader.dtype),
+            split=None if configure.router_on_experts else split_of(join),
+            sparse_layers=sparse_layers(self._spec),
+        )
+        pipeline = Pipeline(self._part.stage, self._transport, self._part.cache, loader.device)
+        self._executor = LocalExecutor(pipeline, self._sampler)
+
+    def leave(self) -> None:
+        """Close the epoch's connections: whoever waits for this rank wakes."""
+        if self._transport is not None:
+            self._transport.close()
+        group, self._group = self._group, None
+        self._transport = self._executor = None
+        if group is not None:
+            group.close()
+
+    def handle(self, order: object) -> Report | None:
+        """One order of the coordinator -> what to answer."""
+        if isinstance(order, RunStep):
+            return self._run(order)
+        if isinstance(order, QueryPages):
+            self._do(list(order.page_work))
+            return FinitePages(is_finite=self._part.cache.finite(list(order.pages)))
+        raise AssertionError(f"an attention rank got {type(order).__name__}")
+
+    def _run(self, order: RunStep) -> Report:
+        plan = self._mirrors.update(order)
+        self._do(list(order.page_work))
+        group, transport, executor = self._group, self._transport, self._executor
+        if group is None or transport is None or executor is None or group.epoch != order.epoch:
+            return self._failed(order, "it is in no data group of this epoch", str(self._name))
+        transport.begin(StepShape(order.epoch, order.step, _tuples(order.rows)))
+        try:
+            return self._compute(order, plan, transport, executor)
+        except PeerLostError as error:
+            peer, why = error.peer, str(error)
+        self.leave()  # only now: the error's traceback refers to what is closed here
+        return self._failed(order, why, peer)
+
+    def _compute(
+        self, order: RunStep, plan: StepPlan, transport: GroupTransport, executor: LocalExecutor
+    ) -> Report:
+        """A step that fails here is walked to its end, so that the others are not held up."""
+        clock = time.monotonic()
+        try:
+            outcome = executor.run(plan, self._mirrors.sequences)
+        except PeerLostError:
+            raise
+        except Exception as error:
+            _log.exception("step %d failed", order.step)
+            transport.abandon()
+            return self._failed(order, str(error), None)
+        whole = time.monotonic() - clock
+        return self._done(order, outcome, StageSeconds(whole=whole))
+
+    def _done(self, order: RunStep, outcome: StepOutcome, seconds: StageSeconds) -> StepDone:
+        sampled: dict[int, Sampled] = {}
+        failures: dict[int, str] = {}
+        for key, token in outcome.sampled.items():
+            if isinstance(token, RowFailure):
+                failures[key] = token.why
+            else:
+                sampled[key] = token
+        self._mirrors.append(sampled)
+        return StepDone(
+            epoch=order.epoch,
+            step=order.step,
+            sampled=sampled,
+            failures=failures,
+            prompt_logprobs=outcome.prompt_logprobs,
+            seconds=seconds,
+        )
+
+    def _failed(self, order: RunStep, why: str, peer: str | None) -> StepFailed:
+        return StepFailed(epoch=order.epoch, step=order.step, why=why, peer=peer)
+
+    def _do(self, page_work: list[PageWork]) -> None:
+        """In their order: a page is cleared before something is copied to it."""
+        cache = self._part.cache
+        for work in page_work:
+            if work.clear:
+                cache.clear(list(work.clear))
+            if work.copy:
+                cache.copy([(source, target) for source, target in work.copy])
+
+
+def _tuples(rows: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(counts) for counts in rows)

@@ -1,0 +1,289 @@
+"""Measure a model's stages on this machine, and fit the cost model to them."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from moe_serve import __version__
+from moe_serve.cache.model_identity import model_identity
+from moe_serve.cluster.attention_timing import AttentionSample, attention_cases, time_attention
+from moe_serve.cluster.calibration_file import (
+    SCHEMA,
+    Calibration,
+    FitReport,
+    MachineFacts,
+    ModelFacts,
+)
+from moe_serve.cluster.expert_timing import (
+    QUICK_ROWS,
+    ROWS,
+    ExpertSample,
+    first_rows,
+    fit_experts,
+    random_choices,
+    time_experts,
+)
+from moe_serve.cluster.least_squares import Fit, fit
+from moe_serve.cluster.measured_model import LayerKind, MeasuredModel, load_measured_model
+from moe_serve.cluster.model_facts import weight_bytes
+from moe_serve.cluster.natural_steps import DecodeSample, decode_steps, natural_rows
+from moe_serve.cluster.stopwatch import Stopwatch
+from moe_serve.cluster.transfer_timing import (
+    QUICK_SIZES,
+    SIZES,
+    TransferSample,
+    backend_name,
+    time_transfers,
+)
+from moe_serve.pipeline.batch_load import BatchLoad
+from moe_serve.pipeline.cost_model import (
+    AttentionCost,
+    ExpertCost,
+    Experts,
+    LayerCosts,
+    Line,
+    StageCosts,
+)
+from moe_serve.pipeline.transport import LocalTransport
+
+Progress = Callable[[str, float], None]  # (what is measured, share done)
+
+_BATCHES = (1, 4, 16, 64)  # sequences of a whole step
+_NATURAL_SEQUENCES, _NATURAL_STEPS = 64, 8
+_NO_LINE = Line(0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationRequest:
+    """What to measure. `is_quick`: fewer points, a quarter of the time."""
+
+    folder: Path
+    device: str = "auto"
+    num_threads: int | None = None
+    is_quick: bool = False
+
+
+def calibrate(request: CalibrationRequest, progress: Progress) -> Calibration:
+    """Under two minutes on a model that fits the machine with room to spare.
+
+    Raises CheckpointError and ConfigError as loading does, ConfigError if no second process can be
+    reached.
+    """
+    clock = time.monotonic()
+    progress("loading", 0.0)
+    model = load_measured_model(request.folder, request.device, request.num_threads)
+    stopwatch = Stopwatch(model.device, 0.03 if request.is_quick else 0.12)
+    fits: list[FitReport] = []
+    experts, expert_cost = _measure_experts(model, request.is_quick, stopwatch, progress, fits)
+    layers = tuple(
+        LayerCosts(
+            num_layers=len(kind.layers),
+            attention=_measure_attention(model, kind, request.is_quick, stopwatch, progress, fits),
+            experts=expert_cost if kind.is_sparse else None,
+        )
+        for kind in model.kinds
+    )
+    progress("transfers", 0.8)
+    transfer, message = _measure_transfers(request.is_quick, fits)
+    progress("steps", 0.9)
+    layer_costs = StageCosts(
+        layers=layers,
+        experts=experts,
+        row_bytes=model.spec.width * model.dtype.itemsize,
+        width=model.spec.width,
+        transfer=transfer,
+        message=message,
+        fixed=_NO_LINE,
+        sampling=_NO_LINE,
+    )
+    costs = _measure_fixed(model, layer_costs, request.is_quick, fits)
+    progress("done", 1.0)
+    return Calibration(
+        schema=SCHEMA,
+        model=_model_facts(model),
+        machine=_machine_facts(model),
+        costs=costs,
+        fits=tuple(fits),
+        seconds=time.monotonic() - clock,
+    )
+
+
+def _measure_experts(
+    model: MeasuredModel,
+    is_quick: bool,
+    stopwatch: Stopwatch,
+    progress: Progress,
+    fits: list[FitReport],
+) -> tuple[Experts, ExpertCost]:
+    """The mean of the sparse layers: they differ in weights only."""
+    progress("router", 0.1)
+    layers = [index for kind in model.kinds if kind.is_sparse for index in kind.measured]
+    num_sequences = min(_NATURAL_SEQUENCES, model.cache.num_pages // 2)
+    rows = natural_rows(model, num_sequences, _NATURAL_STEPS)
+    rows = {layer: rows[layer] for layer in layers}
+    samples: list[ExpertSample] = []
+    router = model.spec.router
+    for index, count in enumerate(QUICK_ROWS if is_quick else ROWS):
+        if count > num_sequences * _NATURAL_STEPS:
+            break
+        progress("experts", 0.15 + 0.02 * index)
+        natural = first_rows(rows, count)
+        drawn = random_choices(natural, router.num_experts, seed=count)
+        samples.append(time_experts(model, natural, True, stopwatch))
+        samples.append(time_experts(model, drawn, False, stopwatch))
+    columns = np.array([(1, s.num_choices, s.num_activated) for s in samples], dtype=np.float64)
+    found = fit(columns, np.array([s.seconds for s in samples]))
+    fits.append(_report("T_e experts", found))
+    alpha_s, choice_s, expert_s = found.coefficients
+    natural_samples = [s for s in samples if s.is_natural]
+    return (
+        fit_experts(router.num_experts, router.top_k, natural_samples),
+        ExpertCost(alpha_s=alpha_s, choice_s=choice_s, expert_s=expert_s),
+    )
+
+
+def _measure_attention(
+    model: MeasuredModel,
+    kind: LayerKind,
+    is_quick: bool,
+    stopwatch: Stopwatch,
+    progress: Progress,
+    fits: list[FitReport],
+) -> AttentionCost:
+    cases = attention_cases(model, is_quick)
+    samples = []
+    for index, case in enumerate(cases):
+        progress(f"attention, {kind.name}", 0.4 + 0.4 * index / len(cases))
+        samples.append(time_attention(model, kind, case, stopwatch))
+    cost, found = fit_attention(samples)
+    fits.append(_report(f"T_a attention, {kind.name}", found))
+    return cost
+
+
+def fit_attention(samples: Sequence[AttentionSample]) -> tuple[AttentionCost, Fit]:
+    """Of all places for the knee, the one with the smallest errors."""
+    loads, seconds = [s.load for s in samples], np.array([s.seconds for s in samples])
+    columns = np.array(
+        [(1, x.num_rows, x.num_kv_tokens, x.num_pairs) for x in loads], dtype=np.float64
+    )
+    best: tuple[float, int, Fit] | None = None
+    for knee in _knees(loads):
+        beyond = np.maximum(0, columns[:, 2] - knee)
+        found = fit(np.column_stack([columns, beyond]), seconds)
+        loss = float(np.square(found.errors).sum())
+        if best is None or loss < best[0]:
+            best = loss, knee, found
+    assert best is not None, "there is always a knee to try"
+    _, knee, found = best
+    alpha_s, row_s, kv_token_s, pair_s, spill_s = found.coefficients
+    cost = AttentionCost(
+        alpha_s=alpha_s,
+        row_s=row_s,
+        kv_token_s=kv_token_s,
+        pair_s=pair_s,
+        spill_s=spill_s,
+        spill_tokens=knee,
+    )
+    return cost, found
+
+
+def _knees(loads: Sequence[BatchLoad]) -> Iterator[int]:
+    """Powers of two inside the measured range."""
+    most = max(load.num_kv_tokens for load in loads)
+    return (1 << bits for bits in range(10, max(11, most.bit_length() - 1)))
+
+
+def _measure_transfers(is_quick: bool, fits: list[FitReport]) -> tuple[Line, Line]:
+    """T_c, and what a message takes of a rank's own cores."""
+    sizes, seconds = (QUICK_SIZES, 0.05) if is_quick else (SIZES, 0.3)
+    samples = time_transfers(sizes, seconds)
+    transfer = _line(samples, [s.seconds for s in samples])
+    fits.append(_report("T_c transfer", transfer))
+    message = _line(samples, [max(s.own_seconds, 1e-9) for s in samples])
+    return Line(*transfer.coefficients), Line(*message.coefficients)
+
+
+def _line(samples: Sequence[TransferSample], seconds: Sequence[float]) -> Fit:
+    columns = np.array([(1, s.num_bytes) for s in samples], dtype=np.float64)
+    return fit(columns, np.array(seconds))
+
+
+def _measure_fixed(
+    model: MeasuredModel, costs: StageCosts, is_quick: bool, fits: list[FitReport]
+) -> StageCosts:
+    """Whole colocated steps, minus what their layers are predicted to take."""
+    num_steps = 6 if is_quick else 16
+    fixed, sampling = [], []
+    batches = [n for n in _BATCHES if 4 * n <= model.cache.num_pages]
+    for count in batches:
+        greedy = decode_steps(model, count, num_steps, LocalTransport(model.experts), 0.0)
+        drawn = decode_steps(model, count, num_steps, LocalTransport(model.experts), 1.0)
+        layers_s = costs.colocated_time(BatchLoad.decode(count, greedy.context))
+        fixed.append(DecodeSample(count, greedy.context, max(greedy.seconds - layers_s, 1e-7)))
+        sampling.append(
+            DecodeSample(count, drawn.context, max(drawn.seconds - greedy.seconds, 1e-7))
+        )
+    lines = [_step_line(samples) for samples in (fixed, sampling)]
+    fits.append(_report("schedule and head", lines[0]))
+    fits.append(_report("sampling", lines[1]))
+    return StageCosts(
+        layers=costs.layers,
+        experts=costs.experts,
+        row_bytes=costs.row_bytes,
+        width=costs.width,
+        transfer=costs.transfer,
+        message=costs.message,
+        fixed=Line(*lines[0].coefficients),
+        sampling=Line(*lines[1].coefficients),
+    )
+
+
+def _step_line(samples: Sequence[DecodeSample]) -> Fit:
+    columns = np.array([(1, s.num_sequences) for s in samples], dtype=np.float64)
+    return fit(columns, np.array([s.seconds for s in samples]))
+
+
+def _report(name: str, found: Fit) -> FitReport:
+    return FitReport(
+        name=name,
+        num_samples=len(found.errors),
+        r_squared=found.r_squared,
+        median_error=found.median_error,
+        max_error=found.max_error,
+    )
+
+
+def _model_facts(model: MeasuredModel) -> ModelFacts:
+    spec, itemsize = model.spec, model.dtype.itemsize
+    weights = weight_bytes(model.folder, spec, itemsize)
+    return ModelFacts(
+        name=model.folder.resolve().name,
+        identity=model_identity(model.folder).hex(),
+        family=spec.family,
+        dtype=str(model.dtype).removeprefix("torch."),
+        num_layers=spec.num_layers,
+        max_context=spec.max_positions,
+        attention_bytes=weights.attention,
+        expert_bytes=weights.experts,
+        kv_token_bytes=spec.kv_bytes_per_token(itemsize),
+    )
+
+
+def _machine_facts(model: MeasuredModel) -> MachineFacts:
+    is_cuda = model.device.type == "cuda"
+    return MachineFacts(
+        host=f"{platform.system()} {platform.machine()}",
+        device=torch.cuda.get_device_name(model.device) if is_cuda else "cpu",
+        num_threads=model.num_threads,
+        kernels=model.kernels.name,
+        transfers=backend_name(),
+        torch=str(torch.__version__),
+        moe_serve=__version__,
+    )

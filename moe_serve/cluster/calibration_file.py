@@ -1,0 +1,121 @@
+"""A calibration on disk: JSON with a schema version, and whose numbers they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from moe_serve.errors import ConfigError
+from moe_serve.pipeline.cost_model import StageCosts
+
+SCHEMA = 1
+_MAX_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """The measured checkpoint. Bytes are of the weights as loaded; `identity` is hexadecimal."""
+
+    name: str
+    identity: str
+    family: str
+    dtype: str
+    num_layers: int
+    max_context: int
+    attention_bytes: int  # everything but the routed experts
+    expert_bytes: int  # all routed experts
+    kv_token_bytes: int  # one token in the KV cache, all layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFacts:
+    """The measured device: one GPU, or so many threads of a CPU. `transfers`: what carried them."""
+
+    host: str
+    device: str
+    num_threads: int
+    kernels: str
+    transfers: str
+    torch: str
+    moe_serve: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitReport:
+    """How well a linear model describes its measurements. Errors are relative."""
+
+    name: str
+    num_samples: int
+    r_squared: float
+    median_error: float
+    max_error: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What `moe-serve calibrate` measured."""
+
+    schema: int
+    model: ModelFacts
+    machine: MachineFacts
+    costs: StageCosts
+    fits: tuple[FitReport, ...]
+    seconds: float  # that the measuring took
+
+
+def write_calibration(calibration: Calibration, path: Path) -> None:
+    """Raises ConfigError where the file cannot be written."""
+    text = msgspec.json.format(msgspec.json.encode(calibration), indent=2)
+    try:
+        path.write_bytes(text + b"\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write the calibration {path}: {error.strerror}.") from error
+
+
+def read_calibration(path: Path) -> Calibration:
+    """Raises ConfigError with what is wrong: the file, its schema, or a field of it."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read the calibration {path}: {error.strerror}.") from error
+    if len(text) > _MAX_BYTES:
+        raise ConfigError(f"{path} is no calibration: it is larger than {_MAX_BYTES} bytes.")
+    try:
+        head = msgspec.json.decode(text)
+        schema = head.get("schema") if isinstance(head, dict) else None
+        if schema != SCHEMA:
+            raise ConfigError(
+                f"{path} has calibration schema {schema!r}, but this version reads {SCHEMA}: "
+                "run moe-serve calibrate again."
+            )
+        calibration = msgspec.json.decode(text, type=Calibration)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is no calibration: {error}.") from error
+    _check(calibration, path)
+    return calibration
+
+
+def _check(calibration: Calibration, path: Path) -> None:
+    """What the types do not say."""
+    costs = calibration.costs
+    numbers = [costs.transfer, costs.message, costs.fixed, costs.sampling]
+    seconds = [number for line in numbers for number in (line.alpha_s, line.beta_s)]
+    for layer in costs.layers:
+        a, e = layer.attention, layer.experts
+        seconds += [a.alpha_s, a.row_s, a.kv_token_s, a.pair_s, a.spill_s]
+        seconds += [] if e is None else [e.alpha_s, e.choice_s, e.expert_s]
+    experts = costs.experts
+    is_sound = (
+        min(seconds) >= 0
+        and costs.layers
+        and sum(layer.num_layers for layer in costs.layers) == calibration.model.num_layers
+        and 0 < experts.top_k <= experts.num_effective <= experts.num_experts
+    )
+    if not is_sound:
+        raise ConfigError(
+            f"{path} is no calibration: it has negative times, or numbers of layers or experts "
+            "that contradict each other; run moe-serve calibrate again."
+        )

@@ -1,0 +1,49 @@
+"""An epoch as its ranks need it: who is in it, and the frames and splits that follow from that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe_serve.cluster.messages import Configure, Join
+from moe_serve.model.spec import ModelSpec
+from moe_serve.pipeline.data_group import DataGroup
+from moe_serve.pipeline.row_split import RowSplit
+from moe_serve.pipeline.wire import WireFormat, make_wire_format
+
+
+def meet(
+    join: Join, me: str, store: Any, configure: Configure, host: str, device: torch.device
+) -> DataGroup:
+    """The data group of an epoch; raises PeerLostError if not everybody comes."""
+    is_expert = me in join.expert_ranks
+    return DataGroup(
+        [*join.attention_ranks, *join.expert_ranks],
+        me,
+        join.attention_ranks if is_expert else join.expert_ranks,
+        store,
+        epoch=join.epoch,
+        host=host,
+        timeout_s=configure.config.cluster.timeout_s,
+        device=device,
+    )
+
+
+def wire_of(join: Join, configure: Configure, spec: ModelSpec, dtype: torch.dtype) -> WireFormat:
+    return make_wire_format(
+        spec.width,
+        spec.router.top_k,
+        dtype,
+        len(join.expert_ranks),
+        configure.config.cluster.wire_dtype,
+    )
+
+
+def split_of(join: Join) -> RowSplit:
+    return RowSplit(join.ranks_of, len(join.expert_ranks))
+
+
+def sparse_layers(spec: ModelSpec) -> list[int]:
+    """The layers that have routed experts."""
+    return [index for index, layer in enumerate(spec.layers) if layer.is_sparse]

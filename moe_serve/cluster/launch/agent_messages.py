@@ -1,0 +1,82 @@
+"""What node 0 and the agents of the other nodes say to each other: one tagged union each way.
+
+Node 0 to agent: Welcome, StartRank, KillRank, Dismiss.
+Agent to node 0: NodeHello, NodeAlive, RankEnded.
+
+No order names a program: an agent starts the worker of its own installation and nothing else.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from moe_serve.cluster.rank_name import Role
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """Fields in order, without their names."""
+
+
+class NodeHello(_Message, frozen=True):
+    """The first message of an agent. `host`: its address towards node 0."""
+
+    node_rank: int
+    num_nodes: int
+    hostname: str
+    host: str
+    version: str
+
+
+class NodeAlive(_Message, frozen=True):
+    """Sent every ALIVE_PERIOD_S."""
+
+
+class RankEnded(_Message, frozen=True):
+    """A rank's process ended without being told to. `start`: which one of its processes."""
+
+    role: Role
+    index: int
+    start: int
+    why: str
+
+
+class Welcome(_Message, frozen=True):
+    """Node 0 has taken the agent in."""
+
+
+class StartRank(_Message, frozen=True):
+    """Start a process of a rank; one of the same rank that still runs is killed first.
+
+    `place`: how many ranks of the node stand before it; `device`: which accelerator it gets, None:
+    the one of its place. `num_threads` None: its share of the node's cores.
+    """
+
+    role: Role
+    index: int
+    start: int
+    coordinator_host: str
+    coordinator_port: int
+    place: int
+    num_neighbours: int  # ranks of this node, itself included
+    device: int | None = None
+    num_threads: int | None = None
+
+
+class KillRank(_Message, frozen=True):
+    """SIGKILL it, if it runs."""
+
+    role: Role
+    index: int
+
+
+class Dismiss(_Message, frozen=True):
+    """End all ranks and leave; `why` is None when the launch has ended as it should."""
+
+    why: str | None = None
+
+
+AgentOrder = Welcome | StartRank | KillRank | Dismiss
+AgentReport = NodeHello | NodeAlive | RankEnded
+
+ALIVE_PERIOD_S = 1.0
+SILENCE_S = 5.0  # an agent that is silent for this long has lost its node

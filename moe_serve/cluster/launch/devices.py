@@ -1,0 +1,39 @@
+"""Which accelerator the worker of a rank may see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from moe_serve.errors import ConfigError
+
+DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
+_DRIVER = Path("/dev/nvidiactl")
+
+
+def visible_device(
+    environ: Mapping[str, str], place: int, device: int | None, *, has_accelerators: bool
+) -> str | None:
+    """The value of CUDA_VISIBLE_DEVICES for one rank; None: leave it as it is, this node has none.
+
+    A launcher may have narrowed what the node sees (Slurm: CUDA_VISIBLE_DEVICES=4,5): then `device`
+    and `place` count among those. Raises ConfigError.
+    """
+    wanted = place if device is None else device
+    given = environ.get(DEVICES_VARIABLE)
+    if given is None:
+        return str(wanted) if has_accelerators or device is not None else None
+    names = [name.strip() for name in given.split(",") if name.strip()]
+    if not names and device is None:
+        return None  # hidden on purpose
+    if wanted >= len(names):
+        raise ConfigError(
+            f"a rank needs device {wanted} of its node, and {DEVICES_VARIABLE}={given} shows "
+            f"{len(names)}."
+        )
+    return names[wanted]
+
+
+def has_accelerators() -> bool:
+    """Whether the driver of NVIDIA GPUs is loaded; asks no library, which would take seconds."""
+    return _DRIVER.exists()

@@ -1,0 +1,1 @@
+"""Ready files for what starts processes on clusters: Slurm, Kubernetes, systemd, or a shell."""

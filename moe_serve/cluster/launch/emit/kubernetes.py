@@ -1,0 +1,200 @@
+"""Manifests for Kubernetes: a LeaderWorkerSet, or a StatefulSet with a headless Service.
+
+Both take their secrets from a Secret that is not emitted: its name and how to make it stand at the
+top. A Service for HTTP clients goes to node 0 alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Any, Literal
+
+import yaml
+
+from moe_serve.cluster.launch.emit.deployment import Deployment
+from moe_serve.cluster.launch.endpoint import Endpoint
+
+KubernetesKind = Literal["leader-worker-set", "stateful-set"]
+Manifest = dict[str, Any]
+
+SECRET_KEY = "cluster-secret"  # in the Secret: of the control connections
+API_KEYS_KEY = "api-keys"  # of HTTP clients, with commas
+_NODE_0 = "moe-serve/node-0"
+_HEADER = """\
+# {name} on {num_nodes} nodes. The secrets first, once:
+#
+#     kubectl create secret generic {name} \\
+#       --from-literal={secret}="$(openssl rand -hex 32)" --from-literal={keys}=KEY,KEY
+#     kubectl apply -f {name}.yaml
+#
+"""
+_LWS = "# LeaderWorkerSet must be installed in the cluster: https://lws.sigs.k8s.io\n"
+
+
+class _PlainDumper(yaml.SafeDumper):
+    """Repeats what stands twice, instead of pointing to it with an anchor."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+def kubernetes_files(deployment: Deployment, kind: KubernetesKind) -> Mapping[str, str]:
+    """{file name: text}."""
+    header = _HEADER.format(
+        name=deployment.name,
+        num_nodes=deployment.num_nodes,
+        secret=SECRET_KEY,
+        keys=API_KEYS_KEY,
+    )
+    if kind == "leader-worker-set":
+        header += _LWS
+        manifests = [_leader_worker_set(deployment), _http_service(deployment, kind)]
+    else:
+        manifests = [
+            _headless_service(deployment),
+            _stateful_set(deployment),
+            _http_service(deployment, kind),
+        ]
+    text = yaml.dump_all(manifests, Dumper=_PlainDumper, sort_keys=False, width=100)
+    return {f"{deployment.name}.yaml": header + text}
+
+
+def _leader_worker_set(deployment: Deployment) -> Manifest:
+    """A pod that ends is started again alone: node 0 takes it back in."""
+    arguments = deployment.command.arguments()
+    labels = _labels(deployment)
+    leader = {"metadata": {"labels": {**labels, _NODE_0: "true"}}}
+    leader["spec"] = _pod(deployment, arguments, is_node_0=True)
+    worker = {"metadata": {"labels": labels}, "spec": _pod(deployment, arguments, is_node_0=False)}
+    return {
+        "apiVersion": "leaderworkerset.x-k8s.io/v1",
+        "kind": "LeaderWorkerSet",
+        "metadata": {"name": deployment.name, "labels": labels},
+        "spec": {
+            "replicas": 1,
+            "startupPolicy": "LeaderCreated",
+            "leaderWorkerTemplate": {
+                "size": deployment.num_nodes,
+                "restartPolicy": "None",
+                "leaderTemplate": leader,
+                "workerTemplate": worker,
+            },
+        },
+    }
+
+
+def _stateful_set(deployment: Deployment) -> Manifest:
+    """Pods count themselves by their names; all start at once, as node 0 waits for the others."""
+    name = deployment.name
+    nodes = f"{name}-nodes"
+    arguments = deployment.command.arguments(
+        num_nodes=deployment.num_nodes,
+        coordinator=Endpoint(f"{name}-0.{nodes}", deployment.control_port),
+    )
+    labels = _labels(deployment)
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": {"name": name, "labels": labels},
+        "spec": {
+            "serviceName": nodes,
+            "replicas": deployment.num_nodes,
+            "podManagementPolicy": "Parallel",
+            "selector": {"matchLabels": labels},
+            "template": {
+                "metadata": {"labels": labels},
+                "spec": _pod(deployment, arguments, is_node_0=None),
+            },
+        },
+    }
+
+
+def _pod(deployment: Deployment, arguments: tuple[str, ...], *, is_node_0: bool | None) -> Manifest:
+    """`is_node_0` is None where one template makes all pods: then it has no readiness probe.
+
+    Without `enableServiceLinks: false` Kubernetes would set variables such as
+    MOE_SERVE_SERVICE_HOST for a Service named moe-serve, which look like settings and are unknown.
+    """
+    ports = [{"name": "control", "containerPort": deployment.control_port}]
+    container: Manifest = {
+        "name": "moe-serve",
+        "image": deployment.image,
+        # $(NAME) would be replaced by the variable; $$ is a dollar.
+        "command": ["moe-serve", *(word.replace("$", "$$") for word in arguments)],
+        "env": _environment(deployment),
+        "ports": ports,
+        "resources": _resources(deployment),
+        "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
+    }
+    volumes: list[Manifest] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
+    if is_node_0 is not False:
+        ports.append({"name": "http", "containerPort": deployment.http_port})
+    if is_node_0:
+        probe = {"path": "/health/ready", "port": "http"}
+        container["readinessProbe"] = {"httpGet": probe, "periodSeconds": 5}
+    if deployment.model_claim is not None:
+        folder = str(PurePosixPath(deployment.command.model or "/models/model").parent)
+        container["volumeMounts"].append({"name": "model", "mountPath": folder, "readOnly": True})
+        claim = {"claimName": deployment.model_claim, "readOnly": True}
+        volumes.append({"name": "model", "persistentVolumeClaim": claim})
+    return {
+        "enableServiceLinks": False,
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": 90,
+        "containers": [container],
+        "volumes": volumes,
+    }
+
+
+def _environment(deployment: Deployment) -> list[Manifest]:
+    plain = [{"name": name, "value": value} for name, value in deployment.variables.items()]
+    secrets = {
+        "MOE_SERVE_CLUSTER_SECRET": SECRET_KEY,
+        "MOE_SERVE_SERVER_API_KEYS": API_KEYS_KEY,
+    }
+    return plain + [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": deployment.name, "key": key}}}
+        for name, key in secrets.items()
+    ]
+
+
+def _resources(deployment: Deployment) -> Manifest:
+    if not deployment.num_devices:
+        return {}
+    return {"limits": {"nvidia.com/gpu": deployment.num_devices}}
+
+
+def _headless_service(deployment: Deployment) -> Manifest:
+    """Names for the pods; also before they are ready, as they become so only together."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": f"{deployment.name}-nodes", "labels": _labels(deployment)},
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": _labels(deployment),
+            "ports": [{"name": "control", "port": deployment.control_port}],
+        },
+    }
+
+
+def _http_service(deployment: Deployment, kind: KubernetesKind) -> Manifest:
+    if kind == "leader-worker-set":
+        selector = {**_labels(deployment), _NODE_0: "true"}
+    else:
+        selector = {"statefulset.kubernetes.io/pod-name": f"{deployment.name}-0"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": f"{deployment.name}-http", "labels": _labels(deployment)},
+        "spec": {
+            "selector": selector,
+            "ports": [{"name": "http", "port": deployment.http_port, "targetPort": "http"}],
+        },
+    }
+
+
+def _labels(deployment: Deployment) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "moe-serve", "app.kubernetes.io/instance": deployment.name}

@@ -1,0 +1,56 @@
+"""A batch script for Slurm: `sbatch NAME.sbatch`.
+
+One task on each node, with all of its CPUs; the tasks find each other by Slurm's variables. Without
+a secret in the environment of sbatch the job makes one for itself: it lives in the job's
+environment only.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+
+from moe_serve.cluster.launch.emit.deployment import Deployment
+
+_SCRIPT = """\
+#!/usr/bin/env bash
+# {name} on {num_nodes} nodes: sbatch {name}.sbatch
+#
+# Clients reach the first node of the job on port {http_port}: squeue --me, or the top of the log.
+#SBATCH --job-name={name}
+#SBATCH --nodes={num_nodes}
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+{gpus}#SBATCH --output={name}-%j.log
+set -euo pipefail
+
+# Every node inherits the secret of the control connections; it is in no file and no argument.
+if [ -z "${{MOE_SERVE_CLUSTER_SECRET:-}}" ]; then
+  MOE_SERVE_CLUSTER_SECRET="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
+fi
+export MOE_SERVE_CLUSTER_SECRET
+{exports}
+echo "job $SLURM_JOB_ID: node 0 is the first of $SLURM_JOB_NODELIST"
+
+# srun does not pass on the CPUs of sbatch; without the count a task would get one core.
+exec srun --nodes={num_nodes} --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" \\
+  --kill-on-bad-exit=1 --label \\
+  {command}
+"""
+
+
+def slurm_files(deployment: Deployment) -> Mapping[str, str]:
+    """{file name: text}."""
+    gpus = deployment.num_devices
+    exports = [
+        f"export {name}={shlex.quote(value)}" for name, value in deployment.variables.items()
+    ]
+    text = _SCRIPT.format(
+        name=deployment.name,
+        num_nodes=deployment.num_nodes,
+        http_port=deployment.http_port,
+        gpus=f"#SBATCH --gpus-per-node={gpus}\n" if gpus else "",
+        exports="".join(f"{line}\n" for line in exports),
+        command=shlex.join(("moe-serve", *deployment.command.arguments())),
+    )
+    return {f"{deployment.name}.sbatch": text}

@@ -1,0 +1,75 @@
+"""One systemd service for each node, and an example of the file that holds its secrets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moe_serve.cluster.launch.emit.deployment import Deployment
+
+_UNIT = """\
+# /etc/systemd/system/{name}-{node}.service on node {node}; then:
+#
+#     systemctl daemon-reload && systemctl enable --now {name}-{node}
+#
+# Secrets stand in {secrets}, mode 0600, the same on every node; see {name}.env.example.
+[Unit]
+Description=moe-serve {name}, node {node} of {num_nodes}
+After=network-online.target
+Wants=network-online.target
+
+[Service]
+Type=exec
+EnvironmentFile={secrets}
+{variables}ExecStart={command}
+Restart=on-failure
+RestartSec=5
+# SIGTERM drains: running requests are finished first.
+KillMode=mixed
+TimeoutStopSec=90
+LimitNOFILE=65536
+LimitMEMLOCK=infinity
+NoNewPrivileges=yes
+PrivateTmp=yes
+
+[Install]
+WantedBy=multi-user.target
+"""
+_EXAMPLE = """\
+# {secrets} on every node: chmod 600, owned by root.
+# openssl rand -hex 32 makes a secret; all nodes have the same.
+MOE_SERVE_CLUSTER_SECRET=
+# Keys that HTTP clients send, with commas; needed where server.host is not a loopback address.
+MOE_SERVE_SERVER_API_KEYS=
+"""
+
+
+def systemd_files(deployment: Deployment) -> Mapping[str, str]:
+    """{file name: text}."""
+    coordinator = deployment.fixed_coordinator("systemd")
+    secrets = f"/etc/moe-serve/{deployment.name}.env"
+    variables = "".join(
+        f"Environment={quote(f'{name}={value}')}\n" for name, value in deployment.variables.items()
+    )
+    files = {f"{deployment.name}.env.example": _EXAMPLE.format(secrets=secrets)}
+    for node in range(deployment.num_nodes):
+        arguments = deployment.command.arguments(
+            node_rank=node, num_nodes=deployment.num_nodes, coordinator=coordinator
+        )
+        command = ("/usr/bin/env", "moe-serve", *arguments)
+        files[f"{deployment.name}-{node}.service"] = _UNIT.format(
+            name=deployment.name,
+            node=node,
+            num_nodes=deployment.num_nodes,
+            secrets=secrets,
+            variables=variables,
+            command=" ".join(quote(word).replace("$", "$$") for word in command),
+        )
+    return files
+
+
+def quote(word: str) -> str:
+    """A word of a systemd setting: % starts a specifier, and $ a variable in ExecStart alone."""
+    assert "\n" not in word, f"a line break in {word!r}"
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    is_plain = bool(word) and not set(word) & set(" \t\"'\\;")
+    return escaped if is_plain else f'"{escaped}"'

@@ -1,0 +1,48 @@
+"""The one command that is started on every node, as an argument list.
+
+It never holds a secret: those travel in the environment, on standard input, or as @FILE.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_serve.cluster.launch.endpoint import Endpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchCommand:
+    """`moe-serve launch ...` without what differs between the nodes."""
+
+    model: str | None
+    attention_ranks: int | None  # None: the cluster file says it
+    expert_ranks: int | None
+    cluster_file: str | None = None  # a path that every node has
+    secret_file: str | None = None  # the same
+    serve_flags: tuple[str, ...] = ()  # ("--port", "9000"), as `serve` takes them
+
+    def arguments(
+        self,
+        *,
+        node_rank: int | str | None = None,
+        num_nodes: int | None = None,
+        coordinator: Endpoint | str | None = None,
+    ) -> tuple[str, ...]:
+        """What follows the program: `launch MODEL --attention-ranks 2 ...`."""
+        options = {
+            "--attention-ranks": self.attention_ranks,
+            "--expert-ranks": self.expert_ranks,
+            "--cluster": self.cluster_file,
+            "--secret-file": self.secret_file,
+            "--node-rank": node_rank,
+            "--num-nodes": num_nodes,
+            "--coordinator": coordinator,
+        }
+        given = [
+            text
+            for name, value in options.items()
+            if value is not None
+            for text in (name, str(value))
+        ]
+        model = [] if self.model is None else [self.model]
+        return ("launch", *model, *given, *self.serve_flags)

@@ -1,0 +1,107 @@
+"""What runs on every node but node 0: starts and ends the ranks that node 0 tells it to.
+
+It ends with the connection: without node 0 nobody serves, and whoever started the agent (systemd,
+Kubernetes, Slurm) starts it again, whereupon it says hello again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import msgspec
+
+from moe_serve import __version__
+from moe_serve.cluster.channel import Channel, connect
+from moe_serve.cluster.launch.agent_messages import (
+    ALIVE_PERIOD_S,
+    AgentOrder,
+    AgentReport,
+    Dismiss,
+    KillRank,
+    NodeAlive,
+    NodeHello,
+    StartRank,
+    Welcome,
+)
+from moe_serve.cluster.launch.environment import NodeEnvironment
+from moe_serve.cluster.launch.node_ranks import NodeRanks
+from moe_serve.cluster.secret import ClusterSecret
+from moe_serve.errors import ChannelClosedError, ClusterError
+
+_PERIOD_S = 0.05  # how often ranks are looked after
+_log = logging.getLogger(__name__)
+
+AgentMessage = AgentOrder | AgentReport
+
+
+class NodeAgent:
+    """One connection to node 0 and the ranks that were started for it."""
+
+    def __init__(self, channel: Channel[AgentMessage], ranks: NodeRanks) -> None:
+        self._channel, self._ranks = channel, ranks
+        self._is_told_to_stop = threading.Event()
+        self._last_alive_s = 0.0
+
+    def run(self) -> None:
+        """Until dismissed or stopped; raises ClusterError when node 0 is lost or refuses us."""
+        try:
+            while not self._is_told_to_stop.is_set():
+                order = self._channel.receive(_PERIOD_S)
+                if isinstance(order, Dismiss):
+                    if order.why is not None:
+                        raise ClusterError(f"node 0 refuses this node: {order.why}")
+                    return
+                self._obey(order)
+                self._report()
+        except ChannelClosedError as error:
+            raise ClusterError(f"node 0 is lost: {error}") from error
+        finally:
+            self._ranks.stop()
+            self._channel.close()
+
+    def stop(self) -> None:
+        """From a signal handler or another thread: `run` ends the ranks and returns."""
+        self._is_told_to_stop.set()
+
+    def _obey(self, order: AgentMessage | None) -> None:
+        if isinstance(order, StartRank):
+            _log.info("starting %s-%d", order.role, order.index)
+            self._ranks.start(order)
+        elif isinstance(order, KillRank):
+            self._ranks.kill(order)
+        elif isinstance(order, Welcome):
+            _log.info("node 0 has taken this node in")
+
+    def _report(self) -> None:
+        for ended in self._ranks.ended():
+            self._channel.send(ended)
+        now = time.monotonic()
+        if now - self._last_alive_s >= ALIVE_PERIOD_S:
+            self._last_alive_s = now
+            self._channel.send(NodeAlive())
+
+
+def connect_agent(
+    node: NodeEnvironment, hostname: str, secret: ClusterSecret, timeout_s: float
+) -> Channel[AgentMessage]:
+    """Find node 0, trying until `timeout_s`, and say which node this is; raises ClusterError."""
+    decoder: msgspec.msgpack.Decoder[AgentMessage] = msgspec.msgpack.Decoder(AgentOrder)
+    try:
+        channel = connect(node.coordinator_host, node.coordinator_port, secret, decoder, timeout_s)
+    except ClusterError as error:
+        raise ClusterError(
+            f"node {node.node_rank} does not find node 0 at {node.coordinator}: {error} Does the "
+            "same command run there, and does a firewall let this port through?"
+        ) from error
+    channel.send(
+        NodeHello(
+            node_rank=node.node_rank,
+            num_nodes=node.num_nodes,
+            hostname=hostname,
+            host=channel.local_host,
+            version=__version__,
+        )
+    )
+    return channel

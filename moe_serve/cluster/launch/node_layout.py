@@ -1,0 +1,135 @@
+"""Which rank runs on which node.
+
+By default nodes are filled evenly in rank order, attention ranks first, so that neighbours in rank
+order share a host. A cluster file may say it rank by rank instead (`cluster_file.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moe_serve.cluster.rank_name import RankName, Role, all_ranks
+from moe_serve.errors import ConfigError
+
+_ROLES: tuple[Role, ...] = ("attention", "expert")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLayout:
+    """The ranks of every node, in the order in which they take the node's devices."""
+
+    nodes: tuple[tuple[RankName, ...], ...]
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.nodes)
+
+    def num_ranks(self, role: Role) -> int:
+        return sum(rank.role == role for ranks in self.nodes for rank in ranks)
+
+    def node_of(self, rank: RankName) -> int:
+        for node, ranks in enumerate(self.nodes):
+            if rank in ranks:
+                return node
+        raise AssertionError(f"{rank} is on none of the {self.num_nodes} nodes")
+
+    def place_on_node(self, rank: RankName) -> int:
+        """How many ranks of its node stand before it: the number of its device."""
+        return self.nodes[self.node_of(rank)].index(rank)
+
+    def describe(self, node: int) -> str:
+        """Such as "attention 0-3, expert 0"."""
+        parts = []
+        for role in _ROLES:
+            numbers = sorted(rank.index for rank in self.nodes[node] if rank.role == role)
+            if numbers:
+                parts.append(f"{role} {', '.join(_spans(numbers))}")
+        return ", ".join(parts) or "no rank"
+
+
+def fill_nodes(
+    attention_ranks: int,
+    expert_ranks: int,
+    num_nodes: int,
+    *,
+    ranks_per_node: int | None = None,
+) -> NodeLayout:
+    """Even shares of consecutive ranks; raises ConfigError.
+
+    2 attention and 3 expert ranks on 2 nodes: a0 a1 e0 | e1 e2. With `ranks_per_node` every node
+    takes that many while there are any: 2 + 3 ranks, 4 to a node, are a0 a1 e0 e1 | e2.
+    """
+    if attention_ranks < 1 or expert_ranks < 1:
+        raise ConfigError(
+            f"{attention_ranks} attention and {expert_ranks} expert ranks cannot serve: a launch "
+            "needs at least one of each."
+        )
+    ranks = all_ranks(attention_ranks, expert_ranks)
+    if num_nodes > len(ranks):
+        raise ConfigError(
+            f"{len(ranks)} ranks ({attention_ranks} attention, {expert_ranks} expert) leave "
+            f"{num_nodes - len(ranks)} of {num_nodes} nodes without any; use fewer nodes."
+        )
+    if ranks_per_node is not None:
+        return NodeLayout(nodes=_cut(ranks, _full_shares(len(ranks), num_nodes, ranks_per_node)))
+    share, more = divmod(len(ranks), num_nodes)
+    return NodeLayout(nodes=_cut(ranks, [share + (node < more) for node in range(num_nodes)]))
+
+
+def explicit_layout(nodes: Sequence[Sequence[RankName]], source: str) -> NodeLayout:
+    """A layout as somebody wrote it down: every rank from 0 once; raises ConfigError."""
+    counts = Counter(rank for ranks in nodes for rank in ranks)
+    for rank, count in sorted(counts.items()):
+        if count > 1:
+            raise ConfigError(f"{rank} is placed {count} times ({source}); place it once.")
+    for role in _ROLES:
+        numbers = {rank.index for rank in counts if rank.role == role}
+        if not numbers:
+            raise ConfigError(f"no {role} rank is placed ({source}); place at least one.")
+        missing = sorted(set(range(max(numbers) + 1)) - numbers)
+        if missing:
+            raise ConfigError(
+                f"{role}-{missing[0]} is placed nowhere ({source}), although "
+                f"{role}-{max(numbers)} is: they are counted from 0 without gaps."
+            )
+    empty = [node for node, ranks in enumerate(nodes) if not ranks]
+    if empty:
+        raise ConfigError(f"node {empty[0]} has no rank ({source}); give it one, or leave it out.")
+    return NodeLayout(nodes=tuple(tuple(ranks) for ranks in nodes))
+
+
+def _full_shares(num_ranks: int, num_nodes: int, ranks_per_node: int) -> list[int]:
+    if ranks_per_node * num_nodes < num_ranks:
+        raise ConfigError(
+            f"{num_nodes} nodes of {ranks_per_node} ranks hold {num_nodes * ranks_per_node} of "
+            f"{num_ranks} ranks; use more nodes."
+        )
+    shares = [
+        max(0, min(ranks_per_node, num_ranks - node * ranks_per_node)) for node in range(num_nodes)
+    ]
+    if not shares[-1]:
+        raise ConfigError(
+            f"{num_ranks} ranks, {ranks_per_node} to a node, leave {shares.count(0)} of "
+            f"{num_nodes} nodes without any; use fewer nodes."
+        )
+    return shares
+
+
+def _cut(ranks: Sequence[RankName], shares: Sequence[int]) -> tuple[tuple[RankName, ...], ...]:
+    starts = [sum(shares[:node]) for node in range(len(shares))]
+    return tuple(
+        tuple(ranks[start : start + share]) for start, share in zip(starts, shares, strict=True)
+    )
+
+
+def _spans(numbers: Sequence[int]) -> list[str]:
+    """[0, 1, 2, 5] is "0-2", "5"."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1].append(number)
+        else:
+            spans.append([number])
+    return [f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans]

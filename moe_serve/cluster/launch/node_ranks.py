@@ -1,0 +1,87 @@
+"""The rank processes of one node: on node 0 used directly, elsewhere by the node's agent."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+from moe_serve.cluster.launch.agent_messages import KillRank, RankEnded, StartRank
+from moe_serve.cluster.launch.devices import DEVICES_VARIABLE, has_accelerators, visible_device
+from moe_serve.cluster.launch.endpoint import Endpoint
+from moe_serve.cluster.processes import LocalProcesses, worker_command
+from moe_serve.cluster.rank_name import RankName
+from moe_serve.cluster.secret import ClusterSecret
+from moe_serve.errors import MoeServeError
+
+STOP_TIMEOUT_S = 5.0
+
+
+class NodeRanks:
+    """Any thread may call it. `host` is this node's address, where its ranks listen for data.
+
+    `command` makes the arguments of a worker's process from its options: a test puts its own.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        secret: ClusterSecret,
+        environ: Mapping[str, str],
+        command: Callable[..., Sequence[str]] = worker_command,
+    ) -> None:
+        self._host, self._secret, self._environ = host, secret, environ
+        self._command = command
+        self._processes = LocalProcesses()
+        self._starts: dict[str, StartRank] = {}
+        self._failed: list[RankEnded] = []
+
+    def start(self, order: StartRank) -> None:
+        """What keeps it from starting is told by `ended`: who gave the order may be far away."""
+        name = RankName(order.role, order.index)
+        self._processes.kill(str(name))
+        self._starts[str(name)] = order
+        coordinator = Endpoint(order.coordinator_host, order.coordinator_port)
+        try:
+            self._processes.start(
+                str(name),
+                self._command(
+                    "--coordinator", str(coordinator), "--role", order.role,
+                    "--rank", str(order.index), "--host", self._host,
+                ),
+                environment=self._environment(order),
+                num_threads=order.num_threads or _share_of_cores(order.num_neighbours),
+            )  # fmt: skip
+        except MoeServeError as error:
+            self._failed.append(_ended(order, f"did not start: {error}"))
+
+    def kill(self, order: KillRank) -> None:
+        self._processes.kill(str(RankName(order.role, order.index)))
+
+    def ended(self) -> list[RankEnded]:
+        """Ranks that ended by themselves since the last call."""
+        failed, self._failed = self._failed, []
+        return failed + [
+            _ended(self._starts[item.name], ": ".join([item.reason, *item.tail[-1:]]))
+            for item in self._processes.exited()
+        ]
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL; afterwards none runs."""
+        self._processes.stop_all(STOP_TIMEOUT_S)
+        self._processes.close()
+
+    def _environment(self, order: StartRank) -> dict[str, str]:
+        device = visible_device(
+            self._environ, order.place, order.device, has_accelerators=has_accelerators()
+        )
+        devices = {} if device is None else {DEVICES_VARIABLE: device}
+        return {**self._secret.environment(), **devices}
+
+
+def _ended(order: StartRank, why: str) -> RankEnded:
+    return RankEnded(role=order.role, index=order.index, start=order.start, why=why)
+
+
+def _share_of_cores(num_neighbours: int) -> int:
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (num_cores or 1) // max(1, num_neighbours))

@@ -1,0 +1,218 @@
+"""Starts ranks on many nodes: node 0's own directly, the others' through their agents.
+
+A rank of a node that is not there is remembered, and started when the node's agent comes (back).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+
+import msgspec
+
+from moe_serve import __version__
+from moe_serve.cluster.channel import Channel
+from moe_serve.cluster.launch.agent_messages import (
+    AgentReport,
+    Dismiss,
+    KillRank,
+    NodeHello,
+    RankEnded,
+    StartRank,
+    Welcome,
+)
+from moe_serve.cluster.launch.endpoint import Endpoint
+from moe_serve.cluster.launch.node_agent import AgentMessage
+from moe_serve.cluster.launch.node_layout import NodeLayout
+from moe_serve.cluster.launch.node_ranks import NodeRanks
+from moe_serve.cluster.launch.remote_node import RemoteNode
+from moe_serve.cluster.listener import Listener
+from moe_serve.cluster.rank_name import RankName
+from moe_serve.cluster.rank_starter import RankExit
+from moe_serve.cluster.secret import ClusterSecret
+from moe_serve.errors import ChannelClosedError, ClusterError
+
+_HELLO_S = 10.0
+_log = logging.getLogger(__name__)
+
+
+class NodeStarter:
+    """Implements RankStarter. `devices`: of the ranks that have one stated."""
+
+    def __init__(
+        self,
+        layout: NodeLayout,
+        local: NodeRanks,
+        *,
+        devices: Mapping[RankName, int] | None = None,
+        num_threads: int | None = None,
+    ) -> None:
+        self.layout, self._local = layout, local
+        self._devices, self._num_threads = devices or {}, num_threads
+        self._coordinator: Endpoint | None = None
+        self._changed = threading.Condition()  # guards what follows
+        self._nodes: dict[int, RemoteNode] = {}
+        self._wanted: dict[str, StartRank] = {}
+        self._num_starts: dict[str, int] = {}
+        self._ended: list[RankExit] = []
+        self._refused: dict[str, str] = {}  # host -> why
+        self._is_stopped = False
+        self._listener: Listener[AgentMessage] | None = None
+
+    def listen(self, at: Endpoint, secret: ClusterSecret) -> None:
+        """Take agents in from now on; raises ConfigError if the address is not ours."""
+        decoder: msgspec.msgpack.Decoder[AgentMessage] = msgspec.msgpack.Decoder(AgentReport)
+        self._listener = Listener(at.host, at.port, secret, decoder, self.admit)
+
+    @property
+    def port(self) -> int:
+        assert self._listener is not None, "nobody listens yet"
+        return int(self._listener.port)
+
+    def use_coordinator(self, at: Endpoint) -> None:
+        """Where ranks connect to: said before the first start."""
+        self._coordinator = at
+
+    def wait_for_nodes(self, timeout_s: float) -> None:
+        """Until every node's agent is there; raises ClusterError that names those that are not."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while missing := self._missing():
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    raise ClusterError(self._who_is_missing(missing, timeout_s))
+
+    def start(self, rank: RankName) -> None:
+        assert self._coordinator is not None, "ranks were not told where the coordinator is"
+        node = self.layout.node_of(rank)
+        with self._changed:
+            number = self._num_starts.get(str(rank), 0) + 1
+            self._num_starts[str(rank)] = number
+            order = StartRank(
+                role=rank.role,
+                index=rank.index,
+                start=number,
+                coordinator_host=self._coordinator.host,
+                coordinator_port=self._coordinator.port,
+                place=self.layout.place_on_node(rank),
+                num_neighbours=len(self.layout.nodes[node]),
+                device=self._devices.get(rank),
+                num_threads=self._num_threads,
+            )
+            self._wanted[str(rank)] = order
+            remote = self._nodes.get(node)
+        if node == 0:
+            self._local.start(order)
+        elif remote is not None:
+            remote.send(order)
+        else:
+            _log.warning("%s starts when node %d is back", rank, node)
+
+    def kill(self, rank: RankName) -> None:
+        node = self.layout.node_of(rank)
+        order = KillRank(role=rank.role, index=rank.index)
+        with self._changed:
+            self._wanted.pop(str(rank), None)
+            remote = self._nodes.get(node)
+        if node == 0:
+            self._local.kill(order)
+        elif remote is not None:
+            remote.send(order)
+
+    def exited(self) -> list[RankExit]:
+        for ended in self._local.ended():
+            self._note_end(ended)
+        with self._changed:
+            ended_ranks, self._ended = self._ended, []
+        return ended_ranks
+
+    def stop(self) -> None:
+        """Dismiss the agents, which end their ranks, and end our own."""
+        with self._changed:
+            self._is_stopped = True
+            nodes, self._nodes = self._nodes, {}
+        if self._listener is not None:
+            self._listener.close()
+        for node in nodes.values():
+            node.send(Dismiss())
+        self._local.stop()
+
+    def admit(self, channel: Channel[AgentMessage]) -> None:
+        """A connection that proved the secret: is it the agent of a node that we wait for?"""
+        try:
+            hello = channel.receive(_HELLO_S)
+            if not isinstance(hello, NodeHello):
+                channel.close()
+                return
+            why = self._objection(hello)
+            if why is not None:
+                _log.warning("node %d on %s is refused: %s", hello.node_rank, hello.hostname, why)
+                with self._changed:
+                    self._refused[hello.hostname] = why
+                channel.send(Dismiss(why=why))
+                channel.close()
+                return
+            self._take_in(RemoteNode(hello, channel, self._note_end, self._lose))
+        except ChannelClosedError as error:
+            _log.warning("an agent left before it was taken in: %s", error)
+
+    def _take_in(self, node: RemoteNode) -> None:
+        number = node.hello.node_rank
+        with self._changed:
+            before = self._nodes.get(number)
+            self._nodes[number] = node
+            names = {str(rank) for rank in self.layout.nodes[number]}
+            orders = [order for name, order in self._wanted.items() if name in names]
+        if before is not None:
+            before.close()
+        node.send(Welcome())
+        for order in orders:
+            node.send(order)
+        node.watch()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _lose(self, node: RemoteNode, why: str) -> None:
+        number = node.hello.node_rank
+        with self._changed:
+            if self._is_stopped or self._nodes.get(number) is not node:
+                return
+            del self._nodes[number]
+            reason = f"went with node {number} ({node.hello.hostname}): {why}"
+            self._ended += [RankExit(str(rank), reason) for rank in self.layout.nodes[number]]
+        _log.warning("node %d (%s) is lost: %s", number, node.hello.hostname, why)
+
+    def _note_end(self, ended: RankEnded) -> None:
+        name = str(RankName(ended.role, ended.index))
+        with self._changed:
+            wanted = self._wanted.get(name)
+            if wanted is not None and wanted.start == ended.start:
+                self._ended.append(RankExit(name, ended.why))
+
+    def _objection(self, hello: NodeHello) -> str | None:
+        num_nodes = self.layout.num_nodes
+        if hello.num_nodes != num_nodes:
+            return f"it counts {hello.num_nodes} nodes, node 0 counts {num_nodes}"
+        if not 0 < hello.node_rank < num_nodes:
+            return f"it says it is node {hello.node_rank} of {num_nodes}"
+        if hello.version != __version__:
+            return f"it runs moe-serve {hello.version}, node 0 runs {__version__}"
+        with self._changed:
+            before = self._nodes.get(hello.node_rank)
+        if before is not None and before.hello.hostname != hello.hostname:
+            return f"node {hello.node_rank} is {before.hello.hostname} already"
+        return None
+
+    def _missing(self) -> list[int]:
+        return [node for node in range(1, self.layout.num_nodes) if node not in self._nodes]
+
+    def _who_is_missing(self, missing: list[int], timeout_s: float) -> str:
+        names = ", ".join(f"node {node} ({self.layout.describe(node)})" for node in missing)
+        refused = "".join(f" {host} was refused: {why}." for host, why in self._refused.items())
+        rejected = self._listener.num_rejected if self._listener is not None else {}
+        strangers = "".join(f" {count} connections: {why}." for why, count in rejected.items())
+        return (
+            f"after {timeout_s:g} s {names} did not come; does the same command run there, with "
+            f"the same secret, and can it reach this host?{refused}{strangers}"
+        )

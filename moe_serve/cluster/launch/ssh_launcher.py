@@ -1,0 +1,73 @@
+"""`--launcher ssh`: the same command on every host of a hostfile, one ssh for each.
+
+All hosts need the same Python and working folder at the same paths (a shared file system, or the
+same image). Variables go through standard input, so that no secret stands in an argument list,
+neither here nor there. When that input ends, because we stop or because the connection breaks, the
+command gets SIGTERM.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+
+from moe_serve.cluster.launch.endpoint import Endpoint
+from moe_serve.cluster.launch.host_commands import HostCommand
+from moe_serve.cluster.launch.hostfile import Host
+from moe_serve.cluster.launch.launch_command import LaunchCommand
+from moe_serve.cluster.secret import ClusterSecret
+from moe_serve.errors import ConfigError
+
+PASSED_ON = ("MOE_SERVE_", "NCCL_", "GLOO_", "PYTHONPATH")  # beginnings of names
+_OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
+# Standard input of a background command is /dev/null, so it is kept as 3. Whatever holds the
+# connection's output open would keep ssh waiting, so the watcher has none.
+_REMOTE = """\
+IFS= read -r variables && eval "$variables" || exit 2
+cd {folder} || exit 2
+exec 3<&0
+{command} </dev/null 3<&- &
+pid=$!
+(cat <&3; kill -TERM "$pid") >/dev/null 2>&1 &
+watcher=$!
+exec 3<&-
+wait "$pid"
+code=$?
+kill "$watcher" 2>/dev/null
+exit "$code"
+"""
+
+
+def ssh_commands(
+    hosts: Sequence[Host],
+    command: LaunchCommand,
+    coordinator: Endpoint,
+    secret: ClusterSecret,
+    *,
+    environ: Mapping[str, str],
+    python: str,
+    folder: str,
+) -> tuple[HostCommand, ...]:
+    """One for each host, in the order of the nodes."""
+    variables = _variables(environ, secret)
+    commands = []
+    for node, host in enumerate(hosts):
+        arguments = command.arguments(node_rank=node, num_nodes=len(hosts), coordinator=coordinator)
+        script = _REMOTE.format(
+            folder=shlex.quote(folder), command=shlex.join((python, "-m", "moe_serve", *arguments))
+        )
+        # The login shell over there may be any; what it starts is sh.
+        remote = f"exec sh -c {shlex.quote(script)}"
+        argv = ("ssh", *_OPTIONS, host.name, remote)
+        commands.append(HostCommand(name=host.name, argv=argv, first_line=variables))
+    return tuple(commands)
+
+
+def _variables(environ: Mapping[str, str], secret: ClusterSecret) -> str:
+    """One line for a shell to evaluate."""
+    passed = {name: value for name, value in environ.items() if name.startswith(PASSED_ON)}
+    passed |= secret.environment()
+    broken = [name for name, value in passed.items() if "\n" in value]
+    if broken:
+        raise ConfigError(f"{broken[0]} has a line break and cannot be passed on through ssh.")
+    return "export " + " ".join(f"{name}={shlex.quote(value)}" for name, value in passed.items())

@@ -1,0 +1,245 @@
+"""What coordinator and ranks say to each other: one tagged msgpack union for each direction.
+
+`Order`: what the coordinator tells a rank. `Report`: what a rank tells the coordinator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from moe_serve.config import EngineConfig
+from moe_serve.engine.request import TokenLogprob
+from moe_serve.engine.sampler import Sampled
+from moe_serve.engine.sampling_params import SamplingParams
+
+RanksOf = Mapping[int, Sequence[Sequence[int]]]  # layer -> expert -> expert ranks of the epoch
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """Fields in order, without their names."""
+
+
+class Configure(_Message, frozen=True):
+    """The first order: what to load."""
+
+    config: EngineConfig
+    folder: str
+    num_threads: int
+    held: Mapping[int, Sequence[int]]  # layer -> experts; attention ranks hold none
+    router_on_experts: bool
+    is_recording: bool
+
+
+class Join(_Message, frozen=True):
+    """Meet the others in a new epoch. Everything of the old one is void."""
+
+    epoch: int
+    attention_ranks: Sequence[str]
+    expert_ranks: Sequence[str]
+    store_host: str
+    store_port: int
+    ranks_of: RanksOf
+
+
+class Slice(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens [start, start + count) of a sequence; its page table from `first_page` on is new."""
+
+    sequence_id: int
+    start: int
+    count: int
+    num_logits: int
+    first_page: int
+    pages: Sequence[int]
+
+
+class OpenSequence(msgspec.Struct, frozen=True, array_like=True):
+    """What a sampler must know of a sequence. Tokens are int32, little-endian."""
+
+    sequence_id: int
+    prompt: bytes
+    output: bytes
+    params: msgspec.Raw  # of SamplingParams, see `pack_params`
+    choice: int
+    seed: int
+
+
+def pack_params(params: SamplingParams) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.msgpack.encode(params, enc_hook=dict))  # a frozen mapping
+
+
+def unpack_params(packed: msgspec.Raw) -> SamplingParams:
+    return msgspec.msgpack.decode(packed, type=SamplingParams)
+
+
+class PageWork(msgspec.Struct, frozen=True, array_like=True):
+    """Pages to zero, and then pages to copy, (from, to) each."""
+
+    clear: Sequence[int]
+    copy: Sequence[tuple[int, int]]
+
+
+class RunStep(_Message, frozen=True):
+    """To an attention rank. `rows`: of its micro-batches, in all attention ranks of the epoch."""
+
+    epoch: int
+    step: int
+    rows: Sequence[Sequence[int]]
+    micro_batches: Sequence[Sequence[Slice]]
+    opened: Sequence[OpenSequence]
+    closed: Sequence[int]
+    page_work: Sequence[PageWork]
+
+
+class ServeStep(_Message, frozen=True):
+    """To an expert rank: who will send how many rows."""
+
+    epoch: int
+    step: int
+    rows: Sequence[Sequence[int]]
+
+
+class QueryPages(_Message, frozen=True):
+    """Do this work, then say which pages hold nothing but finite values."""
+
+    page_work: Sequence[PageWork]
+    pages: Sequence[int]
+
+
+class TakeExperts(_Message, frozen=True):
+    """Load these too: layer -> experts."""
+
+    experts: Mapping[int, Sequence[int]]
+
+
+class DropExperts(_Message, frozen=True):
+    """Keep only what was first configured."""
+
+
+class Stop(_Message, frozen=True):
+    """Leave."""
+
+
+class FileMark(msgspec.Struct, frozen=True, array_like=True):
+    """A checkpoint's file as a rank sees it."""
+
+    name: str
+    size: int
+    digest: str
+
+
+class Hello(_Message, frozen=True):
+    """The first message of a rank."""
+
+    name: str
+    pid: int
+    host: str
+    versions: Mapping[str, str]
+    files: Sequence[FileMark] = ()
+
+
+class Loading(_Message, frozen=True):
+    """Progress: tensors read, of all."""
+
+    done: int
+    total: int
+
+
+class Loaded(_Message, frozen=True):
+    """Ready to join. The hash is that of the weights; attention ranks have pages."""
+
+    weights_hash: str
+    num_pages: int
+    kv_bytes: int
+    kernels: str
+    dtype: str
+    device: str
+    weight_format: str
+    load_seconds: float
+
+
+class Joined(_Message, frozen=True):
+    """In the epoch's data group; or `why` not."""
+
+    epoch: int
+    why: str | None = None
+
+
+class StageSeconds(msgspec.Struct, frozen=True, array_like=True):
+    """Where a rank's step went, in seconds: computing, waiting for others, and from end to end."""
+
+    busy: float = 0.0
+    waiting: float = 0.0
+    whole: float = 0.0
+
+
+class StepDone(_Message, frozen=True):
+    """An attention rank's tokens, by sequence id."""
+
+    epoch: int
+    step: int
+    sampled: Mapping[int, Sampled]
+    failures: Mapping[int, str]
+    prompt_logprobs: Mapping[int, Sequence[TokenLogprob]]
+    seconds: StageSeconds
+    records: bytes = b""  # of the timeline
+
+
+class StepServed(_Message, frozen=True):
+    """An expert rank's end of a step; `failure`: a layer of it raised."""
+
+    epoch: int
+    step: int
+    failure: str | None
+    seconds: StageSeconds
+    records: bytes = b""
+
+
+class StepFailed(_Message, frozen=True):
+    """The step failed here. `peer`: because that rank was lost; None: computing it raised."""
+
+    epoch: int
+    step: int
+    why: str
+    peer: str | None
+
+
+class FinitePages(_Message, frozen=True):
+    """The answer to QueryPages."""
+
+    is_finite: Sequence[bool]
+
+
+class TookExperts(_Message, frozen=True):
+    """The answer to TakeExperts and DropExperts; or `why` not."""
+
+    why: str | None = None
+
+
+class Heartbeat(_Message, frozen=True):
+    """Still here; `step`: the last one begun."""
+
+    step: int
+
+
+class Unwell(_Message, frozen=True):
+    """The rank leaves, for a reason that its user can act on."""
+
+    why: str
+
+
+Order = Configure | Join | RunStep | ServeStep | QueryPages | TakeExperts | DropExperts | Stop
+Report = (
+    Hello
+    | Loading
+    | Loaded
+    | Joined
+    | StepDone
+    | StepFailed
+    | StepServed
+    | FinitePages
+    | TookExperts
+    | Heartbeat
+    | Unwell
+)

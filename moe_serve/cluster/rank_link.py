@@ -1,0 +1,81 @@
+"""The coordinator's end of one rank's control connection: what it says becomes events."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from moe_serve.cluster.channel import Channel
+from moe_serve.cluster.messages import Heartbeat, Hello, Order, Report
+from moe_serve.errors import ChannelClosedError
+
+HELLO_TIMEOUT_S = 10.0
+_RECEIVE_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """The rank cannot be reached any more."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What a rank said, or that it is gone. `link` tells a restarted rank from the one before."""
+
+    name: str
+    link: RankLink | None
+    report: Report | Gone
+
+
+Inbox = queue.SimpleQueue[Event]
+
+
+class RankLink:
+    """Reads on a thread of its own. Heartbeats stop here, everything else goes to the inbox."""
+
+    def __init__(
+        self, channel: Channel[Any], inbox: Inbox, on_sign: Callable[[RankLink], None]
+    ) -> None:
+        self._channel, self._inbox, self._on_sign = channel, inbox, on_sign
+        self.name = ""
+        self.step = -1  # the last one that it said it began
+        self.hello: Hello | None = None
+        threading.Thread(target=self._read, name="rank-link", daemon=True).start()
+
+    @property
+    def num_malformed(self) -> int:
+        return self._channel.num_malformed
+
+    def send(self, order: Order) -> None:
+        """Raises ChannelClosedError; the reader tells the same as an event."""
+        self._channel.send(order)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _read(self) -> None:
+        try:
+            first = self._channel.receive(HELLO_TIMEOUT_S)
+            if not isinstance(first, Hello):
+                return  # whoever it is, it is not one of ours
+            self.name, self.hello = first.name, first
+            self._inbox.put(Event(self.name, self, first))
+            while True:
+                report = self._channel.receive(_RECEIVE_S)
+                if report is None:
+                    continue
+                self._on_sign(self)
+                if isinstance(report, Heartbeat):
+                    self.step = report.step
+                else:
+                    self._inbox.put(Event(self.name, self, report))
+        except ChannelClosedError as error:
+            if self.name:
+                self._inbox.put(Event(self.name, self, Gone(str(error))))
+        finally:
+            self._channel.close()

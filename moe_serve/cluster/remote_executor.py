@@ -1,0 +1,112 @@
+"""The engine's way to the attention rank that computes its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moe_serve.cluster.coordinator import Coordinator, RankWork
+from moe_serve.cluster.messages import (
+    OpenSequence,
+    PageWork,
+    QueryPages,
+    Slice,
+    StepDone,
+    pack_params,
+)
+from moe_serve.cluster.mirror import pack_tokens
+from moe_serve.engine.sampler import Sampled
+from moe_serve.engine.sequence import Sequence
+from moe_serve.engine.step_executor import RowFailure, StepOutcome
+from moe_serve.model.step_plan import SequenceSlice, StepPlan
+
+
+class RemoteExecutor:
+    """Implements StepExecutor for one attention rank. Remembers what the rank knows already, so
+    that a step's message holds what is new."""
+
+    def __init__(self, coordinator: Coordinator, name: str) -> None:
+        self._coordinator, self.name = coordinator, name
+        self._tables: dict[int, tuple[int, ...]] = {}  # of the sequences that the rank mirrors
+        self._closed: list[int] = []
+        self._page_work: list[PageWork] = []
+
+    def run(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> StepOutcome:
+        """A step of this rank alone. Raises RankLostError, or what its computation raised."""
+        outcome = self._coordinator.run({self.name: self.prepare(plan, sequences)})[self.name]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return as_outcome(outcome)
+
+    def prepare(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> RankWork:
+        """The plan as messages. It must be sent: the rank is taken to know it from here on."""
+        opened = tuple(
+            _opened(sequences[key])
+            for key in dict.fromkeys(piece.sequence_id for piece in plan.slices)
+            if key not in self._tables
+        )
+        batches = tuple(
+            tuple(self._slice(piece) for piece in batch.slices) for batch in plan.micro_batches
+        )
+        closed, self._closed = tuple(self._closed), []
+        return RankWork(
+            micro_batches=batches, opened=opened, closed=closed, page_work=self._take_work()
+        )
+
+    def forget(self, sequence_ids: list[int]) -> None:
+        """See `StepExecutor.forget`: told with the next step."""
+        known = [key for key in sequence_ids if self._tables.pop(key, None) is not None]
+        self._closed += known
+
+    def clear_pages(self, pages: list[int]) -> None:
+        """Done before the next step."""
+        if pages:
+            self._page_work.append(PageWork(pages, ()))
+
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        """Done before the next step."""
+        if pairs:
+            self._page_work.append(PageWork((), pairs))
+
+    def finite_pages(self, pages: list[int]) -> list[bool]:
+        """Asks the rank; raises RankLostError."""
+        if not pages:
+            return []
+        order = QueryPages(page_work=self._take_work(), pages=pages)
+        return self._coordinator.query_pages(self.name, order)
+
+    def _take_work(self) -> tuple[PageWork, ...]:
+        work, self._page_work = tuple(self._page_work), []
+        return work
+
+    def _slice(self, piece: SequenceSlice) -> Slice:
+        known, table = self._tables.get(piece.sequence_id, ()), piece.page_table
+        first = len(known) if table[: len(known)] == known else 0
+        self._tables[piece.sequence_id] = table
+        return Slice(
+            piece.sequence_id,
+            piece.start,
+            len(piece.token_ids),
+            piece.num_logits,
+            first,
+            table[first:],
+        )
+
+
+def as_outcome(done: StepDone) -> StepOutcome:
+    """What a rank says of its step, as the engine wants it."""
+    sampled: dict[int, Sampled | RowFailure] = dict(done.sampled)
+    sampled |= {key: RowFailure(why) for key, why in done.failures.items()}
+    prompts = {key: tuple(entries) for key, entries in done.prompt_logprobs.items()}
+    return StepOutcome(sampled=sampled, prompt_logprobs=prompts)
+
+
+def _opened(sequence: Sequence) -> OpenSequence:
+    prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+    return OpenSequence(
+        sequence.id,
+        pack_tokens(prompt),
+        pack_tokens(sequence.token_ids[sequence.num_prompt_tokens :]),
+        pack_params(sequence.request.params),
+        sequence.request.choice,
+        sequence.seed,
+    )

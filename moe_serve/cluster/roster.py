@@ -1,0 +1,63 @@
+"""The ranks of a cluster and how far each one is. Changed by the engine thread only."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from moe_serve.cluster.expert_cover import Held
+from moe_serve.cluster.messages import Loaded
+from moe_serve.cluster.rank_link import RankLink
+from moe_serve.cluster.rank_name import RankName
+
+
+class Phase(enum.Enum):
+    """A rank goes through these in order, and back to the first when it is lost."""
+
+    STARTING = "starting"  # the process was started, or will be
+    LOADING = "loading"  # it came, and loads its weights
+    READY = "ready"  # it waits for the next epoch
+    SERVING = "serving"  # it is in the epoch
+
+
+@dataclass(slots=True)
+class RankState:
+    """One rank."""
+
+    name: RankName
+    phase: Phase = Phase.STARTING
+    link: RankLink | None = None
+    loaded: Loaded | None = None
+    num_starts: int = 0
+    extra: Held = field(default_factory=dict)  # experts beside its own
+
+    def lose(self) -> None:
+        """Back to the beginning."""
+        link, self.link = self.link, None
+        self.phase, self.loaded, self.extra = Phase.STARTING, None, {}
+        if link is not None:
+            link.close()
+
+
+class Roster:
+    """All ranks by name."""
+
+    def __init__(self, names: Iterable[RankName]) -> None:
+        self.states = {str(name): RankState(name) for name in names}
+
+    def __getitem__(self, name: str) -> RankState:
+        return self.states[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.states
+
+    def all(self, role: str | None = None) -> list[RankState]:
+        return [s for s in self.states.values() if role is None or s.name.role == role]
+
+    def present(self, role: str | None = None) -> list[RankState]:
+        """Those that are in the epoch, or can be in the next one."""
+        return [s for s in self.all(role) if s.phase in (Phase.READY, Phase.SERVING)]
+
+    def serving(self, role: str | None = None) -> list[RankState]:
+        return [s for s in self.all(role) if s.phase is Phase.SERVING]

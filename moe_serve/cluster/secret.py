@@ -1,0 +1,82 @@
+"""The secret that every process of one cluster shares, and that proves it belongs to it.
+
+On a single host it is made at random and handed to the workers through their environment; for many
+hosts `MOE_SERVE_CLUSTER_SECRET` holds it, or `@FILE` that does. It never stands on a command line,
+and its repr does not show it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moe_serve.config_sources import CLUSTER_SECRET_VARIABLE
+from moe_serve.errors import ConfigError
+
+MIN_SECRET_LENGTH = 32  # characters
+_ADVICE = "make one with: openssl rand -hex 32"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSecret:
+    """`text` is printable and at least MIN_SECRET_LENGTH long; `cluster_secret` checks it."""
+
+    text: str = field(repr=False)
+
+    def proof(self, role: str, *parts: bytes) -> bytes:
+        """HMAC-SHA256 over the role and the parts, each with its length: 32 bytes."""
+        mac = hmac.new(self.text.encode(), digestmod="sha256")
+        for part in (role.encode(), *parts):
+            mac.update(len(part).to_bytes(4, "big") + part)
+        return mac.digest()
+
+    def environment(self) -> dict[str, str]:
+        """What a worker's environment needs for `read_secret` to find it."""
+        return {CLUSTER_SECRET_VARIABLE: self.text}
+
+
+def new_secret() -> ClusterSecret:
+    return ClusterSecret(secrets.token_hex(32))
+
+
+def read_secret(environ: Mapping[str, str]) -> ClusterSecret | None:
+    """The secret of the environment, None where it names none; raises ConfigError."""
+    value = environ.get(CLUSTER_SECRET_VARIABLE, "").strip()
+    if not value:
+        return None
+    if not value.startswith("@"):
+        return cluster_secret(value, CLUSTER_SECRET_VARIABLE)
+    path = Path(value[1:])
+    try:
+        text = path.read_text("utf-8").strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read the cluster secret in {path}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the cluster secret in {path} is not UTF-8 text; {_ADVICE}") from error
+    return cluster_secret(text, str(path))
+
+
+def secret_from_environment() -> ClusterSecret:
+    """The secret that a worker was started with; raises ConfigError if there is none."""
+    secret = read_secret(os.environ)
+    if secret is None:
+        raise ConfigError(
+            f"{CLUSTER_SECRET_VARIABLE} is not set: every process of a cluster needs the same "
+            f"secret, or @FILE that holds it; {_ADVICE}"
+        )
+    return secret
+
+
+def cluster_secret(text: str, where: str) -> ClusterSecret:
+    if len(text) < MIN_SECRET_LENGTH:
+        raise ConfigError(
+            f"the cluster secret in {where} has {len(text)} characters and needs at least "
+            f"{MIN_SECRET_LENGTH}; {_ADVICE}"
+        )
+    if not text.isprintable() or any(character.isspace() for character in text):
+        raise ConfigError(f"the cluster secret in {where} must be one printable word; {_ADVICE}")
+    return ClusterSecret(text)

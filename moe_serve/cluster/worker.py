@@ -1,0 +1,153 @@
+"""The process of one rank: connects to its coordinator, loads what it is told, obeys until it ends.
+
+python -m moe_serve.cluster.worker --coordinator HOST:PORT --role expert --rank 0 --host ADDRESS
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+import msgspec
+import torch
+
+from moe_serve import __version__
+from moe_serve.cluster.attention_rank import AttentionRank
+from moe_serve.cluster.channel import Channel, connect
+from moe_serve.cluster.expert_rank import ExpertRank
+from moe_serve.cluster.messages import (
+    Configure,
+    Heartbeat,
+    Hello,
+    Join,
+    Joined,
+    Loading,
+    Order,
+    Report,
+    RunStep,
+    ServeStep,
+    Stop,
+    Unwell,
+)
+from moe_serve.cluster.parent_watch import end_with_parent
+from moe_serve.cluster.rank_name import RankName
+from moe_serve.cluster.secret import read_secret
+from moe_serve.cluster.store import connect_store
+from moe_serve.config_sources import CLUSTER_SECRET_VARIABLE
+from moe_serve.errors import ChannelClosedError, MoeServeError
+from moe_serve.pipeline.transfer import PeerLostError
+
+CONNECT_TIMEOUT_S = 60.0
+_PATIENCE_S = 3600.0  # between orders; the coordinator's end closes the channel
+_LOADING_PERIOD = 64  # tensors between two reports
+
+_log = logging.getLogger(__name__)
+
+
+class Worker:
+    """One rank's life. The main thread obeys; another one sends heartbeats."""
+
+    def __init__(self, name: RankName, channel: Channel[Any], host: str) -> None:
+        self._name, self._channel, self._host = name, channel, host
+        self._step = -1  # the last one begun
+        self._store: Any = None
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        """Until told to stop, or the coordinator is gone."""
+        versions = {"moe-serve": __version__, "torch": str(torch.__version__)}
+        hello = Hello(name=str(self._name), pid=os.getpid(), host=self._host, versions=versions)
+        self._channel.send(hello)
+        configure = self._next()
+        assert isinstance(configure, Configure), f"{type(configure).__name__} before Configure"
+        period_s = configure.config.cluster.heartbeat_s
+        threading.Thread(target=self._beat, args=(period_s,), daemon=True).start()
+        make = AttentionRank if self._name.role == "attention" else ExpertRank
+        try:
+            rank = make(self._name, configure, self._report_loading)
+        except MoeServeError as error:
+            self._channel.send(Unwell(why=str(error)))
+            return
+        self._channel.send(rank.loaded)
+        while not isinstance(order := self._next(), Stop):
+            report = self._obey(rank, order)
+            if report is not None:
+                self._channel.send(report)
+        rank.leave()
+
+    def _obey(self, rank: AttentionRank | ExpertRank, order: object) -> Report | None:
+        if isinstance(order, Join):
+            return self._join(rank, order)
+        if isinstance(order, RunStep | ServeStep):
+            self._step = order.step
+        return rank.handle(order)
+
+    def _join(self, rank: AttentionRank | ExpertRank, order: Join) -> Joined:
+        if self._store is None:
+            self._store = connect_store(order.store_host, order.store_port, CONNECT_TIMEOUT_S)
+        try:
+            rank.join(order, self._store, self._host)
+        except PeerLostError as error:
+            why = str(error)
+        else:
+            return Joined(epoch=order.epoch)
+        rank.leave()
+        return Joined(epoch=order.epoch, why=why)
+
+    def _next(self) -> object:
+        while (order := self._channel.receive(_PATIENCE_S)) is None:
+            continue
+        return order
+
+    def _beat(self, period_s: float) -> None:
+        try:
+            while not self._ended.wait(period_s / 2):
+                self._channel.send(Heartbeat(step=self._step))
+        except ChannelClosedError:
+            return  # the main thread sees it too
+
+    def _report_loading(self, done: int, total: int) -> None:
+        if done % _LOADING_PERIOD == 0 or done == total:
+            self._channel.send(Loading(done=done, total=total))
+
+    def end(self) -> None:
+        self._ended.set()
+        self._channel.close()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code 0 when told to stop, 1 when the coordinator was lost."""
+    parser = argparse.ArgumentParser(prog="moe_serve.cluster.worker", description=__doc__)
+    parser.add_argument("--coordinator", required=True, help="HOST:PORT")
+    parser.add_argument("--role", required=True, choices=("attention", "expert"))
+    parser.add_argument("--rank", required=True, type=int)
+    parser.add_argument("--host", required=True, help="this node's address for the data plane")
+    options = parser.parse_args(arguments)
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's business
+    name = RankName(options.role, options.rank)
+    logging.basicConfig(level=logging.WARNING, format=f"[{name}] %(levelname)s %(message)s")
+    host, _, port = options.coordinator.rpartition(":")
+    decoder = msgspec.msgpack.Decoder(Order)
+    secret = read_secret(os.environ)
+    if secret is None:
+        parser.error(f"{CLUSTER_SECRET_VARIABLE} is not set: it is the coordinator's")
+    channel: Channel[Any] = connect(host, int(port), secret, decoder, CONNECT_TIMEOUT_S)
+    worker = Worker(name, channel, options.host)
+    try:
+        worker.run()
+    except ChannelClosedError as error:
+        _log.warning("%s", error)
+        return 1
+    finally:
+        worker.end()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""What the engine asks of whoever computes its steps: a plan in, sampled tokens out.
+
+In one process that is `LocalExecutor`: a pipeline and a sampler. With separate attention ranks each
+rank has such an executor of its own, and the engine holds one that sends the plan there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from moe_serve.engine.request import TokenLogprob
+from moe_serve.engine.sampler import Sampled
+from moe_serve.engine.sampling_backend import SamplingBackend
+from moe_serve.engine.sequence import Sequence
+from moe_serve.model.step_plan import SequenceSlice, StepPlan
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RowFailure:
+    """Sampling this row raised; the others are not touched."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """What a step made: a token for each sequence that caught up, and descriptions of prompts."""
+
+    sampled: Mapping[int, Sampled | RowFailure] = field(default_factory=dict)  # by sequence id
+    prompt_logprobs: Mapping[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
+
+
+class StepRunner(Protocol):
+    """The pipeline as an executor needs it (tests and the simulator bring their own)."""
+
+    def run(self, plan: StepPlan) -> Tensor:
+        """-> the wanted logits [R, V] in fp32, slice after slice."""
+        ...
+
+    def clear_pages(self, pages: list[int]) -> None:
+        """Zero pages that a failed request may have left NaNs in."""
+        ...
+
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy pages, (from, to) each; all are read before any is written."""
+        ...
+
+    def finite_pages(self, pages: list[int]) -> list[bool]:
+        """For each page, whether all that it holds is finite."""
+        ...
+
+
+class StepExecutor(Protocol):
+    """Computes steps on one attention rank's pages. Pages change in the order of the calls."""
+
+    def run(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> StepOutcome:
+        """Compute a step; raises if it failed as a whole. `sequences`: those of its slices."""
+        ...
+
+    def forget(self, sequence_ids: list[int]) -> None:
+        """These sequences have ended or moved away."""
+        ...
+
+    def clear_pages(self, pages: list[int]) -> None: ...
+
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None: ...
+
+    def finite_pages(self, pages: list[int]) -> list[bool]: ...
+
+
+class LocalExecutor:
+    """A pipeline and a sampler in this process."""
+
+    def __init__(self, runner: StepRunner, sampler: SamplingBackend) -> None:
+        self.runner, self._sampler = runner, sampler
+
+    def run(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> StepOutcome:
+        """See `StepExecutor.run`."""
+        logits = self.runner.run(plan)
+        rows, sampling, described, start = [], [], {}, 0
+        for piece in plan.slices:
+            sequence = sequences[piece.sequence_id]
+            end = start + piece.num_logits
+            if sequence.wants_prompt_logprobs:
+                described[sequence.id] = self._describe(sequence, piece, logits[start:end])
+            if piece.start + len(piece.token_ids) == sequence.num_tokens:
+                rows.append(end - 1)
+                sampling.append(sequence)
+            start = end
+        if not sampling:
+            return StepOutcome(prompt_logprobs=described)
+        chosen = logits if len(rows) == len(logits) else logits[rows]
+        tokens = self._sample(chosen, sampling)
+        return StepOutcome(
+            sampled={s.id: token for s, token in zip(sampling, tokens, strict=True)},
+            prompt_logprobs=described,
+        )
+
+    def forget(self, sequence_ids: list[int]) -> None:
+        """Nothing is kept here between steps."""
+
+    def clear_pages(self, pages: list[int]) -> None:
+        self.runner.clear_pages(pages)
+
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        self.runner.copy_pages(pairs)
+
+    def finite_pages(self, pages: list[int]) -> list[bool]:
+        return self.runner.finite_pages(pages)
+
+    def _sample(self, logits: Tensor, sequences: list[Sequence]) -> list[Sampled | RowFailure]:
+        """One token for each; if sampling raises, row by row, and only the culprit fails."""
+        try:
+            return list(self._sampler.sample(logits, sequences))
+        except Exception as error:
+            _log.exception("sampling failed with %d sequences", len(sequences))
+            if len(sequences) == 1:
+                return [RowFailure(f"sampling failed: {error}")]
+            alone = zip(logits.split(1), sequences, strict=True)
+            return [token for row, sequence in alone for token in self._sample(row, [sequence])]
+
+    def _describe(
+        self, sequence: Sequence, piece: SequenceSlice, logits: Tensor
+    ) -> tuple[TokenLogprob, ...]:
+        """The prompt's tokens that follow those of a slice, as the model saw them coming."""
+        first, count = piece.start + 1, len(piece.token_ids)
+        following = sequence.token_ids[first : first + count]
+        num_top = sequence.request.params.prompt_logprobs or 0
+        return tuple(self._sampler.describe(logits[: len(following)], following, num_top))

@@ -1,0 +1,155 @@
+"""The inputs of a recorded decode step: tensors that are made once, and filled for every step.
+
+A step of fewer rows than were recorded is padded with copies of the row that sees the fewest keys:
+same token, same position, same pages to read, so it computes what that row computes, chooses the
+experts that are loaded anyway, and costs the least attention. Only what it writes goes elsewhere,
+to the cache's scratch page, which nobody reads.
+
+B rows, Hkv key/value heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_kernels.attention_shape import AttentionShape, StepTokens
+from moe_kernels.fixed_attention import DecodeRoom, FixedAttention
+from moe_kernels.graph_sizes import GraphSize
+from moe_kernels.kernels import Kernels
+from moe_serve.cache.kv_cache import KVCache
+from moe_serve.config import PAGE_SIZE
+from moe_serve.model.spec import ModelSpec
+from moe_serve.model.step_inputs import StepInputs
+from moe_serve.model.step_plan import MicroBatch, SequenceSlice
+
+_ALIGNED = 2  # numbers of 8 bytes: every part begins at 16, as tensors of their own would
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInputs:
+    """A step laid out on the host as `StaticInputs` has it on the device."""
+
+    numbers: Tensor  # int64
+    attention: Mapping[AttentionShape, Any]
+    num_rows: int  # without padding
+    num_logits: int
+
+
+class StaticInputs:
+    """Implements what a recorded step reads: `inputs`, whose tensors keep their addresses."""
+
+    def __init__(
+        self,
+        size: GraphSize,
+        cache: KVCache,
+        attention: Mapping[AttentionShape, FixedAttention],
+    ) -> None:
+        self.size, self._cache, self._attention = size, cache, attention
+        rows = size.num_rows
+        self._parts = [
+            -(-count // _ALIGNED) * _ALIGNED
+            for count in (rows, rows, rows * cache.num_kv_heads, rows)
+        ]
+        self._numbers = torch.zeros(sum(self._parts), dtype=torch.int64, device=cache.device)
+        self._plans: dict[AttentionShape, Any] = {}
+        self.inputs = self._views(self._numbers, rows, rows)
+        self.load(self.pack(()))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What a recording reads."""
+        own = [self.inputs.token_ids, self.inputs.positions, self.inputs.kv_rows]
+        return own + [tensor for fixed in self._attention.values() for tensor in fixed.tensors]
+
+    def own_inputs(self, packed: PackedInputs) -> StepInputs:
+        """The packed step's own tensors, without padding and without an attention plan."""
+        inputs = self._views(packed.numbers, packed.num_rows, packed.num_logits)
+        return replace(inputs, attention={})
+
+    def pack(self, slices: Sequence[SequenceSlice]) -> PackedInputs:
+        """Lay a decode step out on the host: one token of each slice, and padding."""
+        num_rows, num_padded = len(slices), self.size.num_rows - len(slices)
+        assert num_padded >= 0, f"{num_rows} rows do not fit into {self.size.num_rows}"
+        assert all(len(s.token_ids) == 1 for s in slices), "a decode step has one token a sequence"
+        rows = [*slices, *[self._padding(slices)] * num_padded]
+        starts = np.array([s.start for s in rows], dtype=np.int64)
+        pages = np.full(len(rows), self._cache.scratch_page, dtype=np.int64)
+        pages[:num_rows] = [s.page_table[s.start // PAGE_SIZE] for s in slices]
+        wanted = np.flatnonzero([s.num_logits for s in slices])
+        numbers = self._packed_numbers(
+            np.array([s.token_ids[0] for s in rows], dtype=np.int64),
+            starts,
+            self._cache.rows_at(pages, starts % PAGE_SIZE),
+            wanted,
+        )
+        ones = np.ones(len(rows), dtype=np.int64)
+        step = StepTokens(ones, starts, [s.page_table for s in rows], PAGE_SIZE)
+        plans = {shape: fixed.pack(step) for shape, fixed in self._attention.items()}
+        return PackedInputs(numbers, plans, num_rows, len(wanted))
+
+    def load(self, packed: PackedInputs) -> None:
+        """Let `inputs` be that step's, in place and without waiting for the device."""
+        self._numbers.copy_(packed.numbers, non_blocking=True)
+        for shape, fixed in self._attention.items():
+            fixed.load(packed.attention[shape])
+            self._plans[shape] = fixed.plan
+
+    def _views(self, numbers: Tensor, num_rows: int, num_logits: int) -> StepInputs:
+        token_ids, positions, kv_rows, logit_rows = numbers.split(self._parts)
+        return StepInputs(
+            token_ids=token_ids[:num_rows],
+            positions=positions[:num_rows],
+            kv_rows=kv_rows[: num_rows * self._cache.num_kv_heads],
+            logit_rows=logit_rows[:num_logits],
+            attention=self._plans,
+        )
+
+    def _padding(self, slices: Sequence[SequenceSlice]) -> SequenceSlice:
+        """The row that padding copies; while nothing runs yet, a token that is in scratch alone."""
+        if slices:
+            return min(slices, key=lambda s: s.start)
+        return SequenceSlice(-1, 0, np.zeros(1, dtype=np.int64), (self._cache.scratch_page,), 0)
+
+    def _packed_numbers(self, *parts: NDArray[np.int64]) -> Tensor:
+        """In a buffer of its own: the one before may still be on its way."""
+        packed = torch.zeros(
+            len(self._numbers), dtype=torch.int64, pin_memory=self._cache.device.type == "cuda"
+        )
+        for section, part in zip(packed.split(self._parts), parts, strict=True):
+            section.numpy()[: len(part)] = part
+        return packed
+
+
+def make_static_inputs(
+    size: GraphSize,
+    cache: KVCache,
+    spec: ModelSpec,
+    kernels: Kernels,
+    max_positions: int,
+) -> StaticInputs | None:
+    """Inputs for all steps of this size; None where the kernels have no plan for them."""
+    room = DecodeRoom(size=size, max_positions=max_positions, page_size=PAGE_SIZE)
+    attention = {}
+    for shape in dict.fromkeys(layer.attention for layer in spec.layers):
+        fixed = kernels.fixed_attention(room, shape, cache.device)
+        if fixed is None:
+            return None
+        attention[shape] = fixed
+    return StaticInputs(size, cache, attention)
+
+
+def is_decode(batch: MicroBatch) -> bool:
+    """Whether every sequence has one token to compute."""
+    return all(len(s.token_ids) == 1 for s in batch.slices)
+
+
+def num_keys(batch: MicroBatch) -> int:
+    """Keys that a decode step's rows see, over all of them: as in `GraphSizes.choose`."""
+    return sum(s.start + 1 for s in batch.slices)

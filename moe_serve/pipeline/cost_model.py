@@ -1,0 +1,224 @@
+"""What the stages of a layer cost, as linear models of what they work on.
+
+Linear models t = alpha + beta x describe products and transfers well (FinDEP, arXiv 2512.21487,
+reports R^2 of 0.99 and more). Decode reads weights rather than multiplies: an expert layer's time
+follows the bytes of the *activated* experts, so their number is a term of its own. Of E experts,
+B rows with k choices each touch E (1 - (1 - k/E)^B): two halves of a batch touch more than the
+whole, which is why splitting may lose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moe_serve.pipeline.batch_load import BatchLoad
+from moe_serve.pipeline.step_seconds import LayerTimes, step_seconds
+
+HEADER_BYTES = 64  # of a message
+_CHOICE_BYTES = 8  # an expert's number and its weight
+_PARTIAL_BYTES = 8  # a value of a partial sum, which other ranks' sums are added to
+_SUM_BYTES = 4  # a value of the whole sum, where one rank has all experts
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """t = alpha + beta x, in seconds."""
+
+    alpha_s: float
+    beta_s: float
+
+    def seconds(self, x: float) -> float:
+        return self.alpha_s + self.beta_s * x
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCost:
+    """T_a, one layer's attention stage. `row_s`: projections, router; `kv_token_s`: reading a
+    cached token; `pair_s`: multiplying a row with one; `spill_s`: more for each token beyond
+    `spill_tokens`, where what is read no longer stays in the processor's caches."""
+
+    alpha_s: float
+    row_s: float
+    kv_token_s: float
+    pair_s: float
+    spill_s: float = 0.0
+    spill_tokens: int = 0
+
+    def seconds(self, load: BatchLoad) -> float:
+        """0 without rows."""
+        if not load.num_rows:
+            return 0.0
+        return (
+            self.alpha_s
+            + self.row_s * load.num_rows
+            + self.kv_token_s * load.num_kv_tokens
+            + self.pair_s * load.num_pairs
+            + self.spill_s * max(0, load.num_kv_tokens - self.spill_tokens)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertCost:
+    """T_e, one layer's expert stage. `choice_s`: one row times one expert; `expert_s`: reading one
+    activated expert's weights."""
+
+    alpha_s: float
+    choice_s: float
+    expert_s: float
+
+    def seconds(self, num_choices: float, num_activated: float) -> float:
+        return self.alpha_s + self.choice_s * num_choices + self.expert_s * num_activated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCosts:
+    """Layers that cost the same. `experts` is None in dense layers."""
+
+    num_layers: int
+    attention: AttentionCost
+    experts: ExpertCost | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """What the model's experts are to the cost model.
+
+    `num_effective`: how many equally popular experts would be activated as the measured ones are;
+    a real router prefers some, and then it is less than `num_experts`.
+    """
+
+    num_experts: int
+    top_k: int
+    num_effective: float
+
+    def num_activated(self, num_rows: float) -> float:
+        """Of all experts, by so many rows."""
+        if num_rows <= 0:
+            return 0.0
+        missed = math.pow(1 - min(1.0, self.top_k / self.num_effective), num_rows)
+        return self.num_effective * (1 - missed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """A layout: attention ranks and expert ranks. `imbalance`: the busiest expert rank's share over
+    the mean one; `is_router_on_experts`: rows go to all expert ranks."""
+
+    num_attention: int
+    num_experts: int
+    imbalance: float = 1.0
+    is_router_on_experts: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCosts:
+    """All constants of one model on one machine.
+
+    `transfer`: T_c of so many bytes; `message`: what a message of so many bytes takes of the rank's
+    own cores meanwhile; `fixed`: a step's schedule, head and greedy sampling, by rows; `sampling`:
+    what drawing by temperature adds.
+    """
+
+    layers: tuple[LayerCosts, ...]
+    experts: Experts
+    row_bytes: int  # of one row on its way to the experts, without its choices
+    width: int
+    transfer: Line
+    message: Line
+    fixed: Line
+    sampling: Line
+
+    def layer_times(
+        self, micro_batches: Sequence[Sequence[BatchLoad]], ranks: Ranks
+    ) -> tuple[LayerTimes, ...]:
+        """`micro_batches[j]` holds every attention rank's load in micro-batch j."""
+        traffic = [self._traffic(loads, ranks) for loads in micro_batches]
+        work = [self._expert_work(sum(x.num_rows for x in loads), ranks) for loads in micro_batches]
+        nothing = (0.0,) * len(micro_batches)
+        times = []
+        for layer in self.layers:
+            cost = layer.experts
+            is_dense = cost is None
+            times.append(
+                LayerTimes(
+                    num_layers=layer.num_layers,
+                    attention_s=tuple(
+                        max([layer.attention.seconds(load) for load in loads])
+                        for loads in micro_batches
+                    ),
+                    experts_s=nothing if cost is None else tuple(cost.seconds(*w) for w in work),
+                    transfer_s=nothing if is_dense else tuple(t.transfer_s for t in traffic),
+                    attention_hold_s=nothing if is_dense else tuple(t.attention_s for t in traffic),
+                    experts_hold_s=nothing if is_dense else tuple(t.experts_s for t in traffic),
+                )
+            )
+        return tuple(times)
+
+    def step_time(self, loads: Sequence[BatchLoad], num_micro_batches: int, ranks: Ranks) -> float:
+        """Seconds of a step: `loads[a]` is attention rank a's."""
+        parts = zip(*(load.split(num_micro_batches) for load in loads), strict=True)
+        layers = self.layer_times(list(parts), ranks)
+        return step_seconds(layers) + self.fixed_seconds(loads)
+
+    def colocated_time(self, load: BatchLoad) -> float:
+        """Seconds of a step where one device has everything: nothing travels, nothing overlaps."""
+        total = sum(
+            layer.num_layers
+            * (
+                layer.attention.seconds(load)
+                + (
+                    layer.experts.seconds(*self._expert_work(load.num_rows, _ALONE))
+                    if layer.experts is not None
+                    else 0.0
+                )
+            )
+            for layer in self.layers
+        )
+        return total + self.fixed_seconds([load])
+
+    def fixed_seconds(self, loads: Sequence[BatchLoad]) -> float:
+        """What a step costs beside its layers, on the rank with most sequences."""
+        most = max([load.num_sequences for load in loads])
+        return self.fixed.seconds(most) + self.sampling.seconds(most)
+
+    def _expert_work(self, num_rows: float, ranks: Ranks) -> tuple[float, float]:
+        """Choices and activated experts of the busiest expert rank."""
+        share = ranks.imbalance / ranks.num_experts
+        activated = self.experts.num_activated(num_rows) * share
+        limit = -(-self.experts.num_experts // ranks.num_experts)
+        return num_rows * self.experts.top_k * share, min(activated, limit)
+
+    def _traffic(self, loads: Sequence[BatchLoad], ranks: Ranks) -> _Traffic:
+        """One micro-batch's messages. Each pair of ranks has one each way, rows or none."""
+        sent = self._share_sent(ranks)
+        most, total = max(x.num_rows for x in loads), sum(x.num_rows for x in loads)
+        value = _SUM_BYTES if ranks.num_experts == 1 else _PARTIAL_BYTES
+        there = self.row_bytes + _CHOICE_BYTES * self.experts.top_k
+        row = (there + self.width * value) / 2  # the mean of both directions
+        leaving, entering = most * sent * ranks.num_experts * row, total * sent * row
+        a, e = ranks.num_attention, ranks.num_experts
+        return _Traffic(
+            transfer_s=self.transfer.seconds(HEADER_BYTES + max(leaving, entering)),
+            attention_s=2 * (e * self.message.alpha_s + leaving * self.message.beta_s),
+            experts_s=2 * (a * self.message.alpha_s + entering * self.message.beta_s),
+        )
+
+    def _share_sent(self, ranks: Ranks) -> float:
+        """Of a rank's rows, those that go to a given expert rank: one of k choices is there."""
+        if ranks.is_router_on_experts:
+            return 1.0
+        return float(1 - (1 - 1 / ranks.num_experts) ** self.experts.top_k)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Traffic:
+    """Seconds of a micro-batch's messages: on the way, and of a rank's own cores."""
+
+    transfer_s: float
+    attention_s: float
+    experts_s: float
+
+
+_ALONE = Ranks(num_attention=1, num_experts=1)

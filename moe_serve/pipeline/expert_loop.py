@@ -1,0 +1,157 @@
+"""The expert side of a step: receive from every attention rank, one product, send back.
+
+n rows of one attention rank, D model width, K choices.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from experts.expert_stage import ExpertStage
+from experts.routed_rows import RoutedRows
+from moe_serve.pipeline.data_group import DataGroup
+from moe_serve.pipeline.frame_pool import FramePool
+from moe_serve.pipeline.row_split import RowSplit
+from moe_serve.pipeline.step_shape import StepShape, combine_tag, dispatch_tag, exchange_order
+from moe_serve.pipeline.wire import CombineFrame, DispatchFrame, Exchange, WireFormat
+
+_log = logging.getLogger(__name__)
+
+Route = Callable[[int, Tensor], RoutedRows]  # (layer, normed rows [n, D]) -> their experts
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What came from one attention rank in one exchange."""
+
+    attention_rank: int
+    rows: RoutedRows
+    row_numbers_n: Tensor | None  # of those that this rank serves, if it routed them itself
+
+
+class ExpertLoop:
+    """Serves steps with the experts that live here.
+
+    `route` and `split` are given when experts are chosen on this side.
+    """
+
+    def __init__(
+        self,
+        group: DataGroup,
+        stage: ExpertStage,
+        *,
+        expert_rank: int,
+        attention_ranks: Sequence[str],
+        wire: WireFormat,
+        sparse_layers: Sequence[int],
+        route: Route | None = None,
+        split: RowSplit | None = None,
+    ) -> None:
+        self._group, self._stage, self._rank = group, stage, expert_rank
+        self._names, self._wire = tuple(attention_ranks), wire
+        self._layers, self._route, self._split = tuple(sparse_layers), route, split
+        self._in = FramePool(DispatchFrame)
+        self._back = FramePool(CombineFrame)
+        self.failure: str | None = None  # of the last step
+
+    @torch.inference_mode()
+    def run(self, shape: StepShape) -> None:
+        """Serve one step. A layer that fails is answered with error frames and told in `failure`;
+        raises PeerLostError or WireError where nothing can be answered."""
+        self.failure = None
+        order = exchange_order(self._layers, shape.num_micro_batches)
+        for layer, micro_batch in order[: shape.num_micro_batches]:
+            self._post(shape, layer, micro_batch)
+        for index, (layer, micro_batch) in enumerate(order):
+            exchange = Exchange(shape.epoch, shape.step, layer, micro_batch)
+            arrivals = self._arrivals(shape, exchange)
+            sums = self._sums(layer, arrivals)
+            following = index + shape.num_micro_batches
+            if following < len(order):
+                self._post(shape, *order[following])
+            for arrival, sums_nD in zip(arrivals, sums, strict=True):
+                self._answer(shape, exchange, arrival, sums_nD)
+        self._back.wait_all()
+
+    def close(self) -> None:
+        """Let go of everything that refers to the group."""
+        self._in.clear()
+        self._back.clear()
+
+    def _post(self, shape: StepShape, layer: int, micro_batch: int) -> None:
+        """Receives of an exchange: before they are needed, so that senders need not wait."""
+        exchange = Exchange(shape.epoch, shape.step, layer, micro_batch)
+        for sender in shape.senders(micro_batch):
+            name = self._names[sender]
+            size = self._wire.dispatch_bytes(shape.planned(sender, micro_batch))
+            frame = self._in.get(name, micro_batch, size)
+            tag = dispatch_tag(layer, micro_batch)
+            transfer = self._group.receive(name, frame.buffer, tag, exchange)
+            self._in.use(name, micro_batch, transfer)
+
+    def _arrivals(self, shape: StepShape, exchange: Exchange) -> list[Arrival]:
+        """Of those who sent rows."""
+        arrivals = []
+        for sender in shape.senders(exchange.micro_batch):
+            name, planned = self._names[sender], shape.planned(sender, exchange.micro_batch)
+            self._in.wait(name, exchange.micro_batch)
+            frame = self._in.peek(name, exchange.micro_batch)
+            num_rows = frame.check(exchange, planned, name)
+            if num_rows:
+                x_nD = frame.rows(self._wire, planned, num_rows)
+                ids, weights = frame.choices(self._wire, planned, num_rows)
+                arrivals.append(self._arrival(exchange.layer, sender, x_nD, ids, weights))
+        return arrivals
+
+    def _arrival(
+        self, layer: int, sender: int, x_nD: Tensor, ids_nK: Tensor, weights_nK: Tensor
+    ) -> Arrival:
+        if self._route is None or self._split is None:
+            return Arrival(sender, RoutedRows(x_nD, ids_nK.long(), weights_nK), None)
+        part = self._split.split(layer, self._route(layer, x_nD))[self._rank]
+        rows = RoutedRows(part.x_nD, part.expert_ids_nK, part.weights_nK)
+        numbers = torch.arange(len(x_nD)) if part.rows_n is None else part.rows_n
+        return Arrival(sender, rows, numbers)
+
+    def _sums(self, layer: int, arrivals: list[Arrival]) -> list[Tensor] | list[None]:
+        """One product for all; None for each if it failed."""
+        parts = [arrival.rows for arrival in arrivals]
+        counts = [len(part.x_TD) for part in parts]
+        if not sum(counts):
+            return [torch.empty(0, self._wire.width, dtype=torch.float64)] * len(parts)
+        try:
+            whole = parts[0] if len(parts) == 1 else _joined(parts)
+            sums_TD = self._stage.partial(layer, whole.x_TD, whole.expert_ids_TK, whole.weights_TK)
+        except Exception as error:
+            _log.exception("layer %d failed with %d rows", layer, sum(counts))
+            self.failure = f"layer {layer}, {sum(counts)} rows: {error}"
+            return [None] * len(parts)
+        return list(sums_TD.split(counts))
+
+    def _answer(
+        self, shape: StepShape, exchange: Exchange, arrival: Arrival, sums_nD: Tensor | None
+    ) -> None:
+        name = self._names[arrival.attention_rank]
+        planned = shape.planned(arrival.attention_rank, exchange.micro_batch)
+        frame = self._back.get(name, exchange.micro_batch, self._wire.combine_bytes(planned))
+        if sums_nD is None:
+            content = frame.write_error(exchange)
+        else:
+            numbers = arrival.row_numbers_n
+            content = frame.write(self._wire, exchange, planned, sums_nD, numbers)
+        tag = combine_tag(exchange.layer, exchange.micro_batch)
+        transfer = self._group.send(name, content, tag, exchange)
+        self._back.use(name, exchange.micro_batch, transfer)
+
+
+def _joined(parts: list[RoutedRows]) -> RoutedRows:
+    return RoutedRows(
+        torch.cat([part.x_TD for part in parts]),
+        torch.cat([part.expert_ids_TK for part in parts]),
+        torch.cat([part.weights_TK for part in parts]),
+    )

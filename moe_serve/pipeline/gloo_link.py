@@ -1,0 +1,109 @@
+"""Transfers by a torch.distributed process group: gloo between hosts, NCCL between GPUs.
+
+The group is made for one epoch and owned here, not registered as torch's default. Dropping it closes
+its sockets, which is what wakes peers that wait: gloo has no other way to interrupt a wait.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroupGloo
+
+from moe_serve.pipeline.transfer import PeerLostError, Transfer
+
+
+@dataclass(slots=True)
+class _Work:
+    """Implements Transfer. Keeps the buffer alive."""
+
+    peer: str
+    work: Any
+    buffer: Tensor
+    operation: object
+
+    def wait(self) -> None:
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise PeerLostError(self.peer, self.operation, first_line(error)) from None
+
+
+class ProcessGroup:
+    """All members of an epoch; `link` gives the way to one of them."""
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        host: str,
+        device: torch.device,
+        *,
+        meeting_s: float,
+        timeout_s: float,
+    ) -> None:
+        """Meets the others; raises RuntimeError if not all come within `meeting_s`."""
+        self._group: Any = _make_group(store, rank, size, host, device, meeting_s)
+        self._group._set_default_timeout(timedelta(seconds=timeout_s))
+
+    def link(self, peer: str, index: int) -> GroupLink:
+        return GroupLink(self, peer, index)
+
+    def begin(self, name: str, buffer: Tensor, index: int, tag: int) -> Any:
+        return getattr(self._group, name)([buffer], index, tag)
+
+    def close(self) -> None:
+        """The callers hold no transfer any more."""
+        self._group = None
+        gc.collect()
+
+
+class GroupLink:
+    """Implements Link by a process group."""
+
+    def __init__(self, group: ProcessGroup, peer: str, index: int) -> None:
+        self._group, self._peer, self._index = group, peer, index
+
+    def send(self, buffer: Tensor, tag: int, operation: object) -> Transfer:
+        return self._begin("send", buffer, tag, operation)
+
+    def receive(self, buffer: Tensor, tag: int, operation: object) -> Transfer:
+        return self._begin("recv", buffer, tag, operation)
+
+    def close(self) -> None:
+        """The group closes all links at once."""
+
+    def _begin(self, name: str, buffer: Tensor, tag: int, operation: object) -> Transfer:
+        try:
+            work = self._group.begin(name, buffer, self._index, tag)
+        except RuntimeError as error:
+            raise PeerLostError(self._peer, operation, first_line(error)) from None
+        return _Work(self._peer, work, buffer, operation)
+
+
+def _make_group(
+    store: Any, rank: int, size: int, host: str, device: torch.device, meeting_s: float
+) -> Any:
+    timeout = timedelta(seconds=meeting_s)
+    if device.type == "cuda":
+        nccl: Any = torch.distributed.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = timeout
+        return nccl(store, rank, size, options)
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=host)]  # listens there and nowhere else
+    options._timeout, options._threads = timeout, 1
+    return gloo(store, rank, size, options)
+
+
+def first_line(error: Exception) -> str:
+    """Of torch's long messages."""
+    text = str(error).splitlines()[0]
+    return text.rpartition("] ")[2] if text.startswith("[") else text

@@ -1,0 +1,151 @@
+"""The attention side of the data plane: rows out to the expert ranks, sums back.
+
+T rows of a micro-batch, n of them for one rank, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moe_serve.model.attention_stage import Routed
+from moe_serve.pipeline.data_group import DataGroup
+from moe_serve.pipeline.frame_pool import FramePool
+from moe_serve.pipeline.row_split import RankRows, RowSplit
+from moe_serve.pipeline.step_shape import StepShape, combine_tag, dispatch_tag, exchange_order
+from moe_serve.pipeline.wire import CombineFrame, DispatchFrame, Exchange, WireError, WireFormat
+
+
+class GroupTransport:
+    """Implements Transport over a data group. Every rank in a step takes part in every exchange.
+
+    `split` is None when experts are chosen on the expert side: all rows then go to all ranks.
+    """
+
+    def __init__(
+        self,
+        group: DataGroup,
+        *,
+        attention_rank: int,
+        expert_ranks: Sequence[str],
+        wire: WireFormat,
+        split: RowSplit | None,
+        sparse_layers: Sequence[int],
+    ) -> None:
+        self._group, self._rank, self._experts = group, attention_rank, tuple(expert_ranks)
+        self._wire, self._split, self._layers = wire, split, tuple(sparse_layers)
+        self._out = FramePool(DispatchFrame)
+        self._back = FramePool(CombineFrame)
+        self._rows: dict[tuple[str, int], Tensor | None] = {}  # which rows a rank has
+        self._shape = StepShape(group.epoch, -1, ())
+        self._left: list[tuple[int, int]] = []  # exchanges that have not begun, in reverse
+
+    def begin(self, shape: StepShape) -> None:
+        """A step: what it exchanges is known from here on."""
+        self._shape = shape
+        order = exchange_order(self._layers, len(shape.rows[self._rank]))
+        self._left = order[::-1]
+        self._rows.clear()
+
+    def dispatch(self, layer: int, micro_batch: int, routed: Routed) -> None:
+        """See `Transport.dispatch`. Receives are posted here, so that nothing waits for them."""
+        self._take(layer, micro_batch)
+        for name, part in zip(self._experts, self._parts(layer, routed), strict=True):
+            self._send(name, layer, micro_batch, part)
+
+    def combine(self, layer: int, micro_batch: int) -> Tensor:
+        """See `Transport.combine`. May be a view of a buffer: use it before the next dispatch.
+
+        Raises PeerLostError, or WireError if an expert rank failed."""
+        planned = self._planned(micro_batch)
+        if len(self._experts) == 1:
+            (name,) = self._experts
+            frame, num_rows = self._receive(name, layer, micro_batch)
+            assert num_rows == planned, f"{num_rows} sums came for {planned} rows"
+            return frame.sums(self._wire, planned, num_rows)
+        total_TD = torch.zeros(planned, self._wire.width, dtype=torch.float64)
+        for name in self._experts:
+            if not self._back.is_used(name, micro_batch):
+                continue  # it got no rows
+            frame, num_rows = self._receive(name, layer, micro_batch)
+            sums_nD = frame.sums(self._wire, planned, num_rows)
+            rows_n = self._rows.pop((name, micro_batch))
+            if self._split is None:
+                rows_n = frame.row_numbers(num_rows).long()
+            if rows_n is None:
+                total_TD += sums_nD
+            else:
+                total_TD.index_add_(0, rows_n, sums_nD)
+        return total_TD.float()
+
+    def reset(self) -> None:
+        """Nothing: a step that fails is abandoned by who runs it."""
+
+    def abandon(self) -> None:
+        """The step failed on this rank alone: walk through its exchanges with no rows, so that
+        the expert ranks come to its end too. Raises PeerLostError."""
+        for name in self._experts:
+            for micro_batch in range(len(self._shape.rows[self._rank])):
+                self._back.wait(name, micro_batch)
+        nobody = RankRows(None, torch.empty(0), torch.empty(0), torch.empty(0))
+        while self._left:
+            layer, micro_batch = self._left[-1]
+            self._take(layer, micro_batch)
+            for name in self._experts:
+                self._send(name, layer, micro_batch, nobody)
+
+    def close(self) -> None:
+        """Let go of everything that refers to the group."""
+        self._out.clear()
+        self._back.clear()
+
+    def _take(self, layer: int, micro_batch: int) -> None:
+        assert self._left, f"step {self._shape.step} has no exchange left"
+        expected = self._left.pop()
+        assert expected == (layer, micro_batch), f"{(layer, micro_batch)} before {expected}"
+
+    def _planned(self, micro_batch: int) -> int:
+        return self._shape.planned(self._rank, micro_batch)
+
+    def _exchange(self, layer: int, micro_batch: int) -> Exchange:
+        return Exchange(self._shape.epoch, self._shape.step, layer, micro_batch)
+
+    def _parts(self, layer: int, routed: Routed) -> list[RankRows]:
+        if self._split is not None:
+            return self._split.split(layer, routed.rows)
+        rows = routed.rows
+        everything = RankRows(None, routed.x_TD, rows.expert_ids_TK, rows.weights_TK)
+        return [everything] * len(self._experts)
+
+    def _send(self, name: str, layer: int, micro_batch: int, part: RankRows) -> None:
+        planned, exchange = self._planned(micro_batch), self._exchange(layer, micro_batch)
+        frame = self._out.get(name, micro_batch, self._wire.dispatch_bytes(planned))
+        is_routed = self._split is not None
+        content = frame.write(
+            self._wire,
+            exchange,
+            planned,
+            part.x_nD,
+            part.expert_ids_nK if is_routed else None,
+            part.weights_nK if is_routed else None,
+        )
+        tag = dispatch_tag(layer, micro_batch)
+        self._out.use(name, micro_batch, self._group.send(name, content, tag, exchange))
+        if not len(part.x_nD):
+            return
+        self._rows[name, micro_batch] = part.rows_n
+        back = self._back.get(name, micro_batch, self._wire.combine_bytes(planned))
+        tag = combine_tag(layer, micro_batch)
+        transfer = self._group.receive(name, back.buffer, tag, exchange)
+        self._back.use(name, micro_batch, transfer)
+
+    def _receive(self, name: str, layer: int, micro_batch: int) -> tuple[CombineFrame, int]:
+        self._back.wait(name, micro_batch)
+        frame = self._back.peek(name, micro_batch)
+        exchange = self._exchange(layer, micro_batch)
+        return frame, frame.check(exchange, self._planned(micro_batch), name)
+
+
+__all__ = ["GroupTransport", "WireError"]

@@ -1,0 +1,89 @@
+"""A discrete simulation of a ping-pong step: what the closed formula is checked against.
+
+Every rank walks through the same list of (layer, micro-batch) in the same order. An expert rank
+begins when the rows of all attention ranks are there; an attention rank goes on with a micro-batch
+when the sums of all expert ranks are. A rank's outgoing link carries one message at a time, beside
+the rank's computing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moe_serve.pipeline.step_seconds import LayerTimes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWork:
+    """One layer: seconds by rank and micro-batch, and of a transfer by micro-batch (one way).
+
+    Hold: how long a rank is kept busy by a micro-batch's messages while they travel. Without expert
+    ranks the layer is dense, and stays on the attention ranks.
+    """
+
+    attention_s: tuple[tuple[float, ...], ...]
+    experts_s: tuple[tuple[float, ...], ...]
+    transfer_s: tuple[float, ...]
+    attention_hold_s: tuple[float, ...]
+    experts_hold_s: tuple[float, ...]
+
+
+class _Pool:
+    """Ranks of one kind: when each is free to compute and to send."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._free_s = [0.0] * num_ranks
+        self._link_free_s = [0.0] * num_ranks
+
+    def run(
+        self, work_s: Sequence[float], arrival_s: float, transfer_s: float, hold_s: float
+    ) -> float:
+        """All ranks compute what arrived and send it on -> when the last of it has arrived."""
+        done_s = 0.0
+        for rank, seconds in enumerate(work_s):
+            self._free_s[rank] = max(self._free_s[rank], arrival_s) + seconds
+            begin_s = max(self._free_s[rank], self._link_free_s[rank])
+            self._free_s[rank] += hold_s
+            self._link_free_s[rank] = begin_s + transfer_s
+            done_s = max(done_s, self._link_free_s[rank])
+        return done_s
+
+
+def simulate_step(layers: Sequence[LayerWork]) -> float:
+    """-> seconds until the last micro-batch has left the last layer."""
+    num_experts = max(len(layer.experts_s) for layer in layers)
+    attention, experts = _Pool(len(layers[0].attention_s)), _Pool(num_experts)
+    back_s = [0.0] * len(layers[0].transfer_s)
+    for layer in layers:
+        for index, transfer_s in enumerate(layer.transfer_s):
+            is_dense = not layer.experts_s
+            arrival_s = attention.run(
+                [rank[index] for rank in layer.attention_s],
+                back_s[index],
+                0.0 if is_dense else transfer_s,
+                layer.attention_hold_s[index],
+            )
+            if not is_dense:
+                work_s = [rank[index] for rank in layer.experts_s]
+                arrival_s = experts.run(work_s, arrival_s, transfer_s, layer.experts_hold_s[index])
+            back_s[index] = arrival_s
+    return max(back_s)
+
+
+def simulate_layers(
+    layers: Sequence[LayerTimes], num_attention: int = 1, num_experts: int = 1
+) -> float:
+    """As `simulate_step`, with every rank of a pool as slow as the slowest."""
+    work: list[LayerWork] = []
+    for times in layers:
+        is_dense = not any(times.experts_s)
+        layer = LayerWork(
+            attention_s=(times.attention_s,) * num_attention,
+            experts_s=() if is_dense else (times.experts_s,) * num_experts,
+            transfer_s=times.transfer_s,
+            attention_hold_s=times.attention_hold_s,
+            experts_hold_s=times.experts_hold_s,
+        )
+        work += [layer] * times.num_layers
+    return simulate_step(work)

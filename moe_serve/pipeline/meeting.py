@@ -1,0 +1,132 @@
+"""How the members of an epoch find each other: who shares a host, and Unix sockets among those."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+_GREETING = struct.Struct("<I16s")  # index, token
+_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
+
+
+class Whereabouts(msgspec.Struct, frozen=True, array_like=True):
+    """What a member tells the others. Empty `unix_name`: it cannot share memory."""
+
+    host_key: str
+    unix_name: str
+    token: bytes
+
+
+def host_key() -> str:
+    """Equal for processes that can share memory and Unix sockets: same boot, same network."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
+        network = os.stat("/proc/self/ns/net").st_ino
+        user = os.getuid()
+    except (OSError, AttributeError):
+        return secrets.token_hex(16)  # unlike all others: no sharing here
+    return f"{boot}/{network}/{user}"
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """Everybody's whereabouts, and the connections to those on this host, by index."""
+
+    everybody: Mapping[int, Whereabouts]
+    local: Mapping[int, socket.socket]
+
+    @property
+    def is_one_host(self) -> bool:
+        return len({w.host_key for w in self.everybody.values()}) == 1
+
+
+def meet(
+    store: Any, me: int, num_members: int, peers: Sequence[int], timeout_s: float, share: bool
+) -> Met:
+    """Exchange whereabouts and connect to local peers: the lower index connects.
+
+    Raises RuntimeError (torch's, from the store) or OSError if somebody does not come in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    can_share = share and hasattr(os, "memfd_create")
+    listening = _listen() if can_share else None
+    try:
+        mine = Whereabouts(
+            host_key() if can_share else secrets.token_hex(16),
+            listening.getsockname()[1:].decode() if listening is not None else "",
+            secrets.token_bytes(16),
+        )
+        store.set(str(me), msgspec.msgpack.encode(mine))
+        decoder = msgspec.msgpack.Decoder(Whereabouts)
+        everybody = {i: decoder.decode(store.get(str(i))) for i in range(num_members)}
+        local: dict[int, socket.socket] = {}
+        if listening is not None:
+            near = [i for i in peers if everybody[i].host_key == mine.host_key]
+            for index in (i for i in near if i > me):
+                local[index] = _connect(everybody[index], me, deadline)
+            expected = {i for i in near if i < me}
+            local |= _accept(listening, mine, expected, deadline)
+        return Met(everybody, local)
+    finally:
+        if listening is not None:
+            listening.close()
+
+
+def _listen() -> socket.socket:
+    """An abstract name: it leaves no file, and other network namespaces do not see it."""
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listening.bind(f"\0moe-serve-{secrets.token_hex(16)}")
+    listening.listen(256)
+    return listening
+
+
+def _connect(peer: Whereabouts, me: int, deadline: float) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(max(0.01, deadline - time.monotonic()))
+    try:
+        connection.connect(f"\0{peer.unix_name}")
+        connection.sendall(_GREETING.pack(me, peer.token))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _accept(
+    listening: socket.socket, mine: Whereabouts, expected: set[int], deadline: float
+) -> dict[int, socket.socket]:
+    """The connections of the expected members; strangers are turned away."""
+    found: dict[int, socket.socket] = {}
+    while expected - found.keys():
+        listening.settimeout(max(0.01, deadline - time.monotonic()))
+        connection, _ = listening.accept()
+        connection.settimeout(max(0.01, deadline - time.monotonic()))
+        index = _greeted(connection, mine)
+        if index is None or index not in expected or index in found:
+            connection.close()
+        else:
+            found[index] = connection
+    return found
+
+
+def _greeted(connection: socket.socket, mine: Whereabouts) -> int | None:
+    """The index of a member of our own user that knows our token."""
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(packed)
+    try:
+        data = connection.recv(_GREETING.size, socket.MSG_WAITALL)
+    except OSError:
+        return None
+    if len(data) < _GREETING.size or user != os.getuid():
+        return None
+    index, token = _GREETING.unpack(data)
+    return int(index) if secrets.compare_digest(token, mine.token) else None

@@ -1,0 +1,169 @@
+"""How many micro-batches a step is cut into.
+
+More than one keeps both pools busy, but two half batches activate more experts than a whole one,
+multiply smaller matrices, and send more messages. So the step's time is predicted for 1 to 4 from
+the cost model (calibrated, or measured while running), corrected by how the same choice did before,
+and the shortest is taken; at a tie the fewest.
+
+A choice never changes tokens, so one that looks nearly as good may be tried out: once or twice when
+a batch size is new, then every 256 steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_serve.pipeline.batch_load import BatchLoad
+from moe_serve.pipeline.cost_model import Ranks, StageCosts
+from moe_serve.pipeline.online_costs import OnlineCosts, StepTiming
+from moe_serve.pipeline.step_seconds import step_seconds
+
+MAX_MICRO_BATCHES = 4
+Reason = Literal["one sequence", "not measured yet", "trying out", "predicted best"]
+
+_TIE = 1.01
+_WORTH_TRYING = (2.0, 1.25)  # times the best estimate, of a choice not measured, or once only
+_WORTH_CHECKING = 1.1  # the same, of one that was
+_NUM_TRIALS = len(_WORTH_TRYING)
+_STEPS_BETWEEN_CHECKS = 256
+_WEIGHT = 0.2  # of a new measurement in a correction
+_MAX_PLANS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`seconds[m - 1]`: the predicted step with m micro-batches. Empty: nothing was predicted."""
+
+    num_micro_batches: int
+    seconds: tuple[float, ...]
+    reason: Reason
+
+    def explain(self) -> str:
+        """For logs: `m = 2: predicted best (1: 3.10 ms, 2: 2.05 ms)`."""
+        times = ", ".join(f"{m}: {1e3 * s:.2f} ms" for m, s in enumerate(self.seconds, 1))
+        return f"m = {self.num_micro_batches}: {self.reason}" + (f" ({times})" if times else "")
+
+
+class _Record:
+    """How the choices did at about one batch size: measured over predicted seconds, by m."""
+
+    def __init__(self) -> None:
+        self.ratios = [1.0] * MAX_MICRO_BATCHES
+        self.counts = [0] * MAX_MICRO_BATCHES
+        self.num_steps = 0
+
+    def corrected(self, predicted: tuple[float, ...]) -> tuple[float, ...]:
+        """A choice without measurements is corrected as the others are on average."""
+        measured = [r for r, count in zip(self.ratios, self.counts, strict=True) if count]
+        usual = sum(measured) / len(measured) if measured else 1.0
+        return tuple(
+            [s * (self.ratios[i] if self.counts[i] else usual) for i, s in enumerate(predicted)]
+        )
+
+    def observe(self, index: int, ratio: float) -> None:
+        """One pause of the machine must not turn a choice away for long."""
+        if self.counts[index] >= _NUM_TRIALS:
+            old = self.ratios[index]
+            ratio = min(max(ratio, old / 2), old * 2)
+            self.ratios[index] += _WEIGHT * (ratio - old)
+        else:
+            count = self.counts[index]
+            self.ratios[index] = (self.ratios[index] * count + ratio) / (count + 1)
+        self.counts[index] += 1
+
+    def to_try(self, seconds: tuple[float, ...], best: int) -> int | None:
+        """The index of a choice that should be measured now."""
+        for index, estimate in enumerate(seconds):
+            count = self.counts[index]
+            if count < _NUM_TRIALS and estimate <= seconds[best] * _WORTH_TRYING[count]:
+                return index
+        if self.num_steps % _STEPS_BETWEEN_CHECKS:
+            return None
+        limit = seconds[best] * _WORTH_CHECKING
+        others = [i for i, s in enumerate(seconds) if s <= limit and i != best]
+        return min(others, key=lambda i: self.counts[i], default=None)
+
+
+class MicroBatchChooser:
+    """One per layout. `costs`: a calibration's, or OnlineCosts, which it then feeds."""
+
+    def __init__(
+        self,
+        costs: StageCosts | OnlineCosts,
+        ranks: Ranks,
+        max_micro_batches: int = MAX_MICRO_BATCHES,
+    ) -> None:
+        assert 1 <= max_micro_batches <= MAX_MICRO_BATCHES, f"{max_micro_batches} micro-batches"
+        self._costs, self._ranks, self._max = costs, ranks, max_micro_batches
+        self._online = costs if isinstance(costs, OnlineCosts) else None
+        self._version = 0
+        self._plans: dict[tuple[int, ...], tuple[float, ...]] = {}
+        self._records: dict[tuple[int, bool], _Record] = {}
+
+    def choose(self, loads: Sequence[BatchLoad]) -> Choice:
+        """`loads`: one per attention rank that takes part in the step."""
+        limit = min(self._max, max(load.num_sequences for load in loads))
+        if limit <= 1:
+            return Choice(1, (), "one sequence")
+        if self._online is not None and not self._online.is_ready:
+            return Choice(1, (), "not measured yet")
+        record = self._record(loads)
+        seconds = record.corrected(self._predicted(loads))[:limit]
+        shortest = min(seconds) * _TIE
+        best = next(i for i, estimate in enumerate(seconds) if estimate <= shortest)
+        record.num_steps += 1
+        trial = record.to_try(seconds, best)
+        if trial is not None and trial != best:
+            return Choice(trial + 1, seconds, "trying out")
+        return Choice(best + 1, seconds, "predicted best")
+
+    def observe(self, loads: Sequence[BatchLoad], choice: Choice, timing: StepTiming) -> None:
+        """A step is done. Not for steps that were repeated or failed."""
+        if choice.seconds:
+            index = choice.num_micro_batches - 1
+            self._record(loads).observe(index, timing.seconds / self._predicted(loads)[index])
+        if self._online is not None:
+            self._online.observe(loads, choice.num_micro_batches, timing)
+
+    def _predicted(self, loads: Sequence[BatchLoad]) -> tuple[float, ...]:
+        """Seconds by m - 1, kept by the loads' first four bits."""
+        if self._online is not None and self._online.version != self._version:
+            self._version = self._online.version
+            self._plans.clear()
+        key = tuple([_rounded(number) for load in loads for number in _numbers(load)])
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = self._predict(loads)
+        return plan
+
+    def _predict(self, loads: Sequence[BatchLoad]) -> tuple[float, ...]:
+        costs, fixed_s = self._costs, self._costs.fixed_seconds(loads)
+        seconds = []
+        for num_parts in range(1, self._max + 1):
+            parts = list(zip(*(load.split(num_parts) for load in loads), strict=True))
+            seconds.append(fixed_s + step_seconds(costs.layer_times(parts, self._ranks)))
+        return tuple(seconds)
+
+    def _record(self, loads: Sequence[BatchLoad]) -> _Record:
+        """By the size to within a factor of two, and whether there is prefill in it."""
+        num_rows = sum([load.num_rows for load in loads])
+        has_prefill = max([load.num_largest for load in loads]) > 1
+        key = (num_rows.bit_length(), has_prefill)
+        record = self._records.get(key)
+        if record is None:
+            record = self._records[key] = _Record()
+        return record
+
+
+def _numbers(load: BatchLoad) -> tuple[int, ...]:
+    return (load.num_rows, load.num_sequences, load.num_kv_tokens, load.num_pairs, load.num_largest)
+
+
+def _rounded(number: int) -> int:
+    """Four significant bits."""
+    shift = number.bit_length() - 4
+    return number >> shift << shift if shift > 0 else number

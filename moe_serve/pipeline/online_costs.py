@@ -1,0 +1,140 @@
+"""The stages' times as the running steps show them: a cost model that needs no calibration.
+
+Each stage keeps an exponential average by the number of rows in a micro-batch. Nothing is assumed
+about a machine; the first step runs with one micro-batch, and is the first measurement.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moe_serve.pipeline.batch_load import BatchLoad
+from moe_serve.pipeline.cost_model import Ranks
+from moe_serve.pipeline.step_seconds import LayerTimes
+
+_WEIGHT = 0.2  # of a new measurement
+_DRIFT = 0.05  # that makes a new version
+_LEAST_S = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTiming:
+    """What a step took, as its ranks and the coordinator clocked it; differences of one clock each.
+
+    Of several ranks the one that computed longest.
+    """
+
+    seconds: float  # the whole step
+    attention_s: float  # in the attention stages of all layers and micro-batches
+    experts_s: float  # in the expert stages of all layers and micro-batches
+    wait_s: float  # that an attention rank waited for the experts' sums
+
+
+class RowAverages:
+    """Seconds by rows: averages of what was measured, straight lines between them.
+
+    Outside, half of the nearest average is taken as fixed and half as growing with the rows; the
+    first measurement there replaces that.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[float] = []
+        self._seconds: list[float] = []
+        self._published: list[float] = []
+        self.version = 0  # grows when an average has moved by more than 5%, or is new
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._rows
+
+    def observe(self, rows: float, seconds: float) -> None:
+        seconds = max(seconds, _LEAST_S)
+        index = self._nearest(rows)
+        if index is None:
+            index = bisect.bisect(self._rows, rows)
+            self._rows.insert(index, rows)
+            self._seconds.insert(index, seconds)
+            self._published.insert(index, seconds)
+            self.version += 1
+            return
+        self._seconds[index] += _WEIGHT * (seconds - self._seconds[index])
+        if abs(self._seconds[index] / self._published[index] - 1) > _DRIFT:
+            self._published[index] = self._seconds[index]
+            self.version += 1
+
+    def seconds(self, rows: float) -> float:
+        """0 without rows."""
+        assert self._rows, "nothing was measured yet"
+        if rows <= 0:
+            return 0.0
+        right = bisect.bisect_left(self._rows, rows)
+        if right == 0 or right == len(self._rows):
+            edge = min(right, len(self._rows) - 1)
+            return self._seconds[edge] * (0.5 + 0.5 * rows / self._rows[edge])
+        low, high = self._rows[right - 1], self._rows[right]
+        share = (rows - low) / (high - low)
+        return self._seconds[right - 1] * (1 - share) + self._seconds[right] * share
+
+    def _nearest(self, rows: float) -> int | None:
+        """The average that is meant for so many rows: within a fifth of them."""
+        right = bisect.bisect_left(self._rows, rows)
+        near = [i for i in (right - 1, right) if 0 <= i < len(self._rows)]
+        distances = [(abs(math.log(self._rows[i] / rows)), i) for i in near]
+        distance, index = min(distances, default=(math.inf, -1))
+        return index if distance < 0.2 else None
+
+
+class OnlineCosts:
+    """T_a, T_e and T_c of one layout; the mean of its layers."""
+
+    def __init__(self, num_layers: int) -> None:
+        assert num_layers > 0, f"a pipeline of {num_layers} layers has nothing to measure"
+        self._num_layers = num_layers
+        self._attention, self._experts = RowAverages(), RowAverages()
+        self._transfer, self._fixed = RowAverages(), RowAverages()
+
+    @property
+    def is_ready(self) -> bool:
+        return not self._transfer.is_empty
+
+    @property
+    def version(self) -> int:
+        """Grows whenever predictions may have changed by more than a few percent."""
+        return self._attention.version + self._experts.version + self._transfer.version
+
+    def observe(self, loads: Sequence[BatchLoad], num_parts: int, timing: StepTiming) -> None:
+        """Transfers are seen with one micro-batch only: what is waited for beyond the experts."""
+        total = sum(load.num_rows for load in loads) / num_parts
+        most = max(load.num_rows for load in loads) / num_parts
+        num_stages = self._num_layers * num_parts
+        self._attention.observe(most, timing.attention_s / num_stages)
+        self._experts.observe(total, timing.experts_s / num_stages)
+        rest_s = timing.seconds - timing.attention_s - timing.wait_s
+        self._fixed.observe(total * num_parts, rest_s)
+        if num_parts == 1:
+            on_the_way_s = timing.wait_s - timing.experts_s
+            self._transfer.observe(total, on_the_way_s / (2 * self._num_layers))
+
+    def layer_times(
+        self, micro_batches: Sequence[Sequence[BatchLoad]], ranks: Ranks
+    ) -> tuple[LayerTimes, ...]:
+        """As StageCosts.layer_times; `ranks` are those that were measured."""
+        totals = [sum(load.num_rows for load in loads) for loads in micro_batches]
+        most = [max(load.num_rows for load in loads) for loads in micro_batches]
+        nothing = (0.0,) * len(micro_batches)  # what messages hold up is in the measured stages
+        return (
+            LayerTimes(
+                num_layers=self._num_layers,
+                attention_s=tuple(self._attention.seconds(rows) for rows in most),
+                experts_s=tuple(self._experts.seconds(rows) for rows in totals),
+                transfer_s=tuple(self._transfer.seconds(rows) for rows in totals),
+                attention_hold_s=nothing,
+                experts_hold_s=nothing,
+            ),
+        )
+
+    def fixed_seconds(self, loads: Sequence[BatchLoad]) -> float:
+        return self._fixed.seconds(sum(load.num_rows for load in loads))

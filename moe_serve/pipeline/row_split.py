@@ -1,0 +1,60 @@
+"""Which rows go to which expert rank: each row at most once to a rank, whatever it chose there.
+
+T rows, K choices, E experts, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from experts.routed_rows import RoutedRows
+
+
+@dataclass(frozen=True, slots=True)
+class RankRows:
+    """What one expert rank gets of a micro-batch. `rows_n` is None when it gets all, in order."""
+
+    rows_n: Tensor | None  # int64 [n], ascending
+    x_nD: Tensor
+    expert_ids_nK: Tensor  # -1: a choice that another rank serves
+    weights_nK: Tensor
+
+
+class RowSplit:
+    """The ranks of each layer's experts. Replicas take turns by the row's number."""
+
+    def __init__(self, ranks_of: Mapping[int, Sequence[Sequence[int]]], num_ranks: int) -> None:
+        """`ranks_of[layer][expert]`: the ranks, numbered 0 .. num_ranks - 1, that hold it."""
+        self._num_ranks = num_ranks
+        self._tables = {layer: _table(experts) for layer, experts in ranks_of.items()}
+
+    def split(self, layer: int, rows: RoutedRows) -> list[RankRows]:
+        """One entry for each rank, in their order.
+
+        Worked example, 2 ranks, experts 0, 1 on the first and 2, 3 on the second, K = 2, ids
+        [[0, 1], [1, 3], [2, 3]]: the first gets rows [0, 1] with [[0, 1], [1, -1]], the second
+        rows [1, 2] with [[-1, 3], [2, 3]].
+        """
+        if self._num_ranks == 1:
+            return [RankRows(None, rows.x_TD, rows.expert_ids_TK, rows.weights_TK)]
+        table_EM = self._tables[layer]
+        turn_T1 = torch.arange(len(rows.x_TD)).remainder_(table_EM.shape[1])[:, None]
+        rank_TK = table_EM[rows.expert_ids_TK, turn_T1]
+        return [self._part(rows, rank_TK == rank) for rank in range(self._num_ranks)]
+
+    def _part(self, rows: RoutedRows, is_here_TK: Tensor) -> RankRows:
+        rows_n = is_here_TK.any(dim=1).nonzero()[:, 0]
+        ids_TK = rows.expert_ids_TK.masked_fill(~is_here_TK, -1)
+        if len(rows_n) == len(ids_TK):
+            return RankRows(None, rows.x_TD, ids_TK, rows.weights_TK)
+        return RankRows(rows_n, rows.x_TD[rows_n], ids_TK[rows_n], rows.weights_TK[rows_n])
+
+
+def _table(ranks_of: Sequence[Sequence[int]]) -> Tensor:
+    """[E, M]: column m names the rank that serves rows m, m + M, ...; M: the most replicas."""
+    most = max(len(ranks) for ranks in ranks_of)
+    return torch.tensor([[ranks[m % len(ranks)] for m in range(most)] for ranks in ranks_of])

@@ -1,0 +1,151 @@
+"""Transfers between ranks of one host: frames in shared memory, notices on a Unix socket.
+
+gloo moves bytes on a thread of its own, which competes with the kernels for the rank's core, and
+spins while the main thread holds a connection's lock: with a core for each rank, sends took
+milliseconds (docs/disaggregation.md). Here the main thread does everything. A sender copies its
+frame into memory that both sides have mapped and writes a notice of 24 bytes; a receiver that waits
+sleeps in poll(), and the kernel wakes it.
+
+Memory is anonymous (memfd) and its descriptor goes with the notice, so nothing is left behind when a
+process is killed. A message's slot is used again after its receiver has answered or begun another
+step, so at most one message per tag is under way.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import socket
+import struct
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_serve.pipeline.transfer import PeerLostError, Transfer
+
+_NOTICE = struct.Struct("<IIQd")  # tag, slot, size, when it was sent
+_SLOTS = 16  # a tag's slot is its rest: see step_shape.py, 8 micro-batches, 2 directions
+_MIN_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """Implements Transfer: the frame was copied, its buffer is free."""
+
+    def wait(self) -> None:
+        return
+
+
+@dataclass(slots=True)
+class _Awaited:
+    """Implements Transfer for a receive."""
+
+    link: SharedLink
+    buffer: Tensor
+    tag: int
+    operation: object
+
+    def wait(self) -> None:
+        self.link.take(self.tag, self.buffer, self.operation)
+
+
+class SharedLink:
+    """Implements Link over a connected Unix socket. `delay_s` is added to each message's way, for
+    measurements: the receiver does not see it before."""
+
+    def __init__(
+        self, peer: str, connection: socket.socket, timeout_s: float, delay_s: float = 0.0
+    ) -> None:
+        connection.setblocking(False)
+        self._peer, self._socket = peer, connection
+        self._timeout_s, self._delay_s = timeout_s, delay_s
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+        self._out: dict[int, Tensor] = {}  # by slot
+        self._in: dict[int, Tensor] = {}
+        self._arrived: dict[int, tuple[int, int, float]] = {}  # by tag: slot, size, when sent
+        self._rest, self._descriptors = b"", list[int]()
+
+    def send(self, buffer: Tensor, tag: int, operation: object) -> Transfer:
+        """See `Link.send`. Returns when the frame is copied."""
+        slot, size = tag % _SLOTS, len(buffer)
+        memory, new = self._out.get(slot), list[int]()
+        if memory is None or len(memory) < size:
+            capacity = max(_MIN_BYTES, 1 << (size - 1).bit_length())
+            descriptor = os.memfd_create("moe-serve-frame")
+            os.ftruncate(descriptor, capacity)
+            memory = self._out[slot] = _mapped(descriptor, capacity)
+            new = [descriptor]
+        memory[:size].copy_(buffer)
+        notice = _NOTICE.pack(tag, slot | (_SLOTS if new else 0), size, time.monotonic())
+        try:
+            if new:
+                socket.send_fds(self._socket, [notice], new)
+            else:
+                self._socket.sendall(notice)  # the socket holds hundreds of them
+        except OSError as error:
+            raise PeerLostError(self._peer, operation, error.strerror or str(error)) from None
+        finally:
+            for descriptor in new:
+                os.close(descriptor)
+        return _Sent()
+
+    def receive(self, buffer: Tensor, tag: int, operation: object) -> Transfer:
+        """See `Link.receive`."""
+        return _Awaited(self, buffer, tag, operation)
+
+    def take(self, tag: int, buffer: Tensor, operation: object) -> None:
+        """Wait for a message and copy it out."""
+        deadline = time.monotonic() + self._timeout_s
+        while tag not in self._arrived:
+            self._read(deadline, operation)
+        slot, size, sent = self._arrived.pop(tag)
+        if self._delay_s:
+            time.sleep(max(0.0, sent + self._delay_s - time.monotonic()))
+        if size > len(buffer):
+            raise PeerLostError(self._peer, operation, f"{size} bytes came for {len(buffer)}")
+        buffer[:size].copy_(self._in[slot][:size])
+
+    def close(self) -> None:
+        """Wakes the peer, should it wait."""
+        self._socket.close()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors = []
+
+    def _read(self, deadline: float, operation: object) -> None:
+        """Take in what notices there are; wait for one if there are none."""
+        remaining_ms = (deadline - time.monotonic()) * 1000
+        if remaining_ms <= 0 or not self._poll.poll(remaining_ms):
+            raise PeerLostError(self._peer, operation, f"silent for {self._timeout_s:g} s")
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._socket, 64 * _NOTICE.size, _SLOTS)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise PeerLostError(self._peer, operation, error.strerror or str(error)) from None
+        self._descriptors += descriptors
+        if not data:
+            raise PeerLostError(self._peer, operation, "it closed the connection")
+        data = self._rest + data
+        whole = len(data) // _NOTICE.size * _NOTICE.size
+        self._rest = data[whole:]
+        for tag, slot, size, sent in _NOTICE.iter_unpack(data[:whole]):
+            self._note(tag, slot, size, sent)
+
+    def _note(self, tag: int, slot: int, size: int, sent: float) -> None:
+        if slot >= _SLOTS:  # new memory came with it
+            slot -= _SLOTS
+            descriptor = self._descriptors.pop(0)
+            capacity = os.fstat(descriptor).st_size
+            self._in[slot] = _mapped(descriptor, capacity)
+            os.close(descriptor)
+        self._arrived[tag] = (slot, size, sent)
+
+
+def _mapped(descriptor: int, capacity: int) -> Tensor:
+    """A uint8 tensor over shared memory; unmapped when the tensor goes."""
+    return torch.frombuffer(mmap.mmap(descriptor, capacity), dtype=torch.uint8)

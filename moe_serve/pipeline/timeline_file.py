@@ -1,0 +1,173 @@
+"""The file of a timeline: a Chrome trace, which Perfetto and chrome://tracing open as it is.
+
+JSON array format, one event a line, so a file that ends in the middle is still a trace: the closing
+bracket is optional. Times are microseconds since the writer was made, on the coordinator's clock.
+Each pool is a process of the trace, each rank a thread of it; stages lie within their step.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from moe_serve.pipeline.timeline import WAITING, Records, Role, Stage, Track
+
+DEFAULT_MAX_BYTES = 1 << 30
+MARK = "moe-serve timeline 1"  # the label of the first event: what tells our traces from others
+LOST = "records lost"  # a rank's ring was too small
+LEFT_OUT = "records left out"  # the file was full, or the disk too slow
+PROCESSES = {Role.COORDINATOR: 1, Role.ATTENTION: 2, Role.EXPERT: 3}
+THREADS_PER_PROCESS = 100_000  # thread ids are unique over all processes, as viewers expect
+_PROCESS_NAMES = {
+    Role.COORDINATOR: "coordinator",
+    Role.ATTENTION: "attention ranks",
+    Role.EXPERT: "expert ranks",
+}
+_RESERVED_BYTES = 512  # for the closing note
+_MAX_BACKLOG = 1024  # calls of `write` that the disk is behind
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What one call of `write` brought."""
+
+    track: Track
+    records: Records
+    shift_ns: int  # from the rank's clock to the file's
+    num_lost: int
+
+
+class TimelineWriter:
+    """Writes records as they come, on a thread of its own; the caller never waits for the disk.
+
+    Above `max_bytes` nothing more is written but the number of records that were left out. `write`
+    and `close` belong to one thread.
+    """
+
+    def __init__(self, path: Path, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+        """Raises OSError where the file cannot be made."""
+        self.zero_ns = time.perf_counter_ns()
+        self._file: BinaryIO = path.open("wb")
+        self._num_bytes_left = max_bytes - _RESERVED_BYTES
+        self._is_full = False
+        self._tracks: set[Track] = set()
+        self._num_beyond_size = 0  # records left out; the thread counts these,
+        self._num_beyond_backlog = 0  # `write` these
+        self._error: OSError | None = None
+        self._backlog: queue.Queue[_Batch | None] = queue.Queue(_MAX_BACKLOG)
+        label = _metadata("process_labels", PROCESSES[Role.COORDINATOR], 0, {"labels": MARK})
+        self._file.write(b"[\n" + label)
+        self._file.flush()
+        self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
+        self._thread.start()
+
+    def write(self, track: Track, records: Records, offset_ns: int = 0, num_lost: int = 0) -> None:
+        """Queue a rank's records; its clock plus `offset_ns` is the coordinator's."""
+        try:
+            self._backlog.put_nowait(_Batch(track, records, offset_ns - self.zero_ns, num_lost))
+        except queue.Full:
+            self._num_beyond_backlog += len(records)
+
+    def close(self) -> None:
+        """Write what is queued and end the file. Raises OSError if the disk failed meanwhile."""
+        self._backlog.put(None)
+        self._thread.join()
+        try:
+            if self._error is not None:
+                raise self._error
+            num_left_out = self._num_beyond_size + self._num_beyond_backlog
+            if num_left_out:
+                at_ns = time.perf_counter_ns() - self.zero_ns
+                self._file.write(_note(LEFT_OUT, Track(Role.COORDINATOR, 0), at_ns, num_left_out))
+            # The last event stands without a comma.
+            self._file.write(_metadata("end", PROCESSES[Role.COORDINATOR], 0, {})[:-2] + b"\n]\n")
+        finally:
+            self._file.close()
+
+    def _run(self) -> None:
+        while (batch := self._backlog.get()) is not None:
+            if self._is_full or self._error is not None:
+                self._num_beyond_size += len(batch.records)
+                continue
+            try:
+                self._write_batch(batch)
+            except OSError as error:
+                self._error = error
+
+    def _write_batch(self, batch: _Batch) -> None:
+        if batch.track not in self._tracks:
+            self._tracks.add(batch.track)
+            self._put(_names(batch.track))
+        if batch.num_lost:
+            first_ns = int(batch.records["start_ns"].min(initial=0)) + batch.shift_ns
+            self._put(_note(LOST, batch.track, first_ns, batch.num_lost))
+        for place, line in enumerate(_events(batch)):
+            if not self._put(line):
+                self._num_beyond_size += len(batch.records) - place
+                break
+        self._file.flush()  # what was written survives the death of this process
+
+    def _put(self, data: bytes) -> bool:
+        """Write, if it fits -> whether it did."""
+        self._is_full = self._is_full or len(data) > self._num_bytes_left
+        if not self._is_full:
+            self._num_bytes_left -= self._file.write(data)
+        return not self._is_full
+
+
+def thread_of(track: Track) -> int:
+    return PROCESSES[track.role] * THREADS_PER_PROCESS + track.index
+
+
+def _metadata(name: str, process: int, thread: int, args: Mapping[str, str | int]) -> bytes:
+    event = {"name": name, "ph": "M", "pid": process, "tid": thread, "args": args}
+    return json.dumps(event).encode() + b",\n"
+
+
+def _note(name: str, track: Track, at_ns: int, num_records: int) -> bytes:
+    event = {
+        "name": name,
+        "ph": "i",
+        "s": "t",
+        "pid": PROCESSES[track.role],
+        "tid": thread_of(track),
+        "ts": at_ns / 1000,
+        "args": {"num_records": num_records},
+    }
+    return json.dumps(event).encode() + b",\n"
+
+
+def _names(track: Track) -> bytes:
+    """The metadata of a rank and of its pool."""
+    process, thread = PROCESSES[track.role], thread_of(track)
+    return b"".join(
+        (
+            _metadata("process_name", process, thread, {"name": _PROCESS_NAMES[track.role]}),
+            _metadata("process_sort_index", process, thread, {"sort_index": process}),
+            _metadata("thread_name", process, thread, {"name": str(track)}),
+            _metadata("thread_sort_index", process, thread, {"sort_index": track.index}),
+        )
+    )
+
+
+def _events(batch: _Batch) -> Iterator[bytes]:
+    """One line a record. By hand: `json.dumps` takes three times as long."""
+    place = f'"ph":"X","pid":{PROCESSES[batch.track.role]},"tid":{thread_of(batch.track)}'
+    heads = {
+        int(stage): f'{{"name":"{stage.label}","cat":"{_category(stage)}",{place}'
+        for stage in Stage
+    }
+    for start_ns, end_ns, step, rows, layer, stage, micro_batch in batch.records.tolist():
+        begin, length = (start_ns + batch.shift_ns) / 1000, (end_ns - start_ns) / 1000
+        args = f'"step":{step},"layer":{layer},"micro_batch":{micro_batch},"rows":{rows}'
+        yield f'{heads[stage]},"ts":{begin:.3f},"dur":{length:.3f},"args":{{{args}}}}},\n'.encode()
+
+
+def _category(stage: Stage) -> str:
+    return "waiting" if stage in WAITING else "step" if stage is Stage.STEP else "busy"

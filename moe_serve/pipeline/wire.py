@@ -1,0 +1,242 @@
+"""What travels between an attention and an expert rank: a header and the rows, in one buffer.
+
+T rows planned for the exchange, n of them sent, K choices, D model width.
+
+    dispatch  [ header | ids [T, K] int32 | weights [T, K] fp32 | scales [T] fp32 | x [n, D] ]
+    combine   [ header | row numbers [T] int32 | sums [n, D] fp64 or fp32 ]
+
+Sections before the last have room for all planned rows, so both sides know every offset from the
+step's plan; the last is sent as far as it is filled. Scales are there for fp8 rows only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_serve.errors import MoeServeError
+
+MAGIC = 0x4D6F4557
+HEADER_BYTES = 64
+FLAG_ERROR = 1  # the sender failed: there are no rows
+_HEADER = np.dtype(
+    [
+        ("magic", "<u4"),
+        ("flags", "<u4"),
+        ("epoch", "<u8"),
+        ("step", "<u8"),
+        ("layer", "<u4"),
+        ("micro_batch", "<u4"),
+        ("rows", "<u4"),
+    ]
+)
+_FP8_MAX = 448.0  # of float8_e4m3fn
+_ALIGNMENT = 64
+
+
+class WireError(MoeServeError):
+    """A frame is not the one that the step's plan announces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Which exchange of which step a frame belongs to."""
+
+    epoch: int
+    step: int
+    layer: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"step {self.step}, layer {self.layer}, micro-batch {self.micro_batch}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WireFormat:
+    """Sizes of a model's frames. `rows`: how x travels; `sums`: fp64, or fp32 if E is 1."""
+
+    width: int
+    top_k: int
+    dtype: torch.dtype  # the model's
+    row_dtype: torch.dtype
+    sum_dtype: torch.dtype
+
+    @property
+    def has_scales(self) -> bool:
+        return self.row_dtype == torch.float8_e4m3fn
+
+    def dispatch_bytes(self, num_rows: int) -> int:
+        return DispatchFrame.offset_of_rows(self, num_rows) + num_rows * self.row_bytes
+
+    def combine_bytes(self, num_rows: int) -> int:
+        return CombineFrame.offset_of_sums(num_rows) + num_rows * self.sum_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * self.row_dtype.itemsize
+
+    @property
+    def sum_bytes(self) -> int:
+        return self.width * self.sum_dtype.itemsize
+
+
+def make_wire_format(
+    width: int,
+    top_k: int,
+    dtype: torch.dtype,
+    num_expert_ranks: int,
+    wire_dtype: Literal["auto", "bf16", "fp8"] = "auto",
+) -> WireFormat:
+    """The frames of a model. With one expert rank the sums are complete there: fp32 is exact."""
+    named = {"auto": dtype, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+    return WireFormat(
+        width=width,
+        top_k=top_k,
+        dtype=dtype,
+        row_dtype=named[wire_dtype],
+        sum_dtype=torch.float32 if num_expert_ranks == 1 else torch.float64,
+    )
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+class _Frame:
+    """A buffer with a header."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self.buffer = buffer  # uint8
+        self._header = buffer[: _HEADER.itemsize].numpy().view(_HEADER)
+
+    def _write_header(self, exchange: Exchange, num_rows: int, flags: int) -> None:
+        self._header[0] = (
+            MAGIC,
+            flags,
+            exchange.epoch,
+            exchange.step,
+            exchange.layer,
+            exchange.micro_batch,
+            num_rows,
+        )
+
+    def check(self, exchange: Exchange, most: int, sender: str) -> int:
+        """-> the number of rows; raises WireError if this is another exchange's frame."""
+        magic, flags, epoch, step, layer, micro_batch, rows = self._header[0].tolist()
+        found = Exchange(epoch, step, layer, micro_batch)
+        if magic != MAGIC:
+            raise WireError(f"{exchange}: {sender} sent no frame (magic {magic:#x}).")
+        if found != exchange:
+            raise WireError(
+                f"{exchange} of epoch {exchange.epoch}: {sender} sent the frame of {found}, "
+                f"epoch {epoch}."
+            )
+        if rows > most:
+            raise WireError(f"{exchange}: {sender} sent {rows} rows, at most {most} were planned.")
+        if flags & FLAG_ERROR:
+            raise WireError(f"{exchange}: {sender} failed, see its log.")
+        return int(rows)
+
+    def _section(self, offset: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        size = rows * columns * dtype.itemsize
+        return self.buffer[offset : offset + size].view(dtype).view(rows, columns)
+
+
+class DispatchFrame(_Frame):
+    """Rows on their way to an expert rank."""
+
+    @staticmethod
+    def offset_of_rows(wire: WireFormat, planned: int) -> int:
+        size = 2 * _aligned(planned * wire.top_k * 4)
+        if wire.has_scales:
+            size += _aligned(planned * 4)
+        return HEADER_BYTES + size
+
+    def write(
+        self,
+        wire: WireFormat,
+        exchange: Exchange,
+        planned: int,
+        x_TD: Tensor,
+        expert_ids_TK: Tensor | None,
+        weights_TK: Tensor | None,
+    ) -> Tensor:
+        """Fill in n rows -> what to send. Without ids: the expert side routes them."""
+        num_rows = len(x_TD)
+        self._write_header(exchange, num_rows, 0)
+        end = self.offset_of_rows(wire, planned)
+        if not num_rows:
+            return self.buffer[:HEADER_BYTES]
+        if expert_ids_TK is not None and weights_TK is not None:
+            ids, weights = self.choices(wire, planned, num_rows)
+            ids.copy_(expert_ids_TK)
+            weights.copy_(weights_TK)
+        rows = self._section(end, num_rows, wire.width, wire.row_dtype)
+        if wire.has_scales:
+            scales = (x_TD.float().abs().amax(dim=1, keepdim=True) / _FP8_MAX).clamp(min=1e-12)
+            self._scales(wire, planned, num_rows).copy_(scales)
+            x_TD = x_TD.float() / scales
+        rows.copy_(x_TD)
+        return self.buffer[: end + num_rows * wire.row_bytes]
+
+    def choices(self, wire: WireFormat, planned: int, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Ids (int32, -1: elsewhere) and weights (fp32), [n, K] each."""
+        second = HEADER_BYTES + _aligned(planned * wire.top_k * 4)
+        return (
+            self._section(HEADER_BYTES, num_rows, wire.top_k, torch.int32),
+            self._section(second, num_rows, wire.top_k, torch.float32),
+        )
+
+    def rows(self, wire: WireFormat, planned: int, num_rows: int) -> Tensor:
+        """x [n, D] in the model's dtype: a view of the buffer where it travels so."""
+        x_TD = self._section(
+            self.offset_of_rows(wire, planned), num_rows, wire.width, wire.row_dtype
+        )
+        if wire.has_scales:
+            return (x_TD.float() * self._scales(wire, planned, num_rows)).to(wire.dtype)
+        return x_TD.to(wire.dtype)
+
+    def _scales(self, wire: WireFormat, planned: int, num_rows: int) -> Tensor:
+        offset = HEADER_BYTES + 2 * _aligned(planned * wire.top_k * 4)
+        return self._section(offset, num_rows, 1, torch.float32)
+
+
+class CombineFrame(_Frame):
+    """Sums on their way back."""
+
+    @staticmethod
+    def offset_of_sums(planned: int) -> int:
+        return HEADER_BYTES + _aligned(planned * 4)
+
+    def write(
+        self,
+        wire: WireFormat,
+        exchange: Exchange,
+        planned: int,
+        sums_TD: Tensor,
+        row_numbers_T: Tensor | None = None,
+    ) -> Tensor:
+        """Fill in n sums, and which rows they belong to if the sender does not know."""
+        num_rows, start = len(sums_TD), self.offset_of_sums(planned)
+        self._write_header(exchange, num_rows, 0)
+        if row_numbers_T is not None:
+            self.row_numbers(num_rows).copy_(row_numbers_T)
+        self._section(start, num_rows, wire.width, wire.sum_dtype).copy_(sums_TD)
+        return self.buffer[: start + num_rows * wire.sum_bytes]
+
+    def write_error(self, exchange: Exchange) -> Tensor:
+        """In place of sums: this exchange failed here."""
+        self._write_header(exchange, 0, FLAG_ERROR)
+        return self.buffer[:HEADER_BYTES]
+
+    def sums(self, wire: WireFormat, planned: int, num_rows: int) -> Tensor:
+        """[n, D], a view of the buffer."""
+        return self._section(self.offset_of_sums(planned), num_rows, wire.width, wire.sum_dtype)
+
+    def row_numbers(self, num_rows: int) -> Tensor:
+        """int32 [n], ascending."""
+        return self._section(HEADER_BYTES, num_rows, 1, torch.int32)[:, 0]

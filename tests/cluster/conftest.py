@@ -1,0 +1,15 @@
+"""A listener on loopback, closed with everything that came through it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from control_pair import Cluster, open_cluster
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with open_cluster() as opened:
+        yield opened

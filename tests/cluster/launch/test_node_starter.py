@@ -1,0 +1,277 @@
+"""Node 0 and the agents of other nodes, on one host: ranks are small programs that wait."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from moe_serve.cluster.channel import Channel, connect
+from moe_serve.cluster.launch.agent_messages import AgentOrder, Dismiss, NodeHello
+from moe_serve.cluster.launch.endpoint import Endpoint
+from moe_serve.cluster.launch.environment import NodeEnvironment
+from moe_serve.cluster.launch.node_agent import AgentMessage, NodeAgent, connect_agent
+from moe_serve.cluster.launch.node_layout import fill_nodes
+from moe_serve.cluster.launch.node_ranks import NodeRanks
+from moe_serve.cluster.launch.node_starter import NodeStarter
+from moe_serve.cluster.rank_name import RankName
+from moe_serve.cluster.rank_starter import RankExit
+from moe_serve.cluster.secret import ClusterSecret, new_secret
+from moe_serve.errors import ClusterError
+
+ATTENTION, EXPERT = RankName("attention", 0), RankName("expert", 0)
+PATIENCE_S = 20.0
+# What a worker would be: writes its pid and arguments where the test looks, and waits.
+WORKER = """
+import os, pathlib, sys, time
+options = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+name = options["--role"] + "-" + options["--rank"]
+file = pathlib.Path(sys.argv[1]) / f"{name}.{os.getpid()}"
+file.with_suffix(".new").write_text(" ".join([*sys.argv[2:], os.environ["OMP_NUM_THREADS"]]))
+file.with_suffix(".new").rename(file)
+time.sleep(1000)
+"""
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {PATIENCE_S:g} s"
+        threading.Event().wait(0.01)
+
+
+class Nodes:
+    """Node 0 in this process, and agents on threads of it."""
+
+    def __init__(self, folder: Path, num_nodes: int = 2) -> None:
+        self.folder, self.num_nodes = folder, num_nodes
+        self.secret = new_secret()
+        layout = fill_nodes(1, num_nodes - 1, num_nodes)
+        self.starter = NodeStarter(layout, self.ranks(), num_threads=None)
+        self.starter.listen(Endpoint("127.0.0.1", 0), self.secret)
+        self.starter.use_coordinator(Endpoint("127.0.0.1", 1234))
+        self.threads: list[threading.Thread] = []
+        self.agents: list[NodeAgent] = []
+        self.ends: dict[int, ClusterError | None] = {}
+
+    def ranks(self) -> NodeRanks:
+        def command(*options: str) -> tuple[str, ...]:
+            return (sys.executable, "-c", WORKER, str(self.folder), *options)
+
+        return NodeRanks("127.0.0.1", self.secret, {}, command)
+
+    def environment(self, node: int, num_nodes: int | None = None) -> NodeEnvironment:
+        return NodeEnvironment(
+            kind="flags",
+            node_rank=node,
+            num_nodes=num_nodes or self.num_nodes,
+            coordinator_host="127.0.0.1",
+            coordinator_port=self.starter.port,
+        )
+
+    def join(self, node: int, *, num_nodes: int | None = None, host: str = "host") -> NodeAgent:
+        environment = self.environment(node, num_nodes)
+        channel = connect_agent(environment, f"{host}-{node}", self.secret, PATIENCE_S)
+        agent = NodeAgent(channel, self.ranks())
+
+        def run() -> None:
+            try:
+                agent.run()
+                self.ends[node] = None
+            except ClusterError as error:
+                self.ends[node] = error
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        self.threads.append(thread)
+        self.agents.append(agent)
+        return agent
+
+    def pids(self, rank: RankName) -> list[int]:
+        files = sorted(self.folder.glob(f"{rank}.[0-9]*"), key=lambda path: path.stat().st_mtime_ns)
+        return [int(path.suffix[1:]) for path in files if path.suffix != ".new"]
+
+    def started(self, rank: RankName, count: int = 1) -> int:
+        until(lambda: len(self.pids(rank)) >= count, f"{rank} starts {count} times")
+        return self.pids(rank)[-1]
+
+    def exits(self, count: int = 1) -> list[RankExit]:
+        found: list[RankExit] = []
+
+        def look() -> bool:
+            found.extend(self.starter.exited())
+            return len(found) >= count
+
+        until(look, f"{count} exits")
+        return found
+
+    def close(self) -> None:
+        self.starter.stop()
+        for agent in self.agents:
+            agent.stop()
+        for thread in self.threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive(), "an agent did not end"
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    made = Nodes(tmp_path)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return False
+
+
+def test_ranks_start_on_their_nodes_and_end_with_the_launch(nodes: Nodes) -> None:
+    nodes.join(1)
+    nodes.starter.wait_for_nodes(PATIENCE_S)
+    nodes.starter.start(ATTENTION)
+    nodes.starter.start(EXPERT)
+    pids = [nodes.started(ATTENTION), nodes.started(EXPERT)]
+    words = next(nodes.folder.glob("expert-0.*")).read_text().split()
+    assert words[:-1] == [
+        "--coordinator", "127.0.0.1:1234", "--role", "expert", "--rank", "0",
+        "--host", "127.0.0.1",
+    ]  # fmt: skip
+    assert int(words[-1]) >= 1, "threads: the node's share"
+    assert nodes.starter.exited() == []
+    nodes.close()
+    assert nodes.ends == {1: None}, "dismissed, not lost"
+    assert not any(is_running(pid) for pid in pids)
+
+
+def test_a_rank_that_dies_is_told_once_and_starts_again(nodes: Nodes) -> None:
+    nodes.join(1)
+    nodes.starter.start(EXPERT)
+    first = nodes.started(EXPERT)
+    os.kill(first, signal.SIGKILL)
+    assert nodes.exits() == [RankExit("expert-0", "was killed by SIGKILL")]
+    nodes.starter.kill(EXPERT)
+    nodes.starter.start(EXPERT)
+    second = nodes.started(EXPERT, 2)
+    assert second != first and nodes.starter.exited() == []
+
+
+def test_kill_ends_a_frozen_rank_and_is_no_exit(nodes: Nodes) -> None:
+    nodes.join(1)
+    nodes.starter.start(EXPERT)
+    pid = nodes.started(EXPERT)
+    os.kill(pid, signal.SIGSTOP)
+    nodes.starter.kill(EXPERT)
+    until(lambda: not is_running(pid), "the frozen rank is killed")
+    nodes.starter.start(EXPERT)
+    nodes.started(EXPERT, 2)
+    assert nodes.starter.exited() == []
+
+
+def test_a_rank_waits_for_its_node(nodes: Nodes) -> None:
+    nodes.starter.start(EXPERT)
+    assert nodes.pids(EXPERT) == []
+    nodes.join(1)
+    nodes.started(EXPERT)
+
+
+def test_a_lost_node_takes_its_ranks_along_and_may_come_back(nodes: Nodes) -> None:
+    agent = nodes.join(1)
+    nodes.starter.start(EXPERT)
+    first = nodes.started(EXPERT)
+    agent.stop()
+    (exit_,) = nodes.exits()
+    assert exit_.name == "expert-0" and "went with node 1 (host-1)" in exit_.why
+    until(lambda: not is_running(first), "the agent ends its ranks")
+    nodes.starter.kill(EXPERT)
+    nodes.starter.start(EXPERT)
+    nodes.join(1)
+    nodes.started(EXPERT, 2)
+
+
+def test_agents_end_when_node_0_is_lost(nodes: Nodes) -> None:
+    nodes.join(1)
+    nodes.starter.start(EXPERT)
+    pid = nodes.started(EXPERT)
+    remote = nodes.starter._nodes[1]
+    remote.close()  # the connection breaks without a word
+    until(lambda: 1 in nodes.ends, "the agent ends")
+    assert "node 0 is lost" in str(nodes.ends[1])
+    assert not is_running(pid)
+
+
+def test_missing_nodes_are_named(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, num_nodes=4)
+    try:
+        nodes.join(2)
+        with pytest.raises(ClusterError, match=r"node 1 \(expert 0\), node 3 \(expert 2\) did not"):
+            nodes.starter.wait_for_nodes(1.0)
+    finally:
+        nodes.close()
+
+
+@pytest.mark.parametrize(
+    ("node", "num_nodes", "why"),
+    [
+        (1, 3, "it counts 3 nodes, node 0 counts 2"),
+        (0, 2, "it says it is node 0 of 2"),
+        (2, 2, "it says it is node 2 of 2"),
+    ],
+)
+def test_an_agent_that_does_not_fit_is_refused(
+    nodes: Nodes, node: int, num_nodes: int, why: str
+) -> None:
+    nodes.join(node, num_nodes=num_nodes)
+    until(lambda: node in nodes.ends, "the agent ends")
+    assert f"node 0 refuses this node: {why}" in str(nodes.ends[node])
+    with pytest.raises(ClusterError, match=f"host-{node} was refused: {why}"):
+        nodes.starter.wait_for_nodes(0.1)
+
+
+def test_two_hosts_cannot_be_one_node(nodes: Nodes) -> None:
+    nodes.join(1)
+    nodes.starter.wait_for_nodes(PATIENCE_S)
+    channel = connect_agent(nodes.environment(1), "other", nodes.secret, PATIENCE_S)
+    order = channel.receive(PATIENCE_S)
+    channel.close()
+    assert isinstance(order, Dismiss) and "node 1 is host-1 already" in str(order.why)
+
+
+def test_another_version_is_refused(nodes: Nodes) -> None:
+    decoder: msgspec.msgpack.Decoder[AgentMessage] = msgspec.msgpack.Decoder(AgentOrder)
+    channel: Channel[AgentMessage] = connect(
+        "127.0.0.1", nodes.starter.port, nodes.secret, decoder, PATIENCE_S
+    )
+    channel.send(NodeHello(node_rank=1, num_nodes=2, hostname="h", host="127.0.0.1", version="0"))
+    order = channel.receive(PATIENCE_S)
+    channel.close()
+    assert isinstance(order, Dismiss) and "it runs moe-serve 0" in str(order.why)
+
+
+def test_a_stranger_is_no_node(nodes: Nodes) -> None:
+    with pytest.raises(ClusterError, match="node 1 does not find node 0 .* secrets differ"):
+        connect_agent(nodes.environment(1), "h", ClusterSecret("x" * 40), PATIENCE_S)
+    with pytest.raises(ClusterError, match="1 connections: the cluster secrets differ"):
+        nodes.starter.wait_for_nodes(0.1)
+
+
+def test_a_worker_that_cannot_start_is_an_exit(nodes: Nodes, tmp_path: Path) -> None:
+    ranks = NodeRanks("127.0.0.1", nodes.secret, {}, lambda *_: (str(tmp_path / "missing"),))
+    starter = NodeStarter(fill_nodes(1, 1, 1), ranks)
+    starter.use_coordinator(Endpoint("127.0.0.1", 1))
+    starter.start(EXPERT)
+    (exit_,) = starter.exited()
+    starter.stop()
+    assert exit_.name == "expert-0" and "did not start: cannot start expert-0" in exit_.why

@@ -1,0 +1,53 @@
+"""Ranks as threads of the test's process: the same code and the same sockets, started at once."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import msgspec
+
+from moe_serve.cluster.channel import Channel, connect
+from moe_serve.cluster.messages import Order
+from moe_serve.cluster.rank_name import RankName
+from moe_serve.cluster.rank_starter import RankExit
+from moe_serve.cluster.secret import ClusterSecret
+from moe_serve.cluster.worker import Worker
+from moe_serve.errors import ChannelClosedError
+
+
+class ThreadStarter:
+    """Implements RankStarter. A killed rank loses its connection, and ends when it notices."""
+
+    def __init__(self, host: str, port: int, secret: ClusterSecret, num_threads: int) -> None:
+        self._host, self._port, self._secret = host, port, secret
+        self._channels: dict[str, Channel[Any]] = {}
+        self._threads: list[threading.Thread] = []
+
+    def start(self, rank: RankName) -> None:
+        decoder = msgspec.msgpack.Decoder(Order)
+        channel: Channel[Any] = connect(self._host, self._port, self._secret, decoder, 10.0)
+        self._channels[str(rank)] = channel
+        thread = threading.Thread(target=self._live, args=(rank, channel), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def kill(self, rank: RankName) -> None:
+        self._channels[str(rank)].close()
+
+    def exited(self) -> list[RankExit]:
+        return []
+
+    def stop(self) -> None:
+        for thread in self._threads:
+            thread.join(10.0)
+            assert not thread.is_alive(), "a rank does not end"
+
+    def _live(self, rank: RankName, channel: Channel[Any]) -> None:
+        worker = Worker(rank, channel, self._host)
+        try:
+            worker.run()
+        except ChannelClosedError:
+            pass
+        finally:
+            worker.end()

@@ -1,0 +1,124 @@
+"""Decode steps of the Triton set, replayed launch for launch as recorded.
+
+In the interpreter from a tape, with a CUDA device as CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from parity import write_checkpoint
+from tape_recorder import TapeRecorder
+from test_gpu_kernels import CASES, TOKENS
+
+from experts.graphed_expert_stage import GraphedExpertStage
+from moe_kernels.cuda_recorder import CudaRecorder
+from moe_kernels.graph_sizes import GraphSize
+from moe_serve.cache.kv_cache import KVCache
+from moe_serve.model.graphed_attention_stage import GraphedAttentionStage
+from moe_serve.model.loader import ModelLoader
+from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
+from moe_serve.pipeline.decode_graphs import DecodeGraphs
+from moe_serve.pipeline.graphed_pipeline import GraphedPipeline
+from moe_serve.pipeline.pipeline import Pipeline
+from moe_serve.pipeline.transport import LocalTransport
+
+pytestmark = pytest.mark.usefixtures("rows_are_alike")
+MAX_POSITIONS = 64
+SIZE = GraphSize(4, MAX_POSITIONS)
+TABLES = ((4, 2), (1,), (5, 3))
+
+
+def piece(sequence: int, start: int, count: int = 1) -> SequenceSlice:
+    ids = np.roll(TOKENS, sequence)[start : start + count]
+    return SequenceSlice(sequence, start, ids, TABLES[sequence], int(count == 1))
+
+
+def plan_of(*pieces: SequenceSlice) -> StepPlan:
+    return StepPlan((MicroBatch(pieces),))
+
+
+PROMPTS = plan_of(piece(0, 0, 16), piece(1, 0, 2), piece(2, 0, 5))
+STEPS = (
+    plan_of(piece(0, 16), piece(1, 2), piece(2, 5)),
+    plan_of(piece(2, 6)),  # the others wait; three rows of padding
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: write_checkpoint(root / name, case) for name, case in CASES.items()}
+
+
+def load(folder: Path, device: torch.device) -> ModelLoader:
+    return ModelLoader(folder, kernels="triton", dtype=torch.float32, device=device)
+
+
+def make_caches(loader: ModelLoader) -> tuple[KVCache, KVCache]:
+    one, other = (KVCache(loader.spec, 5, torch.float32, loader.device) for _ in range(2))
+    return one, other
+
+
+def make_recorder(device: torch.device) -> TapeRecorder | CudaRecorder:
+    return TapeRecorder() if device.type == "cpu" else CudaRecorder(device)
+
+
+def assert_replayed(recorder: TapeRecorder | CudaRecorder, num_recordings: int) -> None:
+    if isinstance(recorder, TapeRecorder):  # a CUDA graph does not count
+        counts = [(len(tape.launches) > 0, tape.num_replays) for tape in recorder.tapes]
+        assert counts == [(True, len(STEPS))] * num_recordings, f"{counts}"
+
+
+def read_prompts(plain: Pipeline, caches: tuple[KVCache, KVCache]) -> None:
+    """Into the first cache, and from there into the second."""
+    plain.run(PROMPTS)
+    for mine, theirs in zip(caches[1].layers, caches[0].layers, strict=True):
+        mine.keys.copy_(theirs.keys)
+        mine.values.copy_(theirs.values)
+
+
+def assert_same_steps(plain: Pipeline, other: Pipeline | GraphedPipeline) -> None:
+    for index, step in enumerate(STEPS):
+        want, got = plain.run(step), other.run(step)
+        assert torch.equal(want, got), f"step {index}: {(want - got).abs().max()}"
+
+
+def test_a_recorded_step_serves_all_that_fit(
+    folders: dict[str, Path], device: torch.device
+) -> None:
+    """Grouped queries, windows, sinks."""
+    loader = load(folders["gpt_oss"], device)
+    stage, experts = loader.attention_stage(MAX_POSITIONS), loader.expert_stage()
+    caches = make_caches(loader)
+    plain, pipeline = (Pipeline(stage, LocalTransport(experts), c, device) for c in caches)
+    recorder = make_recorder(device)
+    graphs = DecodeGraphs(pipeline, stage, caches[1], recorder, [SIZE], MAX_POSITIONS)
+    read_prompts(plain, caches)
+    assert_same_steps(plain, GraphedPipeline(pipeline, graphs))
+    assert_replayed(recorder, 1)
+    for mine, theirs in zip(caches[1].layers, caches[0].layers, strict=True):
+        assert torch.equal(mine.keys[:-1], theirs.keys[:-1]), "padding wrote to a page"
+        assert torch.equal(mine.values[:-1], theirs.values[:-1]), "padding wrote to a page"
+
+
+def test_recorded_stages_serve_a_cut_layer(folders: dict[str, Path], device: torch.device) -> None:
+    """The attention stage, the shared expert and the experts each by themselves; latents."""
+    loader = load(folders["deepseek_v3"], device)
+    spec = loader.spec
+    stage, experts = loader.attention_stage(MAX_POSITIONS), loader.expert_stage()
+    caches = make_caches(loader)
+    plain = Pipeline(stage, LocalTransport(experts), caches[0], device)
+    recorder = make_recorder(device)
+    graphed_stage = GraphedAttentionStage(stage, caches[1], recorder, [SIZE], MAX_POSITIONS)
+    graphed_experts = GraphedExpertStage(
+        experts, recorder, [4], width=spec.width, top_k=spec.router.shape.top_k,
+        dtype=torch.float32, device=device,
+    )  # fmt: skip
+    graphed = Pipeline(graphed_stage, LocalTransport(graphed_experts), caches[1], device)
+    read_prompts(plain, caches)
+    assert_same_steps(plain, graphed)
+    assert_replayed(recorder, 4)  # a dense and a sparse layer, a shared expert, the experts
