@@ -1,14 +1,16 @@
 """The expert stage of a model: all layers' experts that live here, and nothing between layers.
 
-Knows nothing of attention, of requests, or of where its rows come from.
+Knows nothing of attention, of requests, or of where its rows come from. T rows, K choices per row,
+D model width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
+from experts.layer_banks import LayerBanks
 from experts.routed_rows import RoutedRows
 from moe_kernels.kernels import ExpertBank
 
@@ -16,23 +18,38 @@ from moe_kernels.kernels import ExpertBank
 class ExpertStage:
     """`run(layer, rows)` -> the rows' weighted expert outputs, [T, D] in fp32."""
 
-    def __init__(self, banks: Sequence[ExpertBank | None]) -> None:
-        self._banks = tuple(banks)  # by layer; None: a dense layer
-
-    @property
-    def sparse_layers(self) -> tuple[int, ...]:
-        """The layers that have routed experts."""
-        return tuple(layer for layer, bank in enumerate(self._banks) if bank is not None)
+    def __init__(self, layers: Sequence[LayerBanks | None]) -> None:
+        self._layers = tuple(layers)  # None: a dense layer
 
     def run(self, layer: int, rows: RoutedRows) -> Tensor:
-        bank = self._banks[layer]
-        assert bank is not None, f"rows were sent for layer {layer}, which has no routed experts"
-        return bank(rows.x_TD, rows.expert_ids_TK, rows.weights_TK)
+        return self._of(layer).total(rows.x_TD, rows.expert_ids_TK, rows.weights_TK)
 
     def partial(
         self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor
     ) -> Tensor:
-        """The same sums in fp64; choices with id -1 live elsewhere and add nothing."""
-        bank = self._banks[layer]
-        assert bank is not None, f"rows were sent for layer {layer}, which has no routed experts"
-        return bank.partial(x_TD, expert_ids_TK, weights_TK)
+        """The part [T, D] in fp64 that the experts here have in the rows' sums; id -1: elsewhere.
+
+        The parts of all ranks, added in any order and rounded to fp32, are what `run` gives where
+        all experts are in one place, bit for bit.
+        """
+        return self._of(layer).partial(x_TD, expert_ids_TK, weights_TK)
+
+    def held(self, layer: int) -> frozenset[int]:
+        """The experts of a layer that are here; none in a dense layer."""
+        banks = self._layers[layer]
+        return frozenset() if banks is None else banks.held
+
+    def add(self, layer: int, bank: ExpertBank, experts: Collection[int]) -> None:
+        """Take over experts that are not here yet."""
+        self._of(layer).add(bank, experts)
+
+    def drop_added(self) -> None:
+        """Give back all that was taken over."""
+        for banks in self._layers:
+            if banks is not None:
+                banks.drop_added()
+
+    def _of(self, layer: int) -> LayerBanks:
+        banks = self._layers[layer]
+        assert banks is not None, f"rows were sent for layer {layer}, which has no routed experts"
+        return banks

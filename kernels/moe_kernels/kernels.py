@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -81,6 +81,21 @@ class ExpertWeights:
     gate_bias: Tensor | None = None
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+
+
+@runtime_checkable
+class LazyExperts(Protocol):
+    """A sequence of experts that reads one when it is asked for it, and knows how many it has."""
+
+    @property
+    def num_held(self) -> int: ...
+
+
+def num_held(experts: Sequence[ExpertWeights | None]) -> int:
+    """How many of a bank's experts are here. Reads none where they are read on demand."""
+    if isinstance(experts, LazyExperts):
+        return experts.num_held
+    return sum(expert is not None for expert in experts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_kernels.kernels import ExpertWeights, GatedActivation
+from moe_kernels.kernels import ExpertWeights, GatedActivation, num_held
 from moe_kernels.native_library import Float, Int, NativeLibrary, Pointer, num_panels
 
 
@@ -69,12 +69,12 @@ class NativeExperts:
             _Addresses(count) for _ in range(4)
         )
         self._memory: Tensor | None = None
-        slot = 0
+        slot, most = 0, num_held(experts)
+        assert most, "a bank without experts has nothing to compute"
         for expert_id, expert in enumerate(experts):
             if expert is not None:
-                self._add(expert_id, slot, count, expert)
+                self._add(expert_id, slot, most, expert)
                 slot += 1
-        assert slot, "a bank without experts has nothing to compute"
         self._struct = _ExpertsStruct(
             *(a.pointer for a in (self._gate_up, self._down, self._gate_up_bias, self._down_bias)),
             count, self._d, self._f, native.threads,

@@ -76,7 +76,8 @@ class LaunchRequest:
         counts = loaded.config.engine.cluster
         if counts.attention_ranks < 1 or counts.expert_ranks < 1:
             raise ConfigError(
-                "a launch needs --attention-ranks and --expert-ranks, at least 1 each, or --cluster."
+                "a launch needs --attention-ranks and --expert-ranks, at least 1 each, "
+                "or --cluster."
             )
         return loaded
 

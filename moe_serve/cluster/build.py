@@ -10,10 +10,12 @@ from typing import Any
 
 import msgspec
 
+from experts.placement.errors import PlacementError
+from experts.placement.plan import Placement, contiguous
+from experts.placement.plan_file import read_placement
 from moe_serve.cache.model_identity import model_identity
 from moe_serve.cluster.cluster_engine import ClusterEngine
 from moe_serve.cluster.coordinator import Coordinator
-from moe_serve.cluster.expert_cover import Placed, contiguous, held_by
 from moe_serve.cluster.listener import Listener
 from moe_serve.cluster.membership import Membership
 from moe_serve.cluster.messages import Configure, Loaded, Report
@@ -27,6 +29,7 @@ from moe_serve.config import PAGE_SIZE, ClusterConfig, EngineConfig
 from moe_serve.engine.build import BuiltEngine, eos_token_ids_of, max_model_len_of, model_folder
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.layout import Layout
+from moe_serve.errors import ConfigError
 from moe_serve.model.families import family_of
 from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.loader import LoadProgress
@@ -47,7 +50,7 @@ def build_cluster(
     clock = time.monotonic()
     folder, cluster = model_folder(config.model), config.cluster
     spec = read_spec(folder)
-    placed = placement_of(cluster, spec)
+    placement = placement_of(cluster, spec)
     weights = weights_hash(folder)
     secret = read_secret(os.environ) or new_secret()
     roster = Roster(all_ranks(cluster.attention_ranks, cluster.expert_ranks))
@@ -58,7 +61,7 @@ def build_cluster(
             config=config,
             folder=str(folder),
             num_threads=num_threads,
-            held=held_by(placed, name.index) if name.role == "expert" else {},
+            held=placement.held_by(name.index) if name.role == "expert" else {},
             router_on_experts=is_routing_on_experts(cluster, spec),
             is_recording=False,
         )
@@ -83,7 +86,7 @@ def build_cluster(
         raise
     coordinator = Coordinator(
         membership,
-        placed,
+        placement,
         store_host=cluster.host,
         store_port=stores[0].port,
         timeout_s=cluster.timeout_s,
@@ -129,10 +132,18 @@ def weights_hash(folder: Path) -> str:
     return model_identity(folder).hex()
 
 
-def placement_of(cluster: ClusterConfig, spec: ModelSpec) -> Placed:
-    """Which expert ranks hold which expert, by layer."""
+def placement_of(cluster: ClusterConfig, spec: ModelSpec) -> Placement:
+    """Which expert ranks hold which expert: the file's, or equal runs. Raises ConfigError."""
     layers = [index for index, layer in enumerate(spec.layers) if layer.is_sparse]
-    return contiguous(layers, spec.router.num_experts, cluster.expert_ranks)
+    num_experts, num_ranks = spec.router.num_experts, cluster.expert_ranks
+    try:
+        if cluster.placement is None:
+            return contiguous(layers, num_experts, num_ranks)
+        placement = read_placement(Path(cluster.placement).expanduser())
+        placement.check_fits(layers, num_experts, num_ranks)
+    except PlacementError as error:
+        raise ConfigError(f"cluster.placement: {error}") from error
+    return placement
 
 
 def is_routing_on_experts(cluster: ClusterConfig, spec: ModelSpec) -> bool:

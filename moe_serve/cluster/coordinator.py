@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moe_serve.cluster.expert_cover import Placed, cover, renumbered
+from experts.placement.plan import Placement
+from moe_serve.cluster.expert_cover import beyond, covered, renumbered
 from moe_serve.cluster.membership import Membership
 from moe_serve.cluster.messages import (
     DropExperts,
@@ -89,14 +90,14 @@ class Coordinator:
     def __init__(
         self,
         membership: Membership,
-        placed: Placed,
+        placement: Placement,
         *,
         store_host: str,
         store_port: int,
         timeout_s: float,
         start_timeout_s: float,
     ) -> None:
-        self.membership, self._placed = membership, placed
+        self.membership, self._placement = membership, placement
         self._store_host, self._store_port = store_host, store_port
         self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
         self._epoch, self._step = Epoch(), 0
@@ -266,7 +267,7 @@ class Coordinator:
         attention, experts = roster.present("attention"), roster.present("expert")
         if not attention or not experts:
             return
-        covered = cover(self._placed, {s.name.index for s in experts})
+        now = covered(self._placement, {s.name.index for s in experts})
         epoch = Epoch(
             self._epoch.number + 1,
             tuple(str(s.name) for s in attention),
@@ -278,7 +279,7 @@ class Coordinator:
             expert_ranks=epoch.experts,
             store_host=self._store_host,
             store_port=self._store_port,
-            ranks_of=renumbered(covered.ranks_of, [s.name.index for s in experts]),
+            ranks_of=renumbered(now, [s.name.index for s in experts]),
         )
         members = [*attention, *experts]
         for state in members:
@@ -295,10 +296,10 @@ class Coordinator:
         """Have experts without a rank loaded by those that are there; False if one failed."""
         if not experts:
             return False
-        covered = cover(self._placed, {s.name.index for s in experts})
+        now = covered(self._placement, {s.name.index for s in experts})
         orders: dict[str, Order] = {}
         for state in experts:
-            needed = covered.extra.get(state.name.index, {})
+            needed = beyond(self._placement, now, state.name.index)
             missing = {
                 layer: sorted(set(ids) - set(state.extra.get(layer, ())))
                 for layer, ids in needed.items()
@@ -308,7 +309,7 @@ class Coordinator:
                 orders[str(state.name)] = TakeExperts(experts=missing)
                 for layer, ids in missing.items():
                     state.extra.setdefault(layer, []).extend(ids)
-            elif state.extra and not covered.extra:
+            elif state.extra and now == self._placement:
                 orders[str(state.name)] = DropExperts()
                 state.extra = {}
         answers = self._ask(list(orders), orders, TookExperts)

@@ -19,7 +19,10 @@ from moe_serve.cluster.stopwatch import usual
 from moe_serve.config import SchedulerConfig
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.request import GenerationRequest
+from moe_serve.engine.sampler import Sampler
 from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.step_executor import LocalExecutor
+from moe_serve.model.attention_stage import Routed
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.transport import LocalTransport
 
@@ -95,8 +98,10 @@ def _joined(rows: list[RoutedRows]) -> RoutedRows:
 
 
 def _engine(model: MeasuredModel, num_sequences: int, transport: LocalTransport) -> Engine:
+    eos_token_ids = frozenset(model.spec.eos_token_ids)
+    pipeline = Pipeline(model.attention, transport, model.cache, model.device)
     return Engine(
-        Pipeline(model.attention, transport, model.cache, model.device),
+        LocalExecutor(pipeline, Sampler(eos_token_ids)),
         scheduler=SchedulerConfig(
             max_num_seqs=num_sequences,
             max_batched_tokens=max(1, num_sequences * _PROMPT_TOKENS),
@@ -105,6 +110,6 @@ def _engine(model: MeasuredModel, num_sequences: int, transport: LocalTransport)
         num_pages=model.cache.num_pages,
         micro_batches=1,
         max_model_len=model.max_context,
-        eos_token_ids=frozenset(model.spec.eos_token_ids),
+        eos_token_ids=eos_token_ids,
         has_prefix_cache=False,
     )

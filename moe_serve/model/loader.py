@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import overload
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from experts.expert_stage import ExpertStage
+from experts.layer_banks import LayerBanks
 from moe_kernels.choice import KernelsName, choose_kernels, default_num_threads
 from moe_kernels.kernels import ExpertBank, ExpertWeights, Kernels
 from moe_serve.errors import CheckpointError
@@ -110,10 +111,31 @@ class ModelLoader:
         ]
         return [self._router(table) for table in tables]
 
-    def expert_stage(self, held=None) -> ExpertStage:
-        """All routed experts of all layers."""
+    def expert_stage(self, held: Sequence[Collection[int]] | None = None) -> ExpertStage:
+        """The routed experts of all layers, or those of each layer that `held` names. Only their
+        tensors are read."""
+        num_layers = self.spec.num_layers
+        if held is None:
+            held = [range(self.spec.router.num_experts)] * num_layers
+        assert len(held) == num_layers, f"experts of {len(held)} layers, not {num_layers}"
         with ThreadPoolExecutor(self._num_threads) as pool:  # copying is what takes time
-            return ExpertStage(list(pool.map(self._bank, range(self.spec.num_layers))))
+            return ExpertStage(list(pool.map(self._layer_banks, range(num_layers), held)))
+
+    def expert_bank(self, layer: int, experts: Collection[int]) -> ExpertBank:
+        """Some routed experts of a layer, at least one. May be called again for others."""
+        reading = _LayerExperts(self, layer, frozenset(experts))
+        bank = self.kernels.experts(reading, self.spec.activation)
+        reading.done()
+        return bank
+
+    def _layer_banks(self, layer: int, experts: Collection[int]) -> LayerBanks | None:
+        spec = self.spec
+        if not spec.layers[layer].is_sparse:
+            return None
+        banks = LayerBanks(spec.router.num_experts, spec.width, self.device)
+        if experts:
+            banks.put(self.expert_bank(layer, experts), experts)
+        return banks
 
     def _attention_layer(self, layer: int, attention: AttentionLoader) -> AttentionLayer:
         table = attention_table(self._names, self.spec, layer)
@@ -171,13 +193,6 @@ class ModelLoader:
             return DenseMLP(bank=bank)
         return DenseMLP(bank=bank, gate=self.kernels.router_linear(self._keep(gate, torch.float32)))
 
-    def _bank(self, layer: int) -> ExpertBank | None:
-        if not self.spec.layers[layer].is_sparse:
-            return None
-        bank = self.kernels.experts(_LayerExperts(self, layer), self.spec.activation)
-        self.drop_expert(layer, self.spec.router.num_experts - 1)
-        return bank
-
     def drop_expert(self, layer: int, expert: int) -> None:
         """An expert has been copied: its pages may go."""
         for item in expert_table(self._experts, self.spec, layer, expert).values():
@@ -216,29 +231,47 @@ class ModelLoader:
         return tensor
 
 
-class _LayerExperts(Sequence[ExpertWeights]):
+class _LayerExperts(Sequence[ExpertWeights | None]):
     """A layer's experts, each read when it is asked for; the one before is then let go.
 
-    So no more than one expert is in memory twice, dequantised and packed.
+    So no more than one expert is in memory twice, dequantised and packed. None: it is not held.
     """
 
-    def __init__(self, loader: ModelLoader, layer: int) -> None:
-        self._loader, self._layer = loader, layer
+    def __init__(self, loader: ModelLoader, layer: int, held: frozenset[int]) -> None:
+        most = loader.spec.router.num_experts
+        assert held and 0 <= min(held) <= max(held) < most, f"experts {sorted(held)} of {most}"
+        self._loader, self._layer, self._held = loader, layer, held
+        self._read: int | None = None
+
+    @property
+    def num_held(self) -> int:
+        """See moe_kernels.kernels.LazyExperts."""
+        return len(self._held)
 
     def __len__(self) -> int:
         return self._loader.spec.router.num_experts
 
     @overload
-    def __getitem__(self, index: int) -> ExpertWeights: ...
+    def __getitem__(self, index: int) -> ExpertWeights | None: ...
     @overload
-    def __getitem__(self, index: slice) -> Sequence[ExpertWeights]: ...
-    def __getitem__(self, index: int | slice) -> ExpertWeights | Sequence[ExpertWeights]:
+    def __getitem__(self, index: slice) -> Sequence[ExpertWeights | None]: ...
+    def __getitem__(
+        self, index: int | slice
+    ) -> ExpertWeights | None | Sequence[ExpertWeights | None]:
         assert isinstance(index, int), "experts are read one by one"
         if not 0 <= index < len(self):
             raise IndexError(index)
-        if index:
-            self._loader.drop_expert(self._layer, index - 1)
+        if index not in self._held:
+            return None
+        self.done()
+        self._read = index
         return self._loader.read_expert(self._layer, index)
+
+    def done(self) -> None:
+        """Let go of what was read last."""
+        if self._read is not None:
+            self._loader.drop_expert(self._layer, self._read)
+            self._read = None
 
 
 def _gate_and_up(fused: Tensor, names: ExpertNames) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Transfers by a torch.distributed process group: gloo between hosts, NCCL between GPUs.
 
-The group is made for one epoch and owned here, not registered as torch's default. Dropping it closes
-its sockets, which is what wakes peers that wait: gloo has no other way to interrupt a wait.
+The group is made for one epoch and owned here, not registered as torch's default. Dropping it
+closes its sockets, which wakes peers that wait: gloo has no other way to interrupt a wait.
 """
 
 from __future__ import annotations

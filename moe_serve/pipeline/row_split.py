@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from experts.placement.replica_choice import ReplicaChoice
 from experts.routed_rows import RoutedRows
 
 
@@ -30,7 +31,7 @@ class RowSplit:
     def __init__(self, ranks_of: Mapping[int, Sequence[Sequence[int]]], num_ranks: int) -> None:
         """`ranks_of[layer][expert]`: the ranks, numbered 0 .. num_ranks - 1, that hold it."""
         self._num_ranks = num_ranks
-        self._tables = {layer: _table(experts) for layer, experts in ranks_of.items()}
+        self._turns = {layer: _Turns.of(layer, experts) for layer, experts in ranks_of.items()}
 
     def split(self, layer: int, rows: RoutedRows) -> list[RankRows]:
         """One entry for each rank, in their order.
@@ -41,9 +42,7 @@ class RowSplit:
         """
         if self._num_ranks == 1:
             return [RankRows(None, rows.x_TD, rows.expert_ids_TK, rows.weights_TK)]
-        table_EM = self._tables[layer]
-        turn_T1 = torch.arange(len(rows.x_TD)).remainder_(table_EM.shape[1])[:, None]
-        rank_TK = table_EM[rows.expert_ids_TK, turn_T1]
+        rank_TK = self._turns[layer].ranks(rows.expert_ids_TK)
         return [self._part(rows, rank_TK == rank) for rank in range(self._num_ranks)]
 
     def _part(self, rows: RoutedRows, is_here_TK: Tensor) -> RankRows:
@@ -54,7 +53,24 @@ class RowSplit:
         return RankRows(rows_n, rows.x_TD[rows_n], ids_TK[rows_n], rows.weights_TK[rows_n])
 
 
-def _table(ranks_of: Sequence[Sequence[int]]) -> Tensor:
-    """[E, M]: column m names the rank that serves rows m, m + M, ...; M: the most replicas."""
-    most = max(len(ranks) for ranks in ranks_of)
-    return torch.tensor([[ranks[m % len(ranks)] for m in range(most)] for ranks in ranks_of])
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """A layer's ReplicaChoice as tensors."""
+
+    ranks_EM: Tensor
+    counts_E: Tensor
+    first_E: Tensor
+
+    @classmethod
+    def of(cls, layer: int, ranks_of: Sequence[Sequence[int]]) -> _Turns:
+        choice = ReplicaChoice.of(layer, ranks_of)
+        arrays = (choice.ranks_EM, choice.counts_E, choice.first_E)
+        return cls(*(torch.from_numpy(array) for array in arrays))
+
+    def ranks(self, expert_ids_TK: Tensor) -> Tensor:
+        """The rank of each choice [T, K]."""
+        if self.ranks_EM.shape[1] == 1:
+            return self.ranks_EM[:, 0][expert_ids_TK]
+        rows_T1 = torch.arange(len(expert_ids_TK))[:, None]
+        turns_TK = (rows_T1 + self.first_E[expert_ids_TK]) % self.counts_E[expert_ids_TK]
+        return self.ranks_EM[expert_ids_TK, turns_TK]

@@ -4,11 +4,11 @@ gloo moves bytes on a thread of its own, which competes with the kernels for the
 spins while the main thread holds a connection's lock: with a core for each rank, sends took
 milliseconds (docs/disaggregation.md). Here the main thread does everything. A sender copies its
 frame into memory that both sides have mapped and writes a notice of 24 bytes; a receiver that waits
-sleeps in poll(), and the kernel wakes it.
+sleeps in poll(), and the kernel wakes it. Memory is anonymous (memfd) and its descriptor goes with
+the notice, so nothing is left behind when a process is killed.
 
-Memory is anonymous (memfd) and its descriptor goes with the notice, so nothing is left behind when a
-process is killed. A message's slot is used again after its receiver has answered or begun another
-step, so at most one message per tag is under way.
+A slot is used again without asking: whoever sends rows gets an answer before the next rows of the
+same micro-batch. Nobody answers a frame without rows, so short frames go by the socket itself.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from moe_serve.pipeline.transfer import PeerLostError, Transfer
 _NOTICE = struct.Struct("<IIQd")  # tag, slot, size, when it was sent
 _SLOTS = 16  # a tag's slot is its rest: see step_shape.py, 8 micro-batches, 2 directions
 _MIN_BYTES = 1 << 16
+_NEW, _INLINE = 1 << 8, 1 << 9  # of a slot: its memory comes along; the message does
+_SHORT_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +68,16 @@ class SharedLink:
         self._poll.register(connection, select.POLLIN)
         self._out: dict[int, Tensor] = {}  # by slot
         self._in: dict[int, Tensor] = {}
-        self._arrived: dict[int, tuple[int, int, float]] = {}  # by tag: slot, size, when sent
+        self._arrived: dict[int, tuple[Tensor, float]] = {}  # by tag: what, and when it was sent
         self._rest, self._descriptors = b"", list[int]()
 
     def send(self, buffer: Tensor, tag: int, operation: object) -> Transfer:
         """See `Link.send`. Returns when the frame is copied."""
-        slot, size = tag % _SLOTS, len(buffer)
+        slot, size, now = tag % _SLOTS, len(buffer), time.monotonic()
+        if size <= _SHORT_BYTES:
+            notice = _NOTICE.pack(tag, slot | _INLINE, size, now)
+            self._notify(notice + buffer.numpy().tobytes(), [], operation)
+            return _Sent()
         memory, new = self._out.get(slot), list[int]()
         if memory is None or len(memory) < size:
             capacity = max(_MIN_BYTES, 1 << (size - 1).bit_length())
@@ -80,18 +86,23 @@ class SharedLink:
             memory = self._out[slot] = _mapped(descriptor, capacity)
             new = [descriptor]
         memory[:size].copy_(buffer)
-        notice = _NOTICE.pack(tag, slot | (_SLOTS if new else 0), size, time.monotonic())
         try:
-            if new:
-                socket.send_fds(self._socket, [notice], new)
-            else:
-                self._socket.sendall(notice)  # the socket holds hundreds of them
-        except OSError as error:
-            raise PeerLostError(self._peer, operation, error.strerror or str(error)) from None
+            notice = _NOTICE.pack(tag, slot | (_NEW if new else 0), size, now)
+            self._notify(notice, new, operation)
         finally:
             for descriptor in new:
                 os.close(descriptor)
         return _Sent()
+
+    def _notify(self, notice: bytes, descriptors: list[int], operation: object) -> None:
+        """The socket holds hundreds of notices, and few are under way at a time."""
+        try:
+            if descriptors:
+                socket.send_fds(self._socket, [notice], descriptors)
+            else:
+                self._socket.sendall(notice)
+        except OSError as error:
+            raise PeerLostError(self._peer, operation, error.strerror or str(error)) from None
 
     def receive(self, buffer: Tensor, tag: int, operation: object) -> Transfer:
         """See `Link.receive`."""
@@ -102,12 +113,13 @@ class SharedLink:
         deadline = time.monotonic() + self._timeout_s
         while tag not in self._arrived:
             self._read(deadline, operation)
-        slot, size, sent = self._arrived.pop(tag)
+        content, sent = self._arrived.pop(tag)
         if self._delay_s:
             time.sleep(max(0.0, sent + self._delay_s - time.monotonic()))
+        size = len(content)
         if size > len(buffer):
             raise PeerLostError(self._peer, operation, f"{size} bytes came for {len(buffer)}")
-        buffer[:size].copy_(self._in[slot][:size])
+        buffer[:size].copy_(content)
 
     def close(self) -> None:
         """Wakes the peer, should it wait."""
@@ -130,20 +142,28 @@ class SharedLink:
         self._descriptors += descriptors
         if not data:
             raise PeerLostError(self._peer, operation, "it closed the connection")
-        data = self._rest + data
-        whole = len(data) // _NOTICE.size * _NOTICE.size
-        self._rest = data[whole:]
-        for tag, slot, size, sent in _NOTICE.iter_unpack(data[:whole]):
-            self._note(tag, slot, size, sent)
+        self._rest += data
+        start = 0
+        while len(self._rest) - start >= _NOTICE.size:
+            tag, slot, size, sent = _NOTICE.unpack_from(self._rest, start)
+            end = start + _NOTICE.size + (size if slot & _INLINE else 0)
+            if end > len(self._rest):
+                break
+            self._note(tag, slot, size, sent, self._rest[start + _NOTICE.size : end])
+            start = end
+        self._rest = self._rest[start:]
 
-    def _note(self, tag: int, slot: int, size: int, sent: float) -> None:
-        if slot >= _SLOTS:  # new memory came with it
-            slot -= _SLOTS
-            descriptor = self._descriptors.pop(0)
-            capacity = os.fstat(descriptor).st_size
-            self._in[slot] = _mapped(descriptor, capacity)
-            os.close(descriptor)
-        self._arrived[tag] = (slot, size, sent)
+    def _note(self, tag: int, slot: int, size: int, sent: float, inline: bytes) -> None:
+        if slot & _INLINE:
+            content = torch.frombuffer(bytearray(inline), dtype=torch.uint8)
+        else:
+            if slot & _NEW:
+                descriptor = self._descriptors.pop(0)
+                memory = _mapped(descriptor, os.fstat(descriptor).st_size)
+                self._in[slot % _SLOTS] = memory
+                os.close(descriptor)
+            content = self._in[slot % _SLOTS][:size]
+        self._arrived[tag] = (content, sent)
 
 
 def _mapped(descriptor: int, capacity: int) -> Tensor:

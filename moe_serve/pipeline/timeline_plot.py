@@ -24,6 +24,7 @@ _LEGEND_COLOUR = "#5f6670"  # the tones without a micro-batch
 _BAR_HEIGHT = 0.72
 _WAITING_HEIGHT = 0.28
 _BACKGROUND = "#ffffff"
+_DENSE = 24  # bars of one stage, micro-batch and row
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def describe(metrics: TimelineMetrics) -> str:
     """The figures of the title."""
     pools = [f"{pool.role.value} {pool.bubble_ratio:.0%}" for pool in metrics.pools]
     mean_ms = metrics.elapsed_ns / metrics.num_steps / 1e6
-    step = f"{mean_ms:.2f} ms" if metrics.num_steps == 1 else f"{mean_ms:.2f} ms a step"
+    step = f"step {mean_ms:.2f} ms" if metrics.num_steps == 1 else f"{mean_ms:.2f} ms a step"
     return (
         f"{step}   |   idle: {', '.join(pools)}   |   "
         f"exposed communication {metrics.exposed_communication_ratio:.0%}, "
@@ -119,7 +120,8 @@ def draw_rows(axes: Any, tracks: Mapping[Track, Records]) -> None:
         if order[row].role is not order[row - 1].role:
             axes.axhline(row - 0.5, color="#909090", linewidth=0.8)
     axes.set_yticks(range(len(order)), [str(track) for track in order], fontsize=11)
-    axes.set_xlabel("ms; the numbers in the bars are layers", fontsize=10)
+    note = "; the numbers in the bars are layers" if axes.texts else ""
+    axes.set_xlabel(f"ms{note}", fontsize=10)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=10)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -150,13 +152,14 @@ def _draw_bars(
         axes.broken_barh(spans, place, facecolor=_WAITING_COLOUR, linewidth=0, zorder=1)
         return
     tone, colour = _TONES[stage], colour_of(micro_batch)
+    is_dense = len(spans) > _DENSE  # edges and hatches would cover such narrow bars
     axes.broken_barh(
         spans,
         (row - _BAR_HEIGHT / 2, _BAR_HEIGHT),
         facecolor=faded(colour, tone.depth),
         edgecolor=colour if tone.hatch else _BACKGROUND,
-        hatch=tone.hatch,
-        linewidth=0.4,
+        hatch="" if is_dense else tone.hatch,
+        linewidth=0 if is_dense else 0.4,
         zorder=2,
     )
 

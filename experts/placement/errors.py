@@ -1,0 +1,7 @@
+"""What is wrong with a placement that somebody wrote or asked for."""
+
+from __future__ import annotations
+
+
+class PlacementError(ValueError):
+    """One sentence with the numbers that disagree."""

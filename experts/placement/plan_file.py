@@ -1,0 +1,106 @@
+"""A placement as a JSON file.
+
+    {"format": "moe-serve placement", "version": 1, "num_ranks": 2, "num_experts": 3,
+     "layers": {"1": [[0], [0, 1], [1]], ...}}
+
+`layers` names the model's layers that have routed experts, by their number in the model; of each
+expert the ranks that hold it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from experts.placement.errors import PlacementError
+from experts.placement.plan import Placement, RanksOf
+
+FORMAT, VERSION = "moe-serve placement", 1
+_KEYS = {"format", "version", "num_ranks", "num_experts", "layers"}
+
+
+def read_placement(path: Path) -> Placement:
+    """Raises PlacementError with what is wrong; every expert of a file's layers is on a rank."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
+    except OSError as error:
+        raise PlacementError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:  # PlacementError too: the file is not named yet
+        raise PlacementError(f"{path} is not a JSON placement: {error}") from None
+    try:
+        return _placement(content)
+    except PlacementError as error:
+        raise PlacementError(f"{path}: {error}") from None
+
+
+def write_placement(placement: Placement, path: Path) -> None:
+    """One line a layer."""
+    assert not placement.lost, f"{len(placement.lost)} experts are on no rank"
+    layers = ",\n".join(
+        f'  "{layer}": {json.dumps(experts)}'
+        for layer, experts in sorted(placement.ranks_of.items())
+    )
+    head = json.dumps(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "num_ranks": placement.num_ranks,
+            "num_experts": placement.num_experts,
+        }
+    )
+    path.write_text(f'{head[:-1]}, "layers": {{\n{layers}\n}}}}\n', encoding="utf-8")
+
+
+def _placement(content: Any) -> Placement:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise PlacementError(f'It does not say "format": "{FORMAT}".')
+    if content.get("version") != VERSION:
+        raise PlacementError(f"Its version is {content.get('version')!r}; {VERSION} is read.")
+    if content.keys() != _KEYS:
+        missing, more = sorted(_KEYS - content.keys()), sorted(content.keys() - _KEYS)
+        raise PlacementError(f"Keys are missing ({missing}) or unknown ({more}).")
+    if not isinstance(content["layers"], dict):
+        raise PlacementError("Its layers are not an object of layer number to experts.")
+    layers = {}
+    for key, experts in content["layers"].items():
+        if not (key.isascii() and key.isdigit() and key == str(int(key))):
+            raise PlacementError(f"{key!r} is not the number of a layer.")
+        layers[int(key)] = _experts(key, experts)
+    numbers = {key: content[key] for key in ("num_ranks", "num_experts")}
+    for key, value in numbers.items():
+        if not _is_number(value):
+            raise PlacementError(f"{key} is {value!r}, not a number.")
+    placement = Placement(**numbers, ranks_of=layers)
+    if placement.lost:
+        first = placement.lost[0]
+        raise PlacementError(
+            f"{len(placement.lost)} experts are on no rank, the first is expert {first.expert} of "
+            f"layer {first.layer}."
+        )
+    return placement
+
+
+def _experts(layer: str, experts: Any) -> RanksOf:
+    if not isinstance(experts, list):
+        raise PlacementError(f"Layer {layer} is {experts!r}, not a list by expert.")
+    for expert, ranks in enumerate(experts):
+        if not isinstance(ranks, list) or not all(_is_number(rank) for rank in ranks):
+            raise PlacementError(
+                f"Layer {layer}, expert {expert}: {ranks!r} is not a list of rank numbers."
+            )
+    return tuple(map(tuple, experts))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A layer that is there twice would silently lose one of them."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise PlacementError(f"{repeated!r} is there twice.")
+    return content
