@@ -21,6 +21,11 @@ class ExpertStage:
     def __init__(self, layers: Sequence[LayerBanks | None]) -> None:
         self._layers = tuple(layers)  # None: a dense layer
 
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """The layers that have routed experts."""
+        return tuple(layer for layer, banks in enumerate(self._layers) if banks is not None)
+
     def run(self, layer: int, rows: RoutedRows) -> Tensor:
         return self._of(layer).total(rows.x_TD, rows.expert_ids_TK, rows.weights_TK)
 

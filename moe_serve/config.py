@@ -15,6 +15,7 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 KernelsName = Literal["auto", "native", "torch", "triton"]
 CudaGraphsName = Literal["auto", "on", "off"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+ExpertWeightsName = Literal["auto", "packed", "dequantised"]
 RouterSide = Literal["auto", "attention", "experts"]
 WireDtype = Literal["auto", "bf16", "fp8"]
 
@@ -27,6 +28,7 @@ class ModelConfig:
     dtype: DtypeName = "auto"  # auto: the checkpoint's own
     device: DeviceName = "auto"  # auto: cuda if there is one
     kernels: KernelsName = "auto"  # auto: triton on a GPU, native on a CPU where it builds
+    expert_weights: ExpertWeightsName = "auto"  # auto: packed where kernels can multiply them
     max_model_len: int | None = None  # None: the checkpoint's context
     num_threads: int | None = None  # CPU threads for the math; None: torch's choice
     cuda_graphs: CudaGraphsName = "auto"  # auto: where a GPU has the triton kernels
@@ -56,6 +58,7 @@ class PipelineConfig:
     """How a step is cut into micro-batches."""
 
     micro_batches: int | Literal["auto"] = "auto"  # auto: 1 colocated, else by measured times
+    timeline: str | None = None  # a file: what every rank did when, as a Chrome trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

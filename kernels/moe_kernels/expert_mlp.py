@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_kernels.kernels import ExpertWeights, GatedActivation
 from moe_kernels.linear import FastLinear, make_linear
+from moe_kernels.quantised_matrix import Weight, as_floats
 
 _SWIGLU = GatedActivation()
 # C: doubles from 2^16 to 2^17 are 2^-36 apart, so t + C - C is t's nearest multiple (ties: even).
@@ -32,12 +33,16 @@ class ExpertMLP:
 
     @classmethod
     def from_weights(
-        cls, weights: ExpertWeights, activation: GatedActivation = _SWIGLU
+        cls,
+        weights: ExpertWeights,
+        activation: GatedActivation = _SWIGLU,
+        dtype: torch.dtype = torch.float32,
     ) -> ExpertMLP:
+        """`dtype`: what quantised matrices become."""
         return cls(
-            make_linear(weights.gate, weights.gate_bias),
-            make_linear(weights.up, weights.up_bias),
-            make_linear(weights.down, weights.down_bias),
+            make_linear(as_floats(weights.gate, dtype), weights.gate_bias),
+            make_linear(as_floats(weights.up, dtype), weights.up_bias),
+            make_linear(as_floats(weights.down, dtype), weights.down_bias),
             activation,
         )
 
@@ -46,6 +51,38 @@ class ExpertMLP:
             return self.down(self.up.times(x_TD, self.gate.silu(x_TD)))
         hidden = activate(self.gate(x_TD).float(), self.up(x_TD).float(), self.activation)
         return self.down(hidden.to(x_TD.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedMLP:
+    """One expert in few bits, dequantised in every call: slower than ExpertMLP, and much smaller.
+
+    Its results have the bits of an ExpertMLP of the same matrices, dequantised at load.
+    """
+
+    weights: ExpertWeights
+    activation: GatedActivation = _SWIGLU
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        return ExpertMLP.from_weights(self.weights, self.activation, x_TD.dtype)(x_TD)
+
+
+def made_mlp(weights: ExpertWeights, activation: GatedActivation) -> ExpertMLP | QuantisedMLP:
+    """An expert ready to run; what it keeps of `weights` is its own."""
+    matrices = (weights.gate, weights.up, weights.down)
+    if all(isinstance(matrix, Tensor) for matrix in matrices):
+        return ExpertMLP.from_weights(weights, activation)
+    return QuantisedMLP(_copied(weights), activation)
+
+
+def _copied(weights: ExpertWeights) -> ExpertWeights:
+    biases = (weights.gate_bias, weights.up_bias, weights.down_bias)
+    return ExpertWeights(
+        weights.gate.clone(),
+        weights.up.clone(),
+        weights.down.clone(),
+        *(None if bias is None else bias.clone() for bias in biases),
+    )
 
 
 def activate(gate_TF: Tensor, up_TF: Tensor, activation: GatedActivation) -> Tensor:
@@ -58,7 +95,10 @@ def activate(gate_TF: Tensor, up_TF: Tensor, activation: GatedActivation) -> Ten
 
 
 def routed_experts(
-    x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, experts: Sequence[ExpertMLP | None]
+    x_TD: Tensor,
+    expert_ids_TK: Tensor,
+    weights_TK: Tensor,
+    experts: Sequence[ExpertMLP | QuantisedMLP | None],
 ) -> Tensor:
     """Weighted sum of each row's experts, [T, D] in fp64 (see combine_choices).
 
@@ -116,10 +156,14 @@ def routed_experts_reference(
         for expert_id, weight in zip(ids, row_weights, strict=True):
             e = weights[expert_id]
             gate, up = (
-                F.linear(x_TD[t], w.double(), None if b is None else b.double())
+                F.linear(x_TD[t], _double(w), None if b is None else b.double())
                 for w, b in ((e.gate, e.gate_bias), (e.up, e.up_bias))
             )
             hidden = activate(gate, up, activation)
             down_bias = None if e.down_bias is None else e.down_bias.double()
-            out_TD[t] += weight * F.linear(hidden, e.down.double(), down_bias)
+            out_TD[t] += weight * F.linear(hidden, _double(e.down), down_bias)
     return out_TD
+
+
+def _double(weight: Weight) -> Tensor:
+    return as_floats(weight, torch.float64).double()

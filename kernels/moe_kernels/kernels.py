@@ -21,6 +21,8 @@ from moe_kernels.attention_shape import (
     StepTokens,
 )
 from moe_kernels.fixed_attention import DecodeRoom, FixedAttention
+from moe_kernels.matrix_form import MatrixForm, PackedLayout
+from moe_kernels.quantised_matrix import Weight
 from moe_kernels.routing import RouterShape
 
 
@@ -72,11 +74,14 @@ class GatedActivation:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """One expert: gate and up are [F, D], down is [D, F]; biases [F], [F], [D], all or none."""
+    """One expert: gate and up are [F, D], down is [D, F]; biases [F], [F], [D], all or none.
 
-    gate: Tensor
-    up: Tensor
-    down: Tensor
+    Gate and up are both tensors, or both quantised matrices of one form; down may be another.
+    """
+
+    gate: Weight
+    up: Weight
+    down: Weight
     gate_bias: Tensor | None = None
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
@@ -167,6 +172,15 @@ class Kernels(Protocol):
         it may become a CUDA graph, with the plans that `fixed_attention` makes."""
         ...
 
+    @property
+    def has_packed_products(self) -> bool:
+        """Whether packed experts are multiplied as they are, not dequantised in every call."""
+        ...
+
+    def packed_layout(self, form: MatrixForm) -> PackedLayout | str:
+        """How `experts` would hold quantised matrices of this form; if it cannot, why."""
+        ...
+
     def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Linear:
         """Make a linear layer; the weight may be repacked, and need not be kept by the caller."""
         ...
@@ -182,7 +196,10 @@ class Kernels(Protocol):
     def experts(
         self, experts: Sequence[ExpertWeights | None], activation: GatedActivation
     ) -> ExpertBank:
-        """Make a layer's bank; None stands for an expert that lives elsewhere."""
+        """Make a layer's bank; None stands for an expert that lives elsewhere.
+
+        All experts are of the same forms, for which `packed_layout` has given a layout.
+        """
         ...
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:

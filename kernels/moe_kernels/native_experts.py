@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_kernels.kernels import ExpertWeights, GatedActivation, num_held
 from moe_kernels.native_library import Float, Int, NativeLibrary, Pointer, num_panels
+from moe_kernels.quantised_matrix import only_floats
 
 
 class _ExpertsStruct(ctypes.Structure):
@@ -86,20 +87,21 @@ class NativeExperts:
 
     def _add(self, expert_id: int, slot: int, most: int, expert: ExpertWeights) -> None:
         """Pack an expert. Memory for `most` is reserved at once, and taken when it is written."""
-        native, (f, d) = self._native, expert.gate.shape
-        assert expert.gate.dtype == native.dtype, f"{expert.gate.dtype} expert for {native.dtype}"
+        gate, up, down = (only_floats(w) for w in (expert.gate, expert.up, expert.down))
+        native, (f, d) = self._native, gate.shape
+        assert gate.dtype == native.dtype, f"{gate.dtype} expert for {native.dtype}"
         up_panels, down_panels = 2 * num_panels(f), num_panels(d)
         sizes = [native.packed_size(up_panels, d), native.packed_size(down_panels, f)]
         if self._memory is None:
             self._f, self._d = f, d
             self._memory = native.empty_packed(most, sum(sizes))
         assert (f, d) == (self._f, self._d), f"expert {expert_id} is {f} x {d}, others are not"
-        gate_up, down = self._memory[slot].split(sizes)
-        native.pack(expert.gate, gate_up, up_panels, first=0, stride=2)
-        native.pack(expert.up, gate_up, up_panels, first=1, stride=2)
-        native.pack(expert.down, down, down_panels)
-        self._gate_up.put(expert_id, gate_up)
-        self._down.put(expert_id, down)
+        packed_gate_up, packed_down = self._memory[slot].split(sizes)
+        native.pack(gate, packed_gate_up, up_panels, first=0, stride=2)
+        native.pack(up, packed_gate_up, up_panels, first=1, stride=2)
+        native.pack(down, packed_down, down_panels)
+        self._gate_up.put(expert_id, packed_gate_up)
+        self._down.put(expert_id, packed_down)
         if expert.gate_bias is not None:
             assert expert.up_bias is not None and expert.down_bias is not None, "all or none"
             both = torch.cat((expert.gate_bias, expert.up_bias)).float()

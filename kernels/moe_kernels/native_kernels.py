@@ -30,6 +30,7 @@ from moe_kernels.kernels import (
     Linear,
     RouterLinear,
 )
+from moe_kernels.matrix_form import MatrixForm
 from moe_kernels.native_attention import NativePlan
 from moe_kernels.native_experts import NativeExperts
 from moe_kernels.native_front import NativeFront
@@ -55,6 +56,7 @@ class NativeKernels:
     """Implements Kernels. `num_threads` is fixed at construction."""
 
     has_own_threads = True
+    has_packed_products = False
     can_be_captured = False
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int) -> None:
@@ -64,6 +66,9 @@ class NativeKernels:
         self._add = self._native.function("moe_add")
         self._route = library.moe_route
         self._routers: dict[RouterShape, _RouterStruct] = {}
+
+    def packed_layout(self, form: MatrixForm) -> str:
+        return "the native kernels, unlike the torch and triton ones, hold floats only"
 
     def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Linear:
         return NativeLinear(self._native, weight_NK, bias_N)

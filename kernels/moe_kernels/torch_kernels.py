@@ -15,10 +15,11 @@ from moe_kernels.attention_shape import (
     RotaryTable,
     StepTokens,
 )
-from moe_kernels.expert_mlp import ExpertMLP, routed_experts
+from moe_kernels.expert_mlp import ExpertMLP, QuantisedMLP, made_mlp, routed_experts
 from moe_kernels.fixed_attention import DecodeRoom, ReplannedAttention
 from moe_kernels.kernels import ExpertBank, ExpertWeights, GatedActivation, KVPages, LayerFrontParts
 from moe_kernels.linear import FastLinear, make_linear
+from moe_kernels.matrix_form import MatrixForm, PackedLayout
 from moe_kernels.norm import rms_norm, rotate
 from moe_kernels.paged_attention import paged_attention
 from moe_kernels.routing import RouterShape, route
@@ -27,7 +28,7 @@ from moe_kernels.routing import RouterShape, route
 class TorchExperts:
     """Implements ExpertBank: one MLP per activated expert."""
 
-    def __init__(self, experts: Sequence[ExpertMLP | None]) -> None:
+    def __init__(self, experts: Sequence[ExpertMLP | QuantisedMLP | None]) -> None:
         self._experts = tuple(experts)
 
     def __call__(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -64,10 +65,15 @@ class TorchKernels:
     """Implements Kernels."""
 
     has_own_threads = False
+    has_packed_products = False
     can_be_captured = False  # experts are looped over on the host
 
     def __init__(self, name: str = "torch") -> None:
         self.name = name
+
+    def packed_layout(self, form: MatrixForm) -> PackedLayout:
+        """As the checkpoint has them."""
+        return PackedLayout(form.name, form.bits)
 
     def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> FastLinear:
         return make_linear(weight_NK, bias_N)
@@ -81,9 +87,7 @@ class TorchKernels:
     def experts(
         self, experts: Sequence[ExpertWeights | None], activation: GatedActivation
     ) -> ExpertBank:
-        return TorchExperts(
-            [None if e is None else ExpertMLP.from_weights(e, activation) for e in experts]
-        )
+        return TorchExperts([None if e is None else made_mlp(e, activation) for e in experts])
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         return rms_norm(x_TD, weight_D, eps)

@@ -62,6 +62,12 @@ Placement = Annotated[
         help="A file: which expert on which rank. Default: equal runs.", rich_help_panel=RANKS
     ),
 ]
+TimelineFile = Annotated[
+    str | None,
+    typer.Option(
+        "--timeline", help="Record every rank's stages into this file.", rich_help_panel=RANKS
+    ),
+]
 Host = Annotated[str | None, typer.Option(help="Address to listen on.", rich_help_panel=HTTP)]
 Port = Annotated[
     int | None, typer.Option(help="Port to listen on; 0 takes a free one.", rich_help_panel=HTTP)
@@ -99,6 +105,7 @@ def serve(
     attention_ranks: AttentionRanks = None,
     expert_ranks: ExpertRanks = None,
     placement: Placement = None,
+    timeline: TimelineFile = None,
     host: Host = None,
     port: Port = None,
     api_key: ApiKey = None,
@@ -124,6 +131,7 @@ def serve(
         "cluster.attention_ranks": attention_ranks,
         "cluster.expert_ranks": expert_ranks,
         "cluster.placement": placement,
+        "pipeline.timeline": timeline,
         "server.host": host,
         "server.port": port,
         "server.api_keys": api_key or None,

@@ -21,7 +21,7 @@ from moe_serve.engine.layout import Layout
 from moe_serve.http.app import create_app
 from moe_serve.http.served_model import ServedModel
 from moe_serve.http.server import run_server
-from moe_serve.model.loader import LoadProgress
+from moe_serve.model.model_tensors import LoadProgress
 from moe_serve.text.chat_template import ChatTemplate
 from moe_serve.text.tokenizer import Tokenizer
 
@@ -72,19 +72,15 @@ def describe_layout(layout: Layout) -> Mapping[str, str]:
     plural = "" if layout.num_threads == 1 else "s"
     threads = f"; {layout.num_threads} thread{plural}" if layout.device == "cpu" else ""
     num_tokens = layout.num_pages * layout.page_size
-    weights = {} if layout.weight_format == "plain" else {"weights": _weights_row(layout)}
+    weights = f"{layout.weight_format}, {layout.expert_weights}"
     return {
-        **weights,
+        **({} if layout.weight_format == "plain" else {"weights": weights}),
         "kernels": layout.kernels,
         **({} if layout.cuda_graphs is None else {"graphs": layout.cuda_graphs}),
         "layout": f"{layout.stages}{threads}",
         "cache": f"{layout.num_pages} KV pages of {layout.page_size} tokens = {num_tokens} tokens "
         f"({layout.kv_bytes / 2**20:.1f} MiB)",
     }
-
-
-def _weights_row(layout: Layout) -> str:
-    return f"{layout.weight_format}, dequantised to {layout.dtype} while loading"
 
 
 def _model_row(name: str, folder: Path, layout: Layout) -> str:

@@ -35,12 +35,14 @@ from moe_serve.engine.build import (
 )
 from moe_serve.engine.sampler import Sampled, Sampler
 from moe_serve.engine.step_executor import LocalExecutor, RowFailure, StepOutcome
-from moe_serve.model.loader import LoadProgress
+from moe_serve.model.model_tensors import LoadProgress
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.data_group import DataGroup
 from moe_serve.pipeline.group_transport import GroupTransport
 from moe_serve.pipeline.pipeline import Pipeline
+from moe_serve.pipeline.stage_log import StageLog
 from moe_serve.pipeline.step_shape import StepShape
+from moe_serve.pipeline.timeline import NO_LAYER, NO_MICRO_BATCH, Stage
 from moe_serve.pipeline.transfer import PeerLostError
 
 _log = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ class AttentionRank:
         )
         self._sampler = Sampler(eos_token_ids_of(folder, self._spec))
         self._mirrors = Mirrors()
+        self._log = StageLog(configure.is_recording)
         self._group: DataGroup | None = None
         self._transport: GroupTransport | None = None
         self._executor: LocalExecutor | None = None
@@ -78,6 +81,7 @@ class AttentionRank:
             dtype=str(loader.dtype).removeprefix("torch."),
             device=str(loader.device),
             weight_format=loader.weight_format,
+            expert_weights=loader.expert_weights,
             load_seconds=self._seconds,
         )
 
@@ -94,8 +98,11 @@ class AttentionRank:
             wire=wire_of(join, configure, self._spec, loader.dtype),
             split=None if configure.router_on_experts else split_of(join),
             sparse_layers=sparse_layers(self._spec),
+            log=self._log,
         )
-        pipeline = Pipeline(self._part.stage, self._transport, self._part.cache, loader.device)
+        pipeline = Pipeline(
+            self._part.stage, self._transport, self._part.cache, loader.device, self._log
+        )
         self._executor = LocalExecutor(pipeline, self._sampler)
 
     def leave(self) -> None:
@@ -134,7 +141,8 @@ class AttentionRank:
         self, order: RunStep, plan: StepPlan, transport: GroupTransport, executor: LocalExecutor
     ) -> Report:
         """A step that fails here is walked to its end, so that the others are not held up."""
-        clock = time.monotonic()
+        log = self._log
+        log.begin(order.step)
         try:
             outcome = executor.run(plan, self._mirrors.sequences)
         except PeerLostError:
@@ -143,8 +151,10 @@ class AttentionRank:
             _log.exception("step %d failed", order.step)
             transport.abandon()
             return self._failed(order, str(error), None)
-        whole = time.monotonic() - clock
-        return self._done(order, outcome, StageSeconds(whole=whole))
+        log.add(Stage.SAMPLE, NO_LAYER, NO_MICRO_BATCH, len(outcome.sampled), log.end)
+        whole = log.finish(sum(batch.num_tokens for batch in plan.micro_batches))
+        busy = log.layers_s - log.waited_s
+        return self._done(order, outcome, StageSeconds(busy, log.waited_s, whole))
 
     def _done(self, order: RunStep, outcome: StepOutcome, seconds: StageSeconds) -> StepDone:
         sampled: dict[int, Sampled] = {}
@@ -162,6 +172,7 @@ class AttentionRank:
             failures=failures,
             prompt_logprobs=outcome.prompt_logprobs,
             seconds=seconds,
+            records=self._log.take(),
         )
 
     def _failed(self, order: RunStep, why: str, peer: str | None) -> StepFailed:

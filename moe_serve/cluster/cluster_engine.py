@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from moe_serve.cluster.coordinator import Coordinator, RankLostError
 from moe_serve.cluster.messages import StepDone
+from moe_serve.cluster.pool_watch import PoolWatch
 from moe_serve.cluster.remote_executor import RemoteExecutor, as_outcome
 from moe_serve.engine.client import EngineStats
 from moe_serve.engine.engine import Engine
@@ -18,7 +20,6 @@ from moe_serve.model.step_plan import StepPlan
 _log = logging.getLogger(__name__)
 
 MakeEngine = Callable[[RemoteExecutor, "itertools.count[int]"], Engine]
-ChooseMicroBatches = Callable[[Sequence[int]], int]  # sequences of each rank -> m
 
 
 class ClusterEngine:
@@ -29,11 +30,11 @@ class ClusterEngine:
         self,
         coordinator: Coordinator,
         make_engine: MakeEngine,
-        choose_micro_batches: ChooseMicroBatches,
+        watch: PoolWatch,
         close: Callable[[], None],
     ) -> None:
         self._coordinator, self._make, self._close = coordinator, make_engine, close
-        self._choose = choose_micro_batches
+        self._watch = watch
         self._ids = itertools.count()
         self._engines: dict[str, Engine] = {}
         self._executors: dict[str, RemoteExecutor] = {}
@@ -102,7 +103,8 @@ class ClusterEngine:
     def stats(self) -> EngineStats:
         """The sums over all ranks."""
         each = [engine.stats() for engine in self._engines.values()]
-        return _sum_of(each, self._past, len(self._homeless))
+        total = _sum_of(each, self._past, len(self._homeless))
+        return replace(total, pools=self._watch.stats())
 
     def check_integrity(self) -> None:
         """See `Engine.check_integrity`."""
@@ -118,7 +120,7 @@ class ClusterEngine:
 
     def _run(self, plans: dict[str, StepPlan]) -> dict[str, StepDone | Exception]:
         """Cut all ranks' steps alike, and run them together."""
-        count = self._choose([len(plan.slices) for plan in plans.values()])
+        count = self._watch.choose(plans, len(self._coordinator.epoch.experts))
         works = {}
         for name in plans:
             engine = self._engines[name]
@@ -145,6 +147,7 @@ class ClusterEngine:
         """Requests of a lost rank start again elsewhere, with the tokens that they have."""
         engine = self._engines.pop(name)
         del self._executors[name]
+        self._watch.forget(name)
         stats, sequences = engine.stats(), engine.surrender()
         self._past.append(stats)
         _log.warning("%s is lost: %d requests move", name, len(sequences))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from moe_serve.cluster.messages import (
     TakeExperts,
     TookExperts,
 )
+from moe_serve.cluster.pool_watch import PoolWatch
 from moe_serve.cluster.rank_link import Event
 from moe_serve.cluster.roster import Phase, RankState
 from moe_serve.errors import ChannelClosedError, ClusterError, MoeServeError
@@ -83,6 +84,11 @@ class Flight:
     results: dict[str, StepDone | Exception] = field(default_factory=dict)
     broken: str | None = None  # why it must be repeated
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether all who were in it came to its end."""
+        return self.broken is None and all(isinstance(r, StepDone) for r in self.results.values())
+
 
 class Coordinator:
     """Used by the engine thread only."""
@@ -91,6 +97,7 @@ class Coordinator:
         self,
         membership: Membership,
         placement: Placement,
+        watch: PoolWatch,
         *,
         store_host: str,
         store_port: int,
@@ -103,7 +110,7 @@ class Coordinator:
         self._epoch, self._step = Epoch(), 0
         self._is_broken = True  # no epoch, or one that somebody left
         self.num_repeats = 0
-        self.on_served: Callable[[str, StepServed], None] = lambda name, report: None
+        self._watch = watch
 
     @property
     def epoch(self) -> Epoch:
@@ -143,7 +150,9 @@ class Coordinator:
             for name in [n for n in left if n not in self._epoch.attention]:
                 results[name] = RankLostError(f"{name} is away")
                 del left[name]
+            start = time.perf_counter()
             flight = self._fly(left)
+            self._watch.ended(flight.step, time.perf_counter() - start, flight.is_sound)
             results |= flight.results
             left = {n: work.again for n, work in left.items() if n not in results}
             if flight.broken is not None:
@@ -172,6 +181,7 @@ class Coordinator:
         rows = [works[name].rows if name in works else () for name in epoch.attention]
         if not works:
             return flight
+        self._watch.began(self._step)
         head: dict[str, Any] = {"epoch": epoch.number, "step": self._step, "rows": rows}
         for name in epoch.experts:
             self._send(name, ServeStep(**head))
@@ -235,8 +245,8 @@ class Coordinator:
             members = (*self._epoch.attention, *self._epoch.experts)
             if any(not self._is_in(name) for name in members):
                 self._is_broken = True
-            if isinstance(event.report, StepServed):
-                self.on_served(event.name, event.report)
+            if isinstance(event.report, StepServed | StepDone) and event.link is not None:
+                self._watch.heard(event.name, event.report, event.link.clock_offset_ns)
         return event
 
     def _is_in(self, name: str) -> bool:

@@ -29,6 +29,7 @@ from moe_serve.pipeline.data_group import DataGroup
 from moe_serve.pipeline.expert_loop import ExpertLoop
 from moe_serve.pipeline.group_transport import GroupTransport
 from moe_serve.pipeline.row_split import RowSplit
+from moe_serve.pipeline.stage_log import StageLog
 from moe_serve.pipeline.step_shape import StepShape
 from moe_serve.pipeline.transfer import PeerLostError
 from moe_serve.pipeline.wire import WireFormat, make_wire_format
@@ -128,6 +129,7 @@ def _attention_side(setup: ExchangeSetup, group: DataGroup, store: Any) -> list[
         wire=setup.wire,
         split=RowSplit({}, 1),
         sparse_layers=_LAYERS,
+        log=StageLog(),
     )
     try:
         clocks: dict[int, list[tuple[float, float, float]]] = {}
@@ -181,6 +183,7 @@ def _expert_side(setup: ExchangeSetup) -> None:
         attention_ranks=[_ATTENTION],
         wire=setup.wire,
         sparse_layers=_LAYERS,
+        log=StageLog(),
     )
     for shape in _shapes(setup):
         own = time.process_time()

@@ -30,9 +30,10 @@ from moe_serve.cluster.rank_name import RankName
 from moe_serve.engine.build import device_of, open_loader
 from moe_serve.errors import MoeServeError
 from moe_serve.model.expert_choice import Router, choose_experts
-from moe_serve.model.loader import LoadProgress
+from moe_serve.model.model_tensors import LoadProgress
 from moe_serve.pipeline.data_group import DataGroup
 from moe_serve.pipeline.expert_loop import ExpertLoop
+from moe_serve.pipeline.stage_log import StageLog
 from moe_serve.pipeline.step_shape import StepShape
 from moe_serve.pipeline.transfer import PeerLostError
 from moe_serve.pipeline.wire import WireError
@@ -54,6 +55,7 @@ class ExpertRank:
         layers = range(self._spec.num_layers)
         self._stage = self._loader.expert_stage([configure.held.get(i, ()) for i in layers])
         self._routers = self._loader.routers() if configure.router_on_experts else None
+        self._log = StageLog(configure.is_recording)
         self._group: DataGroup | None = None
         self._loop: ExpertLoop | None = None
         self._seconds = time.monotonic() - clock
@@ -69,6 +71,7 @@ class ExpertRank:
             dtype=str(loader.dtype).removeprefix("torch."),
             device=str(loader.device),
             weight_format=loader.weight_format,
+            expert_weights=loader.expert_weights,
             load_seconds=self._seconds,
         )
 
@@ -88,6 +91,7 @@ class ExpertRank:
             sparse_layers=sparse_layers(self._spec),
             route=self._route if is_routing else None,
             split=split_of(join) if is_routing else None,
+            log=self._log,
         )
 
     def leave(self) -> None:
@@ -112,13 +116,18 @@ class ExpertRank:
     def _serve(self, order: ServeStep) -> Report:
         if self._loop is None or self._group is None or self._group.epoch != order.epoch:
             return self._failed(order, "it is in no data group of this epoch", str(self._name))
-        clock = time.monotonic()
+        log = self._log
+        log.begin(order.step)
         rows = tuple(tuple(counts) for counts in order.rows)
         try:
             self._loop.run(StepShape(order.epoch, order.step, rows))
-            seconds = StageSeconds(whole=time.monotonic() - clock)
+            whole = log.finish(sum(sum(counts) for counts in rows))
             return StepServed(
-                epoch=order.epoch, step=order.step, failure=self._loop.failure, seconds=seconds
+                epoch=order.epoch,
+                step=order.step,
+                failure=self._loop.failure,
+                seconds=StageSeconds(whole - log.waited_s, log.waited_s, whole),
+                records=log.take(),
             )
         except PeerLostError as error:
             peer, why = error.peer, str(error)

@@ -15,7 +15,8 @@ from moe_serve.cache.kv_cache import KVCache
 from moe_serve.config import PAGE_SIZE
 from moe_serve.errors import ConfigError
 from moe_serve.model.attention_stage import AttentionStage
-from moe_serve.model.loader import LoadProgress, ModelLoader
+from moe_serve.model.loader import ModelLoader
+from moe_serve.model.model_tensors import LoadProgress
 from moe_serve.model.spec import ModelSpec
 
 _MAX_LAYERS = 8  # measured of one kind; they take turns, as a step's do, so no layer stays cached

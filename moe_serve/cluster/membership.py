@@ -6,7 +6,6 @@ processes that ended, for silence, and starts what is due.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
@@ -16,18 +15,28 @@ from typing import Any
 
 from moe_serve.cluster.channel import Channel
 from moe_serve.cluster.heartbeat import Heartbeats
-from moe_serve.cluster.messages import Configure, Hello, Loaded, Loading, Stop, Unwell
+from moe_serve.cluster.messages import (
+    Configure,
+    Examined,
+    Hello,
+    Loaded,
+    Loading,
+    Stop,
+    Unwell,
+)
+from moe_serve.cluster.preflight_round import PreflightRound
 from moe_serve.cluster.rank_link import Event, Gone, Inbox, RankLink
 from moe_serve.cluster.rank_name import RankName
 from moe_serve.cluster.rank_starter import RankStarter
 from moe_serve.cluster.roster import Phase, RankState, Roster
-from moe_serve.errors import ChannelClosedError, ClusterError, ConfigError, MoeServeError
-from moe_serve.model.loader import LoadProgress
+from moe_serve.errors import ClusterError, ConfigError, MoeServeError
+from moe_serve.model.model_tensors import LoadProgress
 
 _log = logging.getLogger(__name__)
 
 _WATCH_S = 0.05
 _LAST_WORDS_S = 2.0
+_PREFLIGHT_S = 120.0  # for processes to start and import torch, also from a slow file system
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0  # between two starts of a rank that keeps dying
 
 
@@ -44,6 +53,7 @@ class Membership:
         self.roster, self._configure, self._weights = roster, configure, weights
         self.inbox: Inbox = queue.SimpleQueue()
         self._starter: RankStarter | None = None
+        self._preflight: PreflightRound | None = None  # while it goes on
         self._beats: Heartbeats[str] = Heartbeats(heartbeat_s)
         self._lock = threading.Lock()  # of the beats and of what is due
         self._due: dict[str, float] = {}  # when to start a rank
@@ -57,13 +67,20 @@ class Membership:
         """A connection that proved itself. Called on any thread."""
         RankLink(channel, self.inbox, self._beat)
 
-    def start(self, starter: RankStarter, timeout_s: float, progress: LoadProgress | None) -> None:
+    def start(
+        self,
+        starter: RankStarter,
+        preflight: PreflightRound,
+        timeout_s: float,
+        progress: LoadProgress | None,
+    ) -> None:
         """Start all ranks and wait until they have loaded; raises what keeps one from it."""
-        self._starter = starter
+        self._starter, self._preflight = starter, preflight
         for state in self.roster.all():
             self._start(state.name)
         threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
         deadline = time.monotonic() + timeout_s
+        self._pass_preflight(preflight, min(timeout_s, _PREFLIGHT_S))
         while waiting := [s for s in self.roster.all() if s.phase is not Phase.READY]:
             event = self.next_event(deadline - time.monotonic())
             if event is None:
@@ -72,13 +89,40 @@ class Membership:
                     f"after {timeout_s:g} s these ranks are not ready: {names}. Look at their "
                     "output, or raise cluster.start_timeout_s."
                 )
-            if isinstance(event.report, Unwell):
-                raise ConfigError(f"{event.name} cannot serve: {event.report.why}")
-            if isinstance(event.report, Gone):
-                raise ClusterError(f"{event.name} ended while it started: {self._cause(event)}")
+            self._check_start(event)
             if progress is not None:
                 counts = list(self._loading.values())
                 progress(sum(done for done, _ in counts), sum(total for _, total in counts))
+
+    def _pass_preflight(self, preflight: PreflightRound, timeout_s: float) -> None:
+        """Nobody loads before everybody is there and fits; raises ClusterError with what does not.
+
+        Ranks that come later, restarted, are only held to the hash of their weights.
+        """
+        deadline, is_asked = time.monotonic() + timeout_s, False
+        while not preflight.is_done:
+            if preflight.has_all_come and not is_asked:
+                is_asked = True
+                for state in self.roster.all():
+                    state.send(preflight.order)
+            event = self.next_event(deadline - time.monotonic())
+            if event is None:
+                break
+            self._check_start(event)
+            if isinstance(event.report, Examined):
+                preflight.examined(event.name, event.report)
+        if problems := preflight.problems(timeout_s):
+            raise ClusterError("\n".join(map(str, problems)))
+        self._preflight = None
+        for state in self.roster.all():
+            state.send(self._configure(state.name))
+
+    def _check_start(self, event: Event) -> None:
+        """What no rank may do before all have loaded."""
+        if isinstance(event.report, Unwell):
+            raise ConfigError(f"{event.name} cannot serve: {event.report.why}")
+        if isinstance(event.report, Gone):
+            raise ClusterError(f"{event.name} ended while it started: {self._cause(event)}")
 
     def _cause(self, event: Event) -> str:
         """Why a rank is gone; its process may tell more a moment after its connection does."""
@@ -118,9 +162,7 @@ class Membership:
         """End all ranks."""
         self._is_closing.set()
         for state in self.roster.all():
-            if state.link is not None:
-                with contextlib.suppress(ChannelClosedError):  # it left before
-                    state.link.send(Stop())
+            state.send(Stop())
         if self._starter is not None:
             self._starter.stop()
         for state in self.roster.all():
@@ -153,10 +195,10 @@ class Membership:
             link.close()
             return
         state.link, state.phase = link, Phase.LOADING
-        try:
-            link.send(self._configure(state.name))
-        except ChannelClosedError:
-            return  # its reader tells
+        if self._preflight is None:
+            state.send(self._configure(state.name))
+        elif isinstance(event.report, Hello):
+            self._preflight.came(event.report)
 
     def _take_in(self, state: RankState, report: Loaded) -> None:
         if report.weights_hash != self._weights:

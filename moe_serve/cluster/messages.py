@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from moe_serve.cluster.probe import ProbeResult, ProbeTarget
 from moe_serve.config import EngineConfig
 from moe_serve.engine.request import TokenLogprob
 from moe_serve.engine.sampler import Sampled
@@ -21,8 +22,16 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=T
     """Fields in order, without their names."""
 
 
+class Examine(_Message, frozen=True):
+    """Before anything is loaded: which files, and whose ports, does this rank see?"""
+
+    folder: str
+    targets: Sequence[ProbeTarget]
+    timeout_s: float
+
+
 class Configure(_Message, frozen=True):
-    """The first order: what to load."""
+    """What to load."""
 
     config: EngineConfig
     folder: str
@@ -136,7 +145,15 @@ class Hello(_Message, frozen=True):
     pid: int
     host: str
     versions: Mapping[str, str]
-    files: Sequence[FileMark] = ()
+    probe_port: int = 0  # open until it is configured, for others to try
+
+
+class Examined(_Message, frozen=True):
+    """The answer to Examine; `why`: the files could not be read."""
+
+    files: Sequence[FileMark]
+    probes: Sequence[ProbeResult]
+    why: str | None = None
 
 
 class Loading(_Message, frozen=True):
@@ -156,6 +173,7 @@ class Loaded(_Message, frozen=True):
     dtype: str
     device: str
     weight_format: str
+    expert_weights: str
     load_seconds: float
 
 
@@ -218,9 +236,10 @@ class TookExperts(_Message, frozen=True):
 
 
 class Heartbeat(_Message, frozen=True):
-    """Still here; `step`: the last one begun."""
+    """Still here; `step`: the last one begun, `clock_ns`: time.perf_counter_ns() there."""
 
     step: int
+    clock_ns: int
 
 
 class Unwell(_Message, frozen=True):
@@ -229,9 +248,12 @@ class Unwell(_Message, frozen=True):
     why: str
 
 
-Order = Configure | Join | RunStep | ServeStep | QueryPages | TakeExperts | DropExperts | Stop
+Order = (
+    Examine | Configure | Join | RunStep | ServeStep | QueryPages | TakeExperts | DropExperts | Stop
+)
 Report = (
     Hello
+    | Examined
     | Loading
     | Loaded
     | Joined

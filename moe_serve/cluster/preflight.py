@@ -78,9 +78,9 @@ def absent_ranks(
         if not absent:
             continue
         if len(absent) == len(names):
-            text = f"no rank of the node {node} came within {waited_s:g} s: {_listed(absent)}."
+            text = f"no rank of {node} came within {waited_s:g} s: {_listed(absent)}."
         else:
-            some = f"{len(names) - len(absent)} of the {len(names)} ranks of the node {node} came"
+            some = f"{len(names) - len(absent)} of the {len(names)} ranks of {node} came"
             text = f"{some} within {waited_s:g} s; missing: {_listed(absent)}."
         yield Problem(kind="absent", text=text, ranks=absent)
 

@@ -27,6 +27,10 @@ class RankStarter(Protocol):
         """Start a rank's process; raises ClusterError."""
         ...
 
+    def place_of(self, rank: RankName) -> str:
+        """The node of a rank, in words for its user."""
+        ...
+
     def kill(self, rank: RankName) -> None:
         """Make sure that the process does not run any more, also when it is frozen."""
         ...
@@ -59,6 +63,9 @@ class LocalStarter:
             environment=self._secret.environment(),
             num_threads=self._num_threads,
         )
+
+    def place_of(self, rank: RankName) -> str:
+        return "this host"
 
     def kill(self, rank: RankName) -> None:
         self._processes.kill(str(rank))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from moe_serve.cluster.expert_cover import Held
-from moe_serve.cluster.messages import Loaded
+from moe_serve.cluster.messages import Loaded, Order
 from moe_serve.cluster.rank_link import RankLink
 from moe_serve.cluster.rank_name import RankName
+from moe_serve.errors import ChannelClosedError
 
 
 class Phase(enum.Enum):
@@ -31,6 +33,12 @@ class RankState:
     loaded: Loaded | None = None
     num_starts: int = 0
     extra: Held = field(default_factory=dict)  # experts beside its own
+
+    def send(self, order: Order) -> None:
+        """To a rank that may be gone: its reader tells."""
+        if self.link is not None:
+            with contextlib.suppress(ChannelClosedError):
+                self.link.send(order)
 
     def lose(self) -> None:
         """Back to the beginning."""

@@ -11,17 +11,18 @@ import os
 import signal
 import sys
 import threading
+import time
 from typing import Any
 
 import msgspec
-import torch
 
-from moe_serve import __version__
 from moe_serve.cluster.attention_rank import AttentionRank
 from moe_serve.cluster.channel import Channel, connect
+from moe_serve.cluster.examine import examine, versions
 from moe_serve.cluster.expert_rank import ExpertRank
 from moe_serve.cluster.messages import (
     Configure,
+    Examine,
     Heartbeat,
     Hello,
     Join,
@@ -35,6 +36,7 @@ from moe_serve.cluster.messages import (
     Unwell,
 )
 from moe_serve.cluster.parent_watch import end_with_parent
+from moe_serve.cluster.probe import ProbePort
 from moe_serve.cluster.rank_name import RankName
 from moe_serve.cluster.secret import read_secret
 from moe_serve.cluster.store import connect_store
@@ -60,10 +62,19 @@ class Worker:
 
     def run(self) -> None:
         """Until told to stop, or the coordinator is gone."""
-        versions = {"moe-serve": __version__, "torch": str(torch.__version__)}
-        hello = Hello(name=str(self._name), pid=os.getpid(), host=self._host, versions=versions)
-        self._channel.send(hello)
-        configure = self._next()
+        with ProbePort(self._host) as port:
+            hello = Hello(
+                name=str(self._name),
+                pid=os.getpid(),
+                host=self._host,
+                versions=versions(),
+                probe_port=port.port,
+            )
+            self._channel.send(hello)
+            while isinstance(configure := self._next(), Examine):
+                self._channel.send(examine(configure))
+        if isinstance(configure, Stop):
+            return  # the pre-flight found something
         assert isinstance(configure, Configure), f"{type(configure).__name__} before Configure"
         period_s = configure.config.cluster.heartbeat_s
         threading.Thread(target=self._beat, args=(period_s,), daemon=True).start()
@@ -107,7 +118,7 @@ class Worker:
     def _beat(self, period_s: float) -> None:
         try:
             while not self._ended.wait(period_s / 2):
-                self._channel.send(Heartbeat(step=self._step))
+                self._channel.send(Heartbeat(step=self._step, clock_ns=time.perf_counter_ns()))
         except ChannelClosedError:
             return  # the main thread sees it too
 

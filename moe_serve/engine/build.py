@@ -24,7 +24,8 @@ from moe_serve.errors import CheckpointError, ConfigError
 from moe_serve.model.attention_stage import AttentionStage
 from moe_serve.model.demo import demo_model_folder
 from moe_serve.model.hf_config import generation_eos_token_ids
-from moe_serve.model.loader import LoadProgress, ModelLoader
+from moe_serve.model.loader import ModelLoader
+from moe_serve.model.model_tensors import LoadProgress
 from moe_serve.model.spec import ModelSpec
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.transport import LocalTransport
@@ -83,7 +84,9 @@ def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> 
         micro_batches=micro_batches,
         max_model_len=max_model_len,
         eos_token_ids=eos_token_ids,
-        model_identity=model_identity(folder, str(loader.dtype), loader.kernels.name),
+        model_identity=model_identity(
+            folder, str(loader.dtype), loader.kernels.name, loader.expert_weights
+        ),
         has_prefix_cache=config.cache.prefix_cache,
     )
     layout = Layout(
@@ -99,6 +102,7 @@ def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> 
         kernels=loader.kernels.name,
         cuda_graphs=graphs,
         weight_format=loader.weight_format,
+        expert_weights=loader.expert_weights,
         num_threads=num_threads,
         num_pages=part.num_pages,
         page_size=PAGE_SIZE,
@@ -149,6 +153,7 @@ def open_loader(
             device=device,
             kernels=config.kernels,
             num_threads=num_threads,
+            expert_weights=config.expert_weights,
             progress=progress,
         )
     except RuntimeError as error:

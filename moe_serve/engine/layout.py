@@ -22,6 +22,7 @@ class Layout:
     kernels: str
     cuda_graphs: str | None = None  # what was captured, or why nothing; None: there is no GPU
     weight_format: str  # as the checkpoint stores them
+    expert_weights: str  # how the weights of a quantised checkpoint are held
     num_threads: int
     num_pages: int
     page_size: int

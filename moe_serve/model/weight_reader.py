@@ -1,4 +1,4 @@
-"""The weights of a checkpoint as floats, whatever format they are stored in.
+"""The weights of a checkpoint as floats, whatever format they are stored in, or as they are stored.
 
 A tensor that is stored in floats under its own name is read as it is, also in a quantised
 checkpoint: norms, routers, heads and modules that were left out. Everything else goes to the format
@@ -12,6 +12,8 @@ import logging
 import torch
 from torch import Tensor
 
+from moe_kernels.matrix_form import MatrixForm
+from moe_kernels.quantised_matrix import QuantisedMatrix
 from moe_serve.model.checkpoint import FLOAT_DTYPES, Checkpoint, Shape
 from moe_serve.model.formats import WeightFormat, format_of
 from moe_serve.model.hf_config import HFConfig
@@ -20,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class WeightReader:
-    """Reads logical (dequantised) weights of one checkpoint. Threads may read at once."""
+    """Reads logical weights of one checkpoint. Threads may read at once."""
 
     def __init__(self, checkpoint: Checkpoint, config: HFConfig) -> None:
         self._checkpoint = checkpoint
@@ -68,16 +70,34 @@ class WeightReader:
         if expert is None and len(shape) == 3:
             return self._all_experts(name, shape, dtype)
         matrix_shape = shape if expert is None else shape[1:]
-        weight = self._format.read(self._checkpoint, name, matrix_shape, dtype, expert)
+        matrix = self.read_packed(name, shape, expert)
+        weight = matrix.dequantised(dtype)
+        if matrix.form.is_transposed:
+            weight = weight.t()
         assert weight.shape == matrix_shape, f"{name} is {weight.shape}, not {matrix_shape}"
-        for part in self._parts(name):
-            self._checkpoint.drop(part, expert)
+        self.done(name, expert)
         return weight
+
+    def form(self, name: str, shape: Shape, expert: int | None = None) -> MatrixForm | None:
+        """What `read_packed` would give; None for a weight in floats. Reads next to nothing."""
+        if self._format is None or self._is_plain(name):
+            return None
+        matrix_shape = shape if expert is None else shape[1:]
+        return self._format.form(self._checkpoint, name, matrix_shape, expert)
+
+    def read_packed(self, name: str, shape: Shape, expert: int | None = None) -> QuantisedMatrix:
+        """A weight that has a form, in few bits, on the CPU: as `read`, copy it before `done`.
+
+        Where the form is transposed, the matrix is that of the weight's transpose.
+        """
+        assert self._format is not None, f"{name} is stored in floats"
+        matrix_shape = shape if expert is None else shape[1:]
+        return self._format.matrix(self._checkpoint, name, matrix_shape, expert)
 
     def done(self, name: str, expert: int | None = None) -> None:
         """The caller has copied the weight: its pages may leave the memory of this process."""
-        if self._is_plain(name):
-            self._checkpoint.drop(name, expert)
+        for part in (name,) if self._is_plain(name) else self._parts(name):
+            self._checkpoint.drop(part, expert)
 
     def _all_experts(self, name: str, shape: Shape, dtype: torch.dtype) -> Tensor:
         weights = torch.empty(shape, dtype=dtype)

@@ -6,6 +6,7 @@ n rows of one attention rank, D model width, K choices.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,9 @@ from experts.routed_rows import RoutedRows
 from moe_serve.pipeline.data_group import DataGroup
 from moe_serve.pipeline.frame_pool import FramePool
 from moe_serve.pipeline.row_split import RowSplit
+from moe_serve.pipeline.stage_log import StageLog
 from moe_serve.pipeline.step_shape import StepShape, combine_tag, dispatch_tag, exchange_order
+from moe_serve.pipeline.timeline import Stage
 from moe_serve.pipeline.wire import CombineFrame, DispatchFrame, Exchange, WireFormat
 
 _log = logging.getLogger(__name__)
@@ -51,7 +54,9 @@ class ExpertLoop:
         sparse_layers: Sequence[int],
         route: Route | None = None,
         split: RowSplit | None = None,
+        log: StageLog,
     ) -> None:
+        self._log = log
         self._group, self._stage, self._rank = group, stage, expert_rank
         self._names, self._wire = tuple(attention_ranks), wire
         self._layers, self._route, self._split = tuple(sparse_layers), route, split
@@ -70,12 +75,15 @@ class ExpertLoop:
         for index, (layer, micro_batch) in enumerate(order):
             exchange = Exchange(shape.epoch, shape.step, layer, micro_batch)
             arrivals = self._arrivals(shape, exchange)
-            sums = self._sums(layer, arrivals)
+            sums = self._sums(layer, micro_batch, arrivals)
+            start = self._log.now()
             following = index + shape.num_micro_batches
             if following < len(order):
                 self._post(shape, *order[following])
             for arrival, sums_nD in zip(arrivals, sums, strict=True):
                 self._answer(shape, exchange, arrival, sums_nD)
+            rows = sum(len(arrival.rows.x_TD) for arrival in arrivals)
+            self._log.add(Stage.SEND, layer, micro_batch, rows, start)
         self._back.wait_all()
 
     def close(self) -> None:
@@ -99,7 +107,10 @@ class ExpertLoop:
         arrivals = []
         for sender in shape.senders(exchange.micro_batch):
             name, planned = self._names[sender], shape.planned(sender, exchange.micro_batch)
+            since, start = time.perf_counter(), self._log.now()
             self._in.wait(name, exchange.micro_batch)
+            self._log.waited(since)
+            self._log.add(Stage.WAIT_DISPATCH, exchange.layer, exchange.micro_batch, planned, start)
             frame = self._in.peek(name, exchange.micro_batch)
             num_rows = frame.check(exchange, planned, name)
             if num_rows:
@@ -118,19 +129,24 @@ class ExpertLoop:
         numbers = torch.arange(len(x_nD)) if part.rows_n is None else part.rows_n
         return Arrival(sender, rows, numbers)
 
-    def _sums(self, layer: int, arrivals: list[Arrival]) -> list[Tensor] | list[None]:
+    def _sums(
+        self, layer: int, micro_batch: int, arrivals: list[Arrival]
+    ) -> list[Tensor] | list[None]:
         """One product for all; None for each if it failed."""
         parts = [arrival.rows for arrival in arrivals]
         counts = [len(part.x_TD) for part in parts]
         if not sum(counts):
             return [torch.empty(0, self._wire.width, dtype=torch.float64)] * len(parts)
         try:
+            start = self._log.now()
             whole = parts[0] if len(parts) == 1 else _joined(parts)
+            start = self._log.add(Stage.PACK, layer, micro_batch, sum(counts), start)
             sums_TD = self._stage.partial(layer, whole.x_TD, whole.expert_ids_TK, whole.weights_TK)
         except Exception as error:
             _log.exception("layer %d failed with %d rows", layer, sum(counts))
             self.failure = f"layer {layer}, {sum(counts)} rows: {error}"
             return [None] * len(parts)
+        self._log.add(Stage.EXPERTS, layer, micro_batch, sum(counts), start)
         return list(sums_TD.split(counts))
 
     def _answer(

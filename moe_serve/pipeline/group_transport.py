@@ -5,6 +5,7 @@ T rows of a micro-batch, n of them for one rank, D model width.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -14,8 +15,10 @@ from moe_serve.model.attention_stage import Routed
 from moe_serve.pipeline.data_group import DataGroup
 from moe_serve.pipeline.frame_pool import FramePool
 from moe_serve.pipeline.row_split import RankRows, RowSplit
+from moe_serve.pipeline.stage_log import StageLog
 from moe_serve.pipeline.step_shape import StepShape, combine_tag, dispatch_tag, exchange_order
-from moe_serve.pipeline.wire import CombineFrame, DispatchFrame, Exchange, WireError, WireFormat
+from moe_serve.pipeline.timeline import Stage
+from moe_serve.pipeline.wire import CombineFrame, DispatchFrame, Exchange, WireFormat
 
 
 class GroupTransport:
@@ -33,7 +36,9 @@ class GroupTransport:
         wire: WireFormat,
         split: RowSplit | None,
         sparse_layers: Sequence[int],
+        log: StageLog,
     ) -> None:
+        self._log = log
         self._group, self._rank, self._experts = group, attention_rank, tuple(expert_ranks)
         self._wire, self._split, self._layers = wire, split, tuple(sparse_layers)
         self._out = FramePool(DispatchFrame)
@@ -70,6 +75,7 @@ class GroupTransport:
             if not self._back.is_used(name, micro_batch):
                 continue  # it got no rows
             frame, num_rows = self._receive(name, layer, micro_batch)
+            start = self._log.now()
             sums_nD = frame.sums(self._wire, planned, num_rows)
             rows_n = self._rows.pop((name, micro_batch))
             if self._split is None:
@@ -78,6 +84,7 @@ class GroupTransport:
                 total_TD += sums_nD
             else:
                 total_TD.index_add_(0, rows_n, sums_nD)
+            self._log.add(Stage.COMBINE, layer, micro_batch, num_rows, start)
         return total_TD.float()
 
     def reset(self) -> None:
@@ -142,10 +149,10 @@ class GroupTransport:
         self._back.use(name, micro_batch, transfer)
 
     def _receive(self, name: str, layer: int, micro_batch: int) -> tuple[CombineFrame, int]:
+        since, start = time.perf_counter(), self._log.now()
         self._back.wait(name, micro_batch)
+        self._log.waited(since)
         frame = self._back.peek(name, micro_batch)
+        self._log.add(Stage.WAIT_COMBINE, layer, micro_batch, self._planned(micro_batch), start)
         exchange = self._exchange(layer, micro_batch)
         return frame, frame.check(exchange, self._planned(micro_batch), name)
-
-
-__all__ = ["GroupTransport", "WireError"]

@@ -8,6 +8,7 @@ others are with the experts. The same code serves every layout: only the transpo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +19,8 @@ from moe_serve.model.attention_stage import AttentionStage
 from moe_serve.model.graphed_attention_stage import GraphedAttentionStage
 from moe_serve.model.step_inputs import StepInputs
 from moe_serve.model.step_plan import StepPlan
+from moe_serve.pipeline.stage_log import StageLog
+from moe_serve.pipeline.timeline import NO_LAYER, NO_MICRO_BATCH, Stage
 from moe_serve.pipeline.transport import Transport
 
 AnyStage = AttentionStage | GraphedAttentionStage
@@ -37,9 +40,15 @@ class Pipeline:
     """Runs step plans on one attention rank and whatever experts its transport reaches."""
 
     def __init__(
-        self, stage: AnyStage, transport: Transport, cache: KVCache, device: torch.device
+        self,
+        stage: AnyStage,
+        transport: Transport,
+        cache: KVCache,
+        device: torch.device,
+        log: StageLog | None = None,
     ) -> None:
         self._stage, self._transport, self._cache, self._device = stage, transport, cache, device
+        self._log = StageLog() if log is None else log  # which begins and ends steps
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Tensor:
@@ -51,8 +60,13 @@ class Pipeline:
             self._stage.make_inputs(batch, self._cache, self._device)
             for batch in plan.micro_batches
         ]
+        since = time.perf_counter()
         passed = zip(self.pass_layers(inputs), inputs, strict=True)
-        return torch.cat([self._stage.logits(x_TD, i.logit_rows) for x_TD, i in passed])
+        self._log.passed_layers(since)
+        start = self._log.now()
+        logits = torch.cat([self._stage.logits(x_TD, i.logit_rows) for x_TD, i in passed])
+        self._log.add(Stage.LOGITS, NO_LAYER, NO_MICRO_BATCH, len(logits), start)
+        return logits
 
     def pass_layers(self, inputs: Sequence[StepInputs]) -> list[Tensor]:
         """Embedding and all layers -> the residual stream [T, D] of each micro-batch."""
@@ -82,18 +96,26 @@ class Pipeline:
 
     def _fly(self, layer: int, index: int, flight: _Flight) -> None:
         """A layer's attention; its rows leave for the experts, unless the layer is dense."""
+        log, rows = self._log, len(flight.hidden_TD)
+        start = log.now()
         advance = self._stage.advance(layer, flight.hidden_TD, flight.inputs, self._cache)
+        start = log.add(Stage.ATTENTION, layer, index, rows, start)
         flight.hidden_TD = advance.hidden_TD
         if advance.routed is None:
             return
         self._transport.dispatch(layer, index, advance.routed)
+        start = log.add(Stage.DISPATCH, layer, index, rows, start)
         flight.layer_away = layer
         flight.shared_TD = self._stage.shared(layer, advance.routed.x_TD)
+        if flight.shared_TD is not None:
+            log.add(Stage.SHARED, layer, index, rows, start)
 
     def _land(self, index: int, flight: _Flight) -> None:
         """Add the experts' sum to the residual stream."""
         if flight.layer_away is None:
             return
-        out_TD = self._transport.combine(flight.layer_away, index)
+        layer, out_TD = flight.layer_away, self._transport.combine(flight.layer_away, index)
+        start = self._log.now()
         flight.hidden_TD = self._stage.add(flight.hidden_TD, out_TD, flight.shared_TD)
         flight.layer_away = flight.shared_TD = None
+        self._log.add(Stage.COMBINE, layer, index, len(out_TD), start)

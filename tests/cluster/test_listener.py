@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
@@ -88,7 +89,8 @@ def test_a_port_in_use_and_a_foreign_address_are_named(cluster: Cluster) -> None
 def test_strangers_are_counted_by_reason(cluster: Cluster, data: bytes, reason: str) -> None:
     with stranger(cluster) as connection:
         connection.sendall(data)
-        connection.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):  # refused already
+            connection.shutdown(socket.SHUT_WR)
         read_to_end(connection)
     assert rejected(cluster, 1) == {reason: 1}
     near, far = cluster.pair()
@@ -198,4 +200,4 @@ def test_close_ends_pending_handshakes_and_frees_the_port() -> None:
     for thread in threading.enumerate():
         if thread.name.startswith("control-"):
             thread.join(10)
-    assert psutil.Process().num_fds() == num_before, "descriptors leaked"
+    assert psutil.Process().num_fds() <= num_before, "descriptors leaked"

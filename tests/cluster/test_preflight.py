@@ -31,8 +31,8 @@ def test_ranks_that_fit_have_no_problem() -> None:
 
 def test_ranks_that_never_came_by_node() -> None:
     assert told(REPORTS[:2]) == [
-        "1 of the 2 ranks of the node node-b came within 30 s; missing: expert-1.",
-        "no rank of the node node-c came within 30 s: expert-2.",
+        "1 of the 2 ranks of node-b came within 30 s; missing: expert-1.",
+        "no rank of node-c came within 30 s: expert-2.",
     ]
 
 

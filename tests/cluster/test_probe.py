@@ -38,7 +38,8 @@ def test_a_port_takes_many_and_leaves_nothing() -> None:
     with ProbePort("127.0.0.1") as port:
         results = probe([ProbeTarget("a", "127.0.0.1", port.port)] * 50, 10)
         assert [result.failure for result in results] == [None] * 50
-    assert (me.num_fds(), threading.active_count()) == (num_descriptors, num_threads)
+    assert me.num_fds() <= num_descriptors, "descriptors leaked"
+    assert threading.active_count() <= num_threads, "threads leaked"
     assert probe([], 1) == []
 
 

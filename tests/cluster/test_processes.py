@@ -71,8 +71,8 @@ def started() -> Iterator[Started]:
     item.processes.close()
     left = me.children(recursive=True)
     assert not left, f"processes left, zombies included: {left}"
-    assert me.num_fds() == num_descriptors, "descriptors leaked"
-    assert threading.active_count() == num_threads, "threads leaked"
+    assert me.num_fds() <= num_descriptors, "descriptors leaked"
+    assert threading.active_count() <= num_threads, "threads leaked"
 
 
 def test_an_end_is_told_once_with_the_last_words(started: Started) -> None:

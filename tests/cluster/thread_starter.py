@@ -32,6 +32,9 @@ class ThreadStarter:
         self._threads.append(thread)
         thread.start()
 
+    def place_of(self, rank: RankName) -> str:
+        return "this process"
+
     def kill(self, rank: RankName) -> None:
         self._channels[str(rank)].close()
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_kernels.choice import KernelsName
 from moe_serve.cache.kv_cache import KVCache
+from moe_serve.config import ExpertWeightsName
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.llm import LLM
 from moe_serve.model.loader import ModelLoader
@@ -125,18 +126,23 @@ def model_logits(
     prompt: list[int],
     chunk: int,
     dtype: torch.dtype = torch.float32,
+    expert_weights: ExpertWeightsName = "auto",
+    device: torch.device | None = None,
 ) -> Tensor:
-    cpu = torch.device("cpu")
-    loader = ModelLoader(folder, kernels=kernels, dtype=dtype)
-    kv = KVCache(loader.spec, 9, dtype, cpu)
+    """Of all positions, on the CPU."""
+    device = device or torch.device("cpu")
+    loader = ModelLoader(
+        folder, kernels=kernels, dtype=dtype, device=device, expert_weights=expert_weights
+    )
+    kv = KVCache(loader.spec, 9, dtype, device)
     stage = loader.attention_stage(512)
-    pipeline = Pipeline(stage, LocalTransport(loader.expert_stage()), kv, cpu)
+    pipeline = Pipeline(stage, LocalTransport(loader.expert_stage()), kv, device)
     pages, parts = (4, 9, 1, 7, 2, 8, 3), []
     for start in range(0, len(prompt), chunk):
         ids = np.array(prompt[start : start + chunk])
         piece = SequenceSlice(0, start, ids, pages, len(ids))
         parts.append(pipeline.run(StepPlan((MicroBatch((piece,)),))))
-    return torch.cat(parts)
+    return torch.cat(parts).cpu()
 
 
 @cache

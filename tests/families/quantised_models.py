@@ -9,6 +9,14 @@ from case import TINY, Case
 
 _COMMON: dict[str, Any] = TINY | {"hidden_size": 256, "num_hidden_layers": 2, "head_dim": 32}
 _QWEN: dict[str, Any] = {"num_experts": 4, "intermediate_size": 320}
+_OSS: dict[str, Any] = TINY | {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "num_local_experts": 4,
+    "sliding_window": 8,
+}
 _LATENT: dict[str, Any] = TINY | {
     "hidden_size": 256,
     "num_hidden_layers": 2,
@@ -84,13 +92,18 @@ def llama4() -> Case:
     )
 
 
-def qwen3_vl_moe() -> Case:
+def gpt_oss() -> Case:
+    """Biases everywhere, the clamped activation, gate and up by turns."""
+    return Case(transformers.GptOssConfig(**_OSS))
+
+
+def qwen3_vl_moe(expert_width: int = 192) -> Case:
     return Case(
         transformers.Qwen3VLMoeConfig(
             text_config=_COMMON
             | _QWEN
             | {
-                "moe_intermediate_size": 192,
+                "moe_intermediate_size": expert_width,
                 "rope_parameters": {
                     "rope_type": "default",
                     "rope_theta": 5_000_000.0,

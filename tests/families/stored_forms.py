@@ -63,14 +63,15 @@ def compressed_int(
     is_symmetric: bool = True,
     is_packed: bool = True,
     is_shuffled: bool = False,
+    scale_dtype: torch.dtype = torch.bfloat16,
 ) -> Form:
-    """compressed-tensors with bfloat16 scales: for rows, or groups that may be shuffled."""
+    """compressed-tensors with scales for rows, or for groups that may be shuffled."""
 
     def store(n: int, k: int) -> StoredMatrix:
         groups_K, num_groups = _groups(k, group_size, is_shuffled)
         half = 2 ** (bits - 1)
         values_NK = torch.randint(-half, half, (n, k))
-        scale_NG = _scales((n, num_groups), 0.3 / half).bfloat16()
+        scale_NG = _scales((n, num_groups), 0.3 / half).to(scale_dtype)
         zeros_NG = torch.zeros(n, num_groups, dtype=torch.int64)
         parts = {"weight_scale": scale_NG}
         if not is_symmetric:
@@ -88,7 +89,7 @@ def compressed_int(
         if is_shuffled:
             parts["weight_g_idx"] = groups_K.to(torch.int32)
         product_NK = (values_NK - zeros_NG[:, groups_K]) * scale_NG[:, groups_K].float()
-        return StoredMatrix(parts, _rounded(product_NK, torch.bfloat16))
+        return StoredMatrix(parts, _rounded(product_NK, scale_dtype))
 
     return store
 
@@ -101,6 +102,7 @@ def gptq(
     is_shuffled: bool = False,
     zero_shift: int = 1,
     has_zero_bias: bool = False,
+    scale_dtype: torch.dtype = torch.float16,
 ) -> Form:
     """`zero_shift`: what the file takes off each zero. Some tools store biases that are all 0."""
 
@@ -110,7 +112,7 @@ def gptq(
         zeros_GN = torch.full((num_groups, n), 2 ** (bits - 1))
         if not is_symmetric:
             zeros_GN = torch.randint(0, 2**bits, (num_groups, n))
-        scale_GN = _scales((num_groups, n), 0.6 / 2**bits).half()
+        scale_GN = _scales((num_groups, n), 0.6 / 2**bits).to(scale_dtype)
         parts = {
             "qweight": pack_rows(values_KN, bits),
             "qzeros": pack_columns((zeros_GN - zero_shift) % 2**bits, bits),
@@ -120,21 +122,33 @@ def gptq(
         if has_zero_bias:
             parts["bias"] = torch.zeros(n, dtype=torch.float16)
         product_KN = (values_KN - zeros_GN[groups_K]) * scale_GN[groups_K].float()
-        return StoredMatrix(parts, _rounded(product_KN.T.contiguous(), torch.float16))
+        return StoredMatrix(parts, _rounded(product_KN.T.contiguous(), scale_dtype))
 
     return store
 
 
-def awq(group_size: int) -> Form:
+def awq(group_size: int, scale_dtype: torch.dtype = torch.float16) -> Form:
     def store(n: int, k: int) -> StoredMatrix:
         groups_K, num_groups = _groups(k, group_size, False)
         values_KN, zeros_GN = torch.randint(0, 16, (k, n)), torch.randint(0, 16, (num_groups, n))
-        scale_GN = _scales((num_groups, n), 0.04).half()
+        scale_GN = _scales((num_groups, n), 0.04).to(scale_dtype)
         parts = {"qweight": pack_awq(values_KN), "qzeros": pack_awq(zeros_GN), "scales": scale_GN}
         product_KN = (values_KN - zeros_GN[groups_K]) * scale_GN[groups_K].float()
-        return StoredMatrix(parts, _rounded(product_KN.T.contiguous(), torch.float16))
+        return StoredMatrix(parts, _rounded(product_KN.T.contiguous(), scale_dtype))
 
     return store
+
+
+def mxfp4(k: int, n: int) -> StoredMatrix:
+    """Blocks of 32 inputs; the weight of fused experts is [K, N]."""
+    codes_NK = torch.randint(0, 16, (n, k), dtype=torch.uint8)
+    exponents_NG = torch.randint(121, 125, (n, k // 32), dtype=torch.uint8)
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    values_NK = torch.cat((values, -values))[codes_NK.long()]
+    scales_NK = torch.exp2(exponents_NG.float() - 127).repeat_interleave(32, dim=1)
+    blocks = (codes_NK[:, ::2] | codes_NK[:, 1::2] << 4).unflatten(1, (-1, 16))
+    parts = {"weight_blocks": blocks, "weight_scales": exponents_NG}
+    return StoredMatrix(parts, (values_NK * scales_NK).T.contiguous())
 
 
 def _scales(shape: tuple[int, ...], mean: float) -> Tensor:

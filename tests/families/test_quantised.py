@@ -12,8 +12,11 @@ from quantised_cases import CASES
 from quantised_folder import QuantisedCase, write_pair
 
 from moe_kernels.choice import KernelsName
+from moe_serve.config import ExpertWeightsName
+from moe_serve.errors import ConfigError
 from moe_serve.model.loader import ModelLoader
 
+WAYS_TO_HOLD: tuple[ExpertWeightsName, ...] = ("dequantised", "packed")
 _DTYPES: dict[str, torch.dtype] = {"torch": torch.float32, "native": torch.bfloat16}
 
 
@@ -25,6 +28,22 @@ def case(request: pytest.FixtureRequest) -> QuantisedCase:
 @pytest.fixture(scope="module")
 def pair(case: QuantisedCase, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_pair(tmp_path_factory.mktemp("pair"), case)
+
+
+def test_packed_experts_have_the_same_logits(case: QuantisedCase, pair: tuple[Path, Path]) -> None:
+    """The torch set dequantises in every call what it otherwise dequantises at load."""
+    if case is CASES["Qwen3-VL-30B-A3B-FP8"]:  # tiny: a block of both gate and up
+        with pytest.raises(ConfigError, match="128x128, of which gate and up share some; use"):
+            ModelLoader(pair[0], kernels="torch", expert_weights="packed")
+        return
+    (prompt,) = random_prompts((6,))
+    floats, packed = (
+        model_logits(pair[0], "torch", prompt, 6, torch.bfloat16, expert_weights)
+        for expert_weights in WAYS_TO_HOLD
+    )
+    assert torch.equal(floats, packed), f"{(floats - packed).abs().max()=}"
+    description = ModelLoader(pair[0], kernels="torch", expert_weights="auto").expert_weights
+    assert description.startswith("dequantised to"), description
 
 
 @pytest.mark.parametrize("kernels", KERNEL_SETS)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from moe_kernels.gpu.grouped_gemm.api import Chip, grouped_experts
 from moe_kernels.gpu.grouped_gemm.experts import GroupedExperts
-from moe_kernels.gpu.grouped_gemm.pack import plain
+from moe_kernels.gpu.grouped_gemm.from_matrix import grouped_weight, joined
+from moe_kernels.gpu.grouped_gemm.pack import GroupedWeight
 from moe_kernels.kernels import ExpertWeights, GatedActivation
 
 # Layers are loaded by several threads; of what is in memory twice, one layer at a time.
@@ -59,8 +60,8 @@ def stacked_experts(
 
     `experts` is read once, in order, so it may read its tensors when it is asked for them.
     """
-    gate_ups: list[Tensor] = []
-    downs: list[Tensor] = []
+    gate_ups: list[GroupedWeight] = []
+    downs: list[GroupedWeight] = []
     gate_up_biases: list[Tensor] = []
     down_biases: list[Tensor] = []
     places: list[int] = []
@@ -68,8 +69,8 @@ def stacked_experts(
         places.append(-1 if expert is None else len(downs))
         if expert is None:
             continue
-        gate_ups.append(torch.cat((expert.gate, expert.up)))
-        downs.append(expert.down)
+        gate_ups.append(grouped_weight((expert.gate, expert.up)))
+        downs.append(grouped_weight((expert.down,)))
         if expert.gate_bias is not None:
             assert expert.up_bias is not None and expert.down_bias is not None, "all biases or none"
             gate_up_biases.append(torch.cat((expert.gate_bias, expert.up_bias)))
@@ -77,8 +78,8 @@ def stacked_experts(
     assert downs, "a bank of no experts"
     with _STACKING:
         stacked = GroupedExperts(
-            gate_up=plain(_stacked(gate_ups), 2),
-            down=plain(_stacked(downs), 1),
+            gate_up=_joined(gate_ups),
+            down=_joined(downs),
             activation=activation,
             gate_up_bias=_stacked(gate_up_biases) if gate_up_biases else None,
             down_bias=_stacked(down_biases) if down_biases else None,
@@ -87,6 +88,13 @@ def stacked_experts(
         return stacked, None
     places.append(-1)
     return stacked, torch.tensor(places, dtype=torch.int64, device=stacked.down.values.device)
+
+
+def _joined(experts: list[GroupedWeight]) -> GroupedWeight:
+    """All experts' together; the parts are let go."""
+    whole = joined(experts)
+    experts.clear()
+    return whole
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:

@@ -26,6 +26,7 @@ from moe_kernels.gpu.expert_bank import GroupedExpertBank, stacked_experts
 from moe_kernels.gpu.grouped_gemm import linear, self_check
 from moe_kernels.gpu.grouped_gemm.api import Chip
 from moe_kernels.gpu.grouped_gemm.chips import chip_of
+from moe_kernels.gpu.grouped_gemm.from_matrix import layout_of
 from moe_kernels.gpu.grouped_gemm.linear import (
     GroupedHeadLinear,
     GroupedLinear,
@@ -44,6 +45,7 @@ from moe_kernels.gpu.paged_attention.plan import PagedPlan
 from moe_kernels.gpu.router.api import route
 from moe_kernels.gpu.rows.api import Addends, add, rms_norm
 from moe_kernels.kernels import ExpertWeights, GatedActivation, KVPages, LayerFrontParts
+from moe_kernels.matrix_form import MatrixForm, PackedLayout
 from moe_kernels.routing import RouterShape
 
 # What the interpreter, which computes on the CPU, is told to be. No tile size may be chosen by the
@@ -55,6 +57,7 @@ class TritonKernels:
     """Implements Kernels. Linears are grouped products too, so that every row keeps its bits."""
 
     has_own_threads = False
+    has_packed_products = True
     can_be_captured = True
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -69,6 +72,9 @@ class TritonKernels:
         if not self._is_interpreted:
             where = f"on {torch.cuda.get_device_name(device)}"
         self.name = f"triton {triton.__version__} ({where}, attention: triton)"
+
+    def packed_layout(self, form: MatrixForm) -> PackedLayout | str:
+        return layout_of(form)
 
     def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> GroupedLinear:
         return self._linear(weight_NK, bias_N, weight_NK.dtype)
@@ -120,10 +126,13 @@ class TritonKernels:
         self, experts: Sequence[ExpertWeights | None], activation: GatedActivation
     ) -> GroupedExpertBank:
         stacked, places_E = stacked_experts(experts, activation)
-        values = stacked.gate_up.values
+        gate_up, down = (
+            (weight.weight_format, weight.group, weight.values.shape)
+            for weight in (stacked.gate_up, stacked.down)
+        )
         chip = self._chip_for(
-            (values.shape, values.dtype, activation),
-            lambda: self_check.has_equal_tiles(stacked, values.dtype, self._chip),
+            (gate_up, down, activation),
+            lambda: self_check.has_equal_tiles(stacked, self._dtype, self._chip),
         )
         return GroupedExpertBank(stacked, places_E, chip)
 

@@ -109,6 +109,9 @@ class NodeStarter:
         else:
             _log.warning("%s starts when node %d is back", rank, node)
 
+    def place_of(self, rank: RankName) -> str:
+        return f"node {self.layout.node_of(rank)}"
+
     def kill(self, rank: RankName) -> None:
         node = self.layout.node_of(rank)
         order = KillRank(role=rank.role, index=rank.index)

@@ -12,16 +12,19 @@ The product is rounded to the scales' dtype. Source: `WQLinear_GEMM.from_linear`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from moe_kernels.byte_table import UINT4
+from moe_kernels.matrix_form import MatrixForm
+from moe_kernels.quantised_matrix import QuantisedMatrix
 from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint import FLOAT_DTYPES, Checkpoint, Shape
-from moe_serve.model.formats.byte_table import UINT8
-from moe_serve.model.formats.quantised_matrix import QuantisedMatrix
-from moe_serve.model.formats.weight_format import matrix_shape, present, stem_of
+from moe_serve.model.formats.weight_format import matrix_shape, present, scale_bits, stem_of
 from moe_serve.model.hf_config import HFConfig
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -61,24 +64,30 @@ class Awq:
         ):
             checkpoint.expect(stem + part, [part_shape], dtypes, implied_by)
 
-    def read(
-        self,
-        checkpoint: Checkpoint,
-        name: str,
-        shape: Shape,
-        dtype: torch.dtype,
-        expert: int | None,
-    ) -> Tensor:
+    def matrix(
+        self, checkpoint: Checkpoint, name: str, shape: Shape, expert: int | None
+    ) -> QuantisedMatrix:
         stem = name.removesuffix("weight")
         scales_GN = checkpoint.view(stem + "scales")
         return QuantisedMatrix(
-            bytes_NB=_unpacked(checkpoint.view(stem + "qweight")),
-            table=UINT8,
+            form=self.form(checkpoint, name, shape, expert),
+            bytes_NB=_repacked(checkpoint.view(stem + "qweight")),
+            table=UINT4,
             num_columns=shape[1],
             scales_NG=scales_GN.t().contiguous(),
             zeros_NG=_unpacked(checkpoint.view(stem + "qzeros")),
             product_dtype=scales_GN.dtype,
-        ).dequantised(dtype)
+        )
+
+    def form(
+        self, checkpoint: Checkpoint, name: str, shape: Shape, expert: int | None
+    ) -> MatrixForm:
+        return MatrixForm(
+            values="int4",
+            group=max(self.group_size, 0),
+            has_zeros=True,
+            scale_bits=scale_bits(checkpoint, name.removesuffix("weight") + "scales"),
+        )
 
 
 def _unpacked(words_KW: Tensor) -> Tensor:
@@ -87,10 +96,26 @@ def _unpacked(words_KW: Tensor) -> Tensor:
     The word 0x75316420 holds the outputs 0, 1, 2 ... 7 with those values.
     """
     words_WK = words_KW.t().contiguous()
-    values_W8K = torch.empty(len(words_WK), 8, words_WK.shape[1], dtype=torch.uint8)
+    return _rows_of(words_WK, lambda place: (words_WK >> 4 * place) & 15)
+
+
+def _repacked(words_KW: Tensor) -> Tensor:
+    """[K, N / 8] int32 -> [N, ceil(K / 2)] uint8, two inputs in a byte, the first one low."""
+    words_WK = F.pad(words_KW.t(), (0, len(words_KW) % 2))
+    low_WB, high_WB = words_WK[:, ::2].contiguous(), words_WK[:, 1::2].contiguous()
+
+    def both(place: int) -> Tensor:
+        return (low_WB >> 4 * place) & 15 | ((high_WB >> 4 * place) & 15) << 4
+
+    return _rows_of(low_WB, both)
+
+
+def _rows_of(words_WB: Tensor, bytes_at: Callable[[int], Tensor]) -> Tensor:
+    """[8 W, B] uint8, where a word's place holds the bytes of output ORDER[place]."""
+    bytes_W8B = torch.empty(len(words_WB), 8, words_WB.shape[1], dtype=torch.uint8)
     for place, output in enumerate(_ORDER):
-        values_W8K[:, output] = (words_WK >> 4 * place) & 15
-    return values_W8K.flatten(0, 1)
+        bytes_W8B[:, output] = bytes_at(place)
+    return bytes_W8B.flatten(0, 1)
 
 
 def awq_from(config: HFConfig) -> Awq:

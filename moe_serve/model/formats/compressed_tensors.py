@@ -23,9 +23,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_kernels.byte_table import INT8, OFFSET4, OFFSET8, transposed_bytes
+from moe_kernels.matrix_form import MatrixForm
+from moe_kernels.quantised_matrix import QuantisedMatrix
 from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint import FLOAT_DTYPES, Checkpoint, Shape
-from moe_serve.model.formats.byte_table import INT8, OFFSET4, OFFSET8, transposed_bytes
 from moe_serve.model.formats.compressed_scheme import (
     Scheme,
     scheme_of,
@@ -33,8 +35,7 @@ from moe_serve.model.formats.compressed_scheme import (
     unknown_module,
 )
 from moe_serve.model.formats.fp8 import fp8_matrix
-from moe_serve.model.formats.quantised_matrix import QuantisedMatrix
-from moe_serve.model.formats.weight_format import matrix_shape, present, stem_of
+from moe_serve.model.formats.weight_format import matrix_shape, present, scale_bits, stem_of
 from moe_serve.model.hf_config import HFConfig
 
 _PARTS = ("packed", "scale", "zero_point", "g_idx", "shape")
@@ -85,35 +86,57 @@ class CompressedTensors:
         if scheme.strategy == "group" and name + "_g_idx" in checkpoint:
             checkpoint.expect(name + "_g_idx", [(num_columns,)], ["I32", "I64"], implied_by)
 
-    def read(
-        self,
-        checkpoint: Checkpoint,
-        name: str,
-        shape: Shape,
-        dtype: torch.dtype,
-        expert: int | None,
-    ) -> Tensor:
+    def matrix(
+        self, checkpoint: Checkpoint, name: str, shape: Shape, expert: int | None
+    ) -> QuantisedMatrix:
         is_packed = name + "_packed" in checkpoint
         scheme = self._scheme(name, name)
+        form, group_of_K = self._form(checkpoint, name, shape[1])
         scale = checkpoint.view(name + "_scale")
-        block = scheme.block if scheme.strategy == "block" else None
         if scheme.is_float:
-            matrix = fp8_matrix(checkpoint.view(name), scale, block, scale.dtype)
-            return matrix.dequantised(dtype)
+            return fp8_matrix(checkpoint.view(name), scale, form, scale.dtype)
         if is_packed:
             _check_shape(checkpoint, name, shape)
         stored = checkpoint.view(name + "_packed" if is_packed else name)
-        if block:
-            scale = scale.repeat_interleave(block[0], dim=0)[: shape[0]]
+        if scheme.strategy == "block":
+            scale = scale.repeat_interleave(scheme.block[0], dim=0)[: shape[0]]
         return QuantisedMatrix(
+            form=form,
             bytes_NB=stored.view(torch.uint8),
             table=_PACKED_TABLES[scheme.bits] if is_packed else INT8,
             num_columns=shape[1],
             scales_NG=scale if scale.dim() == 2 else scale.reshape(1, 1),
             zeros_NG=None if scheme.is_symmetric else _zeros(checkpoint, name, scheme, shape[0]),
-            group_of_K=_groups(checkpoint, name, scheme, shape[1]),
+            group_of_K=group_of_K,
             product_dtype=scale.dtype,
-        ).dequantised(dtype)
+        )
+
+    def form(
+        self, checkpoint: Checkpoint, name: str, shape: Shape, expert: int | None
+    ) -> MatrixForm:
+        return self._form(checkpoint, name, shape[1])[0]
+
+    def _form(
+        self, checkpoint: Checkpoint, name: str, num_columns: int
+    ) -> tuple[MatrixForm, Tensor | None]:
+        """And the group of each column, where neighbours are in different ones."""
+        scheme = self._scheme(name, name)
+        group_of_K = _shuffled_groups(checkpoint, name, scheme, num_columns)
+        rows, columns = {
+            "tensor": (0, 0),
+            "channel": (1, 0),
+            "group": (1, scheme.group_size),
+            "block": scheme.block,
+        }[scheme.strategy]
+        form = MatrixForm(
+            values="e4m3" if scheme.is_float else "int4" if scheme.bits == 4 else "int8",
+            group=columns,
+            block_rows=rows,
+            has_zeros=not scheme.is_symmetric,
+            is_shuffled=group_of_K is not None,
+            scale_bits=scale_bits(checkpoint, name + "_scale"),
+        )
+        return form, group_of_K
 
     def _scheme(self, name: str, stored: str) -> Scheme:
         scheme = scheme_of(self.schemes, name.removesuffix(".weight"))
@@ -137,22 +160,22 @@ def _scale_shapes(scheme: Scheme, num_rows: int, num_columns: int) -> list[Shape
     return [(-(-num_rows // scheme.block[0]), -(-num_columns // scheme.block[1]))]
 
 
-def _groups(checkpoint: Checkpoint, name: str, scheme: Scheme, num_columns: int) -> Tensor | None:
-    """The group of each column; None where neighbours make groups of equal size."""
-    if scheme.strategy not in ("group", "block"):
+def _shuffled_groups(
+    checkpoint: Checkpoint, name: str, scheme: Scheme, num_columns: int
+) -> Tensor | None:
+    """The group of each column; None where neighbours make groups."""
+    if scheme.strategy != "group" or name + "_g_idx" not in checkpoint:
         return None
-    size = scheme.group_size if scheme.strategy == "group" else scheme.block[1]
-    group_of_K = torch.arange(num_columns) // size
-    if scheme.strategy == "group" and name + "_g_idx" in checkpoint:
-        g_idx = checkpoint.view(name + "_g_idx").long()
-        if g_idx.min() >= 0 and not torch.equal(g_idx, group_of_K):
-            if g_idx.max() > group_of_K[-1]:
-                raise CheckpointError(
-                    f"{checkpoint.path(name + '_g_idx')}: tensor {name}_g_idx names groups "
-                    f"outside the {int(group_of_K[-1]) + 1} there are."
-                )
-            return g_idx
-    return group_of_K if num_columns % size else None
+    in_order_K = torch.arange(num_columns) // scheme.group_size
+    group_of_K = checkpoint.view(name + "_g_idx").long()
+    if group_of_K.min() < 0 or torch.equal(group_of_K, in_order_K):
+        return None
+    if group_of_K.max() > in_order_K[-1]:
+        raise CheckpointError(
+            f"{checkpoint.path(name + '_g_idx')}: tensor {name}_g_idx names groups "
+            f"outside the {int(in_order_K[-1]) + 1} there are."
+        )
+    return group_of_K
 
 
 def _zeros(checkpoint: Checkpoint, name: str, scheme: Scheme, num_rows: int) -> Tensor:
@@ -160,7 +183,7 @@ def _zeros(checkpoint: Checkpoint, name: str, scheme: Scheme, num_rows: int) -> 
     if zeros.dtype == torch.int8:
         return zeros if zeros.dim() == 2 else zeros.reshape(1, 1)
     zeros_GN = _PACKED_TABLES[scheme.bits].decode(transposed_bytes(zeros))
-    return zeros_GN[:, :num_rows].t().contiguous()
+    return zeros_GN[:, :num_rows].t().contiguous().to(torch.int8)
 
 
 def _check_shape(checkpoint: Checkpoint, name: str, shape: Shape) -> None:

@@ -19,11 +19,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_kernels.byte_table import E4M3, E8M0
+from moe_kernels.matrix_form import MatrixForm
+from moe_kernels.quantised_matrix import QuantisedMatrix
 from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint import FLOAT_DTYPES, Checkpoint, Shape
-from moe_serve.model.formats.byte_table import E4M3, E8M0
-from moe_serve.model.formats.quantised_matrix import QuantisedMatrix
-from moe_serve.model.formats.weight_format import present
+from moe_serve.model.formats.weight_format import present, scale_bits
 from moe_serve.model.hf_config import HFConfig
 
 _EXPONENT_DTYPES = ("F8_E8M0", "U8")
@@ -60,18 +61,27 @@ class Fp8:
         scale = self._scale_name(checkpoint, name)
         checkpoint.expect(scale, shapes, dtypes, f"{self.name} of a weight {list(shape)}")
 
-    def read(
-        self,
-        checkpoint: Checkpoint,
-        name: str,
-        shape: Shape,
-        dtype: torch.dtype,
-        expert: int | None,
-    ) -> Tensor:
+    def matrix(
+        self, checkpoint: Checkpoint, name: str, shape: Shape, expert: int | None
+    ) -> QuantisedMatrix:
+        form = self.form(checkpoint, name, shape, expert)
         scale = checkpoint.view(self._scale_name(checkpoint, name), expert)
         if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
             scale = E8M0.decode(scale.view(torch.uint8))
-        return fp8_matrix(checkpoint.view(name, expert), scale, self.block).dequantised(dtype)
+        return fp8_matrix(checkpoint.view(name, expert), scale, form)
+
+    def form(
+        self, checkpoint: Checkpoint, name: str, shape: Shape, expert: int | None
+    ) -> MatrixForm:
+        scale = self._scale_name(checkpoint, name)
+        scale_shape = checkpoint.header(scale).shape[0 if expert is None else 1 :]
+        rows, columns = self.block or (1 if scale_shape == (shape[0], 1) else 0, 0)
+        return MatrixForm(
+            values="e4m3",
+            group=columns,
+            block_rows=rows,
+            scale_bits=scale_bits(checkpoint, scale),
+        )
 
     def _scale_name(self, checkpoint: Checkpoint, name: str) -> str:
         """Some files without blocks have the name of blocks."""
@@ -82,21 +92,19 @@ class Fp8:
 def fp8_matrix(
     weight_NK: Tensor,
     scale: Tensor,
-    block: tuple[int, int] | None,
+    form: MatrixForm,
     product_dtype: torch.dtype = torch.float32,
 ) -> QuantisedMatrix:
     """A matrix of E4M3 with a scale for the matrix, for each row, or for each block."""
     num_rows, num_columns = weight_NK.shape
-    group_of_K = None
-    if block:
-        scale = scale.repeat_interleave(block[0], dim=0)[:num_rows]
-        group_of_K = torch.arange(num_columns) // block[1] if num_columns % block[1] else None
+    if form.group:
+        scale = scale.repeat_interleave(form.block_rows, dim=0)[:num_rows]
     return QuantisedMatrix(
+        form=form,
         bytes_NB=weight_NK.view(torch.uint8),
         table=E4M3,
         num_columns=num_columns,
-        scales_NG=scale.reshape(-1, scale.shape[-1] if block else 1),
-        group_of_K=group_of_K,
+        scales_NG=scale.reshape(-1, scale.shape[-1] if form.group else 1),
         product_dtype=product_dtype,
     )
 

@@ -24,11 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_kernels.byte_table import UINT4, UINT8, transposed_bytes
+from moe_kernels.matrix_form import MatrixForm
+from moe_kernels.quantised_matrix import QuantisedMatrix
 from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint import FLOAT_DTYPES, Checkpoint, Shape
-from moe_serve.model.formats.byte_table import UINT4, UINT8, transposed_bytes
-from moe_serve.model.formats.quantised_matrix import QuantisedMatrix
-from moe_serve.model.formats.weight_format import matrix_shape, present, stem_of
+from moe_serve.model.formats.weight_format import matrix_shape, present, scale_bits, stem_of
 from moe_serve.model.hf_config import HFConfig
 
 _TABLES = {4: UINT4, 8: UINT8}
@@ -70,47 +71,64 @@ class Gptq:
         if stem + "g_idx" in checkpoint:
             expect("g_idx", (num_columns,), ("I32", "I64"))
 
-    def read(
-        self,
-        checkpoint: Checkpoint,
-        name: str,
-        shape: Shape,
-        dtype: torch.dtype,
-        expert: int | None,
-    ) -> Tensor:
+    def matrix(
+        self, checkpoint: Checkpoint, name: str, shape: Shape, expert: int | None
+    ) -> QuantisedMatrix:
         stem = name.removesuffix("weight")
-        bits, group_size = self._of_module(stem)
+        bits, _ = self._of_module(stem)
         table = _TABLES[bits]
         scales_GN = checkpoint.view(stem + "scales")
+        form, group_of_K = self._form(checkpoint, stem, shape[1])
         zeros_GN = table.decode(checkpoint.view(stem + "qzeros").view(torch.uint8))
         if self.has_shifted_zeros:
             zeros_GN = (zeros_GN + 1) % 2**bits
         return QuantisedMatrix(
+            form=form,
             bytes_NB=transposed_bytes(checkpoint.view(stem + "qweight")),
             table=table,
             num_columns=shape[1],
             scales_NG=scales_GN.t().contiguous(),
-            zeros_NG=zeros_GN.t().contiguous(),
-            group_of_K=self._groups(checkpoint, stem, shape[1], group_size, len(scales_GN)),
+            zeros_NG=zeros_GN.t().contiguous().to(torch.uint8),
+            group_of_K=group_of_K,
             product_dtype=scales_GN.dtype,
-        ).dequantised(dtype)
+        )
+
+    def form(
+        self, checkpoint: Checkpoint, name: str, shape: Shape, expert: int | None
+    ) -> MatrixForm:
+        return self._form(checkpoint, name.removesuffix("weight"), shape[1])[0]
+
+    def _form(
+        self, checkpoint: Checkpoint, stem: str, num_columns: int
+    ) -> tuple[MatrixForm, Tensor | None]:
+        """And the group of each column, where neighbours are in different ones."""
+        bits, group_size = self._of_module(stem)
+        group_of_K = self._groups(checkpoint, stem, num_columns, group_size)
+        form = MatrixForm(
+            values="int4" if bits == 4 else "int8",
+            group=max(group_size, 0),
+            has_zeros=True,
+            is_shuffled=group_of_K is not None,
+            scale_bits=scale_bits(checkpoint, stem + "scales"),
+        )
+        return form, group_of_K
 
     def _groups(
-        self, checkpoint: Checkpoint, stem: str, num_columns: int, group_size: int, num_groups: int
+        self, checkpoint: Checkpoint, stem: str, num_columns: int, group_size: int
     ) -> Tensor | None:
-        """The group of each column; None where neighbours make groups of equal size."""
+        """The group of each column; None where neighbours make groups."""
+        if stem + "g_idx" not in checkpoint or not checkpoint.view(stem + "g_idx").any():
+            return None
         size = num_columns if group_size == -1 else group_size
-        in_order_K = torch.arange(num_columns) // size
-        group_of_K = in_order_K
-        if stem + "g_idx" in checkpoint and checkpoint.view(stem + "g_idx").any():
-            group_of_K = checkpoint.view(stem + "g_idx").long()
-            if group_of_K.min() < 0 or group_of_K.max() >= num_groups:
-                raise CheckpointError(
-                    f"{checkpoint.path(stem + 'g_idx')}: tensor {stem}g_idx names groups outside "
-                    f"the {num_groups} there are."
-                )
-        is_even = num_columns == num_groups * size
-        return None if is_even and torch.equal(group_of_K, in_order_K) else group_of_K
+        group_of_K = checkpoint.view(stem + "g_idx").long()
+        num_groups = checkpoint.header(stem + "scales").shape[0]
+        if group_of_K.min() < 0 or group_of_K.max() >= num_groups:
+            raise CheckpointError(
+                f"{checkpoint.path(stem + 'g_idx')}: tensor {stem}g_idx names groups outside "
+                f"the {num_groups} there are."
+            )
+        is_in_order = torch.equal(group_of_K, torch.arange(num_columns) // size)
+        return None if is_in_order else group_of_K
 
     def _of_module(self, stem: str) -> tuple[int, int]:
         """Bits and group size of a module: the first pattern of `dynamic` that matches, if any."""

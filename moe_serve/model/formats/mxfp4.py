@@ -13,13 +13,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
+from moe_kernels.byte_table import E2M1
+from moe_kernels.matrix_form import MatrixForm
+from moe_kernels.quantised_matrix import QuantisedMatrix
 from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint import Checkpoint, Shape
-from moe_serve.model.formats.byte_table import E2M1, E8M0
-from moe_serve.model.formats.quantised_matrix import QuantisedMatrix
 from moe_serve.model.formats.weight_format import present
 from moe_serve.model.hf_config import HFConfig
 
@@ -52,21 +50,21 @@ class Mxfp4:
         checkpoint.expect(blocks, [(*grid, _BLOCK // 2)], ["U8"], implied_by)
         checkpoint.expect(name + "_scales", [grid], ["U8"], implied_by)
 
-    def read(
-        self,
-        checkpoint: Checkpoint,
-        name: str,
-        shape: Shape,
-        dtype: torch.dtype,
-        expert: int | None,
-    ) -> Tensor:
-        matrix = QuantisedMatrix(
+    def matrix(
+        self, checkpoint: Checkpoint, name: str, shape: Shape, expert: int | None
+    ) -> QuantisedMatrix:
+        return QuantisedMatrix(
+            form=self.form(checkpoint, name, shape, expert),
             bytes_NB=checkpoint.view(name + "_blocks", expert).flatten(1),
             table=E2M1,
             num_columns=shape[0],
-            scales_NG=E8M0.decode(checkpoint.view(name + "_scales", expert)),
+            scales_NG=checkpoint.view(name + "_scales", expert),
         )
-        return matrix.dequantised(dtype).t()
+
+    def form(
+        self, checkpoint: Checkpoint, name: str, shape: Shape, expert: int | None
+    ) -> MatrixForm:
+        return MatrixForm(values="e2m1", scale_bits=8, group=_BLOCK, is_transposed=True)
 
 
 def mxfp4_from(config: HFConfig) -> Mxfp4:

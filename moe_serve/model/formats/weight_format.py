@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
+from moe_kernels.matrix_form import MatrixForm
+from moe_kernels.quantised_matrix import QuantisedMatrix
 from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint import Checkpoint, Shape
 
@@ -29,15 +28,18 @@ class WeightFormat(Protocol):
     def expect(self, checkpoint: Checkpoint, name: str, shape: Shape) -> None:
         """Raise CheckpointError unless all parts are there with the right shapes and dtypes."""
 
-    def read(
-        self,
-        checkpoint: Checkpoint,
-        name: str,
-        shape: Shape,
-        dtype: torch.dtype,
-        expert: int | None,
-    ) -> Tensor:
-        """One dequantised matrix of `shape`; of a fused weight [E, ...] that of `expert`."""
+    def form(
+        self, checkpoint: Checkpoint, name: str, shape: Shape, expert: int | None
+    ) -> MatrixForm:
+        """What `matrix` will look like; reads headers, and small tensors at most."""
+
+    def matrix(
+        self, checkpoint: Checkpoint, name: str, shape: Shape, expert: int | None
+    ) -> QuantisedMatrix:
+        """One matrix of `shape`; of a fused weight [E, ...] that of `expert`.
+
+        Made of views of the files where it can be.
+        """
 
 
 def stem_of(name: str) -> str | None:
@@ -57,3 +59,8 @@ def matrix_shape(checkpoint: Checkpoint, stored: str, shape: Shape, row_multiple
             f"weight of shape {list(shape)}, which cannot be."
         )
     return shape
+
+
+def scale_bits(checkpoint: Checkpoint, name: str) -> int:
+    """Of one scale in a stored tensor; exponents alone become floats, except MXFP4's."""
+    return 16 if checkpoint.header(name).dtype in ("F16", "BF16") else 32

@@ -35,6 +35,8 @@ FORMATS: tuple[tuple[WeightFormat, int], ...] = (
     ("int4_zero", 32),
     ("int4_zero", 128),
     ("mxfp4", 32),
+    ("int8_zero", 32),
+    ("int8_zero", 128),
 )
 GPT_OSS = GatedActivation(alpha=1.702, limit=7.0, up_offset=1.0)
 D, F = 136, 96  # off every tile
@@ -109,7 +111,8 @@ def reference(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Grouped
 def _floats(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
     """As the kernel multiplies them: with groups, rounded to the model's dtype."""
     floats = weight.dequantised().cpu()
-    return floats.to(dtype) if weight.weight_format in PACKED_FORMATS else floats
+    has_groups = weight.weight_format in (*PACKED_FORMATS, "int8_zero")
+    return floats.to(dtype) if has_groups else floats
 
 
 def check(found_TD: Tensor, want_TD: Tensor, dtype: torch.dtype, case: str) -> None:
@@ -191,7 +194,8 @@ def _dots_round_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("weight_format", "group", "dtype"),
     [("plain", 0, torch.float32), ("plain", 0, torch.bfloat16), ("fp8_block", 128, torch.float32),
-     ("int8", 0, torch.float32), ("int4_zero", 128, torch.float32), ("mxfp4", 32, torch.float32)],
+     ("int8", 0, torch.float32), ("int4_zero", 128, torch.float32), ("mxfp4", 32, torch.float32),
+     ("int8_zero", 64, torch.float32)],
 )  # fmt: skip
 def test_a_row_has_the_same_bits_alone_and_in_tiles_of_every_size(
     weight_format: WeightFormat, group: int, dtype: torch.dtype, device: torch.device

@@ -18,7 +18,7 @@ E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     ("weight_format", "group", "error"),
     [("plain", 0, 0.0), ("int8", 0, 0.005), ("fp8_channel", 0, 0.04), ("fp8_block", 128, 0.04),
      ("int4", 32, 0.08), ("int4", 64, 0.08), ("int4", 128, 0.08), ("int4_zero", 64, 0.08),
-     ("mxfp4", 32, 0.26)],
+     ("mxfp4", 32, 0.26), ("int8_zero", 32, 0.005), ("int8_zero", 128, 0.005)],
 )  # fmt: skip
 def test_quantised_weights_are_near(weight_format: WeightFormat, group: int, error: float) -> None:
     """Off every group and block; the error is that of a format's step at the largest value."""

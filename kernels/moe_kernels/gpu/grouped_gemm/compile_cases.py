@@ -22,10 +22,21 @@ _GROUPED: tuple[tuple[WeightFormat, int], ...] = (
     ("int4", 128),
     ("int4", 32),
     ("int4_zero", 128),
+    ("int4_zero", 32),
+    ("int8_zero", 128),
 )
 _ROW_SCALED: tuple[tuple[WeightFormat, int], ...] = (("int8", 0), ("fp8_channel", 0))
 _PLAIN: tuple[WeightFormat, int] = ("plain", 0)
-_SCALE_FORMATS = ("int8", "fp8_channel", "fp8_block", "int4", "int4_zero")
+# By format; published checkpoints keep the scales of groups in 16 bits.
+_SCALES: dict[WeightFormat, str] = {
+    "int8": "*fp32",
+    "fp8_channel": "*fp32",
+    "fp8_block": "*fp32",
+    "int4": "*bf16",
+    "int4_zero": "*fp16",
+    "int8_zero": "*fp16",
+    "mxfp4": "*u8",
+}
 _DIRECT_MODELS = ("mixtral-8x7b", "gpt-oss-120b")
 
 
@@ -150,12 +161,11 @@ def _case(
 ) -> CompileCase:
     weights, pointer = shape.weight_format, f"*{model.dtype}"
     types = {"plain": pointer, "int8": "*i8"}
-    scales = "*fp32" if weights in _SCALE_FORMATS else "*u8" if weights == "mxfp4" else None
     signature = {
         "x_ptr": pointer,
         "weight_ptr": types.get(weights, "*u8"),
-        "scales_ptr": scales,
-        "zeros_ptr": "*u8" if weights == "int4_zero" else None,
+        "scales_ptr": _SCALES.get(weights),
+        "zeros_ptr": "*u8" if weights.endswith("_zero") else None,
         "bias_ptr": pointer if model.has_bias else None,
         "out_ptr": pointer,
         "tile_experts_ptr": "*i64" if is_direct else "*i32",

@@ -14,7 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-WeightFormat = Literal["plain", "int8", "fp8_channel", "fp8_block", "int4", "int4_zero", "mxfp4"]
+WeightFormat = Literal[
+    "plain", "int8", "int8_zero", "fp8_channel", "fp8_block", "int4", "int4_zero", "mxfp4"
+]
 PACKED_FORMATS: tuple[WeightFormat, ...] = ("int4", "int4_zero", "mxfp4")
 
 BLOCK_MS = (16, 64, 128)
@@ -64,6 +66,8 @@ def block_inputs(weight_format: WeightFormat, group: int, item_bytes: int = 2) -
     """BLOCK_C of a format. Packed formats: twice the inputs of a half, which lie in one group."""
     if weight_format in PACKED_FORMATS:
         return 2 * min(group, 64)
+    if weight_format == "int8_zero":
+        return min(group, 64)
     if weight_format == "plain":
         return 128 // item_bytes
     return 128
@@ -89,8 +93,11 @@ def choose_tile(block_m: int, shape: ProductShape, capability: int) -> TileConfi
         return _tile(shape, block_m, 128 if shape.is_gated else 256, 8, 3, uses_tma=True)
     if capability < 90 and shape.weight_format != "plain":
         # Without wgmma, conversions of more outputs do not fit the registers beside the sums.
+        # Nor do three stages of four bits with zeros on few warps.
+        has_zeros = shape.weight_format == "int4_zero" and block_m > BLOCK_MS[0]
         block_n = 32 if shape.is_gated else 64
-        return _tile(shape, block_m, block_n, 8 if block_m == BLOCK_MS[-1] else 4, 3)
+        num_warps = 8 if has_zeros or block_m == BLOCK_MS[-1] else 4
+        return _tile(shape, block_m, block_n, num_warps, 2 if has_zeros else 3)
     is_packed = shape.weight_format in PACKED_FORMATS
     if block_m == 16 and capability >= 100 and is_packed and not shape.is_gated:
         return _tile(shape, block_m, 128, 8, 4)  # 64 outputs on 4 warps spill there

@@ -7,15 +7,16 @@
 |---------------|--------------------------|---------------------------------------|---------------|
 | `plain`       | [E, R, C], model's dtype | none                                  | v             |
 | `int8`        | [E, R, C] int8           | [E, R] fp32                           | v s           |
+| `int8_zero`   | [E, R, C] uint8          | [E, R, G] float, zeros the same, uint8 | (v - zero) s |
 | `fp8_channel` | [E, R, C] e4m3 bits      | [E, R] fp32                           | v s           |
 | `fp8_block`   | [E, R, C] e4m3 bits      | [E, P, ceil(N/128), ceil(C/128)] fp32 | v s           |
-| `int4`        | [E, R, B] two a byte     | [E, R, G] fp32                        | (v - 8) s     |
-| `int4_zero`   | [E, R, B] two a byte     | [E, R, G] fp32, zeros the same, uint8 | (v - zero) s  |
+| `int4`        | [E, R, B] two a byte     | [E, R, G] float                       | (v - 8) s     |
+| `int4_zero`   | [E, R, B] two a byte     | [E, R, G] float, zeros the same, uint8 | (v - zero) s |
 | `mxfp4`       | [E, R, B] two a byte     | [E, R, C/32] uint8 (e8m0, up to 240)  | v 2^(s - 127) |
 
 Two a byte: inputs are cut into blocks of 2 H, H = min(group, 64); byte j of a block holds inputs j
 (low four bits) and j + H (high), so both halves of a tile come out of one load in order, and lie in
-one group each. C is padded to whole blocks, with scales of 0.
+one group each. C is padded to whole blocks, with scales of 0. Float: fp32, fp16 or bf16.
 
 Where the scale has a whole row or block, the sums are of exact values and scaled in fp32; with
 groups, (v - zero) s is rounded from fp32 to the model's dtype before it is multiplied.
@@ -39,6 +40,7 @@ from moe_kernels.gpu.grouped_gemm.heuristics import (
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E4M3_LARGEST = 448.0
 MXFP4_GROUP = 32
+INT_GROUPS = (128, 64, 32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,10 @@ class GroupedWeight:
             return self._unpacked(self.scales)[:, :, : self.num_inputs]
         if self.weight_format == "int8":
             return self.values.float() * self.scales[:, :, None]
+        if self.weight_format == "int8_zero":
+            assert self.zeros is not None, "int8_zero weights have zeros"
+            codes = self.values.float() - self._spread(self.zeros.float(), self.values)
+            return codes * self._spread(self.scales.float(), self.values)
         values = self.values.view(torch.float8_e4m3fn).float()
         if self.weight_format == "fp8_channel":
             return values * self.scales[:, :, None]
@@ -85,7 +91,7 @@ class GroupedWeight:
             values, factors = table[codes.long()], torch.exp2(scales.float() - 127.0)
         else:
             zeros = 8.0 if self.zeros is None else self._spread(self.zeros.float(), codes)
-            values, factors = codes.float() - zeros, scales
+            values, factors = codes.float() - zeros, scales.float()
         return values * self._spread(factors, codes)
 
     def _spread(self, groups_ERG: Tensor, codes: Tensor) -> Tensor:
@@ -130,7 +136,7 @@ def int4_from_codes(
     codes_ERC: Tensor, scales_ERG: Tensor, zeros_ERG: Tensor | None, group: int, num_parts: int
 ) -> GroupedWeight:
     """Codes 0 to 15 (uint8); without zeros the zero is 8."""
-    assert group in (32, 64, 128), f"groups of {group} inputs: 32, 64 or 128 are known"
+    assert group in INT_GROUPS, f"groups of {group} inputs: {INT_GROUPS} are known"
     weight_format: WeightFormat = "int4" if zeros_ERG is None else "int4_zero"
     values = _packed(codes_ERC, weight_format, group)
     num_groups = -(-2 * values.shape[2] // group)
@@ -138,8 +144,24 @@ def int4_from_codes(
     return GroupedWeight(
         weight_format=weight_format,
         values=values,
-        scales=_padded(scales_ERG.float(), num_groups),
+        scales=_padded(scales_ERG, num_groups),
         zeros=zeros,
+        group=group,
+        num_inputs=codes_ERC.shape[2],
+        num_parts=num_parts,
+    )
+
+
+def int8_from_codes(
+    codes_ERC: Tensor, scales_ERG: Tensor, zeros_ERG: Tensor, group: int, num_parts: int
+) -> GroupedWeight:
+    """Codes and zeros 0 to 255 (uint8)."""
+    assert group in INT_GROUPS, f"groups of {group} inputs: {INT_GROUPS} are known"
+    return GroupedWeight(
+        weight_format="int8_zero",
+        values=codes_ERC.contiguous(),
+        scales=scales_ERG.contiguous(),
+        zeros=zeros_ERG.contiguous(),
         group=group,
         num_inputs=codes_ERC.shape[2],
         num_parts=num_parts,
@@ -162,7 +184,10 @@ def mxfp4_from_codes(codes_ERC: Tensor, exponents_ERG: Tensor, num_parts: int) -
 def quantised(
     weight_ERC: Tensor, weight_format: WeightFormat, group: int, num_parts: int
 ) -> GroupedWeight:
-    """Floats rounded to a format, by the largest value of each scale's reach."""
+    """Floats rounded to a format, by the largest value of each scale's reach.
+
+    Scales of groups of whole numbers are in the floats' dtype, as published checkpoints have them.
+    """
     weight = weight_ERC.float()
     if weight_format == "plain":
         return plain(weight_ERC, num_parts)
@@ -178,7 +203,10 @@ def quantised(
     groups = _padded(weight, -(-weight.shape[2] // group) * group).unflatten(2, (-1, group))
     if weight_format == "mxfp4":
         return _quantised_mxfp4(groups, weight.shape[2], num_parts)
-    return _quantised_int4(groups, weight.shape[2], weight_format == "int4_zero", num_parts)
+    if weight_format == "int8_zero":
+        return _quantised_int8(groups, weight.shape[2], num_parts, weight_ERC.dtype)
+    has_zero = weight_format == "int4_zero"
+    return _quantised_int4(groups, weight.shape[2], has_zero, num_parts, weight_ERC.dtype)
 
 
 def _quantised_blocks(weight_ERC: Tensor, num_parts: int) -> GroupedWeight:
@@ -192,19 +220,45 @@ def _quantised_blocks(weight_ERC: Tensor, num_parts: int) -> GroupedWeight:
 
 
 def _quantised_int4(
-    groups_ERGc: Tensor, num_inputs: int, has_zero: bool, num_parts: int
+    groups_ERGc: Tensor,
+    num_inputs: int,
+    has_zero: bool,
+    num_parts: int,
+    scale_dtype: torch.dtype,
 ) -> GroupedWeight:
     zeros = None
     if has_zero:
-        low, high = groups_ERGc.amin(dim=3).clamp(max=0), groups_ERGc.amax(dim=3).clamp(min=0)
-        scales = _scale(high - low, 15.0)
-        zeros = (-low / scales).round()
+        scales, zeros = _scales_and_zeros(groups_ERGc, 15.0, scale_dtype)
     else:
-        scales = _scale(groups_ERGc.abs().amax(dim=3), 7.0)
-    zero = 8.0 if zeros is None else zeros[..., None]
-    codes = (groups_ERGc / scales[..., None]).round().add(zero).clamp(0, 15)
-    codes = codes.to(torch.uint8).flatten(2)[:, :, :num_inputs]
+        scales = _scale(groups_ERGc.abs().amax(dim=3), 7.0).to(scale_dtype)
+    codes = _codes(groups_ERGc, scales, 8.0 if zeros is None else zeros[..., None], 15)
+    codes = codes[:, :, :num_inputs]
     return int4_from_codes(codes, scales, zeros, groups_ERGc.shape[3], num_parts)
+
+
+def _quantised_int8(
+    groups_ERGc: Tensor, num_inputs: int, num_parts: int, scale_dtype: torch.dtype
+) -> GroupedWeight:
+    scales, zeros = _scales_and_zeros(groups_ERGc, 255.0, scale_dtype)
+    codes = _codes(groups_ERGc, scales, zeros[..., None], 255)[:, :, :num_inputs]
+    return int8_from_codes(codes, scales, zeros.to(torch.uint8), groups_ERGc.shape[3], num_parts)
+
+
+def _codes(
+    groups_ERGc: Tensor, scales_ERG: Tensor, zero: float | Tensor, largest_code: int
+) -> Tensor:
+    """[E, R, C] uint8."""
+    codes = (groups_ERGc / scales_ERG.float()[..., None]).round().add(zero)
+    return codes.clamp(0, largest_code).to(torch.uint8).flatten(2)
+
+
+def _scales_and_zeros(
+    groups_ERGc: Tensor, largest_code: float, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """[E, R, G], both as floats: codes from 0 on reach from the smallest to the largest value."""
+    low, high = groups_ERGc.amin(dim=3).clamp(max=0), groups_ERGc.amax(dim=3).clamp(min=0)
+    scales = _scale(high - low, largest_code).to(scale_dtype)
+    return scales, (-low / scales.float()).round().clamp(0, largest_code)
 
 
 def _quantised_mxfp4(groups_ERGc: Tensor, num_inputs: int, num_parts: int) -> GroupedWeight:

@@ -23,9 +23,9 @@ def weight_rows(
     if FORMAT == "fp8_block":
         block = part * tl.cdiv(num_outputs, GROUP_C) + tl.min(outputs) // GROUP_C
         scales = scales_ptr + block * scales_stride
-    elif FORMAT == "int4" or FORMAT == "int4_zero" or FORMAT == "mxfp4":
+    elif FORMAT == "int4" or FORMAT == "int4_zero" or FORMAT == "int8_zero" or FORMAT == "mxfp4":
         scales = scales_ptr + rows * scales_stride
-        if FORMAT == "int4_zero":
+        if FORMAT == "int4_zero" or FORMAT == "int8_zero":
             zeros = zeros_ptr + rows * scales_stride
     return weight_ptr + rows[:, None] * weight_stride, scales, zeros
 
@@ -60,6 +60,10 @@ def multiply_added(
         if not IS_EVEN:
             mask = mask & (inputs < num_inputs)[None, :]
         weight = tl.load(weight_row + inputs[None, :], mask=mask, other=0)
+        if FORMAT == "int8_zero":
+            weight = _dequantised(
+                weight, start // GROUP_C, scales_row, zeros_row, is_row, FORMAT, DTYPE
+            )
         if FORMAT == "fp8_channel" or FORMAT == "fp8_block":
             weight = _e4m3(weight, HAS_FP8).to(tl.float32)
         weight = weight.to(DTYPE)
@@ -82,9 +86,9 @@ def _dequantised(
         scale = ((exponent + 14) << 23).to(tl.float32, bitcast=True)
         values = _e2m1(codes)
     else:
-        scale = tl.load(scales_row + group, mask=is_row, other=0.0)
+        scale = tl.load(scales_row + group, mask=is_row, other=0.0).to(tl.float32)
         values = codes.to(tl.int32)
-        if FORMAT == "int4_zero":
+        if FORMAT == "int4_zero" or FORMAT == "int8_zero":
             values -= tl.load(zeros_row + group, mask=is_row, other=0).to(tl.int32)[:, None]
         else:
             values -= 8

@@ -1,0 +1,89 @@
+"""What the coordinator knows of the model before any rank has loaded it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from experts.placement.errors import PlacementError
+from experts.placement.plan import Placement, contiguous
+from experts.placement.plan_file import read_placement
+from moe_serve.cache.model_identity import model_identity
+from moe_serve.cluster.epoch import sparse_layers
+from moe_serve.cluster.messages import Configure
+from moe_serve.cluster.rank_name import RankName, all_ranks
+from moe_serve.config import ClusterConfig, EngineConfig
+from moe_serve.engine.build import model_folder
+from moe_serve.errors import ConfigError
+from moe_serve.model.families import family_of
+from moe_serve.model.hf_config import HFConfig
+from moe_serve.model.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterModel:
+    """A checkpoint, and how a configuration lays it out on ranks."""
+
+    config: EngineConfig
+    folder: Path
+    spec: ModelSpec
+    placement: Placement
+    weights: str  # the hash that every rank's checkpoint must have
+    num_threads: int  # of each rank
+
+    @classmethod
+    def read(cls, config: EngineConfig) -> ClusterModel:
+        """Reads config.json and samples of the weights. Raises ConfigError, CheckpointError."""
+        folder = model_folder(config.model)
+        spec = read_spec(folder)
+        num_ranks = config.cluster.attention_ranks + config.cluster.expert_ranks
+        share = max(1, (os.cpu_count() or 1) // num_ranks)
+        return cls(
+            config=config,
+            folder=folder,
+            spec=spec,
+            placement=placement_of(config.cluster, spec),
+            weights=model_identity(folder).hex(),
+            num_threads=config.model.num_threads or share,
+        )
+
+    @property
+    def ranks(self) -> list[RankName]:
+        return all_ranks(self.config.cluster.attention_ranks, self.config.cluster.expert_ranks)
+
+    @property
+    def is_routing_on_experts(self) -> bool:
+        """auto: the side that moves fewer bytes, which is never the experts': a row goes to at most
+        min(K, E) of E expert ranks when it is routed first, and to all of them when it is not."""
+        return self.config.cluster.router == "experts"
+
+    def configure(self, name: RankName) -> Configure:
+        """What a rank loads."""
+        return Configure(
+            config=self.config,
+            folder=str(self.folder),
+            num_threads=self.num_threads,
+            held=self.placement.held_by(name.index) if name.role == "expert" else {},
+            router_on_experts=self.is_routing_on_experts,
+            is_recording=self.config.pipeline.timeline is not None,
+        )
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    """The model's shape from its config.json; no weights are read."""
+    config = HFConfig.read(folder)
+    return family_of(config).read_spec(config.text())
+
+
+def placement_of(cluster: ClusterConfig, spec: ModelSpec) -> Placement:
+    """Which expert ranks hold which expert: the file's, or equal runs. Raises ConfigError."""
+    layers, num_experts = sparse_layers(spec), spec.router.num_experts
+    try:
+        if cluster.placement is None:
+            return contiguous(layers, num_experts, cluster.expert_ranks)
+        placement = read_placement(Path(cluster.placement).expanduser())
+        placement.check_fits(layers, num_experts, cluster.expert_ranks)
+    except PlacementError as error:
+        raise ConfigError(f"cluster.placement: {error}") from error
+    return placement

@@ -1,0 +1,160 @@
+"""What the ranks tell of their steps, brought together: metrics, timeline, the choice of m."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moe_serve.cluster.calibration_file import read_calibration
+from moe_serve.cluster.cluster_model import ClusterModel
+from moe_serve.cluster.epoch import sparse_layers
+from moe_serve.cluster.messages import StageSeconds, StepDone, StepServed
+from moe_serve.config import EngineConfig
+from moe_serve.engine.pool_stats import MicroBatchReason, PoolStats
+from moe_serve.engine.recent_pools import RecentPools
+from moe_serve.errors import ConfigError
+from moe_serve.model.step_plan import StepPlan
+from moe_serve.pipeline.batch_load import BatchLoad
+from moe_serve.pipeline.cost_model import Ranks, StageCosts
+from moe_serve.pipeline.micro_batch_choice import MAX_MICRO_BATCHES, Choice, MicroBatchChooser
+from moe_serve.pipeline.online_costs import OnlineCosts, StepTiming
+from moe_serve.pipeline.timeline import Role, Track, decode_records
+from moe_serve.pipeline.timeline_file import TimelineWriter
+
+_MAX_OPEN = 8  # steps whose expert ranks have not all told of them
+
+
+@dataclass(slots=True)
+class _OpenStep:
+    """A step until everybody has told of it."""
+
+    loads: Sequence[BatchLoad]
+    choice: Choice
+    num_expert_ranks: int
+    seconds: float = 0.0
+    attention: list[StageSeconds] = field(default_factory=list)
+    experts: list[StageSeconds] = field(default_factory=list)
+    is_sound: bool = True
+
+
+class PoolWatch:
+    """Used by the engine thread; `stats` by any.
+
+    `chooser` None: always `fixed` micro-batches (or as many as there are sequences).
+    """
+
+    def __init__(
+        self,
+        chooser: MicroBatchChooser | None,
+        fixed: int,
+        writer: TimelineWriter | None,
+    ) -> None:
+        self._chooser, self._fixed, self._writer = chooser, fixed, writer
+        self._recent = RecentPools()
+        self._open: dict[int, _OpenStep] = {}
+        self._next: _OpenStep | None = None
+
+    def choose(self, plans: Mapping[str, StepPlan], num_expert_ranks: int) -> int:
+        """Micro-batches of the step that comes."""
+        loads = [BatchLoad.of(plan.slices) for plan in plans.values()]
+        reason: MicroBatchReason = "fixed"
+        if self._chooser is not None:
+            choice = self._chooser.choose(loads)
+            reason = choice.reason
+        else:
+            most = max(load.num_sequences for load in loads)
+            choice = Choice(min(self._fixed, most), (), "predicted best")
+        self._recent.count_step(choice.num_micro_batches, reason)
+        self._next = _OpenStep(loads, choice, num_expert_ranks)
+        return choice.num_micro_batches
+
+    def began(self, step: int) -> None:
+        """The step that was chosen for has this number. One that is repeated tells nothing."""
+        opened, self._next = self._next, None
+        if opened is not None:
+            self._open[step] = opened
+            while len(self._open) > _MAX_OPEN:
+                del self._open[next(iter(self._open))]
+
+    def heard(self, name: str, report: StepDone | StepServed, offset_ns: int) -> None:
+        """A rank's end of a step. Its clock plus `offset_ns` is ours."""
+        track = track_of(name)
+        if report.records:
+            taken = decode_records(report.records)
+            self._recent.add(track, taken.records, offset_ns)
+            if self._writer is not None:
+                self._writer.write(track, taken.records, offset_ns, taken.num_lost)
+        opened = self._open.get(report.step)
+        if opened is not None:
+            pool = opened.experts if track.role is Role.EXPERT else opened.attention
+            pool.append(report.seconds)
+            self._close(report.step, opened)
+
+    def ended(self, step: int, seconds: float, is_sound: bool) -> None:
+        """All tokens of a step are here; not sound: it failed or is repeated."""
+        opened = self._open.get(step)
+        if opened is not None and is_sound:
+            opened.seconds = seconds
+            self._close(step, opened)
+        elif opened is not None:
+            del self._open[step]
+
+    def forget(self, name: str) -> None:
+        """A rank is lost."""
+        self._recent.forget(track_of(name))
+
+    def stats(self) -> PoolStats:
+        return self._recent.stats()
+
+    def close(self) -> None:
+        """End the timeline."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _close(self, step: int, opened: _OpenStep) -> None:
+        if not opened.seconds or len(opened.experts) < opened.num_expert_ranks:
+            return
+        del self._open[step]
+        if self._chooser is None or not opened.attention:
+            return
+        slowest = max(opened.attention, key=lambda seconds: seconds.busy)
+        timing = StepTiming(
+            seconds=opened.seconds,
+            attention_s=slowest.busy,
+            experts_s=max(seconds.busy for seconds in opened.experts),
+            wait_s=slowest.waiting,
+        )
+        self._chooser.observe(opened.loads, opened.choice, timing)
+
+
+def track_of(name: str) -> Track:
+    """`expert-1` -> expert 1."""
+    role, _, index = name.rpartition("-")
+    return Track(Role(role), int(index))
+
+
+def make_watch(config: EngineConfig, model: ClusterModel) -> PoolWatch:
+    """As configured: fixed, by a calibration, or by what the steps show. Raises ConfigError."""
+    cuts, cluster = config.pipeline.micro_batches, config.cluster
+    writer = None
+    if config.pipeline.timeline is not None:
+        path = Path(config.pipeline.timeline).expanduser()
+        try:
+            writer = TimelineWriter(path)
+        except OSError as error:
+            raise ConfigError(
+                f"pipeline.timeline: cannot write {path}: {error.strerror}."
+            ) from error
+    if cuts != "auto":
+        return PoolWatch(None, cuts, writer)
+    costs: StageCosts | OnlineCosts = OnlineCosts(len(sparse_layers(model.spec)))
+    if cluster.calibration is not None:
+        costs = read_calibration(Path(cluster.calibration).expanduser()).costs
+    ranks = Ranks(
+        num_attention=cluster.attention_ranks,
+        num_experts=cluster.expert_ranks,
+        is_router_on_experts=model.is_routing_on_experts,
+    )
+    return PoolWatch(MicroBatchChooser(costs, ranks), MAX_MICRO_BATCHES, writer)

@@ -1,0 +1,119 @@
+"""The processes of a cluster with all that they need here: listener, store, membership."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from moe_serve.cache.model_identity import model_identity
+from moe_serve.cluster.cluster_engine import ClusterEngine
+from moe_serve.cluster.cluster_model import ClusterModel
+from moe_serve.cluster.coordinator import Coordinator
+from moe_serve.cluster.listener import Listener
+from moe_serve.cluster.membership import Membership
+from moe_serve.cluster.messages import Loaded, Report
+from moe_serve.cluster.pool_watch import PoolWatch
+from moe_serve.cluster.preflight import ExpectedRank
+from moe_serve.cluster.preflight_round import PreflightRound
+from moe_serve.cluster.rank_starter import RankStarter
+from moe_serve.cluster.remote_executor import RemoteExecutor
+from moe_serve.cluster.roster import Roster
+from moe_serve.cluster.secret import ClusterSecret, new_secret, read_secret
+from moe_serve.cluster.store import serve_store
+from moe_serve.engine.build import eos_token_ids_of, max_model_len_of
+from moe_serve.engine.engine import Engine
+from moe_serve.model.model_tensors import LoadProgress
+
+MakeStarter = Callable[[str, int, ClusterSecret, int], RankStarter]
+
+
+class StartedRanks:
+    """Listens from its construction on; `close` ends everything."""
+
+    def __init__(self, model: ClusterModel) -> None:
+        cluster = model.config.cluster
+        self._model, self._cluster = model, cluster
+        self._secret = read_secret(os.environ) or new_secret()
+        self._roster = Roster(model.ranks)
+        self._membership = Membership(
+            self._roster, model.configure, model.weights, cluster.heartbeat_s
+        )
+        decoder = msgspec.msgpack.Decoder(Report)
+        self._listener: Listener[Any] = Listener(
+            cluster.host, cluster.port, self._secret, decoder, self._membership.admit
+        )
+        self._store: Any = serve_store(cluster.host, 0, cluster.timeout_s)  # as long as it is held
+
+    def start(self, make_starter: MakeStarter, progress: LoadProgress | None) -> None:
+        """Start the processes and wait until all have loaded; raises what keeps one from it."""
+        cluster = self._cluster
+        starter = make_starter(
+            cluster.host, self._listener.port, self._secret, self._model.num_threads
+        )
+        expected = [
+            ExpectedRank(name=name, node=starter.place_of(state.name))
+            for name, state in self._roster.states.items()
+        ]
+        preflight = PreflightRound(expected, self._model.folder, cluster.host)
+        self._membership.start(starter, preflight, cluster.start_timeout_s, progress)
+
+    @property
+    def first_loaded(self) -> Loaded:
+        """What the first attention rank says of itself; the others are like it."""
+        loaded = self._roster["attention-0"].loaded
+        assert loaded is not None, "the attention ranks have loaded"
+        return loaded
+
+    def engine(self, watch: PoolWatch) -> ClusterEngine:
+        """The engine over all ranks."""
+        coordinator = Coordinator(
+            self._membership,
+            self._model.placement,
+            watch,
+            store_host=self._cluster.host,
+            store_port=self._store.port,
+            timeout_s=self._cluster.timeout_s,
+            start_timeout_s=self._cluster.start_timeout_s,
+        )
+        first = self.first_loaded
+        identity = model_identity(
+            self._model.folder, first.dtype, first.kernels, first.expert_weights
+        )
+
+        def make_engine(executor: RemoteExecutor, ids: itertools.count[int]) -> Engine:
+            return self._engine(executor, ids, identity)
+
+        def close() -> None:
+            self.close()
+            watch.close()
+
+        return ClusterEngine(coordinator, make_engine, watch, close)
+
+    def close(self) -> None:
+        """End the ranks, and stop listening."""
+        self._membership.close()
+        self._listener.close()
+        self._store = None
+
+    def _engine(
+        self, executor: RemoteExecutor, ids: itertools.count[int], identity: bytes
+    ) -> Engine:
+        """The scheduler, pages and prefixes of one attention rank."""
+        config, spec = self._model.config, self._model.spec
+        loaded = self._roster[executor.name].loaded
+        assert loaded is not None, f"{executor.name} has not loaded"
+        return Engine(
+            executor,
+            scheduler=config.scheduler,
+            num_pages=loaded.num_pages,
+            micro_batches=1,
+            max_model_len=max_model_len_of(config.model, spec),
+            eos_token_ids=eos_token_ids_of(self._model.folder, spec),
+            model_identity=identity,
+            has_prefix_cache=config.cache.prefix_cache,
+            ids=ids,
+        )

@@ -1,0 +1,224 @@
+"""From a checkpoint's tensors to the weights of experts, in floats or packed.
+
+D model width, F expert width, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TypeVar, overload
+
+from torch import Tensor
+
+from moe_kernels.kernels import ExpertWeights
+from moe_kernels.matrix_form import MatrixForm
+from moe_kernels.quantised_matrix import Weight
+from moe_serve.errors import CheckpointError
+from moe_serve.model.expert_packing import BankForms, ExpertPacking, StoredProduct
+from moe_serve.model.manifest import Stored, Table, expert_table
+from moe_serve.model.model_tensors import ModelTensors
+from moe_serve.model.spec import ModelSpec
+from moe_serve.model.tensor_names import ExpertNames, TensorNames
+from moe_serve.model.weight_reader import WeightReader
+
+
+class ExpertLoader:
+    """Reads experts, shared experts and dense MLPs. Construction decides what stays packed."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        names: ExpertNames,
+        tensors: ModelTensors,
+        packing: ExpertPacking,
+    ) -> None:
+        self._spec, self._names, self._tensors, self._packing = spec, names, tensors, packing
+        self._forms = [self._routed_forms(layer) for layer in range(spec.num_layers)]
+
+    def layer(self, layer: int, held: Collection[int]) -> LayerExperts:
+        """Routed experts, to be read once, in order; copy each before the next."""
+        return LayerExperts(self, layer, self._spec.router.num_experts, frozenset(held))
+
+    def read(self, layer: int, expert: int) -> ExpertWeights:
+        """One routed expert. May be views of the file."""
+        names, forms = self._names, self._forms[layer]
+        table = expert_table(names, self._spec, layer, expert)
+        if names.gate:
+            gate, up = (self._matrix(table[key], forms.gate_up) for key in ("gate", "up"))
+            return ExpertWeights(gate, up, self._matrix(table["down"], forms.down))
+        fused, down = (
+            self._matrix(table[key], form, expert, is_transposed=names.is_transposed)
+            for key, form in (("gate_up", forms.gate_up), ("down", forms.down))
+        )
+        gate, up = _gate_and_up(fused, is_interleaved=names.is_interleaved)
+        if not self._spec.has_expert_bias:
+            return ExpertWeights(gate, up, down)
+        fused_bias, down_bias = (
+            self._tensors.read(table[key], expert=expert) for key in ("gate_up_bias", "down_bias")
+        )
+        biases = _gate_and_up(fused_bias, is_interleaved=names.is_interleaved)
+        return ExpertWeights(gate, up, down, *biases, down_bias)
+
+    def drop(self, layer: int, expert: int) -> None:
+        """An expert has been copied: its pages may go."""
+        for item in expert_table(self._names, self._spec, layer, expert).values():
+            self._tensors.done(item, None if self._names.gate else expert)
+
+    def dense(self, parts: Table) -> ExpertWeights:
+        """A shared expert or a dense MLP: gate, up and down, or gate_up and down."""
+        forms = self._packing.forms(*_dense_products(parts), is_routed=False)
+        if "gate_up" in parts:
+            gate, up = _gate_and_up(self._matrix(parts["gate_up"], forms.gate_up))
+        else:
+            gate, up = (self._matrix(parts[key], forms.gate_up) for key in ("gate", "up"))
+        biases = {k: self._tensors.read(item) for k, item in parts.items() if k.endswith("bias")}
+        if "gate_up_bias" in biases:
+            biases["gate_bias"], biases["up_bias"] = _gate_and_up(biases["gate_up_bias"])
+        return ExpertWeights(
+            gate,
+            up,
+            self._matrix(parts["down"], forms.down),
+            *(biases.get(key) for key in ("gate_bias", "up_bias", "down_bias")),
+        )
+
+    def _routed_forms(self, layer: int) -> BankForms:
+        """Of separate experts each is asked; fused ones are alike."""
+        names = self._names
+        if not self._spec.layers[layer].is_sparse:
+            return BankForms()
+        if not names.gate:
+            return self._packing.forms(*_fused_products(names, self._spec, layer))
+        tables = [
+            expert_table(names, self._spec, layer, expert)
+            for expert in range(self._spec.router.num_experts)
+        ]
+        return self._packing.forms(
+            StoredProduct(tensors=[table[key] for table in tables for key in ("gate", "up")]),
+            StoredProduct(tensors=[table["down"] for table in tables]),
+        )
+
+    def _matrix(
+        self,
+        stored: Stored,
+        form: MatrixForm | None,
+        expert: int | None = None,
+        *,
+        is_transposed: bool = False,
+    ) -> Weight:
+        """[outputs, inputs], packed where it has a form. May be a view of the file."""
+        if form is None:
+            weight = self._tensors.read(stored, expert=expert)
+            return weight.t() if is_transposed else weight
+        matrix = self._tensors.read_packed(stored, expert)
+        if matrix.form.is_transposed != is_transposed:
+            matrix = matrix.transposed()
+        assert matrix.form == form, f"{stored.name} is {matrix.form}, not {form}"
+        return matrix
+
+
+class LayerExperts(Sequence[ExpertWeights | None]):
+    """A layer's experts, each read when it is asked for; the one before is then let go.
+
+    So no more than one expert is in memory twice, as it is stored and as it is held. None: it is
+    not held here.
+    """
+
+    def __init__(
+        self, loader: ExpertLoader, layer: int, num_experts: int, held: frozenset[int]
+    ) -> None:
+        is_some = held and 0 <= min(held) <= max(held) < num_experts
+        assert is_some, f"experts {sorted(held)} of {num_experts}"
+        self._loader, self._layer, self._num_experts = loader, layer, num_experts
+        self._held, self._read = held, -1
+
+    @property
+    def num_held(self) -> int:
+        """See moe_kernels.kernels.LazyExperts."""
+        return len(self._held)
+
+    def __len__(self) -> int:
+        return self._num_experts
+
+    @overload
+    def __getitem__(self, index: int) -> ExpertWeights | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[ExpertWeights | None]: ...
+    def __getitem__(
+        self, index: int | slice
+    ) -> ExpertWeights | None | Sequence[ExpertWeights | None]:
+        assert isinstance(index, int), "experts are read one by one"
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        if index not in self._held:
+            return None
+        self.done()
+        self._read = index
+        return self._loader.read(self._layer, index)
+
+    def done(self) -> None:
+        """Let go of what was read last."""
+        if self._read >= 0:
+            self._loader.drop(self._layer, self._read)
+            self._read = -1
+
+
+def _fused_products(
+    names: ExpertNames, spec: ModelSpec, layer: int
+) -> tuple[StoredProduct, StoredProduct]:
+    table = expert_table(names, spec, layer, 0)
+    gate_up = StoredProduct(
+        tensors=[table["gate_up"]],
+        expert=0,
+        half=spec.expert_width,
+        is_interleaved=names.is_interleaved,
+        is_transposed=names.is_transposed,
+    )
+    down = StoredProduct(tensors=[table["down"]], expert=0, is_transposed=names.is_transposed)
+    return gate_up, down
+
+
+def _dense_products(parts: Table) -> tuple[StoredProduct, StoredProduct]:
+    down = StoredProduct(tensors=[parts["down"]])
+    fused = parts.get("gate_up")
+    if fused is None:
+        return StoredProduct(tensors=[parts["gate"], parts["up"]]), down
+    return StoredProduct(tensors=[fused], half=fused.shape[0] // 2), down
+
+
+_Rows = TypeVar("_Rows", Tensor, Weight)
+
+
+def _gate_and_up(fused: _Rows, *, is_interleaved: bool = False) -> tuple[_Rows, _Rows]:
+    """Rows of the gate and of the up projection, from [2 F, ...]."""
+    half = fused.shape[0] // 2
+    gate, up = slice(None, half), slice(half, None)
+    if is_interleaved:
+        gate, up = slice(0, None, 2), slice(1, None, 2)
+    if isinstance(fused, Tensor):
+        return fused[gate], fused[up]
+    return fused.rows(gate), fused.rows(up)
+
+
+def expert_names(names: TensorNames, spec: ModelSpec, reader: WeightReader) -> ExpertNames:
+    """The layout that this checkpoint has; the first, to complain of, if it has none.
+
+    Two layouts may differ in nothing but their shapes.
+    """
+    layers = [layer for layer in range(spec.num_layers) if spec.layers[layer].is_sparse][:1]
+    tables = [
+        (layout, [s for layer in layers for s in expert_table(layout, spec, layer, 0).values()])
+        for layout in names.experts
+    ]
+    there = [(layout, table) for layout, table in tables if all(reader.has(s.name) for s in table)]
+    for layout, table in there:
+        if all(_is_as_expected(stored, reader) for stored in table):
+            return layout
+    return (there or tables)[0][0]
+
+
+def _is_as_expected(stored: Stored, reader: WeightReader) -> bool:
+    try:
+        reader.expect(stored.name, stored.shape)
+    except CheckpointError:
+        return False
+    return True

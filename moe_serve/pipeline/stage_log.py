@@ -1,0 +1,66 @@
+"""What a rank notes of a step: always how long it waited, and the stages when they are recorded.
+
+A step in sixteen is recorded for the metrics although nobody asked for a timeline.
+"""
+
+from __future__ import annotations
+
+import time
+
+from moe_serve.pipeline.timeline import (
+    NO_LAYER,
+    NO_MICRO_BATCH,
+    NO_TIMELINE,
+    Recorder,
+    Stage,
+    TimelineRecorder,
+)
+
+SAMPLED_EVERY = 16  # steps; the same ones on all ranks
+
+
+class StageLog:
+    """One rank's. `is_recording`: every step, for a timeline."""
+
+    def __init__(self, is_recording: bool = False) -> None:
+        self._is_recording = is_recording
+        self._ring = TimelineRecorder()
+        self._now: Recorder = NO_TIMELINE
+        self._step, self._start = 0, 0
+        self.end = 0  # of the last stage that was noted
+        self.waited_s = 0.0  # for others, in this step
+        self.layers_s = 0.0  # from the first layer's beginning to the last one's end, in this step
+        self.began = time.perf_counter()
+
+    def begin(self, step: int) -> None:
+        """A step starts."""
+        is_on = self._is_recording or step % SAMPLED_EVERY == 0
+        self._now = self._ring if is_on else NO_TIMELINE
+        self._step, self.waited_s, self.began = step, 0.0, time.perf_counter()
+        self._start = self.end = self._now.now()
+
+    def now(self) -> int:
+        """A stage's start, for `add`."""
+        return self._now.now()
+
+    def add(self, stage: Stage, layer: int, micro_batch: int, rows: int, start: int) -> int:
+        """A stage has ended -> now."""
+        self.end = self._now.add(stage, self._step, layer, micro_batch, rows, start)
+        return self.end
+
+    def waited(self, since: float) -> None:
+        """For others, from this reading of time.perf_counter() on."""
+        self.waited_s += time.perf_counter() - since
+
+    def passed_layers(self, since: float) -> None:
+        """All layers, from this reading of time.perf_counter() on."""
+        self.layers_s = time.perf_counter() - since
+
+    def finish(self, rows: int) -> float:
+        """The step has ended -> its seconds here."""
+        self._now.add(Stage.STEP, self._step, NO_LAYER, NO_MICRO_BATCH, rows, self._start)
+        return time.perf_counter() - self.began
+
+    def take(self) -> bytes:
+        """What was recorded since the last call."""
+        return self._now.take()
