@@ -48,7 +48,7 @@ def request(**given: object) -> LaunchRequest:
     more = ("coordinator", "secret_file", "hostfile", "config_file", "emit_kind", "out", "name")
     other = {"launcher": "ssh", "kubernetes_kind": "leader-worker-set", "image": "i"}
     return launch_request(
-        {**dict.fromkeys((*names, *more, *KEYS, "model_claim")), **other, **given}
+        {**dict.fromkeys((*names, *more, *KEYS, "model_claim", "print_config")), **other, **given}
     )
 
 

@@ -126,7 +126,9 @@ def launch_request(parameters: Mapping[str, Any]) -> LaunchRequest:
         expert_ranks=parameters["expert_ranks"],
         cluster_file=None if path is None else str(path.absolute()),
         secret_file=None if secret_file is None else str(secret_file.absolute()),
-        serve_flags=_as_flags(given, config_file),
+        # With --hostfile every host says what it would do.
+        serve_flags=_as_flags(given, config_file)
+        + (("--print-config",) if parameters["print_config"] else ()),
     )
     return LaunchRequest(
         command=command,
