@@ -86,9 +86,8 @@ def _fill(model: Any, folder: Path, device: torch.device) -> bool:
     if not all(found.values()):
         return False
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            for part, place in found[name]:
-                place.copy_(weights.read(part, tuple(place.shape), place.dtype))
+        for part, place in (pair for parts in found.values() for pair in parts):
+            place.copy_(weights.read(part, tuple(place.shape), place.dtype))
     return True
 
 
