@@ -108,7 +108,9 @@ def check_invariance(folder: Path, kernels: KernelsName) -> None:
     """In bf16, a request's tokens and log probabilities are bit for bit its own."""
     prompts = random_prompts((40, 3, 17, 64, 9, 33))
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=2)
-    with moe_serve.LLM(str(folder), kernels=kernels, dtype="bfloat16", max_batched_tokens=19) as llm:
+    with moe_serve.LLM(
+        str(folder), kernels=kernels, dtype="bfloat16", max_batched_tokens=19
+    ) as llm:
         together = llm.generate(prompts, params, use_progress_bar=False)
     with moe_serve.LLM(str(folder), kernels=kernels, dtype="bfloat16") as llm:
         # Computed, and then from cached pages.
