@@ -23,7 +23,7 @@ class ExpertStage:
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
-        """The layers that have routed experts."""
+        """The layers that have routed experts, here or elsewhere."""
         return tuple(layer for layer, banks in enumerate(self._layers) if banks is not None)
 
     def run(self, layer: int, rows: RoutedRows) -> Tensor:

@@ -135,7 +135,7 @@ class Placement:
         if missing or strangers:
             raise PlacementError(
                 f"The placement has {len(self.ranks_of)} layers and the model {len(sparse_layers)} "
-                f"with routed experts; missing are {missing}, too many are {strangers}."
+                f"with routed experts; missing are {missing}, not of the model are {strangers}."
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -58,6 +59,8 @@ Progress = Callable[[str, float], None]  # (what is measured, share done)
 
 _BATCHES = (1, 4, 16, 64)  # sequences of a whole step
 _NATURAL_SEQUENCES, _NATURAL_STEPS = 64, 8
+_ATTENTION_BUDGET_S, _EXPERTS_BUDGET_S = 40.0, 20.0
+_LEAST_CASES = 8
 _NO_LINE = Line(0.0, 0.0)
 
 
@@ -131,9 +134,10 @@ def _measure_experts(
     rows = natural_rows(model, num_sequences, _NATURAL_STEPS)
     rows = {layer: rows[layer] for layer in layers}
     samples: list[ExpertSample] = []
+    deadline = time.monotonic() + _EXPERTS_BUDGET_S
     router = model.spec.router
     for index, count in enumerate(QUICK_ROWS if is_quick else ROWS):
-        if count > num_sequences * _NATURAL_STEPS:
+        if count > len(rows[layers[0]].x_TD) or (index > 3 and time.monotonic() > deadline):
             break
         progress("experts", 0.15 + 0.02 * index)
         natural = first_rows(rows, count)
@@ -160,8 +164,12 @@ def _measure_attention(
     fits: list[FitReport],
 ) -> AttentionCost:
     cases = attention_cases(model, is_quick)
-    samples = []
+    random.Random(0).shuffle(cases)  # so that a part of them is a sample of all
+    deadline = time.monotonic() + _ATTENTION_BUDGET_S / len(model.kinds)
+    samples: list[AttentionSample] = []
     for index, case in enumerate(cases):
+        if len(samples) >= _LEAST_CASES and time.monotonic() > deadline:
+            break
         progress(f"attention, {kind.name}", 0.4 + 0.4 * index / len(cases))
         samples.append(time_attention(model, kind, case, stopwatch))
     cost, found = fit_attention(samples)

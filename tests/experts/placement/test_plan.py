@@ -132,7 +132,7 @@ def test_a_placement_for_another_model_is_refused() -> None:
     plan.check_fits([1, 2, 4], 8, 2)
     with pytest.raises(PlacementError, match="for 8 experts on 2 ranks, not for the model's 16 on"):
         plan.check_fits([1, 2, 4], 16, 2)
-    with pytest.raises(PlacementError, match=r"missing are \[3\], too many are \[4\]"):
+    with pytest.raises(PlacementError, match=r"missing are \[3\], not of the model are \[4\]"):
         plan.check_fits([1, 2, 3], 8, 2)
 
 

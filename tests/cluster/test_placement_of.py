@@ -1,0 +1,48 @@
+"""Where a cluster's placement comes from: a file, or runs of experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from experts.placement.plan import Placement, contiguous
+from experts.placement.plan_file import write_placement
+from moe_serve.cluster.build import placement_of, read_spec
+from moe_serve.config import ClusterConfig
+from moe_serve.errors import ConfigError
+from moe_serve.model.demo import demo_model_folder
+from moe_serve.model.spec import ModelSpec
+
+
+@pytest.fixture(scope="module")
+def spec() -> ModelSpec:
+    return read_spec(demo_model_folder())
+
+
+def sparse_layers(spec: ModelSpec) -> list[int]:
+    return [index for index, layer in enumerate(spec.layers) if layer.is_sparse]
+
+
+def test_runs_without_a_file(spec: ModelSpec) -> None:
+    placed = placement_of(ClusterConfig(expert_ranks=3), spec)
+    assert placed == contiguous(sparse_layers(spec), spec.router.num_experts, 3)
+
+
+def test_as_the_file_says(spec: ModelSpec, tmp_path: Path) -> None:
+    num_experts, path = spec.router.num_experts, tmp_path / "plan.json"
+    experts = tuple((e % 2, 1 - e % 2) if e < 2 else (e % 2,) for e in range(num_experts))
+    plan = Placement(
+        num_ranks=2,
+        num_experts=num_experts,
+        ranks_of=dict.fromkeys(sparse_layers(spec), experts),
+    )
+    write_placement(plan, path)
+    cluster = ClusterConfig(expert_ranks=2, placement=str(path))
+    assert placement_of(cluster, spec) == plan
+    with pytest.raises(ConfigError, match=rf"experts on 2 ranks, not for .* {num_experts} on 3"):
+        placement_of(replace(cluster, expert_ranks=3), spec)
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"cluster.placement: .*plan.json cannot be read"):
+        placement_of(cluster, spec)
