@@ -60,6 +60,10 @@ class LocalStarter:
             num_threads=self._num_threads,
         )
 
+    def pid(self, rank: RankName) -> int | None:
+        """Of the rank's process, while it runs."""
+        return self._processes.pid(str(rank))
+
     def kill(self, rank: RankName) -> None:
         self._processes.kill(str(rank))
 
