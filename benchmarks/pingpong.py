@@ -73,10 +73,10 @@ def _time_engines(
 ) -> list[EngineTimes]:
     cuts: list[Cuts] = [1, 2, 3, 4, "auto"]
     batches = sorted({*options.batches, options.batch})
-    largest = max(batches)
-    with loaded_engines(model, cuts, largest, options.context, cores) as engines:
+    context = options.prompt + 2 + options.warm + options.steps
+    with loaded_engines(model, cuts, max(batches), context, cores) as engines:
         return [
-            time_engines(engines, batch, options.context, options.warm, options.steps)
+            time_engines(engines, batch, options.prompt, options.warm, options.steps)
             for batch in batches
         ]
 
@@ -121,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         "--delays", type=float, nargs="+", default=DELAYS, help="of T_f of half the batch, one way"
     )
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES, help="of the engines")
+    parser.add_argument("--prompt", type=int, default=8, help="tokens, for the engines")
     parser.add_argument("--warm", type=int, default=12, help="steps that do not count")
     parser.add_argument("--steps", type=int, default=16, help="steps of each engine that count")
     parser.add_argument("--no-pin", action="store_true", help="leave the ranks to the system")

@@ -32,7 +32,6 @@ from moe_serve.engine.request import GenerationRequest
 from moe_serve.engine.sampling_params import SamplingParams
 
 COLOCATED = "colocated"
-_MAX_STEPS_OF_PROMPTS = 64
 Cuts = int | Literal["auto"]
 
 
@@ -95,32 +94,29 @@ def loaded_engines(
 
 
 def time_engines(
-    engines: dict[str, DrivenEngine], batch: int, context: int, num_warm: int, num_steps: int
+    engines: dict[str, DrivenEngine], batch: int, num_prompt: int, num_warm: int, num_steps: int
 ) -> EngineTimes:
     """Prompts are read first; then `num_warm` steps, and `num_steps` that count, in turn."""
     num_output = 2 + num_warm + num_steps
-    num_prompt = max(1, context - num_output)
     for engine in engines.values():
         _add(engine, batch, num_prompt, num_output)
     tokens: dict[str, dict[str, list[int]]] = {}
     for name, engine in engines.items():
         tokens[name] = {}
-        for _ in range(_MAX_STEPS_OF_PROMPTS):
-            if engine.num_waiting == 0 and len(tokens[name]) == batch:
-                break
-            _step(engine, tokens[name])
+        _step(engine, tokens[name])
+        assert len(tokens[name]) == batch, f"{name} has read {len(tokens[name])} prompts"
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for index in range(num_warm + num_steps):
         for name, engine in engines.items():
             taken_s = _step(engine, tokens[name])
-            if index >= num_warm and engine.num_running == batch:
+            if index >= num_warm:
                 seconds[name].append(taken_s)
     for name, engine in engines.items():
         while engine.num_running or engine.num_waiting:
             _step(engine, tokens[name])
     return EngineTimes(
         batch=batch,
-        context=context,
+        context=num_prompt + num_output,
         seconds={name: statistics.median(each) for name, each in seconds.items()},
         has_equal_tokens=all(each == tokens[COLOCATED] for each in tokens.values()),
     )
@@ -136,7 +132,9 @@ def _config(
         model=ModelConfig(path=str(model), num_threads=1 if is_pair else 2, max_model_len=context),
         cache=CacheConfig(num_pages=pages, prefix_cache=False),
         scheduler=SchedulerConfig(
-            max_num_seqs=max_batch, max_batched_tokens=1024, max_queued_requests=max_batch
+            max_num_seqs=max_batch,
+            max_batched_tokens=max_batch * context,  # all prompts in one step
+            max_queued_requests=max_batch,
         ),
         pipeline=PipelineConfig(micro_batches=1 if cuts is None else cuts),
         cluster=ClusterConfig(attention_ranks=1, expert_ranks=1) if is_pair else ClusterConfig(),

@@ -6,8 +6,6 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from moe_serve.pipeline.step_seconds import LayerTimes, step_seconds
-
 from .job import StepMarks
 
 Seen = Sequence[tuple[StepMarks, StepMarks]]  # (attention rank's, expert rank's) of some steps
@@ -96,21 +94,17 @@ def point(
         step_s=_median_s(ours.end - ours.start for ours, _ in seen),
         whole_s=_median_s(ours.whole_end - ours.start for ours, _ in seen),
         formula_s=round_trip_s + delayed.slower_s * (num_micro_batches * num_layers - 1),
-        model_s=step_seconds([_layers(delayed, num_layers, num_micro_batches)]),
+        model_s=_expected_s(delayed, num_layers, num_micro_batches),
         is_full=num_micro_batches * delayed.slower_s >= 0.95 * round_trip_s,
     )
 
 
-def _layers(times: StageTimes, num_layers: int, num_micro_batches: int) -> LayerTimes:
-    nothing = (0.0,) * num_micro_batches
-    return LayerTimes(
-        num_layers=num_layers,
-        attention_s=(times.attention_s,) * num_micro_batches,
-        experts_s=(times.experts_s,) * num_micro_batches,
-        transfer_s=(times.transfer_s,) * num_micro_batches,
-        attention_hold_s=nothing,
-        experts_hold_s=nothing,
-    )
+def _expected_s(times: StageTimes, num_layers: int, num_micro_batches: int) -> float:
+    """The formula, and what replaces it where a micro-batch comes back later than its turn: a layer
+    then takes the round trip. Added delays are latencies: several messages are on their way."""
+    round_trip_s = times.attention_s + times.experts_s + 2 * times.transfer_s
+    layer_s = max(num_micro_batches * times.slower_s, round_trip_s)
+    return (num_layers - 1) * layer_s + round_trip_s + (num_micro_batches - 1) * times.slower_s
 
 
 def _median_s(nanoseconds: Iterable[int]) -> float:
