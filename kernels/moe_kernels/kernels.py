@@ -24,6 +24,7 @@ from moe_kernels.fixed_attention import DecodeRoom, FixedAttention
 from moe_kernels.matrix_form import MatrixForm, PackedLayout
 from moe_kernels.quantised_matrix import Weight
 from moe_kernels.routing import RouterShape
+from moe_kernels.token_sampler import TokenSampler
 
 
 class Linear(Protocol):
@@ -262,6 +263,10 @@ class Kernels(Protocol):
 
     def layer_front(self, parts: LayerFrontParts) -> LayerFront | None:
         """The parts as one call, with the same results bit for bit; None: not in this set."""
+        ...
+
+    def token_sampler(self) -> TokenSampler | None:
+        """Sampling on the device; None: the engine samples with torch operations."""
         ...
 
     def add(self, hidden_TD: Tensor, out_TD: Tensor, more_TD: Tensor | None) -> Tensor:

@@ -155,6 +155,9 @@ class NativeKernels:
         shape = parts.router_shape
         return NativeFront(self._native, parts, None if shape is None else self._router(shape))
 
+    def token_sampler(self) -> None:
+        return None
+
     def add(self, hidden_TD: Tensor, out_TD: Tensor, more_TD: Tensor | None) -> Tensor:
         result_TD = torch.empty_like(hidden_TD)
         self._add(

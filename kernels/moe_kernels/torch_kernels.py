@@ -157,6 +157,9 @@ class TorchKernels:
     def layer_front(self, parts: LayerFrontParts) -> None:
         return None
 
+    def token_sampler(self) -> None:
+        return None
+
     def add(self, hidden_TD: Tensor, out_TD: Tensor, more_TD: Tensor | None) -> Tensor:
         if more_TD is not None:
             out_TD = out_TD + more_TD

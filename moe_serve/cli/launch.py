@@ -30,6 +30,7 @@ from moe_serve.cli.serve import (
     Port,
     PrintConfig,
     ServedModelName,
+    TimelineFile,
 )
 from moe_serve.cluster.launch.emit.kubernetes import KubernetesKind
 
@@ -95,6 +96,7 @@ def launch(
     attention_ranks: AttentionRanks = None,
     expert_ranks: ExpertRanks = None,
     placement: Placement = None,
+    timeline: TimelineFile = None,
     cluster: Cluster = None,
     node_rank: NodeRank = None,
     num_nodes: NumNodes = None,

@@ -23,6 +23,7 @@ Launcher = Literal["ssh", "deepspeed"]
 # The flags that are settings: {parameter: key}; those of `serve` have the names of their keys.
 KEYS: Mapping[str, str] = {
     "placement": "cluster.placement",
+    "timeline": "pipeline.timeline",
     "dtype": "model.dtype",
     "device": "model.device",
     "max_model_len": "model.max_model_len",
@@ -126,7 +127,9 @@ def launch_request(parameters: Mapping[str, Any]) -> LaunchRequest:
         expert_ranks=parameters["expert_ranks"],
         cluster_file=None if path is None else str(path.absolute()),
         secret_file=None if secret_file is None else str(secret_file.absolute()),
-        serve_flags=_as_flags(given, config_file),
+        # With --hostfile every host says what it would do.
+        serve_flags=_as_flags(given, config_file)
+        + (("--print-config",) if parameters["print_config"] else ()),
     )
     return LaunchRequest(
         command=command,

@@ -33,7 +33,8 @@ from moe_serve.engine.build import (
     max_model_len_of,
     open_loader,
 )
-from moe_serve.engine.sampler import Sampled, Sampler
+from moe_serve.engine.sampler import Sampled
+from moe_serve.engine.sampling_backend import make_sampler
 from moe_serve.engine.step_executor import LocalExecutor, RowFailure, StepOutcome
 from moe_serve.model.model_tensors import LoadProgress
 from moe_serve.model.step_plan import StepPlan
@@ -62,7 +63,7 @@ class AttentionRank:
         self._part = load_attention(
             self._loader, config, max_model_len_of(config.model, self._spec)
         )
-        self._sampler = Sampler(eos_token_ids_of(folder, self._spec))
+        self._sampler = make_sampler(eos_token_ids_of(folder, self._spec), self._loader.kernels)
         self._mirrors = Mirrors()
         self._log = StageLog(configure.is_recording)
         self._group: DataGroup | None = None

@@ -18,7 +18,7 @@ from moe_serve.engine.cuda_graphs import with_cuda_graphs
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.layout import Layout
-from moe_serve.engine.sampler import Sampler
+from moe_serve.engine.sampling_backend import make_sampler
 from moe_serve.engine.step_executor import LocalExecutor
 from moe_serve.errors import CheckpointError, ConfigError
 from moe_serve.model.attention_stage import AttentionStage
@@ -78,7 +78,7 @@ def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> 
         pipeline, part.stage, part.cache, config, max_model_len, micro_batches
     )
     engine = Engine(
-        LocalExecutor(runner, Sampler(eos_token_ids)),
+        LocalExecutor(runner, make_sampler(eos_token_ids, loader.kernels)),
         scheduler=config.scheduler,
         num_pages=part.num_pages,
         micro_batches=micro_batches,

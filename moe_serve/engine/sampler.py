@@ -1,4 +1,4 @@
-"""From logits to tokens. Each row's result depends on its own logits and request only.
+"""From logits to tokens, in torch. Each row's result depends on its own logits and request only.
 
 S rows, V vocabulary. Order of operations: logit bias and minimum length, penalties, temperature,
 min_p, top-k, top-p, draw. Log probabilities are those of the model, before all of these.
@@ -29,7 +29,10 @@ class Sampled:
 
 
 class Sampler:
-    """`eos_token_ids` may not come before a request's minimum length."""
+    """Implements SamplingBackend with torch operations, wherever the logits lie.
+
+    `eos_token_ids` may not come before a request's minimum length.
+    """
 
     def __init__(self, eos_token_ids: frozenset[int]) -> None:
         self._eos = sorted(eos_token_ids)
@@ -51,6 +54,10 @@ class Sampler:
                     tokens[row] = token
         logprobs = _logprobs(logits_SV, tokens, sequences)
         return [Sampled(*fields) for fields in zip(tokens, is_valid, logprobs, strict=True)]
+
+    def describe(self, logits_RV: Tensor, tokens: list[int], num_top: int) -> list[TokenLogprob]:
+        """See `describe_tokens`."""
+        return describe_tokens(logits_RV, tokens, num_top)
 
     def _adjust(self, logits_SV: Tensor, sequences: Rows[Sequence]) -> Tensor:
         """Bias, minimum length, penalties: in place on a copy, and only for rows that ask."""

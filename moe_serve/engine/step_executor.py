@@ -14,7 +14,8 @@ from typing import Protocol
 from torch import Tensor
 
 from moe_serve.engine.request import TokenLogprob
-from moe_serve.engine.sampler import Sampled, Sampler, describe_tokens
+from moe_serve.engine.sampler import Sampled
+from moe_serve.engine.sampling_backend import SamplingBackend
 from moe_serve.engine.sequence import Sequence
 from moe_serve.errors import MoeServeError
 from moe_serve.model.step_plan import SequenceSlice, StepPlan
@@ -84,7 +85,7 @@ class StepExecutor(Protocol):
 class LocalExecutor:
     """A pipeline and a sampler in this process."""
 
-    def __init__(self, runner: StepRunner, sampler: Sampler) -> None:
+    def __init__(self, runner: StepRunner, sampler: SamplingBackend) -> None:
         self.runner, self._sampler = runner, sampler
 
     def run(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> StepOutcome:
@@ -95,7 +96,7 @@ class LocalExecutor:
             sequence = sequences[piece.sequence_id]
             end = start + piece.num_logits
             if sequence.wants_prompt_logprobs:
-                described[sequence.id] = _describe(sequence, piece, logits[start:end])
+                described[sequence.id] = self._describe(sequence, piece, logits[start:end])
             if piece.start + len(piece.token_ids) == sequence.num_tokens:
                 rows.append(end - 1)
                 sampling.append(sequence)
@@ -132,10 +133,11 @@ class LocalExecutor:
             alone = zip(logits.split(1), sequences, strict=True)
             return [token for row, sequence in alone for token in self._sample(row, [sequence])]
 
-
-def _describe(sequence: Sequence, piece: SequenceSlice, logits: Tensor) -> tuple[TokenLogprob, ...]:
-    """The prompt's tokens that follow those of a slice, as the model saw them coming."""
-    first, count = piece.start + 1, len(piece.token_ids)
-    following = sequence.token_ids[first : first + count]
-    num_top = sequence.request.params.prompt_logprobs or 0
-    return tuple(describe_tokens(logits[: len(following)], following, num_top))
+    def _describe(
+        self, sequence: Sequence, piece: SequenceSlice, logits: Tensor
+    ) -> tuple[TokenLogprob, ...]:
+        """The prompt's tokens that follow those of a slice, as the model saw them coming."""
+        first, count = piece.start + 1, len(piece.token_ids)
+        following = sequence.token_ids[first : first + count]
+        num_top = sequence.request.params.prompt_logprobs or 0
+        return tuple(self._sampler.describe(logits[: len(following)], following, num_top))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import subprocess
 import tempfile
 import time
@@ -13,12 +14,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernel_compilation.facts import CompiledFacts, count_instructions, read_resources
+from kernel_compilation.facts import (
+    GROUPS,
+    CompiledFacts,
+    count_instructions,
+    read_resources,
+)
 from moe_kernels.gpu.compile_case import CompileCase
 
 WARP_SIZE = 32
 _TOOL_TIMEOUT_S = 180
 _ALIGNED = [["tt.divisibility", 16]]
+# Of PTX from which an instruction comes that is counted. Without these and without a stack there is
+# none to find, and for a small kernel the disassembler starts longer than the compiler runs.
+_HAS_COUNTED = re.compile(r"mma|cp\.async\.bulk|\.local\b")
 _FORMAT = 1  # of CompiledFacts in the cache
 
 
@@ -51,7 +60,9 @@ def compile_case(case: CompileCase, target: int) -> CompiledFacts:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(compiled.asm["cubin"])
         registers, stack = read_resources(_run(triton.knobs.nvidia.cuobjdump, "-res-usage", path))
-        counts = count_instructions(_run(triton.knobs.nvidia.nvdisasm, "-c", path))
+        counts = dict.fromkeys(GROUPS, 0)
+        if stack or _HAS_COUNTED.search(compiled.asm["ptx"]):
+            counts = count_instructions(_run(triton.knobs.nvidia.nvdisasm, "-c", path))
     return CompiledFacts(
         registers=registers,
         stack=stack,

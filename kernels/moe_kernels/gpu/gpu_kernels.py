@@ -44,6 +44,7 @@ from moe_kernels.gpu.paged_attention.backends import (
 from moe_kernels.gpu.paged_attention.plan import PagedPlan
 from moe_kernels.gpu.router.api import route
 from moe_kernels.gpu.rows.api import Addends, add, rms_norm
+from moe_kernels.gpu.sampling.token_sampler import GpuTokenSampler
 from moe_kernels.kernels import ExpertWeights, GatedActivation, KVPages, LayerFrontParts
 from moe_kernels.matrix_form import MatrixForm, PackedLayout
 from moe_kernels.routing import RouterShape
@@ -214,6 +215,9 @@ class TritonKernels:
 
     def layer_front(self, parts: LayerFrontParts) -> None:
         return None
+
+    def token_sampler(self) -> GpuTokenSampler:
+        return GpuTokenSampler()
 
     def add(self, hidden_TD: Tensor, out_TD: Tensor, more_TD: Tensor | None) -> Tensor:
         return add(hidden_TD, Addends(out_TD=out_TD, more_TD=more_TD))

@@ -201,6 +201,25 @@ def test_a_lost_node_takes_its_ranks_along_and_may_come_back(nodes: Nodes) -> No
     nodes.started(EXPERT, 2)
 
 
+def test_an_agent_that_is_told_to_stop_waits_for_node_0(nodes: Nodes) -> None:
+    agent = nodes.join(1)
+    nodes.starter.start(EXPERT)
+    pid = nodes.started(EXPERT)
+    agent.stop(grace_s=1000.0)
+    os.kill(pid, signal.SIGKILL)
+    assert nodes.exits(), "it still reports, so it still serves"
+    nodes.starter.stop()
+    until(lambda: 1 in nodes.ends, "dismissed")
+    assert nodes.ends[1] is None
+
+
+def test_a_second_signal_ends_an_agent(nodes: Nodes) -> None:
+    agent = nodes.join(1)
+    for _ in range(2):
+        agent.stop(grace_s=1000.0)
+    until(lambda: 1 in nodes.ends, "the agent ends")
+
+
 def test_agents_end_when_node_0_is_lost(nodes: Nodes) -> None:
     nodes.join(1)
     nodes.starter.start(EXPERT)

@@ -26,6 +26,7 @@ def grouped(heads: int, kv_heads: int, head_dim: int, **more: object) -> Attenti
 
 
 LATENT = grouped(5, 1, 48, value_dim=32, softmax_scale=0.2)  # 32 and the 16 of the shared key
+WIDE = grouped(6, 1, 48, value_dim=32, softmax_scale=0.2)  # the same, and tiles join in a scratch
 SHAPES = {
     "one head each": grouped(2, 2, 16),
     "group of 4": grouped(8, 2, 32),
@@ -37,6 +38,7 @@ SHAPES = {
     "narrow values": grouped(4, 1, 48, value_dim=16),
     "widths that are no power of two": grouped(4, 1, 40, value_dim=24),
     "latent": LATENT,
+    "wide latent": WIDE,
 }
 MIXED: list[Span] = [(0, 1), (599, 1), (0, 20), (254, 3), (300, 12), (15, 1), (16, 2)]
 
@@ -51,7 +53,7 @@ class Scene:
         needed = [-(-length // PAGE) for length in lengths]
         order = (1 + torch.randperm(sum(needed), generator=generator)).tolist()
         size = (1 + sum(needed), shape.num_kv_heads, PAGE)
-        has_one_tensor = shape is LATENT
+        has_one_tensor = shape in (LATENT, WIDE)
 
         def pages(width: int) -> Tensor:
             made = torch.randn(*size, width, generator=generator)
@@ -93,6 +95,8 @@ class Scene:
     ) -> PagedPlan:
         """In the tiles of half precision whatever the dtype: they are what ships."""
         config = replace(config_of(self.shape, torch.bfloat16), split_tokens=split)
+        if self.shape == WIDE:
+            config = replace(config, join_columns=16)
         if most_items is not None:
             config = replace(config, max_item_tokens=most_items)
         return plan_paged_attention(self.step(rows), self.shape, config, self.device)
@@ -136,7 +140,7 @@ def check(scene: Scene, rows: list[tuple[int, int, int]], outs: list[Tensor]) ->
 def test_matches_the_definition(name: str, device: torch.device) -> None:
     scene, rows = scene_of(SHAPES[name], MIXED, torch.float32, device)
     assert is_latent(scene.keys, scene.values, config_of(scene.shape, scene.dtype)) == (
-        name == "latent"
+        "latent" in name
     )
     plan = scene.plan(rows, most_items=3)
     assert plan.sizes.num_tiles and plan.sizes.num_items, f"{plan.sizes}: both ways are meant"
@@ -166,6 +170,8 @@ def test_every_length(length: int, device: torch.device) -> None:
         ("chunk", torch.float32),
         ("latent", torch.float32),
         ("latent", torch.bfloat16),
+        ("wide latent", torch.float32),
+        ("wide latent", torch.bfloat16),
     ],
 )
 def test_a_row_has_the_same_bits_decoded_and_in_a_prompt(
@@ -183,7 +189,7 @@ def test_a_row_has_the_same_bits_decoded_and_in_a_prompt(
 
 
 @pytest.mark.usefixtures("rows_are_alike")
-@pytest.mark.parametrize("name", ["group of 4", "wide window", "latent"])
+@pytest.mark.parametrize("name", ["group of 4", "wide window", "latent", "wide latent"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_has_the_same_bits_alone_and_among_others(
     name: str, dtype: torch.dtype, device: torch.device
@@ -206,14 +212,19 @@ def test_more_heads_than_rows_of_a_tile(device: torch.device) -> None:
 @pytest.mark.usefixtures("rows_are_alike")
 def test_a_latent_of_real_width(device: torch.device) -> None:
     shape = grouped(16, 1, 576, value_dim=512, softmax_scale=0.07)
-    assert config_of(shape, torch.bfloat16).tiles is None, "items serve rows as wide as this"
+    config = config_of(shape, torch.bfloat16)
+    assert config.join_columns, "rows as wide as this are joined in a scratch"
     scene, rows = scene_of(shape, [(40, 1), (60, 6)], torch.bfloat16, device)
     scene.values = scene.keys[..., :512]
-    together = scene.run(rows, plan_paged_attention(
-        scene.step(rows), shape, config_of(shape, torch.bfloat16), device
-    ))  # fmt: skip
-    check(scene, rows, together)
-    assert torch.equal(scene.run([(1, 65, 1)])[0], together[1][5:])
+    as_items, as_tiles = (
+        scene.run(rows, plan_paged_attention(
+            scene.step(rows), shape, replace(config, max_item_tokens=most), device
+        ))
+        for most in (6, 1)
+    )  # fmt: skip
+    check(scene, rows, as_items)
+    assert all(map(torch.equal, as_items, as_tiles)), "tiles have other bits than items"
+    assert torch.equal(scene.run([(1, 65, 1)])[0], as_items[1][5:])
 
 
 @pytest.mark.usefixtures("rows_are_alike")

@@ -147,6 +147,9 @@ def test_tiles_hold_every_head_and_width(
     if config.tiles is not None:
         tiles = replace(config.tiles, num_stages=tile.num_stages)
         assert tiles == tile, "decode and prefill must add in one order"
+    assert (config.tiles is None) == (chip == 10 and max(head_dim, value_dim) > 256)
+    assert config.join_columns == 0 or config.block_v % config.join_columns == 0
+    assert config.max_item_tokens >= 4 * tile.tile_tokens
 
 
 def test_compile_cases_give_every_argument() -> None:

@@ -12,6 +12,7 @@ _EXPERTS_PER_SLOT = 4
 # One program per expert reads all slots; beyond this many, chunks are counted side by side.
 _MAX_SLOTS_AT_ONCE = 8192
 _CHUNK = 128
+_BLOCK_SLOTS = 1024  # of one load, however few there are: another size would be another kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ def choose_align(num_slots: int, num_experts: int, block_rows: int) -> AlignConf
         is_direct=direct,
         num_chunks=-(-num_slots // _CHUNK) if has_chunks else 0,
         chunk=_CHUNK,
-        block_slots=min(1024, max(32, _power_of_two(num_slots))),
+        block_slots=_BLOCK_SLOTS,
         # One bin more than experts: for slots without an expert here.
         block_experts=max(16, _power_of_two(num_experts + 1)),
     )

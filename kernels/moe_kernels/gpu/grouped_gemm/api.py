@@ -161,7 +161,7 @@ def multiply(product: Product, alignment: Alignment, top_k: int, chip: Chip) -> 
         BLOCK_C=tile.block_c,
         GROUP_M=tile.group_m,
         IS_EVEN=weight.num_inputs % tile.block_c == 0,
-        HAS_FP8=chip.has_fp8,
+        HAS_FP8=chip.has_fp8 and weight.weight_format.startswith("fp8"),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_kernels.gpu.compile_case import TARGETS, CompileCase
 from moe_kernels.gpu.grouped_gemm.heuristics import (
     BLOCK_MS,
+    FIXED_BLOCK_M,
     FP8_BLOCK,
     ProductShape,
     TileConfig,
@@ -37,7 +38,10 @@ _SCALES: dict[WeightFormat, str] = {
     "int8_zero": "*fp16",
     "mxfp4": "*u8",
 }
-_DIRECT_MODELS = ("mixtral-8x7b", "gpt-oss-120b")
+# Where each slot is a tile of its own. The formats that are left out differ in their scales alone.
+_DIRECT_BLOCK_MS = (16, FIXED_BLOCK_M)
+_DIRECT_FORMATS = (_PLAIN, ("fp8_block", FP8_BLOCK), ("mxfp4", 32), ("int4", 128))
+_PLAIN_ACTIVATION = GatedActivation()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +52,8 @@ class _Model:
     dtype: str = "bf16"
     has_bias: bool = False
     activation: GatedActivation = GatedActivation()
+    bias_dtype: str = ""  # the model's where empty
+    out_dtype: str = ""
 
     def shapes(self) -> Iterator[ProductShape]:
         for weight_format, group in self.formats:
@@ -86,38 +92,69 @@ MODELS = {
 }
 
 
+# The projections of routers, whose logits leave in fp32; Mixtral has only 8. Where bf16 does not
+# hold a router's weights, all is fp32. Other linears are the second products of the models above.
+_ROUTER = _Model(width=2048, expert_width=128, formats=(_PLAIN,), out_dtype="fp32")
+ROUTERS = {
+    "router": _ROUTER,
+    "router-of-8": replace(_ROUTER, expert_width=8),
+    "router-bias": replace(_ROUTER, has_bias=True, bias_dtype="fp32"),
+    "router-fp32": replace(_ROUTER, dtype="fp32"),
+}
+
+
 def _cases() -> Iterator[CompileCase]:
     """Each configuration once, under the first model that has it, for the targets that share it."""
     seen = set()
     for model_name, model in MODELS.items():
         for shape in model.shapes():
-            for block_m in BLOCK_MS:
-                tiles = {target: choose_tile(block_m, shape, target) for target in TARGETS}
-                for tile in dict.fromkeys(tiles.values()):
-                    targets = tuple(t for t in TARGETS if tiles[t] == tile)
-                    is_even = shape.num_inputs % shape.block_c == 0
-                    own = (shape.weight_format, shape.group, shape.is_gated, is_even)
-                    key = (*own, tile, targets, model.dtype, model.has_bias, model.activation)
-                    if key not in seen:
-                        seen.add(key)
-                        yield from _cases_of(model_name, model, shape, tile, targets)
-    for name, out in (("combine", "*fp32"), ("combine-partial", "*fp64")):
-        yield CompileCase(
-            name=f"grouped_gemm/{name}",
-            kernel=combine_kernel,
-            signature={
-                "y_ptr": "*bf16",
-                "ids_ptr": "*i64",
-                "weights_ptr": "*fp32",
-                "out_ptr": out,
-                "num_experts": "i32",
-                "width": "i32",
-            },
-            constexprs={"TOP_K": 8, "BLOCK_D": 1024},
-            num_warps=4,
-            num_stages=3,
-            divisible_by_16=("width",),
+            activation = model.activation if shape.is_gated else _PLAIN_ACTIVATION
+            own = (shape.weight_format, shape.group, shape.is_gated, model.dtype, model.has_bias)
+            is_even = shape.num_inputs % shape.block_c == 0
+            for tile, targets in _tiles(shape):
+                key = (*own, is_even, activation, tile, targets)
+                if key not in seen:
+                    seen.add(key)
+                    yield from _cases_of(model_name, model, shape, tile, targets)
+    for name, router in ROUTERS.items():
+        shape = ProductShape(
+            num_inputs=router.width,
+            num_outputs=router.expert_width,
+            is_gated=False,
+            item_bytes=4 if router.dtype == "fp32" else 2,
         )
+        for tile, targets in _tiles(shape):
+            yield from _cases_of(name, router, shape, tile, targets, can_be_direct=False)
+    for top_k in (1, 2, 4, 8):
+        yield _combine_case(f"combine-{top_k}", top_k, "*fp32")
+        yield _combine_case(f"combine-partial-{top_k}", top_k, "*fp64")
+
+
+def _tiles(shape: ProductShape) -> Iterator[tuple[TileConfig, tuple[int, ...]]]:
+    """The tiles of a product, each with the chips that have it."""
+    for block_m in BLOCK_MS:
+        tiles = {target: choose_tile(block_m, shape, target) for target in TARGETS}
+        for tile in dict.fromkeys(tiles.values()):
+            yield tile, tuple(target for target in TARGETS if tiles[target] == tile)
+
+
+def _combine_case(name: str, top_k: int, out: str) -> CompileCase:
+    return CompileCase(
+        name=f"grouped_gemm/{name}",
+        kernel=combine_kernel,
+        signature={
+            "y_ptr": "*bf16",
+            "ids_ptr": "*i64",
+            "weights_ptr": "*fp32",
+            "out_ptr": out,
+            "num_experts": "i32",
+            "width": "i32",
+        },
+        constexprs={"TOP_K": top_k, "BLOCK_D": 1024},
+        num_warps=4,
+        num_stages=3,
+        divisible_by_16=("width",),
+    )
 
 
 def _cases_of(
@@ -126,8 +163,9 @@ def _cases_of(
     shape: ProductShape,
     tile: TileConfig,
     targets: tuple[int, ...],
+    can_be_direct: bool = True,
 ) -> Iterator[CompileCase]:
-    product = "gate_up" if shape.is_gated else "down"
+    product = "gate_up" if shape.is_gated else "linear" if model_name in ROUTERS else "down"
     weights = shape.weight_format + (f"-g{shape.group}" if shape.group else "")
     size = f"{tile.block_m}x{tile.block_n}x{tile.block_c}" + ("-tma" if tile.uses_tma else "")
     size += f"-w{tile.num_warps}s{tile.num_stages}"
@@ -135,18 +173,18 @@ def _cases_of(
     if tile.uses_tma:
         yield _tma_case(name, model, shape, tile, targets)
         return
-    if not shape.weight_format.startswith("fp8"):
-        yield _case(name, model, shape, tile, targets)
-        if tile.block_m == 16 and model_name in _DIRECT_MODELS:
-            yield _case(name + "-direct", model, shape, tile, targets, is_direct=True)
-        return
+    is_fp8 = shape.weight_format.startswith("fp8")
     # Chips from 89 on convert e4m3 themselves.
-    able = tuple(target for target in targets if target >= 89)
-    if able:
-        yield _case(name, model, shape, tile, able, has_fp8=True)
-    if able != targets:
-        others = tuple(target for target in targets if target < 89)
-        yield _case(name + "-bits", model, shape, tile, others)
+    able = tuple(target for target in targets if is_fp8 and target >= 89)
+    others = tuple(target for target in targets if target not in able)
+    for chips, has_fp8 in ((able, True), (others, False)):
+        if not chips:
+            continue
+        own = name + ("-bits" if is_fp8 and not has_fp8 else "")
+        yield _case(own, model, shape, tile, chips, has_fp8=has_fp8)
+        has_direct = can_be_direct and (shape.weight_format, shape.group) in _DIRECT_FORMATS
+        if has_direct and tile.block_m in _DIRECT_BLOCK_MS:
+            yield _case(own + "-direct", model, shape, tile, chips, has_fp8=has_fp8, is_direct=True)
 
 
 def _case(
@@ -166,8 +204,8 @@ def _case(
         "weight_ptr": types.get(weights, "*u8"),
         "scales_ptr": _SCALES.get(weights),
         "zeros_ptr": "*u8" if weights.endswith("_zero") else None,
-        "bias_ptr": pointer if model.has_bias else None,
-        "out_ptr": pointer,
+        "bias_ptr": _bias_pointer(model),
+        "out_ptr": f"*{model.out_dtype or model.dtype}",
         "tile_experts_ptr": "*i64" if is_direct else "*i32",
         "sorted_slots_ptr": None if is_direct else "*i32",
         "num_tiles_ptr": None if is_direct else "*i32",
@@ -189,22 +227,22 @@ def _case(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         targets=targets,
-        divisible_by_16=("num_inputs", "num_outputs", "weight_stride"),
-        has_tensor_cores=True,
-        expects_wgmma=True,
+        divisible_by_16=(*_divisible(shape), "weight_stride"),
+        has_tensor_cores=model.dtype != "fp32",
+        expects_wgmma=model.dtype != "fp32",
     )
 
 
 def _tma_case(
     name: str, model: _Model, shape: ProductShape, tile: TileConfig, targets: tuple[int, ...]
 ) -> CompileCase:
-    pointer = f"*{model.dtype}"
+    bias = _bias_pointer(model)
     blocks = f"tensordesc<{model.dtype}[{{}}, {tile.block_c}]>"
     signature = {
-        "x": pointer if shape.is_gated else blocks.format(tile.block_m),
+        "x": f"*{model.dtype}" if shape.is_gated else blocks.format(tile.block_m),
         "weight": blocks.format(tile.block_n),
-        **({"bias_ptr": pointer} if model.has_bias else {}),
-        "out_ptr": pointer,
+        **({"bias_ptr": bias} if bias else {}),
+        "out_ptr": f"*{model.out_dtype or model.dtype}",
         **dict.fromkeys(("tile_experts_ptr", "sorted_slots_ptr", "num_tiles_ptr"), "*i32"),
         **dict.fromkeys(("num_slots", "top_k", "num_inputs", "num_outputs"), "i32"),
     }
@@ -214,23 +252,33 @@ def _tma_case(
         signature=signature,
         constexprs={
             **_common(model, shape, tile),
-            **({} if model.has_bias else {"bias_ptr": None}),
+            **({} if bias else {"bias_ptr": None}),
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         targets=targets,
-        divisible_by_16=("num_inputs", "num_outputs"),
-        has_tensor_cores=True,
-        expects_wgmma=True,
+        divisible_by_16=_divisible(shape),
+        has_tensor_cores=model.dtype != "fp32",
+        expects_wgmma=model.dtype != "fp32",
     )
 
 
+def _bias_pointer(model: _Model) -> str | None:
+    return f"*{model.bias_dtype or model.dtype}" if model.has_bias else None
+
+
+def _divisible(shape: ProductShape) -> tuple[str, ...]:
+    sizes = {"num_inputs": shape.num_inputs, "num_outputs": shape.num_outputs}
+    return tuple(name for name, size in sizes.items() if size % 16 == 0)
+
+
 def _common(model: _Model, shape: ProductShape, tile: TileConfig) -> dict[str, object]:
+    activation = model.activation if shape.is_gated else _PLAIN_ACTIVATION
     return {
         "IS_GATED": shape.is_gated,
-        "ALPHA": model.activation.alpha,
-        "LIMIT": model.activation.limit,
-        "UP_OFFSET": model.activation.up_offset,
+        "ALPHA": activation.alpha,
+        "LIMIT": activation.limit,
+        "UP_OFFSET": activation.up_offset,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "BLOCK_C": tile.block_c,

@@ -25,6 +25,7 @@ BLOCK_MS = (16, 64, 128)
 FIXED_BLOCK_M = 64
 FP8_BLOCK = 128  # the side of a block with one scale
 _GROUP_M = 8
+_NARROW = 64  # outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,10 @@ def choose_block_m(num_slots: int, num_experts: int, has_equal_tiles: bool) -> i
 def choose_tile(block_m: int, shape: ProductShape, capability: int) -> TileConfig:
     """The tile of a product; `capability` is 80, 90 or 100: the chip's times ten."""
     assert block_m in BLOCK_MS, f"no configuration for tiles of {block_m} slots"
-    if block_m == BLOCK_MS[-1] and shape.can_use_tma and capability >= 90:
+    # A router's few outputs want no wide tiles; fp32, without matrix instructions, has no registers
+    # for them.
+    is_narrow = shape.num_outputs <= _NARROW or shape.item_bytes > 2
+    if block_m == BLOCK_MS[-1] and shape.can_use_tma and capability >= 90 and not is_narrow:
         return _tile(shape, block_m, 128 if shape.is_gated else 256, 8, 3, uses_tma=True)
     if capability < 90 and shape.weight_format != "plain":
         # Without wgmma, conversions of more outputs do not fit the registers beside the sums.
@@ -104,7 +108,7 @@ def choose_tile(block_m: int, shape: ProductShape, capability: int) -> TileConfi
     if block_m == 16:
         # Many small programs: what counts is bytes under way.
         return _tile(shape, block_m, 64, 4, 4)
-    block_n = 64 if shape.is_gated else 128
+    block_n = 64 if shape.is_gated or is_narrow else 128
     return _tile(shape, block_m, block_n, 8, 3)
 
 

@@ -12,7 +12,8 @@ _SHAPES = {
     "mixtral": AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128),
     "qwen3-30b-a3b": AttentionShape(num_heads=32, num_kv_heads=4, head_dim=128, qk_norm="head"),
     "gpt-oss-120b": AttentionShape(num_heads=64, num_kv_heads=8, head_dim=64),
-    "olmoe": AttentionShape(num_heads=16, num_kv_heads=16, head_dim=128, qk_norm="row", clip=8.0),
+    "olmoe": AttentionShape(num_heads=16, num_kv_heads=16, head_dim=128, qk_norm="row"),
+    "clipped": AttentionShape(num_heads=16, num_kv_heads=16, head_dim=128, qk_norm="row", clip=8.0),
     "glm-4.5": AttentionShape(
         num_heads=96, num_kv_heads=8, head_dim=128, rotary_dim=64, qk_norm="head"
     ),

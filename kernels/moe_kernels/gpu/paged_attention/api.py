@@ -5,6 +5,7 @@ T tokens, H query heads, Hkv key/value heads, D head width, Dv values' width.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from moe_kernels.gpu.paged_attention.plan import (
     partial_rows,
     plan_paged_attention,
 )
+from moe_kernels.gpu.paged_attention.wide_kernel import attend_wide_tiles
 
 LOG2_E = 1.4426950408889634
 
@@ -171,14 +173,33 @@ def _launch_tiles(
 ) -> None:
     config, shape, num_tiles = plan.config, plan.shape, plan.sizes.num_tiles
     assert config.tiles is not None, "tiles of a shape that is served by items alone"
-    attend_tiles[(shape.num_kv_heads * config.head_blocks * num_tiles,)](
-        q_THD, keys, values, plan.tiles_M, plan.tables_SW, sinks_H, out_THV, num_tiles,
-        plan.sizes.table_width, *q_THD.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
-        *out_THV.stride()[:2], shape.scale * LOG2_E,
-        **attending_constants(
-            shape, config, config.tiles, plan.page_size, is_latent(keys, values, config)
-        ),
+    steps = (*q_THD.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *out_THV.stride()[:2])
+    constants = attending_constants(
+        shape, config, config.tiles, plan.page_size, is_latent(keys, values, config)
+    )
+    num_programs = shape.num_kv_heads * config.head_blocks * num_tiles
+    if not config.join_columns:
+        attend_tiles[(num_programs,)](
+            q_THD, keys, values, plan.tiles_M, plan.tables_SW, sinks_H, out_THV, num_tiles,
+            plan.sizes.table_width, *steps, shape.scale * LOG2_E, **constants,
+        )  # fmt: skip
+        return
+    num_programs = min(num_programs, num_processors(q_THD.device))
+    size = (num_programs, 2, config.tiles.block_m, config.block_v)
+    scratch = torch.empty(size, dtype=torch.float32, device=q_THD.device)
+    attend_wide_tiles[(num_programs,)](
+        q_THD, keys, values, plan.tiles_M, plan.tables_SW, sinks_H, scratch, out_THV, num_tiles,
+        plan.sizes.table_width, *steps, shape.scale * LOG2_E,
+        BLOCK_C=min(config.join_columns, config.block_v), **constants,
     )  # fmt: skip
+
+
+@functools.cache
+def num_processors(device: torch.device) -> int:
+    """Programs that run at once, each with a scratch; without a GPU a few, so that they repeat."""
+    if device.type != "cuda":
+        return 3
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def is_latent(keys: Tensor, values: Tensor, config: AttentionConfig) -> bool:
@@ -190,7 +211,7 @@ def is_latent(keys: Tensor, values: Tensor, config: AttentionConfig) -> bool:
 def attending_constants(
     shape: AttentionShape, config: AttentionConfig, tile: TileConfig, page_size: int, latent: bool
 ) -> dict[str, Any]:
-    """What attend_items and attend_tiles are compiled for."""
+    """What attend_items and both kernels of tiles are compiled for."""
     return {
         "NUM_KV_HEADS": shape.num_kv_heads,
         "GROUP": shape.group,

@@ -12,6 +12,7 @@ from moe_kernels.gpu.compile_case import TARGETS, CompileCase
 from moe_kernels.gpu.paged_attention.api import attending_constants, config_of, joining_constants
 from moe_kernels.gpu.paged_attention.heuristics import AttentionConfig, TileConfig
 from moe_kernels.gpu.paged_attention.kernel import attend_items, attend_tiles, join_items
+from moe_kernels.gpu.paged_attention.wide_kernel import attend_wide_tiles
 
 _PAGE_SIZE = 16
 _STRIDES = tuple(
@@ -75,6 +76,12 @@ def _case(
         function, constants = attend_tiles, {**attending, **no_sinks}
         signature = {**inputs, **tables, **sinks, "out_ptr": page, "num_tiles": "i32"}
         signature |= {**strides, **out_strides, "scale_log2": "fp32"}
+        if config.join_columns:
+            function, scratch = attend_wide_tiles, {"scratch_ptr": "*fp32"}
+            signature, constants = (
+                signature | scratch,
+                {**constants, "BLOCK_C": config.join_columns},
+            )
     else:
         function, constants = join_items, {**joining_constants(shape, config), **no_sinks}
         signature = {**partial, "tiles_ptr": "*i32", **sinks, "out_ptr": page}

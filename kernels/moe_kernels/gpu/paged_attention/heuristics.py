@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 _MIN_BLOCK = 16  # the least that a matrix instruction takes
 _JOINED_VALUES = 1024  # of one program
+_JOIN_COLUMNS = 64
+_FULL_CARD = 128  # programs
 _WIDE = 256  # values of a row from which on two accumulators do not fit into the registers
 
 
@@ -29,6 +31,7 @@ class TileConfig:
 class AttentionConfig:
     """`items` serves pairs of tile and split, `tiles` a tile against all its splits; None: pairs
     serve everything. Sequences with at most `max_item_tokens` query tokens are cut into pairs.
+    Tiles join their splits in registers, or `join_columns` at once in a scratch (0: registers).
 
     A head's width is `block_d` and up to `block_r` more; values have up to `block_v`.
     """
@@ -39,6 +42,7 @@ class AttentionConfig:
     block_v: int
     items: TileConfig
     tiles: TileConfig | None
+    join_columns: int
     max_item_tokens: int
     head_blocks: int  # programs per key/value head
     join_rows: int  # of one program of join_items
@@ -76,14 +80,18 @@ def attention_config(
     # Few heads need short splits to occupy a card with few sequences. A wide row's partial result
     # costs as much traffic as hundreds of its keys, so its splits stay long.
     split_tokens = 256 if num_kv_heads * head_blocks <= 4 and not is_wide else 512
+    # A wide tile walks over its splits alone, so there must be one for each processor.
+    most_tiles = _FULL_CARD // (num_kv_heads * head_blocks)
     return AttentionConfig(
         split_tokens=split_tokens,
         block_d=block_d,
         block_r=max(_MIN_BLOCK, _power_of_two_above(head_dim - block_d)),
         block_v=block_v,
         items=tile,
-        tiles=None if is_wide else whole,
-        max_item_tokens=4 * tile.tile_tokens,
+        # With tcgen05 the loop over splits spills, also where it joins in a scratch.
+        tiles=None if is_wide and chip == 10 else tile if is_wide else whole,
+        join_columns=_JOIN_COLUMNS if is_wide else 0,
+        max_item_tokens=tile.tile_tokens * max(4, most_tiles if is_wide else 0),
         head_blocks=head_blocks,
         join_rows=max(1, _JOINED_VALUES // block_v),
     )

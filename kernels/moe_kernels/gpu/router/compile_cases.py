@@ -53,13 +53,13 @@ def _case(name: str, shape: RouterShape, has_bias: bool) -> CompileCase:
         kernel=route_rows,
         signature={
             **pointers,
-            "counts_ptr": "*i32",
             "logits_step": "i32",
             "renorm_floor": "fp32",
             "scaling": "fp32",
         },
         constexprs={
             **({} if has_bias else {"bias_ptr": None}),
+            "counts_ptr": None,
             "NUM_EXPERTS": shape.num_experts,
             "TOP_K": shape.top_k,
             "NUM_GROUPS": shape.num_groups,
@@ -68,7 +68,7 @@ def _case(name: str, shape: RouterShape, has_bias: bool) -> CompileCase:
             "IS_SIGMOID": shape.scoring == "sigmoid",
             "IS_RENORMALISED": shape.is_renormalised,
             "HAS_BIAS": has_bias,
-            "HAS_COUNTS": True,
+            "HAS_COUNTS": False,
             "BLOCK_G": config.block_groups,
             "BLOCK_S": config.block_size,
         },

@@ -8,16 +8,19 @@ from moe_kernels.gpu.rows.kernel import add_and_norm_rows
 
 # OLMoE and Qwen3-30B-A3B, GPT-OSS, Mixtral and Qwen3-235B-A22B, DeepSeek-V3 and Kimi-K2.
 _WIDTHS = (2048, 2880, 4096, 7168)
+_QUERY_WIDTHS = (1536,)  # compressed queries of DeepSeek-V3 and Kimi-K2
 _STEPS = ("hidden_step", "out_step", "more_step")
 
 
-def _case(width: int, dtype: str, is_adding: bool, is_norming: bool) -> CompileCase:
+def _case(width: int, dtype: str, num_added: int, is_norming: bool) -> CompileCase:
     config = row_config(width)
-    name = "_and_".join(["add"] * is_adding + ["norm"] * is_norming)
+    name = "_and_".join(
+        [("", "add", "add_two")[num_added]] * (num_added > 0) + ["norm"] * is_norming
+    )
     pointers: dict[str, str | None] = {
         "hidden_ptr": f"*{dtype}",
-        "out_ptr": "*fp32" if is_adding else None,
-        "more_ptr": "*fp32" if is_adding else None,
+        "out_ptr": "*fp32" if num_added else None,
+        "more_ptr": "*fp32" if num_added == 2 else None,
         "gate_ptr": None,
         "weight_ptr": f"*{dtype}" if is_norming else None,
         "sum_ptr": f"*{dtype}",
@@ -36,8 +39,8 @@ def _case(width: int, dtype: str, is_adding: bool, is_norming: bool) -> CompileC
             **{name: None for name, kind in pointers.items() if kind is None},
             "WIDTH": width,
             "BLOCK": config.block,
-            "HAS_OUT": is_adding,
-            "HAS_MORE": is_adding,
+            "HAS_OUT": num_added > 0,
+            "HAS_MORE": num_added == 2,
             "HAS_GATE": False,
             "HAS_NORM": is_norming,
         },
@@ -47,10 +50,12 @@ def _case(width: int, dtype: str, is_adding: bool, is_norming: bool) -> CompileC
     )
 
 
-CASES = tuple(
-    _case(width, dtype, is_adding, is_norming)
-    for width in _WIDTHS
-    for dtype in ("bf16", "fp16")
-    for is_adding, is_norming in ((True, True), (True, False), (False, True))
-    if dtype == "bf16" or (is_adding and is_norming)
+CASES = (
+    *(
+        _case(width, "bf16", num_added, is_norming)
+        for width in _WIDTHS
+        for num_added, is_norming in ((1, False), (2, False), (0, True), (2, True))
+    ),
+    *(_case(width, "fp16", 2, True) for width in _WIDTHS),
+    *(_case(width, "bf16", 0, True) for width in _QUERY_WIDTHS),
 )

@@ -8,8 +8,9 @@ from moe_kernels.gpu.compile_case import CompileCase
 from moe_kernels.gpu.sampling import cut_kernel, kernel, logits_kernel
 from moe_kernels.gpu.sampling.heuristics import SamplingConfig, sampling_config
 
-# The smallest, a usual and the largest: blocks of 512, 4096 and 4096 tokens.
-_VOCABULARIES = {"mixtral": 32_000, "qwen3": 151_936, "gpt-oss": 201_088}
+# Blocks of 512, 1024, 2048 and 4096 tokens; GPT-OSS has Qwen3's. Vocabularies of one size of block
+# differ in bounds and masks alone.
+_VOCABULARIES = {"mixtral": 32_000, "olmoe": 50_304, "deepseek": 129_280, "qwen3": 151_936}
 _TYPES = {
     "logits": "*fp32",
     "temperatures": "*fp32",
@@ -32,6 +33,8 @@ _TYPES = {
     "counts": "*i32",
     "logprobs": "*fp32",
     "ranks": "*i32",
+    "row_tops": "*fp32",
+    "log_totals": "*fp32",
     "rows": "*i64",
     "biases": "*fp32",
     "is_seen": "*u8",
@@ -45,17 +48,18 @@ _TYPES = {
 # Kernel, and what it takes besides pointers.
 _KERNELS: tuple[tuple[Any, dict[str, bool]], ...] = (
     (kernel.block_tops, {}),
-    (kernel.pick_tops, {}),
     (kernel.block_weights, {}),
     (kernel.block_probabilities, {}),
     (kernel.block_masses, {"HAS_CUT": True}),
+    (kernel.block_masses, {"HAS_CUT": False}),
     (kernel.draw_tokens, {"HAS_CUT": True, "HAS_LOGITS": True}),
+    (kernel.draw_tokens, {"HAS_CUT": False, "HAS_LOGITS": True}),
     (cut_kernel.count_probabilities, {}),
     (cut_kernel.gather_candidates, {}),
-    (cut_kernel.find_cuts, {}),
     (logits_kernel.block_logprobs, {}),
-    (logits_kernel.join_logprobs, {}),
 )
+# One program per row, which sees blocks but not their size.
+_ROW_KERNELS = (kernel.pick_tops, cut_kernel.find_cuts, logits_kernel.join_logprobs)
 
 
 def _case(name: str, function: Any, vocab_size: int, flags: dict[str, bool]) -> CompileCase:
@@ -69,14 +73,20 @@ def _case(name: str, function: Any, vocab_size: int, flags: dict[str, bool]) -> 
         "CAPACITY": config.capacity,
     }
     function_name: str = function.__name__
+    absent = () if flags.get("HAS_CUT", True) else ("least_ptr",)
     return CompileCase(
-        name=f"sampling/{function_name}-{name}",
+        name=f"sampling/{function_name}-{name}" + ("-uncut" if absent else ""),
         kernel=function,
         signature={
-            f"{argument}_ptr": _TYPES[argument]
-            for argument in (a.removesuffix("_ptr") for a in arguments if a.endswith("_ptr"))
+            argument: _TYPES[argument.removesuffix("_ptr")]
+            for argument in arguments
+            if argument.endswith("_ptr") and argument not in absent
         },
-        constexprs={**{size: value for size, value in sizes.items() if size in arguments}, **flags},
+        constexprs={
+            **dict.fromkeys(absent),
+            **{size: value for size, value in sizes.items() if size in arguments},
+            **flags,
+        },
         num_warps=_num_warps(function_name, config),
         num_stages=1,
     )
@@ -88,17 +98,15 @@ def _num_warps(function_name: str, config: SamplingConfig) -> int:
     return config.search_warps if function_name == "find_cuts" else config.num_warps
 
 
-def _entries_case(function: Any, num_name: str, block: int, num_warps: int) -> CompileCase:
-    """A kernel over a list, whatever the vocabulary."""
-    arguments: list[str] = function.arg_names
-    pointers = [a for a in arguments if a.endswith("_ptr")]
-    function_name: str = function.__name__
-    constexprs = {"VOCAB": 151_936, "BLOCK": block}
+def _listing_case(function: Any, num_name: str, block: int, num_warps: int) -> CompileCase:
+    """A kernel over a list, whatever the blocks of the vocabulary."""
+    pointers = [a for a in function.arg_names if a.endswith("_ptr")]
+    vocabulary = {"VOCAB": _VOCABULARIES["qwen3"]} if "VOCAB" in function.arg_names else {}
     return CompileCase(
-        name=f"sampling/{function_name}",
+        name=f"sampling/{function.__name__}",
         kernel=function,
         signature={a: _TYPES[a.removesuffix("_ptr")] for a in pointers} | {num_name: "i32"},
-        constexprs={name: value for name, value in constexprs.items() if name in arguments},
+        constexprs={**vocabulary, "BLOCK": block},
         num_warps=num_warps,
         num_stages=1,
     )
@@ -110,6 +118,7 @@ CASES = (
         for name, vocab_size in _VOCABULARIES.items()
         for function, flags in _KERNELS
     ),
-    _entries_case(logits_kernel.adjust_logits, "num_entries", 256, 4),
-    _entries_case(logits_kernel.draw_uniform, "num_rows", 32, 1),
+    *(_case("qwen3", function, _VOCABULARIES["qwen3"], {}) for function in _ROW_KERNELS),
+    _listing_case(logits_kernel.adjust_logits, "num_entries", 256, 4),
+    _listing_case(logits_kernel.draw_uniform, "num_rows", 32, 1),
 )

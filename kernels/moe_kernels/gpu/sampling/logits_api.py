@@ -18,7 +18,10 @@ _ENTRIES_PER_PROGRAM = 256
 
 
 def adjust(logits_SV: Tensor, adjustments: Adjustments) -> None:
-    """Biases, then the repetition penalty, then presence and frequency: in place, in fp32."""
+    """Biases, then the repetition penalty, then presence and frequency: in place, in fp32.
+
+    Whatever a banned token's logit was, it becomes -inf.
+    """
     assert logits_SV.dtype == torch.float32, f"logits are {logits_SV.dtype}, not fp32"
     assert logits_SV.is_contiguous(), f"logits have strides {logits_SV.stride()}"
     num_entries = len(adjustments.rows_M)
@@ -55,7 +58,10 @@ def score_tokens(
     tops_SN, sums_SN = logits_SV.new_empty(size), logits_SV.new_empty(size)
     counts_SN = logits_SV.new_empty(size, dtype=torch.int32)
     scores = TokenScores(
-        logits_SV.new_empty(num_rows), logits_SV.new_empty(num_rows, dtype=torch.int32)
+        logits_SV.new_empty(num_rows),
+        logits_SV.new_empty(num_rows, dtype=torch.int32),
+        logits_SV.new_empty(num_rows),
+        logits_SV.new_empty(num_rows),
     )
     if not num_rows:
         return scores
@@ -65,6 +71,8 @@ def score_tokens(
         *parts,
         scores.logprobs_S,
         scores.ranks_S,
+        scores.tops_S,
+        scores.log_totals_S,
         VOCAB=vocab_size,
         NUM_BLOCKS=config.num_blocks,
         BLOCK_N=config.block_blocks,

@@ -12,7 +12,7 @@ WEYL_A = tl.constexpr(0x9E3779B97F4A7C15)
 WEYL_B = tl.constexpr(0xBB67AE8584CAA73B)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries"])
 def adjust_logits(  # type: ignore[no-untyped-def]
     logits_ptr, rows_ptr, tokens_ptr, biases_ptr, counts_ptr, is_seen_ptr,
     repetitions_ptr, presences_ptr, frequencies_ptr, num_entries,
@@ -21,7 +21,7 @@ def adjust_logits(  # type: ignore[no-untyped-def]
     """Bias and penalties of single tokens, in place. An entry is one token of one row, once.
 
     logits [S, V]; entries [M] of row, token, bias, count in the answer, whether seen in prompt or
-    answer; penalties [S]. Grid (blocks of entries,).
+    answer; penalties [S]. A bias of -inf bans the token, NaN or not. Grid (blocks of entries,).
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_there = i < num_entries
@@ -34,11 +34,12 @@ def adjust_logits(  # type: ignore[no-untyped-def]
     frequency = tl.load(frequencies_ptr + row, mask=is_there, other=0.0)
     at = logits_ptr + row * VOCAB + token
     x = tl.load(at, mask=is_there, other=0.0)
-    x += tl.load(biases_ptr + i, mask=is_there, other=0.0)
+    bias = tl.load(biases_ptr + i, mask=is_there, other=0.0)
+    x += bias
     repeated = tl.where(x > 0, tl.math.div_rn(x, repetition), x * repetition)
     x = tl.where(is_seen & (repetition != 1.0), repeated, x)
     x = tl.where(count > 0, x - (frequency * count + presence), x)
-    tl.store(at, x, mask=is_there)
+    tl.store(at, tl.where(bias == float("-inf"), float("-inf"), x), mask=is_there)
 
 
 @triton.jit
@@ -65,9 +66,12 @@ def block_logprobs(  # type: ignore[no-untyped-def]
 @triton.jit
 def join_logprobs(  # type: ignore[no-untyped-def]
     logits_ptr, tokens_ptr, tops_ptr, sums_ptr, counts_ptr, logprobs_ptr, ranks_ptr,
+    row_tops_ptr, log_totals_ptr,
     VOCAB: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The blocks' parts -> each token's log probability (fp32), its rank from 1 on. Grid (S,)."""
+    """The blocks' parts -> each token's log probability (fp32), its rank from 1 on, the row's
+    largest logit and the logarithm of its total. Grid (S,).
+    """
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
     at = row * NUM_BLOCKS + n
@@ -77,11 +81,13 @@ def join_logprobs(  # type: ignore[no-untyped-def]
     top = tl.max(tops, axis=0)
     total = tl.sum(tl.where(tops == float("-inf"), 0.0, sums * tl.exp(tops - top)), axis=0)
     chosen = tl.load(logits_ptr + row * VOCAB + tl.load(tokens_ptr + row))
+    tl.store(row_tops_ptr + row, top)
+    tl.store(log_totals_ptr + row, tl.log(total))
     tl.store(logprobs_ptr + row, chosen - top - tl.log(total))
     tl.store(ranks_ptr + row, tl.sum(counts, axis=0) + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def draw_uniform(  # type: ignore[no-untyped-def]
     seeds_ptr, choices_ptr, positions_ptr, draws_ptr, num_rows, BLOCK: tl.constexpr
 ):

@@ -24,7 +24,8 @@ def adjust(logits_SV: Tensor, adjustments: Adjustments) -> Tensor:
         count = adjustments.counts_M[i]
         if count > 0:
             x = x - (adjustments.frequencies_S[row] * count + adjustments.presences_S[row])
-        adjusted[row, token] = x
+        is_banned = adjustments.biases_M[i] == float("-inf")
+        adjusted[row, token] = float("-inf") if is_banned else x
     return adjusted
 
 

@@ -64,7 +64,12 @@ class SampledRows:
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """The log probability of a token of each row, fp32 [S], and its rank from 1 on, int32 [S]."""
+    """Of a token of each row: its log probability, and its rank from 1 on, int32 [S].
+
+    A logit's log probability is logit - top - log total, in this order and in fp32.
+    """
 
     logprobs_S: Tensor
     ranks_S: Tensor
+    tops_S: Tensor  # the row's largest logit
+    log_totals_S: Tensor  # of the sum of exp(logit - top)
