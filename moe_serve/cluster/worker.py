@@ -41,6 +41,7 @@ from moe_serve.cluster.rank_name import RankName
 from moe_serve.cluster.secret import read_secret
 from moe_serve.cluster.store import connect_store
 from moe_serve.config_sources import CLUSTER_SECRET_VARIABLE
+from moe_serve.engine.allocator import keep_freed_memory
 from moe_serve.errors import ChannelClosedError, MoeServeError
 from moe_serve.pipeline.transfer import PeerLostError
 
@@ -140,6 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--host", required=True, help="this node's address for the data plane")
     options = parser.parse_args(arguments)
     end_with_parent()
+    keep_freed_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's business
     name = RankName(options.role, options.rank)
     logging.basicConfig(level=logging.WARNING, format=f"[{name}] %(levelname)s %(message)s")
