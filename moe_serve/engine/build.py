@@ -24,6 +24,7 @@ from moe_serve.engine.step_executor import LocalExecutor
 from moe_serve.errors import CheckpointError, ConfigError
 from moe_serve.model.attention_stage import AttentionStage
 from moe_serve.model.demo import demo_model_folder
+from moe_serve.model.gather import Gather
 from moe_serve.model.hf_config import generation_eos_token_ids
 from moe_serve.model.loader import ModelLoader
 from moe_serve.model.model_tensors import LoadProgress
@@ -125,9 +126,13 @@ class AttentionPart:
     kv_bytes: int
 
 
-def load_attention(loader: ModelLoader, config: EngineConfig, max_model_len: int) -> AttentionPart:
-    """Everything but the routed experts, and a cache as large as configured."""
-    spec, stage = loader.spec, loader.attention_stage(max_model_len)
+def load_attention(
+    loader: ModelLoader, config: EngineConfig, max_model_len: int, gather: Gather | None = None
+) -> AttentionPart:
+    """Everything but the routed experts (of that the part of a shard, where there are some), and a
+    cache as large as configured."""
+    stage = loader.attention_stage(max_model_len, gather)
+    spec = stage.spec
     token_bytes = spec.kv_bytes_per_token(loader.dtype.itemsize)
     pages = num_pages(
         config.cache,
