@@ -29,6 +29,8 @@ from moe_serve.model.hf_config import generation_eos_token_ids
 from moe_serve.model.loader import ModelLoader
 from moe_serve.model.model_tensors import LoadProgress
 from moe_serve.model.spec import ModelSpec
+from moe_serve.model.weight_reader import open_checkpoint
+from moe_serve.model.weight_source import OpenWeights
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.transport import LocalTransport
 
@@ -57,8 +59,12 @@ def model_folder(config: ModelConfig) -> Path:
     return folder
 
 
-def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> BuiltEngine:
-    """Load the model and make the engine.
+def build_engine(
+    config: EngineConfig,
+    progress: LoadProgress | None = None,
+    open_weights: OpenWeights = open_checkpoint,
+) -> BuiltEngine:
+    """Load the model and make the engine. `open_weights`: where its weights come from.
 
     Sets torch's number of threads in this process: to the configured one, or to 1 where the
     kernels have threads of their own.
@@ -67,7 +73,7 @@ def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> 
     keep_freed_memory()
     num_threads = config.model.num_threads or default_num_threads()
     folder, device = model_folder(config.model), device_of(config.model)
-    loader = open_loader(folder, config.model, num_threads, device, progress)
+    loader = open_loader(folder, config.model, num_threads, device, progress, open_weights)
     torch.set_num_threads(1 if loader.kernels.has_own_threads else num_threads)
     spec = loader.spec
     max_model_len = max_model_len_of(config.model, spec)
@@ -151,6 +157,7 @@ def open_loader(
     num_threads: int,
     device: torch.device,
     progress: LoadProgress | None,
+    open_weights: OpenWeights = open_checkpoint,
 ) -> ModelLoader:
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     try:
@@ -162,6 +169,7 @@ def open_loader(
             num_threads=num_threads,
             expert_weights=config.expert_weights,
             progress=progress,
+            open_weights=open_weights,
         )
     except RuntimeError as error:
         raise ConfigError(f"model.kernels is {config.kernels!r}: {error}.") from error
