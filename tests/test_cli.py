@@ -47,6 +47,7 @@ def test_the_flags_are_frozen() -> None:
     assert flags_of("serve") == [
         "--api-key",
         "--attention-ranks",
+        "--attention-tp",
         "--config",
         "--device",
         "--dtype",
@@ -63,6 +64,7 @@ def test_the_flags_are_frozen() -> None:
         "--port",
         "--print-config",
         "--served-model-name",
+        "--timeline",
         "model",
     ]
     # Everything that `serve` takes for the model, the limits and HTTP, and what names the nodes.

@@ -13,6 +13,7 @@ from moe_serve.cli.launch_hosts import run_from_here
 from moe_serve.cli.launch_request import EmitKind, Launcher, launch_request
 from moe_serve.cli.serve import (
     AttentionRanks,
+    AttentionTp,
     ConfigFile,
     Device,
     Dtype,
@@ -30,6 +31,7 @@ from moe_serve.cli.serve import (
     Port,
     PrintConfig,
     ServedModelName,
+    TimelineFile,
 )
 from moe_serve.cluster.launch.emit.kubernetes import KubernetesKind
 
@@ -94,7 +96,9 @@ def launch(
     model: Model = None,
     attention_ranks: AttentionRanks = None,
     expert_ranks: ExpertRanks = None,
+    attention_tp: AttentionTp = None,
     placement: Placement = None,
+    timeline: TimelineFile = None,
     cluster: Cluster = None,
     node_rank: NodeRank = None,
     num_nodes: NumNodes = None,

@@ -19,6 +19,8 @@ from moe_serve.errors import ConfigError
 from moe_serve.model.families import family_of
 from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.spec import ModelSpec
+from moe_serve.model.tensor_shard import check_shards
+from moe_serve.pipeline.router_side import is_broadcast_worth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,20 +32,22 @@ class ClusterModel:
     spec: ModelSpec
     placement: Placement
     weights: str  # the hash that every rank's checkpoint must have
-    num_threads: int  # of each rank
+    num_threads: int  # of each process
 
     @classmethod
     def read(cls, config: EngineConfig) -> ClusterModel:
         """Reads config.json and samples of the weights. Raises ConfigError, CheckpointError."""
         folder = model_folder(config.model)
         spec = read_spec(folder)
-        num_ranks = config.cluster.attention_ranks + config.cluster.expert_ranks
+        cluster = config.cluster
+        check_shards(spec, cluster.attention_tp)
+        num_ranks = cluster.attention_ranks * cluster.attention_tp + cluster.expert_ranks
         share = max(1, (os.cpu_count() or 1) // num_ranks)
         return cls(
             config=config,
             folder=folder,
             spec=spec,
-            placement=placement_of(config.cluster, spec),
+            placement=placement_of(cluster, spec),
             weights=model_identity(folder).hex(),
             num_threads=config.model.num_threads or share,
         )
@@ -54,9 +58,14 @@ class ClusterModel:
 
     @property
     def is_routing_on_experts(self) -> bool:
-        """auto: the side that moves fewer bytes, which is never the experts': a row goes to at most
-        min(K, E) of E expert ranks when it is routed first, and to all of them when it is not."""
-        return self.config.cluster.router == "experts"
+        """As configured; auto: the side that moves fewer bytes."""
+        cluster, spec = self.config.cluster, self.spec
+        if cluster.router != "auto":
+            return cluster.router == "experts"
+        is_wide = cluster.wire_dtype == "auto" and self.config.model.dtype == "float32"
+        value_bytes = 1 if cluster.wire_dtype == "fp8" else 4 if is_wide else 2
+        row_bytes = spec.width * value_bytes
+        return is_broadcast_worth(row_bytes, spec.router.top_k, cluster.expert_ranks)
 
     def configure(self, name: RankName) -> Configure:
         """What a rank loads."""

@@ -14,6 +14,7 @@ from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cache.model_identity import model_identity
 from moe_serve.cache.sizing import num_pages
 from moe_serve.config import PAGE_SIZE, EngineConfig, ModelConfig
+from moe_serve.engine.allocator import keep_freed_memory
 from moe_serve.engine.cuda_graphs import with_cuda_graphs
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.engine import Engine
@@ -23,6 +24,7 @@ from moe_serve.engine.step_executor import LocalExecutor
 from moe_serve.errors import CheckpointError, ConfigError
 from moe_serve.model.attention_stage import AttentionStage
 from moe_serve.model.demo import demo_model_folder
+from moe_serve.model.gather import Gather
 from moe_serve.model.hf_config import generation_eos_token_ids
 from moe_serve.model.loader import ModelLoader
 from moe_serve.model.model_tensors import LoadProgress
@@ -68,6 +70,7 @@ def build_engine(
     kernels have threads of their own.
     """
     clock = time.monotonic()
+    keep_freed_memory()
     num_threads = config.model.num_threads or default_num_threads()
     folder, device = model_folder(config.model), device_of(config.model)
     loader = open_loader(folder, config.model, num_threads, device, progress, open_weights)
@@ -78,8 +81,7 @@ def build_engine(
     part = load_attention(loader, config, max_model_len)
     eos_token_ids = eos_token_ids_of(folder, spec)
     pipeline = Pipeline(part.stage, LocalTransport(expert_stage), part.cache, device)
-    cuts = config.pipeline.micro_batches
-    micro_batches = 1 if cuts == "auto" else cuts  # nothing can overlap in one process
+    micro_batches = config.pipeline.num_in_one_process
     runner, graphs = with_cuda_graphs(
         pipeline, part.stage, part.cache, config, max_model_len, micro_batches
     )
@@ -129,9 +131,13 @@ class AttentionPart:
     kv_bytes: int
 
 
-def load_attention(loader: ModelLoader, config: EngineConfig, max_model_len: int) -> AttentionPart:
-    """Everything but the routed experts, and a cache as large as configured."""
-    spec, stage = loader.spec, loader.attention_stage(max_model_len)
+def load_attention(
+    loader: ModelLoader, config: EngineConfig, max_model_len: int, gather: Gather | None = None
+) -> AttentionPart:
+    """Everything but the routed experts (of that the part of a shard, where there are some), and a
+    cache as large as configured."""
+    stage = loader.attention_stage(max_model_len, gather)
+    spec = stage.spec
     token_bytes = spec.kv_bytes_per_token(loader.dtype.itemsize)
     pages = num_pages(
         config.cache,
