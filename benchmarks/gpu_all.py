@@ -16,13 +16,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -39,6 +36,7 @@ _GPU_TESTS = "tests/moe_kernels/gpu"
 _FIRST_TESTS = ("test_graphed_steps.py", "test_gpu_kernels.py", "test_grouped_gemm.py")
 _COMPILED_ELSEWHERE = "test_compile_coverage.py"  # asks nothing of a device
 _TUNING_S = 240.0  # of the first tuning: what is left comes last
+_STOP_S = 10.0
 _LEAST_S = 30.0  # no piece is begun with less time left
 
 
@@ -183,23 +181,30 @@ def run_piece(piece: Piece, folder: Path, left_s: float) -> Record:
             env=environment(),
             stdout=output,
             stderr=subprocess.STDOUT,
-            preexec_fn=os.setpgrp,
         )
         try:
             code = process.wait(None if limit_s == float("inf") else limit_s)
             state = "failed" if code else "done"
         except subprocess.TimeoutExpired:
             state = "cut"
-        finally:  # its children too, also where this process is interrupted
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        finally:  # also where this process is interrupted
+            stop(process)
     lines = log.read_text("utf-8", errors="replace").strip().splitlines()
     return Record(
         state=state,
         seconds=round(time.monotonic() - started, 1),
         last_line=lines[-1][:200] if lines else "",
     )
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """It ends what it has started itself, so it is asked first."""
+    process.terminate()
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def environment() -> dict[str, str]:

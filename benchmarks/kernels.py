@@ -1,7 +1,7 @@
 """How fast the kernels are, beside the device's limits, what torch offers, and installed peers.
 
     python benchmarks/kernels.py                      the whole table, on a GPU if there is one
-    python benchmarks/kernels.py --save               and into benchmarks/results/<device>/ as it goes
+    python benchmarks/kernels.py --save               and, as it goes, benchmarks/results/<device>/
     python benchmarks/kernels.py --shapes olmoe --tokens 1 16 --json build/kernels.json
 
 First the device's copy bandwidth and matrix rate, then the experts of a layer (both products,
