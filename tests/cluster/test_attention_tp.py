@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from thread_starter import ThreadStarter
 
 from moe_serve.cluster.build import build_cluster
 from moe_serve.config import (
@@ -23,8 +21,7 @@ from moe_serve.engine.build import BuiltEngine, build_engine
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.request import GenerationRequest
 from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.errors import ConfigError
-from moe_serve.model.demo import demo_model_folder
+from thread_starter import ThreadStarter
 
 Tokens = dict[str, list[tuple[int, float]]]
 
