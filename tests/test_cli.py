@@ -64,6 +64,7 @@ def test_the_flags_are_frozen() -> None:
         "--port",
         "--print-config",
         "--served-model-name",
+        "--timeline",
         "model",
     ]
     # Everything that `serve` takes for the model, the limits and HTTP, and what names the nodes.

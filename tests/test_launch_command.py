@@ -103,7 +103,7 @@ def test_a_cluster_files_unknown_setting_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["m"], "a launch needs --attention-ranks and --expert-ranks, or --cluster FILE"),
+        (["m"], "a launch needs --attention-ranks and --expert-ranks, at least 1 each"),
         (["m", *RANKS, "--node-rank", "0"], "--num-nodes, --coordinator HOST:PORT are missing"),
         (["m", *RANKS, "--api-key", "secret"], "--api-key @FILE"),
         (["--cluster", "none.yaml"], "cannot read the cluster file none.yaml"),

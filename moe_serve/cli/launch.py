@@ -31,6 +31,7 @@ from moe_serve.cli.serve import (
     Port,
     PrintConfig,
     ServedModelName,
+    TimelineFile,
 )
 from moe_serve.cluster.launch.emit.kubernetes import KubernetesKind
 
@@ -97,6 +98,7 @@ def launch(
     expert_ranks: ExpertRanks = None,
     attention_tp: AttentionTp = None,
     placement: Placement = None,
+    timeline: TimelineFile = None,
     cluster: Cluster = None,
     node_rank: NodeRank = None,
     num_nodes: NumNodes = None,

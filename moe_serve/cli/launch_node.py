@@ -52,8 +52,7 @@ def run_node(
     if node.node_rank == 0:
         _run_node_0(request, loaded, node, layout, secret)
     else:
-        timeout_s = loaded.config.engine.cluster.start_timeout_s
-        run_agent(node, secret, environ, timeout_s)
+        run_agent(loaded.config, node, secret, environ)
 
 
 def this_node(request: LaunchRequest, environ: Mapping[str, str]) -> NodeEnvironment:
@@ -83,14 +82,15 @@ def find_secret(
 
 
 def run_agent(
-    node: NodeEnvironment, secret: ClusterSecret, environ: Mapping[str, str], timeout_s: float
+    config: Config, node: NodeEnvironment, secret: ClusterSecret, environ: Mapping[str, str]
 ) -> None:
-    """Until node 0 dismisses us, or a signal comes."""
+    """Until node 0 dismisses us, or a signal comes and it has had its time to drain."""
+    timeout_s = config.engine.cluster.start_timeout_s
     channel = connect_agent(node, socket.gethostname(), secret, timeout_s)
     typer.echo(f"node {node.node_rank} of {node.num_nodes} has found node 0 at {node.coordinator}")
     agent = NodeAgent(channel, NodeRanks(channel.local_host, secret, environ))
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: agent.stop())
+        signal.signal(number, lambda *_: agent.stop(config.server.drain_timeout_s))
     agent.run()
 
 

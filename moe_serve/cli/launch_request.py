@@ -24,6 +24,7 @@ Launcher = Literal["ssh", "deepspeed"]
 KEYS: Mapping[str, str] = {
     "attention_tp": "cluster.attention_tp",
     "placement": "cluster.placement",
+    "timeline": "pipeline.timeline",
     "dtype": "model.dtype",
     "device": "model.device",
     "max_model_len": "model.max_model_len",

@@ -69,16 +69,15 @@ def plan(
         }
         typer.echo(json.dumps(document, indent=2))
         return
-    console = wide_console()
-    console.print(_table(layouts))
-    console.print(answer.sentence)
+    lines = [answer.sentence]
     split = next((x for x in layouts if x.kind == "disaggregated" and not x.reason), None)
     if split is not None:
         seconds = simulated_step_s(measured, split, context)
-        console.print(
+        lines.append(
             f"{split.name}: {1e3 * split.step_s:.2f} ms by the formula, "
             f"{1e3 * seconds:.2f} ms by simulation"
         )
+    wide_console().print(_table(layouts), *lines, sep="\n")
 
 
 def _as_json(layout: PlannedLayout) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from moe_serve.model.families import family_of
 from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.spec import ModelSpec
 from moe_serve.model.tensor_shard import check_shards
+from moe_serve.pipeline.router_side import is_broadcast_worth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +58,14 @@ class ClusterModel:
 
     @property
     def is_routing_on_experts(self) -> bool:
-        """auto: the side that moves fewer bytes, which is never the experts': a row goes to at most
-        min(K, E) of E expert ranks when it is routed first, and to all of them when it is not."""
-        return self.config.cluster.router == "experts"
+        """As configured; auto: the side that moves fewer bytes."""
+        cluster, spec = self.config.cluster, self.spec
+        if cluster.router != "auto":
+            return cluster.router == "experts"
+        is_wide = cluster.wire_dtype == "auto" and self.config.model.dtype == "float32"
+        value_bytes = 1 if cluster.wire_dtype == "fp8" else 4 if is_wide else 2
+        row_bytes = spec.width * value_bytes
+        return is_broadcast_worth(row_bytes, spec.router.top_k, cluster.expert_ranks)
 
     def configure(self, name: RankName) -> Configure:
         """What a rank loads."""

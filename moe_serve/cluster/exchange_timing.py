@@ -37,6 +37,7 @@ from moe_serve.pipeline.wire import WireFormat, make_wire_format
 EXCHANGES = (1, 4, 16, 64, 128, 256, 512)  # rows
 QUICK_EXCHANGES = (1, 16, 64, 256)
 _HOST, _TIMEOUT_S = "127.0.0.1", 30.0
+_START_TIMEOUT_S = 90.0  # of a process that imports torch on a busy machine
 _ATTENTION, _EXPERT = "attention-0", "expert-0"
 _LAYERS = tuple(range(16))
 
@@ -84,7 +85,7 @@ class _NoExperts:
 
 def time_exchanges(setup: ExchangeSetup) -> list[ExchangeSample]:
     """Raises ConfigError if the second process cannot be reached."""
-    store = serve_store(_HOST, 0, _TIMEOUT_S)
+    store = serve_store(_HOST, 0, _START_TIMEOUT_S)
     setup = replace(setup, port=store.port)
     command = [sys.executable, "-m", __name__, json.dumps(asdict(setup))]
     peer = subprocess.Popen(command)

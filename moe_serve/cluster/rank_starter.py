@@ -67,6 +67,10 @@ class LocalStarter:
     def place_of(self, rank: RankName) -> str:
         return "this host"
 
+    def pid(self, rank: RankName) -> int | None:
+        """Of the rank's process, while it runs."""
+        return self._processes.pid(str(rank))
+
     def kill(self, rank: RankName) -> None:
         self._processes.kill(str(rank))
 

@@ -42,6 +42,7 @@ from moe_serve.cluster.secret import read_secret
 from moe_serve.cluster.shard_starter import ProcessShardStarter, ShardStarter
 from moe_serve.cluster.store import connect_store
 from moe_serve.config_sources import CLUSTER_SECRET_VARIABLE
+from moe_serve.engine.allocator import keep_freed_memory
 from moe_serve.errors import ChannelClosedError, MoeServeError
 from moe_serve.pipeline.shard_group import ShardLostError
 from moe_serve.pipeline.transfer import PeerLostError
@@ -94,6 +95,9 @@ class Worker:
             return
         try:
             self._serve(rank)
+        except ShardLostError:
+            self._channel.close()  # others need not wait until our last shard has ended
+            raise
         finally:
             rank.close()
 
@@ -159,6 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--host", required=True, help="this node's address for the data plane")
     options = parser.parse_args(arguments)
     end_with_parent()
+    keep_freed_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's business
     name = RankName(options.role, options.rank)
     logging.basicConfig(level=logging.WARNING, format=f"[{name}] %(levelname)s %(message)s")

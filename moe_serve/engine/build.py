@@ -14,6 +14,7 @@ from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cache.model_identity import model_identity
 from moe_serve.cache.sizing import num_pages
 from moe_serve.config import PAGE_SIZE, EngineConfig, ModelConfig
+from moe_serve.engine.allocator import keep_freed_memory
 from moe_serve.engine.cuda_graphs import with_cuda_graphs
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.engine import Engine
@@ -63,6 +64,7 @@ def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> 
     kernels have threads of their own.
     """
     clock = time.monotonic()
+    keep_freed_memory()
     num_threads = config.model.num_threads or default_num_threads()
     folder, device = model_folder(config.model), device_of(config.model)
     loader = open_loader(folder, config.model, num_threads, device, progress)

@@ -170,36 +170,68 @@ serve:
 """
 
 
-def launch_on(host: VirtualHost, folder: Path) -> subprocess.Popen[bytes]:
-    """The same command on both: each host finds itself in the file by its address."""
-    files = ["--cluster", str(folder / "cluster.yaml"), "--secret-file", str(folder / "secret")]
-    return host.popen(
-        *(sys.executable, "-m", "moe_serve", "launch", *files),
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+class Launch:
+    """A launch on two hosts; on leaving the `with`, node 0 is told to end, and so ends both."""
 
-
-@pytest.mark.timeout(240)
-def test_launch_on_two_hosts_gives_the_tokens_of_one_process(tmp_path: Path) -> None:
-    """Attention and an expert rank on one, an expert rank on the other."""
-    (tmp_path / "secret").write_text(new_secret().text)
-    (tmp_path / "cluster.yaml").write_text(CLUSTER)
-    with two_hosts.two_hosts() as hosts:
+    def __init__(self, hosts: tuple[VirtualHost, VirtualHost], folder: Path) -> None:
         assert all(host.address in CLUSTER for host in hosts)
-        processes = [launch_on(host, tmp_path) for host in hosts]
+        (folder / "secret").write_text(new_secret().text)
+        (folder / "cluster.yaml").write_text(CLUSTER)
+        self.hosts, self.folder = hosts, folder
+        self.said = (folder / "output").open("w+b")
+        self.processes = [self.start(host) for host in hosts]
+
+    def start(self, host: VirtualHost) -> subprocess.Popen[bytes]:
+        """The same command on both: each host finds itself in the file by its address."""
+        files = ["--cluster", str(self.folder / "cluster.yaml")]
+        secret = ["--secret-file", str(self.folder / "secret")]
+        return host.popen(
+            *(sys.executable, "-m", "moe_serve", "launch", *files, *secret),
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+            stdout=self.said,
+            stderr=subprocess.STDOUT,
+        )
+
+    def texts(self) -> list[str]:
+        """What the server answers to `requests`, asked on its own host, as soon as it is ready."""
+        arguments = ("http://127.0.0.1:8123", str(PATIENCE_S), json.dumps(requests()))
+        client = self.hosts[0].run(sys.executable, "-c", CLIENT, *arguments)
+        assert client.returncode == 0, f"{client.stderr}\n{self.output()}"
+        return list(json.loads(client.stdout))
+
+    def output(self) -> str:
+        return (self.folder / "output").read_text("utf-8", "replace")
+
+    def __enter__(self) -> Launch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.processes[0].send_signal(signal.SIGTERM)
         try:
-            sent = json.dumps(requests())
-            url = "http://127.0.0.1:8123"
-            client = hosts[0].run(sys.executable, "-c", CLIENT, url, str(PATIENCE_S), sent)
-            if client.returncode == 0:
-                processes[0].send_signal(signal.SIGTERM)
-                assert [process.wait(60) for process in processes] == [0, 0], "node 0 ends both"
+            codes = [process.wait(60) for process in self.processes]
         finally:
-            for process in processes:
+            for process in self.processes:
                 process.kill()
-            said = [process.communicate()[0].decode() for process in processes]
-    assert client.returncode == 0, "\n".join([client.stderr, *said])
-    assert json.loads(client.stdout) == colocated_texts(), "\n".join(said)
+            self.said.close()
+        assert codes == [0, 0], self.output()
+
+
+@pytest.mark.timeout(300)
+def test_launch_on_two_hosts_gives_the_tokens_of_one_process(tmp_path: Path) -> None:
+    """Attention and an expert rank on one host, an expert rank on the other; the other host's
+    agent is killed, which takes its rank along, and comes back."""
+    expected = colocated_texts()
+    with two_hosts.two_hosts() as hosts, Launch(hosts, tmp_path) as launch:
+        assert launch.texts() == expected
+        launch.processes[1].kill()
+        launch.processes[1].wait()
+        assert launch.texts() == expected, "the other rank takes the experts over"
+        launch.processes[1] = launch.start(hosts[1])
+        until = "starting expert-0"
+        for _ in range(600):
+            if launch.output().count(until) == 2:
+                break
+            threading.Event().wait(0.1)
+        assert launch.output().count(until) == 2, launch.output()
+        assert launch.texts() == expected

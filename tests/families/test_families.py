@@ -6,10 +6,11 @@ import importlib
 from pathlib import Path
 
 import pytest
-from case import Case
+from case import VOCAB_SIZE, Case
 from kernel_sets import KERNEL_SETS
 from parity import check_greedy_tokens, check_invariance, check_logits, write_checkpoint
 
+from layouts import colocated, config, on_ranks, requests
 from moe_kernels.choice import KernelsName
 
 CASES: dict[str, Case] = {
@@ -37,3 +38,10 @@ def test_greedy_tokens(folder: Path, kernels: KernelsName) -> None:
 @pytest.mark.parametrize("kernels", KERNEL_SETS)
 def test_invariance(folder: Path, kernels: KernelsName) -> None:
     check_invariance(folder, kernels)
+
+
+def test_ranks(folder: Path) -> None:
+    """Two attention and three expert ranks give what one process gives, bit for bit, in bf16."""
+    of = config(2, 3, 2, folder=folder, dtype="bfloat16", budget=40)
+    wanted = requests(5, VOCAB_SIZE, num_tokens=6)
+    assert on_ranks(of, wanted) == colocated(of, wanted), folder.name

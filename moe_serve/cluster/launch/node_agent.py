@@ -7,7 +7,6 @@ Kubernetes, Slurm) starts it again, whereupon it says hello again.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 
 import msgspec
@@ -41,13 +40,13 @@ class NodeAgent:
 
     def __init__(self, channel: Channel[AgentMessage], ranks: NodeRanks) -> None:
         self._channel, self._ranks = channel, ranks
-        self._is_told_to_stop = threading.Event()
+        self._stop_at_s: float | None = None
         self._last_alive_s = 0.0
 
     def run(self) -> None:
         """Until dismissed or stopped; raises ClusterError when node 0 is lost or refuses us."""
         try:
-            while not self._is_told_to_stop.is_set():
+            while self._stop_at_s is None or time.monotonic() < self._stop_at_s:
                 order = self._channel.receive(_PERIOD_S)
                 if isinstance(order, Dismiss):
                     if order.why is not None:
@@ -61,9 +60,14 @@ class NodeAgent:
             self._ranks.stop()
             self._channel.close()
 
-    def stop(self) -> None:
-        """From a signal handler or another thread: `run` ends the ranks and returns."""
-        self._is_told_to_stop.set()
+    def stop(self, grace_s: float = 0.0) -> None:
+        """From a signal handler or another thread: `run` ends the ranks and returns.
+
+        Whoever stops a launch often tells all nodes at once. Node 0 then finishes its requests, for
+        which it needs our ranks, and dismisses us: that is waited for. A second call ends it.
+        """
+        is_second = self._stop_at_s is not None
+        self._stop_at_s = time.monotonic() + (0.0 if is_second else grace_s)
 
     def _obey(self, order: AgentMessage | None) -> None:
         if isinstance(order, StartRank):

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from moe_serve.cluster.launch.agent_messages import KillRank, RankEnded, StartRank
 from moe_serve.cluster.launch.devices import DEVICES_VARIABLE, has_accelerators, visible_device
-from moe_serve.cluster.launch.endpoint import Endpoint
 from moe_serve.cluster.processes import LocalProcesses, worker_command
 from moe_serve.cluster.rank_name import RankName
 from moe_serve.cluster.secret import ClusterSecret
@@ -40,12 +39,12 @@ class NodeRanks:
         name = RankName(order.role, order.index)
         self._processes.kill(str(name))
         self._starts[str(name)] = order
-        coordinator = Endpoint(order.coordinator_host, order.coordinator_port)
+        coordinator = f"{order.coordinator_host}:{order.coordinator_port}"  # IPv6 without brackets
         try:
             self._processes.start(
                 str(name),
                 self._command(
-                    "--coordinator", str(coordinator), "--role", order.role,
+                    "--coordinator", coordinator, "--role", order.role,
                     "--rank", str(order.index), "--host", self._host,
                 ),
                 environment=self._environment(order),

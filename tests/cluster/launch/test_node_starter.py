@@ -201,6 +201,25 @@ def test_a_lost_node_takes_its_ranks_along_and_may_come_back(nodes: Nodes) -> No
     nodes.started(EXPERT, 2)
 
 
+def test_an_agent_that_is_told_to_stop_waits_for_node_0(nodes: Nodes) -> None:
+    agent = nodes.join(1)
+    nodes.starter.start(EXPERT)
+    pid = nodes.started(EXPERT)
+    agent.stop(grace_s=1000.0)
+    os.kill(pid, signal.SIGKILL)
+    assert nodes.exits(), "it still reports, so it still serves"
+    nodes.starter.stop()
+    until(lambda: 1 in nodes.ends, "dismissed")
+    assert nodes.ends[1] is None
+
+
+def test_a_second_signal_ends_an_agent(nodes: Nodes) -> None:
+    agent = nodes.join(1)
+    for _ in range(2):
+        agent.stop(grace_s=1000.0)
+    until(lambda: 1 in nodes.ends, "the agent ends")
+
+
 def test_agents_end_when_node_0_is_lost(nodes: Nodes) -> None:
     nodes.join(1)
     nodes.starter.start(EXPERT)
@@ -263,7 +282,7 @@ def test_another_version_is_refused(nodes: Nodes) -> None:
 def test_a_stranger_is_no_node(nodes: Nodes) -> None:
     with pytest.raises(ClusterError, match="node 1 does not find node 0 .* secrets differ"):
         connect_agent(nodes.environment(1), "h", ClusterSecret("x" * 40), PATIENCE_S)
-    with pytest.raises(ClusterError, match="1 connections: the cluster secrets differ"):
+    with pytest.raises(ClusterError, match="Refused connections: 1, as the cluster secrets differ"):
         nodes.starter.wait_for_nodes(0.1)
 
 

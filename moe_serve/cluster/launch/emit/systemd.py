@@ -19,6 +19,9 @@ Wants=network-online.target
 
 [Service]
 Type=exec
+# A user that may read the model; moe-serve must be on this PATH.
+#User=moe-serve
+#Environment=PATH=/opt/moe-serve/bin:/usr/bin:/bin
 EnvironmentFile={secrets}
 {variables}ExecStart={command}
 Restart=on-failure

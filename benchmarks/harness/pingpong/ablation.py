@@ -1,0 +1,84 @@
+"""m = 1 .. 4 micro-batches, without and with delays on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .job import StepMarks
+from .pair import Pair
+from .points import Point, StageTimes, point, stage_times
+
+MICRO_BATCHES = (1, 2, 3, 4)
+DELAYS = (0.0, 0.25, 0.5, 1.0)  # of T_f
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ablation:
+    """`cut`: one batch, cut into m; `grown`: m micro-batches of one size, as in the paper."""
+
+    num_layers: int
+    batch: int
+    stages: tuple[StageTimes, ...]  # by rows: the batch, and its halves, thirds, quarters
+    cut: tuple[Point, ...]
+    grown: tuple[Point, ...]
+
+    def at(self, points: Sequence[Point], delay_s: float, m: int) -> Point:
+        return next(p for p in points if p.delay_s == delay_s and p.num_micro_batches == m)
+
+    def ratio(self, points: Sequence[Point], delay_s: float, m: int, less: int) -> float:
+        """Throughput of m micro-batches over that of `less`."""
+        more = self.at(points, delay_s, m).tokens_per_s
+        return more / self.at(points, delay_s, less).tokens_per_s
+
+    @property
+    def delays(self) -> list[float]:
+        return sorted({p.delay_s for p in self.cut})
+
+    @property
+    def reference(self) -> StageTimes:
+        """The stages that delays are counted in: of half the batch."""
+        return self.stages[1]
+
+
+def run_ablation(pair: Pair, batch: int, num_rounds: int, delays: Sequence[float]) -> Ablation:
+    """Kinds of steps take turns, so that a machine that is slow for a while is slow for all."""
+    cut = [_shares(batch, m) for m in MICRO_BATCHES]
+    third = cut[2][0]
+    grown = [[third] * m for m in MICRO_BATCHES]
+    alone = [[rows[0]] for rows in cut]
+    seen = _rounds(pair, 0.0, [*alone, *cut, *grown], num_rounds)
+    stages = {rows[0]: stage_times(rows[0], seen[tuple(rows)]) for rows in alone}
+    slower_s = stages[cut[1][0]].slower_s
+    points: dict[str, list[Point]] = {"cut": [], "grown": []}
+    for share in delays:
+        delay_s = round(share * slower_s, 6)
+        if delay_s:
+            seen = _rounds(pair, delay_s, [*cut, *grown], num_rounds)
+        for kind, steps in (("cut", cut), ("grown", grown)):
+            points[kind] += [
+                point(seen[tuple(rows)], stages[rows[0]], pair.num_layers, len(rows), delay_s)
+                for rows in steps
+            ]
+    return Ablation(
+        num_layers=pair.num_layers,
+        batch=batch,
+        stages=tuple(stages.values()),
+        cut=tuple(points["cut"]),
+        grown=tuple(points["grown"]),
+    )
+
+
+def _shares(batch: int, m: int) -> list[int]:
+    assert batch % m == 0, f"a batch of {batch} cannot be cut into {m} equal parts"
+    return [batch // m] * m
+
+
+def _rounds(
+    pair: Pair, delay_s: float, kinds: Sequence[Sequence[int]], num_rounds: int
+) -> dict[tuple[int, ...], list[tuple[StepMarks, StepMarks]]]:
+    """Each kind once a round; the first round does not count."""
+    distinct = list(dict.fromkeys(tuple(rows) for rows in kinds))
+    taken = pair.take_steps(delay_s, distinct * (num_rounds + 1))
+    size = len(distinct)
+    return {rows: taken[size + place :: size] for place, rows in enumerate(distinct)}

@@ -1,0 +1,117 @@
+"""Everything that pingpong.py measured, and whether it is what was set out for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from .ablation import Ablation
+from .engines import COLOCATED, EngineTimes
+from .points import Point
+
+_WITHIN = 0.15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    what: str
+    wanted: str
+    measured: str
+    is_met: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairReport:
+    """`ablation`, `engines`: None and empty when that part did not run."""
+
+    environment: dict[str, str]
+    model: dict[str, object]
+    context: int
+    busy_cores: float
+    ablation: Ablation | None = None
+    engines: tuple[EngineTimes, ...] = ()
+    deepspeed: str = ""
+
+    def verdicts(self) -> list[Verdict]:
+        return [*self._of_ablation(), *self._of_engines()]
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = asdict(self) | {"verdicts": [asdict(v) for v in self.verdicts()]}
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+    def _of_ablation(self) -> Iterator[Verdict]:
+        found = self.ablation
+        if found is None:
+            return
+        without, half = 0.0, _nearest(found.delays, found.reference.slower_s / 2)
+        two = found.ratio(found.cut, without, 2, 1)
+        yield Verdict(
+            what="m = 2 over m = 1, no delay",
+            wanted="1.6x",
+            measured=f"{two:.2f}x (grown: {found.ratio(found.grown, without, 2, 1):.2f}x)",
+            is_met=two >= 1.6,
+        )
+        if half:
+            three = found.ratio(found.cut, half, 3, 2)
+            yield Verdict(
+                what="m = 3 over m = 2, T_c about T_f / 2",
+                wanted="1.15x",
+                measured=f"{three:.2f}x (grown: {found.ratio(found.grown, half, 3, 2):.2f}x)",
+                is_met=three >= 1.15,
+            )
+        points = [*found.cut, *found.grown]
+        full = [p for p in points if p.is_full]
+        yield _within("formula, where the pipeline is full", [p.formula_error for p in full])
+        yield _within("its extension, everywhere", [p.model_error for p in points])
+
+    def _of_engines(self) -> Iterator[Verdict]:
+        if not self.engines:
+            return
+        largest = max(self.engines, key=lambda times: times.batch)
+        name, best_s = largest.best_fixed()
+        ratio = largest.seconds[COLOCATED] / best_s
+        yield Verdict(
+            what=f"1A1E at m = {name} over colocated, 2 threads, batch {largest.batch}",
+            wanted="0.9x",
+            measured=f"{ratio:.2f}x",
+            is_met=ratio >= 0.9,
+        )
+        behind = {
+            times.batch: times.seconds["auto"] / times.best_fixed()[1] - 1
+            for times in self.engines
+            if "auto" in times.seconds and times.batch <= 128
+        }
+        if behind:
+            worst = max(behind, key=lambda batch: behind[batch])
+            yield Verdict(
+                what=f"auto behind the best m, batches {min(behind)} to {max(behind)}",
+                wanted="at most 5%",
+                measured=f"{behind[worst]:+.1%} at batch {worst}",
+                is_met=behind[worst] <= 0.05,
+            )
+        yield Verdict(
+            what="the same tokens as colocated",
+            wanted="all",
+            measured=f"{sum(t.has_equal_tokens for t in self.engines)} of {len(self.engines)}",
+            is_met=all(t.has_equal_tokens for t in self.engines),
+        )
+
+
+def _within(what: str, errors: list[float]) -> Verdict:
+    worst = max(errors, key=abs)
+    return Verdict(
+        what=f"step times within 15% of the {what}",
+        wanted=f"{len(errors)} of {len(errors)}",
+        measured=f"{sum(abs(e) <= _WITHIN for e in errors)}, worst {worst:+.1%}",
+        is_met=abs(worst) <= _WITHIN,
+    )
+
+
+def _nearest(delays: list[float], wanted_s: float) -> float:
+    return min(delays, key=lambda delay_s: abs(delay_s - wanted_s))
+
+
+__all__ = ["PairReport", "Point", "Verdict"]

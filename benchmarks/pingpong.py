@@ -1,0 +1,140 @@
+"""One attention and one expert rank, a core and a thread each: what micro-batches bring.
+
+    python benchmarks/pingpong.py --json build/pingpong.json --plot build/pingpong.png
+
+Makes a random model whose stages take about the same time, unless `--model` names one. See
+benchmarks/README.md for what is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+
+from harness.environment import describe_environment
+from harness.pingpong.ablation import DELAYS, run_ablation
+from harness.pingpong.deepspeed_layer import run_deepspeed
+from harness.pingpong.engines import Cuts, EngineTimes, loaded_engines, time_engines
+from harness.pingpong.pair import started_pair
+from harness.pingpong.plot import plot_ablation
+from harness.pingpong.report import PairReport
+from harness.pingpong.table import print_report
+from random_model.families import Sizes
+from random_model.writer import write_random_model
+
+# On the CPUs tried, T_a and T_e of this model are within a few percent of each other.
+SIZES = Sizes(
+    num_layers=16, width=256, num_heads=16, num_kv_heads=4, head_dim=64,
+    num_experts=4, top_k=2, expert_width=1280, vocab_size=4096, max_positions=1024,
+)  # fmt: skip
+PARTS = ("ablation", "engines", "deepspeed")
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    cores = _cores(options.no_pin)
+    with ExitStack() as stack:
+        model = options.model or _made(stack, options)
+        report = PairReport(
+            environment=describe_environment(),
+            model=_facts(model, options),
+            context=options.context,
+            busy_cores=psutil.cpu_percent(interval=0.5) / 100 * (psutil.cpu_count() or 1),
+        )
+        if "ablation" in options.parts:
+            with started_pair(model, options.context, options.batch, cores) as pair:
+                found = run_ablation(pair, options.batch, options.rounds, options.delays)
+            report = replace(report, ablation=found)
+        if "engines" in options.parts:
+            report = replace(report, engines=tuple(_time_engines(model, cores, options)))
+        if "deepspeed" in options.parts:
+            report = replace(report, deepspeed=run_deepspeed(model, options, cores))
+    print_report(report)
+    if options.json:
+        report.write(options.json)
+    if options.plot and report.ablation:
+        plot_ablation(report.ablation, options.plot)
+    return 0
+
+
+def _time_engines(
+    model: Path, cores: Sequence[int] | None, options: argparse.Namespace
+) -> list[EngineTimes]:
+    cuts: list[Cuts] = [1, 2, 3, 4, "auto"]
+    batches = sorted({*options.batches, options.batch})
+    context = options.prompt + 2 + options.warm + options.steps
+    with loaded_engines(model, cuts, max(batches), context, cores) as engines:
+        return [
+            time_engines(engines, batch, options.prompt, options.warm, options.steps)
+            for batch in batches
+        ]
+
+
+def _cores(is_free: bool) -> list[int] | None:
+    """Two cores that this process may use; None: nothing is pinned."""
+    if is_free or not hasattr(os, "sched_getaffinity"):
+        return None
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise SystemExit(f"two cores are needed, this process may use {len(cores)}; or --no-pin.")
+    return cores[:2]
+
+
+def _made(stack: ExitStack, options: argparse.Namespace) -> Path:
+    """A checkpoint for the time of the run."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    write_random_model(
+        folder, "qwen3_moe", _sizes(options), dtype=options.dtype, seed=0, shard_bytes=2**29
+    )
+    return folder
+
+
+def _sizes(options: argparse.Namespace) -> Sizes:
+    return Sizes(**{name: getattr(options, name) for name in asdict(SIZES)})
+
+
+def _facts(model: Path, options: argparse.Namespace) -> dict[str, object]:
+    if options.model:
+        return {"name": model.name}
+    return {"family": "qwen3_moe", "dtype": options.dtype, **asdict(_sizes(options))}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="What micro-batches bring to 1A1E.")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--model", type=Path, help="a checkpoint instead of a random model")
+    parser.add_argument("--batch", type=int, default=384, help="divisible by 12")
+    parser.add_argument("--context", type=int, default=64, help="tokens of a sequence at most")
+    parser.add_argument("--rounds", type=int, default=8, help="of the ablation")
+    parser.add_argument(
+        "--delays", type=float, nargs="+", default=DELAYS, help="of T_f of half the batch, one way"
+    )
+    parser.add_argument("--batches", type=int, nargs="*", default=BATCHES, help="of the engines")
+    parser.add_argument("--prompt", type=int, default=8, help="tokens, for the engines")
+    parser.add_argument("--warm", type=int, default=12, help="steps that do not count")
+    parser.add_argument("--steps", type=int, default=16, help="steps of each engine that count")
+    parser.add_argument("--no-pin", action="store_true", help="leave the ranks to the system")
+    parser.add_argument("--deepspeed-python", help="the interpreter that has deepspeed")
+    parser.add_argument("--json", type=Path, help="write everything here")
+    parser.add_argument("--plot", type=Path, help="draw the ablation here (PNG)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    for name, value in asdict(SIZES).items():
+        if name != "is_tied":
+            parser.add_argument("--" + name.replace("_", "-"), type=int, default=value)
+    parser.set_defaults(is_tied=False)
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

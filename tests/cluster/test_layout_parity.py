@@ -1,0 +1,98 @@
+"""The same tokens and log probabilities in every layout, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from layouts import colocated, config, on_ranks, random_placement, requests, serve
+from moe_serve.cluster.build import build_cluster
+from moe_serve.engine.build import build_engine
+from thread_starter import ThreadStarter
+
+VOCAB_SIZE = 4096  # of the demonstration model
+NUM_LAYERS, NUM_EXPERTS = 6, 32
+LAYOUTS = ((1, 1), (1, 2), (2, 1), (2, 3), (3, 2))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 4])
+@pytest.mark.parametrize(("attention", "experts"), LAYOUTS)
+def test_layouts(attention: int, experts: int, micro_batches: int) -> None:
+    wanted = requests(7, VOCAB_SIZE)
+    of = config(attention, experts, micro_batches)
+    assert on_ranks(of, wanted) == colocated(of, wanted), f"{attention}A{experts}E"
+
+
+@settings(
+    max_examples=12,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    attention=st.integers(1, 3),
+    experts=st.integers(1, 4),
+    micro_batches=st.sampled_from([1, 2, 3, 4, "auto"]),
+    router=st.sampled_from(["attention", "experts"]),
+    budget=st.integers(3, 80),
+    count=st.integers(1, 11),
+    seed=st.integers(0, 2**31),
+)
+def test_any_layout(
+    tmp_path: Path,
+    attention: int,
+    experts: int,
+    micro_batches: int | str,
+    router: str,
+    budget: int,
+    count: int,
+    seed: int,
+) -> None:
+    """Random placements with replicas, routers on either side, chunks of any size."""
+    file = tmp_path / f"{seed}.json"
+    random_placement(file, range(NUM_LAYERS), NUM_EXPERTS, experts, seed)
+    of = config(
+        attention, experts, micro_batches, budget=budget, placement=str(file), router=router
+    )
+    wanted = requests(count, VOCAB_SIZE, num_tokens=5)
+    assert on_ranks(of, wanted) == colocated(of, wanted)
+
+
+def test_ranks_are_used_again() -> None:
+    """Requests of a second round find the first one's prefixes, on the rank that has them."""
+    of = config(2, 2, 2)
+    engine = build_cluster(of, make_starter=ThreadStarter).engine
+    alone = build_engine(of).engine
+    try:
+        for count in (5, 1, 8):
+            wanted = requests(count, VOCAB_SIZE)
+            assert serve(engine, wanted) == serve(alone, wanted), f"{count} requests"
+        stats = engine.stats()
+        assert stats.num_running == stats.num_waiting == 0
+        assert stats.pools is not None and sum(s.num_steps for s in stats.pools.steps) > 0
+    finally:
+        engine.close()
+
+
+def test_an_aborted_request_leaves_the_ranks_in_step() -> None:
+    of = config(2, 2, 2)
+    engine = build_cluster(of, make_starter=ThreadStarter).engine
+    try:
+        for request in requests(5, VOCAB_SIZE, num_tokens=40):
+            engine.add(request)
+        for _ in range(3):
+            engine.step()
+        engine.abort("r1")
+        engine.abort("r4")
+        ends = [d for d in engine.step() if d.finish_reason is not None]
+        assert {d.request_id for d in ends} == {"r1", "r4"}
+        while engine.num_running or engine.num_waiting:
+            engine.step()
+        engine.check_integrity()
+        stats = engine.stats()
+        assert stats.num_free_pages == stats.num_pages, "every page is free again"
+    finally:
+        engine.close()
