@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-from layouts import Answer, colocated, config, on_ranks, requests, serve
-from moe_serve.cluster.build import build_cluster
-from moe_serve.errors import ConfigError
-from thread_starter import ThreadStarter
+from layouts import Answer, colocated, config, on_ranks, requests
 
 VOCAB_SIZE = 4096  # of the demonstration model
 NUM_REQUESTS = 7
