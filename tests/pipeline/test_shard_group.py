@@ -101,6 +101,6 @@ def test_the_end_of_a_shard_wakes_the_others() -> None:
 
 
 def test_a_silent_shard_is_lost_in_time() -> None:
-    with connected(2, timeout_s=0.1) as (leader, _):
-        with pytest.raises(ShardLostError, match=r"attention-0\.1 is lost .*silent for 0\.1 s"):
-            leader.everywhere(torch.zeros(1, 1), (1, 1))
+    why = r"attention-0\.1 is lost .*silent for 0\.1 s"
+    with connected(2, timeout_s=0.1) as members, pytest.raises(ShardLostError, match=why):
+        members[0].everywhere(torch.zeros(1, 1), (1, 1))
