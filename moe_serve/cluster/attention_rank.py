@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from moe_serve.cache.model_identity import model_identity
-from moe_serve.cluster.epoch import meet, sparse_layers, split_of, wire_of
+from moe_serve.cluster.epoch import layout_of, meet, sparse_layers, split_of, wire_of
 from moe_serve.cluster.messages import (
     Configure,
     FinitePages,
@@ -97,9 +97,10 @@ class AttentionRank:
             attention_rank=join.attention_ranks.index(str(self._name)),
             expert_ranks=join.expert_ranks,
             wire=wire_of(join, configure, self._spec, loader.dtype),
-            split=None if configure.router_on_experts else split_of(join),
+            split=None if configure.router_on_experts else split_of(join, loader.device),
             sparse_layers=sparse_layers(self._spec),
             log=self._log,
+            layout=layout_of(join, loader.device),
         )
         pipeline = Pipeline(
             self._part.stage, self._transport, self._part.cache, loader.device, self._log

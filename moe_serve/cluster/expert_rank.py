@@ -12,7 +12,7 @@ from torch import Tensor
 
 from experts.routed_rows import RoutedRows
 from moe_serve.cache.model_identity import model_identity
-from moe_serve.cluster.epoch import meet, sparse_layers, split_of, wire_of
+from moe_serve.cluster.epoch import layout_of, meet, sparse_layers, split_of, wire_of
 from moe_serve.cluster.messages import (
     Configure,
     DropExperts,
@@ -33,10 +33,10 @@ from moe_serve.model.expert_choice import Router, choose_experts
 from moe_serve.model.model_tensors import LoadProgress
 from moe_serve.pipeline.data_group import DataGroup
 from moe_serve.pipeline.expert_loop import ExpertLoop
+from moe_serve.pipeline.frame_header import WireError
 from moe_serve.pipeline.stage_log import StageLog
 from moe_serve.pipeline.step_shape import StepShape
 from moe_serve.pipeline.transfer import PeerLostError
-from moe_serve.pipeline.wire import WireError
 
 _log = logging.getLogger(__name__)
 
@@ -90,8 +90,9 @@ class ExpertRank:
             wire=wire_of(join, configure, self._spec, loader.dtype),
             sparse_layers=sparse_layers(self._spec),
             route=self._route if is_routing else None,
-            split=split_of(join) if is_routing else None,
+            split=split_of(join, loader.device) if is_routing else None,
             log=self._log,
+            layout=layout_of(join, loader.device),
         )
 
     def leave(self) -> None:

@@ -50,6 +50,7 @@ class Join(_Message, frozen=True):
     store_host: str
     store_port: int
     ranks_of: RanksOf
+    is_nccl: bool = False  # from GPU to GPU, else through host memory
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True):

@@ -78,6 +78,7 @@ class Pipeline:
                 self._fly(layer, index, flight)
         for index, flight in enumerate(flights):
             self._land(index, flight)
+        self._transport.finish()
         return [flight.hidden_TD for flight in flights]
 
     def clear_pages(self, pages: list[int]) -> None:

@@ -25,6 +25,11 @@ class Transport(Protocol):
         """-> the weighted sum of the rows' experts, [T, D] in fp32, in the order dispatched."""
         ...
 
+    def finish(self) -> None:
+        """All rows of a step are back: check what could not be checked on their way. Until then a
+        GPU may still be waiting for another rank; afterwards it waits for nobody."""
+        ...
+
     def reset(self) -> None:
         """Forget what was in flight when a step failed."""
         ...
@@ -43,6 +48,9 @@ class LocalTransport:
 
     def combine(self, layer: int, micro_batch: int) -> Tensor:
         return self._results.pop(micro_batch)
+
+    def finish(self) -> None:
+        """Nothing is left."""
 
     def reset(self) -> None:
         self._results.clear()
