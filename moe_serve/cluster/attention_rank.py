@@ -25,9 +25,9 @@ from moe_serve.cluster.messages import (
     StepFailed,
 )
 from moe_serve.cluster.mirror import Mirrors
+from moe_serve.cluster.rank_device import rank_device
 from moe_serve.cluster.rank_name import RankName
 from moe_serve.engine.build import (
-    device_of,
     eos_token_ids_of,
     load_attention,
     max_model_len_of,
@@ -40,6 +40,7 @@ from moe_serve.model.model_tensors import LoadProgress
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.data_group import DataGroup
 from moe_serve.pipeline.group_transport import GroupTransport
+from moe_serve.pipeline.nccl_link import gpu_of
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.stage_log import StageLog
 from moe_serve.pipeline.step_shape import StepShape
@@ -56,7 +57,7 @@ class AttentionRank:
         clock = time.monotonic()
         self._name, self._configure = name, configure
         config, folder = configure.config, Path(configure.folder)
-        device = device_of(config.model)
+        device = rank_device(config.model)
         self._loader = open_loader(folder, config.model, configure.num_threads, device, progress)
         torch.set_num_threads(1 if self._loader.kernels.has_own_threads else configure.num_threads)
         self._spec = self._loader.spec
@@ -84,6 +85,7 @@ class AttentionRank:
             weight_format=loader.weight_format,
             expert_weights=loader.expert_weights,
             load_seconds=self._seconds,
+            gpu=gpu_of(loader.device),
         )
 
     def join(self, join: Join, store: Any, host: str) -> None:
@@ -100,7 +102,7 @@ class AttentionRank:
             split=None if configure.router_on_experts else split_of(join, loader.device),
             sparse_layers=sparse_layers(self._spec),
             log=self._log,
-            layout=layout_of(join, loader.device),
+            layout=layout_of(group, loader.device),
         )
         pipeline = Pipeline(
             self._part.stage, self._transport, self._part.cache, loader.device, self._log

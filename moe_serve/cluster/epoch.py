@@ -28,13 +28,13 @@ def meet(
         host=host,
         timeout_s=configure.config.cluster.timeout_s,
         device=device,
-        is_nccl=join.is_nccl,
+        transport=configure.config.cluster.transport,
     )
 
 
-def layout_of(join: Join, device: torch.device) -> FrameLayout:
+def layout_of(group: DataGroup, device: torch.device) -> FrameLayout:
     """How this epoch's frames are laid out: NCCL wants fixed sizes, in the device's memory."""
-    return MaskedLayout(device) if join.is_nccl else CompactLayout(device)
+    return MaskedLayout(device) if group.is_nccl else CompactLayout(device)
 
 
 def wire_of(join: Join, configure: Configure, spec: ModelSpec, dtype: torch.dtype) -> WireFormat:

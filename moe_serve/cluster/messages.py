@@ -50,7 +50,6 @@ class Join(_Message, frozen=True):
     store_host: str
     store_port: int
     ranks_of: RanksOf
-    is_nccl: bool = False  # from GPU to GPU, else through host memory
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True):
@@ -176,6 +175,7 @@ class Loaded(_Message, frozen=True):
     weight_format: str
     expert_weights: str
     load_seconds: float
+    gpu: str = ""  # which, if NCCL reaches it
 
 
 class Joined(_Message, frozen=True):

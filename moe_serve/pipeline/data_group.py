@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
+from moe_serve.config import TransportName
 from moe_serve.pipeline.gloo_link import ProcessGroup, first_line
 from moe_serve.pipeline.meeting import Met, meet
-from moe_serve.pipeline.nccl_link import NcclGroups
+from moe_serve.pipeline.nccl_link import NcclGroups, gpu_of
 from moe_serve.pipeline.shared_link import SharedLink
 from moe_serve.pipeline.transfer import Link, PeerLostError, Transfer
 
@@ -22,8 +24,9 @@ class DataGroup:
     """Ranks by name, in the order in which all of them list the members.
 
     Buffers are in host memory: peers on the same host are reached through shared memory, others by
-    gloo; with `is_sharing` False all by gloo. With `is_nccl` buffers are `device`'s, and NCCL
-    reaches everybody; every exchange of two ranks then has the same size on both sides."""
+    gloo; with `is_sharing` False all by gloo. Where the members find that each has a GPU of its own
+    (`is_nccl`), buffers are `device`'s, and NCCL reaches everybody; both sides of an exchange then
+    give the same size."""
 
     def __init__(
         self,
@@ -38,7 +41,7 @@ class DataGroup:
         device: torch.device,
         is_sharing: bool = True,
         delay_s: float = 0.0,
-        is_nccl: bool = False,
+        transport: TransportName = "host",
     ) -> None:
         """Meets the others; raises PeerLostError if not all come in time."""
         self.epoch, self.members = epoch, tuple(members)
@@ -47,32 +50,46 @@ class DataGroup:
         self._links: dict[str, Link] = {}
         self._group: ProcessGroup | None = None
         self._nccl: NcclGroups | None = None
+        self.is_nccl = False
         prefix = PrefixStore(f"data-{epoch}", store)
         places = [(name, index[name]) for name in peers]
         try:
-            if is_nccl:
-                self._nccl = NcclGroups(prefix, index[me], len(members), device, timeout_s)
-                self._nccl.connect(places, is_expert=any(place < index[me] for _, place in places))
-                self._links.update({name: self._nccl.link(name, place) for name, place in places})
-                return
             met: Met = meet(
                 PrefixStore("meeting", prefix), index[me], len(members),
                 [place for _, place in places], meeting_s, is_sharing,
+                "" if transport == "host" else gpu_of(device),
             )  # fmt: skip
-            if not met.is_one_host:
+            self.is_nccl = met.is_gpu_each
+            if self.is_nccl:
+                self._nccl = NcclGroups(prefix, index[me], len(members), device, timeout_s)
+            elif not met.is_one_host:
                 self._group = ProcessGroup(
                     prefix, index[me], len(members), host, meeting_s=meeting_s, timeout_s=timeout_s
                 )
         except (RuntimeError, OSError) as error:
             others = ", ".join(name for name in members if name != me)
             raise PeerLostError(others, f"meeting in epoch {epoch}", first_line(error)) from None
+        if self._nccl is not None:
+            self._nccl.connect(places, is_expert=min(place for _, place in places) < index[me])
         for name, place in places:
-            connection = met.local.get(place)
+            self._links[name] = self._link(name, place, met.local.get(place), timeout_s, delay_s)
+
+    def _link(
+        self,
+        name: str,
+        place: int,
+        connection: socket.socket | None,
+        timeout_s: float,
+        delay_s: float,
+    ) -> Link:
+        if self._nccl is not None:
             if connection is not None:
-                self._links[name] = SharedLink(name, connection, timeout_s, delay_s)
-            else:
-                assert self._group is not None, f"no way from {me} to {name}"
-                self._links[name] = self._group.link(name, place)
+                connection.close()
+            return self._nccl.link(name, place)
+        if connection is not None:
+            return SharedLink(name, connection, timeout_s, delay_s)
+        assert self._group is not None, f"no way to {name}"
+        return self._group.link(name, place)
 
     def send(self, peer: str, buffer: Tensor, tag: int, operation: object) -> Transfer:
         """See `Link.send`."""

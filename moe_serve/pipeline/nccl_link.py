@@ -81,12 +81,15 @@ class NcclGroups:
         nothing else, and in an order that is the same for everybody. Raises PeerLostError."""
         greeting = torch.zeros(64, dtype=torch.uint8, device=self._device)
         answer = torch.zeros_like(greeting)
-        for peer, index in peers:
-            names = ("recv", "send") if is_expert else ("send", "recv")
-            for tag, name in enumerate(names):
-                buffer = greeting if name == "send" else answer
-                self.begin(name, peer, index, buffer, tag, "meeting").wait()
-        self.settle()
+        try:
+            for peer, index in peers:
+                for tag, name in enumerate(("recv", "send") if is_expert else ("send", "recv")):
+                    buffer = greeting if name == "send" else answer
+                    self.begin(name, peer, index, buffer, tag, "meeting").wait()
+            self.settle()
+        except PeerLostError:
+            self.abort()
+            raise
 
     def link(self, peer: str, index: int) -> NcclLink:
         return NcclLink(self, peer, index)
@@ -139,6 +142,13 @@ class NcclLink:
 
     def close(self) -> None:
         """The groups close all links at once."""
+
+
+def gpu_of(device: torch.device) -> str:
+    """The name of a rank's GPU, like no other's; empty if NCCL does not reach it."""
+    if device.type != "cuda" or not torch.distributed.is_nccl_available():
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _nccl_group(store: Any, rank: int, size: int, timeout_s: float) -> Any:
