@@ -68,6 +68,7 @@ class ClusterConfig:
 
     attention_ranks: int = 0
     expert_ranks: int = 0
+    attention_tp: int = 1  # processes of each attention rank, which share out its heads
     placement: str | None = None  # a file; None: contiguous
     router: RouterSide = "auto"  # where experts are chosen; auto: what moves fewer bytes
     wire_dtype: WireDtype = "auto"  # of rows on their way to the experts; auto: the model's

@@ -110,7 +110,10 @@ def test_variables_are_parsed_by_the_type_of_the_key() -> None:
     [
         ("server:\n  prot: 1\n", r"unknown key server.prot \(.*:2\): did you mean server.port\?"),
         ("sever:\n  port: 1\n", r"unknown section sever \(.*:1\): did you mean server\?"),
-        ("engine:\n  x: 1\n", r"unknown section engine .* known are cache, model, pipeline"),
+        (
+            "engine:\n  x: 1\n",
+            r"unknown section engine .* known are cache, cluster, model, pipeline",
+        ),
         ("server:\n  port: '80'\n", r"server.port cannot be '80' \(.*:2\): .*\[0, 65535\]"),
         ("server:\n  port: 65536\n", r"server.port cannot be 65536"),
         ("server:\n  port: true\n", r"server.port cannot be True"),

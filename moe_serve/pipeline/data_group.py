@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from moe_serve.config import TransportName
 from moe_serve.pipeline.gloo_link import ProcessGroup, first_line
-from moe_serve.pipeline.meeting import Met, meet
+from moe_serve.pipeline.meeting import Met, meet, meeting_store
 from moe_serve.pipeline.nccl_link import NcclGroups, gpu_of
 from moe_serve.pipeline.shared_link import SharedLink
 from moe_serve.pipeline.transfer import Link, PeerLostError, Transfer
@@ -55,7 +55,7 @@ class DataGroup:
         places = [(name, index[name]) for name in peers]
         try:
             met: Met = meet(
-                PrefixStore("meeting", prefix), index[me], len(members),
+                meeting_store(store, epoch), index[me], len(members),
                 [place for _, place in places], meeting_s, is_sharing,
                 "" if transport == "host" else gpu_of(device),
             )  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 from experts.expert_stage import ExpertStage
 from experts.routed_rows import RoutedRows
 from moe_serve.pipeline.data_group import DataGroup
-from moe_serve.pipeline.frame_header import Exchange
+from moe_serve.pipeline.frame_header import Exchange, Leg
 from moe_serve.pipeline.frame_layout import CompactLayout, FrameLayout
 from moe_serve.pipeline.frame_pool import FramePool
 from moe_serve.pipeline.row_split import RowSplit
@@ -110,7 +110,8 @@ class ExpertLoop:
             size = self._wire.dispatch_bytes(shape.planned(sender, micro_batch))
             frame = self._in.get(name, micro_batch, size)
             tag = dispatch_tag(layer, micro_batch)
-            transfer = self._group.receive(name, frame.buffer[:size], tag, exchange)
+            leg = Leg("dispatch", exchange)
+            transfer = self._group.receive(name, frame.buffer[:size], tag, leg)
             self._in.use(name, micro_batch, transfer)
 
     def _arrivals(self, shape: StepShape, exchange: Exchange) -> list[Arrival]:
@@ -176,7 +177,7 @@ class ExpertLoop:
             numbers = arrival.row_numbers_n
             content = frame.write(self._wire, exchange, planned, sums_nD, numbers)
         tag = combine_tag(exchange.layer, exchange.micro_batch)
-        transfer = self._group.send(name, content, tag, exchange)
+        transfer = self._group.send(name, content, tag, Leg("combine", exchange))
         self._back.use(name, exchange.micro_batch, transfer)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -47,6 +47,17 @@ class Exchange:
 
     def __str__(self) -> str:
         return f"step {self.step}, layer {self.layer}, micro-batch {self.micro_batch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One way of an exchange, as reports name it."""
+
+    name: Literal["dispatch", "combine"]
+    exchange: Exchange
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.exchange}"
 
 
 class Header(Protocol):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_serve.model.attention_stage import Routed
 from moe_serve.pipeline.data_group import DataGroup
-from moe_serve.pipeline.frame_header import Exchange
+from moe_serve.pipeline.frame_header import Exchange, Leg
 from moe_serve.pipeline.frame_layout import CompactLayout, FrameLayout
 from moe_serve.pipeline.frame_pool import FramePool
 from moe_serve.pipeline.row_split import RankRows, RowSplit
@@ -164,14 +164,15 @@ class GroupTransport:
 
     def _begin_send(self, name: str, exchange: Exchange, content: Tensor) -> None:
         tag = dispatch_tag(exchange.layer, exchange.micro_batch)
-        transfer = self._group.send(name, content, tag, exchange)
+        transfer = self._group.send(name, content, tag, Leg("dispatch", exchange))
         self._out.use(name, exchange.micro_batch, transfer)
 
     def _begin_receive(self, name: str, exchange: Exchange) -> None:
         size = self._wire.combine_bytes(self._planned(exchange.micro_batch))
         frame = self._back.get(name, exchange.micro_batch, size)
         tag = combine_tag(exchange.layer, exchange.micro_batch)
-        transfer = self._group.receive(name, frame.buffer[:size], tag, exchange)
+        leg = Leg("combine", exchange)
+        transfer = self._group.receive(name, frame.buffer[:size], tag, leg)
         self._back.use(name, exchange.micro_batch, transfer)
 
     def _receive(self, name: str, layer: int, micro_batch: int) -> tuple[CombineFrame, int]:

@@ -122,9 +122,7 @@ def time_engines(
     )
 
 
-def _config(
-    model: Path, max_batch: int, context: int, cuts: Cuts | None = None
-) -> EngineConfig:
+def _config(model: Path, max_batch: int, context: int, cuts: Cuts | None = None) -> EngineConfig:
     """Without `cuts`: colocated, two threads. Ranks have one thread each."""
     is_pair = cuts is not None
     pages = max_batch * (-(-context // 16) + 1) + 1
@@ -146,9 +144,7 @@ def _add(engine: DrivenEngine, batch: int, num_prompt: int, num_output: int) -> 
     for index in range(batch):
         prompt = tuple(5 + (31 * index + 7 * place) % 997 for place in range(num_prompt))
         engine.add(
-            GenerationRequest(
-                request_id=f"{batch}-{index}", prompt_token_ids=prompt, params=params
-            )
+            GenerationRequest(request_id=f"{batch}-{index}", prompt_token_ids=prompt, params=params)
         )
 
 

@@ -28,6 +28,7 @@ from moe_serve.pipeline.expert_loop import ExpertLoop
 from moe_serve.pipeline.group_transport import GroupTransport
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.row_split import RowSplit
+from moe_serve.pipeline.stage_log import StageLog
 from moe_serve.pipeline.step_shape import StepShape
 from moe_serve.pipeline.wire import WireFormat, make_wire_format
 
@@ -98,6 +99,7 @@ class AttentionOfPair(PairRank):
             wire=self.wire(),
             split=split,
             sparse_layers=self.layers,
+            log=StageLog(),
         )
         pipeline = Pipeline(self._stage, transport, self._cache, torch.device("cpu"))
         inputs = {tuple(rows): self._inputs(rows) for rows in series.steps}
@@ -148,6 +150,7 @@ class ExpertOfPair(PairRank):
             attention_ranks=[_NAMES["attention"]],
             wire=self.wire(),
             sparse_layers=self.layers,
+            log=StageLog(),
         )
         for step, rows in enumerate(series.steps):
             group.forget()
