@@ -171,5 +171,7 @@ def test_who_never_came_is_named_by_node(scene: Scene) -> None:
 def test_another_checkpoint_is_refused_by_name(scene: Scene) -> None:
     """A rank that loaded what the pre-flight could not tell from the right one."""
     scene.membership._weights = "another hash"
-    with pytest.raises(ClusterError, match=r"(expert|attention)-\d is refused: its checkpoint is another"):
+    with pytest.raises(
+        ClusterError, match=r"(expert|attention)-\d is refused: its checkpoint is another"
+    ):
         scene.start()
