@@ -29,8 +29,11 @@ from moe_serve.model.hf_config import generation_eos_token_ids
 from moe_serve.model.loader import ModelLoader
 from moe_serve.model.model_tensors import LoadProgress
 from moe_serve.model.spec import ModelSpec
+from moe_serve.model.weight_reader import open_checkpoint
+from moe_serve.model.weight_source import OpenWeights
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.transport import LocalTransport
+from moe_serve.pipeline.wire import make_wire_format
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +60,12 @@ def model_folder(config: ModelConfig) -> Path:
     return folder
 
 
-def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> BuiltEngine:
-    """Load the model and make the engine.
+def build_engine(
+    config: EngineConfig,
+    progress: LoadProgress | None = None,
+    open_weights: OpenWeights = open_checkpoint,
+) -> BuiltEngine:
+    """Load the model and make the engine. `open_weights`: where its weights come from.
 
     Sets torch's number of threads in this process: to the configured one, or to 1 where the
     kernels have threads of their own.
@@ -67,16 +74,15 @@ def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> 
     keep_freed_memory()
     num_threads = config.model.num_threads or default_num_threads()
     folder, device = model_folder(config.model), device_of(config.model)
-    loader = open_loader(folder, config.model, num_threads, device, progress)
+    loader = open_loader(folder, config.model, num_threads, device, progress, open_weights)
     torch.set_num_threads(1 if loader.kernels.has_own_threads else num_threads)
     spec = loader.spec
     max_model_len = max_model_len_of(config.model, spec)
-    expert_stage = loader.expert_stage()
+    transport = _local_transport(loader, config)
     part = load_attention(loader, config, max_model_len)
     eos_token_ids = eos_token_ids_of(folder, spec)
-    pipeline = Pipeline(part.stage, LocalTransport(expert_stage), part.cache, device)
-    cuts = config.pipeline.micro_batches
-    micro_batches = 1 if cuts == "auto" else cuts  # nothing can overlap in one process
+    pipeline = Pipeline(part.stage, transport, part.cache, device)
+    micro_batches = config.pipeline.num_in_one_process
     runner, graphs = with_cuda_graphs(
         pipeline, part.stage, part.cache, config, max_model_len, micro_batches
     )
@@ -116,6 +122,14 @@ def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> 
     return BuiltEngine(engine, layout, spec)
 
 
+def _local_transport(loader: ModelLoader, config: EngineConfig) -> LocalTransport:
+    """Rounds rows as ranks would, where `cluster.wire_dtype` says so."""
+    spec, wire_dtype, wire = loader.spec, config.cluster.wire_dtype, None
+    if wire_dtype != "auto":
+        wire = make_wire_format(spec.width, spec.router.top_k, loader.dtype, 1, wire_dtype)
+    return LocalTransport(loader.expert_stage(), wire)
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionPart:
     """The attention stage and the cache that it writes to."""
@@ -151,6 +165,7 @@ def open_loader(
     num_threads: int,
     device: torch.device,
     progress: LoadProgress | None,
+    open_weights: OpenWeights = open_checkpoint,
 ) -> ModelLoader:
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     try:
@@ -162,6 +177,7 @@ def open_loader(
             num_threads=num_threads,
             expert_weights=config.expert_weights,
             progress=progress,
+            open_weights=open_weights,
         )
     except RuntimeError as error:
         raise ConfigError(f"model.kernels is {config.kernels!r}: {error}.") from error

@@ -17,7 +17,6 @@ from moe_kernels.kernels import ExpertBank, ExpertWeights, Kernels, Linear
 from moe_serve.config import ExpertWeightsName
 from moe_serve.model.attention import GroupedQueryAttention
 from moe_serve.model.attention_stage import AttentionLayer, AttentionStage
-from moe_serve.model.checkpoint import Checkpoint
 from moe_serve.model.dense_mlp import DenseMLP
 from moe_serve.model.expert_choice import Router
 from moe_serve.model.expert_packing import ExpertPacking
@@ -43,7 +42,8 @@ from moe_serve.model.manifest import (
 from moe_serve.model.model_tensors import LoadProgress, ModelTensors
 from moe_serve.model.spec import ModelSpec
 from moe_serve.model.spec_check import check_spec
-from moe_serve.model.weight_reader import WeightReader
+from moe_serve.model.weight_reader import open_checkpoint
+from moe_serve.model.weight_source import OpenWeights
 
 
 class ModelLoader:
@@ -59,6 +59,7 @@ class ModelLoader:
         num_threads: int | None = None,
         expert_weights: ExpertWeightsName = "auto",
         progress: LoadProgress | None = None,
+        open_weights: OpenWeights = open_checkpoint,
     ) -> None:
         config = HFConfig.read(folder)
         family: Family = family_of(config)
@@ -66,7 +67,7 @@ class ModelLoader:
         self.spec: ModelSpec = family.read_spec(config)
         check_spec(self.spec, config)
         self._num_threads = num_threads or default_num_threads()
-        self._reader = WeightReader(Checkpoint(folder), config)
+        self._reader = open_weights(folder, config)
         self._names = family.names_in(self._reader.has)
         experts = expert_names(self._names, self.spec, self._reader)
         num_tensors = 0
