@@ -87,8 +87,11 @@ class ClusterEngine:
 
     def abort(self, request_id: str) -> None:
         """See `Engine.abort`."""
-        for engine in self._engines.values():
-            engine.abort(request_id)
+        for name, engine in list(self._engines.items()):
+            try:
+                engine.abort(request_id)
+            except RankLostError:
+                self._evacuate(name)
         if any(s.request.request_id == request_id for s in self._homeless):
             self._homeless = [s for s in self._homeless if s.request.request_id != request_id]
             aborted = TokenDelta(request_id=request_id, finish_reason=FinishReason.ABORT)

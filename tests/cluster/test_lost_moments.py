@@ -1,0 +1,63 @@
+"""Ranks that are lost at awkward moments, as threads: no token is lost, no request hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from fault_drive import FaultDrive, undisturbed
+from layouts import config, requests
+from moe_serve.cluster.messages import StepDone
+from moe_serve.cluster.rank_work import RankWork
+from moe_serve.engine.request import FinishReason, TokenDelta
+from thread_starter import ThreadStarter
+
+VOCAB_SIZE = 4096  # of the demonstration model
+OF = config(2, 1)
+
+
+@pytest.fixture
+def drive() -> Iterator[FaultDrive]:
+    with FaultDrive(OF, ThreadStarter) as opened:
+        yield opened
+
+
+def lose_after(drive: FaultDrive, num_steps: int, name: str) -> None:
+    """A rank is gone when its n-th step's tokens are here, and before anything else is asked."""
+    run, count = drive.coordinator.run, 0
+
+    def run_and_lose(works: Mapping[str, RankWork]) -> dict[str, StepDone | Exception]:
+        nonlocal count
+        results = run(works)
+        count += 1
+        if count == num_steps:
+            drive.membership.give_up(name, "the test took it")
+        return results
+
+    drive.coordinator.run = run_and_lose  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("num_steps", [11, 12])
+def test_tokens_that_came_are_told(drive: FaultDrive, num_steps: int) -> None:
+    """Requests end in these steps, so the rank is asked for their pages; others go on."""
+    wanted = requests(6, VOCAB_SIZE)
+    lose_after(drive, num_steps, "attention-0")
+    assert drive.serve(wanted) == undisturbed(OF, wanted)
+    assert drive.membership.num_lost == 1
+
+
+def test_a_request_is_aborted_on_a_lost_rank(drive: FaultDrive) -> None:
+    for request in requests(6, VOCAB_SIZE, num_tokens=40):
+        drive.engine.add(request)
+    deltas: list[TokenDelta] = []
+    for _ in range(5):
+        deltas += drive.engine.step()
+    drive.membership.give_up("attention-0", "the test took it")
+    drive.membership.give_up("attention-1", "the test took it")
+    for index in range(6):
+        drive.engine.abort(f"r{index}")
+    while drive.engine.num_running or drive.engine.num_waiting or drive.engine.has_work:
+        deltas += drive.engine.step()
+    ends = [(d.request_id, d.finish_reason) for d in deltas if d.finish_reason is not None]
+    assert sorted(ends) == [(f"r{index}", FinishReason.ABORT) for index in range(6)]
