@@ -61,3 +61,25 @@ def test_a_request_is_aborted_on_a_lost_rank(drive: FaultDrive) -> None:
         deltas += drive.engine.step()
     ends = [(d.request_id, d.finish_reason) for d in deltas if d.finish_reason is not None]
     assert sorted(ends) == [(f"r{index}", FinishReason.ABORT) for index in range(6)]
+
+
+def test_requests_are_taken_while_no_rank_is_there(drive: FaultDrive) -> None:
+    """Nobody waits in `add`: one command behind the other, aborts among them."""
+    wanted = requests(5, VOCAB_SIZE)
+    settle = drive.coordinator.settle
+
+    def never(*, is_patient: bool) -> bool:
+        raise AssertionError("it waits")
+
+    drive.coordinator.settle = never  # type: ignore[method-assign]
+    for request in wanted:
+        drive.engine.add(request)
+    drive.engine.abort("r3")
+    assert drive.engine.num_waiting == 4 and drive.engine.has_work
+    drive.coordinator.settle = settle  # type: ignore[method-assign]
+    deltas = drive.engine.step()
+    assert FinishReason.ABORT in {d.finish_reason for d in deltas if d.request_id == "r3"}
+    while drive.engine.num_running or drive.engine.num_waiting:
+        deltas += drive.engine.step()
+    ended = {d.request_id for d in deltas if d.finish_reason is FinishReason.LENGTH}
+    assert ended == {"r0", "r1", "r2", "r4"}
