@@ -175,7 +175,10 @@ class Membership:
             self._beats.forget(name)
         if self._is_closing.is_set() or self._starter is None:
             return
-        self._starter.kill(state.name)
+        try:
+            self._starter.kill(state.name)
+        except MoeServeError as error:  # it is stuck in the kernel: fenced, as its link is closed
+            _log.error("%s", error)
         self._start_later(state)
 
     def _start_later(self, state: RankState) -> None:
