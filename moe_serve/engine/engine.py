@@ -28,6 +28,8 @@ from moe_serve.model.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)
 
+_NOTHING = RowFailure("no token came of its step")  # of a rank that is out of its mind
+
 
 class Engine:
     """`add` and `abort` requests, `step` while `has_work`.
@@ -225,7 +227,7 @@ class Engine:
             sequence.num_computed_tokens += count
             sequence.is_proven = False
             if sequence.num_pending_tokens == 0:
-                delta = self._advance(sequence, outcome.sampled[key])
+                delta = self._advance(sequence, outcome.sampled.get(key, _NOTHING))
                 self._pending.append(delta)
                 if delta.finish_reason not in (None, FinishReason.ERROR):
                     ended.append(sequence)  # a failed one has ended already
