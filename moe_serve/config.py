@@ -61,6 +61,11 @@ class PipelineConfig:
     micro_batches: int | Literal["auto"] = "auto"  # auto: 1 colocated, else by measured times
     timeline: str | None = None  # a file: what every rank did when, as a Chrome trace
 
+    @property
+    def num_in_one_process(self) -> int:
+        """Micro-batches where nothing can overlap: auto is 1."""
+        return 1 if self.micro_batches == "auto" else self.micro_batches
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:

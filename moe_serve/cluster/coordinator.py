@@ -129,7 +129,7 @@ class Coordinator:
                 self._is_torn = True
                 num_tries += 1
                 self.num_repeats += 1
-                what = "is repeated" if left else "ended, but its epoch"
+                what = "is repeated" if left else "ended, and its epoch with it"
                 _log.warning("step %d %s: %s", flight.step, what, flight.why)
             if left and num_tries > _MAX_REPEATS:
                 why = StepFailedError(f"repeated {num_tries} times: {flight.why}")

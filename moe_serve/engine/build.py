@@ -82,8 +82,7 @@ def build_engine(
     part = load_attention(loader, config, max_model_len)
     eos_token_ids = eos_token_ids_of(folder, spec)
     pipeline = Pipeline(part.stage, transport, part.cache, device)
-    cuts = config.pipeline.micro_batches
-    micro_batches = 1 if cuts == "auto" else cuts  # nothing can overlap in one process
+    micro_batches = config.pipeline.num_in_one_process
     runner, graphs = with_cuda_graphs(
         pipeline, part.stage, part.cache, config, max_model_len, micro_batches
     )

@@ -106,6 +106,7 @@ class GroupTransport:
     def reset(self) -> None:
         """Nothing: a step that fails is abandoned by who runs it."""
 
+    @torch.inference_mode()  # as the frames were made
     def abandon(self) -> None:
         """The step failed on this rank alone: walk through its exchanges with no rows, so that
         the expert ranks come to its end too. Raises PeerLostError."""

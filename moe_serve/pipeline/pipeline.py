@@ -9,7 +9,7 @@ others are with the experts. The same code serves every layout: only the transpo
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from moe_serve.model.graphed_attention_stage import GraphedAttentionStage
 from moe_serve.model.step_inputs import StepInputs
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.stage_log import StageLog
-from moe_serve.pipeline.timeline import NO_LAYER, NO_MICRO_BATCH, Stage
+from moe_serve.pipeline.timeline import NO_LAYER, Stage
 from moe_serve.pipeline.transport import Transport
 
 AnyStage = AttentionStage | GraphedAttentionStage
@@ -56,30 +56,39 @@ class Pipeline:
 
         Afterwards the cache holds the keys and values of every token of the step.
         """
-        inputs = [
+        since, aside_s, parts = time.perf_counter(), 0.0, list[Tensor]()
+        inputs = (
             self._stage.make_inputs(batch, self._cache, self._device)
             for batch in plan.micro_batches
-        ]
-        since = time.perf_counter()
-        passed = zip(self.pass_layers(inputs), inputs, strict=True)
-        self._log.passed_layers(since)
-        start = self._log.now()
-        logits = torch.cat([self._stage.logits(x_TD, i.logit_rows) for x_TD, i in passed])
-        self._log.add(Stage.LOGITS, NO_LAYER, NO_MICRO_BATCH, len(logits), start)
-        return logits
+        )
+        for index, flight in enumerate(self._landed(inputs)):
+            clock, start = time.perf_counter(), self._log.now()
+            parts.append(self._stage.logits(flight.hidden_TD, flight.inputs.logit_rows))
+            self._log.add(Stage.LOGITS, NO_LAYER, index, len(parts[-1]), start)
+            aside_s += time.perf_counter() - clock
+        self._log.passed_layers(since, aside_s)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def pass_layers(self, inputs: Sequence[StepInputs]) -> list[Tensor]:
         """Embedding and all layers -> the residual stream [T, D] of each micro-batch."""
+        return [flight.hidden_TD for flight in self._landed(inputs)]
+
+    def _landed(self, inputs: Iterable[StepInputs]) -> Iterator[_Flight]:
+        """Each micro-batch as soon as it has left the last layer. Inputs are taken, and what the
+        caller does with one micro-batch is done, while others are with the experts."""
         self._transport.reset()
-        flights = [_Flight(each, self._stage) for each in inputs]
-        for layer in range(self._stage.spec.num_layers):
+        flights = []
+        for index, each in enumerate(inputs):
+            flights.append(_Flight(each, self._stage))
+            self._fly(0, index, flights[-1])
+        for layer in range(1, self._stage.spec.num_layers):
             for index, flight in enumerate(flights):
                 self._land(index, flight)
                 self._fly(layer, index, flight)
         for index, flight in enumerate(flights):
             self._land(index, flight)
+            yield flight
         self._transport.finish()
-        return [flight.hidden_TD for flight in flights]
 
     def clear_pages(self, pages: list[int]) -> None:
         """Zero pages that a failed request may have left NaNs in."""

@@ -52,9 +52,9 @@ class StageLog:
         """For others, from this reading of time.perf_counter() on."""
         self.waited_s += time.perf_counter() - since
 
-    def passed_layers(self, since: float) -> None:
-        """All layers, from this reading of time.perf_counter() on."""
-        self.layers_s = time.perf_counter() - since
+    def passed_layers(self, since: float, aside_s: float) -> None:
+        """All layers, from this reading of time.perf_counter() on; `aside_s` of it was not theirs."""
+        self.layers_s = time.perf_counter() - since - aside_s
 
     def finish(self, rows: int) -> float:
         """The step has ended -> its seconds here."""
