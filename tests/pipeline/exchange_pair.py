@@ -76,6 +76,23 @@ def expected(layer: int, rows: Routed) -> Tensor:
     return Sums().partial(layer, sent.x_TD, sent.expert_ids_TK, sent.weights_TK).float()
 
 
+def whole_step(ranks: Pair, number: int, rows: list[int]) -> None:
+    """All layers and micro-batches, each compared with what one process computes."""
+    transport = ranks.transport
+
+    def act() -> None:
+        for layer in LAYERS:
+            sent = [routed(count, 10 * number + layer) for count in rows]
+            for micro_batch, each in enumerate(sent):
+                transport.dispatch(layer, micro_batch, each)
+            for micro_batch, each in enumerate(sent):
+                got = transport.combine(layer, micro_batch)
+                assert torch.equal(got, expected(layer, each)), f"layer {layer}"
+        transport.finish()
+
+    ranks.step(number, rows, act)
+
+
 @contextmanager
 def pair(
     make_layout: Callable[[torch.device], FrameLayout],

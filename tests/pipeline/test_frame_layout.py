@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from exchange_pair import LAYERS, Pair, expected, pair, routed
+from exchange_pair import LAYERS, pair, routed, whole_step
 from moe_serve.pipeline.data_group import DataGroup
 from moe_serve.pipeline.frame_header import Exchange, HeaderLog, WireError
 from moe_serve.pipeline.frame_layout import CompactLayout, FrameLayout, MaskedLayout
@@ -28,23 +28,6 @@ GROUPS: dict[str, Callable[..., DataGroup]] = {
 @pytest.fixture(params=list(LAYOUTS))
 def make_layout(request: pytest.FixtureRequest) -> Make:
     return LAYOUTS[request.param]
-
-
-def whole_step(ranks: Pair, number: int, rows: list[int]) -> None:
-    """All layers and micro-batches, each compared with what one process computes."""
-    transport = ranks.transport
-
-    def act() -> None:
-        for layer in LAYERS:
-            sent = [routed(count, 10 * number + layer) for count in rows]
-            for micro_batch, each in enumerate(sent):
-                transport.dispatch(layer, micro_batch, each)
-            for micro_batch, each in enumerate(sent):
-                got = transport.combine(layer, micro_batch)
-                assert torch.equal(got, expected(layer, each)), f"layer {layer}"
-        transport.finish()
-
-    ranks.step(number, rows, act)
 
 
 @pytest.mark.parametrize("link", list(GROUPS))
