@@ -140,7 +140,7 @@ class GroupTransport:
         )
         tag = dispatch_tag(layer, micro_batch)
         self._out.use(name, micro_batch, self._group.send(name, content, tag, exchange))
-        if not len(part.x_nD):
+        if not part.x_nD.shape[0]:
             return
         self._rows[name, micro_batch] = part.rows_n
         back = self._back.get(name, micro_batch, self._wire.combine_bytes(planned))

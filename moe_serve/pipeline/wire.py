@@ -11,10 +11,10 @@ step's plan; the last is sent as far as it is filled. Scales are there for fp8 r
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,17 +23,8 @@ from moe_serve.errors import MoeServeError
 MAGIC = 0x4D6F4557
 HEADER_BYTES = 64
 FLAG_ERROR = 1  # the sender failed: there are no rows
-_HEADER = np.dtype(
-    [
-        ("magic", "<u4"),
-        ("flags", "<u4"),
-        ("epoch", "<u8"),
-        ("step", "<u8"),
-        ("layer", "<u4"),
-        ("micro_batch", "<u4"),
-        ("rows", "<u4"),
-    ]
-)
+_HEADER = struct.Struct("<IIQQIII")  # magic, flags, epoch, step, layer, micro-batch, rows
+_MAX_SECTIONS = 256  # that a frame remembers
 _FP8_MAX = 448.0  # of float8_e4m3fn
 _ALIGNMENT = 64
 
@@ -42,8 +33,7 @@ class WireError(MoeServeError):
     """A frame is not the one that the step's plan announces."""
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
+class Exchange(NamedTuple):
     """Which exchange of which step a frame belongs to."""
 
     epoch: int
@@ -111,29 +101,22 @@ class _Frame:
 
     def __init__(self, buffer: Tensor) -> None:
         self.buffer = buffer  # uint8
-        self._header = buffer[: _HEADER.itemsize].numpy().view(_HEADER)
+        self._memory: Any = buffer.numpy()
+        self._sections: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
+        self._beginnings: dict[int, Tensor] = {}
 
     def _write_header(self, exchange: Exchange, num_rows: int, flags: int) -> None:
-        self._header[0] = (
-            MAGIC,
-            flags,
-            exchange.epoch,
-            exchange.step,
-            exchange.layer,
-            exchange.micro_batch,
-            num_rows,
-        )
+        _HEADER.pack_into(self._memory, 0, MAGIC, flags, *exchange, num_rows)
 
     def check(self, exchange: Exchange, most: int, sender: str) -> int:
         """-> the number of rows; raises WireError if this is another exchange's frame."""
-        magic, flags, epoch, step, layer, micro_batch, rows = self._header[0].tolist()
-        found = Exchange(epoch, step, layer, micro_batch)
+        magic, flags, *found, rows = _HEADER.unpack_from(self._memory)
         if magic != MAGIC:
             raise WireError(f"{exchange}: {sender} sent no frame (magic {magic:#x}).")
-        if found != exchange:
+        if tuple(found) != exchange:
             raise WireError(
-                f"{exchange} of epoch {exchange.epoch}: {sender} sent the frame of {found}, "
-                f"epoch {epoch}."
+                f"{exchange} of epoch {exchange.epoch}: {sender} sent the frame of "
+                f"{Exchange(*found)}, epoch {found[0]}."
             )
         if rows > most:
             raise WireError(f"{exchange}: {sender} sent {rows} rows, at most {most} were planned.")
@@ -142,8 +125,25 @@ class _Frame:
         return int(rows)
 
     def _section(self, offset: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        size = rows * columns * dtype.itemsize
-        return self.buffer[offset : offset + size].view(dtype).view(rows, columns)
+        """A view of the buffer. Steps repeat each other's sizes, so views are kept."""
+        key = (offset, rows, columns, dtype)
+        section = self._sections.get(key)
+        if section is None:
+            if len(self._sections) >= _MAX_SECTIONS:
+                self._sections.clear()
+            size = rows * columns * dtype.itemsize
+            section = self.buffer[offset : offset + size].view(dtype).view(rows, columns)
+            self._sections[key] = section
+        return section
+
+    def _upto(self, end: int) -> Tensor:
+        """The buffer's beginning: what is sent."""
+        beginning = self._beginnings.get(end)
+        if beginning is None:
+            if len(self._beginnings) >= _MAX_SECTIONS:
+                self._beginnings.clear()
+            beginning = self._beginnings[end] = self.buffer[:end]
+        return beginning
 
 
 class DispatchFrame(_Frame):
@@ -166,11 +166,11 @@ class DispatchFrame(_Frame):
         weights_TK: Tensor | None,
     ) -> Tensor:
         """Fill in n rows -> what to send. Without ids: the expert side routes them."""
-        num_rows = len(x_TD)
+        num_rows = x_TD.shape[0]
         self._write_header(exchange, num_rows, 0)
         end = self.offset_of_rows(wire, planned)
         if not num_rows:
-            return self.buffer[:HEADER_BYTES]
+            return self._upto(HEADER_BYTES)
         if expert_ids_TK is not None and weights_TK is not None:
             ids, weights = self.choices(wire, planned, num_rows)
             ids.copy_(expert_ids_TK)
@@ -181,7 +181,7 @@ class DispatchFrame(_Frame):
             self._scales(wire, planned, num_rows).copy_(scales)
             x_TD = x_TD.float() / scales
         rows.copy_(x_TD)
-        return self.buffer[: end + num_rows * wire.row_bytes]
+        return self._upto(end + num_rows * wire.row_bytes)
 
     def choices(self, wire: WireFormat, planned: int, num_rows: int) -> tuple[Tensor, Tensor]:
         """Ids (int32, -1: elsewhere) and weights (fp32), [n, K] each."""
@@ -221,17 +221,17 @@ class CombineFrame(_Frame):
         row_numbers_T: Tensor | None = None,
     ) -> Tensor:
         """Fill in n sums, and which rows they belong to if the sender does not know."""
-        num_rows, start = len(sums_TD), self.offset_of_sums(planned)
+        num_rows, start = sums_TD.shape[0], self.offset_of_sums(planned)
         self._write_header(exchange, num_rows, 0)
         if row_numbers_T is not None:
             self.row_numbers(num_rows).copy_(row_numbers_T)
         self._section(start, num_rows, wire.width, wire.sum_dtype).copy_(sums_TD)
-        return self.buffer[: start + num_rows * wire.sum_bytes]
+        return self._upto(start + num_rows * wire.sum_bytes)
 
     def write_error(self, exchange: Exchange) -> Tensor:
         """In place of sums: this exchange failed here."""
         self._write_header(exchange, 0, FLAG_ERROR)
-        return self.buffer[:HEADER_BYTES]
+        return self._upto(HEADER_BYTES)
 
     def sums(self, wire: WireFormat, planned: int, num_rows: int) -> Tensor:
         """[n, D], a view of the buffer."""
