@@ -60,6 +60,11 @@ class PipelineConfig:
     micro_batches: int | Literal["auto"] = "auto"  # auto: 1 colocated, else by measured times
     timeline: str | None = None  # a file: what every rank did when, as a Chrome trace
 
+    @property
+    def num_in_one_process(self) -> int:
+        """Micro-batches where nothing can overlap: auto is 1."""
+        return 1 if self.micro_batches == "auto" else self.micro_batches
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
@@ -67,6 +72,7 @@ class ClusterConfig:
 
     attention_ranks: int = 0
     expert_ranks: int = 0
+    attention_tp: int = 1  # processes of each attention rank, which share out its heads
     placement: str | None = None  # a file; None: contiguous
     router: RouterSide = "auto"  # where experts are chosen; auto: what moves fewer bytes
     wire_dtype: WireDtype = "auto"  # of rows on their way to the experts; auto: the model's

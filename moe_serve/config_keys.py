@@ -35,6 +35,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "pipeline.micro_batches": (1, 4),
     "cluster.attention_ranks": (0, 4096),
     "cluster.expert_ranks": (0, 4096),
+    "cluster.attention_tp": (1, 64),
     "cluster.port": (0, 65535),
     "cluster.heartbeat_s": (0.05, 600.0),
     "cluster.timeout_s": (0.1, 3600.0),
@@ -174,6 +175,11 @@ def _check_cluster(cluster: ClusterConfig) -> None:
         raise ConfigError(
             f"cluster.attention_ranks ({cluster.attention_ranks}) and cluster.expert_ranks "
             f"({cluster.expert_ranks}) go together: both 0 for one process, or at least 1 each."
+        )
+    if cluster.attention_tp > 1 and not cluster.attention_ranks:
+        raise ConfigError(
+            f"cluster.attention_tp is {cluster.attention_tp}, but there are no attention ranks to "
+            "split: set cluster.attention_ranks and cluster.expert_ranks too."
         )
 
 

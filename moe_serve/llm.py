@@ -68,6 +68,7 @@ class LLM:
         max_batched_tokens: int = 1024,
         attention_ranks: int = 0,
         expert_ranks: int = 0,
+        attention_tp: int = 1,
         placement: str | None = None,
         micro_batches: int | Literal["auto"] = "auto",
         num_threads: int | None = None,
@@ -90,7 +91,10 @@ class LLM:
             ),
             pipeline=PipelineConfig(micro_batches=micro_batches),
             cluster=ClusterConfig(
-                attention_ranks=attention_ranks, expert_ranks=expert_ranks, placement=placement
+                attention_ranks=attention_ranks,
+                expert_ranks=expert_ranks,
+                attention_tp=attention_tp,
+                placement=placement,
             ),
         )
         built = build_any_engine(check_engine_config(config, "LLM"))

@@ -47,6 +47,7 @@ def test_the_flags_are_frozen() -> None:
     assert flags_of("serve") == [
         "--api-key",
         "--attention-ranks",
+        "--attention-tp",
         "--config",
         "--device",
         "--dtype",

@@ -27,6 +27,7 @@ class ModelSize:
     kv_width: int  # numbers in the KV cache per token and layer
     attention_width: int  # num_heads * head_dim
     dtype: str
+    expert_bits: float | None = None  # of an expert's weight, where it is not in `dtype`
 
     @property
     def num_parameters(self) -> int:
@@ -38,8 +39,15 @@ class ModelSize:
         return _BYTES[self.dtype]
 
     @property
+    def expert_bytes(self) -> float:
+        """Of one expert of one layer."""
+        return self.expert * (self.expert_bits or 8.0 * self.item_bytes) / 8.0
+
+    @property
     def num_bytes(self) -> int:
-        return self.num_parameters * self.item_bytes
+        others = self.dense + self.head + self.embedding
+        experts = self.num_layers * self.num_experts * self.expert_bytes
+        return others * self.item_bytes + round(experts)
 
     def touched_experts(self, num_rows: int) -> float:
         """Expected different experts of one layer that `num_rows` rows choose, if all are alike."""
@@ -48,9 +56,9 @@ class ModelSize:
 
     def step_bytes(self, num_rows: int, num_kv_tokens: int) -> float:
         """Bytes that one step reads: dense weights, the touched experts, the KV cache."""
-        experts = self.num_layers * self.touched_experts(num_rows) * self.expert
+        experts = self.num_layers * self.touched_experts(num_rows) * self.expert_bytes
         kv = num_kv_tokens * self.num_layers * self.kv_width
-        return self.item_bytes * (self.dense + self.head + experts + kv)
+        return self.item_bytes * (self.dense + self.head + kv) + experts
 
     def step_flop(self, num_rows: int, num_logit_rows: int, num_kv_tokens: float) -> float:
         """Multiplications and additions; `num_kv_tokens` is the sum over rows of their context."""

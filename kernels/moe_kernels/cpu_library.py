@@ -32,6 +32,8 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "moe_router_linear": (*[_POINTER] * 2, _INT, _POINTER, _INT),
     "moe_experts": (*[_POINTER] * 5, *[_INT] * 2),
     "moe_experts_partial": (*[_POINTER] * 5, *[_INT] * 2),
+    "moe_mlp_hidden": (*[_POINTER] * 3, _INT),
+    "moe_mlp_down": (*[_POINTER] * 4, _INT),
     "moe_rms_norm": (_POINTER, _INT, *[_POINTER] * 2, *[_INT] * 2, _REAL, _INT),
     "moe_attend": (_POINTER,) * 13,
     "moe_front": (*[_POINTER] * 11, _INT),

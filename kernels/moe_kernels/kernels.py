@@ -62,6 +62,19 @@ class ExpertBank(Protocol):
         ...
 
 
+class SplitMLP(Protocol):
+    """Some columns of an MLP's hidden layer, and some of its output: what an ExpertBank of the
+    whole MLP has there, bit for bit."""
+
+    def hidden(self, x_TD: Tensor) -> Tensor:
+        """-> the hidden layer's columns that are here, in x's dtype."""
+        ...
+
+    def output(self, hidden_TF: Tensor, weights_T1: Tensor) -> Tensor:
+        """The whole hidden layer -> the output's columns that are here, weighed, in fp32."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedActivation:
     """hidden = g sigmoid(alpha g) (u + up_offset), with g = min(gate, limit) and u = up within
@@ -178,6 +191,12 @@ class Kernels(Protocol):
         """Whether packed experts are multiplied as they are, not dequantised in every call."""
         ...
 
+    @property
+    def can_split_columns(self) -> bool:
+        """Whether a value of a product does not depend on how many others are computed with it:
+        then a layer's columns may be shared out, and no bit changes."""
+        ...
+
     def packed_layout(self, form: MatrixForm) -> PackedLayout | str:
         """How `experts` would hold quantised matrices of this form; if it cannot, why."""
         ...
@@ -201,6 +220,11 @@ class Kernels(Protocol):
 
         All experts are of the same forms, for which `packed_layout` has given a layout.
         """
+        ...
+
+    def split_mlp(self, weights: ExpertWeights, activation: GatedActivation) -> SplitMLP:
+        """Make a part of an MLP: gate and up are [some of F, D], down is [some of D, F], and so are
+        the biases. Only where `can_split_columns`."""
         ...
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:

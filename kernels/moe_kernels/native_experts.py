@@ -17,7 +17,7 @@ from moe_kernels.native_library import Float, Int, NativeLibrary, Pointer, num_p
 from moe_kernels.quantised_matrix import only_floats
 
 
-class _ExpertsStruct(ctypes.Structure):
+class ExpertsStruct(ctypes.Structure):
     """`Experts` in cpu/experts.cpp. The first four are arrays of pointers by expert, or null."""
 
     _fields_ = (
@@ -35,7 +35,7 @@ class _ExpertsStruct(ctypes.Structure):
     )
 
 
-class _Addresses:
+class Addresses:
     """One pointer for each expert id, null where the expert is not here."""
 
     def __init__(self, count: int) -> None:
@@ -67,7 +67,7 @@ class NativeExperts:
         self._partial_function = native.function("moe_experts_partial")
         self._native, count = native, len(experts)
         self._gate_up, self._down, self._gate_up_bias, self._down_bias = (
-            _Addresses(count) for _ in range(4)
+            Addresses(count) for _ in range(4)
         )
         self._memory: Tensor | None = None
         slot, most = 0, num_held(experts)
@@ -76,7 +76,7 @@ class NativeExperts:
             if expert is not None:
                 self._add(expert_id, slot, most, expert)
                 slot += 1
-        self._struct = _ExpertsStruct(
+        self._struct = ExpertsStruct(
             *(a.pointer for a in (self._gate_up, self._down, self._gate_up_bias, self._down_bias)),
             count, self._d, self._f, native.threads,
             activation.alpha,

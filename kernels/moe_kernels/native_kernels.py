@@ -36,6 +36,7 @@ from moe_kernels.native_experts import NativeExperts
 from moe_kernels.native_front import NativeFront
 from moe_kernels.native_library import SUFFIXES, Float, Int, NativeLibrary, address
 from moe_kernels.native_linear import NativeHeadLinear, NativeLinear, NativeRouterLinear
+from moe_kernels.native_split_mlp import NativeSplitMLP
 from moe_kernels.routing import RouterShape
 
 
@@ -58,6 +59,7 @@ class NativeKernels:
     has_own_threads = True
     has_packed_products = False
     can_be_captured = False
+    can_split_columns = True
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int) -> None:
         self.name = f"native C++ ({SUFFIXES[dtype]})"
@@ -83,6 +85,9 @@ class NativeKernels:
         self, experts: Sequence[ExpertWeights | None], activation: GatedActivation
     ) -> ExpertBank:
         return NativeExperts(self._native, experts, activation)
+
+    def split_mlp(self, weights: ExpertWeights, activation: GatedActivation) -> NativeSplitMLP:
+        return NativeSplitMLP(self._native, weights, activation)
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         num_rows, width = x_TD.shape

@@ -17,7 +17,14 @@ from moe_kernels.attention_shape import (
 )
 from moe_kernels.expert_mlp import ExpertMLP, QuantisedMLP, made_mlp, routed_experts
 from moe_kernels.fixed_attention import DecodeRoom, ReplannedAttention
-from moe_kernels.kernels import ExpertBank, ExpertWeights, GatedActivation, KVPages, LayerFrontParts
+from moe_kernels.kernels import (
+    ExpertBank,
+    ExpertWeights,
+    GatedActivation,
+    KVPages,
+    LayerFrontParts,
+    SplitMLP,
+)
 from moe_kernels.linear import FastLinear, make_linear
 from moe_kernels.matrix_form import MatrixForm, PackedLayout
 from moe_kernels.norm import rms_norm, rotate
@@ -67,6 +74,7 @@ class TorchKernels:
     has_own_threads = False
     has_packed_products = False
     can_be_captured = False  # experts are looped over on the host
+    can_split_columns = False  # oneDNN and MKL choose sums by the shape
 
     def __init__(self, name: str = "torch") -> None:
         self.name = name
@@ -88,6 +96,9 @@ class TorchKernels:
         self, experts: Sequence[ExpertWeights | None], activation: GatedActivation
     ) -> ExpertBank:
         return TorchExperts([None if e is None else made_mlp(e, activation) for e in experts])
+
+    def split_mlp(self, weights: ExpertWeights, activation: GatedActivation) -> SplitMLP:
+        raise AssertionError(f"{self.name} does not split columns")
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         return rms_norm(x_TD, weight_D, eps)

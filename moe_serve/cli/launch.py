@@ -13,6 +13,7 @@ from moe_serve.cli.launch_hosts import run_from_here
 from moe_serve.cli.launch_request import EmitKind, Launcher, launch_request
 from moe_serve.cli.serve import (
     AttentionRanks,
+    AttentionTp,
     ConfigFile,
     Device,
     Dtype,
@@ -95,6 +96,7 @@ def launch(
     model: Model = None,
     attention_ranks: AttentionRanks = None,
     expert_ranks: ExpertRanks = None,
+    attention_tp: AttentionTp = None,
     placement: Placement = None,
     timeline: TimelineFile = None,
     cluster: Cluster = None,

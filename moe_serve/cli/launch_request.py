@@ -22,6 +22,7 @@ Launcher = Literal["ssh", "deepspeed"]
 
 # The flags that are settings: {parameter: key}; those of `serve` have the names of their keys.
 KEYS: Mapping[str, str] = {
+    "attention_tp": "cluster.attention_tp",
     "placement": "cluster.placement",
     "timeline": "pipeline.timeline",
     "dtype": "model.dtype",

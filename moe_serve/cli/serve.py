@@ -56,6 +56,12 @@ AttentionRanks = Annotated[
 ExpertRanks = Annotated[
     int | None, typer.Option(help="Expert ranks, each a process.", rich_help_panel=RANKS)
 ]
+AttentionTp = Annotated[
+    int | None,
+    typer.Option(
+        help="Processes of each attention rank, which share its heads.", rich_help_panel=RANKS
+    ),
+]
 Placement = Annotated[
     str | None,
     typer.Option(
@@ -104,6 +110,7 @@ def serve(
     micro_batches: MicroBatches = None,
     attention_ranks: AttentionRanks = None,
     expert_ranks: ExpertRanks = None,
+    attention_tp: AttentionTp = None,
     placement: Placement = None,
     timeline: TimelineFile = None,
     host: Host = None,
@@ -130,6 +137,7 @@ def serve(
         "pipeline.micro_batches": number_or_text(micro_batches),
         "cluster.attention_ranks": attention_ranks,
         "cluster.expert_ranks": expert_ranks,
+        "cluster.attention_tp": attention_tp,
         "cluster.placement": placement,
         "pipeline.timeline": timeline,
         "server.host": host,

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from moe_serve.cache.model_identity import model_identity
+from moe_serve.cluster.attention_shards import AttentionShards, check_can_split
 from moe_serve.cluster.epoch import meet, sparse_layers, split_of, wire_of
 from moe_serve.cluster.messages import (
     Configure,
     FinitePages,
     Join,
     Loaded,
-    PageWork,
     QueryPages,
     Report,
     RunStep,
@@ -25,8 +25,12 @@ from moe_serve.cluster.messages import (
     StepFailed,
 )
 from moe_serve.cluster.mirror import Mirrors
+from moe_serve.cluster.page_work import do_page_work
 from moe_serve.cluster.rank_name import RankName
+from moe_serve.cluster.shard_starter import ShardStarter
+from moe_serve.config import EngineConfig
 from moe_serve.engine.build import (
+    AttentionPart,
     device_of,
     eos_token_ids_of,
     load_attention,
@@ -41,10 +45,13 @@ from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.data_group import DataGroup
 from moe_serve.pipeline.group_transport import GroupTransport
 from moe_serve.pipeline.pipeline import Pipeline
+from moe_serve.pipeline.shard_group import ShardLostError
+from moe_serve.pipeline.shard_transport import LeaderTransport
 from moe_serve.pipeline.stage_log import StageLog
 from moe_serve.pipeline.step_shape import StepShape
 from moe_serve.pipeline.timeline import NO_LAYER, NO_MICRO_BATCH, Stage
 from moe_serve.pipeline.transfer import PeerLostError
+from moe_serve.pipeline.transport import Transport
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +59,13 @@ _log = logging.getLogger(__name__)
 class AttentionRank:
     """Holds the attention stage, the pages, the sampler, and mirrors of its sequences."""
 
-    def __init__(self, name: RankName, configure: Configure, progress: LoadProgress) -> None:
+    def __init__(
+        self,
+        name: RankName,
+        configure: Configure,
+        progress: LoadProgress,
+        shard_starter: ShardStarter,
+    ) -> None:
         clock = time.monotonic()
         self._name, self._configure = name, configure
         config, folder = configure.config, Path(configure.folder)
@@ -60,9 +73,17 @@ class AttentionRank:
         self._loader = open_loader(folder, config.model, configure.num_threads, device, progress)
         torch.set_num_threads(1 if self._loader.kernels.has_own_threads else configure.num_threads)
         self._spec = self._loader.spec
-        self._part = load_attention(
-            self._loader, config, max_model_len_of(config.model, self._spec)
-        )
+        num_shards = config.cluster.attention_tp
+        check_can_split(self._loader, num_shards)
+        self._shards: AttentionShards | None = None
+        if num_shards > 1:
+            self._shards = AttentionShards(str(name), configure, shard_starter)
+        try:
+            self._part = self._load(config)
+        except BaseException:
+            if self._shards is not None:
+                self._shards.close()
+            raise
         self._sampler = make_sampler(eos_token_ids_of(folder, self._spec), self._loader.kernels)
         self._mirrors = Mirrors()
         self._log = StageLog(configure.is_recording)
@@ -71,13 +92,21 @@ class AttentionRank:
         self._executor: LocalExecutor | None = None
         self._seconds = time.monotonic() - clock
 
+    def _load(self, config: EngineConfig) -> AttentionPart:
+        max_model_len = max_model_len_of(config.model, self._spec)
+        if self._shards is None:
+            return load_attention(self._loader, config, max_model_len)
+        part = load_attention(self._loader, config, max_model_len, self._shards.group)
+        self._shards.make_pages(part.num_pages)
+        return part
+
     @property
     def loaded(self) -> Loaded:
         loader = self._loader
         return Loaded(
             weights_hash=model_identity(Path(self._configure.folder)).hex(),
             num_pages=self._part.num_pages,
-            kv_bytes=self._part.kv_bytes,
+            kv_bytes=self._part.kv_bytes * self._configure.config.cluster.attention_tp,
             kernels=loader.kernels.name,
             dtype=str(loader.dtype).removeprefix("torch."),
             device=str(loader.device),
@@ -101,9 +130,10 @@ class AttentionRank:
             sparse_layers=sparse_layers(self._spec),
             log=self._log,
         )
-        pipeline = Pipeline(
-            self._part.stage, self._transport, self._part.cache, loader.device, self._log
-        )
+        transport: Transport = self._transport
+        if self._shards is not None:
+            transport = LeaderTransport(transport, self._shards.group)
+        pipeline = Pipeline(self._part.stage, transport, self._part.cache, loader.device, self._log)
         self._executor = LocalExecutor(pipeline, self._sampler)
 
     def leave(self) -> None:
@@ -115,18 +145,34 @@ class AttentionRank:
         if group is not None:
             group.close()
 
+    def close(self) -> None:
+        """The rank's end, and that of its other shards."""
+        self.leave()
+        if self._shards is not None:
+            self._shards.close()
+
     def handle(self, order: object) -> Report | None:
         """One order of the coordinator -> what to answer."""
         if isinstance(order, RunStep):
             return self._run(order)
         if isinstance(order, QueryPages):
-            self._do(list(order.page_work))
-            return FinitePages(is_finite=self._part.cache.finite(list(order.pages)))
+            return self._query(order)
         raise AssertionError(f"an attention rank got {type(order).__name__}")
 
+    def _query(self, order: QueryPages) -> FinitePages:
+        if self._shards is not None:
+            self._shards.query(order)
+        do_page_work(self._part.cache, order.page_work)
+        is_finite = self._part.cache.finite(list(order.pages))
+        if self._shards is not None:
+            is_finite = self._shards.all_set(is_finite)
+        return FinitePages(is_finite=is_finite)
+
     def _run(self, order: RunStep) -> Report:
+        if self._shards is not None:
+            self._shards.step(order)
         plan = self._mirrors.update(order)
-        self._do(list(order.page_work))
+        do_page_work(self._part.cache, order.page_work)
         group, transport, executor = self._group, self._transport, self._executor
         if group is None or transport is None or executor is None or group.epoch != order.epoch:
             return self._failed(order, "it is in no data group of this epoch", str(self._name))
@@ -146,7 +192,7 @@ class AttentionRank:
         log.begin(order.step)
         try:
             outcome = executor.run(plan, self._mirrors.sequences)
-        except PeerLostError:
+        except (PeerLostError, ShardLostError):
             raise
         except Exception as error:
             _log.exception("step %d failed", order.step)
@@ -166,6 +212,8 @@ class AttentionRank:
             else:
                 sampled[key] = token
         self._mirrors.append(sampled)
+        if self._shards is not None:
+            self._shards.sampled({k: t.token_id for k, t in sampled.items() if t.is_valid})
         return StepDone(
             epoch=order.epoch,
             step=order.step,
@@ -177,16 +225,9 @@ class AttentionRank:
         )
 
     def _failed(self, order: RunStep, why: str, peer: str | None) -> StepFailed:
+        if self._shards is not None:
+            self._shards.group.abandon()
         return StepFailed(epoch=order.epoch, step=order.step, why=why, peer=peer)
-
-    def _do(self, page_work: list[PageWork]) -> None:
-        """In their order: a page is cleared before something is copied to it."""
-        cache = self._part.cache
-        for work in page_work:
-            if work.clear:
-                cache.clear(list(work.clear))
-            if work.copy:
-                cache.copy([(source, target) for source, target in work.copy])
 
 
 def _tuples(rows: Any) -> tuple[tuple[int, ...], ...]:

@@ -7,13 +7,15 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from moe_serve.cluster.coordinator import Coordinator, RankLostError
+from moe_serve.cluster.coordinator import Coordinator
 from moe_serve.cluster.messages import StepDone
+from moe_serve.cluster.moves import MAX_MOVES, Moves
 from moe_serve.cluster.pool_watch import PoolWatch
+from moe_serve.cluster.rank_work import RankLostError
 from moe_serve.cluster.remote_executor import RemoteExecutor, as_outcome
 from moe_serve.engine.client import EngineStats
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.request import GenerationRequest, TokenDelta
+from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.sequence import Sequence as EngineSequence
 from moe_serve.model.step_plan import StepPlan
 
@@ -39,21 +41,26 @@ class ClusterEngine:
         self._engines: dict[str, Engine] = {}
         self._executors: dict[str, RemoteExecutor] = {}
         self._homeless: list[EngineSequence] = []  # no attention rank is there
-        self._past: list[EngineStats] = []  # of engines whose ranks were lost
+        self._moves = Moves()
+        self._pending: list[TokenDelta] = []  # of engines whose ranks were lost, and of nobody's
+        self._past: EngineStats | None = None  # of all engines whose ranks were lost
+        coordinator.settle(is_patient=True)
         self._settle()
+        self.max_model_len = next(iter(self._engines.values())).max_model_len
+
+    def stop_waiting(self) -> None:
+        """See `DrivenEngine.stop_waiting`."""
+        self._coordinator.stop()
 
     def close(self) -> None:
         """End all ranks."""
         self._close()
 
     @property
-    def max_model_len(self) -> int:
-        return next(iter(self._engines.values())).max_model_len
-
-    @property
     def has_work(self) -> bool:
         has_requests = any(engine.has_work for engine in self._engines.values())
-        return has_requests or bool(self._homeless) or self._coordinator.has_events
+        is_untold = bool(self._homeless or self._pending)
+        return has_requests or is_untold or self._coordinator.has_events
 
     @property
     def num_waiting(self) -> int:
@@ -73,21 +80,30 @@ class ClusterEngine:
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request with the rank that has least to do."""
-        self._settle()
-        self._lightest().add(request)
+        if self._settle():
+            self._lightest().add(request)
+        else:
+            self._homeless.append(EngineSequence(next(self._ids), request))
 
     def abort(self, request_id: str) -> None:
         """See `Engine.abort`."""
         for engine in self._engines.values():
             engine.abort(request_id)
-        self._homeless = [s for s in self._homeless if s.request.request_id != request_id]
+        if any(s.request.request_id == request_id for s in self._homeless):
+            self._homeless = [s for s in self._homeless if s.request.request_id != request_id]
+            aborted = TokenDelta(request_id=request_id, finish_reason=FinishReason.ABORT)
+            self._pending.append(aborted)
 
     def step(self) -> list[TokenDelta]:
-        """All ranks schedule, run, publish."""
-        self._settle()
+        """All ranks schedule, run, publish. Nothing happens while no rank can compute it."""
+        if self._settle():
+            self._step()
+        deltas, self._pending = self._pending, []
+        return deltas
+
+    def _step(self) -> None:
         plans = {name: plan for name in list(self._engines) if (plan := self._begin(name))}
         outcomes = self._run(plans) if plans else {}
-        deltas = []
         for name, engine in list(self._engines.items()):
             outcome = outcomes.get(name)
             if isinstance(outcome, RankLostError):
@@ -95,16 +111,16 @@ class ClusterEngine:
                 continue
             try:
                 done = as_outcome(outcome) if isinstance(outcome, StepDone) else outcome
-                deltas += engine.end_step(done)
+                self._pending += engine.end_step(done)
             except RankLostError:
                 self._evacuate(name)
-        return deltas
 
     def stats(self) -> EngineStats:
         """The sums over all ranks."""
         each = [engine.stats() for engine in self._engines.values()]
-        total = _sum_of(each, self._past, len(self._homeless))
-        return replace(total, pools=self._watch.stats())
+        past = [] if self._past is None else [self._past]
+        total = _sum_of(each, past, len(self._homeless))
+        return replace(total, pools=self._watch.stats(), outage_s=self._coordinator.outage_s)
 
     def check_integrity(self) -> None:
         """See `Engine.check_integrity`."""
@@ -128,33 +144,51 @@ class ClusterEngine:
             works[name] = self._executors[name].prepare(plan, engine.step_sequences)
         return self._coordinator.run(works)
 
-    def _settle(self) -> None:
-        """One engine for each rank of the epoch."""
-        self._coordinator.settle()
-        names = self._coordinator.epoch.attention
-        for name in [n for n in self._engines if n not in names]:
-            self._evacuate(name)
-        for name in names:
+    def _settle(self) -> bool:
+        """One engine for each attention rank of the epoch -> whether they can make steps."""
+        is_settled = self._coordinator.settle(is_patient=False)
+        for name, executor in list(self._executors.items()):
+            if not executor.is_there:  # also when it is back already: with other pages
+                self._evacuate(name)
+        if not is_settled:
+            return False
+        for name in self._coordinator.epoch.attention:
             if name not in self._engines:
                 executor = RemoteExecutor(self._coordinator, name)
                 self._executors[name] = executor
-                self._engines[name] = self._make(executor, self._ids)
+                self._engines = {**self._engines, name: self._make(executor, self._ids)}
         homeless, self._homeless = self._homeless, []
         for sequence in homeless:
             self._lightest().adopt(sequence)
+        return True
 
     def _evacuate(self, name: str) -> None:
         """Requests of a lost rank start again elsewhere, with the tokens that they have."""
-        engine = self._engines.pop(name)
+        engine = self._engines[name]  # others read the engines: they are replaced, never changed
+        self._engines = {n: other for n, other in self._engines.items() if n != name}
         del self._executors[name]
         self._watch.forget(name)
-        stats, sequences = engine.stats(), engine.surrender()
-        self._past.append(stats)
+        self._pending += engine.take_pending()
+        stats, computed = engine.stats(), set(engine.step_sequences)
+        sequences = engine.surrender()
+        self._past = _sum_of([], [stats] if self._past is None else [self._past, stats], 0)
         _log.warning("%s is lost: %d requests move", name, len(sequences))
-        self._homeless += sequences
+        for sequence in sequences:
+            if sequence.id in computed and not self._moves.is_allowed(sequence):
+                self._pending.append(_given_up(sequence))
+            else:
+                self._homeless.append(sequence)
 
     def _lightest(self) -> Engine:
         return min(self._engines.values(), key=lambda e: e.num_pending_tokens)
+
+
+def _given_up(sequence: EngineSequence) -> TokenDelta:
+    return TokenDelta(
+        request_id=sequence.request.request_id,
+        finish_reason=FinishReason.ERROR,
+        error=f"{MAX_MOVES + 1} attention ranks were lost while they computed its next token",
+    )
 
 
 def _sum_of(

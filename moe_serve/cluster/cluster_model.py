@@ -19,6 +19,7 @@ from moe_serve.errors import ConfigError
 from moe_serve.model.families import family_of
 from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.spec import ModelSpec
+from moe_serve.model.tensor_shard import check_shards
 from moe_serve.pipeline.router_side import is_broadcast_worth
 
 
@@ -31,20 +32,22 @@ class ClusterModel:
     spec: ModelSpec
     placement: Placement
     weights: str  # the hash that every rank's checkpoint must have
-    num_threads: int  # of each rank
+    num_threads: int  # of each process
 
     @classmethod
     def read(cls, config: EngineConfig) -> ClusterModel:
         """Reads config.json and samples of the weights. Raises ConfigError, CheckpointError."""
         folder = model_folder(config.model)
         spec = read_spec(folder)
-        num_ranks = config.cluster.attention_ranks + config.cluster.expert_ranks
+        cluster = config.cluster
+        check_shards(spec, cluster.attention_tp)
+        num_ranks = cluster.attention_ranks * cluster.attention_tp + cluster.expert_ranks
         share = max(1, (os.cpu_count() or 1) // num_ranks)
         return cls(
             config=config,
             folder=folder,
             spec=spec,
-            placement=placement_of(config.cluster, spec),
+            placement=placement_of(cluster, spec),
             weights=model_identity(folder).hex(),
             num_threads=config.model.num_threads or share,
         )

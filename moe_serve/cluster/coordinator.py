@@ -3,114 +3,56 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
 from typing import Any
 
-from experts.placement.plan import Placement
-from moe_serve.cluster.expert_cover import beyond, covered, renumbered
+from moe_serve.cluster.epoch_maker import Epoch, EpochMaker
+from moe_serve.cluster.flight import Flight
 from moe_serve.cluster.membership import Membership
 from moe_serve.cluster.messages import (
-    DropExperts,
     FinitePages,
-    Join,
-    Joined,
-    OpenSequence,
-    Order,
-    PageWork,
     QueryPages,
     RunStep,
     ServeStep,
-    Slice,
     StepDone,
     StepFailed,
-    StepServed,
-    TakeExperts,
-    TookExperts,
 )
 from moe_serve.cluster.pool_watch import PoolWatch
+from moe_serve.cluster.rank_calls import RankCalls
 from moe_serve.cluster.rank_link import Event
-from moe_serve.cluster.roster import Phase, RankState
-from moe_serve.errors import ChannelClosedError, ClusterError, MoeServeError
+from moe_serve.cluster.rank_work import RankLostError, RankWork, StepFailedError
+from moe_serve.cluster.roster import Phase
+from moe_serve.errors import ClusterError
 
 _log = logging.getLogger(__name__)
 
-_MAX_REPEATS = 3  # of a step whose epochs break although no rank is lost
-
-
-class RankLostError(MoeServeError):
-    """An attention rank is away: what it computed is gone."""
-
-
-class StepFailedError(MoeServeError):
-    """A rank could not compute its step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankWork:
-    """What one attention rank does in a step."""
-
-    micro_batches: tuple[tuple[Slice, ...], ...] = ()
-    opened: tuple[OpenSequence, ...] = ()
-    closed: tuple[int, ...] = ()
-    page_work: tuple[PageWork, ...] = ()
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        return tuple(sum(piece.count for piece in batch) for batch in self.micro_batches)
-
-    @property
-    def again(self) -> RankWork:
-        """The same step for a rank that has done what comes before it."""
-        return replace(self, opened=(), closed=(), page_work=())
-
-
-@dataclass(frozen=True, slots=True)
-class Epoch:
-    """The ranks that exchange data with each other, in their order."""
-
-    number: int = 0
-    attention: tuple[str, ...] = ()
-    experts: tuple[str, ...] = ()
-
-
-@dataclass(slots=True)
-class Flight:
-    """A step under way."""
-
-    step: int
-    waiting: set[str]
-    results: dict[str, StepDone | Exception] = field(default_factory=dict)
-    broken: str | None = None  # why it must be repeated
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether all who were in it came to its end."""
-        return self.broken is None and all(isinstance(r, StepDone) for r in self.results.values())
+_MAX_REPEATS = 3  # of a step; then each sequence is computed alone, to find who breaks it
+_WAIT_S = 0.1  # for ranks to come back, before it is looked whether the engine stops
 
 
 class Coordinator:
-    """Used by the engine thread only."""
+    """Used by the engine thread only, but for `stop` and `outage_s`."""
 
     def __init__(
         self,
         membership: Membership,
-        placement: Placement,
+        calls: RankCalls,
+        maker: EpochMaker,
         watch: PoolWatch,
         *,
-        store_host: str,
-        store_port: int,
         timeout_s: float,
         start_timeout_s: float,
     ) -> None:
-        self.membership, self._placement = membership, placement
-        self._store_host, self._store_port = store_host, store_port
+        self.membership, self._calls, self._maker, self._watch = membership, calls, maker, watch
         self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
         self._epoch, self._step = Epoch(), 0
-        self._is_broken = True  # no epoch, or one that somebody left
+        self._number = 0  # of the last epoch that was tried
+        self._is_torn = False  # the epoch's members are all there, but do not reach each other
+        self._outage_since: float | None = time.monotonic()
+        self._is_stopping = threading.Event()
         self.num_repeats = 0
-        self._watch = watch
 
     @property
     def epoch(self) -> Epoch:
@@ -122,21 +64,46 @@ class Coordinator:
         return not self.membership.inbox.empty() or self._is_stale
 
     @property
-    def _is_stale(self) -> bool:
-        roster = self.membership.roster
-        return self._is_broken or any(s.phase is Phase.READY for s in roster.all())
+    def outage_s(self) -> float:
+        """For how long no step could be computed; 0 while one can."""
+        since = self._outage_since
+        return 0.0 if since is None else time.monotonic() - since
 
-    def settle(self) -> None:
+    def stop(self) -> None:
+        """Nobody waits any more for ranks to come back. On any thread."""
+        self._is_stopping.set()
+
+    def is_in(self, name: str, start: int) -> bool:
+        """Whether this process of a rank is in the epoch."""
+        state = self.membership.roster[name]
+        return (
+            state.phase is Phase.SERVING
+            and state.num_starts == start
+            and self._epoch.starts.get(name) == start
+        )
+
+    def settle(self, *, is_patient: bool) -> bool:
         """Take note of who came and went; make a new epoch if that calls for one.
 
-        Waits while there is no attention or no expert rank at all; raises ClusterError if none
-        comes back in time."""
-        while self._next(0.0) is not None:
+        -> whether a step can be computed. If there is no attention or no expert rank at all, it
+        waits a moment, or when `is_patient` until some are back. Raises ClusterError when that
+        takes longer than a start may."""
+        while self._calls.next_event(0.0) is not None:
             continue
-        deadline = time.monotonic() + self._start_timeout_s
+        has_waited = False
         while self._is_stale:
-            self._wait_for_both_pools(deadline)
-            self._renew()
+            if self._is_stopping.is_set():
+                return False
+            self._note_outage()
+            if self.membership.roster.has_both_pools:
+                self._renew()
+            elif has_waited and not is_patient:
+                return False
+            else:
+                self._calls.next_event(_WAIT_S)
+                has_waited = True
+        self._outage_since = None
+        return True
 
     def run(self, works: Mapping[str, RankWork]) -> dict[str, StepDone | Exception]:
         """One step on some attention ranks -> each one's tokens, or why there are none.
@@ -146,59 +113,94 @@ class Coordinator:
         results: dict[str, StepDone | Exception] = {}
         left, num_tries = dict(works), 0
         while left:
-            self.settle()
-            for name in [n for n in left if n not in self._epoch.attention]:
-                results[name] = RankLostError(f"{name} is away")
-                del left[name]
+            is_settled = self.settle(is_patient=True)
+            for name, work in list(left.items()):
+                if not is_settled or not self.is_in(name, work.start):
+                    results[name] = RankLostError(f"{name} is away")
+                    del left[name]
+            if not left:
+                break
             start = time.perf_counter()
             flight = self._fly(left)
             self._watch.ended(flight.step, time.perf_counter() - start, flight.is_sound)
             results |= flight.results
             left = {n: work.again for n, work in left.items() if n not in results}
-            if flight.broken is not None:
-                self._is_broken = True
+            if flight.is_broken:
+                self._is_torn = True
                 num_tries += 1
                 self.num_repeats += 1
-                _log.warning("step %d is repeated: %s", flight.step, flight.broken)
+                what = "is repeated" if left else "ended, and its epoch with it"
+                _log.warning("step %d %s: %s", flight.step, what, flight.why)
             if left and num_tries > _MAX_REPEATS:
-                why = StepFailedError(f"repeated {num_tries} times: {flight.broken}")
+                why = StepFailedError(f"repeated {num_tries} times: {flight.why}")
                 results |= dict.fromkeys(left, why)
                 break
         return results
 
-    def query_pages(self, name: str, order: QueryPages) -> list[bool]:
+    def query_pages(self, name: str, start: int, order: QueryPages) -> list[bool]:
         """Which pages of a rank are finite; raises RankLostError."""
-        answer = self._ask([name], {name: order}, FinitePages)
-        if name not in answer:
+        if not self.is_in(name, start):
             raise RankLostError(f"{name} is away")
+        answer = self._calls.ask({name: order}, FinitePages, self._timeout_s)
+        if name not in answer:
+            raise RankLostError(f"{name} is away: {self.membership.last_loss}")
         return list(answer[name].is_finite)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether all members of the epoch are there, and none has left its data group."""
+        starts = self._epoch.starts
+        are_in = all(self.is_in(name, start) for name, start in starts.items())
+        return bool(starts) and are_in and not self._is_torn
+
+    @property
+    def _is_stale(self) -> bool:
+        """Whether a new epoch is called for: also somebody new does."""
+        is_joining = any(s.phase is Phase.READY for s in self.membership.roster.all())
+        return is_joining or not self._is_whole
+
+    def _note_outage(self) -> None:
+        """It begins when the epoch breaks; somebody who joins causes none."""
+        if self._outage_since is None and not self._is_whole:
+            self._outage_since = time.monotonic()
+        if self.outage_s > self._start_timeout_s:
+            raise ClusterError(
+                f"no step could be computed for {self._start_timeout_s:g} s; the last loss: "
+                f"{self.membership.last_loss}. The ranks' output says why they do not come back."
+            )
+
+    def _renew(self) -> None:
+        """One attempt at a new epoch."""
+        self._number += 1
+        epoch = self._maker.make(self._number)
+        if epoch is None:
+            self._is_torn = True  # some members may have left the epoch before
+            return
+        self._epoch, self._is_torn = epoch, False
+        _log.info("epoch %d: %s", epoch.number, ", ".join((*epoch.attention, *epoch.experts)))
 
     def _fly(self, works: Mapping[str, RankWork]) -> Flight:
         """Send a step out, and wait for those who compute it."""
         epoch = self._epoch
         self._step += 1
         flight = Flight(self._step, set(works))
-        rows = [works[name].rows if name in works else () for name in epoch.attention]
-        if not works:
-            return flight
         self._watch.began(self._step)
+        rows = [works[name].rows if name in works else () for name in epoch.attention]
         head: dict[str, Any] = {"epoch": epoch.number, "step": self._step, "rows": rows}
         for name in epoch.experts:
-            self._send(name, ServeStep(**head))
+            self._calls.send(name, ServeStep(**head))
         for name, work in works.items():
-            self._send(
-                name,
-                RunStep(
-                    **head,
-                    micro_batches=work.micro_batches,
-                    opened=work.opened,
-                    closed=work.closed,
-                    page_work=work.page_work,
-                ),
+            order = RunStep(
+                **head,
+                micro_batches=work.micro_batches,
+                opened=work.opened,
+                closed=work.closed,
+                page_work=work.page_work,
             )
+            self._calls.send(name, order)
         deadline = time.monotonic() + 10 * self._timeout_s
         while flight.waiting:
-            event = self._next(deadline - time.monotonic())
+            event = self._calls.next_event(deadline - time.monotonic())
             if event is None:
                 self._give_up_silent(flight)
             else:
@@ -207,18 +209,16 @@ class Coordinator:
 
     def _note(self, flight: Flight, event: Event) -> None:
         """What an event means for the step under way."""
-        report = event.report
-        for name in [n for n in flight.waiting if not self._is_in(n)]:
+        for name in [n for n in flight.waiting if not self._is_member(n)]:
             flight.waiting.discard(name)
             flight.results[name] = RankLostError(f"{name} is away: {self.membership.last_loss}")
-        if self._is_broken and flight.broken is None:
-            flight.broken = self.membership.last_loss
+        if not self._is_whole:
+            flight.break_up(self.membership.last_loss)
+        report = event.report
         if not isinstance(report, StepDone | StepFailed) or report.step != flight.step:
             return
-        if event.name in self._epoch.experts:
-            if isinstance(report, StepFailed):
-                flight.broken = flight.broken or f"{event.name}: {report.why}"
-            return
+        if isinstance(report, StepFailed) and report.peer is not None:
+            flight.break_up(f"{event.name}: {report.why}")
         if event.name not in flight.waiting:
             return
         flight.waiting.discard(event.name)
@@ -226,125 +226,17 @@ class Coordinator:
             flight.results[event.name] = report
         elif report.peer is None:
             flight.results[event.name] = StepFailedError(report.why)
-        else:
-            flight.broken = flight.broken or f"{event.name}: {report.why}"
 
     def _give_up_silent(self, flight: Flight) -> None:
         for name in sorted(flight.waiting):
-            step = self.membership.roster[name].link
-            self.membership.give_up(
-                name, f"step {flight.step} did not end (it began {step.step if step else -1})"
-            )
-            flight.results[name] = RankLostError(f"{name} did not end its step")
+            link = self.membership.roster[name].link
+            began = "nothing is known of it" if link is None else f"it began step {link.step}"
+            seconds = 10 * self._timeout_s
+            why = f"step {flight.step} did not end in {seconds:g} s ({began})"
+            self.membership.give_up(name, why)
+            flight.results[name] = RankLostError(f"{name}: {why}")
         flight.waiting.clear()
-        self._is_broken = True
+        flight.break_up(self.membership.last_loss)
 
-    def _next(self, timeout_s: float) -> Event | None:
-        event = self.membership.next_event(timeout_s)
-        if event is not None:
-            members = (*self._epoch.attention, *self._epoch.experts)
-            if any(not self._is_in(name) for name in members):
-                self._is_broken = True
-            if isinstance(event.report, StepServed | StepDone) and event.link is not None:
-                self._watch.heard(event.name, event.report, event.link.clock_offset_ns)
-        return event
-
-    def _is_in(self, name: str) -> bool:
-        return self.membership.roster[name].phase is Phase.SERVING
-
-    def _send(self, name: str, order: Order) -> None:
-        link = self.membership.roster[name].link
-        if link is not None:
-            try:
-                link.send(order)
-            except ChannelClosedError as error:
-                _log.warning("%s: %s", name, error)  # its reader tells the rest
-
-    def _wait_for_both_pools(self, deadline: float) -> None:
-        roster = self.membership.roster
-        while not (roster.present("attention") and roster.present("expert")):
-            if self._next(deadline - time.monotonic()) is None:
-                raise ClusterError(
-                    f"no attention or no expert rank came back within {self._start_timeout_s:g} s; "
-                    f"the last loss: {self.membership.last_loss}."
-                )
-
-    def _renew(self) -> None:
-        """One attempt at a new epoch with everybody who is there."""
-        roster = self.membership.roster
-        if not self._cover(roster.present("expert")):
-            return  # somebody was lost meanwhile
-        attention, experts = roster.present("attention"), roster.present("expert")
-        if not attention or not experts:
-            return
-        now = covered(self._placement, {s.name.index for s in experts})
-        epoch = Epoch(
-            self._epoch.number + 1,
-            tuple(str(s.name) for s in attention),
-            tuple(str(s.name) for s in experts),
-        )
-        join = Join(
-            epoch=epoch.number,
-            attention_ranks=epoch.attention,
-            expert_ranks=epoch.experts,
-            store_host=self._store_host,
-            store_port=self._store_port,
-            ranks_of=renumbered(now, [s.name.index for s in experts]),
-        )
-        members = [*attention, *experts]
-        for state in members:
-            state.phase = Phase.SERVING
-        self._epoch, self._is_broken = epoch, False
-        names = [str(s.name) for s in members]
-        answers = self._ask(names, dict.fromkeys(names, join), Joined)
-        refused = {n: a.why for n, a in answers.items() if a.why is not None}
-        if refused or len(answers) < len(names):
-            _log.warning("epoch %d did not meet: %s", epoch.number, refused)
-            self._is_broken = True
-
-    def _cover(self, experts: Sequence[RankState]) -> bool:
-        """Have experts without a rank loaded by those that are there; False if one failed."""
-        if not experts:
-            return False
-        now = covered(self._placement, {s.name.index for s in experts})
-        orders: dict[str, Order] = {}
-        for state in experts:
-            needed = beyond(self._placement, now, state.name.index)
-            missing = {
-                layer: sorted(set(ids) - set(state.extra.get(layer, ())))
-                for layer, ids in needed.items()
-            }
-            missing = {layer: ids for layer, ids in missing.items() if ids}
-            if missing:
-                orders[str(state.name)] = TakeExperts(experts=missing)
-                for layer, ids in missing.items():
-                    state.extra.setdefault(layer, []).extend(ids)
-            elif state.extra and now == self._placement:
-                orders[str(state.name)] = DropExperts()
-                state.extra = {}
-        answers = self._ask(list(orders), orders, TookExperts)
-        for name, answer in answers.items():
-            if answer.why is not None:
-                self.membership.give_up(name, f"it could not take experts over: {answer.why}")
-        return all(name in answers and answers[name].why is None for name in orders)
-
-    def _ask(self, names: Sequence[str], orders: Mapping[str, Order], kind: type) -> dict[str, Any]:
-        """Send orders and collect the answers of one kind; ranks that are lost give none."""
-        for name in names:
-            self._send(name, orders[name])
-        waiting = set(names)
-        answers: dict[str, Any] = {}
-        deadline = time.monotonic() + self._timeout_s
-        while waiting:
-            event = self._next(deadline - time.monotonic())
-            if event is None:
-                for name in sorted(waiting):
-                    self.membership.give_up(name, f"no {kind.__name__} in {self._timeout_s:g} s")
-                self._is_broken = True
-                break
-            if event.name in waiting and isinstance(event.report, kind):
-                answers[event.name] = event.report
-                waiting.discard(event.name)
-            present = {str(s.name) for s in self.membership.roster.present()}
-            waiting &= present
-        return answers
+    def _is_member(self, name: str) -> bool:
+        return self.is_in(name, self._epoch.starts[name])

@@ -102,6 +102,10 @@ class ExpertRank:
         if group is not None:
             group.close()
 
+    def close(self) -> None:
+        """The rank's end."""
+        self.leave()
+
     def handle(self, order: object) -> Report | None:
         """One order of the coordinator -> what to answer."""
         if isinstance(order, ServeStep):

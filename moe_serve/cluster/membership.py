@@ -7,6 +7,7 @@ processes that ended, for silence, and starts what is due.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -38,6 +39,8 @@ _WATCH_S = 0.05
 _LAST_WORDS_S = 2.0
 _PREFLIGHT_S = 120.0  # for processes to start and import torch, also from a slow file system
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0  # between two starts of a rank that keeps dying
+_LASTING_S = 10.0  # a process that served so long does not count as one that keeps dying
+_CLOSE_S = 10.0  # for the watch to end
 
 
 class Membership:
@@ -58,6 +61,8 @@ class Membership:
         self._lock = threading.Lock()  # of the beats and of what is due
         self._due: dict[str, float] = {}  # when to start a rank
         self._is_closing = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
+        self._start_timeout_s = 0.0
         self._loading: dict[str, tuple[int, int]] = {}
         self.on_event: Callable[[], None] = lambda: None  # wakes an engine that is idle
         self.num_lost = 0
@@ -76,9 +81,10 @@ class Membership:
     ) -> None:
         """Start all ranks and wait until they have loaded; raises what keeps one from it."""
         self._starter, self._preflight = starter, preflight
+        self._start_timeout_s = timeout_s
         for state in self.roster.all():
-            self._start(state.name)
-        threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
+            self._start(state)
+        self._watcher.start()
         deadline = time.monotonic() + timeout_s
         self._pass_preflight(preflight, min(timeout_s, _PREFLIGHT_S))
         while waiting := [s for s in self.roster.all() if s.phase is not Phase.READY]:
@@ -115,7 +121,7 @@ class Membership:
             raise ClusterError("\n".join(map(str, problems)))
         self._preflight = None
         for state in self.roster.all():
-            state.send(self._configure(state.name))
+            self._admit(state)
 
     def _check_start(self, event: Event) -> None:
         """What no rank may do before all have loaded."""
@@ -123,6 +129,8 @@ class Membership:
             raise ConfigError(f"{event.name} cannot serve: {event.report.why}")
         if isinstance(event.report, Gone):
             raise ClusterError(f"{event.name} ended while it started: {self._cause(event)}")
+        if isinstance(event.report, Loaded) and self.roster[event.name].loaded is None:
+            raise ClusterError(f"{event.name} is refused: {self._objection(event.report)}.")
 
     def _cause(self, event: Event) -> str:
         """Why a rank is gone; its process may tell more a moment after its connection does."""
@@ -134,33 +142,47 @@ class Membership:
         return event.report.why
 
     def next_event(self, timeout_s: float) -> Event | None:
-        """Wait for one, and do what follows from it here; None after the time-out."""
-        try:
-            event = self.inbox.get(timeout=max(0.0, timeout_s))
-        except queue.Empty:
-            return None
-        self._handle(event)
-        return event
+        """Wait for one, and do what follows from it here; None after the time-out.
+
+        What a process still says that was given up is dropped."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                event = self.inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                return None
+            if self._handle(event):
+                return event
 
     def give_up(self, name: str, why: str) -> None:
         """A rank is of no use any more: end its process, and start it again."""
         state = self.roster[name]
-        _log.warning("%s is lost: %s", name, why)
+        step = "" if state.link is None or state.link.step < 0 else f" (in step {state.link.step})"
+        _log.warning("%s is lost%s: %s", name, step, why)
         self.num_lost += 1
         self.last_loss = f"{name}: {why}"
+        has_lasted = state.loaded is not None and time.monotonic() - state.ready_at >= _LASTING_S
+        state.num_failures = 1 if has_lasted else state.num_failures + 1
         state.lose()
         with self._lock:
             self._beats.forget(name)
         if self._is_closing.is_set() or self._starter is None:
             return
         self._starter.kill(state.name)
-        pause_s = min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2 ** max(0, state.num_starts - 2))
+        self._start_later(state)
+
+    def _start_later(self, state: RankState) -> None:
+        """At once, unless its processes keep dying."""
+        power = state.num_failures - 2
+        pause_s = 0.0 if power < 0 else min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2**power)
         with self._lock:
-            self._due[name] = time.monotonic() + (0.0 if state.num_starts < 2 else pause_s)
+            self._due[str(state.name)] = time.monotonic() + pause_s
 
     def close(self) -> None:
         """End all ranks."""
         self._is_closing.set()
+        if self._watcher.is_alive():
+            self._watcher.join(_CLOSE_S)  # it may be starting a process
         for state in self.roster.all():
             state.send(Stop())
         if self._starter is not None:
@@ -168,69 +190,85 @@ class Membership:
         for state in self.roster.all():
             state.lose()
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: Event) -> bool:
+        """Whether it is of a process that counts."""
         if event.name not in self.roster:
             if event.link is not None:
                 event.link.close()
-            return
+            return False
         state, report = self.roster[event.name], event.report
         if isinstance(report, Hello):
             self._welcome(state, event)
+        elif isinstance(report, Gone):
+            if _is_of(state, event, report):
+                self.give_up(event.name, report.why)
         elif event.link is not state.link:
-            return  # of a process that was given up
+            return False
         elif isinstance(report, Loading):
             self._loading[event.name] = (report.done, report.total)
         elif isinstance(report, Loaded):
             self._take_in(state, report)
-        elif isinstance(report, Gone):
-            self.give_up(event.name, report.why)
         elif isinstance(report, Unwell):
             _log.error("%s cannot serve: %s", event.name, report.why)
+        return True
 
     def _welcome(self, state: RankState, event: Event) -> None:
         link = event.link
         assert link is not None, "a hello without a connection"
-        if state.phase is not Phase.STARTING:
+        if state.phase is not Phase.STARTING or state.lost_start == state.num_starts:
             _log.warning("a second process says it is %s: turned away", state.name)
             link.close()
             return
         state.link, state.phase = link, Phase.LOADING
         if self._preflight is None:
-            state.send(self._configure(state.name))
+            self._admit(state)
         elif isinstance(event.report, Hello):
             self._preflight.came(event.report)
 
+    def _admit(self, state: RankState) -> None:
+        """Tell a rank what to load. It beats from then on."""
+        if state.link is not None:
+            self._beat(state.link)
+        state.send(self._configure(state.name))
+
+    def _objection(self, report: Loaded) -> str | None:
+        """Why a rank that has loaded may not serve."""
+        if report.weights_hash == self._weights:
+            return None
+        return (
+            f"its checkpoint is another one (hash {report.weights_hash[:12]}, the coordinator's "
+            f"is {self._weights[:12]})"
+        )
+
     def _take_in(self, state: RankState, report: Loaded) -> None:
-        if report.weights_hash != self._weights:
-            self.give_up(
-                str(state.name),
-                f"its checkpoint is another one (hash {report.weights_hash[:12]}, the "
-                f"coordinator's is {self._weights[:12]})",
-            )
+        objection = self._objection(report)
+        if objection is not None:
+            self.give_up(str(state.name), objection)
             return
-        state.loaded, state.phase = report, Phase.READY
+        state.loaded, state.phase, state.ready_at = report, Phase.READY, time.monotonic()
 
     def _beat(self, link: RankLink) -> None:
         with self._lock:
-            if not self._is_closing.is_set() and link.name in self.roster:
+            is_known = link.name in self.roster and self.roster[link.name].link is link
+            if is_known and not self._is_closing.is_set():
                 self._beats.beat(link.name)
 
-    def _start(self, name: RankName) -> None:
+    def _start(self, state: RankState) -> None:
         assert self._starter is not None, "the cluster has not started"
-        self.roster[str(name)].num_starts += 1
-        self._starter.start(name)
+        state.num_starts += 1
+        state.started_at = time.monotonic()
+        self._starter.start(state.name)
 
     def _watch(self) -> None:
         while not self._is_closing.wait(_WATCH_S):
-            try:
-                self._look()
-            except MoeServeError as error:  # a start that failed is tried again
-                _log.error("%s", error)
+            self._look()
 
     def _look(self) -> None:
         assert self._starter is not None, "the cluster has not started"
         for ended in self._starter.exited():
             self._tell(ended.name, f"its process {ended.why}")
+        for state in self.roster.all():
+            self._check_progress(state)
         with self._lock:
             late = [(item.rank, item.seconds) for item in self._beats.late()]
             now = time.monotonic()
@@ -240,11 +278,36 @@ class Membership:
             for name in due:
                 del self._due[name]
         for name, seconds in late:
-            self._tell(name, f"silent for {seconds:.1f} s")
+            link = self.roster[name].link
+            self.inbox.put(Event(name, link, Gone(f"silent for {seconds:.1f} s")))
         for name in due:
-            self._start(self.roster[name].name)
+            self._start_again(self.roster[name])
         if not self.inbox.empty():
             self.on_event()
 
+    def _start_again(self, state: RankState) -> None:
+        try:
+            self._start(state)
+        except MoeServeError as error:
+            _log.error("%s: %s", state.name, error)
+            state.num_failures += 1
+            self._start_later(state)
+
+    def _check_progress(self, state: RankState) -> None:
+        """A process that does not come to serve in time is no use."""
+        seconds = time.monotonic() - state.started_at
+        is_coming = state.phase in (Phase.STARTING, Phase.LOADING)
+        if is_coming and state.lost_start < state.num_starts and seconds > self._start_timeout_s:
+            state.started_at = math.inf  # told once
+            self._tell(str(state.name), f"not ready {seconds:.0f} s after its start")
+
     def _tell(self, name: str, why: str) -> None:
-        self.inbox.put(Event(name, self.roster[name].link, Gone(why)))
+        """The process that was started last is gone."""
+        self.inbox.put(Event(name, None, Gone(why, self.roster[name].num_starts)))
+
+
+def _is_of(state: RankState, event: Event, gone: Gone) -> bool:
+    """Whether it is the rank's present process that is gone, and not told before."""
+    if gone.start is None:
+        return event.link is not None and event.link is state.link
+    return state.lost_start < gone.start == state.num_starts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -13,6 +14,8 @@ from moe_serve.cluster.channel import Channel
 from moe_serve.cluster.messages import Examined, Heartbeat, Hello, Order, Report
 from moe_serve.errors import ChannelClosedError
 
+_log = logging.getLogger(__name__)
+
 HELLO_TIMEOUT_S = 10.0
 _RECEIVE_S = 3600.0
 _UNKNOWN_NS = 1 << 62
@@ -21,9 +24,10 @@ _ONE_CLOCK_NS = 20_000_000  # no two hosts' clocks since boot are so near
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """The rank cannot be reached any more."""
+    """The rank cannot be reached any more. `start`: which of its processes, if that told it."""
 
     why: str
+    start: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ class RankLink:
         self.step = -1  # the last one that it said it began
         self.hello: Hello | None = None
         self._behind_ns = _UNKNOWN_NS  # our clock less the rank's when its beat came, at least
+        self._num_told = 0  # malformed frames that the log has
         threading.Thread(target=self._read, name="rank-link", daemon=True).start()
 
     @property
@@ -69,6 +74,13 @@ class RankLink:
     def close(self) -> None:
         self._channel.close()
 
+    def _note_malformed(self) -> None:
+        if self.num_malformed > self._num_told:
+            self._num_told = self.num_malformed
+            _log.warning(
+                "%s sent frames that are no messages: %d dropped so far", self.name, self._num_told
+            )
+
     def _read(self) -> None:
         try:
             first = self._channel.receive(HELLO_TIMEOUT_S)
@@ -78,6 +90,7 @@ class RankLink:
             self._inbox.put(Event(self.name, self, first))
             while True:
                 report = self._channel.receive(_RECEIVE_S)
+                self._note_malformed()
                 if report is None:
                     continue
                 if not isinstance(report, Examined):  # it beats from its configuration on

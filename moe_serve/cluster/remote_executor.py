@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moe_serve.cluster.coordinator import Coordinator, RankWork
+from moe_serve.cluster.coordinator import Coordinator
 from moe_serve.cluster.messages import (
     OpenSequence,
     PageWork,
@@ -14,6 +14,7 @@ from moe_serve.cluster.messages import (
     pack_params,
 )
 from moe_serve.cluster.mirror import pack_tokens
+from moe_serve.cluster.rank_work import RankWork
 from moe_serve.engine.sampler import Sampled
 from moe_serve.engine.sequence import Sequence
 from moe_serve.engine.step_executor import RowFailure, StepOutcome
@@ -21,14 +22,20 @@ from moe_serve.model.step_plan import SequenceSlice, StepPlan
 
 
 class RemoteExecutor:
-    """Implements StepExecutor for one attention rank. Remembers what the rank knows already, so
-    that a step's message holds what is new."""
+    """Implements StepExecutor for one process of an attention rank. Remembers what that knows
+    already, so that a step's message holds what is new."""
 
     def __init__(self, coordinator: Coordinator, name: str) -> None:
         self._coordinator, self.name = coordinator, name
+        self._start = coordinator.epoch.starts[name]
         self._tables: dict[int, tuple[int, ...]] = {}  # of the sequences that the rank mirrors
         self._closed: list[int] = []
         self._page_work: list[PageWork] = []
+
+    @property
+    def is_there(self) -> bool:
+        """Whether that process is in the epoch."""
+        return self._coordinator.is_in(self.name, self._start)
 
     def run(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> StepOutcome:
         """A step of this rank alone. Raises RankLostError, or what its computation raised."""
@@ -49,7 +56,11 @@ class RemoteExecutor:
         )
         closed, self._closed = tuple(self._closed), []
         return RankWork(
-            micro_batches=batches, opened=opened, closed=closed, page_work=self._take_work()
+            start=self._start,
+            micro_batches=batches,
+            opened=opened,
+            closed=closed,
+            page_work=self._take_work(),
         )
 
     def forget(self, sequence_ids: list[int]) -> None:
@@ -72,7 +83,7 @@ class RemoteExecutor:
         if not pages:
             return []
         order = QueryPages(page_work=self._take_work(), pages=pages)
-        return self._coordinator.query_pages(self.name, order)
+        return self._coordinator.query_pages(self.name, self._start, order)
 
     def _take_work(self) -> tuple[PageWork, ...]:
         work, self._page_work = tuple(self._page_work), []

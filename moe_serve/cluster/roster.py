@@ -31,8 +31,17 @@ class RankState:
     phase: Phase = Phase.STARTING
     link: RankLink | None = None
     loaded: Loaded | None = None
-    num_starts: int = 0
+    num_starts: int = 0  # of its processes: tells one from the next
+    started_at: float = 0.0
+    ready_at: float = 0.0
+    lost_start: int = 0  # the last process that was given up
+    num_failures: int = 0  # processes in a row that did not last
     extra: Held = field(default_factory=dict)  # experts beside its own
+
+    @property
+    def is_present(self) -> bool:
+        """Whether it is in the epoch, or can be in the next one."""
+        return self.phase in (Phase.READY, Phase.SERVING)
 
     def send(self, order: Order) -> None:
         """To a rank that may be gone: its reader tells."""
@@ -43,6 +52,7 @@ class RankState:
     def lose(self) -> None:
         """Back to the beginning."""
         link, self.link = self.link, None
+        self.lost_start = self.num_starts
         self.phase, self.loaded, self.extra = Phase.STARTING, None, {}
         if link is not None:
             link.close()
@@ -65,7 +75,11 @@ class Roster:
 
     def present(self, role: str | None = None) -> list[RankState]:
         """Those that are in the epoch, or can be in the next one."""
-        return [s for s in self.all(role) if s.phase in (Phase.READY, Phase.SERVING)]
+        return [s for s in self.all(role) if s.is_present]
+
+    @property
+    def has_both_pools(self) -> bool:
+        return bool(self.present("attention") and self.present("expert"))
 
     def serving(self, role: str | None = None) -> list[RankState]:
         return [s for s in self.all(role) if s.phase is Phase.SERVING]

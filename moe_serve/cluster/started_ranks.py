@@ -13,12 +13,14 @@ from moe_serve.cache.model_identity import model_identity
 from moe_serve.cluster.cluster_engine import ClusterEngine
 from moe_serve.cluster.cluster_model import ClusterModel
 from moe_serve.cluster.coordinator import Coordinator
+from moe_serve.cluster.epoch_maker import EpochMaker
 from moe_serve.cluster.listener import Listener
 from moe_serve.cluster.membership import Membership
 from moe_serve.cluster.messages import Loaded, Report
 from moe_serve.cluster.pool_watch import PoolWatch
 from moe_serve.cluster.preflight import ExpectedRank
 from moe_serve.cluster.preflight_round import PreflightRound
+from moe_serve.cluster.rank_calls import RankCalls
 from moe_serve.cluster.rank_starter import RankStarter
 from moe_serve.cluster.remote_executor import RemoteExecutor
 from moe_serve.cluster.roster import Roster
@@ -27,6 +29,7 @@ from moe_serve.cluster.store import serve_store
 from moe_serve.engine.build import eos_token_ids_of, max_model_len_of
 from moe_serve.engine.engine import Engine
 from moe_serve.model.model_tensors import LoadProgress
+from moe_serve.pipeline.meeting import MeetingPlace
 
 MakeStarter = Callable[[str, int, ClusterSecret, int], RankStarter]
 
@@ -46,7 +49,8 @@ class StartedRanks:
         self._listener: Listener[Any] = Listener(
             cluster.host, cluster.port, self._secret, decoder, self._membership.admit
         )
-        self._store: Any = serve_store(cluster.host, 0, cluster.timeout_s)  # as long as it is held
+        store = serve_store(cluster.host, 0, cluster.timeout_s)
+        self._place: MeetingPlace | None = MeetingPlace(store, cluster.host)  # holds the store
 
     def start(self, make_starter: MakeStarter, progress: LoadProgress | None) -> None:
         """Start the processes and wait until all have loaded; raises what keeps one from it."""
@@ -70,14 +74,24 @@ class StartedRanks:
 
     def engine(self, watch: PoolWatch) -> ClusterEngine:
         """The engine over all ranks."""
+        timeout_s, start_timeout_s = self._cluster.timeout_s, self._cluster.start_timeout_s
+        assert self._place is not None, "the ranks have been closed"
+        calls = RankCalls(self._membership, watch)
+        maker = EpochMaker(
+            self._membership,
+            calls,
+            self._model.placement,
+            self._place,
+            timeout_s=timeout_s,
+            start_timeout_s=start_timeout_s,
+        )
         coordinator = Coordinator(
             self._membership,
-            self._model.placement,
+            calls,
+            maker,
             watch,
-            store_host=self._cluster.host,
-            store_port=self._store.port,
-            timeout_s=self._cluster.timeout_s,
-            start_timeout_s=self._cluster.start_timeout_s,
+            timeout_s=timeout_s,
+            start_timeout_s=start_timeout_s,
         )
         first = self.first_loaded
         identity = model_identity(
@@ -97,7 +111,7 @@ class StartedRanks:
         """End the ranks, and stop listening."""
         self._membership.close()
         self._listener.close()
-        self._store = None
+        self._place = None
 
     def _engine(
         self, executor: RemoteExecutor, ids: itertools.count[int], identity: bytes

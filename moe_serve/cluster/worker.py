@@ -39,10 +39,12 @@ from moe_serve.cluster.parent_watch import end_with_parent
 from moe_serve.cluster.probe import ProbePort
 from moe_serve.cluster.rank_name import RankName
 from moe_serve.cluster.secret import read_secret
+from moe_serve.cluster.shard_starter import ProcessShardStarter, ShardStarter
 from moe_serve.cluster.store import connect_store
 from moe_serve.config_sources import CLUSTER_SECRET_VARIABLE
 from moe_serve.engine.allocator import keep_freed_memory
 from moe_serve.errors import ChannelClosedError, MoeServeError
+from moe_serve.pipeline.shard_group import ShardLostError
 from moe_serve.pipeline.transfer import PeerLostError
 
 CONNECT_TIMEOUT_S = 60.0
@@ -55,8 +57,15 @@ _log = logging.getLogger(__name__)
 class Worker:
     """One rank's life. The main thread obeys; another one sends heartbeats."""
 
-    def __init__(self, name: RankName, channel: Channel[Any], host: str) -> None:
+    def __init__(
+        self,
+        name: RankName,
+        channel: Channel[Any],
+        host: str,
+        shard_starter: ShardStarter | None = None,
+    ) -> None:
         self._name, self._channel, self._host = name, channel, host
+        self._shard_starter = shard_starter or ProcessShardStarter()
         self._step = -1  # the last one begun
         self._store: Any = None
         self._ended = threading.Event()
@@ -79,18 +88,28 @@ class Worker:
         assert isinstance(configure, Configure), f"{type(configure).__name__} before Configure"
         period_s = configure.config.cluster.heartbeat_s
         threading.Thread(target=self._beat, args=(period_s,), daemon=True).start()
-        make = AttentionRank if self._name.role == "attention" else ExpertRank
         try:
-            rank = make(self._name, configure, self._report_loading)
+            rank = self._make(configure)
         except MoeServeError as error:
             self._channel.send(Unwell(why=str(error)))
             return
+        try:
+            self._serve(rank)
+        finally:
+            rank.close()
+
+    def _make(self, configure: Configure) -> AttentionRank | ExpertRank:
+        if self._name.role == "expert":
+            return ExpertRank(self._name, configure, self._report_loading)
+        return AttentionRank(self._name, configure, self._report_loading, self._shard_starter)
+
+    def _serve(self, rank: AttentionRank | ExpertRank) -> None:
+        """Until told to stop. Raises ShardLostError: the rank is of no use without its shards."""
         self._channel.send(rank.loaded)
         while not isinstance(order := self._next(), Stop):
             report = self._obey(rank, order)
             if report is not None:
                 self._channel.send(report)
-        rank.leave()
 
     def _obey(self, rank: AttentionRank | ExpertRank, order: object) -> Report | None:
         if isinstance(order, Join):
@@ -154,7 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
     worker = Worker(name, channel, options.host)
     try:
         worker.run()
-    except ChannelClosedError as error:
+    except (ChannelClosedError, ShardLostError) as error:
         _log.warning("%s", error)
         return 1
     finally:

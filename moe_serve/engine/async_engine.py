@@ -112,6 +112,7 @@ class AsyncEngine:
         Raises EngineDeadError if the step does not end in time: the process must be ended.
         """
         self._is_closing = True
+        self._engine.stop_waiting()
         self._wake.set()
         self._thread.join(_CLOSE_TIMEOUT_S)
         self._engine.close()

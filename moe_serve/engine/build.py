@@ -24,10 +24,13 @@ from moe_serve.engine.step_executor import LocalExecutor
 from moe_serve.errors import CheckpointError, ConfigError
 from moe_serve.model.attention_stage import AttentionStage
 from moe_serve.model.demo import demo_model_folder
+from moe_serve.model.gather import Gather
 from moe_serve.model.hf_config import generation_eos_token_ids
 from moe_serve.model.loader import ModelLoader
 from moe_serve.model.model_tensors import LoadProgress
 from moe_serve.model.spec import ModelSpec
+from moe_serve.model.weight_reader import open_checkpoint
+from moe_serve.model.weight_source import OpenWeights
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.transport import LocalTransport
 
@@ -56,8 +59,12 @@ def model_folder(config: ModelConfig) -> Path:
     return folder
 
 
-def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> BuiltEngine:
-    """Load the model and make the engine.
+def build_engine(
+    config: EngineConfig,
+    progress: LoadProgress | None = None,
+    open_weights: OpenWeights = open_checkpoint,
+) -> BuiltEngine:
+    """Load the model and make the engine. `open_weights`: where its weights come from.
 
     Sets torch's number of threads in this process: to the configured one, or to 1 where the
     kernels have threads of their own.
@@ -66,7 +73,7 @@ def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> 
     keep_freed_memory()
     num_threads = config.model.num_threads or default_num_threads()
     folder, device = model_folder(config.model), device_of(config.model)
-    loader = open_loader(folder, config.model, num_threads, device, progress)
+    loader = open_loader(folder, config.model, num_threads, device, progress, open_weights)
     torch.set_num_threads(1 if loader.kernels.has_own_threads else num_threads)
     spec = loader.spec
     max_model_len = max_model_len_of(config.model, spec)
@@ -74,8 +81,7 @@ def build_engine(config: EngineConfig, progress: LoadProgress | None = None) -> 
     part = load_attention(loader, config, max_model_len)
     eos_token_ids = eos_token_ids_of(folder, spec)
     pipeline = Pipeline(part.stage, LocalTransport(expert_stage), part.cache, device)
-    cuts = config.pipeline.micro_batches
-    micro_batches = 1 if cuts == "auto" else cuts  # nothing can overlap in one process
+    micro_batches = config.pipeline.num_in_one_process
     runner, graphs = with_cuda_graphs(
         pipeline, part.stage, part.cache, config, max_model_len, micro_batches
     )
@@ -125,9 +131,13 @@ class AttentionPart:
     kv_bytes: int
 
 
-def load_attention(loader: ModelLoader, config: EngineConfig, max_model_len: int) -> AttentionPart:
-    """Everything but the routed experts, and a cache as large as configured."""
-    spec, stage = loader.spec, loader.attention_stage(max_model_len)
+def load_attention(
+    loader: ModelLoader, config: EngineConfig, max_model_len: int, gather: Gather | None = None
+) -> AttentionPart:
+    """Everything but the routed experts (of that the part of a shard, where there are some), and a
+    cache as large as configured."""
+    stage = loader.attention_stage(max_model_len, gather)
+    spec = stage.spec
     token_bytes = spec.kv_bytes_per_token(loader.dtype.itemsize)
     pages = num_pages(
         config.cache,
@@ -146,6 +156,7 @@ def open_loader(
     num_threads: int,
     device: torch.device,
     progress: LoadProgress | None,
+    open_weights: OpenWeights = open_checkpoint,
 ) -> ModelLoader:
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     try:
@@ -157,6 +168,7 @@ def open_loader(
             num_threads=num_threads,
             expert_weights=config.expert_weights,
             progress=progress,
+            open_weights=open_weights,
         )
     except RuntimeError as error:
         raise ConfigError(f"model.kernels is {config.kernels!r}: {error}.") from error

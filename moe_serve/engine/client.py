@@ -34,6 +34,7 @@ class EngineStats:
     num_hit_tokens: int = 0  # of these, found
     death: str | None = None  # why it is not alive
     last_turn_age_s: float | None = None  # since the engine thread's loop last came round
+    outage_s: float = 0.0  # for how long ranks have been away that no step can do without
     pools: PoolStats | None = None  # None when attention and experts share a process
 
 

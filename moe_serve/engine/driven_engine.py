@@ -40,6 +40,10 @@ class DrivenEngine(Protocol):
         """`wake` may be called on any thread: there is work although no request came."""
         ...
 
+    def stop_waiting(self) -> None:
+        """`close` is near: a step that waits for others gives up. On any thread."""
+        ...
+
     def close(self) -> None:
         """End what runs outside this process. The engine is not used any more."""
         ...

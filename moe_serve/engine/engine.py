@@ -18,7 +18,12 @@ from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.sampler import Sampled
 from moe_serve.engine.scheduler import Schedule, Scheduler
 from moe_serve.engine.sequence import Sequence
-from moe_serve.engine.step_executor import RowFailure, StepExecutor, StepOutcome
+from moe_serve.engine.step_executor import (
+    ExecutorLostError,
+    RowFailure,
+    StepExecutor,
+    StepOutcome,
+)
 from moe_serve.model.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)
@@ -54,7 +59,7 @@ class Engine:
         self.max_model_len = max_model_len
         self._ids = itertools.count() if ids is None else ids  # of sequences
         self._sequences: dict[str, Sequence] = {}
-        self._pending: list[TokenDelta] = []  # ends that no step produced
+        self._pending: list[TokenDelta] = []  # not told yet
         self._schedule: Schedule = {}  # of the step that has begun
         self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
 
@@ -94,6 +99,9 @@ class Engine:
 
     def set_waker(self, wake: Callable[[], None]) -> None:
         """See `DrivenEngine.set_waker`: work comes with requests only."""
+
+    def stop_waiting(self) -> None:
+        """See `DrivenEngine.stop_waiting`: nothing is waited for."""
 
     def close(self) -> None:
         """See `DrivenEngine.close`: everything is in this process."""
@@ -142,37 +150,43 @@ class Engine:
         return _sequences(self._schedule)
 
     def end_step(self, outcome: StepOutcome | Exception | None) -> list[TokenDelta]:
-        """What came of the step, and of what ended without one."""
-        deltas, self._pending = self._pending, []
+        """What came of the step, and of what ended without one. Raises ExecutorLostError; what was
+        made before that is kept for `take_pending`."""
         schedule, self._schedule = self._schedule, {}
         if schedule:
             assert outcome is not None, f"{len(schedule)} sequences ran, and nothing came of it"
-            deltas += self._finish(schedule, outcome)
+            self._finish(schedule, outcome)
             self._num_steps += 1
+        return self.take_pending()
+
+    def take_pending(self) -> list[TokenDelta]:
+        """What has not been told yet."""
+        deltas, self._pending = self._pending, []
         return deltas
 
     def _try(self, plan: StepPlan, schedule: Schedule) -> StepOutcome | Exception:
         """The boundary of a fault: what a step raises is an outcome like others."""
         try:
             return self._executor.run(plan, _sequences(schedule))
+        except ExecutorLostError:
+            raise
         except Exception as error:
             return error
 
-    def _finish(self, schedule: Schedule, outcome: StepOutcome | Exception) -> list[TokenDelta]:
-        """A step's deltas. If it raised, every sequence runs alone."""
+    def _finish(self, schedule: Schedule, outcome: StepOutcome | Exception) -> None:
+        """A step's deltas become pending. If it raised, every sequence runs alone."""
         if isinstance(outcome, StepOutcome):
-            return self._publish(schedule, outcome)
+            self._pending += self._publish(schedule, outcome)
+            return
         _log.error("step %d failed with %d sequences", self._num_steps, len(schedule))
         _log.error("the failure:", exc_info=outcome)
         if len(schedule) == 1:
-            return [self._fail(s, f"its step failed: {outcome}") for s, _ in schedule.values()]
+            for sequence, _ in schedule.values():
+                self._pending.append(self._fail(sequence, f"its step failed: {outcome}"))
+            return
         alone = [{key: item} for key, item in schedule.items()]
-        plans = [make_step_plan(schedule, 1) for schedule in alone]
-        return [
-            delta
-            for schedule, plan in zip(alone, plans, strict=True)
-            for delta in self._finish(schedule, self._try(plan, schedule))
-        ]
+        for part in alone:
+            self._finish(part, self._try(make_step_plan(part, 1), part))
 
     def stats(self) -> EngineStats:
         cache, sharing = self._scheduler.cache, self._scheduler.sharing

@@ -17,9 +17,14 @@ from moe_serve.engine.request import TokenLogprob
 from moe_serve.engine.sampler import Sampled
 from moe_serve.engine.sampling_backend import SamplingBackend
 from moe_serve.engine.sequence import Sequence
+from moe_serve.errors import MoeServeError
 from moe_serve.model.step_plan import SequenceSlice, StepPlan
 
 _log = logging.getLogger(__name__)
+
+
+class ExecutorLostError(MoeServeError):
+    """Whoever computes the steps is gone, with all pages: its requests start again elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,9 @@ class StepExecutor(Protocol):
     """Computes steps on one attention rank's pages. Pages change in the order of the calls."""
 
     def run(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> StepOutcome:
-        """Compute a step; raises if it failed as a whole. `sequences`: those of its slices."""
+        """Compute a step; raises if it failed as a whole. `sequences`: those of its slices.
+
+        Any method may raise ExecutorLostError."""
         ...
 
     def forget(self, sequence_ids: list[int]) -> None:

@@ -1,7 +1,8 @@
 """GET /health/live, /health/ready and /metrics.
 
 Live: the process should not be restarted. Ready: it wants new requests. A busy engine is live; one
-that has sequences to run but has not come round for a minute is not.
+that has sequences to run but has not come round for a minute is not. While ranks are away that no
+step can do without, requests wait: live, but not ready.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from moe_serve.http.context import ServerContext
 from moe_serve.http.errors import ApiError, draining_error, engine_dead_error
 
 STALL_S = 60.0
+OUTAGE_S = 1.0  # shorter ones are not worth a client's attention
 
 
 class ProgressWatch:
@@ -31,6 +33,8 @@ class ProgressWatch:
         self._since = 0.0
 
     def stalled_for(self, stats: EngineStats, now: float) -> float:
+        if stats.outage_s:
+            return 0.0  # it waits for its ranks, which has an end of its own
         if stats.last_turn_age_s is not None:
             has_work = stats.num_running > 0 or stats.num_waiting > 0
             return stats.last_turn_age_s if has_work else 0.0
@@ -66,10 +70,18 @@ def health_router(server: ServerContext) -> APIRouter:
 
     @router.get("/health/ready")
     async def ready() -> dict[str, Any]:
-        if not engine.stats().is_alive:
+        stats = engine.stats()
+        if not stats.is_alive:
             raise engine_dead_error()
         if server.generations.is_draining:
             raise draining_error("The server is shutting down.")
+        if stats.outage_s > OUTAGE_S:
+            raise ApiError(
+                503,
+                f"Ranks are away that no step can do without, for {stats.outage_s:.0f} s now; "
+                "requests wait for them.",
+                code="ranks_away",
+            )
         return {"status": "ready", "model": server.model.name}
 
     @router.get("/metrics")

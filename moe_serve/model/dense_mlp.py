@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from moe_kernels.kernels import ExpertBank, RouterLinear
+from moe_serve.model.gather import GatheredMLP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseMLP:
     """x [T, D] -> [T, D] in fp32; times sigmoid(gate(x)) where there is a gate."""
 
-    bank: ExpertBank
+    bank: ExpertBank | GatheredMLP
     gate: RouterLinear | None = None
 
     def __call__(self, x_TD: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from moe_kernels.matrix_form import MatrixForm, PackedLayout
 from moe_serve.config import ExpertWeightsName
 from moe_serve.errors import ConfigError
 from moe_serve.model.manifest import Stored
-from moe_serve.model.weight_reader import WeightReader
+from moe_serve.model.weight_source import WeightSource
 
 _log = logging.getLogger(__name__)
 _FLOATS = "it is stored in floats"  # no reason to log
@@ -52,7 +52,7 @@ class BankForms:
 class ExpertPacking:
     """Decides bank by bank, and counts what was decided for routed experts."""
 
-    reader: WeightReader
+    reader: WeightSource
     kernels: Kernels
     mode: ExpertWeightsName
     dtype: torch.dtype

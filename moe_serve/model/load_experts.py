@@ -19,7 +19,7 @@ from moe_serve.model.manifest import Stored, Table, expert_table
 from moe_serve.model.model_tensors import ModelTensors
 from moe_serve.model.spec import ModelSpec
 from moe_serve.model.tensor_names import ExpertNames, TensorNames
-from moe_serve.model.weight_reader import WeightReader
+from moe_serve.model.weight_source import WeightSource
 
 
 class ExpertLoader:
@@ -199,7 +199,7 @@ def _gate_and_up(fused: _Rows, *, is_interleaved: bool = False) -> tuple[_Rows, 
     return fused.rows(gate), fused.rows(up)
 
 
-def expert_names(names: TensorNames, spec: ModelSpec, reader: WeightReader) -> ExpertNames:
+def expert_names(names: TensorNames, spec: ModelSpec, reader: WeightSource) -> ExpertNames:
     """The layout that this checkpoint has; the first, to complain of, if it has none.
 
     Two layouts may differ in nothing but their shapes.
@@ -216,7 +216,7 @@ def expert_names(names: TensorNames, spec: ModelSpec, reader: WeightReader) -> E
     return (there or tables)[0][0]
 
 
-def _is_as_expected(stored: Stored, reader: WeightReader) -> bool:
+def _is_as_expected(stored: Stored, reader: WeightSource) -> bool:
     try:
         reader.expect(stored.name, stored.shape)
     except CheckpointError:

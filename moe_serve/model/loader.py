@@ -7,18 +7,25 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from experts.expert_stage import ExpertStage
 from experts.layer_banks import LayerBanks
 from moe_kernels.choice import KernelsName, choose_kernels, default_num_threads
-from moe_kernels.kernels import ExpertBank, Kernels
+from moe_kernels.kernels import ExpertBank, ExpertWeights, Kernels, Linear
 from moe_serve.config import ExpertWeightsName
 from moe_serve.model.attention_stage import AttentionLayer, AttentionStage
-from moe_serve.model.checkpoint import Checkpoint
 from moe_serve.model.dense_mlp import DenseMLP
 from moe_serve.model.expert_choice import Router
 from moe_serve.model.expert_packing import ExpertPacking
 from moe_serve.model.families import Family, family_of
+from moe_serve.model.gather import (
+    Gather,
+    GatheredAttention,
+    GatheredHead,
+    GatheredLinear,
+    GatheredMLP,
+)
 from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.load_attention import AttentionLoader
 from moe_serve.model.load_experts import ExpertLoader, expert_names
@@ -32,7 +39,8 @@ from moe_serve.model.manifest import (
 from moe_serve.model.model_tensors import LoadProgress, ModelTensors
 from moe_serve.model.spec import ModelSpec
 from moe_serve.model.spec_check import check_spec
-from moe_serve.model.weight_reader import WeightReader
+from moe_serve.model.weight_reader import open_checkpoint
+from moe_serve.model.weight_source import OpenWeights
 
 
 class ModelLoader:
@@ -48,6 +56,7 @@ class ModelLoader:
         num_threads: int | None = None,
         expert_weights: ExpertWeightsName = "auto",
         progress: LoadProgress | None = None,
+        open_weights: OpenWeights = open_checkpoint,
     ) -> None:
         config = HFConfig.read(folder)
         family: Family = family_of(config)
@@ -55,7 +64,7 @@ class ModelLoader:
         self.spec: ModelSpec = family.read_spec(config)
         check_spec(self.spec, config)
         self._num_threads = num_threads or default_num_threads()
-        self._reader = WeightReader(Checkpoint(folder), config)
+        self._reader = open_weights(folder, config)
         self._names = family.names_in(self._reader.has)
         experts = expert_names(self._names, self.spec, self._reader)
         num_tensors = 0
@@ -86,14 +95,14 @@ class ModelLoader:
             return stated
         return self._reader.stored_dtype(self._names.embedding)
 
-    def attention_stage(self, max_positions: int) -> AttentionStage:
-        """Everything but the routed experts."""
-        spec = self.spec
+    def attention_stage(self, max_positions: int, gather: Gather | None = None) -> AttentionStage:
+        """Everything but the routed experts; `gather`: of all layers the part of its shard."""
+        spec = self.spec if gather is None else gather.shard.spec(self.spec)
         table = model_table(self._names, spec)
         embedding = self._tensors.keep(table["embedding"])
         bias = self._tensors.keep(table["head_bias"]) if spec.has_head_bias else None
         weight = embedding if spec.is_head_tied else self._tensors.read(table["head"])
-        head = self.kernels.linear(weight, bias)
+        head = self._head(weight, bias, gather)
         if not spec.is_head_tied:
             self._tensors.done(table["head"])
         attention = AttentionLoader(spec, self.kernels, max_positions, self.device)
@@ -101,7 +110,9 @@ class ModelLoader:
             spec,
             self.kernels,
             embedding=embedding,
-            layers=[self._attention_layer(layer, attention) for layer in range(spec.num_layers)],
+            layers=[
+                self._attention_layer(layer, attention, gather) for layer in range(spec.num_layers)
+            ],
             final_norm=self._tensors.keep(table["final_norm"]),
             head=head,
         )
@@ -140,17 +151,30 @@ class ModelLoader:
             banks.put(self.expert_bank(layer, experts), experts)
         return banks
 
-    def _attention_layer(self, layer: int, attention: AttentionLoader) -> AttentionLayer:
+    def _head(self, weight: Tensor, bias: Tensor | None, gather: Gather | None) -> Linear:
+        if gather is None:
+            return self.kernels.linear(weight, bias)
+        own = gather.shard.columns(len(weight))
+        part = self.kernels.linear(weight[own], None if bias is None else bias[own])
+        return GatheredHead(part, len(weight), gather)
+
+    def _attention_layer(
+        self, layer: int, attention: AttentionLoader, gather: Gather | None
+    ) -> AttentionLayer:
         table = attention_table(self._names, self.spec, layer)
         feed = feed_forward_table(self._names, self.spec, layer)
         weights = {key: self._tensors.read(item) for key, item in table.items()}
+        if gather is not None:
+            weights = gather.shard.attention(weights, self.spec, layer)
+        output: Linear = self.kernels.linear(weights["o"], weights.get("o_bias"))
+        heads = attention.load(layer, weights)
         result = AttentionLayer(
             attention_norm=weights["attention_norm"].clone(),
-            attention=attention.load(layer, weights),
-            output=self.kernels.linear(weights["o"], weights.get("o_bias")),
+            attention=heads if gather is None else GatheredAttention(heads, gather),
+            output=output if gather is None else GatheredLinear(output, self.spec.width, gather),
             moe_norm=self._tensors.keep(feed["moe_norm"]),
             router=self._router(feed),
-            mlp=self._dense_mlp(feed),
+            mlp=self._dense_mlp(feed, gather),
         )
         for item in table.values():
             self._tensors.done(item)
@@ -169,13 +193,13 @@ class ModelLoader:
             selection_bias_E=None if selection_bias is None else selection_bias.flatten(),
         )
 
-    def _dense_mlp(self, table: Table) -> DenseMLP | None:
+    def _dense_mlp(self, table: Table, gather: Gather | None) -> DenseMLP | None:
         """The shared expert of a sparse layer, or a dense layer's MLP."""
         prefix = "shared." if "router" in table else "dense."
         parts = {k.removeprefix(prefix): v for k, v in table.items() if k.startswith(prefix)}
         if not parts:
             return None
-        bank = self.kernels.experts([self._experts.dense(parts)], self.spec.activation)
+        bank = self._bank_of_one(self._experts.dense(parts), gather)
         for item in parts.values():
             self._tensors.done(item)
         gate = table.get("shared_gate")
@@ -183,3 +207,16 @@ class ModelLoader:
             return DenseMLP(bank=bank)
         weight = self._tensors.keep(gate, torch.float32)
         return DenseMLP(bank=bank, gate=self.kernels.router_linear(weight))
+
+    def _bank_of_one(
+        self, weights: ExpertWeights, gather: Gather | None
+    ) -> ExpertBank | GatheredMLP:
+        kernels, activation = self.kernels, self.spec.activation
+        if gather is None:
+            return kernels.experts([weights], activation)
+        return GatheredMLP(
+            part=kernels.split_mlp(gather.shard.mlp(weights), activation),
+            hidden_width=weights.gate.shape[0],
+            width=self.spec.width,
+            gather=gather,
+        )

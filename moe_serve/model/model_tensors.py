@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_kernels.quantised_matrix import QuantisedMatrix
 from moe_serve.model.manifest import Stored
-from moe_serve.model.weight_reader import WeightReader
+from moe_serve.model.weight_source import WeightSource
 
 LoadProgress = Callable[[int, int], None]  # (tensors read, tensors in all)
 
@@ -23,7 +23,7 @@ class ModelTensors:
 
     def __init__(
         self,
-        reader: WeightReader,
+        reader: WeightSource,
         dtype: torch.dtype,
         device: torch.device,
         num_tensors: int,

@@ -8,6 +8,7 @@ that the config names, one matrix at a time.
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,8 +22,13 @@ from moe_serve.model.hf_config import HFConfig
 _log = logging.getLogger(__name__)
 
 
+def open_checkpoint(folder: Path, config: HFConfig) -> WeightReader:
+    """The weights of a folder of safetensors: where a server's come from."""
+    return WeightReader(Checkpoint(folder), config)
+
+
 class WeightReader:
-    """Reads logical weights of one checkpoint. Threads may read at once."""
+    """A WeightSource: reads logical weights of one checkpoint. Threads may read at once."""
 
     def __init__(self, checkpoint: Checkpoint, config: HFConfig) -> None:
         self._checkpoint = checkpoint

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from moe_serve.pipeline.gloo_link import ProcessGroup, first_line
-from moe_serve.pipeline.meeting import Met, meet
+from moe_serve.pipeline.meeting import Met, meet, meeting_store
 from moe_serve.pipeline.shared_link import SharedLink
 from moe_serve.pipeline.transfer import Link, PeerLostError, Transfer
 
@@ -47,7 +47,7 @@ class DataGroup:
         share = is_sharing and device.type == "cpu"
         try:
             met: Met = meet(
-                PrefixStore("meeting", prefix), index[me], len(members),
+                meeting_store(store, epoch), index[me], len(members),
                 [index[name] for name in peers], meeting_s, share,
             )  # fmt: skip
             if not met.is_one_host:

@@ -21,7 +21,7 @@ from moe_serve.pipeline.row_split import RowSplit
 from moe_serve.pipeline.stage_log import StageLog
 from moe_serve.pipeline.step_shape import StepShape, combine_tag, dispatch_tag, exchange_order
 from moe_serve.pipeline.timeline import Stage
-from moe_serve.pipeline.wire import CombineFrame, DispatchFrame, Exchange, WireFormat
+from moe_serve.pipeline.wire import CombineFrame, DispatchFrame, Exchange, Leg, WireFormat
 
 _log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class ExpertLoop:
             size = self._wire.dispatch_bytes(shape.planned(sender, micro_batch))
             frame = self._in.get(name, micro_batch, size)
             tag = dispatch_tag(layer, micro_batch)
-            transfer = self._group.receive(name, frame.buffer, tag, exchange)
+            transfer = self._group.receive(name, frame.buffer, tag, Leg("dispatch", exchange))
             self._in.use(name, micro_batch, transfer)
 
     def _arrivals(self, shape: StepShape, exchange: Exchange) -> list[Arrival]:
@@ -167,7 +167,7 @@ class ExpertLoop:
             numbers = arrival.row_numbers_n
             content = frame.write(self._wire, exchange, planned, sums_nD, numbers)
         tag = combine_tag(exchange.layer, exchange.micro_batch)
-        transfer = self._group.send(name, content, tag, exchange)
+        transfer = self._group.send(name, content, tag, Leg("combine", exchange))
         self._back.use(name, exchange.micro_batch, transfer)
 
 

@@ -18,7 +18,7 @@ from moe_serve.pipeline.row_split import RankRows, RowSplit
 from moe_serve.pipeline.stage_log import StageLog
 from moe_serve.pipeline.step_shape import StepShape, combine_tag, dispatch_tag, exchange_order
 from moe_serve.pipeline.timeline import Stage
-from moe_serve.pipeline.wire import CombineFrame, DispatchFrame, Exchange, WireFormat
+from moe_serve.pipeline.wire import CombineFrame, DispatchFrame, Exchange, Leg, WireFormat
 
 
 class GroupTransport:
@@ -90,6 +90,7 @@ class GroupTransport:
     def reset(self) -> None:
         """Nothing: a step that fails is abandoned by who runs it."""
 
+    @torch.inference_mode()  # as the frames were made
     def abandon(self) -> None:
         """The step failed on this rank alone: walk through its exchanges with no rows, so that
         the expert ranks come to its end too. Raises PeerLostError."""
@@ -139,13 +140,15 @@ class GroupTransport:
             part.weights_nK if is_routed else None,
         )
         tag = dispatch_tag(layer, micro_batch)
-        self._out.use(name, micro_batch, self._group.send(name, content, tag, exchange))
+        self._out.use(
+            name, micro_batch, self._group.send(name, content, tag, Leg("dispatch", exchange))
+        )
         if not part.x_nD.shape[0]:
             return
         self._rows[name, micro_batch] = part.rows_n
         back = self._back.get(name, micro_batch, self._wire.combine_bytes(planned))
         tag = combine_tag(layer, micro_batch)
-        transfer = self._group.receive(name, back.buffer, tag, exchange)
+        transfer = self._group.receive(name, back.buffer, tag, Leg("combine", exchange))
         self._back.use(name, micro_batch, transfer)
 
     def _receive(self, name: str, layer: int, micro_batch: int) -> tuple[CombineFrame, int]:

@@ -9,11 +9,15 @@ import struct
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from torch.distributed.distributed_c10d import PrefixStore
 
+_OFF_KEY, _OFF = "off", "-"  # in place of what a member tells: it does not come
+_LOOK_S = 0.1  # between two looks whether the meeting was called off
 _GREETING = struct.Struct("<I16s")  # index, token
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 
@@ -49,6 +53,36 @@ class Met:
         return len({w.host_key for w in self.everybody.values()}) == 1
 
 
+class MeetingPlace:
+    """The store in which members of an epoch find each other, as the coordinator that serves it
+    uses it: it never waits there."""
+
+    def __init__(self, store: Any, host: str) -> None:
+        self._store, self.host = store, host
+
+    @property
+    def port(self) -> int:
+        return int(self._store.port)
+
+    def call_off(self, epoch: int, num_members: int) -> None:
+        """Not all members come: those that wait for them leave at once."""
+        store = meeting_store(self._store, epoch)
+        store.set(_OFF_KEY, _OFF)
+        for index in range(num_members):
+            store.compare_set(str(index), "", _OFF)
+
+    def forget(self, epoch: int, num_members: int) -> None:
+        """Nobody meets there any more."""
+        store = meeting_store(self._store, epoch)
+        for key in (_OFF_KEY, *map(str, range(num_members))):
+            store.delete_key(key)
+
+
+def meeting_store(store: Any, epoch: int) -> Any:
+    """The part of a store in which an epoch's members meet."""
+    return PrefixStore("meeting", PrefixStore(f"data-{epoch}", store))
+
+
 def meet(
     store: Any, me: int, num_members: int, peers: Sequence[int], timeout_s: float, share: bool
 ) -> Met:
@@ -66,19 +100,27 @@ def meet(
             secrets.token_bytes(16),
         )
         store.set(str(me), msgspec.msgpack.encode(mine))
-        decoder = msgspec.msgpack.Decoder(Whereabouts)
-        everybody = {i: decoder.decode(store.get(str(i))) for i in range(num_members)}
+        everybody = {i: _whereabouts(store, i, deadline) for i in range(num_members)}
         local: dict[int, socket.socket] = {}
         if listening is not None:
             near = [i for i in peers if everybody[i].host_key == mine.host_key]
             for index in (i for i in near if i > me):
                 local[index] = _connect(everybody[index], me, deadline)
             expected = {i for i in near if i < me}
-            local |= _accept(listening, mine, expected, deadline)
+            local |= _accept(listening, mine, expected, deadline, store)
         return Met(everybody, local)
     finally:
         if listening is not None:
             listening.close()
+
+
+def _whereabouts(store: Any, index: int, deadline: float) -> Whereabouts:
+    """What a member tells; waits for it."""
+    store.wait([str(index)], timedelta(seconds=max(0.01, deadline - time.monotonic())))
+    told = store.get(str(index))
+    if told == _OFF.encode():
+        raise ConnectionAbortedError("the meeting was called off")
+    return msgspec.msgpack.decode(told, type=Whereabouts)
 
 
 def _listen() -> socket.socket:
@@ -102,13 +144,19 @@ def _connect(peer: Whereabouts, me: int, deadline: float) -> socket.socket:
 
 
 def _accept(
-    listening: socket.socket, mine: Whereabouts, expected: set[int], deadline: float
+    listening: socket.socket, mine: Whereabouts, expected: set[int], deadline: float, store: Any
 ) -> dict[int, socket.socket]:
     """The connections of the expected members; strangers are turned away."""
     found: dict[int, socket.socket] = {}
     while expected - found.keys():
-        listening.settimeout(max(0.01, deadline - time.monotonic()))
-        connection, _ = listening.accept()
+        remaining_s = deadline - time.monotonic()
+        listening.settimeout(min(_LOOK_S, max(0.01, remaining_s)))
+        try:
+            connection, _ = listening.accept()
+        except TimeoutError:
+            if remaining_s <= _LOOK_S or store.check([_OFF_KEY]):
+                raise
+            continue
         connection.settimeout(max(0.01, deadline - time.monotonic()))
         index = _greeted(connection, mine)
         if index is None or index not in expected or index in found:

@@ -19,6 +19,7 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -125,6 +126,15 @@ class SharedLink:
         if size > len(whole):
             raise PeerLostError(self._peer, operation, f"{size} bytes came for {len(whole)}")
         whole[:size] = content
+
+    def has_message(self, timeout_s: float) -> bool:
+        """Wait for one, or for the peer's end; False after the time-out."""
+        return bool(self._arrived) or bool(self._poll.poll(timeout_s * 1000))
+
+    def forget(self, is_stale: Callable[[int], bool]) -> None:
+        """Drop what has come under tags that nobody will take."""
+        for tag in [tag for tag in self._arrived if is_stale(tag)]:
+            del self._arrived[tag]
 
     def close(self) -> None:
         """Wakes the peer, should it wait."""

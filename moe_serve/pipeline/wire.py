@@ -45,6 +45,17 @@ class Exchange(NamedTuple):
         return f"step {self.step}, layer {self.layer}, micro-batch {self.micro_batch}"
 
 
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One way of an exchange, as reports name it."""
+
+    name: Literal["dispatch", "combine"]
+    exchange: Exchange
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.exchange}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireFormat:
     """Sizes of a model's frames. `rows`: how x travels; `sums`: fp64, or fp32 if E is 1."""

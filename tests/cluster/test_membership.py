@@ -84,6 +84,7 @@ def loaded() -> Loaded:
         dtype="float32",
         device="cpu",
         weight_format="plain",
+        expert_weights="exact",
         load_seconds=0.0,
     )
 
@@ -165,3 +166,10 @@ def test_who_never_came_is_named_by_node(scene: Scene) -> None:
     with pytest.raises(ClusterError, match="no rank of node 1 came within 0.3 s: expert-0, expert"):
         scene.start(0.3)
     assert scene.talkers.orders == []
+
+
+def test_another_checkpoint_is_refused_by_name(scene: Scene) -> None:
+    """A rank that loaded what the pre-flight could not tell from the right one."""
+    scene.membership._weights = "another hash"
+    with pytest.raises(ClusterError, match=r"(expert|attention)-\d is refused: its checkpoint is another"):
+        scene.start()

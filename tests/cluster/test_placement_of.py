@@ -9,7 +9,7 @@ import pytest
 
 from experts.placement.plan import Placement, contiguous
 from experts.placement.plan_file import write_placement
-from moe_serve.cluster.build import placement_of, read_spec
+from moe_serve.cluster.cluster_model import placement_of, read_spec
 from moe_serve.config import ClusterConfig
 from moe_serve.errors import ConfigError
 from moe_serve.model.demo import demo_model_folder

@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
 import msgspec
 
+from moe_serve.cluster.attention_shard import AttentionShard, make_group
 from moe_serve.cluster.channel import Channel, connect
 from moe_serve.cluster.messages import Order
 from moe_serve.cluster.rank_name import RankName
 from moe_serve.cluster.rank_starter import RankExit
 from moe_serve.cluster.secret import ClusterSecret
+from moe_serve.cluster.shard_starter import StartShard
 from moe_serve.cluster.worker import Worker
 from moe_serve.errors import ChannelClosedError
+from moe_serve.pipeline.shard_group import ShardGroup, ShardLostError
+
+
+class ThreadShards:
+    """Implements ShardStarter."""
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+        self.groups: list[ShardGroup] = []
+
+    def start(self, order: StartShard) -> None:
+        group = make_group(order.rank, order.shard, order.sockets, order.timeout_s)
+        self.groups.append(group)
+        thread = threading.Thread(target=self._live, args=(group,), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def close(self) -> None:
+        for thread in self._threads:
+            thread.join(10.0)
+            assert not thread.is_alive(), "a shard does not end"
+
+    def _live(self, group: ShardGroup) -> None:
+        with contextlib.suppress(ShardLostError):
+            AttentionShard(group).run()
+        group.close()
 
 
 class ThreadStarter:
@@ -23,6 +52,7 @@ class ThreadStarter:
         self._host, self._port, self._secret = host, port, secret
         self._channels: dict[str, Channel[Any]] = {}
         self._threads: list[threading.Thread] = []
+        self.shards: dict[str, ThreadShards] = {}
 
     def start(self, rank: RankName) -> None:
         decoder = msgspec.msgpack.Decoder(Order)
@@ -47,10 +77,11 @@ class ThreadStarter:
             assert not thread.is_alive(), "a rank does not end"
 
     def _live(self, rank: RankName, channel: Channel[Any]) -> None:
-        worker = Worker(rank, channel, self._host)
+        shards = self.shards[str(rank)] = ThreadShards()
+        worker = Worker(rank, channel, self._host, shards)
         try:
             worker.run()
-        except ChannelClosedError:
+        except (ChannelClosedError, ShardLostError):
             pass
         finally:
             worker.end()

@@ -192,6 +192,43 @@ static int64_t experts(const Experts& e, const T* x, const int64_t* ids, const f
   return 0;
 }
 
+// One MLP in two halves, for those who share it out by columns of each: `e` has columns of the gate
+// and up projections (hidden: [T, F of them]), or columns of the down projection (out: [T, D of
+// them]) and the whole hidden layer. Both have what `experts` has in these columns, bit for bit.
+template <class T>
+static void mlp_hidden(const Experts& e, const T* x, T* hidden, int64_t num_rows) {
+  std::vector<int64_t> ids(num_rows);
+  Slots slots(ids.data(), num_rows, 1);
+  int64_t threads = num_rows * e.width * e.expert_width < 65536 ? 1 : e.threads;
+  auto parts = cut(slots, {0}, row_block<T>(e.width), groups(2 * panels(e.expert_width)), threads);
+  for_parts(parts, threads, up_columns<T>, e, [&](const Part& p, int64_t group, auto next) {
+    gate_up<T>(e, p, group, next, slots.order.data() + p.first, x, 1, hidden);
+  });
+}
+
+template <class T>
+static void mlp_down(const Experts& e, const T* hidden, const float* weights, float* out,
+                     int64_t num_rows) {
+  std::vector<int64_t> ids(num_rows);
+  Slots slots(ids.data(), num_rows, 1);
+  int64_t threads = num_rows * e.width * e.expert_width < 65536 ? 1 : e.threads;
+  auto parts = cut(slots, {0}, row_block<T>(e.expert_width), groups(panels(e.width)), threads);
+  for_parts(parts, threads, down_columns<T>, e, [&](const Part& p, int64_t group, auto next) {
+    down<T>(e, p, group, next, slots.order.data() + p.first, hidden, out);
+  });
+  for (int64_t t = 0; t < num_rows; ++t)
+    weigh(out + t * e.width, ids.data() + t, weights + t, 1, e.width, out + t * e.width);
+}
+
+#define EXPORT_HALVES(T, suffix)                                                                  \
+  void moe_mlp_hidden_##suffix(const Experts* e, const T* x, T* hidden, int64_t num_rows) {       \
+    mlp_hidden<T>(*e, x, hidden, num_rows);                                                       \
+  }                                                                                               \
+  void moe_mlp_down_##suffix(const Experts* e, const T* hidden, const float* weights, float* out, \
+                             int64_t num_rows) {                                                  \
+    mlp_down<T>(*e, hidden, weights, out, num_rows);                                              \
+  }
+
 #define EXPORT(T, suffix, Out)                                                                    \
   int64_t moe_experts_##suffix(const Experts* e, const T* x, const int64_t* ids,                  \
                                const float* weights, Out* out, int64_t num_rows, int64_t top_k) { \
@@ -203,4 +240,6 @@ EXPORT(bf16, bf16, float)
 EXPORT(float, f32, float)
 EXPORT(bf16, partial_bf16, double)
 EXPORT(float, partial_f32, double)
+EXPORT_HALVES(bf16, bf16)
+EXPORT_HALVES(float, f32)
 }

@@ -45,7 +45,13 @@ from moe_kernels.gpu.paged_attention.plan import PagedPlan
 from moe_kernels.gpu.router.api import route
 from moe_kernels.gpu.rows.api import Addends, add, rms_norm
 from moe_kernels.gpu.sampling.token_sampler import GpuTokenSampler
-from moe_kernels.kernels import ExpertWeights, GatedActivation, KVPages, LayerFrontParts
+from moe_kernels.kernels import (
+    ExpertWeights,
+    GatedActivation,
+    KVPages,
+    LayerFrontParts,
+    SplitMLP,
+)
 from moe_kernels.matrix_form import MatrixForm, PackedLayout
 from moe_kernels.routing import RouterShape
 
@@ -60,6 +66,7 @@ class TritonKernels:
     has_own_threads = False
     has_packed_products = True
     can_be_captured = True
+    can_split_columns = False  # not checked on a card yet
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -136,6 +143,9 @@ class TritonKernels:
             lambda: self_check.has_equal_tiles(stacked, self._dtype, self._chip),
         )
         return GroupedExpertBank(stacked, places_E, chip)
+
+    def split_mlp(self, weights: ExpertWeights, activation: GatedActivation) -> SplitMLP:
+        raise AssertionError(f"{self.name} does not split columns")
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         return rms_norm(x_TD, weight_D, eps)

@@ -216,7 +216,9 @@ class NodeStarter:
         names = ", ".join(f"node {node} ({self.layout.describe(node)})" for node in missing)
         refused = "".join(f" {host} was refused: {why}." for host, why in self._refused.items())
         rejected = self._listener.num_rejected if self._listener is not None else {}
-        strangers = "".join(f" {count} connections: {why}." for why, count in rejected.items())
+        strangers = "".join(
+            f" Refused connections: {count}, as {why}." for why, count in rejected.items()
+        )
         return (
             f"after {timeout_s:g} s {names} did not come; does the same command run there, with "
             f"the same secret, and can it reach this host?{refused}{strangers}"

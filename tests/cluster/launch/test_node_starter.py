@@ -282,7 +282,7 @@ def test_another_version_is_refused(nodes: Nodes) -> None:
 def test_a_stranger_is_no_node(nodes: Nodes) -> None:
     with pytest.raises(ClusterError, match="node 1 does not find node 0 .* secrets differ"):
         connect_agent(nodes.environment(1), "h", ClusterSecret("x" * 40), PATIENCE_S)
-    with pytest.raises(ClusterError, match="1 connections: the cluster secrets differ"):
+    with pytest.raises(ClusterError, match="Refused connections: 1, as the cluster secrets differ"):
         nodes.starter.wait_for_nodes(0.1)
 
 

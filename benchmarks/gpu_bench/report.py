@@ -1,0 +1,163 @@
+"""The file of results, which runs add to, and its table with the targets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from gpu_bench.entrants import BASE
+from gpu_bench.figures import RATES, Figures, figures_of
+from gpu_bench.job import Outcome
+from harness.work import Work
+
+_LEAST_SHARE, _LEAST_RATIO = 0.55, 3.0
+_TARGETS = (("one stream", "single_decode_tok_s"), ("many streams", "batch_decode_tok_s"))
+_COLUMNS = (
+    ("ttft_s", "TTFT, one\nms", 1e3),
+    ("batch_first_s", "TTFT, all\nms", 1e3),
+    ("single_decode_tok_s", "one stream\ntok/s", 1.0),
+    ("batch_decode_tok_s", "many, decode\ntok/s", 1.0),
+    ("batch_total_tok_s", "many, all\ntok/s", 1.0),
+    ("prefill_tok_s", "prefill\ntok/s", 1.0),
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelReport:
+    """One model's entrants. `limits`: by entrant, the best possible rates."""
+
+    model: str
+    dtype: str
+    work: Work
+    device: str
+    environment: dict[str, str]
+    machine: dict[str, float]
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    limits: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def merge(self, path: Path) -> None:
+        """Take over earlier entrants, if they had the same work in the same dtype."""
+        earlier = _read(path).get("models", {}).get(self.model)
+        if earlier is None or (earlier["work"], earlier["dtype"]) != (asdict(self.work), self.dtype):
+            return
+        for name, entry in earlier["entrants"].items():
+            self.outcomes[name] = Outcome(**entry["outcome"])
+            self.limits[name] = entry["limits"]
+
+    def write(self, path: Path) -> None:
+        """Other models in the file stay."""
+        content = _read(path)
+        mine = {
+            "dtype": self.dtype,
+            "work": asdict(self.work),
+            "environment": self.environment,
+            "machine": self.machine,
+            "entrants": {
+                name: {
+                    "figures": asdict(figures_of(outcome, self.work)),
+                    "limits": self.limits[name],
+                    "outcome": asdict(outcome),
+                }
+                for name, outcome in self.outcomes.items()
+            },
+            "verdicts": self.verdicts(),
+        }
+        content = {"device": self.device, "models": content.get("models", {}) | {self.model: mine}}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+
+    def verdicts(self) -> dict[str, str]:
+        """Each target: met, missed, or not measured."""
+        own = self._figures(BASE)
+        peers = [self._figures(name) for name in self.outcomes if name.startswith("transformers")]
+        found = {}
+        for title, key in _TARGETS:
+            mine = _value(own, key)
+            limit = self.limits.get(BASE, {}).get(key)
+            share = mine / limit if mine and limit else None
+            found[f"{title}: at least {_LEAST_SHARE:.0%} of the limit"] = _verdict(
+                share, _LEAST_SHARE, "of the limit"
+            )
+            best = max((_value(peer, key) or 0.0 for peer in peers), default=0.0)
+            ratio = mine / best if mine and best else None
+            found[f"{title}: at least {_LEAST_RATIO:.0f}x the best transformers"] = _verdict(
+                ratio, _LEAST_RATIO, "x of it"
+            )
+        return found
+
+    def show(self) -> None:
+        console = Console(width=max(140, Console().width))
+        machine = ", ".join(f"{key} {value:,.0f}" for key, value in self.machine.items())
+        console.print(f"{self.model}, random weights, {self.dtype}, {self.device}: {machine}")
+        console.print(self._table())
+        for name, outcome in self.outcomes.items():
+            for text in filter(None, (outcome.error, *_said(outcome.failures))):
+                console.print(f"{name}: {text}", markup=False)
+            if agreement := self._agreement(name):
+                console.print(f"{name}: {agreement}", markup=False)
+        for target, verdict in self.verdicts().items():
+            console.print(f"{target}: {verdict}", markup=False)
+
+    def _table(self) -> Table:
+        table = Table()
+        table.add_column(no_wrap=True)
+        for heading in (*(heading for _, heading, _ in _COLUMNS), "load\ns", "peak\nGiB"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for name, outcome in self.outcomes.items():
+            figures, limits = figures_of(outcome, self.work), self.limits[name]
+            cells = [_cell(_value(figures, key), scale) for key, _, scale in _COLUMNS]
+            table.add_row(name, *cells, f"{outcome.load_s:.0f}", f"{outcome.peak_bytes / 2**30:.1f}")
+            shares = [
+                _share(_value(figures, key), limits[key]) if key in RATES else ""
+                for key, *_ in _COLUMNS
+            ]
+            table.add_row("  of the limit", *shares, end_section=True)
+        return table
+
+    def _figures(self, name: str) -> Figures | None:
+        outcome = self.outcomes.get(name)
+        return figures_of(outcome, self.work) if outcome else None
+
+    def _agreement(self, name: str) -> str:
+        """How long the answer is the one of moe-serve in floats."""
+        base = self.outcomes.get(BASE)
+        mine = self.outcomes[name]
+        has_same = mine.facts.get("weights") == "the same as ours" or name.endswith("no graphs")
+        if base is None or not base.answers or not mine.answers or not has_same:
+            return ""
+        pairs = list(zip(base.answers[0], mine.answers[0], strict=False))
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        return f"the first {same} of {len(pairs)} tokens are those of {BASE}"
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text("utf-8")) if path.exists() else {}
+
+
+def _said(failures: Mapping[str, str]) -> list[str]:
+    return [f"{kind}: {text}" for kind, text in failures.items()]
+
+
+def _value(figures: Figures | None, key: str) -> float | None:
+    value: float | None = getattr(figures, key) if figures else None
+    return value
+
+
+def _cell(value: float | None, scale: float) -> str:
+    return "-" if value is None else f"{value * scale:,.1f}"
+
+
+def _share(value: float | None, limit: float) -> str:
+    return "" if value is None else f"{value / limit:.0%}"
+
+
+def _verdict(value: float | None, least: float, unit: str) -> str:
+    if value is None:
+        return "not measured"
+    return f"{'met' if value >= least else 'missed'} ({value:.2f} {unit})"

@@ -1,0 +1,76 @@
+"""Orders to ranks and their answers: every wait has an end, and who keeps silent is given up."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from moe_serve.cluster.membership import Membership
+from moe_serve.cluster.messages import Order, StepDone, StepServed
+from moe_serve.cluster.pool_watch import PoolWatch
+from moe_serve.cluster.rank_link import Event
+from moe_serve.errors import ChannelClosedError
+
+_log = logging.getLogger(__name__)
+
+
+def _ignore(name: str, report: object) -> None:
+    """For questions whose answers can wait for each other."""
+
+
+class RankCalls:
+    """Used by the engine thread only."""
+
+    def __init__(self, membership: Membership, watch: PoolWatch) -> None:
+        self._membership, self._watch = membership, watch
+
+    def next_event(self, timeout_s: float) -> Event | None:
+        """See `Membership.next_event`; what ranks tell of their steps goes to the watch too."""
+        event = self._membership.next_event(timeout_s)
+        if event is None or event.link is None:
+            return event
+        if isinstance(event.report, StepServed | StepDone):
+            self._watch.heard(event.name, event.report, event.link.clock_offset_ns)
+        return event
+
+    def send(self, name: str, order: Order) -> None:
+        """To a rank that may be gone: its reader tells the rest."""
+        link = self._membership.roster[name].link
+        if link is not None:
+            try:
+                link.send(order)
+            except ChannelClosedError as error:
+                _log.warning("%s: %s", name, error)
+
+    def ask(
+        self,
+        orders: Mapping[str, Order],
+        kind: type,
+        timeout_s: float,
+        on_answer: Callable[[str, object], None] = _ignore,
+    ) -> dict[str, Any]:
+        """Collect the answers of one kind; ranks that are lost give none.
+
+        `on_answer` gets each as it comes, and None for a rank that is lost."""
+        for name, order in orders.items():
+            self.send(name, order)
+        roster, answers = self._membership.roster, dict[str, Any]()
+        waiting = {name: roster[name].num_starts for name in orders}  # a new process knows nothing
+        deadline = time.monotonic() + timeout_s
+        while True:
+            for name, start in list(waiting.items()):
+                if not roster[name].is_present or roster[name].num_starts != start:
+                    del waiting[name]
+                    on_answer(name, None)
+            if not waiting:
+                return answers
+            event = self.next_event(deadline - time.monotonic())
+            if event is None:
+                for name in sorted(waiting):
+                    self._membership.give_up(name, f"no {kind.__name__} in {timeout_s:g} s")
+            elif event.name in waiting and isinstance(event.report, kind):
+                del waiting[event.name]
+                answers[event.name] = event.report
+                on_answer(event.name, event.report)

@@ -1,0 +1,99 @@
+"""Layers whose outputs are computed in parts, each by another process, and then brought together.
+
+T rows, N outputs, K inputs, D model width, F width of a hidden layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+from torch import Tensor
+
+from moe_kernels.kernels import KVPages, Linear, SplitMLP
+from moe_serve.model.attention import Attention
+from moe_serve.model.step_inputs import StepInputs
+from moe_serve.model.tensor_shard import TensorShard, column_borders
+
+
+class Gather(Protocol):
+    """How the shards of an attention stage exchange columns: all call the same, in one order."""
+
+    @property
+    def shard(self) -> TensorShard: ...
+
+    def everywhere(self, part_TN: Tensor, widths: tuple[int, ...]) -> Tensor:
+        """This shard's columns -> those of all shards, next to each other."""
+        ...
+
+    def at_leader(self, part_TN: Tensor, widths: tuple[int, ...]) -> Tensor:
+        """The same for the first shard alone; the others get their own back."""
+        ...
+
+
+def widths_of(width: int, count: int) -> tuple[int, ...]:
+    """The columns of each shard."""
+    return tuple(end - start for start, end in pairwise(column_borders(width, count)))
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredLinear:
+    """Implements Linear; `part` has the columns of this shard."""
+
+    part: Linear
+    width: int
+    gather: Gather
+
+    def __call__(self, x_TK: Tensor, residual_TN: Tensor | None = None) -> Tensor:
+        shard = self.gather.shard
+        if residual_TN is not None:
+            residual_TN = residual_TN[:, shard.columns(self.width)].contiguous()
+        part_TN = self.part(x_TK, residual_TN)
+        return self.gather.everywhere(part_TN, widths_of(self.width, shard.count))
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredHead:
+    """Implements Linear for logits, which only the first shard wants."""
+
+    part: Linear
+    width: int
+    gather: Gather
+
+    def __call__(self, x_TK: Tensor, residual_TN: Tensor | None = None) -> Tensor:
+        assert residual_TN is None, "logits join no stream"
+        widths = widths_of(self.width, self.gather.shard.count)
+        return self.gather.at_leader(self.part(x_TK), widths)
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredAttention:
+    """Implements Attention; `part` has the heads of this shard."""
+
+    part: Attention
+    gather: Gather
+
+    def __call__(self, x_TD: Tensor, inputs: StepInputs, pages: KVPages) -> Tensor:
+        attended = self.part(x_TD, inputs, pages)
+        widths = (attended.shape[1],) * self.gather.shard.count
+        return self.gather.everywhere(attended, widths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatheredMLP:
+    """Of an ExpertBank with one expert what DenseMLP calls: gathers the hidden layer, then the
+    output."""
+
+    part: SplitMLP
+    hidden_width: int
+    width: int
+    gather: Gather
+
+    def __call__(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        count = self.gather.shard.count
+        hidden_TF = self.gather.everywhere(
+            self.part.hidden(x_TD), widths_of(self.hidden_width, count)
+        )
+        out_TD = self.part.output(hidden_TF, weights_TK)
+        return self.gather.everywhere(out_TD, widths_of(self.width, count))

@@ -1,0 +1,121 @@
+"""Which part of an attention stage one of several processes holds: heads, and columns of outputs.
+
+No sum is ever split: every product is cut by its outputs, and what was computed is then gathered.
+So each value is computed whole, by one process, and has the bits that it has without shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from moe_kernels.attention_shape import AttentionShape
+from moe_kernels.kernels import ExpertWeights
+from moe_kernels.quantised_matrix import only_floats
+from moe_serve.errors import ConfigError
+from moe_serve.model.spec import ModelSpec
+
+_PANEL = 16  # columns that the kernels compute together
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShard:
+    """Part `index` of `count`."""
+
+    index: int
+    count: int
+
+    def spec(self, spec: ModelSpec) -> ModelSpec:
+        """The model as this shard's attention and KV cache see it: fewer heads."""
+        layers = tuple(
+            replace(layer, attention=self._shape(layer.attention)) for layer in spec.layers
+        )
+        latent = spec.latent
+        if latent is not None:
+            latent = replace(latent, num_heads=latent.num_heads // self.count)
+        return replace(spec, layers=layers, latent=latent)
+
+    def _shape(self, shape: AttentionShape) -> AttentionShape:
+        """With fewer key/value heads than shards, several shards hold the same one."""
+        return replace(
+            shape,
+            num_heads=shape.num_heads // self.count,
+            num_kv_heads=max(1, shape.num_kv_heads // self.count),
+        )
+
+    def attention(
+        self, weights: Mapping[str, Tensor], spec: ModelSpec, layer: int
+    ) -> dict[str, Tensor]:
+        """A layer's weights by the keys of `attention_table` -> what of them is held here. `spec`
+        is the whole model's."""
+        return {
+            key: weight[self._rows(key, len(weight), spec, layer)]
+            for key, weight in weights.items()
+        }
+
+    def _rows(self, key: str, num_rows: int, spec: ModelSpec, layer: int) -> slice:
+        """Heads, or columns of the layer's output; norms and what makes latents are held whole."""
+        key = key.removesuffix("_bias")
+        if key == "o":
+            return self.columns(num_rows)
+        if key in ("q", "q_b", "kv_b", "sinks"):
+            return self._run(num_rows, self.index, self.count)
+        if key in ("k", "v"):
+            num_kv_heads = spec.layers[layer].attention.num_kv_heads
+            parts = min(self.count, num_kv_heads)
+            return self._run(num_rows, self.index * parts // self.count, parts)
+        return slice(None)
+
+    @staticmethod
+    def _run(num_rows: int, index: int, count: int) -> slice:
+        assert num_rows % count == 0, f"{num_rows} rows in {count} parts"
+        return slice(index * (num_rows // count), (index + 1) * (num_rows // count))
+
+    def mlp(self, weights: ExpertWeights) -> ExpertWeights:
+        """Columns of the hidden layer, and of the output."""
+        gate, up, down = (only_floats(w) for w in (weights.gate, weights.up, weights.down))
+        hidden, output = self.columns(len(gate)), self.columns(len(down))
+        gate_bias, up_bias, down_bias = (
+            None if bias is None else bias[part]
+            for bias, part in (
+                (weights.gate_bias, hidden),
+                (weights.up_bias, hidden),
+                (weights.down_bias, output),
+            )
+        )
+        return ExpertWeights(gate[hidden], up[hidden], down[output], gate_bias, up_bias, down_bias)
+
+    def columns(self, width: int) -> slice:
+        """This shard's of the columns of an output."""
+        borders = column_borders(width, self.count)
+        return slice(borders[self.index], borders[self.index + 1])
+
+
+def column_borders(width: int, count: int) -> list[int]:
+    """Runs of columns, equal but for whole panels: [0, ..., width]."""
+    panel = _PANEL if width >= _PANEL * count else 1
+    panels = -(-width // panel)
+    return [min(width, panel * (panels * i // count)) for i in range(count + 1)]
+
+
+def check_shards(spec: ModelSpec, count: int) -> None:
+    """Raise ConfigError if the model's heads do not fall into `count` equal parts."""
+    if count == 1:
+        return
+    a = spec.attention
+    if a.qk_norm == "row":
+        raise ConfigError(
+            f"cluster.attention_tp is {count}, but {spec.family} normalises queries and keys over "
+            "all heads together, which cannot be split: set it to 1, and use more attention ranks."
+        )
+    if a.num_heads % count:
+        raise ConfigError(
+            f"cluster.attention_tp ({count}) does not divide the model's {a.num_heads} query heads."
+        )
+    if spec.latent is None and a.num_kv_heads % count and count % a.num_kv_heads:
+        raise ConfigError(
+            f"cluster.attention_tp ({count}) must divide the model's {a.num_kv_heads} key/value "
+            "heads, or be a multiple of them: each shard then holds a copy of one."
+        )

@@ -1,0 +1,212 @@
+"""The links between the shards of one attention rank, and what they exchange in a step.
+
+Every shard has a link to every other. The first one leads: it alone knows when a step begins, and
+when it must be given up. A frame begins with a header of 64 bytes, which says what it is.
+
+    leader -> others   orders, the experts' sums, its columns: one sequence, numbered without end
+    others -> anyone   their columns, numbered from the step's beginning
+
+A shard that goes on to exchange n + 1 has every other's columns of exchange n, so all have taken
+those of n - 1: memory of a link is used again after eight messages.
+
+T rows, N columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from moe_serve.errors import MoeServeError
+from moe_serve.model.tensor_shard import TensorShard
+from moe_serve.pipeline.shared_link import SharedLink
+from moe_serve.pipeline.transfer import PeerLostError
+
+_HEADER_BYTES = 64
+_DATA, _ORDER, _ABANDON = 1, 2, 3
+_SIZE_BYTES = 8
+_SLOTS = 8
+_OTHERS = 1 << 31  # tags of what others than the leader send
+_PATIENCE_S = 3600.0  # between two looks; the leader's end closes the link
+_STEPS, _EXCHANGES = 1 << 10, 1 << 17
+
+
+class ShardLostError(MoeServeError):
+    """Another shard of this attention rank is gone, and so the whole rank is."""
+
+
+class StepAbandonedError(MoeServeError):
+    """The leader gives this step up. What was exchanged in it is void."""
+
+
+class ShardGroup:
+    """Implements Gather for one shard. `links`: by the others' numbers."""
+
+    def __init__(self, name: str, shard: TensorShard, links: Mapping[int, SharedLink]) -> None:
+        assert set(links) == set(range(shard.count)) - {shard.index}, f"links to {sorted(links)}"
+        self._name, self.shard = name, shard
+        self._links = dict(sorted(links.items()))  # the leader's answer tells most: it comes first
+        self._num_led = 0  # messages of the leader so far
+        self._step, self._num_exchanges = 0, 0
+        self._is_abandoned = False  # and the others have not said that they know
+
+    @property
+    def is_leader(self) -> bool:
+        return self.shard.index == 0
+
+    def has_message(self, index: int, timeout_s: float) -> bool:
+        """Wait for another shard's word, or its end; False after the time-out."""
+        return self._links[index].has_message(timeout_s)
+
+    def close(self) -> None:
+        """Whoever waits for this shard wakes, and ends."""
+        for link in self._links.values():
+            link.close()
+        self._links = {}
+
+    # What all do.
+
+    def everywhere(self, part_TN: Tensor, widths: tuple[int, ...]) -> Tensor:
+        """See `Gather.everywhere`."""
+        led, own = self._next_led(), self._next_exchange()
+        frame = _frame_of(part_TN)
+        for index in self._links:
+            self._send(index, frame, led if self.is_leader else own)
+        return self._joined(part_TN, widths, led, own)
+
+    def at_leader(self, part_TN: Tensor, widths: tuple[int, ...]) -> Tensor:
+        """See `Gather.at_leader`."""
+        own = self._next_exchange()
+        if self.is_leader:
+            return self._joined(part_TN, widths, 0, own)
+        self._send(0, _frame_of(part_TN), own)
+        return part_TN
+
+    def _joined(self, part_TN: Tensor, widths: tuple[int, ...], led: int, own: int) -> Tensor:
+        num_rows = len(part_TN)
+        out_TN = part_TN.new_empty(num_rows, sum(widths))
+        starts = [sum(widths[:index]) for index in range(len(widths))]
+        for index in range(len(widths)):
+            columns = out_TN[:, starts[index] : starts[index] + widths[index]]
+            if index == self.shard.index:
+                columns.copy_(part_TN)
+            else:
+                shape = (num_rows, widths[index])
+                tag = led if index == 0 else own
+                columns.copy_(self._receive(index, tag, shape, part_TN.dtype))
+        return out_TN
+
+    # What the leader does.
+
+    def order(self, content: bytes) -> None:
+        """Tell the others what comes next, a step or anything else."""
+        if self._is_abandoned:
+            self._is_abandoned = False
+            for index in self._links:
+                self._take(index, torch.empty(_HEADER_BYTES, dtype=torch.uint8), self._tag(0))
+        self._begin_step()
+        size = len(content).to_bytes(_SIZE_BYTES, "little")
+        self._lead(_header(_ORDER, size))
+        self._lead(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+
+    def share(self, rows_TN: Tensor) -> None:
+        """Give the others rows that only the leader has."""
+        self._lead(_frame_of(rows_TN))
+
+    def abandon(self) -> None:
+        """The others leave the step, wherever they are in it; if it has ended, nothing happens."""
+        self._lead(_header(_ABANDON))
+        self._is_abandoned = True
+
+    def _lead(self, frame: Tensor) -> None:
+        tag = self._next_led()
+        for index in self._links:
+            self._send(index, frame, tag)
+
+    # What the others do.
+
+    def next_order(self) -> bytes:
+        """Wait for the leader, as long as it lives."""
+        while True:
+            while not self._links[0].has_message(_PATIENCE_S):
+                continue
+            header = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
+            self._take(0, header, self._next_led())
+            if int(header[0]) == _ABANDON:  # a step that has ended here
+                self._send(0, _header(_ABANDON), self._tag(0))
+                continue
+            assert int(header[0]) == _ORDER, (
+                f"the leader sent {int(header[0])} in place of an order"
+            )
+            size = int.from_bytes(bytes(header[1 : 1 + _SIZE_BYTES].tolist()), "little")
+            content = torch.empty(size, dtype=torch.uint8)
+            self._take(0, content, self._next_led())
+            self._begin_step()
+            return content.numpy().tobytes()
+
+    def shared(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The rows that the leader shares; raises StepAbandonedError."""
+        return self._receive(0, self._next_led(), tuple(shape), dtype)
+
+    def _begin_step(self) -> None:
+        """What is still on its way of an abandoned step must not be taken for this one's."""
+        self._step, self._num_exchanges = (self._step + 1) % _STEPS, 0
+        for index, link in self._links.items():
+            if index != 0:
+                link.forget(self._is_stale)
+
+    def _is_stale(self, tag: int) -> bool:
+        return (tag & ~_OTHERS) // (_EXCHANGES << 4) != self._step
+
+    def _receive(self, index: int, tag: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size = dtype.itemsize * int(torch.Size(shape).numel())
+        frame = torch.empty(_HEADER_BYTES + size, dtype=torch.uint8)
+        self._take(index, frame, tag)
+        if int(frame[0]) == _ABANDON:
+            self._send(0, _header(_ABANDON), self._tag(0))
+            raise StepAbandonedError(f"{self._name} gives the step up")
+        assert int(frame[0]) == _DATA, f"shard {index} sent {int(frame[0])} in place of data"
+        return frame[_HEADER_BYTES:].view(dtype).view(shape)
+
+    def _send(self, index: int, frame: Tensor, tag: int) -> None:
+        try:
+            self._links[index].send(frame, tag, "its part of a layer").wait()
+        except PeerLostError as error:
+            raise ShardLostError(str(error)) from None
+
+    def _take(self, index: int, frame: Tensor, tag: int) -> None:
+        try:
+            self._links[index].receive(frame, tag, "its part of a layer").wait()
+        except PeerLostError as error:
+            raise ShardLostError(str(error)) from None
+
+    def _next_led(self) -> int:
+        self._num_led += 1
+        number = self._num_led % (_STEPS * _EXCHANGES)
+        return number << 4 | number % _SLOTS
+
+    def _next_exchange(self) -> int:
+        number = self._num_exchanges = self._num_exchanges + 1
+        assert number < _EXCHANGES, f"{number} exchanges in a step"
+        return self._tag(number)
+
+    def _tag(self, number: int) -> int:
+        """Of what others than the leader send in this step; 0: that they have left it."""
+        return _OTHERS | (self._step * _EXCHANGES + number) << 4 | number % _SLOTS
+
+
+def _header(kind: int, rest: bytes = b"") -> Tensor:
+    header = bytes([kind]) + rest
+    return torch.frombuffer(bytearray(header.ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def _frame_of(part_TN: Tensor) -> Tensor:
+    content = part_TN.contiguous().view(-1).view(torch.uint8) if part_TN.numel() else None
+    size = 0 if content is None else len(content)
+    frame = torch.empty(_HEADER_BYTES + size, dtype=torch.uint8)
+    frame[0] = _DATA
+    if content is not None:
+        frame[_HEADER_BYTES:] = content
+    return frame

@@ -1,0 +1,80 @@
+"""The logits of a model whose attention stage is shared out to threads, as shards would do it."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_serve.cache.kv_cache import KVCache
+from moe_serve.cluster.attention_shard import make_group
+from moe_serve.model.attention_stage import AttentionStage
+from moe_serve.model.loader import ModelLoader
+from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
+from moe_serve.model.tensor_shard import TensorShard
+from moe_serve.pipeline.pipeline import Pipeline
+from moe_serve.pipeline.shard_group import ShardGroup
+from moe_serve.pipeline.shard_transport import FollowerTransport, LeaderTransport
+from moe_serve.pipeline.transport import LocalTransport
+
+CPU = torch.device("cpu")
+PAGES = (4, 9, 1, 7, 2, 8, 3)
+
+
+def groups(count: int, timeout_s: float = 20.0) -> list[ShardGroup]:
+    """Connected shards of one process."""
+    ends: list[dict[int, socket.socket]] = [{} for _ in range(count)]
+    for a, b in combinations(range(count), 2):
+        ends[a][b], ends[b][a] = socket.socketpair()
+    return [
+        make_group("attention-0", TensorShard(i, count), own, timeout_s)
+        for i, own in enumerate(ends)
+    ]
+
+
+def sharded_logits(
+    folder: Path, count: int, dtype: torch.dtype, prompt: list[int], chunk: int
+) -> tuple[Tensor, list[int]]:
+    """Of all positions, and the KV bytes of each shard."""
+
+    def run(group: ShardGroup) -> tuple[Tensor, int]:
+        try:
+            return _run(folder, group, dtype, prompt, chunk)
+        finally:
+            if not group.is_leader:
+                group.close()
+
+    members = groups(count)
+    with ThreadPoolExecutor(count) as pool:
+        results = list(pool.map(run, members))
+    members[0].close()
+    return results[0][0], [num_bytes for _, num_bytes in results]
+
+
+def _run(
+    folder: Path, group: ShardGroup, dtype: torch.dtype, prompt: list[int], chunk: int
+) -> tuple[Tensor, int]:
+    loader = ModelLoader(folder, kernels="native", dtype=dtype, num_threads=1)
+    stage: AttentionStage = loader.attention_stage(512, group)
+    cache = KVCache(stage.spec, 9, dtype, CPU)
+    if group.is_leader:
+        transport = LeaderTransport(LocalTransport(loader.expert_stage()), group)
+        pipeline = Pipeline(stage, transport, cache, CPU)
+    else:
+        pipeline = Pipeline(stage, FollowerTransport(group), cache, CPU)
+    parts = []
+    for start in range(0, len(prompt), chunk):
+        if group.is_leader:
+            group.order(b"go")
+        else:
+            assert group.next_order() == b"go", "an order is what was sent"
+        ids = np.array(prompt[start : start + chunk])
+        piece = SequenceSlice(0, start, ids, PAGES, len(ids))
+        parts.append(pipeline.run(StepPlan((MicroBatch((piece,)),))))
+    num_bytes = sum(layer.keys.nbytes for layer in cache.layers)
+    return torch.cat(parts), num_bytes

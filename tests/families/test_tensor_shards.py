@@ -1,0 +1,48 @@
+"""An attention stage in shards: every logit has the bits that it has in one piece."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_sets import KERNEL_SETS
+from parity import model_logits, random_prompts, write_checkpoint
+from sharded_logits import CPU, sharded_logits
+from test_families import CASES
+
+from moe_serve.cache.kv_cache import KVCache
+from moe_serve.errors import ConfigError
+from moe_serve.model.loader import ModelLoader
+from moe_serve.model.tensor_shard import check_shards
+
+NAMES = list(CASES)
+
+pytestmark = list(KERNEL_SETS[1].marks)  # needs the native kernels
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp(request.param), CASES[request.param])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_bits_do_not_change(folder: Path, count: int, dtype: torch.dtype) -> None:
+    (prompt,) = random_prompts((50,))
+    loader = ModelLoader(folder, kernels="native", dtype=dtype)
+    try:
+        check_shards(loader.spec, count)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    for chunk in (50, 7, 1):
+        expected = model_logits(folder, "native", prompt, chunk, dtype)
+        found, kv_bytes = sharded_logits(folder, count, dtype, prompt, chunk)
+        assert found.shape == expected.shape, f"{found.shape} for {expected.shape}"
+        assert torch.equal(found, expected), (
+            f"{folder.name}, {count} shards, {chunk=}: {(found != expected).sum()} values differ, "
+            f"by up to {(found - expected).abs().max():.2e}"
+        )
+    whole = sum(layer.keys.nbytes for layer in KVCache(loader.spec, 9, dtype, CPU).layers)
+    parts = 1 if loader.spec.latent else min(count, loader.spec.attention.num_kv_heads)
+    assert kv_bytes == [whole // parts] * count, f"{kv_bytes} of {whole} bytes of keys"
