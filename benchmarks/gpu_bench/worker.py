@@ -93,9 +93,7 @@ def _run_kinds(job: Job, engine: Engine, outcome: Outcome, save: Save) -> None:
         save(outcome)
 
 
-def _run_kind(
-    job: Job, engine: Engine, outcome: Outcome, kind: Kind, rng: random.Random
-) -> None:
+def _run_kind(job: Job, engine: Engine, outcome: Outcome, kind: Kind, rng: random.Random) -> None:
     """Once as it is timed, to compile and capture, and then `repeat` times."""
     for round_ in range(job.work.repeat + 1):
         prompts = make_prompts(rng, kind, job.vocab_size)
