@@ -89,7 +89,7 @@ class ExpertLoop:
                 self._post(shape, *order[following])
             for arrival, sums_nD in zip(arrivals, sums, strict=True):
                 self._answer(shape, exchange, arrival, sums_nD)
-            rows = sum(len(arrival.rows.x_TD) for arrival in arrivals)
+            rows = sum([arrival.rows.x_TD.shape[0] for arrival in arrivals])
             self._log.add(Stage.SEND, layer, micro_batch, rows, start)
         self._back.wait_all()
         since = time.perf_counter()
@@ -150,20 +150,26 @@ class ExpertLoop:
     ) -> list[Tensor] | list[None]:
         """One product for all; None for each if it failed."""
         parts = [arrival.rows for arrival in arrivals]
-        counts = [len(part.x_TD) for part in parts]
+        counts = [part.x_TD.shape[0] for part in parts]
         if not sum(counts):
             return [torch.empty(0, self._wire.width, dtype=torch.float64)] * len(parts)
         try:
             start = self._log.now()
             whole = parts[0] if len(parts) == 1 else _joined(parts)
             start = self._log.add(Stage.PACK, layer, micro_batch, sum(counts), start)
-            sums_TD = self._stage.partial(layer, whole.x_TD, whole.expert_ids_TK, whole.weights_TK)
+            sums_TD = self._product(layer, whole)
         except Exception as error:
             _log.exception("layer %d failed with %d rows", layer, sum(counts))
             self.failure = f"layer {layer}, {sum(counts)} rows: {error}"
             return [None] * len(parts)
         self._log.add(Stage.EXPERTS, layer, micro_batch, sum(counts), start)
-        return list(sums_TD.split(counts))
+        return [sums_TD] if len(counts) == 1 else list(sums_TD.split(counts))
+
+    def _product(self, layer: int, rows: RoutedRows) -> Tensor:
+        """Parts of sums in fp64; where all experts are here, the sums, rounded as they travel."""
+        if self._wire.sum_dtype == torch.float32:
+            return self._stage.run(layer, rows)
+        return self._stage.partial(layer, rows.x_TD, rows.expert_ids_TK, rows.weights_TK)
 
     def _answer(
         self, shape: StepShape, exchange: Exchange, arrival: Arrival, sums_nD: Tensor | None

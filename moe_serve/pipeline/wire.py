@@ -22,6 +22,7 @@ from moe_serve.pipeline.frame_memory import FrameMemory
 
 _FP8_MAX = 448.0  # of float8_e4m3fn
 _ALIGNMENT = 64
+_MAX_SECTIONS = 256  # that a frame remembers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,7 @@ class _Frame:
 
     def __init__(self, memory: FrameMemory, header: Header) -> None:
         self._memory, self._header = memory, header
+        self._sections: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
 
     @property
     def buffer(self) -> Tensor:
@@ -100,8 +102,16 @@ class _Frame:
         return self._memory.buffer
 
     def _section(self, offset: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        size = rows * columns * dtype.itemsize
-        return self._memory.work[offset : offset + size].view(dtype).view(rows, columns)
+        """A view of the frame. Steps repeat each other's sizes, so views are kept."""
+        key = (offset, rows, columns, dtype)
+        section = self._sections.get(key)
+        if section is None:
+            if len(self._sections) >= _MAX_SECTIONS:
+                self._sections.clear()
+            size = rows * columns * dtype.itemsize
+            section = self._memory.work[offset : offset + size].view(dtype).view(rows, columns)
+            self._sections[key] = section
+        return section
 
 
 class DispatchFrame(_Frame):
