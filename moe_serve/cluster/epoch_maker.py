@@ -13,6 +13,7 @@ from moe_serve.cluster.membership import Membership
 from moe_serve.cluster.messages import DropExperts, Join, Joined, Order, TakeExperts, TookExperts
 from moe_serve.cluster.rank_calls import RankCalls
 from moe_serve.cluster.roster import Phase, RankState
+from moe_serve.pipeline.data_group import MEETING_TIMEOUT_S
 from moe_serve.pipeline.meeting import MeetingPlace
 
 _log = logging.getLogger(__name__)
@@ -97,7 +98,9 @@ class EpochMaker:
                     self._place.call_off(epoch.number, len(names))
                 refused[name] = why
 
-        self._calls.ask(dict.fromkeys(names, join), Joined, self._timeout_s, note)
+        # A member may wait for a lost one until its old step's time-out, and then twice in here.
+        timeout_s = self._timeout_s + 2 * MEETING_TIMEOUT_S
+        self._calls.ask(dict.fromkeys(names, join), Joined, timeout_s, note)
         last, self._last = self._last, epoch
         self._place.forget(last.number, len(last.starts))
         if refused:
