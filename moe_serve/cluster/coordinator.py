@@ -95,7 +95,7 @@ class Coordinator:
             if self._is_stopping.is_set():
                 return False
             self._note_outage()
-            if self.membership.roster.has_both_pools:
+            if self._maker.can_make:
                 self._renew()
             elif has_waited and not is_patient:
                 return False
