@@ -11,49 +11,17 @@ step's plan; the last is sent as far as it is filled. Scales are there for fp8 r
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from moe_serve.errors import MoeServeError
+from moe_serve.pipeline.frame_header import FLAG_ERROR, HEADER_BYTES, Exchange, Header
+from moe_serve.pipeline.frame_memory import FrameMemory
 
-MAGIC = 0x4D6F4557
-HEADER_BYTES = 64
-FLAG_ERROR = 1  # the sender failed: there are no rows
-_HEADER = struct.Struct("<IIQQIII")  # magic, flags, epoch, step, layer, micro-batch, rows
-_MAX_SECTIONS = 256  # that a frame remembers
 _FP8_MAX = 448.0  # of float8_e4m3fn
 _ALIGNMENT = 64
-
-
-class WireError(MoeServeError):
-    """A frame is not the one that the step's plan announces."""
-
-
-class Exchange(NamedTuple):
-    """Which exchange of which step a frame belongs to."""
-
-    epoch: int
-    step: int
-    layer: int
-    micro_batch: int
-
-    def __str__(self) -> str:
-        return f"step {self.step}, layer {self.layer}, micro-batch {self.micro_batch}"
-
-
-@dataclass(frozen=True, slots=True)
-class Leg:
-    """One way of an exchange, as reports name it."""
-
-    name: Literal["dispatch", "combine"]
-    exchange: Exchange
-
-    def __str__(self) -> str:
-        return f"{self.name} of {self.exchange}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,54 +75,31 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
+def fp8_scales(x_TD: Tensor) -> Tensor:
+    """One fp32 scale [T, 1] for each row: its largest value becomes that of float8_e4m3fn."""
+    return (x_TD.float().abs().amax(dim=1, keepdim=True) / _FP8_MAX).clamp(min=1e-12)
+
+
+def as_received(wire: WireFormat, x_TD: Tensor) -> Tensor:
+    """Rows as the expert side sees them: rounded on their way, in the model's dtype."""
+    if wire.has_scales:
+        scales = fp8_scales(x_TD)
+        return ((x_TD.float() / scales).to(wire.row_dtype).float() * scales).to(wire.dtype)
+    return x_TD.to(wire.row_dtype).to(wire.dtype)
+
+
 class _Frame:
-    """A buffer with a header."""
+    """A header, and sections behind it."""
 
-    def __init__(self, buffer: Tensor) -> None:
-        self.buffer = buffer  # uint8
-        self._memory: Any = buffer.numpy()
-        self._sections: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
-        self._beginnings: dict[int, Tensor] = {}
+    def __init__(self, memory: FrameMemory, header: Header) -> None:
+        self._memory, self._header = memory, header
 
-    def _write_header(self, exchange: Exchange, num_rows: int, flags: int) -> None:
-        _HEADER.pack_into(self._memory, 0, MAGIC, flags, *exchange, num_rows)
-
-    def check(self, exchange: Exchange, most: int, sender: str) -> int:
-        """-> the number of rows; raises WireError if this is another exchange's frame."""
-        magic, flags, *found, rows = _HEADER.unpack_from(self._memory)
-        if magic != MAGIC:
-            raise WireError(f"{exchange}: {sender} sent no frame (magic {magic:#x}).")
-        if tuple(found) != exchange:
-            raise WireError(
-                f"{exchange} of epoch {exchange.epoch}: {sender} sent the frame of "
-                f"{Exchange(*found)}, epoch {found[0]}."
-            )
-        if rows > most:
-            raise WireError(f"{exchange}: {sender} sent {rows} rows, at most {most} were planned.")
-        if flags & FLAG_ERROR:
-            raise WireError(f"{exchange}: {sender} failed, see its log.")
-        return int(rows)
+    def first(self, size: int) -> Tensor:
+        """What travels: so many bytes, uint8."""
+        return self._memory.first(size)
 
     def _section(self, offset: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """A view of the buffer. Steps repeat each other's sizes, so views are kept."""
-        key = (offset, rows, columns, dtype)
-        section = self._sections.get(key)
-        if section is None:
-            if len(self._sections) >= _MAX_SECTIONS:
-                self._sections.clear()
-            size = rows * columns * dtype.itemsize
-            section = self.buffer[offset : offset + size].view(dtype).view(rows, columns)
-            self._sections[key] = section
-        return section
-
-    def _upto(self, end: int) -> Tensor:
-        """The buffer's beginning: what is sent."""
-        beginning = self._beginnings.get(end)
-        if beginning is None:
-            if len(self._beginnings) >= _MAX_SECTIONS:
-                self._beginnings.clear()
-            beginning = self._beginnings[end] = self.buffer[:end]
-        return beginning
+        return self._memory.section(offset, rows, columns, dtype)
 
 
 class DispatchFrame(_Frame):
@@ -178,21 +123,39 @@ class DispatchFrame(_Frame):
     ) -> Tensor:
         """Fill in n rows -> what to send. Without ids: the expert side routes them."""
         num_rows = x_TD.shape[0]
-        self._write_header(exchange, num_rows, 0)
+        self._header.write(exchange, num_rows, 0)
         end = self.offset_of_rows(wire, planned)
         if not num_rows:
-            return self._upto(HEADER_BYTES)
+            return self.first(HEADER_BYTES)
         if expert_ids_TK is not None and weights_TK is not None:
             ids, weights = self.choices(wire, planned, num_rows)
             ids.copy_(expert_ids_TK)
             weights.copy_(weights_TK)
         rows = self._section(end, num_rows, wire.width, wire.row_dtype)
         if wire.has_scales:
-            scales = (x_TD.float().abs().amax(dim=1, keepdim=True) / _FP8_MAX).clamp(min=1e-12)
+            scales = fp8_scales(x_TD)
             self._scales(wire, planned, num_rows).copy_(scales)
             x_TD = x_TD.float() / scales
         rows.copy_(x_TD)
-        return self._upto(end + num_rows * wire.row_bytes)
+        return self._memory.to_send(end + num_rows * wire.row_bytes)
+
+    def write_nobody(
+        self, wire: WireFormat, exchange: Exchange, planned: int, is_fixed: bool
+    ) -> Tensor:
+        """No rows: a header, or the planned rows with experts that are nowhere."""
+        self._header.write(exchange, 0, 0)
+        if not is_fixed:
+            return self.first(HEADER_BYTES)
+        end = wire.dispatch_bytes(planned)
+        self._memory.work[HEADER_BYTES:end].zero_()
+        self.choices(wire, planned, planned)[0].fill_(-1)
+        return self._memory.to_send(end)
+
+    def open(self, wire: WireFormat, exchange: Exchange, planned: int, sender: str) -> int:
+        """The frame came -> how many rows it has; raises WireError."""
+        num_rows = self._header.check(exchange, planned, sender)
+        self._memory.received(self.offset_of_rows(wire, planned) + num_rows * wire.row_bytes)
+        return num_rows
 
     def choices(self, wire: WireFormat, planned: int, num_rows: int) -> tuple[Tensor, Tensor]:
         """Ids (int32, -1: elsewhere) and weights (fp32), [n, K] each."""
@@ -203,7 +166,7 @@ class DispatchFrame(_Frame):
         )
 
     def rows(self, wire: WireFormat, planned: int, num_rows: int) -> Tensor:
-        """x [n, D] in the model's dtype: a view of the buffer where it travels so."""
+        """x [n, D] in the model's dtype: a view of the frame where it travels so."""
         x_TD = self._section(
             self.offset_of_rows(wire, planned), num_rows, wire.width, wire.row_dtype
         )
@@ -233,19 +196,32 @@ class CombineFrame(_Frame):
     ) -> Tensor:
         """Fill in n sums, and which rows they belong to if the sender does not know."""
         num_rows, start = sums_TD.shape[0], self.offset_of_sums(planned)
-        self._write_header(exchange, num_rows, 0)
+        self._header.write(exchange, num_rows, 0)
         if row_numbers_T is not None:
             self.row_numbers(num_rows).copy_(row_numbers_T)
         self._section(start, num_rows, wire.width, wire.sum_dtype).copy_(sums_TD)
-        return self._upto(start + num_rows * wire.sum_bytes)
+        return self._memory.to_send(start + num_rows * wire.sum_bytes)
 
-    def write_error(self, exchange: Exchange) -> Tensor:
-        """In place of sums: this exchange failed here."""
-        self._write_header(exchange, 0, FLAG_ERROR)
-        return self._upto(HEADER_BYTES)
+    def write_error(
+        self, wire: WireFormat, exchange: Exchange, planned: int, is_fixed: bool
+    ) -> Tensor:
+        """In place of sums: this exchange failed here. Fixed: with sums of zero."""
+        self._header.write(exchange, 0, FLAG_ERROR)
+        if not is_fixed:
+            self._memory.settle()
+            return self.first(HEADER_BYTES)
+        end = wire.combine_bytes(planned)
+        self._memory.work[HEADER_BYTES:end].zero_()
+        return self._memory.to_send(end)
+
+    def open(self, wire: WireFormat, exchange: Exchange, planned: int, sender: str) -> int:
+        """The frame came -> how many sums it has; raises WireError, also if the sender failed."""
+        num_rows = self._header.check(exchange, planned, sender)
+        self._memory.received(self.offset_of_sums(planned) + num_rows * wire.sum_bytes)
+        return num_rows
 
     def sums(self, wire: WireFormat, planned: int, num_rows: int) -> Tensor:
-        """[n, D], a view of the buffer."""
+        """[n, D], a view of the frame."""
         return self._section(self.offset_of_sums(planned), num_rows, wire.width, wire.sum_dtype)
 
     def row_numbers(self, num_rows: int) -> Tensor:
