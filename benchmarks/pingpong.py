@@ -35,8 +35,8 @@ from random_model.writer import write_random_model
 
 # On the CPUs tried, T_a and T_e of this model are within a few percent of each other.
 SIZES = Sizes(
-    num_layers=24, width=256, num_heads=16, num_kv_heads=4, head_dim=64,
-    num_experts=4, top_k=2, expert_width=1280, vocab_size=4096, max_positions=1024,
+    num_layers=24, width=256, num_heads=20, num_kv_heads=4, head_dim=64,
+    num_experts=4, top_k=2, expert_width=1024, vocab_size=4096, max_positions=1024,
 )  # fmt: skip
 PARTS = ("ablation", "engines", "deepspeed")
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 384)
@@ -139,8 +139,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--model", type=Path, help="a checkpoint instead of a random model")
     parser.add_argument("--batch", type=int, default=384, help="divisible by 12")
-    parser.add_argument("--context", type=int, default=64, help="tokens of a sequence at most")
-    parser.add_argument("--rounds", type=int, default=8, help="of the ablation")
+    parser.add_argument("--context", type=int, default=32, help="tokens of a sequence at most")
+    parser.add_argument("--rounds", type=int, default=3, help="of each pass")
     parser.add_argument(
         "--delays", type=float, nargs="+", default=DELAYS, help="of T_f of half the batch, one way"
     )

@@ -111,7 +111,7 @@ class ExpertLoop:
             frame = self._in.get(name, micro_batch, size)
             tag = dispatch_tag(layer, micro_batch)
             leg = Leg("dispatch", exchange)
-            transfer = self._group.receive(name, frame.buffer[:size], tag, leg)
+            transfer = self._group.receive(name, frame.first(size), tag, leg)
             self._in.use(name, micro_batch, transfer)
 
     def _arrivals(self, shape: StepShape, exchange: Exchange) -> list[Arrival]:
@@ -157,19 +157,13 @@ class ExpertLoop:
             start = self._log.now()
             whole = parts[0] if len(parts) == 1 else _joined(parts)
             start = self._log.add(Stage.PACK, layer, micro_batch, sum(counts), start)
-            sums_TD = self._product(layer, whole)
+            sums_TD = self._stage.partial(layer, whole.x_TD, whole.expert_ids_TK, whole.weights_TK)
         except Exception as error:
             _log.exception("layer %d failed with %d rows", layer, sum(counts))
             self.failure = f"layer {layer}, {sum(counts)} rows: {error}"
             return [None] * len(parts)
         self._log.add(Stage.EXPERTS, layer, micro_batch, sum(counts), start)
         return [sums_TD] if len(counts) == 1 else list(sums_TD.split(counts))
-
-    def _product(self, layer: int, rows: RoutedRows) -> Tensor:
-        """Parts of sums in fp64; where all experts are here, the sums, rounded as they travel."""
-        if self._wire.sum_dtype == torch.float32:
-            return self._stage.run(layer, rows)
-        return self._stage.partial(layer, rows.x_TD, rows.expert_ids_TK, rows.weights_TK)
 
     def _answer(
         self, shape: StepShape, exchange: Exchange, arrival: Arrival, sums_nD: Tensor | None

@@ -31,7 +31,7 @@ _FIELDS = [
     ("zeros", f"V{HEADER_BYTES - 36}"),
 ]
 _HEADER = np.dtype(_FIELDS)
-_PACKED = struct.Struct("<IIQQIII")  # the same, without the zeros
+_PACKED = struct.Struct("<IIQQIII")  # the same, on the host
 
 
 class WireError(MoeServeError):
@@ -75,13 +75,13 @@ class HostHeader:
     """Implements Header in host memory."""
 
     def __init__(self, buffer: Tensor) -> None:
-        self._header: Any = buffer[:HEADER_BYTES].numpy()
+        self._bytes: Any = buffer[:HEADER_BYTES].numpy()
 
     def write(self, exchange: Exchange, num_rows: int, flags: int) -> None:
-        _PACKED.pack_into(self._header, 0, MAGIC, flags, *exchange, num_rows)
+        _PACKED.pack_into(self._bytes, 0, MAGIC, flags, *exchange, num_rows)
 
     def check(self, exchange: Exchange, most: int, sender: str) -> int:
-        return _checked(_PACKED.unpack_from(self._header), exchange, most, sender)
+        return _checked(_PACKED.unpack_from(self._bytes), exchange, most, sender)
 
 
 class HeaderLog:
@@ -149,18 +149,17 @@ def _values(exchange: Exchange, num_rows: int, flags: int) -> tuple[int | bytes,
     return (MAGIC, flags, *exchange, num_rows, b"")
 
 
-def _checked(header: Sequence[int], exchange: Exchange, most: int, sender: str) -> int:
-    magic, flags, epoch, step, layer, micro_batch, rows = header
-    found = Exchange(epoch, step, layer, micro_batch)
+def _checked(fields: Sequence[int], exchange: Exchange, most: int, sender: str) -> int:
+    magic, flags, *found, rows = fields
     if magic != MAGIC:
         raise WireError(f"{exchange}: {sender} sent no frame (magic {magic:#x}).")
-    if found != exchange:
+    if tuple(found) != exchange:
         raise WireError(
-            f"{exchange} of epoch {exchange.epoch}: {sender} sent the frame of {found}, "
-            f"epoch {epoch}."
+            f"{exchange} of epoch {exchange.epoch}: {sender} sent the frame of "
+            f"{Exchange(*found)}, epoch {found[0]}."
         )
     if rows > most:
         raise WireError(f"{exchange}: {sender} sent {rows} rows, at most {most} were planned.")
     if flags & FLAG_ERROR:
         raise WireError(f"{exchange}: {sender} failed, see its log.")
-    return int(rows)
+    return rows

@@ -160,7 +160,7 @@ class GroupTransport:
             part.weights_nK if is_routed else None,
         )
         self._begin_send(name, exchange, content)
-        if len(part.x_nD):
+        if part.x_nD.shape[0]:
             self._rows[name, micro_batch] = part.rows_n
             self._begin_receive(name, exchange)
 
@@ -175,7 +175,7 @@ class GroupTransport:
         frame = self._back.get(name, exchange.micro_batch, size)
         tag = combine_tag(exchange.layer, exchange.micro_batch)
         leg = Leg("combine", exchange)
-        transfer = self._group.receive(name, frame.buffer[:size], tag, leg)
+        transfer = self._group.receive(name, frame.first(size), tag, leg)
         self._back.use(name, exchange.micro_batch, transfer)
 
     def _receive(self, name: str, layer: int, micro_batch: int) -> tuple[CombineFrame, int]:

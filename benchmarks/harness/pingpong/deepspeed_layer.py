@@ -36,11 +36,7 @@ def time_deepspeed(
 ) -> DeepSpeedTimes:
     """`python`: the interpreter that has deepspeed; None: this one."""
     interpreter = python or sys.executable
-    has_it = subprocess.run(
-        [interpreter, "-c", "import importlib.util as u; exit(u.find_spec('deepspeed') is None)"],
-        check=False,
-    )
-    if has_it.returncode:
+    if not _has_deepspeed(interpreter):
         why = f"deepspeed is not installed in {interpreter}: pip install 'moe-serve[deepspeed]'"
         return DeepSpeedTimes(rows=rows, missing=why)
     job = {**sizes, "rows": [rows], "repeat": _REPEAT}
@@ -60,6 +56,14 @@ def time_deepspeed(
     if any(process.returncode for process in ranks):
         return DeepSpeedTimes(rows=rows, missing="deepspeed failed; its last words are above")
     return DeepSpeedTimes(rows=rows, layer_s=max(json.loads(text)[str(rows)] for text in outputs))
+
+
+def _has_deepspeed(interpreter: str) -> bool:
+    look = "import importlib.util as u; exit(u.find_spec('deepspeed') is None)"
+    try:
+        return subprocess.run([interpreter, "-c", look], check=False).returncode == 0
+    except OSError:
+        return False
 
 
 def _start(interpreter: str, rank: int, port: int, job: dict[str, Any]) -> subprocess.Popen[str]:
