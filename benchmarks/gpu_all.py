@@ -117,7 +117,7 @@ def _test(name: str, files: Iterable[str]) -> Piece:
             *("-o", "timeout=300"),
             *(f"{_GPU_TESTS}/{file}" for file in files),
         ),
-        needs=("pytest", "pytest_timeout", "hypothesis", "transformers"),
+        needs=("pytest", "pytest_timeout", "hypothesis", "tokenizers", "transformers"),
     )
 
 

@@ -149,7 +149,7 @@ class ExpertRank:
             for layer, experts in sorted(order.experts.items()):
                 bank = self._loader.expert_bank(layer, experts)
                 self._stage.add(layer, bank, experts)
-        except MoeServeError as error:
+        except (MoeServeError, OSError, MemoryError, RuntimeError) as error:  # torch's: no memory
             return TookExperts(why=str(error))
         return TookExperts()
 

@@ -28,6 +28,8 @@ from moe_serve.model.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)
 
+_NOTHING = RowFailure("no token came of its step")  # of a rank that is out of its mind
+
 
 class Engine:
     """`add` and `abort` requests, `step` while `has_work`.
@@ -85,12 +87,13 @@ class Engine:
         self._scheduler.add(sequence)
 
     def abort(self, request_id: str) -> None:
-        """End a request now; unknown or finished ids are ignored."""
+        """End a request now; unknown or finished ids are ignored. Raises ExecutorLostError; the
+        request has ended all the same."""
         if request_id in self._sequences:
-            self._end([self._sequences[request_id]])
             self._pending.append(
                 TokenDelta(request_id=request_id, finish_reason=FinishReason.ABORT)
             )
+            self._end([self._sequences[request_id]])
 
     @property
     def num_seats(self) -> int:
@@ -176,7 +179,7 @@ class Engine:
     def _finish(self, schedule: Schedule, outcome: StepOutcome | Exception) -> None:
         """A step's deltas become pending. If it raised, every sequence runs alone."""
         if isinstance(outcome, StepOutcome):
-            self._pending += self._publish(schedule, outcome)
+            self._publish(schedule, outcome)
             return
         _log.error("step %d failed with %d sequences", self._num_steps, len(schedule))
         _log.error("the failure:", exc_info=outcome)
@@ -213,9 +216,10 @@ class Engine:
         scheduled = {s.id for s in (*self._scheduler.running, *self._scheduler.waiting)}
         assert known == scheduled, f"requests {known ^ scheduled} are lost"
 
-    def _publish(self, schedule: Schedule, outcome: StepOutcome) -> list[TokenDelta]:
-        """Advance the sequences, append what was sampled, and tell."""
-        deltas, ended = [], []
+    def _publish(self, schedule: Schedule, outcome: StepOutcome) -> None:
+        """Advance the sequences, append what was sampled, and tell: before the executor is asked
+        for the pages of those that end, as it may be lost."""
+        ended = []
         for key, (sequence, count) in schedule.items():
             unread = sequence.num_prompt_tokens - sequence.num_computed_tokens
             self._num_prompt_tokens += max(0, min(count, unread))
@@ -223,12 +227,11 @@ class Engine:
             sequence.num_computed_tokens += count
             sequence.is_proven = False
             if sequence.num_pending_tokens == 0:
-                delta = self._advance(sequence, outcome.sampled[key])
-                deltas.append(delta)
+                delta = self._advance(sequence, outcome.sampled.get(key, _NOTHING))
+                self._pending.append(delta)
                 if delta.finish_reason not in (None, FinishReason.ERROR):
                     ended.append(sequence)  # a failed one has ended already
         self._end(ended)
-        return deltas
 
     def _advance(self, sequence: Sequence, sampled: Sampled | RowFailure) -> TokenDelta:
         """Append a sampled token. The caller ends the request if it is the last."""

@@ -61,6 +61,8 @@ class DataGroup:
             )  # fmt: skip
             self.is_nccl = met.is_gpu_each
             if self.is_nccl:
+                for connection in met.local.values():
+                    connection.close()
                 self._nccl = NcclGroups(prefix, index[me], len(members), device, timeout_s)
             elif not met.is_one_host:
                 self._group = ProcessGroup(
@@ -83,8 +85,6 @@ class DataGroup:
         delay_s: float,
     ) -> Link:
         if self._nccl is not None:
-            if connection is not None:
-                connection.close()
             return self._nccl.link(name, place)
         if connection is not None:
             return SharedLink(name, connection, timeout_s, delay_s)

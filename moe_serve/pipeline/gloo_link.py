@@ -47,7 +47,7 @@ class ProcessGroup:
         timeout_s: float,
     ) -> None:
         """Meets the others; raises RuntimeError if not all come within `meeting_s`."""
-        self._group: Any = _make_group(store, rank, size, host, meeting_s)
+        self._group: Any = make_group(store, rank, size, host, meeting_s)
         self._group._set_default_timeout(timedelta(seconds=timeout_s))
 
     def link(self, peer: str, index: int) -> GroupLink:
@@ -85,7 +85,7 @@ class GroupLink:
         return _Work(self._peer, work, buffer, operation)
 
 
-def _make_group(store: Any, rank: int, size: int, host: str, meeting_s: float) -> Any:
+def make_group(store: Any, rank: int, size: int, host: str, meeting_s: float) -> Any:
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=host)]  # listens there and nowhere else

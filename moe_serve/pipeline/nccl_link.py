@@ -98,6 +98,8 @@ class NcclGroups:
         self, name: str, peer: str, index: int, buffer: Tensor, tag: int, operation: object
     ) -> _Work:
         """`name`: send or recv. Both sides give buffers of the same size."""
+        if not self._groups:
+            raise PeerLostError(peer, operation, "this epoch was given up")
         try:
             work = getattr(self._groups[tag % 2], name)([buffer], index, 0)
         except RuntimeError as error:

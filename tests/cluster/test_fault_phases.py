@@ -26,6 +26,7 @@ from moe_serve.config import EngineConfig
 from moe_serve.engine.build import model_folder
 from moe_serve.engine.request import FinishReason
 from moe_serve.engine.step_executor import LocalExecutor
+from moe_serve.model.loader import ModelLoader
 from moe_serve.pipeline import data_group
 from moe_serve.pipeline.expert_loop import ExpertLoop
 from moe_serve.pipeline.group_transport import GroupTransport
@@ -145,6 +146,17 @@ def test_the_only_one_is_killed_in_a_step(
     faults.at(owner, function, faults.die, rank=rank, time=8)
     with driven(faults, fault_config(1, 1)) as (drive, _):
         assert_recovers(drive, expected, num_lost=1)
+
+
+def test_no_room_for_a_takeover(
+    faults: Faults, expected: dict[str, Answer], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rank that cannot take more experts stays; requests wait for the one that has them."""
+    faults.at(ExpertLoop, "_sums", faults.die, rank="expert-0", time=4)
+    faults.at(ModelLoader, "expert_bank", faults.fail, rank="expert-1", time=None)
+    with driven(faults) as (drive, _):
+        assert_recovers(drive, expected, num_lost=1)
+    assert "expert-1 could not take experts over" in caplog.text
 
 
 def test_lost_and_back_before_anybody_looks(faults: Faults, expected: dict[str, Answer]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from gloo_as_nccl import put_gloo
 from layouts import Answer, colocated, config, on_ranks, random_placement, requests
 from moe_serve.cluster import epoch
 from moe_serve.config import EngineConfig
@@ -45,9 +46,10 @@ def _check(of: EngineConfig, wanted: list[GenerationRequest] = WANTED) -> None:
 
 
 @pytest.mark.parametrize("is_sharing", [True, False], ids=["shared", "gloo"])
-@pytest.mark.parametrize("micro_batches", [1, 2, 3])
-@pytest.mark.parametrize(("attention", "experts"), [(1, 1), (2, 3)])
-@pytest.mark.parametrize("frames", ["masked", "staged"])
+@pytest.mark.parametrize(
+    ("attention", "experts", "micro_batches"), [(1, 1, 1), (1, 1, 2), (2, 3, 1), (2, 3, 3)]
+)
+@pytest.mark.parametrize("frames", list(FRAMES))
 def test_frames(
     monkeypatch: pytest.MonkeyPatch,
     frames: str,
@@ -57,6 +59,17 @@ def test_frames(
     is_sharing: bool,
 ) -> None:
     _put(monkeypatch, frames, is_sharing)
+    _check(config(attention, experts, micro_batches))
+
+
+@pytest.mark.parametrize(
+    ("attention", "experts", "micro_batches"), [(1, 1, 2), (2, 3, 3), (3, 2, 2)]
+)
+def test_in_the_order_of_nccl(
+    monkeypatch: pytest.MonkeyPatch, attention: int, experts: int, micro_batches: int
+) -> None:
+    """As on GPUs, with gloo in NCCL's place: no tags, and a communicator for each direction."""
+    put_gloo(monkeypatch)
     _check(config(attention, experts, micro_batches))
 
 
@@ -95,3 +108,13 @@ def test_rounded_rows_are_the_same_in_every_layout(
                 dtype="float32", wire_dtype=wire_dtype, router="attention",
             )  # fmt: skip
             assert on_ranks(of, wanted) == expected, f"{frames}, {attention}A{experts}E"
+
+
+def test_rounded_rows_for_routers_on_the_expert_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They choose by the rows as they came: the same in every layout with such routers."""
+    answers = []
+    for frames, attention, experts in (("compact", 1, 1), ("masked", 2, 3), ("staged", 1, 2)):
+        _put(monkeypatch, frames, is_sharing=True)
+        of = config(attention, experts, 2, dtype="float32", wire_dtype="fp8", router="experts")
+        answers.append(on_ranks(of, WANTED[:3]))
+    assert answers[0] == answers[1] == answers[2]

@@ -175,3 +175,20 @@ def test_another_checkpoint_is_refused_by_name(scene: Scene) -> None:
         ClusterError, match=r"(expert|attention)-\d is refused: its checkpoint is another"
     ):
         scene.start()
+
+
+def test_who_came_and_was_not_let_in_yet_is_told_to_stop(scene: Scene) -> None:
+    """Its hello lies in the inbox, or is still on its way."""
+    port, decoder = scene.listener.port, msgspec.msgpack.Decoder(Order)
+    channel: Channel[Any] = connect("127.0.0.1", port, scene.talkers._secret, decoder, 10)
+    channel.send(Hello(name="expert-0", pid=1, host="127.0.0.1", versions={}))
+    assert scene.membership.inbox.get(timeout=10).name == "expert-0"
+    scene.membership.close()
+    assert isinstance(channel.receive(10), Stop)
+    with pytest.raises(ChannelClosedError):
+        channel.receive(10)
+    late: Channel[Any] = connect("127.0.0.1", port, scene.talkers._secret, decoder, 10)
+    with pytest.raises(ChannelClosedError):
+        late.receive(10)
+    channel.close()
+    late.close()

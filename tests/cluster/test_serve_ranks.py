@@ -1,4 +1,4 @@
-"""`moe-serve serve --attention-ranks A --expert-ranks E`: how it ends, and what it leaves behind."""
+"""`moe-serve serve` with ranks in processes of their own: how it ends, and what it leaves."""
 
 from __future__ import annotations
 
