@@ -179,8 +179,8 @@ def _print(console: Console, report: dict[str, Any]) -> None:
     table.add_row("wrong, failed", f"{report['num_wrong']}, {report['num_failed']}")
     table.add_row(
         "longest time without a token",
-        f"{report['longest_gap_s']} s (median after a blow {report['median_gap_s']} s; longest pause "
-        f"of this process {report['longest_pause_s']} s)",
+        f"{report['longest_gap_s']} s (median after a blow {report['median_gap_s']} s; "
+        f"longest pause of this process {report['longest_pause_s']} s)",
     )
     first, last = report["first_usage"], report["last_usage"]
     for name in first:
