@@ -23,7 +23,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 from harness.environment import describe_environment
-from harness.pingpong.ablation import DELAYS, run_ablation
+from harness.pingpong.ablation import DELAYS, MICRO_BATCHES, run_ablation
 from harness.pingpong.deepspeed_layer import DeepSpeedTimes, time_deepspeed
 from harness.pingpong.engines import Cuts, EngineTimes, loaded_engines, time_engines
 from harness.pingpong.pair import started_pair
@@ -57,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             busy_cores=psutil.cpu_percent(interval=0.5) / 100 * (psutil.cpu_count() or 1),
         )
         if "ablation" in options.parts:
-            with started_pair(model, options.context, options.batch, cores) as pair:
+            largest = MICRO_BATCHES[-1] * (options.batch // 3)  # of micro-batches of one size
+            with started_pair(model, options.context, largest, cores) as pair:
                 found = run_ablation(pair, options.batch, options.rounds, options.delays)
             report = replace(report, ablation=found)
         if "engines" in options.parts:

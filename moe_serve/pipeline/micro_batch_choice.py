@@ -5,7 +5,7 @@ multiply smaller matrices, and send more messages. So the step's time is predict
 the cost model (calibrated, or measured while running), corrected by how the same choice did before,
 and the shortest is taken; at a tie the fewest.
 
-A choice never changes tokens, so one that looks nearly as good may be tried out: once or twice when
+A choice never changes tokens, so one that looks nearly as good may be tried out: a few times when
 a batch size is new, then every 256 steps.
 """
 
@@ -24,7 +24,7 @@ MAX_MICRO_BATCHES = 4
 Reason = Literal["one sequence", "not measured yet", "trying out", "predicted best"]
 
 _TIE = 1.01
-_WORTH_TRYING = (2.0, 1.25)  # times the best estimate, of a choice not measured, or once only
+_WORTH_TRYING = (2.0, 2.0, 1.25)  # times the best estimate, by how often a choice was measured
 _WORTH_CHECKING = 1.1  # the same, of one that was
 _NUM_TRIALS = len(_WORTH_TRYING)
 _STEPS_BETWEEN_CHECKS = 256

@@ -123,6 +123,7 @@ class AttentionOfPair(PairRank):
         )
 
     def _inputs(self, rows: Sequence[int]) -> list[StepInputs]:
+        assert sum(rows) <= self.job.max_rows, f"{sum(rows)} rows for {self.job.max_rows} tables"
         first, inputs = 0, []
         for count in rows:
             batch = MicroBatch(tuple(self._slice(i) for i in range(first, first + count)))
