@@ -11,7 +11,7 @@ TORCH := torch>=2.11,<2.14
 TEST_ENV := OMP_NUM_THREADS=1 GOMP_SPINCOUNT=0 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat doctor test check install install-test clean
+.PHONY: help serve chat doctor test check gpu-bench install install-test clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,11 @@ test: $(VENV)/.installed-test ## install with the test extra, and run the whole 
 
 check: $(VENV)/.installed-test ## lint, types, structure and tests: what CI runs
 	$(TEST_ENV) scripts/check $(ARGS)
+
+# Installs nothing: on a GPU machine without a network, PYTHON is what has torch and triton.
+gpu-bench: ## on a GPU: kernel tests, tuning, benchmarks; goes on where it ended
+	@python="$(BIN)/python"; test -x "$$python" || python="$(PYTHON)"; \
+	  PYTHONPATH=.:kernels "$$python" benchmarks/gpu_all.py $(ARGS)
 
 install: $(VENV)/.installed ## make .venv and install the server
 

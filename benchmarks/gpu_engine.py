@@ -11,6 +11,7 @@ benchmarks/results/<device>/engine.json as they come. See benchmarks/README.md.
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 import tempfile
@@ -45,6 +46,7 @@ _TINY_WORK = Work(
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the engine is ended too
     arguments = parse_arguments()
     device = torch.device(arguments.device)
     with tempfile.TemporaryDirectory() as name:

@@ -1,7 +1,7 @@
 """How fast the kernels are, beside the device's limits, what torch offers, and installed peers.
 
     python benchmarks/kernels.py                      the whole table, on a GPU if there is one
-    python benchmarks/kernels.py --save               and into benchmarks/results/<device>/
+    python benchmarks/kernels.py --save               and, as it goes, benchmarks/results/<device>/
     python benchmarks/kernels.py --shapes olmoe --tokens 1 16 --json build/kernels.json
 
 First the device's copy bandwidth and matrix rate, then the experts of a layer (both products,
@@ -11,10 +11,9 @@ activation, sorting and combining) and decode attention. See benchmarks/README.m
 from __future__ import annotations
 
 import argparse
-import json
-import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,6 +22,7 @@ from harness.environment import describe_environment
 from kernel_bench.clock import Budget, Clock
 from kernel_bench.limits import CPU_SIZES, CUDA_SIZES, SMOKE_SIZES, DeviceLimits, measure_limits
 from kernel_bench.measurement import BenchReport, WorkResult
+from kernel_bench.results_file import RESULTS, device_folder, device_name, write_kernels
 from kernel_bench.runner import run_decode, run_layer
 from kernel_bench.shapes import (
     ALL_TOKENS,
@@ -34,7 +34,6 @@ from kernel_bench.shapes import (
 )
 from kernel_bench.table import print_report
 
-RESULTS = Path(__file__).resolve().parent / "results"
 CPU_SHAPES = ("random-1b", "tiny", "decode-tiny")
 SMOKE_SHAPES = ("tiny", "decode-tiny")
 SMOKE_BUDGET = Budget(min_runs=1, max_runs=2, seconds=0.0)
@@ -54,10 +53,16 @@ def main() -> int:
         dtype=arguments.dtype,
         environment=describe_environment(),
         limits=limits,
-        results=tuple(run_all(arguments, clock, limits)),
+        results=(),
     )
+    saved = RESULTS / device_folder(device) / "kernels.json"
+    for result in run_all(arguments, clock, limits):
+        report = replace(report, results=(*report.results, result))
+        if arguments.save:  # as it goes: a run may be cut
+            write_kernels(report, saved, keeps_others=True)
     print_report(report)
-    write(report, arguments)
+    if arguments.json:
+        write_kernels(report, arguments.json, keeps_others=False)
     return 0
 
 
@@ -95,22 +100,6 @@ def run_all(
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return describe_environment()["cpu"]
-
-
-def write(report: BenchReport, arguments: argparse.Namespace) -> None:
-    """To --json, and with --save to the folder named after the device."""
-    folder = re.sub(r"[^a-z0-9]+", "-", report.device.lower()).strip("-")
-    paths = [arguments.json] if arguments.json else []
-    paths += [RESULTS / folder / "kernels.json"] if arguments.save else []
-    for path in paths:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report.to_json(), indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 ExpertWeightsName = Literal["auto", "packed", "dequantised"]
 RouterSide = Literal["auto", "attention", "experts"]
 WireDtype = Literal["auto", "bf16", "fp8"]
+TransportName = Literal["auto", "host", "nccl"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,7 @@ class ClusterConfig:
     placement: str | None = None  # a file; None: contiguous
     router: RouterSide = "auto"  # where experts are chosen; auto: what moves fewer bytes
     wire_dtype: WireDtype = "auto"  # of rows on their way to the experts; auto: the model's
+    transport: TransportName = "auto"  # of rows and sums; auto: nccl if each rank has its own GPU
     host: str = "127.0.0.1"  # ranks and coordinator listen here, nowhere else
     port: int = 0  # of the coordinator; 0: any
     heartbeat_s: float = 1.0  # a rank that misses three is replaced

@@ -5,6 +5,8 @@
     python scripts/tune_kernels.py --layers olmoe --dry-run --capability 90
 
 `--dry-run` lists what would be tried, and needs no GPU. A table is for one device and one triton.
+With `--write` it is written after each product, and a later run goes on where this one ended
+(`--again` begins anew): products that the heuristics serve best have an empty entry.
 """
 
 from __future__ import annotations
@@ -34,14 +36,23 @@ def main() -> int:
         print("there is no CUDA device to tune for; --dry-run lists candidates", file=sys.stderr)
         return 1
     chip = chip_of(torch.device("cuda"), has_equal_tiles=True)
-    entries: Entries = {}
+    device = torch.cuda.get_device_name()
+    before = load_tuned(device, triton.__version__).entries
+    known: Entries = {} if arguments.again else {key: dict(e) for key, e in before.items()}
+
+    def keep(key: str, entry: dict[str, int]) -> None:
+        known[key] = entry
+        if arguments.write:
+            merged(device, {key: entry}).write()
+
     for layer in layers:
-        entries |= tune_layer(layer, chip.capability, DeviceMeasure(chip), print)
-    table = merged(torch.cuda.get_device_name(), entries)
-    print(f"{len(entries)} tiles beat the heuristics")
-    if arguments.write:
-        print(f"wrote {table.write()}")
+        tune_layer(layer, chip.capability, DeviceMeasure(chip), say, known=known, keep=keep)
+    say(f"{sum(map(bool, known.values()))} tiles beat the heuristics")
     return 0
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -49,6 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     names = [layer.name for layer in EXPERT_LAYERS]
     parser.add_argument("--layers", nargs="+", choices=names, default=names)
     parser.add_argument("--write", action="store_true", help="keep the table for this device")
+    parser.add_argument("--again", action="store_true", help="also what was tuned before")
     parser.add_argument("--dry-run", action="store_true", help="list what would be tried")
     parser.add_argument("--capability", type=int, choices=TARGETS, default=90, help="for --dry-run")
     return parser.parse_args()

@@ -11,9 +11,7 @@ ENTRANTS = (
     Entrant(name="moe-serve, no graphs", engine=OWN, is_captured=False),
     Entrant(name="moe-serve fp8", engine=OWN, weights="fp8"),
     Entrant(name="moe-serve int4", engine=OWN, weights="int4"),
-    Entrant(
-        name="transformers grouped_mm", engine=PEER, experts="grouped_mm", is_captured=False
-    ),
+    Entrant(name="transformers grouped_mm", engine=PEER, experts="grouped_mm", is_captured=False),
     # Gathers the weights of every row's experts: prompts of many streams may not fit.
     Entrant(name="transformers batched_mm compiled", engine=PEER, experts="batched_mm"),
     Entrant(name="moe-serve int8", engine=OWN, weights="int8"),

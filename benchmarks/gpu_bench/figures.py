@@ -43,9 +43,7 @@ def figures_of(outcome: Outcome, work: Work) -> Figures:
     )
 
 
-def limits_of(
-    machine: MachineLimits, size: ModelSize, work: Work
-) -> dict[str, float]:
+def limits_of(machine: MachineLimits, size: ModelSize, work: Work) -> dict[str, float]:
     """The best possible rates, tokens per second: activated weights and KV over the bandwidth."""
     best = roofline(machine, size, work)
     return {name: float(getattr(best, name)) for name in RATES}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
+from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, StaticCache
 
 from gpu_bench.job import Job
 from gpu_bench.model import stored_weights
@@ -25,7 +25,11 @@ class Transformers:
     """Decoding is compiled by `generate` itself where the entrant asks for it, on a GPU."""
 
     def __init__(self, job: Job) -> None:
-        self._device, self._is_compiled = torch.device(job.device), job.entrant.is_captured
+        self._device = torch.device(job.device)
+        self._compilation: dict[str, Any] = {"disable_compile": True}
+        if job.entrant.is_captured and self._device.type == "cuda":
+            # One program for each number of rows, as static as its cache.
+            self._compilation = {"compile_config": CompileConfig(dynamic=False)}
         config = AutoConfig.from_pretrained(job.folder)
         with self._device:
             self._model: Any = AutoModelForCausalLM.from_config(
@@ -49,7 +53,7 @@ class Transformers:
             "weights": "the same as ours" if has_same else "its own random ones",
         }
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def generate(self, prompts: list[list[int]], num_output: int) -> list[list[int]]:
         ids = torch.tensor(prompts, device=self._device)
         out = self._model.generate(
@@ -57,7 +61,7 @@ class Transformers:
             attention_mask=torch.ones_like(ids),
             max_new_tokens=num_output,
             past_key_values=self._cache(ids.shape[0], ids.shape[1]),
-            disable_compile=not self._is_compiled,
+            **self._compilation,
         )
         answers: list[list[int]] = out[:, ids.shape[1] :].tolist()
         return answers
@@ -86,9 +90,8 @@ def _fill(model: Any, folder: Path, device: torch.device) -> bool:
     if not all(found.values()):
         return False
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            for part, place in found[name]:
-                place.copy_(weights.read(part, tuple(place.shape), place.dtype))
+        for part, place in (pair for parts in found.values() for pair in parts):
+            place.copy_(weights.read(part, tuple(place.shape), place.dtype))
     return True
 
 

@@ -86,7 +86,7 @@ class RandomWeights:
     def read(
         self, name: str, shape: Shape, dtype: torch.dtype, expert: int | None = None
     ) -> Tensor:
-        """Of a fused weight [E, ...] one expert after the other: the same bits, asked either way."""
+        """Of a fused weight [E, ...] one expert after the other: the same bits either way."""
         if expert is None and len(shape) == 3:
             return torch.stack([self.read(name, shape, dtype, e) for e in range(shape[0])])
         shape = shape if expert is None else shape[1:]

@@ -44,7 +44,10 @@ class ModelReport:
     def merge(self, path: Path) -> None:
         """Take over earlier entrants, if they had the same work in the same dtype."""
         earlier = _read(path).get("models", {}).get(self.model)
-        if earlier is None or (earlier["work"], earlier["dtype"]) != (asdict(self.work), self.dtype):
+        if earlier is None or (earlier["work"], earlier["dtype"]) != (
+            asdict(self.work),
+            self.dtype,
+        ):
             return
         for name, entry in earlier["entrants"].items():
             self.outcomes[name] = Outcome(**entry["outcome"])
@@ -112,7 +115,9 @@ class ModelReport:
         for name, outcome in self.outcomes.items():
             figures, limits = figures_of(outcome, self.work), self.limits[name]
             cells = [_cell(_value(figures, key), scale) for key, _, scale in _COLUMNS]
-            table.add_row(name, *cells, f"{outcome.load_s:.0f}", f"{outcome.peak_bytes / 2**30:.1f}")
+            table.add_row(
+                name, *cells, f"{outcome.load_s:.0f}", f"{outcome.peak_bytes / 2**30:.1f}"
+            )
             shares = [
                 _share(_value(figures, key), limits[key]) if key in RATES else ""
                 for key, *_ in _COLUMNS

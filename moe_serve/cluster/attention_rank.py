@@ -12,7 +12,7 @@ import torch
 
 from moe_serve.cache.model_identity import model_identity
 from moe_serve.cluster.attention_shards import AttentionShards, check_can_split
-from moe_serve.cluster.epoch import meet, sparse_layers, split_of, wire_of
+from moe_serve.cluster.epoch import layout_of, meet, sparse_layers, split_of, wire_of
 from moe_serve.cluster.messages import (
     Configure,
     FinitePages,
@@ -27,12 +27,12 @@ from moe_serve.cluster.messages import (
 )
 from moe_serve.cluster.mirror import Mirrors
 from moe_serve.cluster.page_work import do_page_work
+from moe_serve.cluster.rank_device import rank_device
 from moe_serve.cluster.rank_name import RankName
 from moe_serve.cluster.shard_starter import ShardStarter
 from moe_serve.config import EngineConfig
 from moe_serve.engine.build import (
     AttentionPart,
-    device_of,
     eos_token_ids_of,
     load_attention,
     max_model_len_of,
@@ -45,6 +45,7 @@ from moe_serve.model.model_tensors import LoadProgress
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.data_group import DataGroup
 from moe_serve.pipeline.group_transport import GroupTransport
+from moe_serve.pipeline.nccl_link import gpu_of
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.shard_group import ShardLostError
 from moe_serve.pipeline.shard_transport import LeaderTransport
@@ -70,7 +71,7 @@ class AttentionRank:
         clock = time.monotonic()
         self._name, self._configure = name, configure
         config, folder = configure.config, Path(configure.folder)
-        device = device_of(config.model)
+        device = rank_device(config.model)
         self._loader = open_loader(folder, config.model, configure.num_threads, device, progress)
         torch.set_num_threads(1 if self._loader.kernels.has_own_threads else configure.num_threads)
         self._spec = self._loader.spec
@@ -115,6 +116,7 @@ class AttentionRank:
             weight_format=loader.weight_format,
             expert_weights=loader.expert_weights,
             load_seconds=self._seconds,
+            gpu=gpu_of(loader.device),
         )
 
     def join(self, join: Join, store: Any, host: str) -> None:
@@ -128,9 +130,10 @@ class AttentionRank:
             attention_rank=join.attention_ranks.index(str(self._name)),
             expert_ranks=join.expert_ranks,
             wire=wire_of(join, configure, self._spec, loader.dtype),
-            split=None if configure.router_on_experts else split_of(join),
+            split=None if configure.router_on_experts else split_of(join, loader.device),
             sparse_layers=sparse_layers(self._spec),
             log=self._log,
+            layout=layout_of(group, loader.device),
         )
         transport: Transport = self._transport
         if self._shards is not None:

@@ -64,4 +64,5 @@ def _layout(model: ClusterModel, first: Loaded, seconds: float) -> Layout:
         load_seconds=seconds,
         attention_ranks=num_ranks,
         expert_ranks=config.cluster.expert_ranks,
+        attention_tp=config.cluster.attention_tp,
     )

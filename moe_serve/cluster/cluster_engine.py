@@ -53,12 +53,13 @@ class ClusterEngine:
         self._ids = itertools.count()
         self._engines: dict[str, Engine] = {}
         self._executors: dict[str, RemoteExecutor] = {}
-        self._homeless: list[EngineSequence] = []  # no attention rank is there
+        self._homeless: list[EngineSequence] = []  # with no rank yet, or no more
         self._moves = Moves()
         self._pending: list[TokenDelta] = []  # of engines whose ranks were lost, and of nobody's
         self._past: EngineStats | None = None  # of all engines whose ranks were lost
         coordinator.settle(is_patient=True)
-        self._settle()
+        while not self._settle():  # somebody was lost at once
+            continue
         self.max_model_len = next(iter(self._engines.values())).max_model_len
 
     def stop_waiting(self) -> None:
@@ -92,16 +93,19 @@ class ClusterEngine:
         self._coordinator.membership.on_event = wake
 
     def add(self, request: GenerationRequest) -> None:
-        """Queue a request with the rank that has least to do."""
-        if self._settle():
-            self._lightest().add(request)
-        else:
-            self._homeless.append(EngineSequence(next(self._ids), request))
+        """Queue a request. The next step gives it to the rank that has least to do: whoever brings
+        many does not wait for ranks with each."""
+        length = len(request.prompt_token_ids)
+        assert 0 < length < self.max_model_len, f"prompt of {length} tokens reached the engine"
+        self._homeless.append(EngineSequence(next(self._ids), request))
 
     def abort(self, request_id: str) -> None:
         """See `Engine.abort`."""
-        for engine in self._engines.values():
-            engine.abort(request_id)
+        for name, engine in list(self._engines.items()):
+            try:
+                engine.abort(request_id)
+            except RankLostError:
+                self._evacuate(name)
         if any(s.request.request_id == request_id for s in self._homeless):
             self._homeless = [s for s in self._homeless if s.request.request_id != request_id]
             aborted = TokenDelta(request_id=request_id, finish_reason=FinishReason.ABORT)

@@ -101,7 +101,7 @@ class Coordinator:
             if self._is_stopping.is_set():
                 return False
             self._note_outage()
-            if self.membership.roster.has_both_pools:
+            if self._maker.can_make:
                 self._renew()
             elif has_waited and not is_patient:
                 return False
@@ -167,6 +167,9 @@ class Coordinator:
         for flight in list(self._open):
             self._land(flight)  # the rank answers after them
         answer = self._calls.ask({name: order}, FinitePages, self._timeout_s)
+        if name in answer and len(answer[name].is_finite) != len(order.pages):
+            num_told = len(answer.pop(name).is_finite)
+            self.membership.give_up(name, f"asked for {len(order.pages)} pages, told of {num_told}")
         if name not in answer:
             raise RankLostError(f"{name} is away: {self.membership.last_loss}")
         return list(answer[name].is_finite)

@@ -9,6 +9,7 @@ import torch
 from moe_serve.cluster.messages import Configure, Join
 from moe_serve.model.spec import ModelSpec
 from moe_serve.pipeline.data_group import DataGroup
+from moe_serve.pipeline.frame_layout import CompactLayout, FrameLayout, MaskedLayout
 from moe_serve.pipeline.row_split import RowSplit
 from moe_serve.pipeline.wire import WireFormat, make_wire_format
 
@@ -27,7 +28,13 @@ def meet(
         host=host,
         timeout_s=configure.config.cluster.timeout_s,
         device=device,
+        transport=configure.config.cluster.transport,
     )
+
+
+def layout_of(group: DataGroup, device: torch.device) -> FrameLayout:
+    """How this epoch's frames are laid out: NCCL wants fixed sizes, in the device's memory."""
+    return MaskedLayout(device) if group.is_nccl else CompactLayout(device)
 
 
 def wire_of(join: Join, configure: Configure, spec: ModelSpec, dtype: torch.dtype) -> WireFormat:
@@ -40,8 +47,8 @@ def wire_of(join: Join, configure: Configure, spec: ModelSpec, dtype: torch.dtyp
     )
 
 
-def split_of(join: Join) -> RowSplit:
-    return RowSplit(join.ranks_of, len(join.expert_ranks))
+def split_of(join: Join, device: torch.device) -> RowSplit:
+    return RowSplit(join.ranks_of, len(join.expert_ranks), device)
 
 
 def sparse_layers(spec: ModelSpec) -> list[int]:

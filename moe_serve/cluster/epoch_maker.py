@@ -13,6 +13,7 @@ from moe_serve.cluster.membership import Membership
 from moe_serve.cluster.messages import DropExperts, Join, Joined, Order, TakeExperts, TookExperts
 from moe_serve.cluster.rank_calls import RankCalls
 from moe_serve.cluster.roster import Phase, RankState
+from moe_serve.pipeline.data_group import MEETING_TIMEOUT_S
 from moe_serve.pipeline.meeting import MeetingPlace
 
 _log = logging.getLogger(__name__)
@@ -45,6 +46,13 @@ class EpochMaker:
         self._placement, self._place = placement, place
         self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
         self._last = Epoch()
+        self._refused: dict[str, int] = {}  # expert ranks that could not take all over
+
+    @property
+    def can_make(self) -> bool:
+        """Whether both pools are there, and may hold all experts as far as is known."""
+        roster = self._membership.roster
+        return roster.has_both_pools and _starts(roster.present("expert")) != self._refused
 
     def make(self, number: int) -> Epoch | None:
         """One attempt with everybody who is there; None: somebody was lost meanwhile."""
@@ -90,7 +98,9 @@ class EpochMaker:
                     self._place.call_off(epoch.number, len(names))
                 refused[name] = why
 
-        self._calls.ask(dict.fromkeys(names, join), Joined, self._timeout_s, note)
+        # A member may wait for a lost one until its old step's time-out, and then twice in here.
+        timeout_s = self._timeout_s + 2 * MEETING_TIMEOUT_S
+        self._calls.ask(dict.fromkeys(names, join), Joined, timeout_s, note)
         last, self._last = self._last, epoch
         self._place.forget(last.number, len(last.starts))
         if refused:
@@ -117,11 +127,18 @@ class EpochMaker:
                 orders[str(state.name)] = DropExperts()
                 state.extra = {}
         answers = self._calls.ask(orders, TookExperts, self._start_timeout_s)  # a load from disk
-        for name, answer in answers.items():
-            if answer.why is not None:
-                why = f"it could not take experts over: {answer.why}"
-                self._membership.give_up(name, why)
-        return all(name in answers and answers[name].why is None for name in orders)
+        unable = {name: answer.why for name, answer in answers.items() if answer.why is not None}
+        if unable:
+            self._wait_for_others(experts, unable)
+        return not unable and answers.keys() == orders.keys()
+
+    def _wait_for_others(self, experts: Sequence[RankState], unable: Mapping[str, str]) -> None:
+        """Some have no room for more experts: those that are away must come back."""
+        self._refused = _starts(experts)
+        for name, why in unable.items():
+            _log.error("%s could not take experts over, they are waited for: %s", name, why)
+            self._membership.roster[name].extra = {}
+        self._calls.ask(dict.fromkeys(unable, DropExperts()), TookExperts, self._timeout_s)
 
 
 def _starts(states: Sequence[RankState]) -> dict[str, int]:

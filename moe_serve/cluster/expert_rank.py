@@ -12,7 +12,7 @@ from torch import Tensor
 
 from experts.routed_rows import RoutedRows
 from moe_serve.cache.model_identity import model_identity
-from moe_serve.cluster.epoch import meet, sparse_layers, split_of, wire_of
+from moe_serve.cluster.epoch import layout_of, meet, sparse_layers, split_of, wire_of
 from moe_serve.cluster.messages import (
     Configure,
     DropExperts,
@@ -26,17 +26,19 @@ from moe_serve.cluster.messages import (
     TakeExperts,
     TookExperts,
 )
+from moe_serve.cluster.rank_device import rank_device
 from moe_serve.cluster.rank_name import RankName
-from moe_serve.engine.build import device_of, open_loader
+from moe_serve.engine.build import open_loader
 from moe_serve.errors import MoeServeError
 from moe_serve.model.expert_choice import Router, choose_experts
 from moe_serve.model.model_tensors import LoadProgress
 from moe_serve.pipeline.data_group import DataGroup
 from moe_serve.pipeline.expert_loop import ExpertLoop
+from moe_serve.pipeline.frame_header import WireError
+from moe_serve.pipeline.nccl_link import gpu_of
 from moe_serve.pipeline.stage_log import StageLog
 from moe_serve.pipeline.step_shape import StepShape
 from moe_serve.pipeline.transfer import PeerLostError
-from moe_serve.pipeline.wire import WireError
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ class ExpertRank:
         clock = time.monotonic()
         self._name, self._configure = name, configure
         config, folder = configure.config, Path(configure.folder)
-        device = device_of(config.model)
+        device = rank_device(config.model)
         self._loader = open_loader(folder, config.model, configure.num_threads, device, progress)
         torch.set_num_threads(1 if self._loader.kernels.has_own_threads else configure.num_threads)
         self._spec = self._loader.spec
@@ -73,6 +75,7 @@ class ExpertRank:
             weight_format=loader.weight_format,
             expert_weights=loader.expert_weights,
             load_seconds=self._seconds,
+            gpu=gpu_of(loader.device),
         )
 
     def join(self, join: Join, store: Any, host: str) -> None:
@@ -90,8 +93,9 @@ class ExpertRank:
             wire=wire_of(join, configure, self._spec, loader.dtype),
             sparse_layers=sparse_layers(self._spec),
             route=self._route if is_routing else None,
-            split=split_of(join) if is_routing else None,
+            split=split_of(join, loader.device) if is_routing else None,
             log=self._log,
+            layout=layout_of(group, loader.device),
         )
 
     def leave(self) -> None:
@@ -145,7 +149,7 @@ class ExpertRank:
             for layer, experts in sorted(order.experts.items()):
                 bank = self._loader.expert_bank(layer, experts)
                 self._stage.add(layer, bank, experts)
-        except MoeServeError as error:
+        except (MoeServeError, OSError, MemoryError, RuntimeError) as error:  # torch's: no memory
             return TookExperts(why=str(error))
         return TookExperts()
 

@@ -6,11 +6,13 @@ processes that ended, for silence, and starts what is due.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +32,7 @@ from moe_serve.cluster.rank_link import Event, Gone, Inbox, RankLink
 from moe_serve.cluster.rank_name import RankName
 from moe_serve.cluster.rank_starter import RankStarter
 from moe_serve.cluster.roster import Phase, RankState, Roster
-from moe_serve.errors import ClusterError, ConfigError, MoeServeError
+from moe_serve.errors import ChannelClosedError, ClusterError, ConfigError, MoeServeError
 from moe_serve.model.model_tensors import LoadProgress
 
 _log = logging.getLogger(__name__)
@@ -58,7 +60,8 @@ class Membership:
         self._starter: RankStarter | None = None
         self._preflight: PreflightRound | None = None  # while it goes on
         self._beats: Heartbeats[str] = Heartbeats(heartbeat_s)
-        self._lock = threading.Lock()  # of the beats and of what is due
+        self._lock = threading.Lock()  # of the beats, of what is due, and of the links
+        self._links: weakref.WeakSet[RankLink] = weakref.WeakSet()  # also of ranks not let in yet
         self._due: dict[str, float] = {}  # when to start a rank
         self._is_closing = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
@@ -70,7 +73,11 @@ class Membership:
 
     def admit(self, channel: Channel[Any]) -> None:
         """A connection that proved itself. Called on any thread."""
-        RankLink(channel, self.inbox, self._beat)
+        with self._lock:
+            if not self._is_closing.is_set():
+                self._links.add(RankLink(channel, self.inbox, self._beat))
+                return
+        channel.close()
 
     def start(
         self,
@@ -168,7 +175,10 @@ class Membership:
             self._beats.forget(name)
         if self._is_closing.is_set() or self._starter is None:
             return
-        self._starter.kill(state.name)
+        try:
+            self._starter.kill(state.name)
+        except MoeServeError as error:  # it is stuck in the kernel: fenced, as its link is closed
+            _log.error("%s", error)
         self._start_later(state)
 
     def _start_later(self, state: RankState) -> None:
@@ -180,15 +190,21 @@ class Membership:
 
     def close(self) -> None:
         """End all ranks."""
-        self._is_closing.set()
+        with self._lock:
+            self._is_closing.set()
         if self._watcher.is_alive():
             self._watcher.join(_CLOSE_S)  # it may be starting a process
-        for state in self.roster.all():
-            state.send(Stop())
+        with self._lock:
+            links = list(self._links)
+        for link in links:
+            with contextlib.suppress(ChannelClosedError):
+                link.send(Stop())
         if self._starter is not None:
             self._starter.stop()
         for state in self.roster.all():
             state.lose()
+        for link in links:
+            link.close()
 
     def _handle(self, event: Event) -> bool:
         """Whether it is of a process that counts."""

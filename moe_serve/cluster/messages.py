@@ -179,6 +179,7 @@ class Loaded(_Message, frozen=True):
     weight_format: str
     expert_weights: str
     load_seconds: float
+    gpu: str = ""  # which, if NCCL reaches it
 
 
 class Joined(_Message, frozen=True):

@@ -11,7 +11,7 @@ from moe_serve.cluster.membership import Membership
 from moe_serve.cluster.messages import Order, StepDone, StepServed
 from moe_serve.cluster.pool_watch import PoolWatch
 from moe_serve.cluster.rank_link import Event
-from moe_serve.errors import ChannelClosedError
+from moe_serve.errors import ChannelClosedError, TimelineError
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +33,10 @@ class RankCalls:
         if event is None:
             return None
         if event.link is not None and isinstance(event.report, StepServed | StepDone):
-            self._watch.heard(event.name, event.report, event.link.clock_offset_ns)
+            try:
+                self._watch.heard(event.name, event.report, event.link.clock_offset_ns)
+            except TimelineError as error:  # its tokens are none the worse
+                _log.warning("%s: %s", event.name, error)
         self.on_event(event)
         return event
 

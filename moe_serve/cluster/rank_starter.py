@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Protocol
 
+from moe_serve.cluster.launch.devices import (
+    DEVICES_VARIABLE,
+    num_accelerators,
+    shared_device,
+)
 from moe_serve.cluster.processes import LocalProcesses, worker_command
 from moe_serve.cluster.rank_name import RankName
 from moe_serve.cluster.secret import ClusterSecret
@@ -51,6 +57,7 @@ class LocalStarter:
         self._host, self._port, self._secret = host, port, secret
         self._num_threads = num_threads
         self._processes = LocalProcesses()
+        self._places: dict[str, int] = {}  # in the order of their first start
 
     def start(self, rank: RankName) -> None:
         command = worker_command(
@@ -60,9 +67,15 @@ class LocalStarter:
         self._processes.start(
             str(rank),
             command,
-            environment=self._secret.environment(),
+            environment={**self._secret.environment(), **self._devices(rank)},
             num_threads=self._num_threads,
         )
+
+    def _devices(self, rank: RankName) -> dict[str, str]:
+        """Rank i gets GPU i, modulo the GPUs of this host."""
+        place = self._places.setdefault(str(rank), len(self._places))
+        device = shared_device(os.environ, place, num_accelerators())
+        return {} if device is None else {DEVICES_VARIABLE: device}
 
     def place_of(self, rank: RankName) -> str:
         return "this host"

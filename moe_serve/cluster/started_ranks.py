@@ -26,6 +26,7 @@ from moe_serve.cluster.remote_executor import RemoteExecutor
 from moe_serve.cluster.roster import Roster
 from moe_serve.cluster.secret import ClusterSecret, new_secret, read_secret
 from moe_serve.cluster.store import serve_store
+from moe_serve.cluster.transport_check import check_transport
 from moe_serve.engine.build import eos_token_ids_of, max_model_len_of
 from moe_serve.engine.engine import Engine
 from moe_serve.model.model_tensors import LoadProgress
@@ -64,6 +65,9 @@ class StartedRanks:
         ]
         preflight = PreflightRound(expected, self._model.folder, cluster.host)
         self._membership.start(starter, preflight, cluster.start_timeout_s, progress)
+        loaded = {name: state.loaded for name, state in self._roster.states.items()}
+        gpus = {name: "" if found is None else found.gpu for name, found in loaded.items()}
+        check_transport(cluster.transport, gpus)
 
     @property
     def first_loaded(self) -> Loaded:

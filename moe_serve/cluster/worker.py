@@ -95,6 +95,9 @@ class Worker:
             return
         try:
             self._serve(rank)
+        except ShardLostError:
+            self._channel.close()  # others need not wait until our last shard has ended
+            raise
         finally:
             rank.close()
 

@@ -33,6 +33,7 @@ from moe_serve.model.weight_reader import open_checkpoint
 from moe_serve.model.weight_source import OpenWeights
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.transport import LocalTransport
+from moe_serve.pipeline.wire import make_wire_format
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +78,10 @@ def build_engine(
     torch.set_num_threads(1 if loader.kernels.has_own_threads else num_threads)
     spec = loader.spec
     max_model_len = max_model_len_of(config.model, spec)
-    expert_stage = loader.expert_stage()
+    transport = _local_transport(loader, config)
     part = load_attention(loader, config, max_model_len)
     eos_token_ids = eos_token_ids_of(folder, spec)
-    pipeline = Pipeline(part.stage, LocalTransport(expert_stage), part.cache, device)
+    pipeline = Pipeline(part.stage, transport, part.cache, device)
     micro_batches = config.pipeline.num_in_one_process
     runner, graphs = with_cuda_graphs(
         pipeline, part.stage, part.cache, config, max_model_len, micro_batches
@@ -119,6 +120,14 @@ def build_engine(
         load_seconds=time.monotonic() - clock,
     )
     return BuiltEngine(engine, layout, spec)
+
+
+def _local_transport(loader: ModelLoader, config: EngineConfig) -> LocalTransport:
+    """Rounds rows as ranks would, where `cluster.wire_dtype` says so."""
+    spec, wire_dtype, wire = loader.spec, config.cluster.wire_dtype, None
+    if wire_dtype != "auto":
+        wire = make_wire_format(spec.width, spec.router.top_k, loader.dtype, 1, wire_dtype)
+    return LocalTransport(loader.expert_stage(), wire)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,8 @@ from moe_serve.model.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)
 
+_NOTHING = RowFailure("no token came of its step")  # of a rank that is out of its mind
+
 
 class Engine:
     """`add` and `abort` requests, `step` while `has_work`.
@@ -89,12 +91,13 @@ class Engine:
         self._scheduler.add(sequence)
 
     def abort(self, request_id: str) -> None:
-        """End a request now; unknown or finished ids are ignored."""
+        """End a request now; unknown or finished ids are ignored. Raises ExecutorLostError; the
+        request has ended all the same."""
         if request_id in self._sequences:
-            self._end([self._sequences[request_id]])
             self._pending.append(
                 TokenDelta(request_id=request_id, finish_reason=FinishReason.ABORT)
             )
+            self._end([self._sequences[request_id]])
 
     @property
     def num_seats(self) -> int:
@@ -241,7 +244,8 @@ class Engine:
         assert known == scheduled, f"requests {known ^ scheduled} are lost"
 
     def _publish(self, schedule: Schedule, outcome: StepOutcome) -> None:
-        """Advance the sequences, append what was sampled, and tell."""
+        """Advance the sequences, append what was sampled, and tell: before the executor is asked
+        for the pages of those that end, as it may be lost."""
         ended = []
         for key, (sequence, count) in schedule.items():
             unread = sequence.num_prompt_tokens - sequence.num_computed_tokens
@@ -250,7 +254,7 @@ class Engine:
             sequence.num_computed_tokens += count
             sequence.is_proven = False
             if sequence.num_pending_tokens == 0:
-                delta = self._advance(sequence, outcome.sampled[key])
+                delta = self._advance(sequence, outcome.sampled.get(key, _NOTHING))
                 self._pending.append(delta)
                 if delta.finish_reason not in (None, FinishReason.ERROR):
                     ended.append(sequence)  # a failed one has ended already

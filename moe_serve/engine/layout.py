@@ -31,13 +31,19 @@ class Layout:
     load_seconds: float
     attention_ranks: int = 0  # 0 and 0: everything in one process
     expert_ranks: int = 0
+    attention_tp: int = 1  # processes of an attention rank
+
+    @property
+    def _shards(self) -> str:
+        return f" of {self.attention_tp} shards" if self.attention_tp > 1 else ""
 
     @property
     def stages(self) -> str:
         """Which stage runs where, in one line."""
         if self.attention_ranks:
             return (
-                f"{self.num_layers} layers: {_ranks(self.attention_ranks, 'attention')} and "
+                f"{self.num_layers} layers: {_ranks(self.attention_ranks, 'attention')}"
+                f"{self._shards} and "
                 f"{_ranks(self.expert_ranks, 'expert')} on {self.device} "
                 f"({self.num_experts} experts, top-{self.top_k}), process group transport"
             )

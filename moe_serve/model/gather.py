@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from moe_kernels.kernels import KVPages, Linear, SplitMLP
+from moe_kernels.attention_shape import AttentionShape, QKNormWeights
+from moe_kernels.kernels import Kernels, KVPages, Linear, SplitMLP
 from moe_serve.model.attention import Attention
 from moe_serve.model.step_inputs import StepInputs
 from moe_serve.model.tensor_shard import TensorShard, column_borders
@@ -78,6 +80,36 @@ class GatheredAttention:
         attended = self.part(x_TD, inputs, pages)
         widths = (attended.shape[1],) * self.gather.shard.count
         return self.gather.everywhere(attended, widths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowNormedQKV:
+    """Implements Linear where queries, and keys, are normed over all heads together: gathers them,
+    and goes on with this shard's. `part` has its rows of q, then k, then v."""
+
+    kernels: Kernels
+    part: Linear
+    shape: AttentionShape  # of the shard
+    norm: QKNormWeights  # of the whole rows
+    gather: Gather
+
+    def __call__(self, x_TK: Tensor, residual_TN: Tensor | None = None) -> Tensor:
+        assert residual_TN is None, "queries join no stream"
+        shape, shard = self.shape, self.gather.shard
+        q_width, k_width = (n * shape.head_dim for n in (shape.num_heads, shape.num_kv_heads))
+        qkv = self.part(x_TK)
+        rest = qkv.shape[1] - q_width - k_width
+        q, k, v = qkv.split([q_width, k_width, rest], dim=1)
+        copies = shard.count * k_width // len(self.norm.k)  # of each key head
+        every_q = self.gather.everywhere(q, (q_width,) * shard.count)
+        every_k = self.gather.everywhere(k, (k_width,) * shard.count)
+        if copies > 1:
+            every_k = every_k.unflatten(1, (-1, copies, k_width))[:, :, 0].flatten(1)
+        every_q = self.kernels.rms_norm(every_q, self.norm.q, shape.norm_eps)
+        every_k = self.kernels.rms_norm(every_k, self.norm.k, shape.norm_eps)
+        own_q = every_q[:, shard.index * q_width :][:, :q_width]
+        own_k = every_k[:, shard.index // copies * k_width :][:, :k_width]
+        return torch.cat((own_q, own_k, v), dim=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,9 +68,12 @@ class AttentionLoader:
         if "q_norm" not in weights:
             ones = weights["q"].new_ones(shape.head_dim)
             return QKNormWeights(ones, ones)
-        q, k = (
-            self._reorder(weights[key], shape.head_dim, 0).clone() for key in ("q_norm", "k_norm")
-        )
+        return self.norm_weights(layer, weights)
+
+    def norm_weights(self, layer: int, weights: Weights) -> QKNormWeights:
+        """Of queries and keys, in the order that the kernels rotate."""
+        head_dim = self._spec.layers[layer].attention.head_dim
+        q, k = (self._reorder(weights[key], head_dim, 0).clone() for key in ("q_norm", "k_norm"))
         return QKNormWeights(q, k)
 
     def _latent(self, weights: Weights) -> LatentAttention:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from experts.layer_banks import LayerBanks
 from moe_kernels.choice import KernelsName, choose_kernels, default_num_threads
 from moe_kernels.kernels import ExpertBank, ExpertWeights, Kernels, Linear
 from moe_serve.config import ExpertWeightsName
+from moe_serve.model.attention import GroupedQueryAttention
 from moe_serve.model.attention_stage import AttentionLayer, AttentionStage
 from moe_serve.model.dense_mlp import DenseMLP
 from moe_serve.model.expert_choice import Router
@@ -25,6 +27,7 @@ from moe_serve.model.gather import (
     GatheredHead,
     GatheredLinear,
     GatheredMLP,
+    RowNormedQKV,
 )
 from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.load_attention import AttentionLoader
@@ -168,6 +171,8 @@ class ModelLoader:
             weights = gather.shard.attention(weights, self.spec, layer)
         output: Linear = self.kernels.linear(weights["o"], weights.get("o_bias"))
         heads = attention.load(layer, weights)
+        if gather is not None and isinstance(heads, GroupedQueryAttention):
+            heads = self._with_row_norm(layer, heads, attention, weights, gather)
         result = AttentionLayer(
             attention_norm=weights["attention_norm"].clone(),
             attention=heads if gather is None else GatheredAttention(heads, gather),
@@ -179,6 +184,26 @@ class ModelLoader:
         for item in table.values():
             self._tensors.done(item)
         return result
+
+    def _with_row_norm(
+        self,
+        layer: int,
+        heads: GroupedQueryAttention,
+        attention: AttentionLoader,
+        weights: Mapping[str, Tensor],
+        gather: Gather,
+    ) -> GroupedQueryAttention:
+        """A shard's heads, where a norm reaches over those of all shards."""
+        if self.spec.layers[layer].attention.qk_norm != "row":
+            return heads
+        qkv = RowNormedQKV(
+            kernels=self.kernels,
+            part=heads.qkv,
+            shape=heads.shape,
+            norm=attention.norm_weights(layer, weights),
+            gather=gather,
+        )
+        return replace(heads, qkv=qkv)
 
     def _router(self, table: Table) -> Router | None:
         if "router" not in table:

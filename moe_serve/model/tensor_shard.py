@@ -43,6 +43,7 @@ class TensorShard:
             shape,
             num_heads=shape.num_heads // self.count,
             num_kv_heads=max(1, shape.num_kv_heads // self.count),
+            qk_norm="none" if shape.qk_norm == "row" else shape.qk_norm,  # see RowNormedQKV
         )
 
     def attention(
@@ -105,11 +106,6 @@ def check_shards(spec: ModelSpec, count: int) -> None:
     if count == 1:
         return
     a = spec.attention
-    if a.qk_norm == "row":
-        raise ConfigError(
-            f"cluster.attention_tp is {count}, but {spec.family} normalises queries and keys over "
-            "all heads together, which cannot be split: set it to 1, and use more attention ranks."
-        )
     if a.num_heads % count:
         raise ConfigError(
             f"cluster.attention_tp ({count}) does not divide the model's {a.num_heads} query heads."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
+from moe_serve.config import TransportName
 from moe_serve.pipeline.gloo_link import ProcessGroup, first_line
 from moe_serve.pipeline.meeting import Met, meet, meeting_store
+from moe_serve.pipeline.nccl_link import NcclGroups, gpu_of
 from moe_serve.pipeline.shared_link import SharedLink
 from moe_serve.pipeline.transfer import Link, PeerLostError, Transfer
 
@@ -20,8 +23,10 @@ MEETING_TIMEOUT_S = 5.0  # all members are idle when they are called together
 class DataGroup:
     """Ranks by name, in the order in which all of them list the members.
 
-    Peers on the same host are reached through shared memory, others by a process group; with
-    `is_sharing` False all by the process group."""
+    Buffers are in host memory: peers on the same host are reached through shared memory, others by
+    gloo; with `is_sharing` False all by gloo. Where the members find that each has a GPU of its own
+    (`is_nccl`), buffers are `device`'s, and NCCL reaches everybody; both sides of an exchange then
+    give the same size."""
 
     def __init__(
         self,
@@ -36,6 +41,7 @@ class DataGroup:
         device: torch.device,
         is_sharing: bool = True,
         delay_s: float = 0.0,
+        transport: TransportName = "host",
     ) -> None:
         """Meets the others; raises PeerLostError if not all come in time."""
         self.epoch, self.members = epoch, tuple(members)
@@ -43,28 +49,47 @@ class DataGroup:
         meeting_s = min(timeout_s, MEETING_TIMEOUT_S)
         self._links: dict[str, Link] = {}
         self._group: ProcessGroup | None = None
+        self._nccl: NcclGroups | None = None
+        self.is_nccl = False
         prefix = PrefixStore(f"data-{epoch}", store)
-        share = is_sharing and device.type == "cpu"
+        places = [(name, index[name]) for name in peers]
         try:
             met: Met = meet(
                 meeting_store(store, epoch), index[me], len(members),
-                [index[name] for name in peers], meeting_s, share,
+                [place for _, place in places], meeting_s, is_sharing,
+                "" if transport == "host" else gpu_of(device),
             )  # fmt: skip
-            if not met.is_one_host:
+            self.is_nccl = met.is_gpu_each
+            if self.is_nccl:
+                for connection in met.local.values():
+                    connection.close()
+                self._nccl = NcclGroups(prefix, index[me], len(members), device, timeout_s)
+            elif not met.is_one_host:
                 self._group = ProcessGroup(
-                    prefix, index[me], len(members), host, device,
-                    meeting_s=meeting_s, timeout_s=timeout_s,
-                )  # fmt: skip
+                    prefix, index[me], len(members), host, meeting_s=meeting_s, timeout_s=timeout_s
+                )
         except (RuntimeError, OSError) as error:
             others = ", ".join(name for name in members if name != me)
             raise PeerLostError(others, f"meeting in epoch {epoch}", first_line(error)) from None
-        for name in peers:
-            connection = met.local.get(index[name])
-            if connection is not None:
-                self._links[name] = SharedLink(name, connection, timeout_s, delay_s)
-            else:
-                assert self._group is not None, f"no way from {me} to {name}"
-                self._links[name] = self._group.link(name, index[name])
+        if self._nccl is not None:
+            self._nccl.connect(places, is_expert=min(place for _, place in places) < index[me])
+        for name, place in places:
+            self._links[name] = self._link(name, place, met.local.get(place), timeout_s, delay_s)
+
+    def _link(
+        self,
+        name: str,
+        place: int,
+        connection: socket.socket | None,
+        timeout_s: float,
+        delay_s: float,
+    ) -> Link:
+        if self._nccl is not None:
+            return self._nccl.link(name, place)
+        if connection is not None:
+            return SharedLink(name, connection, timeout_s, delay_s)
+        assert self._group is not None, f"no way to {name}"
+        return self._group.link(name, place)
 
     def send(self, peer: str, buffer: Tensor, tag: int, operation: object) -> Transfer:
         """See `Link.send`."""
@@ -74,6 +99,12 @@ class DataGroup:
         """See `Link.receive`."""
         return self._links[peer].receive(buffer, tag, operation)
 
+    def settle(self) -> None:
+        """The host waits, with NCCL, until what was begun has ended; raises PeerLostError. Other
+        transfers have ended when they were waited for."""
+        if self._nccl is not None:
+            self._nccl.settle()
+
     def close(self) -> None:
         """End all links. The caller holds no transfer any more."""
         for link in self._links.values():
@@ -81,3 +112,5 @@ class DataGroup:
         self._links = {}
         if self._group is not None:
             self._group.close()
+        if self._nccl is not None:
+            self._nccl.close()

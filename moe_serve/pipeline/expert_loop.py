@@ -16,12 +16,14 @@ from torch import Tensor
 from experts.expert_stage import ExpertStage
 from experts.routed_rows import RoutedRows
 from moe_serve.pipeline.data_group import DataGroup
+from moe_serve.pipeline.frame_header import Exchange, Leg
+from moe_serve.pipeline.frame_layout import CompactLayout, FrameLayout
 from moe_serve.pipeline.frame_pool import FramePool
 from moe_serve.pipeline.row_split import RowSplit
 from moe_serve.pipeline.stage_log import StageLog
 from moe_serve.pipeline.step_shape import StepShape, combine_tag, dispatch_tag, exchange_order
 from moe_serve.pipeline.timeline import Stage
-from moe_serve.pipeline.wire import CombineFrame, DispatchFrame, Exchange, Leg, WireFormat
+from moe_serve.pipeline.wire import WireFormat
 
 _log = logging.getLogger(__name__)
 
@@ -55,13 +57,16 @@ class ExpertLoop:
         route: Route | None = None,
         split: RowSplit | None = None,
         log: StageLog,
+        layout: FrameLayout | None = None,
     ) -> None:
+        """`layout` None: compact, on a CPU."""
         self._log = log
+        self._layout = CompactLayout(torch.device("cpu")) if layout is None else layout
         self._group, self._stage, self._rank = group, stage, expert_rank
         self._names, self._wire = tuple(attention_ranks), wire
         self._layers, self._route, self._split = tuple(sparse_layers), route, split
-        self._in = FramePool(DispatchFrame)
-        self._back = FramePool(CombineFrame)
+        self._in = FramePool(self._layout.dispatch_frame)
+        self._back = FramePool(self._layout.combine_frame)
         self.failure: str | None = None  # of the last step
 
     @torch.inference_mode()
@@ -70,10 +75,12 @@ class ExpertLoop:
         raises PeerLostError or WireError where nothing can be answered."""
         self.failure = None
         order = exchange_order(self._layers, shape.num_micro_batches)
+        exchanges = [Exchange(shape.epoch, shape.step, *each) for each in order]
+        self._layout.begin(exchanges, len(self._names))
         for layer, micro_batch in order[: shape.num_micro_batches]:
             self._post(shape, layer, micro_batch)
-        for index, (layer, micro_batch) in enumerate(order):
-            exchange = Exchange(shape.epoch, shape.step, layer, micro_batch)
+        for index, exchange in enumerate(exchanges):
+            layer, micro_batch = exchange.layer, exchange.micro_batch
             arrivals = self._arrivals(shape, exchange)
             sums = self._sums(layer, micro_batch, arrivals)
             start = self._log.now()
@@ -85,6 +92,10 @@ class ExpertLoop:
             rows = sum(len(arrival.rows.x_TD) for arrival in arrivals)
             self._log.add(Stage.SEND, layer, micro_batch, rows, start)
         self._back.wait_all()
+        since = time.perf_counter()
+        self._group.settle()
+        self._log.waited(since)
+        self._layout.finish()
 
     def close(self) -> None:
         """Let go of everything that refers to the group."""
@@ -99,7 +110,8 @@ class ExpertLoop:
             size = self._wire.dispatch_bytes(shape.planned(sender, micro_batch))
             frame = self._in.get(name, micro_batch, size)
             tag = dispatch_tag(layer, micro_batch)
-            transfer = self._group.receive(name, frame.buffer, tag, Leg("dispatch", exchange))
+            leg = Leg("dispatch", exchange)
+            transfer = self._group.receive(name, frame.buffer[:size], tag, leg)
             self._in.use(name, micro_batch, transfer)
 
     def _arrivals(self, shape: StepShape, exchange: Exchange) -> list[Arrival]:
@@ -112,7 +124,7 @@ class ExpertLoop:
             self._log.waited(since)
             self._log.add(Stage.WAIT_DISPATCH, exchange.layer, exchange.micro_batch, planned, start)
             frame = self._in.peek(name, exchange.micro_batch)
-            num_rows = frame.check(exchange, planned, name)
+            num_rows = frame.open(self._wire, exchange, planned, name)
             if num_rows:
                 x_nD = frame.rows(self._wire, planned, num_rows)
                 ids, weights = frame.choices(self._wire, planned, num_rows)
@@ -124,9 +136,13 @@ class ExpertLoop:
     ) -> Arrival:
         if self._route is None or self._split is None:
             return Arrival(sender, RoutedRows(x_nD, ids_nK.long(), weights_nK), None)
-        part = self._split.split(layer, self._route(layer, x_nD))[self._rank]
+        part = self._layout.split(self._split, layer, self._route(layer, x_nD))[self._rank]
         rows = RoutedRows(part.x_nD, part.expert_ids_nK, part.weights_nK)
-        numbers = torch.arange(len(x_nD)) if part.rows_n is None else part.rows_n
+        if self._layout.is_fixed:
+            return Arrival(sender, rows, None)
+        numbers = part.rows_n
+        if numbers is None:
+            numbers = torch.arange(len(x_nD), device=self._layout.device)
         return Arrival(sender, rows, numbers)
 
     def _sums(
@@ -156,7 +172,7 @@ class ExpertLoop:
         planned = shape.planned(arrival.attention_rank, exchange.micro_batch)
         frame = self._back.get(name, exchange.micro_batch, self._wire.combine_bytes(planned))
         if sums_nD is None:
-            content = frame.write_error(exchange)
+            content = frame.write_error(self._wire, exchange, planned, self._layout.is_fixed)
         else:
             numbers = arrival.row_numbers_n
             content = frame.write(self._wire, exchange, planned, sums_nD, numbers)

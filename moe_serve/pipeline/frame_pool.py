@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-import torch
-from torch import Tensor
-
 from moe_serve.pipeline.transfer import Transfer
 
 FrameT = TypeVar("FrameT")
@@ -16,8 +13,8 @@ FrameT = TypeVar("FrameT")
 class FramePool(Generic[FrameT]):
     """`get` waits for what the frame was last used for, and grows it where it is too small."""
 
-    def __init__(self, make: Callable[[Tensor], FrameT]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[int], FrameT]) -> None:
+        self._make = make  # from its size in bytes
         self._frames: dict[tuple[str, int], tuple[int, FrameT]] = {}
         self._transfers: dict[tuple[str, int], Transfer] = {}
 
@@ -27,7 +24,7 @@ class FramePool(Generic[FrameT]):
         found = self._frames.get((peer, micro_batch))
         if found is None or found[0] < size:
             capacity = 1 << max(12, (size - 1).bit_length())
-            found = (capacity, self._make(torch.zeros(capacity, dtype=torch.uint8)))
+            found = (capacity, self._make(capacity))
             self._frames[peer, micro_batch] = found
         return found[1]
 

@@ -1,4 +1,4 @@
-"""Transfers by a torch.distributed process group: gloo between hosts, NCCL between GPUs.
+"""Transfers between hosts: a gloo process group over buffers in host memory.
 
 The group is made for one epoch and owned here, not registered as torch's default. Dropping it
 closes its sockets, which wakes peers that wait: gloo has no other way to interrupt a wait.
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 
@@ -43,13 +42,12 @@ class ProcessGroup:
         rank: int,
         size: int,
         host: str,
-        device: torch.device,
         *,
         meeting_s: float,
         timeout_s: float,
     ) -> None:
         """Meets the others; raises RuntimeError if not all come within `meeting_s`."""
-        self._group: Any = _make_group(store, rank, size, host, device, meeting_s)
+        self._group: Any = make_group(store, rank, size, host, meeting_s)
         self._group._set_default_timeout(timedelta(seconds=timeout_s))
 
     def link(self, peer: str, index: int) -> GroupLink:
@@ -87,19 +85,11 @@ class GroupLink:
         return _Work(self._peer, work, buffer, operation)
 
 
-def _make_group(
-    store: Any, rank: int, size: int, host: str, device: torch.device, meeting_s: float
-) -> Any:
-    timeout = timedelta(seconds=meeting_s)
-    if device.type == "cuda":
-        nccl: Any = torch.distributed.ProcessGroupNCCL
-        options = nccl.Options()
-        options._timeout = timeout
-        return nccl(store, rank, size, options)
+def make_group(store: Any, rank: int, size: int, host: str, meeting_s: float) -> Any:
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=host)]  # listens there and nowhere else
-    options._timeout, options._threads = timeout, 1
+    options._timeout, options._threads = timedelta(seconds=meeting_s), 1
     return gloo(store, rank, size, options)
 
 

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from moe_serve.model.attention_stage import Routed
 from moe_serve.pipeline.data_group import DataGroup
+from moe_serve.pipeline.frame_header import Exchange, Leg
+from moe_serve.pipeline.frame_layout import CompactLayout, FrameLayout
 from moe_serve.pipeline.frame_pool import FramePool
 from moe_serve.pipeline.row_split import RankRows, RowSplit
 from moe_serve.pipeline.stage_log import StageLog
 from moe_serve.pipeline.step_shape import StepShape, combine_tag, dispatch_tag, exchange_order
 from moe_serve.pipeline.timeline import Stage
-from moe_serve.pipeline.wire import CombineFrame, DispatchFrame, Exchange, Leg, WireFormat
+from moe_serve.pipeline.wire import CombineFrame, WireFormat
 
 
 class GroupTransport:
@@ -37,12 +39,15 @@ class GroupTransport:
         split: RowSplit | None,
         sparse_layers: Sequence[int],
         log: StageLog,
+        layout: FrameLayout | None = None,
     ) -> None:
+        """`layout` None: compact, on a CPU."""
         self._log = log
+        self._layout = CompactLayout(torch.device("cpu")) if layout is None else layout
         self._group, self._rank, self._experts = group, attention_rank, tuple(expert_ranks)
         self._wire, self._split, self._layers = wire, split, tuple(sparse_layers)
-        self._out = FramePool(DispatchFrame)
-        self._back = FramePool(CombineFrame)
+        self._out = FramePool(self._layout.dispatch_frame)
+        self._back = FramePool(self._layout.combine_frame)
         self._rows: dict[tuple[str, int], Tensor | None] = {}  # which rows a rank has
         self._shape = StepShape(group.epoch, -1, ())
         self._left: list[tuple[int, int]] = []  # exchanges that have not begun, in reverse
@@ -53,6 +58,8 @@ class GroupTransport:
         order = exchange_order(self._layers, len(shape.rows[self._rank]))
         self._left = order[::-1]
         self._rows.clear()
+        exchanges = [self._exchange(layer, micro_batch) for layer, micro_batch in order]
+        self._layout.begin(exchanges, len(self._experts))
 
     def dispatch(self, layer: int, micro_batch: int, routed: Routed) -> None:
         """See `Transport.dispatch`. Receives are posted here, so that nothing waits for them."""
@@ -70,7 +77,9 @@ class GroupTransport:
             frame, num_rows = self._receive(name, layer, micro_batch)
             assert num_rows == planned, f"{num_rows} sums came for {planned} rows"
             return frame.sums(self._wire, planned, num_rows)
-        total_TD = torch.zeros(planned, self._wire.width, dtype=torch.float64)
+        total_TD = torch.zeros(
+            planned, self._wire.width, dtype=torch.float64, device=self._layout.device
+        )
         for name in self._experts:
             if not self._back.is_used(name, micro_batch):
                 continue  # it got no rows
@@ -78,7 +87,7 @@ class GroupTransport:
             start = self._log.now()
             sums_nD = frame.sums(self._wire, planned, num_rows)
             rows_n = self._rows.pop((name, micro_batch))
-            if self._split is None:
+            if self._split is None and not self._layout.is_fixed:
                 rows_n = frame.row_numbers(num_rows).long()
             if rows_n is None:
                 total_TD += sums_nD
@@ -87,21 +96,32 @@ class GroupTransport:
             self._log.add(Stage.COMBINE, layer, micro_batch, num_rows, start)
         return total_TD.float()
 
+    def finish(self) -> None:
+        """See `Transport.finish`."""
+        since = time.perf_counter()
+        self._group.settle()
+        self._log.waited(since)
+        self._layout.finish()
+
     def reset(self) -> None:
         """Nothing: a step that fails is abandoned by who runs it."""
 
+    @torch.inference_mode()  # as the frames were made
     def abandon(self) -> None:
         """The step failed on this rank alone: walk through its exchanges with no rows, so that
         the expert ranks come to its end too. Raises PeerLostError."""
-        for name in self._experts:
-            for micro_batch in range(len(self._shape.rows[self._rank])):
-                self._back.wait(name, micro_batch)
-        nobody = RankRows(None, torch.empty(0), torch.empty(0), torch.empty(0))
         while self._left:
-            layer, micro_batch = self._left[-1]
-            self._take(layer, micro_batch)
+            layer, micro_batch = self._left.pop()
             for name in self._experts:
-                self._send(name, layer, micro_batch, nobody)
+                self._back.wait(name, micro_batch)
+                planned, exchange = self._planned(micro_batch), self._exchange(layer, micro_batch)
+                frame = self._out.get(name, micro_batch, self._wire.dispatch_bytes(planned))
+                content = frame.write_nobody(self._wire, exchange, planned, self._layout.is_fixed)
+                self._begin_send(name, exchange, content)
+                if self._layout.is_fixed:
+                    self._begin_receive(name, exchange)
+        self._back.wait_all()
+        self._group.settle()
 
     def close(self) -> None:
         """Let go of everything that refers to the group."""
@@ -121,7 +141,7 @@ class GroupTransport:
 
     def _parts(self, layer: int, routed: Routed) -> list[RankRows]:
         if self._split is not None:
-            return self._split.split(layer, routed.rows)
+            return self._layout.split(self._split, layer, routed.rows)
         rows = routed.rows
         everything = RankRows(None, routed.x_TD, rows.expert_ids_TK, rows.weights_TK)
         return [everything] * len(self._experts)
@@ -138,17 +158,23 @@ class GroupTransport:
             part.expert_ids_nK if is_routed else None,
             part.weights_nK if is_routed else None,
         )
-        tag = dispatch_tag(layer, micro_batch)
-        self._out.use(
-            name, micro_batch, self._group.send(name, content, tag, Leg("dispatch", exchange))
-        )
-        if not len(part.x_nD):
-            return
-        self._rows[name, micro_batch] = part.rows_n
-        back = self._back.get(name, micro_batch, self._wire.combine_bytes(planned))
-        tag = combine_tag(layer, micro_batch)
-        transfer = self._group.receive(name, back.buffer, tag, Leg("combine", exchange))
-        self._back.use(name, micro_batch, transfer)
+        self._begin_send(name, exchange, content)
+        if len(part.x_nD):
+            self._rows[name, micro_batch] = part.rows_n
+            self._begin_receive(name, exchange)
+
+    def _begin_send(self, name: str, exchange: Exchange, content: Tensor) -> None:
+        tag = dispatch_tag(exchange.layer, exchange.micro_batch)
+        transfer = self._group.send(name, content, tag, Leg("dispatch", exchange))
+        self._out.use(name, exchange.micro_batch, transfer)
+
+    def _begin_receive(self, name: str, exchange: Exchange) -> None:
+        size = self._wire.combine_bytes(self._planned(exchange.micro_batch))
+        frame = self._back.get(name, exchange.micro_batch, size)
+        tag = combine_tag(exchange.layer, exchange.micro_batch)
+        leg = Leg("combine", exchange)
+        transfer = self._group.receive(name, frame.buffer[:size], tag, leg)
+        self._back.use(name, exchange.micro_batch, transfer)
 
     def _receive(self, name: str, layer: int, micro_batch: int) -> tuple[CombineFrame, int]:
         since, start = time.perf_counter(), self._log.now()
@@ -157,4 +183,4 @@ class GroupTransport:
         frame = self._back.peek(name, micro_batch)
         self._log.add(Stage.WAIT_COMBINE, layer, micro_batch, self._planned(micro_batch), start)
         exchange = self._exchange(layer, micro_batch)
-        return frame, frame.check(exchange, self._planned(micro_batch), name)
+        return frame, frame.open(self._wire, exchange, self._planned(micro_batch), name)

@@ -28,6 +28,7 @@ class Whereabouts(msgspec.Struct, frozen=True, array_like=True):
     host_key: str
     unix_name: str
     token: bytes
+    gpu: str = ""  # which it computes on, if NCCL may be used
 
 
 def host_key() -> str:
@@ -47,6 +48,12 @@ class Met:
 
     everybody: Mapping[int, Whereabouts]
     local: Mapping[int, socket.socket]
+
+    @property
+    def is_gpu_each(self) -> bool:
+        """Whether every member has a GPU that no other one has: NCCL refuses to share."""
+        gpus = [w.gpu for w in self.everybody.values()]
+        return all(gpus) and len(set(gpus)) == len(gpus)
 
     @property
     def is_one_host(self) -> bool:
@@ -84,7 +91,13 @@ def meeting_store(store: Any, epoch: int) -> Any:
 
 
 def meet(
-    store: Any, me: int, num_members: int, peers: Sequence[int], timeout_s: float, share: bool
+    store: Any,
+    me: int,
+    num_members: int,
+    peers: Sequence[int],
+    timeout_s: float,
+    share: bool,
+    gpu: str = "",
 ) -> Met:
     """Exchange whereabouts and connect to local peers: the lower index connects.
 
@@ -98,6 +111,7 @@ def meet(
             host_key() if can_share else secrets.token_hex(16),
             listening.getsockname()[1:].decode() if listening is not None else "",
             secrets.token_bytes(16),
+            gpu,
         )
         store.set(str(me), msgspec.msgpack.encode(mine))
         everybody = {i: _whereabouts(store, i, deadline) for i in range(num_members)}

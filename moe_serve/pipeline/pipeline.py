@@ -88,6 +88,7 @@ class Pipeline:
         for index, flight in enumerate(flights):
             self._land(index, flight)
             yield flight
+        self._transport.finish()
 
     def clear_pages(self, pages: list[int]) -> None:
         """Zero pages that a failed request may have left NaNs in."""

@@ -28,13 +28,21 @@ class RankRows:
 class RowSplit:
     """The ranks of each layer's experts. Replicas take turns by the row's number."""
 
-    def __init__(self, ranks_of: Mapping[int, Sequence[Sequence[int]]], num_ranks: int) -> None:
-        """`ranks_of[layer][expert]`: the ranks, numbered 0 .. num_ranks - 1, that hold it."""
+    def __init__(
+        self,
+        ranks_of: Mapping[int, Sequence[Sequence[int]]],
+        num_ranks: int,
+        device: torch.device | None = None,
+    ) -> None:
+        """`ranks_of[layer][expert]`: the ranks, numbered 0 .. num_ranks - 1, that hold it.
+        `device`: of the ids; None: the CPU."""
         self._num_ranks = num_ranks
-        self._turns = {layer: _Turns.of(layer, experts) for layer, experts in ranks_of.items()}
+        device = device or torch.device("cpu")
+        self._turns = {layer: _Turns.of(layer, each, device) for layer, each in ranks_of.items()}
 
     def split(self, layer: int, rows: RoutedRows) -> list[RankRows]:
-        """One entry for each rank, in their order.
+        """One entry for each rank, in their order. On a GPU it waits: how many rows there are
+        decides how large tensors are.
 
         Worked example, 2 ranks, experts 0, 1 on the first and 2, 3 on the second, K = 2, ids
         [[0, 1], [1, 3], [2, 3]]: the first gets rows [0, 1] with [[0, 1], [1, -1]], the second
@@ -44,6 +52,21 @@ class RowSplit:
             return [RankRows(None, rows.x_TD, rows.expert_ids_TK, rows.weights_TK)]
         rank_TK = self._turns[layer].ranks(rows.expert_ids_TK)
         return [self._part(rows, rank_TK == rank) for rank in range(self._num_ranks)]
+
+    def masked(self, layer: int, rows: RoutedRows) -> list[RankRows]:
+        """As `split`, but every rank gets every row; nothing waits for the device."""
+        if self._num_ranks == 1:
+            return self.split(layer, rows)
+        rank_TK = self._turns[layer].ranks(rows.expert_ids_TK)
+        return [
+            RankRows(
+                None,
+                rows.x_TD,
+                rows.expert_ids_TK.masked_fill(rank_TK != rank, -1),
+                rows.weights_TK,
+            )
+            for rank in range(self._num_ranks)
+        ]
 
     def _part(self, rows: RoutedRows, is_here_TK: Tensor) -> RankRows:
         rows_n = is_here_TK.any(dim=1).nonzero()[:, 0]
@@ -62,15 +85,15 @@ class _Turns:
     first_E: Tensor
 
     @classmethod
-    def of(cls, layer: int, ranks_of: Sequence[Sequence[int]]) -> _Turns:
+    def of(cls, layer: int, ranks_of: Sequence[Sequence[int]], device: torch.device) -> _Turns:
         choice = ReplicaChoice.of(layer, ranks_of)
         arrays = (choice.ranks_EM, choice.counts_E, choice.first_E)
-        return cls(*(torch.from_numpy(array) for array in arrays))
+        return cls(*(torch.from_numpy(array).to(device) for array in arrays))
 
     def ranks(self, expert_ids_TK: Tensor) -> Tensor:
         """The rank of each choice [T, K]."""
         if self.ranks_EM.shape[1] == 1:
             return self.ranks_EM[:, 0][expert_ids_TK]
-        rows_T1 = torch.arange(len(expert_ids_TK))[:, None]
+        rows_T1 = torch.arange(len(expert_ids_TK), device=expert_ids_TK.device)[:, None]
         turns_TK = (rows_T1 + self.first_E[expert_ids_TK]) % self.counts_E[expert_ids_TK]
         return self.ranks_EM[expert_ids_TK, turns_TK]

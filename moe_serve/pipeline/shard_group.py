@@ -170,12 +170,14 @@ class ShardGroup:
         assert int(frame[0]) == _DATA, f"shard {index} sent {int(frame[0])} in place of data"
         return frame[_HEADER_BYTES:].view(dtype).view(shape)
 
+    @torch.inference_mode()  # as in a step: a link's memory is written to in both
     def _send(self, index: int, frame: Tensor, tag: int) -> None:
         try:
             self._links[index].send(frame, tag, "its part of a layer").wait()
         except PeerLostError as error:
             raise ShardLostError(str(error)) from None
 
+    @torch.inference_mode()
     def _take(self, index: int, frame: Tensor, tag: int) -> None:
         try:
             self._links[index].receive(frame, tag, "its part of a layer").wait()

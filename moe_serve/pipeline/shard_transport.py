@@ -27,6 +27,9 @@ class LeaderTransport:
         self._group.share(out_TD)
         return out_TD
 
+    def finish(self) -> None:
+        self._transport.finish()
+
     def reset(self) -> None:
         self._transport.reset()
 
@@ -44,6 +47,9 @@ class FollowerTransport:
     def combine(self, layer: int, micro_batch: int) -> Tensor:
         """Raises StepAbandonedError."""
         return self._group.shared(self._shapes.pop(micro_batch), torch.float32)
+
+    def finish(self) -> None:
+        """The first shard does."""
 
     def reset(self) -> None:
         self._shapes.clear()

@@ -14,56 +14,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from moe_serve.errors import MoeServeError
+from moe_serve.pipeline.frame_header import FLAG_ERROR, HEADER_BYTES, Exchange, Header
+from moe_serve.pipeline.frame_memory import FrameMemory
 
-MAGIC = 0x4D6F4557
-HEADER_BYTES = 64
-FLAG_ERROR = 1  # the sender failed: there are no rows
-_HEADER = np.dtype(
-    [
-        ("magic", "<u4"),
-        ("flags", "<u4"),
-        ("epoch", "<u8"),
-        ("step", "<u8"),
-        ("layer", "<u4"),
-        ("micro_batch", "<u4"),
-        ("rows", "<u4"),
-    ]
-)
 _FP8_MAX = 448.0  # of float8_e4m3fn
 _ALIGNMENT = 64
-
-
-class WireError(MoeServeError):
-    """A frame is not the one that the step's plan announces."""
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """Which exchange of which step a frame belongs to."""
-
-    epoch: int
-    step: int
-    layer: int
-    micro_batch: int
-
-    def __str__(self) -> str:
-        return f"step {self.step}, layer {self.layer}, micro-batch {self.micro_batch}"
-
-
-@dataclass(frozen=True, slots=True)
-class Leg:
-    """One way of an exchange, as reports name it."""
-
-    name: Literal["dispatch", "combine"]
-    exchange: Exchange
-
-    def __str__(self) -> str:
-        return f"{self.name} of {self.exchange}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,44 +75,33 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
+def fp8_scales(x_TD: Tensor) -> Tensor:
+    """One fp32 scale [T, 1] for each row: its largest value becomes that of float8_e4m3fn."""
+    return (x_TD.float().abs().amax(dim=1, keepdim=True) / _FP8_MAX).clamp(min=1e-12)
+
+
+def as_received(wire: WireFormat, x_TD: Tensor) -> Tensor:
+    """Rows as the expert side sees them: rounded on their way, in the model's dtype."""
+    if wire.has_scales:
+        scales = fp8_scales(x_TD)
+        return ((x_TD.float() / scales).to(wire.row_dtype).float() * scales).to(wire.dtype)
+    return x_TD.to(wire.row_dtype).to(wire.dtype)
+
+
 class _Frame:
-    """A buffer with a header."""
+    """A header, and sections behind it."""
 
-    def __init__(self, buffer: Tensor) -> None:
-        self.buffer = buffer  # uint8
-        self._header = buffer[: _HEADER.itemsize].numpy().view(_HEADER)
+    def __init__(self, memory: FrameMemory, header: Header) -> None:
+        self._memory, self._header = memory, header
 
-    def _write_header(self, exchange: Exchange, num_rows: int, flags: int) -> None:
-        self._header[0] = (
-            MAGIC,
-            flags,
-            exchange.epoch,
-            exchange.step,
-            exchange.layer,
-            exchange.micro_batch,
-            num_rows,
-        )
-
-    def check(self, exchange: Exchange, most: int, sender: str) -> int:
-        """-> the number of rows; raises WireError if this is another exchange's frame."""
-        magic, flags, epoch, step, layer, micro_batch, rows = self._header[0].tolist()
-        found = Exchange(epoch, step, layer, micro_batch)
-        if magic != MAGIC:
-            raise WireError(f"{exchange}: {sender} sent no frame (magic {magic:#x}).")
-        if found != exchange:
-            raise WireError(
-                f"{exchange} of epoch {exchange.epoch}: {sender} sent the frame of {found}, "
-                f"epoch {epoch}."
-            )
-        if rows > most:
-            raise WireError(f"{exchange}: {sender} sent {rows} rows, at most {most} were planned.")
-        if flags & FLAG_ERROR:
-            raise WireError(f"{exchange}: {sender} failed, see its log.")
-        return int(rows)
+    @property
+    def buffer(self) -> Tensor:
+        """What travels, uint8."""
+        return self._memory.buffer
 
     def _section(self, offset: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         size = rows * columns * dtype.itemsize
-        return self.buffer[offset : offset + size].view(dtype).view(rows, columns)
+        return self._memory.work[offset : offset + size].view(dtype).view(rows, columns)
 
 
 class DispatchFrame(_Frame):
@@ -178,7 +125,7 @@ class DispatchFrame(_Frame):
     ) -> Tensor:
         """Fill in n rows -> what to send. Without ids: the expert side routes them."""
         num_rows = len(x_TD)
-        self._write_header(exchange, num_rows, 0)
+        self._header.write(exchange, num_rows, 0)
         end = self.offset_of_rows(wire, planned)
         if not num_rows:
             return self.buffer[:HEADER_BYTES]
@@ -188,11 +135,29 @@ class DispatchFrame(_Frame):
             weights.copy_(weights_TK)
         rows = self._section(end, num_rows, wire.width, wire.row_dtype)
         if wire.has_scales:
-            scales = (x_TD.float().abs().amax(dim=1, keepdim=True) / _FP8_MAX).clamp(min=1e-12)
+            scales = fp8_scales(x_TD)
             self._scales(wire, planned, num_rows).copy_(scales)
             x_TD = x_TD.float() / scales
         rows.copy_(x_TD)
-        return self.buffer[: end + num_rows * wire.row_bytes]
+        return self._memory.to_send(end + num_rows * wire.row_bytes)
+
+    def write_nobody(
+        self, wire: WireFormat, exchange: Exchange, planned: int, is_fixed: bool
+    ) -> Tensor:
+        """No rows: a header, or the planned rows with experts that are nowhere."""
+        self._header.write(exchange, 0, 0)
+        if not is_fixed:
+            return self.buffer[:HEADER_BYTES]
+        end = wire.dispatch_bytes(planned)
+        self._memory.work[HEADER_BYTES:end].zero_()
+        self.choices(wire, planned, planned)[0].fill_(-1)
+        return self._memory.to_send(end)
+
+    def open(self, wire: WireFormat, exchange: Exchange, planned: int, sender: str) -> int:
+        """The frame came -> how many rows it has; raises WireError."""
+        num_rows = self._header.check(exchange, planned, sender)
+        self._memory.received(self.offset_of_rows(wire, planned) + num_rows * wire.row_bytes)
+        return num_rows
 
     def choices(self, wire: WireFormat, planned: int, num_rows: int) -> tuple[Tensor, Tensor]:
         """Ids (int32, -1: elsewhere) and weights (fp32), [n, K] each."""
@@ -203,7 +168,7 @@ class DispatchFrame(_Frame):
         )
 
     def rows(self, wire: WireFormat, planned: int, num_rows: int) -> Tensor:
-        """x [n, D] in the model's dtype: a view of the buffer where it travels so."""
+        """x [n, D] in the model's dtype: a view of the frame where it travels so."""
         x_TD = self._section(
             self.offset_of_rows(wire, planned), num_rows, wire.width, wire.row_dtype
         )
@@ -233,19 +198,32 @@ class CombineFrame(_Frame):
     ) -> Tensor:
         """Fill in n sums, and which rows they belong to if the sender does not know."""
         num_rows, start = len(sums_TD), self.offset_of_sums(planned)
-        self._write_header(exchange, num_rows, 0)
+        self._header.write(exchange, num_rows, 0)
         if row_numbers_T is not None:
             self.row_numbers(num_rows).copy_(row_numbers_T)
         self._section(start, num_rows, wire.width, wire.sum_dtype).copy_(sums_TD)
-        return self.buffer[: start + num_rows * wire.sum_bytes]
+        return self._memory.to_send(start + num_rows * wire.sum_bytes)
 
-    def write_error(self, exchange: Exchange) -> Tensor:
-        """In place of sums: this exchange failed here."""
-        self._write_header(exchange, 0, FLAG_ERROR)
-        return self.buffer[:HEADER_BYTES]
+    def write_error(
+        self, wire: WireFormat, exchange: Exchange, planned: int, is_fixed: bool
+    ) -> Tensor:
+        """In place of sums: this exchange failed here. Fixed: with sums of zero."""
+        self._header.write(exchange, 0, FLAG_ERROR)
+        if not is_fixed:
+            self._memory.settle()
+            return self.buffer[:HEADER_BYTES]
+        end = wire.combine_bytes(planned)
+        self._memory.work[HEADER_BYTES:end].zero_()
+        return self._memory.to_send(end)
+
+    def open(self, wire: WireFormat, exchange: Exchange, planned: int, sender: str) -> int:
+        """The frame came -> how many sums it has; raises WireError, also if the sender failed."""
+        num_rows = self._header.check(exchange, planned, sender)
+        self._memory.received(self.offset_of_sums(planned) + num_rows * wire.sum_bytes)
+        return num_rows
 
     def sums(self, wire: WireFormat, planned: int, num_rows: int) -> Tensor:
-        """[n, D], a view of the buffer."""
+        """[n, D], a view of the frame."""
         return self._section(self.offset_of_sums(planned), num_rows, wire.width, wire.sum_dtype)
 
     def row_numbers(self, num_rows: int) -> Tensor:

@@ -29,6 +29,7 @@ Say = Callable[[str], None]
 Entries = dict[str, dict[str, int]]
 # (layer, block_m, entries) -> seconds, or None where these tiles do not compile or do not launch
 Measure = Callable[[ExpertLayer, int, Mapping[str, Mapping[str, int]]], float | None]
+Keep = Callable[[str, dict[str, int]], None]  # (key, what beats the heuristics, if anything)
 LEAST_GAIN = 1.02  # a smaller one is noise
 _SHARE = 0.75  # of a tile that an average expert's rows fill
 
@@ -55,10 +56,24 @@ def products(layer: ExpertLayer) -> list[Product]:
     return [Product(shape=shape, block_m=block_m) for block_m in BLOCK_MS for shape in shapes]
 
 
-def tune_layer(layer: ExpertLayer, capability: int, measure: Measure, say: Say) -> Entries:
-    """What beats the heuristics. One product after the other, the first as it was tuned."""
-    entries: Entries = {}
+def tune_layer(
+    layer: ExpertLayer,
+    capability: int,
+    measure: Measure,
+    say: Say,
+    *,
+    known: Mapping[str, Mapping[str, int]] | None = None,
+    keep: Keep = lambda key, entry: None,
+) -> Entries:
+    """What beats the heuristics. One product after the other, the first as it was tuned.
+
+    Products of `known` were tuned before. `keep` gets each as soon as it is tuned.
+    """
+    entries: Entries = {key: dict(entry) for key, entry in (known or {}).items()}
     for item in products(layer):
+        if item.key in entries:
+            say(f"{layer.name} {item.key}: tuned before")
+            continue
         chosen = choose_tile(item.block_m, item.shape, capability)
         usual = measure(layer, item.block_m, entries)
         assert usual is not None, f"{layer.name}: the heuristics' own tiles do not run"
@@ -67,8 +82,10 @@ def tune_layer(layer: ExpertLayer, capability: int, measure: Measure, say: Say) 
             seconds = measure(layer, item.block_m, entries | {item.key: overrides(tile, chosen)})
             if seconds is not None and seconds < fastest:
                 best, fastest = tile, seconds
-        if usual > LEAST_GAIN * fastest:
-            entries[item.key] = overrides(best, chosen)
+        entry = overrides(best, chosen) if usual > LEAST_GAIN * fastest else {}
+        if entry:
+            entries[item.key] = entry
+        keep(item.key, entry)
         say(f"{layer.name} {item.key}: {usual * 1e6:.1f} -> {fastest * 1e6:.1f} us {_told(best)}")
     return entries
 

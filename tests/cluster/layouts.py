@@ -108,9 +108,12 @@ def serve(engine: DrivenEngine, wanted: Sequence[GenerationRequest]) -> dict[str
     return answers
 
 
-def colocated(of: EngineConfig, wanted: Sequence[GenerationRequest]) -> dict[str, Answer]:
-    """The answers of one process."""
-    alone = replace(of, cluster=ClusterConfig(), pipeline=PipelineConfig(micro_batches=1))
+def colocated(
+    of: EngineConfig, wanted: Sequence[GenerationRequest], wire_dtype: str = "auto"
+) -> dict[str, Answer]:
+    """The answers of one process; `wire_dtype`: with rows rounded as if they had travelled."""
+    cluster = ClusterConfig(wire_dtype=wire_dtype)  # type: ignore[arg-type]
+    alone = replace(of, cluster=cluster, pipeline=PipelineConfig(micro_batches=1))
     return serve(build_engine(alone).engine, wanted)
 
 

@@ -1,109 +1,147 @@
-"""Attention ranks of several processes: the same tokens as one process, and their end together."""
+"""Attention ranks of several processes: the same tokens as one process, and one common end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+import contextlib
+import itertools
+import signal
+from functools import cache
 from pathlib import Path
 
+import psutil
 import pytest
+from parity import write_checkpoint
+from test_families import CASES
+
+from layouts import Answer, colocated, config, on_ranks, requests, serve
+from moe_serve.cluster.build import build_cluster
+from moe_serve.cluster.rank_name import RankName
+from moe_serve.cluster.secret import ClusterSecret
+from moe_serve.config import ClusterConfig, EngineConfig
+from moe_serve.config_keys import check_engine_config
+from moe_serve.engine.request import TokenDelta
+from moe_serve.errors import ConfigError
 from thread_starter import ThreadStarter
 
-from moe_serve.cluster.build import build_cluster
-from moe_serve.config import (
-    CacheConfig,
-    ClusterConfig,
-    EngineConfig,
-    ModelConfig,
-    PipelineConfig,
-    SchedulerConfig,
+VOCAB_SIZE = 4096  # of the demonstration model
+NUM_REQUESTS = 7
+
+
+@cache
+def expected() -> dict[str, Answer]:
+    return colocated(config(0, 0), requests(NUM_REQUESTS, VOCAB_SIZE))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    ("attention", "experts", "count"), [(1, 1, 2), (1, 1, 4), (2, 2, 2), (2, 1, 4), (1, 2, 2)]
 )
-from moe_serve.engine.build import BuiltEngine, build_engine
-from moe_serve.engine.driven_engine import DrivenEngine
-from moe_serve.engine.request import GenerationRequest
-from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.errors import ConfigError
-from moe_serve.model.demo import demo_model_folder
-
-Tokens = dict[str, list[tuple[int, float]]]
+def test_the_tokens_do_not_change(
+    attention: int, experts: int, count: int, micro_batches: int
+) -> None:
+    of = config(attention, experts, micro_batches, attention_tp=count)
+    answers = on_ranks(of, requests(NUM_REQUESTS, VOCAB_SIZE))
+    assert answers == expected(), f"{attention}A{experts}E, {count} shards, m = {micro_batches}"
 
 
-def config_of(folder: Path | None, cluster: ClusterConfig, m: int = 1) -> EngineConfig:
-    return EngineConfig(
-        model=ModelConfig(path=None if folder is None else str(folder), num_threads=1),
-        cache=CacheConfig(num_pages=64),
-        scheduler=SchedulerConfig(max_num_seqs=8, max_batched_tokens=48),
-        pipeline=PipelineConfig(micro_batches=m),
-        cluster=cluster,
-    )
+def test_experts_may_choose() -> None:
+    of = config(1, 2, 2, attention_tp=2, router="experts")
+    assert on_ranks(of, requests(NUM_REQUESTS, VOCAB_SIZE)) == expected()
 
 
-def cluster_of(ranks: str, tp: int) -> ClusterConfig:
-    """`2A1E`."""
-    return ClusterConfig(
-        attention_ranks=int(ranks[0]),
-        expert_ranks=int(ranks[2]),
-        attention_tp=tp,
-        heartbeat_s=5.0,
-        timeout_s=20.0,
-        start_timeout_s=60.0,
-    )
+@pytest.mark.parametrize(
+    ("name", "attention", "experts", "count", "micro_batches"),
+    [
+        ("gpt_oss", 1, 1, 2, 2),  # sinks and windows
+        ("gpt_oss", 2, 2, 4, 1),  # two key heads on four shards
+        ("deepseek_v3-groups", 2, 2, 2, 2),  # latents, shared experts
+        ("deepseek_v2-lite", 1, 1, 4, 1),  # a dense layer first
+        ("qwen3_moe-dense-layers", 2, 1, 2, 2),
+        ("minimax_m2", 1, 2, 2, 1),  # norms over all heads
+    ],
+)
+def test_families(
+    tmp_path: Path, name: str, attention: int, experts: int, count: int, micro_batches: int
+) -> None:
+    folder = write_checkpoint(tmp_path / name, CASES[name])
+    of = config(attention, experts, micro_batches, folder=folder, attention_tp=count)
+    wanted = requests(NUM_REQUESTS, 300)
+    assert on_ranks(of, wanted) == colocated(of, wanted)
 
 
-@contextmanager
-def started(config: EngineConfig) -> Iterator[tuple[BuiltEngine, ThreadStarter]]:
+def test_an_expert_rank_that_is_lost_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shards leave the step with their leader, and repeat it with it."""
+    of = config(1, 2, 2, attention_tp=2)
     starters: list[ThreadStarter] = []
 
-    def make(*arguments: object) -> ThreadStarter:
-        starters.append(ThreadStarter(*arguments))  # type: ignore[arg-type]
+    def make(host: str, port: int, secret: ClusterSecret, num_threads: int) -> ThreadStarter:
+        starters.append(ThreadStarter(host, port, secret, num_threads))
         return starters[-1]
 
-    built = build_cluster(config, make_starter=make)
+    engine = build_cluster(of, make_starter=make).engine
+    num_steps = itertools.count()
+
+    step = engine.step
+
+    def disturbed() -> list[TokenDelta]:
+        if next(num_steps) in (3, 8):
+            starters[0].kill(RankName("expert", 1))
+        return step()
+
+    monkeypatch.setattr(engine, "step", disturbed)
     try:
-        yield built, starters[0]
+        answers = serve(engine, requests(NUM_REQUESTS, VOCAB_SIZE))
     finally:
-        built.engine.close()
+        engine.close()
+    assert answers == expected()
 
 
-def requests(num: int = 5) -> list[GenerationRequest]:
-    """Of odd lengths, two of them sampled."""
-    return [
-        GenerationRequest(
-            request_id=f"r{i}",
-            prompt_token_ids=tuple((7 * i + j * (i + 3)) % 250 + 1 for j in range(11 * i + 1)),
-            params=SamplingParams(
-                max_tokens=9 + i,
-                temperature=0.8 if i % 2 else 0.0,
-                seed=i,
-                ignore_eos=True,
-                logprobs=1,
-            ),
-        )
-        for i in range(num)
-    ]
+def test_heads_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"attention_tp \(3\) does not divide the model's \d+ q"):
+        build_cluster(config(1, 1, attention_tp=3), make_starter=ThreadStarter)
 
 
-def run(engine: DrivenEngine, num: int = 5) -> Tokens:
-    for request in requests(num):
-        engine.add(request)
-    found: Tokens = {}
-    while engine.has_work and sum(map(len, found.values())) < sum(9 + i for i in range(num)):
-        for delta in engine.step():
-            assert delta.error is None, f"{delta.request_id}: {delta.error}"
-            assert delta.logprobs is not None, "asked for"
-            pairs = zip(delta.token_ids, delta.logprobs, strict=True)
-            found.setdefault(delta.request_id, []).extend((t, p.logprob) for t, p in pairs)
-    engine.check_integrity()
+def test_kernels_that_sum_by_shape_are_refused() -> None:
+    why = r"attention-0 cannot serve: cluster\.attention_tp is 2, but the kernels here are torch"
+    with pytest.raises(ConfigError, match=why):
+        build_cluster(config(1, 1, kernels="torch", attention_tp=2), make_starter=ThreadStarter)
+
+
+def test_without_attention_ranks_there_is_nothing_to_split() -> None:
+    with pytest.raises(ConfigError, match=r"attention_tp is 2, but there are no attention ranks"):
+        check_engine_config(EngineConfig(cluster=ClusterConfig(attention_tp=2)))
+
+
+def test_processes_die_and_come_back_together() -> None:
+    """A shard is killed: its rank is lost with all shards, its requests are computed again."""
+    of = config(1, 1, 1, attention_tp=2)
+    engine = build_cluster(of).engine
+    try:
+        before = _shards()
+        assert len(before) == 1, f"{before}: the first shard is the rank's own process"
+        for request in requests(NUM_REQUESTS, VOCAB_SIZE):
+            engine.add(request)
+        answers = {f"r{i}": Answer() for i in range(NUM_REQUESTS)}
+        num_steps = 0
+        while any(answer.end is None for answer in answers.values()):
+            num_steps += 1
+            if num_steps == 3:
+                before[0].send_signal(signal.SIGKILL)
+            for delta in engine.step():
+                answers[delta.request_id].take(delta)
+        after = _shards()
+        assert len(after) == 1 and after[0].pid != before[0].pid, f"{before}, {after}"
+    finally:
+        engine.close()
+    assert answers == expected()
+    assert not _shards(), "they end with the engine"
+
+
+def _shards() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    found = []
+    for child in children:
+        with contextlib.suppress(psutil.Error):
+            if "moe_serve.cluster.attention_shard" in child.cmdline():
+                found.append(child)
     return found
-
-
-@pytest.fixture(scope="module")
-def expected() -> Tokens:
-    return run(build_engine(config_of(None, ClusterConfig())).engine)
-
-
-@pytest.mark.parametrize(("ranks", "tp", "m"), [("1A1E", 2, 1), ("1A2E", 2, 2), ("2A2E", 2, 2)])
-def test_the_tokens_do_not_change(expected: Tokens, ranks: str, tp: int, m: int) -> None:
-    with started(config_of(None, cluster_of(ranks, tp), m)) as (built, _):
-        assert run(built.engine) == expected, f"{ranks}, {tp} shards, {m} micro-batches"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 
@@ -43,7 +44,7 @@ def drive(shared: FaultDrive) -> FaultDrive:
 
 def tell(capsys: pytest.CaptureFixture[str], what: str, drive: FaultDrive) -> None:
     with capsys.disabled():
-        print(f"\n  {what}: {drive.hurt}", end="")
+        sys.stdout.write(f"\n  {what}: {drive.hurt}")
 
 
 def assert_ended(pid: int) -> None:

@@ -84,6 +84,7 @@ def loaded() -> Loaded:
         dtype="float32",
         device="cpu",
         weight_format="plain",
+        expert_weights="exact",
         load_seconds=0.0,
     )
 
@@ -165,3 +166,29 @@ def test_who_never_came_is_named_by_node(scene: Scene) -> None:
     with pytest.raises(ClusterError, match="no rank of node 1 came within 0.3 s: expert-0, expert"):
         scene.start(0.3)
     assert scene.talkers.orders == []
+
+
+def test_another_checkpoint_is_refused_by_name(scene: Scene) -> None:
+    """A rank that loaded what the pre-flight could not tell from the right one."""
+    scene.membership._weights = "another hash"
+    with pytest.raises(
+        ClusterError, match=r"(expert|attention)-\d is refused: its checkpoint is another"
+    ):
+        scene.start()
+
+
+def test_who_came_and_was_not_let_in_yet_is_told_to_stop(scene: Scene) -> None:
+    """Its hello lies in the inbox, or is still on its way."""
+    port, decoder = scene.listener.port, msgspec.msgpack.Decoder(Order)
+    channel: Channel[Any] = connect("127.0.0.1", port, scene.talkers._secret, decoder, 10)
+    channel.send(Hello(name="expert-0", pid=1, host="127.0.0.1", versions={}))
+    assert scene.membership.inbox.get(timeout=10).name == "expert-0"
+    scene.membership.close()
+    assert isinstance(channel.receive(10), Stop)
+    with pytest.raises(ChannelClosedError):
+        channel.receive(10)
+    late: Channel[Any] = connect("127.0.0.1", port, scene.talkers._secret, decoder, 10)
+    with pytest.raises(ChannelClosedError):
+        late.receive(10)
+    channel.close()
+    late.close()

@@ -13,11 +13,11 @@ from case import VOCAB_SIZE, Case
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
+import moe_serve  # its LLM when it is used: the kernels' tests need none of its packages
 from moe_kernels.choice import KernelsName
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.config import ExpertWeightsName
 from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.llm import LLM
 from moe_serve.model.loader import ModelLoader
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
 from moe_serve.pipeline.pipeline import Pipeline
@@ -97,7 +97,7 @@ def check_greedy_tokens(folder: Path, kernels: KernelsName) -> None:
     params = SamplingParams(max_tokens=_NUM_TOKENS, temperature=0, ignore_eos=True)
     expected = _reference_tokens(folder)
     for budget in (1024, 7):
-        with LLM(str(folder), kernels=kernels, max_batched_tokens=budget) as llm:
+        with moe_serve.LLM(str(folder), kernels=kernels, max_batched_tokens=budget) as llm:
             outputs = llm.generate(random_prompts(_LENGTHS), params, use_progress_bar=False)
         for length, output, tokens in zip(_LENGTHS, outputs, expected, strict=True):
             found = list(output.outputs[0].token_ids)
@@ -108,9 +108,11 @@ def check_invariance(folder: Path, kernels: KernelsName) -> None:
     """In bf16, a request's tokens and log probabilities are bit for bit its own."""
     prompts = random_prompts((40, 3, 17, 64, 9, 33))
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=2)
-    with LLM(str(folder), kernels=kernels, dtype="bfloat16", max_batched_tokens=19) as llm:
+    with moe_serve.LLM(
+        str(folder), kernels=kernels, dtype="bfloat16", max_batched_tokens=19
+    ) as llm:
         together = llm.generate(prompts, params, use_progress_bar=False)
-    with LLM(str(folder), kernels=kernels, dtype="bfloat16") as llm:
+    with moe_serve.LLM(str(folder), kernels=kernels, dtype="bfloat16") as llm:
         # Computed, and then from cached pages.
         for prompt, crowd in (*zip(prompts[:3], together, strict=False),) * 2:
             (alone,) = llm.generate([prompt], params, use_progress_bar=False)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import combinations
 from pathlib import Path
 
@@ -26,15 +28,21 @@ CPU = torch.device("cpu")
 PAGES = (4, 9, 1, 7, 2, 8, 3)
 
 
-def groups(count: int, timeout_s: float = 20.0) -> list[ShardGroup]:
-    """Connected shards of one process."""
+@contextmanager
+def connected(count: int, timeout_s: float = 20.0) -> Iterator[list[ShardGroup]]:
+    """Shards of one process."""
     ends: list[dict[int, socket.socket]] = [{} for _ in range(count)]
     for a, b in combinations(range(count), 2):
         ends[a][b], ends[b][a] = socket.socketpair()
-    return [
+    members = [
         make_group("attention-0", TensorShard(i, count), own, timeout_s)
         for i, own in enumerate(ends)
     ]
+    try:
+        yield members
+    finally:
+        for member in members:
+            member.close()
 
 
 def sharded_logits(
@@ -45,14 +53,12 @@ def sharded_logits(
     def run(group: ShardGroup) -> tuple[Tensor, int]:
         try:
             return _run(folder, group, dtype, prompt, chunk)
-        finally:
-            if not group.is_leader:
-                group.close()
+        except BaseException:
+            group.close()  # the others end too
+            raise
 
-    members = groups(count)
-    with ThreadPoolExecutor(count) as pool:
+    with connected(count) as members, ThreadPoolExecutor(count) as pool:
         results = list(pool.map(run, members))
-    members[0].close()
     return results[0][0], [num_bytes for _, num_bytes in results]
 
 

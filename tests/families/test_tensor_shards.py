@@ -12,11 +12,17 @@ from sharded_logits import CPU, sharded_logits
 from test_families import CASES
 
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.errors import ConfigError
 from moe_serve.model.loader import ModelLoader
-from moe_serve.model.tensor_shard import check_shards
 
-NAMES = list(CASES)
+NAMES = (  # of each kind of attention and of MLP
+    "deepseek_v2-lite",
+    "deepseek_v3-groups",
+    "gpt_oss",
+    "llama4-dense-layers",
+    "minimax_m2",
+    "qwen2_moe",
+    "qwen3_moe-dense-layers",
+)
 
 pytestmark = list(KERNEL_SETS[1].marks)  # needs the native kernels
 
@@ -26,16 +32,11 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return write_checkpoint(tmp_path_factory.mktemp(request.param), CASES[request.param])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(("count", "dtype"), [(2, torch.bfloat16), (4, torch.float32)])
 def test_the_bits_do_not_change(folder: Path, count: int, dtype: torch.dtype) -> None:
     (prompt,) = random_prompts((50,))
     loader = ModelLoader(folder, kernels="native", dtype=dtype)
-    try:
-        check_shards(loader.spec, count)
-    except ConfigError as error:
-        pytest.skip(str(error))
-    for chunk in (50, 7, 1):
+    for chunk in (50, 7):
         expected = model_logits(folder, "native", prompt, chunk, dtype)
         found, kv_bytes = sharded_logits(folder, count, dtype, prompt, chunk)
         assert found.shape == expected.shape, f"{found.shape} for {expected.shape}"

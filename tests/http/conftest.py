@@ -66,6 +66,7 @@ class FakeEngine:
     num_waiting: int = 0
     last_turn_age_s: float | None = None
     pools: PoolStats | None = None
+    outage_s: float = 0.0
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[asyncio.Queue[TokenDelta]]:
         if self.is_draining:
@@ -104,6 +105,7 @@ class FakeEngine:
             is_alive=self.is_alive,
             last_turn_age_s=self.last_turn_age_s,
             pools=self.pools,
+            outage_s=self.outage_s,
         )
 
     def begin_drain(self) -> None:

@@ -36,6 +36,17 @@ def test_not_ready_while_draining(make_app: Callable[..., FastAPI]) -> None:
     assert client.get("/health/live").status_code == 200
 
 
+def test_ranks_away_are_no_stall_but_not_ready(client: TestClient, engine: Any) -> None:
+    engine.outage_s, engine.num_waiting, engine.last_turn_age_s = 0.2, 3, 0.1
+    assert client.get("/health/ready").status_code == 200, "over in a moment"
+    engine.outage_s = engine.last_turn_age_s = 75.0
+    assert client.get("/health/live").status_code == 200
+    response = client.get("/health/ready")
+    assert response.status_code == 503
+    error = response.json()["error"]
+    assert error["code"] == "ranks_away" and "for 75 s now" in error["message"]
+
+
 def test_busy_is_live_and_stalled_is_not(engine: Any) -> None:
     watch, stats = ProgressWatch(), engine.stats()
     busy = replace(stats, num_running=2)

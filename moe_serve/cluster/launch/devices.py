@@ -34,6 +34,20 @@ def visible_device(
     return names[wanted]
 
 
+def shared_device(environ: Mapping[str, str], place: int, num_devices: int) -> str | None:
+    """As `visible_device`, for ranks of one host that take turns at its devices: they may share."""
+    given = environ.get(DEVICES_VARIABLE)
+    names = [str(number) for number in range(num_devices)]
+    if given is not None:
+        names = [name.strip() for name in given.split(",") if name.strip()]
+    return names[place % len(names)] if names else None
+
+
+def num_accelerators() -> int:
+    """NVIDIA GPUs that this host, or container, has; asks no library."""
+    return sum(path.name[len("nvidia") :].isdigit() for path in _DRIVER.parent.glob("nvidia*"))
+
+
 def has_accelerators() -> bool:
     """Whether the driver of NVIDIA GPUs is loaded; asks no library, which would take seconds."""
     return _DRIVER.exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_serve.cluster.launch.devices import DEVICES_VARIABLE, visible_device
+from moe_serve.cluster.launch.devices import DEVICES_VARIABLE, shared_device, visible_device
 from moe_serve.errors import ConfigError
 
 
@@ -33,3 +33,22 @@ def test_a_device_that_is_not_visible() -> None:
         visible_device({DEVICES_VARIABLE: "4,5"}, 2, None, has_accelerators=True)
     with pytest.raises(ConfigError, match="needs device 0"):
         visible_device({DEVICES_VARIABLE: ""}, 0, 0, has_accelerators=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "place", "num_devices", "expected"),
+    [
+        (None, 2, 0, None),  # no GPU here
+        (None, 2, 4, "2"),
+        (None, 5, 4, "1"),
+        (None, 1, 1, "0"),  # two ranks share the only one
+        ("4,5", 3, 8, "5"),
+        ("GPU-aa", 3, 8, "GPU-aa"),
+        ("", 0, 4, None),  # hidden on purpose
+    ],
+)
+def test_ranks_take_turns(
+    given: str | None, place: int, num_devices: int, expected: str | None
+) -> None:
+    environ = {} if given is None else {DEVICES_VARIABLE: given}
+    assert shared_device(environ, place, num_devices) == expected

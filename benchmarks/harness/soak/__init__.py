@@ -1,0 +1,1 @@
+"""Ranks killed at random under load: the parts of `soak.py`."""

@@ -1,0 +1,174 @@
+"""The first bytes of a frame: whose it is. Read at once on the host, or after the step.
+
+A frame in a GPU's memory is not read by the host on its way: that would wait for the device. Its
+header is copied aside there, and all of a step's are checked when its last rows are back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_serve.errors import MoeServeError
+
+MAGIC = 0x4D6F4557
+HEADER_BYTES = 64
+FLAG_ERROR = 1  # the sender failed: there are no rows
+_FIELDS = [
+    ("magic", "<u4"),
+    ("flags", "<u4"),
+    ("epoch", "<u8"),
+    ("step", "<u8"),
+    ("layer", "<u4"),
+    ("micro_batch", "<u4"),
+    ("rows", "<u4"),
+    ("zeros", f"V{HEADER_BYTES - 36}"),
+]
+_HEADER = np.dtype(_FIELDS)
+
+
+class WireError(MoeServeError):
+    """A frame is not the one that the step's plan announces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Which exchange of which step a frame belongs to."""
+
+    epoch: int
+    step: int
+    layer: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"step {self.step}, layer {self.layer}, micro-batch {self.micro_batch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One way of an exchange, as reports name it."""
+
+    name: Literal["dispatch", "combine"]
+    exchange: Exchange
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.exchange}"
+
+
+class Header(Protocol):
+    """A frame's header, where the frame is."""
+
+    def write(self, exchange: Exchange, num_rows: int, flags: int) -> None: ...
+
+    def check(self, exchange: Exchange, most: int, sender: str) -> int:
+        """-> the number of rows; raises WireError if this is another exchange's frame."""
+        ...
+
+
+class HostHeader:
+    """Implements Header in host memory."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._header = buffer[:HEADER_BYTES].numpy().view(_HEADER)
+
+    def write(self, exchange: Exchange, num_rows: int, flags: int) -> None:
+        self._header[0] = _values(exchange, num_rows, flags)
+
+    def check(self, exchange: Exchange, most: int, sender: str) -> int:
+        return _checked(self._header[0], exchange, most, sender)
+
+
+class HeaderLog:
+    """The headers of one step's frames, to send and as received: two tables in the device's memory.
+
+    Their frames have fixed sizes, so nobody must know a header to go on, and it tells no rows.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._places: dict[Exchange, int] = {}
+        self._to_send = self._received = torch.zeros(0, HEADER_BYTES, dtype=torch.uint8)
+        self._awaited: list[tuple[Exchange, str]] = []  # and their senders
+
+    def begin(self, exchanges: Sequence[Exchange], num_peers: int) -> None:
+        """A step with these exchanges: one copy to the device."""
+        self._places = {exchange: 2 * place for place, exchange in enumerate(exchanges)}
+        headers = np.zeros(2 * len(exchanges), _HEADER)
+        for exchange, place in self._places.items():
+            headers[place] = _values(exchange, 0, 0)
+            headers[place + FLAG_ERROR] = _values(exchange, 0, FLAG_ERROR)
+        table = torch.from_numpy(headers.view(np.uint8).reshape(-1, HEADER_BYTES))
+        self._to_send = table.to(self._device)
+        size = (len(exchanges) * num_peers, HEADER_BYTES)
+        self._received = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        self._awaited = []
+
+    def header(self, buffer: Tensor) -> DeferredHeader:
+        return DeferredHeader(self, buffer[:HEADER_BYTES])
+
+    def write(self, section: Tensor, exchange: Exchange, flags: int) -> None:
+        section.copy_(self._to_send[self._places[exchange] + flags])
+
+    def note(self, section: Tensor, exchange: Exchange, sender: str) -> None:
+        """Remember a header that came."""
+        self._received[len(self._awaited)].copy_(section)
+        self._awaited.append((exchange, sender))
+
+    def check(self) -> None:
+        """All that came since `begin`: waits for the device. Raises WireError."""
+        awaited, self._awaited = self._awaited, []
+        if not awaited:
+            return
+        headers = self._received[: len(awaited)].cpu().numpy().view(_HEADER)[:, 0]
+        for header, (exchange, sender) in zip(headers, awaited, strict=True):
+            _checked(header, exchange, 0, sender)
+
+
+class DeferredHeader:
+    """Implements Header in a device's memory: `check` believes, HeaderLog finds out."""
+
+    def __init__(self, log: HeaderLog, section: Tensor) -> None:
+        self._log, self._section = log, section
+
+    def write(self, exchange: Exchange, num_rows: int, flags: int) -> None:
+        """Rows are those that were planned, whatever `num_rows`."""
+        self._log.write(self._section, exchange, flags)
+
+    def check(self, exchange: Exchange, most: int, sender: str) -> int:
+        self._log.note(self._section, exchange, sender)
+        return most
+
+
+def _values(exchange: Exchange, num_rows: int, flags: int) -> tuple[int | bytes, ...]:
+    return (
+        MAGIC,
+        flags,
+        exchange.epoch,
+        exchange.step,
+        exchange.layer,
+        exchange.micro_batch,
+        num_rows,
+        b"",
+    )
+
+
+def _checked(header: np.void, exchange: Exchange, most: int, sender: str) -> int:
+    magic, flags, epoch, step, layer, micro_batch, rows = header.tolist()[:7]
+    found = Exchange(epoch, step, layer, micro_batch)
+    if magic != MAGIC:
+        raise WireError(f"{exchange}: {sender} sent no frame (magic {magic:#x}).")
+    if found != exchange:
+        raise WireError(
+            f"{exchange} of epoch {exchange.epoch}: {sender} sent the frame of {found}, "
+            f"epoch {epoch}."
+        )
+    if rows > most:
+        raise WireError(f"{exchange}: {sender} sent {rows} rows, at most {most} were planned.")
+    if flags & FLAG_ERROR:
+        raise WireError(f"{exchange}: {sender} failed, see its log.")
+    return int(rows)

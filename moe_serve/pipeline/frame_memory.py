@@ -1,0 +1,57 @@
+"""Where the bytes of a frame lie: a link takes them from one place, the rank works in another.
+
+On a CPU both are the same. A rank on a GPU whose link takes host memory packs a frame in the GPU's
+memory and copies the used part over, and the other way round: one copy per frame.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_serve.pipeline.frame_header import HEADER_BYTES
+
+
+class FrameMemory:
+    """`buffer` travels; `work` is written and read by the rank. Headers stay in `buffer`."""
+
+    def __init__(self, buffer: Tensor, work: Tensor) -> None:
+        self.buffer, self.work = buffer, work  # uint8, of the same size
+
+    @property
+    def is_staged(self) -> bool:
+        return self.buffer is not self.work
+
+    def to_send(self, end: int) -> Tensor:
+        """The first bytes of `buffer`, with what was written. Staged: waits for the device."""
+        if self.is_staged:
+            start = HEADER_BYTES
+            self.buffer[start:end].copy_(self.work[start:end], non_blocking=True)
+            self.settle()
+        return self.buffer[:end]
+
+    def received(self, end: int) -> None:
+        """So many bytes came: from here on `work` has them, for what the device does next."""
+        if self.is_staged:
+            start = HEADER_BYTES
+            self.work[start:end].copy_(self.buffer[start:end], non_blocking=True)
+
+    def settle(self) -> None:
+        """Until the device has done what it was told, copies of this frame among it."""
+        if self.is_staged and self.work.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self.work.device))
+            event.synchronize()
+
+
+def direct_memory(capacity: int, device: torch.device) -> FrameMemory:
+    """Links take the device's memory."""
+    buffer = torch.zeros(capacity, dtype=torch.uint8, device=device)
+    return FrameMemory(buffer, buffer)
+
+
+def staged_memory(capacity: int, device: torch.device) -> FrameMemory:
+    """Links take host memory: pinned, if the device is a GPU."""
+    is_cuda = device.type == "cuda"
+    buffer = torch.zeros(capacity, dtype=torch.uint8, pin_memory=is_cuda)
+    return FrameMemory(buffer, torch.zeros(capacity, dtype=torch.uint8, device=device))

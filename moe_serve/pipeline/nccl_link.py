@@ -1,0 +1,160 @@
+"""Transfers from GPU to GPU by NCCL. Written without a GPU at hand: nothing here has run on one.
+
+The host waits for no transfer. `Transfer.wait` makes the current stream wait, so kernels queued
+behind it see what came; the transfers themselves run on NCCL's own streams, which wait for what the
+current stream had been told when they began. So the next micro-batch's attention runs meanwhile.
+Only at a step's end does the host look, with a deadline (`NcclGroups.settle`).
+
+NCCL has no tags: messages of a pair are matched in the order in which both sides begin them. Rows
+and sums therefore have a communicator each: in either direction all messages of a pair come in the
+order of exchanges, and a receive of one direction never stands in the way of the other.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+
+from moe_serve.pipeline.gloo_link import first_line
+from moe_serve.pipeline.transfer import PeerLostError, Transfer
+
+_DIRECTIONS = ("rows", "sums")  # by the tag's lowest bit, see step_shape.py
+_POLL_S = 50e-6
+# On a timeout NCCL's own watchdog is to abort communicators, not to end the process.
+_ABORT_ONLY = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
+
+MakeGroup = Callable[[Any, int, int, float], Any]  # (store, rank, size, timeout_s)
+
+
+class _Work:
+    """Implements Transfer. Keeps the buffer alive."""
+
+    def __init__(self, peer: str, work: Any, buffer: Tensor, operation: object) -> None:
+        self.peer, self.operation = peer, operation
+        self._work, self._buffer = work, buffer
+
+    def wait(self) -> None:
+        """For the current stream, not for the host."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise PeerLostError(self.peer, self.operation, first_line(error)) from None
+
+    @property
+    def has_ended(self) -> bool:
+        try:
+            return bool(self._work.is_completed())
+        except RuntimeError as error:
+            raise PeerLostError(self.peer, self.operation, first_line(error)) from None
+
+
+class NcclGroups:
+    """All members of an epoch, once for each direction."""
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout_s: float,
+        make_group: MakeGroup | None = None,
+    ) -> None:
+        """Raises RuntimeError. `make_group` None: NCCL's."""
+        os.environ.update(_ABORT_ONLY)
+        make = make_group or _nccl_group
+        self._groups = [
+            make(PrefixStore(name, store), rank, size, timeout_s) for name in _DIRECTIONS
+        ]
+        self._device, self._timeout_s = device, timeout_s
+        self._last: dict[tuple[str, str, int], _Work] = {}  # of a peer, in order: the last tells
+
+    def connect(self, peers: Sequence[tuple[str, int]], is_expert: bool) -> None:
+        """Send an empty message each way, so that communicators are made now, while all wait for
+        nothing else, and in an order that is the same for everybody. Raises PeerLostError."""
+        greeting = torch.zeros(64, dtype=torch.uint8, device=self._device)
+        answer = torch.zeros_like(greeting)
+        try:
+            for peer, index in peers:
+                for tag, name in enumerate(("recv", "send") if is_expert else ("send", "recv")):
+                    buffer = greeting if name == "send" else answer
+                    self.begin(name, peer, index, buffer, tag, "meeting").wait()
+            self.settle()
+        except PeerLostError:
+            self.abort()
+            raise
+
+    def link(self, peer: str, index: int) -> NcclLink:
+        return NcclLink(self, peer, index)
+
+    def begin(
+        self, name: str, peer: str, index: int, buffer: Tensor, tag: int, operation: object
+    ) -> _Work:
+        """`name`: send or recv. Both sides give buffers of the same size."""
+        if not self._groups:
+            raise PeerLostError(peer, operation, "this epoch was given up")
+        try:
+            work = getattr(self._groups[tag % 2], name)([buffer], index, 0)
+        except RuntimeError as error:
+            raise PeerLostError(peer, operation, first_line(error)) from None
+        began = _Work(peer, work, buffer, operation)
+        self._last[peer, name, tag % 2] = began
+        return began
+
+    def settle(self) -> None:
+        """The host waits until all that began has ended; raises PeerLostError after aborting."""
+        deadline = time.monotonic() + self._timeout_s
+        for work in list(self._last.values()):
+            while not work.has_ended:
+                if time.monotonic() > deadline:
+                    self.abort()
+                    why = f"silent for {self._timeout_s:g} s"
+                    raise PeerLostError(work.peer, work.operation, why)
+                time.sleep(_POLL_S)
+        self._last.clear()
+
+    def abort(self) -> None:
+        """Kernels that wait for a peer end; the groups are of no use any more."""
+        groups, self._groups = self._groups, []
+        self._last.clear()
+        for group in groups:
+            group.abort()
+
+    close = abort
+
+
+class NcclLink:
+    """Implements Link."""
+
+    def __init__(self, groups: NcclGroups, peer: str, index: int) -> None:
+        self._groups, self._peer, self._index = groups, peer, index
+
+    def send(self, buffer: Tensor, tag: int, operation: object) -> Transfer:
+        return self._groups.begin("send", self._peer, self._index, buffer, tag, operation)
+
+    def receive(self, buffer: Tensor, tag: int, operation: object) -> Transfer:
+        return self._groups.begin("recv", self._peer, self._index, buffer, tag, operation)
+
+    def close(self) -> None:
+        """The groups close all links at once."""
+
+
+def gpu_of(device: torch.device) -> str:
+    """The name of a rank's GPU, like no other's; empty if NCCL does not reach it."""
+    if device.type != "cuda" or not torch.distributed.is_nccl_available():
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _nccl_group(store: Any, rank: int, size: int, timeout_s: float) -> Any:
+    nccl: Any = torch.distributed.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    return nccl(store, rank, size, options)

@@ -1,0 +1,325 @@
+"""A rank is lost at every phase of its life, in threads: tokens stay those of one process."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experts.expert_stage import ExpertStage
+from fault_drive import DEADLINE_S, FaultDrive, fault_config, undisturbed
+from fault_starter import Faults, FaultStarter, no_message
+from layouts import Answer, requests
+from moe_serve.cache.kv_cache import KVCache
+from moe_serve.cluster import membership as membership_module
+from moe_serve.cluster.expert_rank import ExpertRank
+from moe_serve.cluster.mirror import Mirrors
+from moe_serve.cluster.worker import Worker
+from moe_serve.config import EngineConfig
+from moe_serve.engine.build import model_folder
+from moe_serve.engine.request import FinishReason
+from moe_serve.engine.step_executor import LocalExecutor
+from moe_serve.model.loader import ModelLoader
+from moe_serve.pipeline import data_group
+from moe_serve.pipeline.expert_loop import ExpertLoop
+from moe_serve.pipeline.group_transport import GroupTransport
+
+VOCAB_SIZE = 4096  # of the demonstration model
+OF = fault_config(2, 3)
+WANTED = requests(8, VOCAB_SIZE, num_tokens=10)
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Answer]:
+    return undisturbed(OF, WANTED)
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+    made = Faults(monkeypatch)
+    yield made
+    made.thawed.set()
+
+
+@contextmanager
+def driven(faults: Faults, of: EngineConfig = OF) -> Iterator[tuple[FaultDrive, FaultStarter]]:
+    """A cluster of threads, and who starts them."""
+    made: list[FaultStarter] = []
+
+    def make(*arguments: Any) -> FaultStarter:
+        made.append(FaultStarter(faults, *arguments))
+        return made[0]
+
+    with FaultDrive(of, make) as drive:
+        try:
+            yield drive, made[0]
+        finally:
+            faults.thawed.set()
+
+
+def assert_recovers(
+    drive: FaultDrive, expected: dict[str, Answer], num_lost: int | None = None
+) -> None:
+    """Serves under the fault, and again when everybody is back."""
+    assert drive.serve(WANTED) == expected, "a token changed"
+    if num_lost is not None:
+        assert drive.membership.num_lost == num_lost
+    drive.wait_until_complete()
+    assert drive.serve(WANTED) == expected, "a token changed after the recovery"
+    stats = drive.engine.stats()
+    assert stats.num_free_pages == stats.num_pages, "every page is free again"
+
+
+@pytest.mark.parametrize(
+    ("rank", "owner", "function", "nth"),
+    [
+        ("expert-1", ExpertLoop, "_arrivals", 4),
+        ("expert-0", ExpertLoop, "_sums", 9),
+        ("expert-2", ExpertLoop, "_answer", 5),
+        ("expert-1", ExpertRank, "handle", 6),
+        ("attention-1", GroupTransport, "dispatch", 4),
+        ("attention-0", GroupTransport, "combine", 12),
+        ("attention-1", GroupTransport, "begin", 3),
+        ("attention-0", Mirrors, "update", 4),
+        ("attention-1", Mirrors, "append", 2),
+        ("attention-0", KVCache, "finite", 1),
+        ("attention-0", KVCache, "finite", 2),
+    ],
+)
+def test_killed_in_a_step(
+    faults: Faults,
+    expected: dict[str, Answer],
+    rank: str,
+    owner: type,
+    function: str,
+    nth: int,
+) -> None:
+    faults.at(owner, function, faults.die, rank=rank, time=nth)
+    with driven(faults) as (drive, _):
+        assert_recovers(drive, expected, num_lost=1)
+    assert len(faults.happened) == 1
+
+
+@pytest.mark.parametrize(
+    ("rank", "owner", "function", "nth"),
+    [
+        ("expert-1", ExpertRank, "_take", 1),  # it was to take over
+        ("expert-1", data_group, "meet", 2),
+        ("attention-1", data_group, "meet", 2),
+        ("attention-0", Worker, "_join", 2),
+        ("expert-0", ExpertRank, "__init__", 2),  # restarted, it loads
+        ("expert-0", data_group, "meet", 2),  # restarted, it joins
+        ("expert-2", ExpertLoop, "_sums", 4),  # in the same layer
+    ],
+)
+def test_another_one_while_the_first_is_overcome(
+    faults: Faults,
+    expected: dict[str, Answer],
+    rank: str,
+    owner: Any,
+    function: str,
+    nth: int,
+) -> None:
+    faults.at(ExpertLoop, "_sums", faults.die, rank="expert-0", time=4)
+    faults.at(owner, function, faults.die, rank=rank, time=nth)
+    with driven(faults) as (drive, _):
+        start = time.monotonic()
+        assert_recovers(drive, expected)
+        assert drive.membership.num_lost == 2
+        assert time.monotonic() - start < DEADLINE_S
+    assert len(faults.happened) == 2
+
+
+@pytest.mark.parametrize("rank", ["expert-0", "attention-0"])
+def test_the_only_one_is_killed_in_a_step(
+    faults: Faults, expected: dict[str, Answer], rank: str
+) -> None:
+    owner = GroupTransport if rank == "attention-0" else ExpertLoop
+    function = "combine" if rank == "attention-0" else "_sums"
+    faults.at(owner, function, faults.die, rank=rank, time=8)
+    with driven(faults, fault_config(1, 1)) as (drive, _):
+        assert_recovers(drive, expected, num_lost=1)
+
+
+def test_no_room_for_a_takeover(
+    faults: Faults, expected: dict[str, Answer], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rank that cannot take more experts stays; requests wait for the one that has them."""
+    faults.at(ExpertLoop, "_sums", faults.die, rank="expert-0", time=4)
+    faults.at(ModelLoader, "expert_bank", faults.fail, rank="expert-1", time=None)
+    with driven(faults) as (drive, _):
+        assert_recovers(drive, expected, num_lost=1)
+    assert "expert-1 could not take experts over" in caplog.text
+
+
+def test_lost_and_back_before_anybody_looks(faults: Faults, expected: dict[str, Answer]) -> None:
+    """The engine sees the same names in the epoch, but pages and prefixes are gone."""
+    with driven(faults) as (drive, starter):
+        assert drive.serve(WANTED) == expected
+        for name in ("attention-0", "attention-1", "expert-0", "expert-1", "expert-2"):
+            starter.crash(name)
+        assert_recovers(drive, expected, num_lost=5)
+
+
+def test_requests_wait_while_a_pool_is_empty(faults: Faults, expected: dict[str, Answer]) -> None:
+    """New ones are taken, aborted ones leave, and the engine's thread is never held for long."""
+    with driven(faults, fault_config(1, 1)) as (drive, starter):
+        drive.wait_until_complete()
+        start = starter.start
+        starter.start = lambda rank: None  # type: ignore[method-assign,assignment]
+        starter.crash("attention-0")
+        end = time.monotonic() + DEADLINE_S
+        while drive.engine.stats().outage_s == 0:
+            assert time.monotonic() < end, "nobody noticed"
+            drive.engine.step()
+        answers = {request.request_id: Answer() for request in WANTED}
+        for request in WANTED:
+            drive.engine.add(request)
+        drive.engine.abort("r3")
+        (aborted,) = drive.engine.step()
+        assert (aborted.request_id, aborted.finish_reason) == ("r3", FinishReason.ABORT)
+        stats = drive.engine.stats()
+        assert stats.outage_s > 0 and stats.num_waiting == len(WANTED) - 1
+        starter.start = start  # type: ignore[method-assign]
+        starter.start(drive.state("attention-0").name)
+        del answers["r3"]
+        while any(answer.end is None for answer in answers.values()):
+            assert time.monotonic() < end, "hangs"
+            for delta in drive.engine.step():
+                answers[delta.request_id].take(delta)
+        assert drive.engine.stats().outage_s == 0
+    assert answers == {name: answer for name, answer in expected.items() if name != "r3"}
+
+
+@pytest.mark.parametrize(
+    ("rank", "owner", "function", "nth"),
+    [
+        ("expert-1", ExpertStage, "partial", 7),
+        ("attention-1", GroupTransport, "combine", 40),
+        ("attention-0", LocalExecutor, "run", 3),
+    ],
+)
+def test_a_rank_that_raises(
+    faults: Faults,
+    expected: dict[str, Answer],
+    rank: str,
+    owner: type,
+    function: str,
+    nth: int,
+) -> None:
+    """Nobody is lost: what failed is computed again, alone."""
+    faults.at(owner, function, faults.fail, rank=rank, time=nth)
+    with driven(faults) as (drive, _):
+        assert_recovers(drive, expected, num_lost=0)
+    assert len(faults.happened) == 1
+
+
+@pytest.mark.parametrize(
+    ("rank", "owner", "function"),
+    [("expert-1", ExpertLoop, "_sums"), ("attention-1", GroupTransport, "combine")],
+)
+def test_a_stale_rank_that_wakes(
+    faults: Faults, expected: dict[str, Answer], rank: str, owner: type, function: str
+) -> None:
+    """It froze in a step, no signal reaches it, and the others went on without it: what it still
+    sends goes to connections that are closed, and it ends."""
+    faults.at(owner, function, faults.freeze, rank=rank, time=6)
+    with driven(faults, fault_config(2, 3, heartbeat_s=0.2, timeout_s=1.0)) as (drive, starter):
+        starter.can_kill = False
+        stale = next(t for t in starter._threads if t.name == rank)
+        assert drive.serve(WANTED) == expected, "a token changed"
+        assert faults.num_frozen == 1 and stale.is_alive() and rank in drive.hurt.detected
+        faults.thawed.set()
+        assert drive.serve(WANTED) == expected, "the stale rank changed a token"
+        stale.join(DEADLINE_S)
+        assert not stale.is_alive(), "it ends"
+        drive.wait_until_complete()
+        assert drive.serve(WANTED) == expected
+
+
+def test_malformed_frames_are_dropped(
+    faults: Faults, expected: dict[str, Answer], caplog: pytest.LogCaptureFixture
+) -> None:
+    with driven(faults) as (drive, starter):
+        for name in ("expert-1", "attention-0"):
+            starter.garble(name, no_message() * 3)
+        assert drive.serve(WANTED) == expected
+        link = drive.state("expert-1").link
+        assert link is not None and link.num_malformed == 3
+        assert drive.membership.num_lost == 0
+        assert "expert-1 sent frames that are no messages" in caplog.text
+        starter.garble("expert-1", b"\xff" * 64)  # no frame can be that long
+        assert_recovers(drive, expected, num_lost=1)
+
+
+def test_a_step_is_repeated_with_a_report(
+    faults: Faults, expected: dict[str, Answer], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which rank, which step, which layer, which micro-batch, which operation."""
+    faults.at(ExpertLoop, "_sums", faults.die, rank="expert-1", time=20)
+    with driven(faults) as (drive, _):
+        assert drive.serve(WANTED) == expected
+    (line,) = [text for text in caplog.messages if "is repeated" in text]
+    operation = r"(dispatch|combine) of step \d+, layer \d+, micro-batch \d+\)"
+    assert re.search(rf"^step \d+ is repeated: .*expert-1 is lost \({operation}: ", line), line
+
+
+def test_a_request_that_ends_every_rank_ends_itself(
+    faults: Faults, expected: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership_module, "_FIRST_PAUSE_S", 0.01)
+    is_armed = [True]
+
+    def die_if_armed() -> None:
+        if is_armed[0]:
+            faults.die()
+
+    for rank in ("attention-0", "attention-1"):
+        faults.at(GroupTransport, "dispatch", die_if_armed, rank=rank, time=None)
+    with driven(faults) as (drive, _):
+        (answer,) = drive.serve(WANTED[:1]).values()
+        assert answer.end is FinishReason.ERROR and answer.error is not None
+        assert "attention ranks were lost" in answer.error, answer.error
+        is_armed[0] = False
+        drive.wait_until_complete()
+        assert drive.serve(WANTED) == expected
+
+
+def test_another_checkpoint_is_refused(
+    faults: Faults, expected: dict[str, Answer], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The files change while the server runs: a rank that is started again is not let in."""
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder(OF.model), folder)
+    of = fault_config(2, 3)
+    of = replace_path(of, folder)
+    file = next(iter(sorted(folder.glob("*.safetensors"))))
+    with driven(faults, of) as (drive, starter):
+        drive.wait_until_complete()
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        starter.crash("expert-1")
+        assert drive.serve(WANTED) == expected, "the others hold the right one"
+        step_until(drive, lambda: "expert-1 is lost: its checkpoint is another one" in caplog.text)
+        assert drive.serve(WANTED) == expected
+        file.write_bytes(content)
+        drive.wait_until_complete()
+        assert drive.serve(WANTED) == expected
+
+
+def replace_path(of: EngineConfig, folder: Path) -> EngineConfig:
+    return replace(of, model=replace(of.model, path=str(folder)))
+
+
+def step_until(drive: FaultDrive, is_done: Callable[[], bool]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not is_done():
+        assert time.monotonic() < end, "never"
+        drive.engine.step()

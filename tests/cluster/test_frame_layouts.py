@@ -1,0 +1,120 @@
+"""The same tokens by either layout of frames, by either link, and through staged frames.
+
+The masked layout and staging are for GPUs; here they are put in by hand, on the CPU's links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+
+from gloo_as_nccl import put_gloo
+from layouts import Answer, colocated, config, on_ranks, random_placement, requests
+from moe_serve.cluster import epoch
+from moe_serve.config import EngineConfig
+from moe_serve.engine.request import GenerationRequest
+from moe_serve.pipeline.data_group import DataGroup
+from moe_serve.pipeline.frame_layout import CompactLayout, FrameLayout, MaskedLayout
+
+VOCAB_SIZE, NUM_LAYERS, NUM_EXPERTS = 4096, 6, 32  # of the demonstration model
+WANTED = requests(6, VOCAB_SIZE, num_tokens=6)
+FRAMES: dict[str, Callable[..., FrameLayout]] = {
+    "compact": CompactLayout,
+    "staged": partial(CompactLayout, is_staged=True),
+    "masked": MaskedLayout,
+}
+
+
+@cache
+def _expected(of: EngineConfig) -> dict[str, Answer]:
+    return colocated(of, WANTED)
+
+
+def _put(monkeypatch: pytest.MonkeyPatch, frames: str, is_sharing: bool) -> None:
+    monkeypatch.setattr(epoch, "CompactLayout", FRAMES[frames])
+    monkeypatch.setattr(epoch, "DataGroup", partial(DataGroup, is_sharing=is_sharing))
+
+
+def _check(of: EngineConfig, wanted: list[GenerationRequest] = WANTED) -> None:
+    alone = replace(of, pipeline=config(1, 1).pipeline, cluster=config(1, 1).cluster)
+    expected = _expected(alone) if wanted is WANTED else colocated(of, wanted)
+    assert on_ranks(of, wanted) == expected
+
+
+@pytest.mark.parametrize("is_sharing", [True, False], ids=["shared", "gloo"])
+@pytest.mark.parametrize(
+    ("attention", "experts", "micro_batches"), [(1, 1, 1), (1, 1, 2), (2, 3, 1), (2, 3, 3)]
+)
+@pytest.mark.parametrize("frames", list(FRAMES))
+def test_frames(
+    monkeypatch: pytest.MonkeyPatch,
+    frames: str,
+    attention: int,
+    experts: int,
+    micro_batches: int,
+    is_sharing: bool,
+) -> None:
+    _put(monkeypatch, frames, is_sharing)
+    _check(config(attention, experts, micro_batches))
+
+
+@pytest.mark.parametrize(
+    ("attention", "experts", "micro_batches"), [(1, 1, 2), (2, 3, 3), (3, 2, 2)]
+)
+def test_in_the_order_of_nccl(
+    monkeypatch: pytest.MonkeyPatch, attention: int, experts: int, micro_batches: int
+) -> None:
+    """As on GPUs, with gloo in NCCL's place: no tags, and a communicator for each direction."""
+    put_gloo(monkeypatch)
+    _check(config(attention, experts, micro_batches))
+
+
+@pytest.mark.parametrize("router", ["attention", "experts"])
+@pytest.mark.parametrize("frames", list(FRAMES))
+def test_replicas_by_gloo(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, frames: str, router: str
+) -> None:
+    """Steps of odd sizes, some of one row: some ranks get no rows of a micro-batch."""
+    _put(monkeypatch, frames, is_sharing=False)
+    file = random_placement(tmp_path / "plan.json", range(NUM_LAYERS), NUM_EXPERTS, 3, seed=7)
+    _check(config(2, 3, 3, budget=7, placement=str(file), router=router))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("frames", list(FRAMES))
+def test_dtypes_by_gloo(monkeypatch: pytest.MonkeyPatch, frames: str, dtype: str) -> None:
+    _put(monkeypatch, frames, is_sharing=False)
+    wanted = WANTED[:3]
+    _check(config(1, 2, 2, dtype=dtype, budget=33), wanted)
+
+
+@pytest.mark.parametrize("wire_dtype", ["bf16", "fp8"])
+def test_rounded_rows_are_the_same_in_every_layout(
+    monkeypatch: pytest.MonkeyPatch, wire_dtype: str
+) -> None:
+    wanted = WANTED[:4]
+    of = config(1, 1, 1, dtype="float32")
+    expected = colocated(of, wanted, wire_dtype)
+    assert expected != colocated(of, wanted), "it rounds nothing"
+    for frames in FRAMES:
+        for attention, experts, micro_batches in ((1, 1, 1), (2, 3, 2)):
+            _put(monkeypatch, frames, is_sharing=frames == "compact")
+            of = config(
+                attention, experts, micro_batches,
+                dtype="float32", wire_dtype=wire_dtype, router="attention",
+            )  # fmt: skip
+            assert on_ranks(of, wanted) == expected, f"{frames}, {attention}A{experts}E"
+
+
+def test_rounded_rows_for_routers_on_the_expert_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They choose by the rows as they came: the same in every layout with such routers."""
+    answers = []
+    for frames, attention, experts in (("compact", 1, 1), ("masked", 2, 3), ("staged", 1, 2)):
+        _put(monkeypatch, frames, is_sharing=True)
+        of = config(attention, experts, 2, dtype="float32", wire_dtype="fp8", router="experts")
+        answers.append(on_ranks(of, WANTED[:3]))
+    assert answers[0] == answers[1] == answers[2]

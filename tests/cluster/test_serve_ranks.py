@@ -1,0 +1,117 @@
+"""`moe-serve serve` with ranks in processes of their own: how it ends, and what it leaves."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FLAGS = ("--attention-ranks", "1", "--expert-ranks", "2", "--num-threads", "1")
+WAIT_S = 60.0
+
+
+@contextmanager
+def serving() -> Iterator[subprocess.Popen[str]]:
+    """The server, not waited for; its ranks' processes are children of it."""
+    environ = {name: value for name, value in os.environ.items() if "MOE_SERVE" not in name}
+    environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
+    with subprocess.Popen(
+        [sys.executable, "-m", "moe_serve", "serve", "--port", "0", "--num-pages", "256", *FLAGS],
+        cwd=ROOT,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def url_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None and process.stderr is not None
+    found = re.search(r"ready at (http://\S+)", process.stdout.readline())
+    assert found is not None, f"the server ended: {process.stderr.read()}"
+    return found[1]
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def assert_all_end(ranks: list[psutil.Process]) -> None:
+    _, left = psutil.wait_procs(ranks, timeout=WAIT_S)
+    assert not left, f"{left} outlive the server"
+
+
+def answer_in_background(url: str, answers: list[httpx.Response]) -> threading.Thread:
+    """A streamed request; the thread ends with the answer."""
+    body = {"prompt": [5] * 20, "max_tokens": 200, "ignore_eos": True, "stream": True}
+    began = threading.Event()
+
+    def ask() -> None:
+        with httpx.stream(
+            "POST", f"{url}/v1/completions", json=body, timeout=WAIT_S, trust_env=False
+        ) as answer:
+            began.set()
+            answer.read()
+            answers.append(answer)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert began.wait(WAIT_S), "no answer begins"
+    return thread
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_drains_and_leaves_nothing(number: signal.Signals) -> None:
+    with serving() as server:
+        url = url_of(server)
+        ranks = ranks_of(server)
+        assert len(ranks) == 3
+        answers: list[httpx.Response] = []
+        thread = answer_in_background(url, answers)
+        server.send_signal(number)
+        thread.join(WAIT_S)
+        (answer,) = answers
+        assert '"finish_reason":"length"' in answer.text.replace(" ", ""), "it was cut"
+        assert server.wait(WAIT_S) == 0
+        assert server.stderr is not None
+        assert server.stderr.read() == "", "nothing to say about it"
+        assert_all_end(ranks)
+
+
+def test_ctrl_c_while_ranks_load() -> None:
+    """At once, with the shell's status for it, and without a traceback."""
+    with serving() as server:
+        while not ranks_of(server):
+            assert server.poll() is None, "it ended by itself"
+        ranks = ranks_of(server)
+        server.send_signal(signal.SIGINT)
+        assert server.wait(WAIT_S) == 130
+        assert server.stderr is not None
+        said = server.stderr.read()
+        assert "Traceback" not in said, said
+        assert_all_end(ranks)
+
+
+def test_ranks_end_with_their_coordinator() -> None:
+    """Killed, it can tell nobody. A frozen rank goes too."""
+    with serving() as server:
+        url_of(server)
+        ranks = ranks_of(server)
+        ranks[1].suspend()
+        server.kill()
+        assert_all_end(ranks)

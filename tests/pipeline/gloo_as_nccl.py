@@ -1,0 +1,56 @@
+"""gloo where NCCL is expected: all that surrounds NCCL's calls runs on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+
+import pytest
+
+from moe_serve.pipeline import data_group
+from moe_serve.pipeline.gloo_link import make_group
+from moe_serve.pipeline.nccl_link import NcclGroups
+
+
+@dataclass(slots=True)
+class GlooWork:
+    """gloo's own tells nothing before it was waited for, which can be done once."""
+
+    work: Any
+    has_ended: bool = False
+
+    def wait(self) -> None:
+        if not self.has_ended:
+            self.work.wait()
+        self.has_ended = True
+
+    def is_completed(self) -> bool:
+        self.wait()
+        return True
+
+
+class GlooGroup:
+    """gloo where NCCL is expected: no tags but 0."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
+        self._group = make_group(store, rank, size, "127.0.0.1", timeout_s)
+
+    def send(self, buffers: list[Any], index: int, tag: int) -> GlooWork:
+        assert tag == 0, "NCCL has no tags"
+        return GlooWork(self._group.send(buffers, index, tag))
+
+    def recv(self, buffers: list[Any], index: int, tag: int) -> GlooWork:
+        assert tag == 0, "NCCL has no tags"
+        return GlooWork(self._group.recv(buffers, index, tag))
+
+    def abort(self) -> None:
+        self._group = None
+
+
+def put_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank says that it has a GPU of its own, and NCCL is gloo."""
+    numbers = count()
+    monkeypatch.setattr(data_group, "gpu_of", lambda device: f"GPU-{next(numbers)}")
+    monkeypatch.setattr(data_group, "NcclGroups", partial(NcclGroups, make_group=GlooGroup))
