@@ -231,7 +231,7 @@ def test_a_row_that_fails(attention: int, experts: int) -> None:
     of, wanted = config(attention, experts, 2), wanted_of(6)
     expected = colocated(of, wanted)
     prompt = wanted[2].prompt_token_ids
-    run = LocalExecutor.run
+    run, lengths = LocalExecutor.run, list[int]()
 
     def fail(
         executor: LocalExecutor, plan: StepPlan, sequences: Mapping[int, EngineSequence]
@@ -239,13 +239,14 @@ def test_a_row_that_fails(attention: int, experts: int) -> None:
         def is_it(key: int) -> bool:
             sequence = sequences[key]
             return (
-                sequence.num_output_tokens >= 5
+                sequence.num_output_tokens >= 10
                 and tuple(sequence.token_ids[: sequence.num_prompt_tokens]) == prompt
             )
 
         found = [p.sequence_id for p in plan.slices if is_it(p.sequence_id)]
         if not found:
             return None
+        lengths.extend(sequences[key].num_output_tokens for key in found)
         outcome = run(executor, plan, sequences)
         bad = dict.fromkeys(found, Sampled(0, False, None))
         return replace(outcome, sampled={**outcome.sampled, **bad})
@@ -255,7 +256,8 @@ def test_a_row_that_fails(attention: int, experts: int) -> None:
         assert_all_back(engine)
     failed, whole = answers.pop("r2"), expected.pop("r2")
     assert failed.end is FinishReason.ERROR and "NaN" in str(failed.error)
-    assert failed.token_ids == whole.token_ids[:5]
+    assert failed.token_ids == whole.token_ids[:10]
+    assert lengths == [10, 11], "it was not in the step ahead"
     assert answers == expected
 
 
