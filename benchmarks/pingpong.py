@@ -9,6 +9,7 @@ benchmarks/README.md for what is measured.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 from harness.environment import describe_environment
 from harness.pingpong.ablation import DELAYS, run_ablation
-from harness.pingpong.deepspeed_layer import run_deepspeed
+from harness.pingpong.deepspeed_layer import DeepSpeedTimes, time_deepspeed
 from harness.pingpong.engines import Cuts, EngineTimes, loaded_engines, time_engines
 from harness.pingpong.pair import started_pair
 from harness.pingpong.plot import plot_ablation
@@ -34,15 +35,18 @@ from random_model.writer import write_random_model
 
 # On the CPUs tried, T_a and T_e of this model are within a few percent of each other.
 SIZES = Sizes(
-    num_layers=16, width=256, num_heads=16, num_kv_heads=4, head_dim=64,
-    num_experts=4, top_k=2, expert_width=1280, vocab_size=4096, max_positions=1024,
+    num_layers=24, width=256, num_heads=20, num_kv_heads=4, head_dim=64,
+    num_experts=4, top_k=2, expert_width=1024, vocab_size=4096, max_positions=1024,
 )  # fmt: skip
 PARTS = ("ablation", "engines", "deepspeed")
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 384)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.merge and options.json is None:
+        parser.error("--merge adds to the file of --json, which is missing")
     cores = _cores(options.no_pin)
     with ExitStack() as stack:
         model = options.model or _made(stack, options)
@@ -59,7 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "engines" in options.parts:
             report = replace(report, engines=tuple(_time_engines(model, cores, options)))
         if "deepspeed" in options.parts:
-            report = replace(report, deepspeed=run_deepspeed(model, options, cores))
+            report = replace(report, deepspeed=_time_deepspeed(model, cores, options))
+    if options.merge and options.json.exists():
+        report = report.merged(options.json)
     print_report(report)
     if options.json:
         report.write(options.json)
@@ -72,13 +78,31 @@ def _time_engines(
     model: Path, cores: Sequence[int] | None, options: argparse.Namespace
 ) -> list[EngineTimes]:
     cuts: list[Cuts] = [1, 2, 3, 4, "auto"]
-    batches = sorted({*options.batches, options.batch})
+    batches = options.batches
     context = options.prompt + 2 + options.warm + options.steps
     with loaded_engines(model, cuts, max(batches), context, cores) as engines:
         return [
             time_engines(engines, batch, options.prompt, options.warm, options.steps)
             for batch in batches
         ]
+
+
+def _time_deepspeed(
+    model: Path, cores: Sequence[int] | None, options: argparse.Namespace
+) -> DeepSpeedTimes:
+    """With half of the batch on each rank."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    names = {
+        "width": "hidden_size",
+        "expert_width": "moe_intermediate_size",
+        "num_experts": "num_experts",
+        "top_k": "num_experts_per_tok",
+    }
+    if not all(key in config for key in names.values()):
+        why = "the model names its sizes in another way than Qwen3-MoE: deepspeed did not run"
+        return DeepSpeedTimes(rows=options.batch // 2, missing=why)
+    sizes = {name: config[key] for name, key in names.items()}
+    return time_deepspeed(sizes, options.batch // 2, options.deepspeed_python, cores)
 
 
 def _cores(is_free: bool) -> list[int] | None:
@@ -115,8 +139,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--model", type=Path, help="a checkpoint instead of a random model")
     parser.add_argument("--batch", type=int, default=384, help="divisible by 12")
-    parser.add_argument("--context", type=int, default=64, help="tokens of a sequence at most")
-    parser.add_argument("--rounds", type=int, default=8, help="of the ablation")
+    parser.add_argument("--context", type=int, default=32, help="tokens of a sequence at most")
+    parser.add_argument("--rounds", type=int, default=3, help="of each pass")
     parser.add_argument(
         "--delays", type=float, nargs="+", default=DELAYS, help="of T_f of half the batch, one way"
     )
@@ -127,6 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-pin", action="store_true", help="leave the ranks to the system")
     parser.add_argument("--deepspeed-python", help="the interpreter that has deepspeed")
     parser.add_argument("--json", type=Path, help="write everything here")
+    parser.add_argument("--merge", action="store_true", help="keep the other parts in that file")
     parser.add_argument("--plot", type=Path, help="draw the ablation here (PNG)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     for name, value in asdict(SIZES).items():

@@ -66,6 +66,7 @@ class Engine:
         self._pending: list[TokenDelta] = []  # not told yet
         self._schedule: Schedule = {}  # of the step that has begun
         self._ahead: Schedule = {}  # of the step after that, if it has begun too
+        self._ending: Schedule = {}  # of the step that is told about just now
         self._leaving: dict[int, bool] = {}  # ended ones that are in a step -> whether they failed
         self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
 
@@ -170,8 +171,8 @@ class Engine:
 
     @property
     def step_sequences(self) -> dict[int, Sequence]:
-        """Those of the step that has begun, by id."""
-        return _sequences(self._schedule)
+        """Those of the step that has begun, by id, and of one whose end was not survived."""
+        return _sequences(self._ending | self._schedule)
 
     def end_step(self, outcome: StepOutcome | Exception | None) -> list[TokenDelta]:
         """What came of the step, and of what ended without one. Raises ExecutorLostError; what was
@@ -179,6 +180,7 @@ class Engine:
         if not isinstance(outcome, StepOutcome):
             self.drop_ahead()  # it needs the tokens of this one
         schedule, self._schedule, self._ahead = self._schedule, self._ahead, {}
+        self._ending = schedule
         if schedule:
             assert outcome is not None, f"{len(schedule)} sequences ran, and nothing came of it"
             left = {key: item for key, item in schedule.items() if key not in self._leaving}
@@ -186,6 +188,7 @@ class Engine:
                 self._finish(left, outcome)
             self._num_steps += 1
             self._let_go([s for key, (s, _) in schedule.items() if key not in left], outcome)
+        self._ending = {}  # only now: who asks after a loss is told whose step it was
         return self.take_pending()
 
     def take_pending(self) -> list[TokenDelta]:

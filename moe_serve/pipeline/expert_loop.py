@@ -89,7 +89,7 @@ class ExpertLoop:
                 self._post(shape, *order[following])
             for arrival, sums_nD in zip(arrivals, sums, strict=True):
                 self._answer(shape, exchange, arrival, sums_nD)
-            rows = sum(len(arrival.rows.x_TD) for arrival in arrivals)
+            rows = sum([arrival.rows.x_TD.shape[0] for arrival in arrivals])
             self._log.add(Stage.SEND, layer, micro_batch, rows, start)
         self._back.wait_all()
         since = time.perf_counter()
@@ -111,7 +111,7 @@ class ExpertLoop:
             frame = self._in.get(name, micro_batch, size)
             tag = dispatch_tag(layer, micro_batch)
             leg = Leg("dispatch", exchange)
-            transfer = self._group.receive(name, frame.buffer[:size], tag, leg)
+            transfer = self._group.receive(name, frame.first(size), tag, leg)
             self._in.use(name, micro_batch, transfer)
 
     def _arrivals(self, shape: StepShape, exchange: Exchange) -> list[Arrival]:
@@ -150,7 +150,7 @@ class ExpertLoop:
     ) -> list[Tensor] | list[None]:
         """One product for all; None for each if it failed."""
         parts = [arrival.rows for arrival in arrivals]
-        counts = [len(part.x_TD) for part in parts]
+        counts = [part.x_TD.shape[0] for part in parts]
         if not sum(counts):
             return [torch.empty(0, self._wire.width, dtype=torch.float64)] * len(parts)
         try:
@@ -163,7 +163,7 @@ class ExpertLoop:
             self.failure = f"layer {layer}, {sum(counts)} rows: {error}"
             return [None] * len(parts)
         self._log.add(Stage.EXPERTS, layer, micro_batch, sum(counts), start)
-        return list(sums_TD.split(counts))
+        return [sums_TD] if len(counts) == 1 else list(sums_TD.split(counts))
 
     def _answer(
         self, shape: StepShape, exchange: Exchange, arrival: Arrival, sums_nD: Tensor | None

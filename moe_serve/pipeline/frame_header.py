@@ -6,9 +6,10 @@ header is copied aside there, and all of a step's are checked when its last rows
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -30,14 +31,14 @@ _FIELDS = [
     ("zeros", f"V{HEADER_BYTES - 36}"),
 ]
 _HEADER = np.dtype(_FIELDS)
+_PACKED = struct.Struct("<IIQQIII")  # the same, on the host
 
 
 class WireError(MoeServeError):
     """A frame is not the one that the step's plan announces."""
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
+class Exchange(NamedTuple):
     """Which exchange of which step a frame belongs to."""
 
     epoch: int
@@ -74,13 +75,13 @@ class HostHeader:
     """Implements Header in host memory."""
 
     def __init__(self, buffer: Tensor) -> None:
-        self._header = buffer[:HEADER_BYTES].numpy().view(_HEADER)
+        self._bytes: Any = buffer[:HEADER_BYTES].numpy()
 
     def write(self, exchange: Exchange, num_rows: int, flags: int) -> None:
-        self._header[0] = _values(exchange, num_rows, flags)
+        _PACKED.pack_into(self._bytes, 0, MAGIC, flags, *exchange, num_rows)
 
     def check(self, exchange: Exchange, most: int, sender: str) -> int:
-        return _checked(self._header[0], exchange, most, sender)
+        return _checked(_PACKED.unpack_from(self._bytes), exchange, most, sender)
 
 
 class HeaderLog:
@@ -126,7 +127,7 @@ class HeaderLog:
             return
         headers = self._received[: len(awaited)].cpu().numpy().view(_HEADER)[:, 0]
         for header, (exchange, sender) in zip(headers, awaited, strict=True):
-            _checked(header, exchange, 0, sender)
+            _checked(header.tolist()[:7], exchange, 0, sender)
 
 
 class DeferredHeader:
@@ -145,30 +146,20 @@ class DeferredHeader:
 
 
 def _values(exchange: Exchange, num_rows: int, flags: int) -> tuple[int | bytes, ...]:
-    return (
-        MAGIC,
-        flags,
-        exchange.epoch,
-        exchange.step,
-        exchange.layer,
-        exchange.micro_batch,
-        num_rows,
-        b"",
-    )
+    return (MAGIC, flags, *exchange, num_rows, b"")
 
 
-def _checked(header: np.void, exchange: Exchange, most: int, sender: str) -> int:
-    magic, flags, epoch, step, layer, micro_batch, rows = header.tolist()[:7]
-    found = Exchange(epoch, step, layer, micro_batch)
+def _checked(fields: Sequence[int], exchange: Exchange, most: int, sender: str) -> int:
+    magic, flags, *found, rows = fields
     if magic != MAGIC:
         raise WireError(f"{exchange}: {sender} sent no frame (magic {magic:#x}).")
-    if found != exchange:
+    if tuple(found) != exchange:
         raise WireError(
-            f"{exchange} of epoch {exchange.epoch}: {sender} sent the frame of {found}, "
-            f"epoch {epoch}."
+            f"{exchange} of epoch {exchange.epoch}: {sender} sent the frame of "
+            f"{Exchange(*found)}, epoch {found[0]}."
         )
     if rows > most:
         raise WireError(f"{exchange}: {sender} sent {rows} rows, at most {most} were planned.")
     if flags & FLAG_ERROR:
         raise WireError(f"{exchange}: {sender} failed, see its log.")
-    return int(rows)
+    return rows

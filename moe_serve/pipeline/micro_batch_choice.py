@@ -29,6 +29,7 @@ _WORTH_CHECKING = 1.1  # the same, of one that was
 _NUM_TRIALS = len(_WORTH_TRYING)
 _STEPS_BETWEEN_CHECKS = 256
 _WEIGHT = 0.2  # of a new measurement in a correction
+_MOST_SLOWER = 1.1  # than the estimate, that a new measurement counts as
 _MAX_PLANS = 4096
 
 
@@ -63,14 +64,14 @@ class _Record:
         )
 
     def observe(self, index: int, ratio: float) -> None:
-        """One pause of the machine must not turn a choice away for long."""
-        if self.counts[index] >= _NUM_TRIALS:
-            old = self.ratios[index]
-            ratio = min(max(ratio, old / 2), old * 2)
-            self.ratios[index] += _WEIGHT * (ratio - old)
+        """Pauses of the machine only ever make a step slower, and the first step of a new size
+        does what later ones find done: the faster trial counts, and one slow step moves an
+        estimate by 2%. Else a single pause turns the best choice away for many steps."""
+        old, count = self.ratios[index], self.counts[index]
+        if count >= _NUM_TRIALS:
+            self.ratios[index] += _WEIGHT * (min(max(ratio, old / 2), old * _MOST_SLOWER) - old)
         else:
-            count = self.counts[index]
-            self.ratios[index] = (self.ratios[index] * count + ratio) / (count + 1)
+            self.ratios[index] = min(old, ratio) if count else ratio
         self.counts[index] += 1
 
     def to_try(self, seconds: tuple[float, ...], best: int) -> int | None:

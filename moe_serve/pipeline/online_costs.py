@@ -16,6 +16,7 @@ from moe_serve.pipeline.cost_model import Ranks
 from moe_serve.pipeline.step_seconds import LayerTimes
 
 _WEIGHT = 0.2  # of a new measurement
+_MOST_SLOWER = 1.25  # than the average, that a new measurement counts as
 _DRIFT = 0.05  # that makes a new version
 _LEAST_S = 1e-9
 
@@ -60,6 +61,7 @@ class RowAverages:
             self._published.insert(index, seconds)
             self.version += 1
             return
+        seconds = min(seconds, self._seconds[index] * _MOST_SLOWER)  # a pause is not the stage's
         self._seconds[index] += _WEIGHT * (seconds - self._seconds[index])
         if abs(self._seconds[index] / self._published[index] - 1) > _DRIFT:
             self._published[index] = self._seconds[index]

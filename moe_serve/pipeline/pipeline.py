@@ -106,7 +106,7 @@ class Pipeline:
 
     def _fly(self, layer: int, index: int, flight: _Flight) -> None:
         """A layer's attention; its rows leave for the experts, unless the layer is dense."""
-        log, rows = self._log, len(flight.hidden_TD)
+        log, rows = self._log, flight.hidden_TD.shape[0]
         start = log.now()
         advance = self._stage.advance(layer, flight.hidden_TD, flight.inputs, self._cache)
         start = log.add(Stage.ATTENTION, layer, index, rows, start)
@@ -128,4 +128,4 @@ class Pipeline:
         start = self._log.now()
         flight.hidden_TD = self._stage.add(flight.hidden_TD, out_TD, flight.shared_TD)
         flight.layer_away = flight.shared_TD = None
-        self._log.add(Stage.COMBINE, layer, index, len(out_TD), start)
+        self._log.add(Stage.COMBINE, layer, index, out_TD.shape[0], start)

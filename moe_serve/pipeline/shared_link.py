@@ -23,16 +23,20 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_serve.pipeline.transfer import PeerLostError, Transfer
+
+Bytes = NDArray[np.uint8]
 
 _NOTICE = struct.Struct("<IIQd")  # tag, slot, size, when it was sent
 _SLOTS = 16  # a tag's slot is its rest: see step_shape.py, 8 micro-batches, 2 directions
 _MIN_BYTES = 1 << 16
 _NEW, _INLINE = 1 << 8, 1 << 9  # of a slot: its memory comes along; the message does
 _SHORT_BYTES = 256
+_DESCRIPTORS_BYTES = socket.CMSG_SPACE(_SLOTS * struct.calcsize("i"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +72,19 @@ class SharedLink:
         self._timeout_s, self._delay_s = timeout_s, delay_s
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
-        self._out: dict[int, Tensor] = {}  # by slot
-        self._in: dict[int, Tensor] = {}
+        self._out: dict[int, Bytes] = {}  # by slot
+        self._in: dict[int, Bytes] = {}
         # By tag: what, and when it was sent. Frames without rows may come from a step ahead.
-        self._arrived: dict[int, deque[tuple[Tensor, float]]] = {}
+        self._arrived: dict[int, deque[tuple[Bytes, float]]] = {}
         self._rest, self._descriptors = b"", list[int]()
 
     def send(self, buffer: Tensor, tag: int, operation: object) -> Transfer:
         """See `Link.send`. Returns when the frame is copied."""
-        slot, size, now = tag % _SLOTS, len(buffer), time.monotonic()
+        content = buffer.numpy()
+        slot, size, now = tag % _SLOTS, len(content), time.monotonic()
         if size <= _SHORT_BYTES:
             notice = _NOTICE.pack(tag, slot | _INLINE, size, now)
-            self._notify(notice + buffer.numpy().tobytes(), [], operation)
+            self._notify(notice + content.tobytes(), [], operation)
             return _Sent()
         memory, new = self._out.get(slot), list[int]()
         if memory is None or len(memory) < size:
@@ -88,7 +93,7 @@ class SharedLink:
             os.ftruncate(descriptor, capacity)
             memory = self._out[slot] = _mapped(descriptor, capacity)
             new = [descriptor]
-        memory[:size].copy_(buffer)
+        memory[:size] = content
         try:
             notice = _NOTICE.pack(tag, slot | (_NEW if new else 0), size, now)
             self._notify(notice, new, operation)
@@ -122,10 +127,10 @@ class SharedLink:
             del self._arrived[tag]
         if self._delay_s:
             time.sleep(max(0.0, sent + self._delay_s - time.monotonic()))
-        size = len(content)
-        if size > len(buffer):
-            raise PeerLostError(self._peer, operation, f"{size} bytes came for {len(buffer)}")
-        buffer[:size].copy_(content)
+        size, whole = len(content), buffer.numpy()
+        if size > len(whole):
+            raise PeerLostError(self._peer, operation, f"{size} bytes came for {len(whole)}")
+        whole[:size] = content
 
     def has_message(self, timeout_s: float) -> bool:
         """Wait for one, or for the peer's end; False after the time-out."""
@@ -149,12 +154,14 @@ class SharedLink:
         if remaining_ms <= 0 or not self._poll.poll(remaining_ms):
             raise PeerLostError(self._peer, operation, f"silent for {self._timeout_s:g} s")
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._socket, 64 * _NOTICE.size, _SLOTS)
+            data, attached, _, _ = self._socket.recvmsg(64 * _NOTICE.size, _DESCRIPTORS_BYTES)
         except BlockingIOError:
             return
         except OSError as error:
             raise PeerLostError(self._peer, operation, error.strerror or str(error)) from None
-        self._descriptors += descriptors
+        for level, kind, packed in attached:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                self._descriptors += memoryview(packed[: len(packed) // 4 * 4]).cast("i")
         if not data:
             raise PeerLostError(self._peer, operation, "it closed the connection")
         self._rest += data
@@ -170,7 +177,7 @@ class SharedLink:
 
     def _note(self, tag: int, slot: int, size: int, sent: float, inline: bytes) -> None:
         if slot & _INLINE:
-            content = torch.frombuffer(bytearray(inline), dtype=torch.uint8)
+            content = np.frombuffer(inline, np.uint8)
         else:
             if slot & _NEW:
                 descriptor = self._descriptors.pop(0)
@@ -181,6 +188,6 @@ class SharedLink:
         self._arrived.setdefault(tag, deque()).append((content, sent))
 
 
-def _mapped(descriptor: int, capacity: int) -> Tensor:
-    """A uint8 tensor over shared memory; unmapped when the tensor goes."""
-    return torch.frombuffer(mmap.mmap(descriptor, capacity), dtype=torch.uint8)
+def _mapped(descriptor: int, capacity: int) -> Bytes:
+    """Shared memory; unmapped when the array goes."""
+    return np.frombuffer(mmap.mmap(descriptor, capacity), np.uint8)

@@ -53,7 +53,7 @@ class StageLog:
         self.waited_s += time.perf_counter() - since
 
     def passed_layers(self, since: float, aside_s: float) -> None:
-        """All layers, from this reading of time.perf_counter() on; `aside_s` of it was not theirs."""
+        """All layers, from this reading of time.perf_counter() on; `aside_s` went elsewhere."""
         self.layers_s = time.perf_counter() - since - aside_s
 
     def finish(self, rows: int) -> float:

@@ -94,14 +94,12 @@ class _Frame:
     def __init__(self, memory: FrameMemory, header: Header) -> None:
         self._memory, self._header = memory, header
 
-    @property
-    def buffer(self) -> Tensor:
-        """What travels, uint8."""
-        return self._memory.buffer
+    def first(self, size: int) -> Tensor:
+        """What travels: so many bytes, uint8."""
+        return self._memory.first(size)
 
     def _section(self, offset: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        size = rows * columns * dtype.itemsize
-        return self._memory.work[offset : offset + size].view(dtype).view(rows, columns)
+        return self._memory.section(offset, rows, columns, dtype)
 
 
 class DispatchFrame(_Frame):
@@ -124,11 +122,11 @@ class DispatchFrame(_Frame):
         weights_TK: Tensor | None,
     ) -> Tensor:
         """Fill in n rows -> what to send. Without ids: the expert side routes them."""
-        num_rows = len(x_TD)
+        num_rows = x_TD.shape[0]
         self._header.write(exchange, num_rows, 0)
         end = self.offset_of_rows(wire, planned)
         if not num_rows:
-            return self.buffer[:HEADER_BYTES]
+            return self.first(HEADER_BYTES)
         if expert_ids_TK is not None and weights_TK is not None:
             ids, weights = self.choices(wire, planned, num_rows)
             ids.copy_(expert_ids_TK)
@@ -147,7 +145,7 @@ class DispatchFrame(_Frame):
         """No rows: a header, or the planned rows with experts that are nowhere."""
         self._header.write(exchange, 0, 0)
         if not is_fixed:
-            return self.buffer[:HEADER_BYTES]
+            return self.first(HEADER_BYTES)
         end = wire.dispatch_bytes(planned)
         self._memory.work[HEADER_BYTES:end].zero_()
         self.choices(wire, planned, planned)[0].fill_(-1)
@@ -197,7 +195,7 @@ class CombineFrame(_Frame):
         row_numbers_T: Tensor | None = None,
     ) -> Tensor:
         """Fill in n sums, and which rows they belong to if the sender does not know."""
-        num_rows, start = len(sums_TD), self.offset_of_sums(planned)
+        num_rows, start = sums_TD.shape[0], self.offset_of_sums(planned)
         self._header.write(exchange, num_rows, 0)
         if row_numbers_T is not None:
             self.row_numbers(num_rows).copy_(row_numbers_T)
@@ -211,7 +209,7 @@ class CombineFrame(_Frame):
         self._header.write(exchange, 0, FLAG_ERROR)
         if not is_fixed:
             self._memory.settle()
-            return self.buffer[:HEADER_BYTES]
+            return self.first(HEADER_BYTES)
         end = wire.combine_bytes(planned)
         self._memory.work[HEADER_BYTES:end].zero_()
         return self._memory.to_send(end)

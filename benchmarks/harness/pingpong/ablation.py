@@ -10,7 +10,9 @@ from .pair import Pair
 from .points import Point, StageTimes, point, stage_times
 
 MICRO_BATCHES = (1, 2, 3, 4)
-DELAYS = (0.0, 0.25, 0.5, 1.0)  # of T_f
+DELAYS = (0.25, 0.5, 1.0)  # of T_f
+_NUM_PASSES = 3
+SeenByKind = dict[tuple[int, ...], list[tuple[StepMarks, StepMarks]]]  # by the micro-batches' rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,31 +44,44 @@ class Ablation:
 
 
 def run_ablation(pair: Pair, batch: int, num_rounds: int, delays: Sequence[float]) -> Ablation:
-    """Kinds of steps take turns, so that a machine that is slow for a while is slow for all."""
+    """Kinds of steps take turns, and so do the delays, so that a machine that is slow for a while
+    is slow for all."""
     cut = [_shares(batch, m) for m in MICRO_BATCHES]
     third = cut[2][0]
     grown = [[third] * m for m in MICRO_BATCHES]
     alone = [[rows[0]] for rows in cut]
-    seen = _rounds(pair, 0.0, [*alone, *cut, *grown], num_rounds)
-    stages = {rows[0]: stage_times(rows[0], seen[tuple(rows)]) for rows in alone}
-    slower_s = stages[cut[1][0]].slower_s
-    points: dict[str, list[Point]] = {"cut": [], "grown": []}
-    for share in delays:
-        delay_s = round(share * slower_s, 6)
-        if delay_s:
-            seen = _rounds(pair, delay_s, [*cut, *grown], num_rounds)
-        for kind, steps in (("cut", cut), ("grown", grown)):
-            points[kind] += [
-                point(seen[tuple(rows)], stages[rows[0]], pair.num_layers, len(rows), delay_s)
-                for rows in steps
-            ]
+    seen: dict[float, SeenByKind] = {}
+    slower_s = 0.0  # T_f of half of the batch, from the first pass
+    for _ in range(_NUM_PASSES):
+        _add(seen, 0.0, _rounds(pair, 0.0, [*alone, *cut, *grown], num_rounds))
+        half = cut[1][0]
+        slower_s = slower_s or stage_times(half, seen[0.0][half,]).slower_s
+        for share in delays:
+            if share:
+                delay_s = round(share * slower_s, 6)
+                _add(seen, delay_s, _rounds(pair, delay_s, [*cut, *grown], num_rounds))
+    stages = {rows[0]: stage_times(rows[0], seen[0.0][tuple(rows)]) for rows in alone}
+
+    def points(kinds: Sequence[Sequence[int]]) -> tuple[Point, ...]:
+        return tuple(
+            point(by_kind[tuple(rows)], stages[rows[0]], pair.num_layers, len(rows), delay_s)
+            for delay_s, by_kind in seen.items()
+            for rows in kinds
+        )
+
     return Ablation(
         num_layers=pair.num_layers,
         batch=batch,
         stages=tuple(stages.values()),
-        cut=tuple(points["cut"]),
-        grown=tuple(points["grown"]),
+        cut=points(cut),
+        grown=points(grown),
     )
+
+
+def _add(seen: dict[float, SeenByKind], delay_s: float, more: SeenByKind) -> None:
+    known = seen.setdefault(delay_s, {})
+    for rows, steps in more.items():
+        known.setdefault(rows, []).extend(steps)
 
 
 def _shares(batch: int, m: int) -> list[int]:
@@ -76,7 +91,7 @@ def _shares(batch: int, m: int) -> list[int]:
 
 def _rounds(
     pair: Pair, delay_s: float, kinds: Sequence[Sequence[int]], num_rounds: int
-) -> dict[tuple[int, ...], list[tuple[StepMarks, StepMarks]]]:
+) -> SeenByKind:
     """Each kind once a round; the first round does not count."""
     distinct = list(dict.fromkeys(tuple(rows) for rows in kinds))
     taken = pair.take_steps(delay_s, distinct * (num_rounds + 1))

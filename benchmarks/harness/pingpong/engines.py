@@ -6,7 +6,6 @@ All are loaded at once and take turns, step by step; those that wait sleep.
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,6 +17,7 @@ from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.rank_name import RankName
 from moe_serve.cluster.rank_starter import LocalStarter
 from moe_serve.cluster.secret import ClusterSecret
+from moe_serve.cluster.stopwatch import usual
 from moe_serve.config import (
     CacheConfig,
     ClusterConfig,
@@ -37,7 +37,7 @@ Cuts = int | Literal["auto"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTimes:
-    """Median seconds of a decode step, by engine: "colocated", "1" .. "4", "auto"."""
+    """Usual seconds of a decode step, by engine: "colocated", "1" .. "4", "auto"."""
 
     batch: int
     context: int
@@ -117,7 +117,7 @@ def time_engines(
     return EngineTimes(
         batch=batch,
         context=num_prompt + num_output,
-        seconds={name: statistics.median(each) for name, each in seconds.items()},
+        seconds={name: usual(each) for name, each in seconds.items()},
         has_equal_tokens=all(each == tokens[COLOCATED] for each in tokens.values()),
     )
 

@@ -1,10 +1,14 @@
-"""Stage times and steps, from what both ranks saw, and what the formulas make of them."""
+"""Stage times and steps, from what both ranks saw, and what the formulas make of them.
+
+Other programs can only make a step slower: of several, the lower quartile counts (`usual`).
+"""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from moe_serve.cluster.stopwatch import usual
 
 from .job import StepMarks
 
@@ -64,26 +68,28 @@ class Point:
 
 
 def stage_times(rows: int, seen: Seen) -> StageTimes:
-    """From steps of one micro-batch: nobody waits for anybody else's work."""
+    """From steps of one micro-batch: nobody waits for anybody else's work. Means of each step's
+    layers, and the usual one of the steps."""
     attention, experts, transfers = [], [], []
     for ours, theirs in seen:
         layers = range(len(theirs.sent))
-        experts += [theirs.sent[i] - theirs.received[i] for i in layers]
-        attention += [ours.sent[i] - ours.received[i - 1] for i in layers[1:]]
-        transfers += [theirs.received[i] - ours.sent[i] for i in layers]
-        transfers += [ours.received[i] - theirs.sent[i] for i in layers]
+        experts.append(_mean_s([theirs.sent[i] - theirs.received[i] for i in layers]))
+        attention.append(_mean_s([ours.sent[i] - ours.received[i - 1] for i in layers[1:]]))
+        there = [theirs.received[i] - ours.sent[i] for i in layers]
+        back = [ours.received[i] - theirs.sent[i] for i in layers]
+        transfers.append(_mean_s([*there, *back]))
     return StageTimes(
         rows=rows,
-        attention_s=_median_s(attention),
-        experts_s=_median_s(experts),
-        transfer_s=_median_s(transfers),
+        attention_s=usual(attention),
+        experts_s=usual(experts),
+        transfer_s=usual(transfers),
     )
 
 
 def point(
     seen: Seen, times: StageTimes, num_layers: int, num_micro_batches: int, delay_s: float
 ) -> Point:
-    """Medians over the steps; `times` are those of a micro-batch without delay."""
+    """The usual step; `times` are those of a micro-batch without delay."""
     delayed = times.delayed(delay_s)
     round_trip_s = delayed.attention_s + delayed.experts_s + 2 * delayed.transfer_s
     return Point(
@@ -91,8 +97,8 @@ def point(
         num_micro_batches=num_micro_batches,
         rows=times.rows,
         num_steps=len(seen),
-        step_s=_median_s(ours.end - ours.start for ours, _ in seen),
-        whole_s=_median_s(ours.whole_end - ours.start for ours, _ in seen),
+        step_s=usual([1e-9 * (ours.end - ours.start) for ours, _ in seen]),
+        whole_s=usual([1e-9 * (ours.whole_end - ours.start) for ours, _ in seen]),
         formula_s=round_trip_s + delayed.slower_s * (num_micro_batches * num_layers - 1),
         model_s=_expected_s(delayed, num_layers, num_micro_batches),
         is_full=num_micro_batches * delayed.slower_s >= 0.95 * round_trip_s,
@@ -107,5 +113,5 @@ def _expected_s(times: StageTimes, num_layers: int, num_micro_batches: int) -> f
     return (num_layers - 1) * layer_s + round_trip_s + (num_micro_batches - 1) * times.slower_s
 
 
-def _median_s(nanoseconds: Iterable[int]) -> float:
-    return statistics.median(nanoseconds) * 1e-9
+def _mean_s(nanoseconds: Sequence[int]) -> float:
+    return 1e-9 * sum(nanoseconds) / len(nanoseconds)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import msgspec
+
 from .ablation import Ablation
+from .deepspeed_layer import DeepSpeedTimes
 from .engines import COLOCATED, EngineTimes
-from .points import Point
 
 _WITHIN = 0.15
 
@@ -32,10 +34,31 @@ class PairReport:
     busy_cores: float
     ablation: Ablation | None = None
     engines: tuple[EngineTimes, ...] = ()
-    deepspeed: str = ""
+    deepspeed: DeepSpeedTimes | None = None
 
     def verdicts(self) -> list[Verdict]:
         return [*self._of_ablation(), *self._of_engines()]
+
+    def merged(self, path: Path) -> PairReport:
+        """With what the file has and this run has not."""
+        old = msgspec.json.decode(path.read_bytes(), type=PairReport)
+        if (old.model, old.context) != (self.model, self.context):
+            raise SystemExit(f"{path} has another model or context: give another file to --json.")
+        by_batch = {times.batch: times for times in (*old.engines, *self.engines)}
+        return replace(
+            self,
+            ablation=self.ablation or old.ablation,
+            engines=tuple(by_batch[batch] for batch in sorted(by_batch)),
+            deepspeed=self.deepspeed or old.deepspeed,
+        )
+
+    def rival_tokens_per_s(self) -> float | None:
+        """With DeepSpeed's layer: both ranks compute attention for half of the batch, then it.
+        Without the head: compare with tokens over a step's layers."""
+        if self.ablation is None or self.deepspeed is None or self.deepspeed.missing:
+            return None
+        layer_s = self.ablation.reference.attention_s + self.deepspeed.layer_s
+        return self.ablation.batch / (self.ablation.num_layers * layer_s)
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +87,8 @@ class PairReport:
             )
         points = [*found.cut, *found.grown]
         full = [p for p in points if p.is_full]
-        yield _within("formula, where the pipeline is full", [p.formula_error for p in full])
+        if full:
+            yield _within("the formula, where it is full", [p.formula_error for p in full])
         yield _within("its extension, everywhere", [p.model_error for p in points])
 
     def _of_engines(self) -> Iterator[Verdict]:
@@ -103,7 +127,7 @@ class PairReport:
 def _within(what: str, errors: list[float]) -> Verdict:
     worst = max(errors, key=abs)
     return Verdict(
-        what=f"step times within 15% of the {what}",
+        what=f"step times within 15% of {what}",
         wanted=f"{len(errors)} of {len(errors)}",
         measured=f"{sum(abs(e) <= _WITHIN for e in errors)}, worst {worst:+.1%}",
         is_met=abs(worst) <= _WITHIN,
@@ -112,6 +136,3 @@ def _within(what: str, errors: list[float]) -> Verdict:
 
 def _nearest(delays: list[float], wanted_s: float) -> float:
     return min(delays, key=lambda delay_s: abs(delay_s - wanted_s))
-
-
-__all__ = ["PairReport", "Point", "Verdict"]

@@ -32,8 +32,23 @@ def print_report(report: PairReport) -> None:
         is_met = "met" if verdict.is_met else "missed"
         verdicts.add_row(verdict.what, verdict.wanted, verdict.measured, is_met)
     console.print(verdicts)
-    if report.deepspeed:
-        console.print(report.deepspeed, markup=False)
+    if report.deepspeed is not None:
+        console.print(_rival(report), markup=False)
+
+
+def _rival(report: PairReport) -> str:
+    times = report.deepspeed
+    assert times is not None, "the caller looks"
+    if times.missing:
+        return times.missing
+    line = f"DeepSpeed's MoE layer, {times.rows} rows a rank: {1e3 * times.layer_s:.2f} ms"
+    rival = report.rival_tokens_per_s()
+    if report.ablation is None or rival is None:
+        return line
+    best = max(
+        p.num_micro_batches * p.rows / p.step_s for p in report.ablation.cut if not p.delay_s
+    )
+    return f"{line}; with attention before it {rival:,.0f} tokens/s, 1A1E {best:,.0f}"
 
 
 def _stages(found: Ablation) -> Table:
