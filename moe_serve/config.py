@@ -59,6 +59,7 @@ class PipelineConfig:
     """How a step is cut into micro-batches."""
 
     micro_batches: int | Literal["auto"] = "auto"  # auto: 1 colocated, else by measured times
+    ahead: bool = True  # ranks get their next step while one runs
     timeline: str | None = None  # a file: what every rank did when, as a Chrome trace
 
     @property

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from moe_serve.cache.model_identity import model_identity
@@ -87,6 +88,7 @@ class AttentionRank:
             raise
         self._sampler = make_sampler(eos_token_ids_of(folder, self._spec), self._loader.kernels)
         self._mirrors = Mirrors()
+        self._last_done = 0  # the last step whose tokens were told
         self._log = StageLog(configure.is_recording)
         self._group: DataGroup | None = None
         self._transport: GroupTransport | None = None
@@ -172,6 +174,8 @@ class AttentionRank:
         return FinitePages(is_finite=is_finite)
 
     def _run(self, order: RunStep) -> Report:
+        if order.after not in (0, self._last_done):
+            return self._skip(order)
         if self._shards is not None:
             self._shards.step(order)
         plan = self._mirrors.update(order)
@@ -186,6 +190,28 @@ class AttentionRank:
             peer, why = error.peer, str(error)
         self.leave()  # only now: the error's traceback refers to what is closed here
         return self._failed(order, why, peer)
+
+    def _skip(self, order: RunStep) -> Report:
+        """A step whose tokens are missing: only what comes before it is done, and its exchanges
+        are walked through for the others."""
+        order = msgspec.structs.replace(order, micro_batches=())
+        if self._shards is not None:
+            self._shards.step(order)
+        self._mirrors.update(order)
+        do_page_work(self._part.cache, order.page_work)
+        why, peer = f"nothing came of step {order.after}", None
+        group, transport = self._group, self._transport
+        if group is None or transport is None or group.epoch != order.epoch:
+            peer = str(self._name)
+        else:
+            transport.begin(StepShape(order.epoch, order.step, _tuples(order.rows)))
+            try:
+                transport.abandon()
+            except PeerLostError as error:
+                peer, why = error.peer, str(error)
+            if peer is not None:
+                self.leave()
+        return StepFailed(epoch=order.epoch, step=order.step, why=why, peer=peer)
 
     def _compute(
         self, order: RunStep, plan: StepPlan, transport: GroupTransport, executor: LocalExecutor
@@ -214,9 +240,13 @@ class AttentionRank:
                 failures[key] = token.why
             else:
                 sampled[key] = token
-        self._mirrors.append(sampled)
+        self._last_done = order.step
+        # A request without a valid token ends, but may be in the next step already: any token does.
+        tokens = {key: t.token_id if t.is_valid else 0 for key, t in sampled.items()}
+        tokens |= dict.fromkeys(failures, 0)
+        self._mirrors.append(tokens)
         if self._shards is not None:
-            self._shards.sampled({k: t.token_id for k, t in sampled.items() if t.is_valid})
+            self._shards.sampled(tokens)
         return StepDone(
             epoch=order.epoch,
             step=order.step,

@@ -71,10 +71,11 @@ class AttentionShard:
                 self._tell(cache.finite(list(order.query.pages)))
 
     def _step(self, order: ShardStep, pipeline: Pipeline, cache: KVCache) -> None:
-        for sequence_id, token in order.tokens.items():
-            self._mirrors.sequences[sequence_id].append(token)
+        self._mirrors.append(order.tokens)
         plan = self._mirrors.update(order.run)
         do_page_work(cache, order.run.page_work)
+        if not plan.micro_batches:
+            return
         try:
             pipeline.run(plan)
         except StepAbandonedError:

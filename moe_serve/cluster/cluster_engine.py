@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from moe_serve.cluster.coordinator import Coordinator
+from moe_serve.cluster.flight import Flight
 from moe_serve.cluster.messages import StepDone
 from moe_serve.cluster.moves import MAX_MOVES, Moves
 from moe_serve.cluster.pool_watch import PoolWatch
@@ -20,6 +21,15 @@ from moe_serve.engine.sequence import Sequence as EngineSequence
 from moe_serve.model.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A step under way, and the engines that are in it: a rank may be another one by its end."""
+
+    flight: Flight
+    engines: dict[str, Engine]
+
 
 MakeEngine = Callable[[RemoteExecutor, "itertools.count[int]"], Engine]
 
@@ -34,9 +44,12 @@ class ClusterEngine:
         make_engine: MakeEngine,
         watch: PoolWatch,
         close: Callable[[], None],
+        *,
+        is_ahead: bool,
     ) -> None:
         self._coordinator, self._make, self._close = coordinator, make_engine, close
-        self._watch = watch
+        self._watch, self._is_ahead = watch, is_ahead
+        self._begun: _Begun | None = None  # a step that was sent out ahead
         self._ids = itertools.count()
         self._engines: dict[str, Engine] = {}
         self._executors: dict[str, RemoteExecutor] = {}
@@ -106,10 +119,16 @@ class ClusterEngine:
         return deltas
 
     def _step(self) -> None:
-        plans = {name: plan for name in list(self._engines) if (plan := self._begin(name))}
-        outcomes = self._run(plans) if plans else {}
+        begun, self._begun = self._begun or self._launch(), None
+        outcomes: dict[str, StepDone | Exception] = {}
+        if begun is not None:
+            self._begun = self._launch_after(begun)
+            outcomes = self._coordinator.collect(begun.flight)
         for name, engine in list(self._engines.items()):
-            outcome = outcomes.get(name)
+            is_in = begun is not None and begun.engines.get(name) is engine
+            outcome = outcomes.get(name) if is_in else None
+            if isinstance(outcome, Exception) and self._begun is not None:
+                self._void(name, self._begun)
             if isinstance(outcome, RankLostError):
                 self._evacuate(name)
                 continue
@@ -138,15 +157,47 @@ class ClusterEngine:
             self._evacuate(name)
             return None
 
-    def _run(self, plans: dict[str, StepPlan]) -> dict[str, StepDone | Exception]:
-        """Cut all ranks' steps alike, and run them together."""
+    def _launch(self) -> _Begun | None:
+        """Cut all ranks' steps alike, and send them out together."""
+        plans = {name: plan for name in list(self._engines) if (plan := self._begin(name))}
+        if not plans:
+            return None
         count = self._watch.choose(plans, len(self._coordinator.epoch.experts))
         works = {}
         for name in plans:
             engine = self._engines[name]
             plan = engine.cut(count)
             works[name] = self._executors[name].prepare(plan, engine.step_sequences)
-        return self._coordinator.run(works)
+        engines = {name: self._engines[name] for name in works}
+        return _Begun(self._coordinator.launch(works), engines)
+
+    def _launch_after(self, begun: _Begun) -> _Begun | None:
+        """Send out the next step before this one has ended, if it is sure what everybody does."""
+        if not self._can_follow(begun):
+            return None
+        if not all(engine.begin_ahead() for engine in begun.engines.values()):
+            for engine in begun.engines.values():
+                engine.drop_ahead()
+            return None
+        plans = {name: engine.cut_ahead(1) for name, engine in begun.engines.items()}
+        count = self._watch.choose(plans, len(self._coordinator.epoch.experts))
+        works = {}
+        for name, engine in begun.engines.items():
+            plan = engine.cut_ahead(count)
+            works[name] = self._executors[name].prepare(plan, engine.step_sequences)
+        return _Begun(self._coordinator.launch_after(begun.flight, works), begun.engines)
+
+    def _can_follow(self, begun: _Begun) -> bool:
+        """Whether all engines with something to do are in the step, and nobody in it is lost."""
+        busy = {n: e for n, e in self._engines.items() if e.num_running or e.num_waiting}
+        return (
+            self._is_ahead and busy == begun.engines and self._coordinator.can_follow(begun.flight)
+        )
+
+    def _void(self, name: str, ahead: _Begun) -> None:
+        """Nothing came of a rank's step, so nothing can come of the one that was sent ahead."""
+        ahead.flight.void(name)
+        self._executors[name].resend_tables()
 
     def _settle(self) -> bool:
         """One engine for each attention rank of the epoch -> whether they can make steps."""

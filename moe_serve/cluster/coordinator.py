@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from moe_serve.cluster.epoch_maker import Epoch, EpochMaker
@@ -52,6 +53,9 @@ class Coordinator:
         self._is_torn = False  # the epoch's members are all there, but do not reach each other
         self._outage_since: float | None = time.monotonic()
         self._is_stopping = threading.Event()
+        self._open: list[Flight] = []  # steps under way, in their order
+        self._last_end = 0.0  # of a step, in time.perf_counter()
+        calls.on_event = self._note
         self.num_repeats = 0
 
     @property
@@ -92,6 +96,8 @@ class Coordinator:
             continue
         has_waited = False
         while self._is_stale:
+            for flight in list(self._open):  # what a rank answers must be known before it moves on
+                self._land(flight)
             if self._is_stopping.is_set():
                 return False
             self._note_outage()
@@ -106,41 +112,60 @@ class Coordinator:
         return True
 
     def run(self, works: Mapping[str, RankWork]) -> dict[str, StepDone | Exception]:
-        """One step on some attention ranks -> each one's tokens, or why there are none.
+        """One step on some attention ranks: `launch` and `collect`."""
+        return self.collect(self.launch(works))
+
+    def launch(self, works: Mapping[str, RankWork]) -> Flight:
+        """Send a step out to the attention ranks that are there."""
+        is_settled = self.settle(is_patient=True)
+        away: dict[str, StepDone | Exception] = {
+            name: RankLostError(f"{name} is away")
+            for name, work in works.items()
+            if not is_settled or not self.is_in(name, work.start)
+        }
+        flight = self._fly({name: work for name, work in works.items() if name not in away})
+        flight.results |= away
+        return flight
+
+    def can_follow(self, flight: Flight) -> bool:
+        """Whether the step after this one can be sent out now: it looks as if it will succeed."""
+        return flight.is_sound and flight.epoch == self._epoch.number and not self._is_stale
+
+    def launch_after(self, flight: Flight, works: Mapping[str, RankWork]) -> Flight:
+        """Send out the next step of the same ranks while this one runs; `can_follow` it."""
+        return self._fly({n: replace(work, after=flight.step) for n, work in works.items()})
+
+    def collect(self, flight: Flight) -> dict[str, StepDone | Exception]:
+        """Wait for a step's end -> each attention rank's tokens, or why there are none.
 
         Repeats the step for those whose peers were lost. RankLostError: the attention rank itself.
         """
         results: dict[str, StepDone | Exception] = {}
-        left, num_tries = dict(works), 0
-        while left:
-            is_settled = self.settle(is_patient=True)
-            for name, work in list(left.items()):
-                if not is_settled or not self.is_in(name, work.start):
-                    results[name] = RankLostError(f"{name} is away")
-                    del left[name]
-            if not left:
-                break
-            start = time.perf_counter()
-            flight = self._fly(left)
-            self._watch.ended(flight.step, time.perf_counter() - start, flight.is_sound)
+        num_tries = 0
+        while True:
+            self._land(flight)
             results |= flight.results
-            left = {n: work.again for n, work in left.items() if n not in results}
+            left = flight.left
             if flight.is_broken:
-                self._is_torn = True
+                if flight.epoch == self._epoch.number:
+                    self._is_torn = True
                 num_tries += 1
                 self.num_repeats += 1
                 what = "is repeated" if left else "ended, and its epoch with it"
                 _log.warning("step %d %s: %s", flight.step, what, flight.why)
-            if left and num_tries > _MAX_REPEATS:
+            if not left:
+                return results
+            if num_tries > _MAX_REPEATS:
                 why = StepFailedError(f"repeated {num_tries} times: {flight.why}")
-                results |= dict.fromkeys(left, why)
-                break
-        return results
+                return results | dict.fromkeys(left, why)
+            flight = self.launch(left)
 
     def query_pages(self, name: str, start: int, order: QueryPages) -> list[bool]:
         """Which pages of a rank are finite; raises RankLostError."""
         if not self.is_in(name, start):
             raise RankLostError(f"{name} is away")
+        for flight in list(self._open):
+            self._land(flight)  # the rank answers after them
         answer = self._calls.ask({name: order}, FinitePages, self._timeout_s)
         if name in answer and len(answer[name].is_finite) != len(order.pages):
             num_told = len(answer.pop(name).is_finite)
@@ -183,10 +208,13 @@ class Coordinator:
         _log.info("epoch %d: %s", epoch.number, ", ".join((*epoch.attention, *epoch.experts)))
 
     def _fly(self, works: Mapping[str, RankWork]) -> Flight:
-        """Send a step out, and wait for those who compute it."""
+        """Send a step out."""
         epoch = self._epoch
         self._step += 1
-        flight = Flight(self._step, set(works))
+        flight = Flight(self._step, epoch.number, dict(works), time.perf_counter(), set(works))
+        if not works:
+            return flight
+        self._open.append(flight)
         self._watch.began(self._step)
         rows = [works[name].rows if name in works else () for name in epoch.attention]
         head: dict[str, Any] = {"epoch": epoch.number, "step": self._step, "rows": rows}
@@ -199,22 +227,31 @@ class Coordinator:
                 opened=work.opened,
                 closed=work.closed,
                 page_work=work.page_work,
+                after=work.after,
             )
             self._calls.send(name, order)
-        deadline = time.monotonic() + 10 * self._timeout_s
-        while flight.waiting:
-            event = self._calls.next_event(deadline - time.monotonic())
-            if event is None:
-                self._give_up_silent(flight)
-            else:
-                self._note(flight, event)
         return flight
 
-    def _note(self, flight: Flight, event: Event) -> None:
-        """What an event means for the step under way."""
-        for name in [n for n in flight.waiting if not self._is_member(n)]:
-            flight.waiting.discard(name)
-            flight.results[name] = RankLostError(f"{name} is away: {self.membership.last_loss}")
+    def _land(self, flight: Flight) -> None:
+        """Wait for those who compute a step."""
+        deadline = time.monotonic() + 10 * self._timeout_s
+        while flight.waiting:
+            if self._calls.next_event(deadline - time.monotonic()) is None:
+                self._give_up_silent(flight)
+        if flight in self._open:
+            self._open.remove(flight)
+            now, start = time.perf_counter(), max(flight.start, self._last_end)
+            self._watch.ended(flight.step, now - start, flight.is_sound)
+            self._last_end = now
+
+    def _note(self, event: Event) -> None:
+        """What an event means for the steps under way."""
+        for flight in self._open:
+            if flight.waiting:
+                self._note_in(flight, event)
+
+    def _note_in(self, flight: Flight, event: Event) -> None:
+        self._drop_lost(flight)
         if not self._is_whole:
             flight.break_up(self.membership.last_loss)
         report = event.report
@@ -230,7 +267,13 @@ class Coordinator:
         elif report.peer is None:
             flight.results[event.name] = StepFailedError(report.why)
 
+    def _drop_lost(self, flight: Flight) -> None:
+        for name in [n for n in flight.waiting if not self._is_member(n)]:
+            flight.waiting.discard(name)
+            flight.results[name] = RankLostError(f"{name} is away: {self.membership.last_loss}")
+
     def _give_up_silent(self, flight: Flight) -> None:
+        self._drop_lost(flight)
         for name in sorted(flight.waiting):
             link = self.membership.roster[name].link
             began = "nothing is known of it" if link is None else f"it began step {link.step}"

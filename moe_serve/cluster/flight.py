@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from moe_serve.cluster.messages import StepDone
+from moe_serve.cluster.rank_work import RankWork
 
 
 @dataclass(slots=True)
@@ -12,6 +13,9 @@ class Flight:
     """One attempt at a step."""
 
     step: int
+    epoch: int
+    works: dict[str, RankWork]
+    start: float  # time.perf_counter()
     waiting: set[str]
     results: dict[str, StepDone | Exception] = field(default_factory=dict)
     troubles: list[str] = field(default_factory=list)  # why it must be repeated, as ranks tell
@@ -22,8 +26,17 @@ class Flight:
 
     @property
     def is_sound(self) -> bool:
-        """Whether all who were in it came to its end."""
+        """Whether all who were in it came to its end, as far as they have told."""
         return not self.troubles and all(isinstance(r, StepDone) for r in self.results.values())
+
+    @property
+    def left(self) -> dict[str, RankWork]:
+        """What must be repeated, once nobody is waited for."""
+        return {n: work.again for n, work in self.works.items() if n not in self.results}
+
+    def void(self, name: str) -> None:
+        """Nobody wants what this rank makes of it."""
+        del self.works[name]
 
     def break_up(self, why: str) -> None:
         """Each trouble once: a rank that is lost is told of by all of its peers."""

@@ -90,7 +90,10 @@ class PageWork(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RunStep(_Message, frozen=True):
-    """To an attention rank. `rows`: of its micro-batches, in all attention ranks of the epoch."""
+    """To an attention rank. `rows`: of its micro-batches, in all attention ranks of the epoch.
+
+    `after`: it was sent before that step had ended, and goes on with its tokens: if nothing came
+    of that step here, nothing can come of this one."""
 
     epoch: int
     step: int
@@ -99,6 +102,7 @@ class RunStep(_Message, frozen=True):
     opened: Sequence[OpenSequence]
     closed: Sequence[int]
     page_work: Sequence[PageWork]
+    after: int = 0
 
 
 class ServeStep(_Message, frozen=True):

@@ -8,7 +8,6 @@ import numpy as np
 
 from moe_serve.cluster.messages import OpenSequence, RunStep, Slice, unpack_params
 from moe_serve.engine.request import GenerationRequest
-from moe_serve.engine.sampler import Sampled
 from moe_serve.engine.sequence import Sequence
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
 
@@ -35,11 +34,10 @@ class Mirrors:
             )
         )
 
-    def append(self, sampled: Mapping[int, Sampled]) -> None:
-        """What the step sampled. Tokens that are not valid end their request: nobody needs them."""
-        for sequence_id, token in sampled.items():
-            if token.is_valid:
-                self.sequences[sequence_id].append(token.token_id)
+    def append(self, tokens: Mapping[int, int]) -> None:
+        """What the step sampled."""
+        for sequence_id, token_id in tokens.items():
+            self.sequences[sequence_id].append(token_id)
 
     def _slice(self, piece: Slice) -> SequenceSlice:
         sequence = self.sequences[piece.sequence_id]

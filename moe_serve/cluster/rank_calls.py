@@ -25,17 +25,19 @@ class RankCalls:
 
     def __init__(self, membership: Membership, watch: PoolWatch) -> None:
         self._membership, self._watch = membership, watch
+        self.on_event: Callable[[Event], None] = lambda event: None  # whoever waits for it
 
     def next_event(self, timeout_s: float) -> Event | None:
         """See `Membership.next_event`; what ranks tell of their steps goes to the watch too."""
         event = self._membership.next_event(timeout_s)
-        if event is None or event.link is None:
-            return event
-        if isinstance(event.report, StepServed | StepDone):
+        if event is None:
+            return None
+        if event.link is not None and isinstance(event.report, StepServed | StepDone):
             try:
                 self._watch.heard(event.name, event.report, event.link.clock_offset_ns)
             except TimelineError as error:  # its tokens are none the worse
                 _log.warning("%s: %s", event.name, error)
+        self.on_event(event)
         return event
 
     def send(self, name: str, order: Order) -> None:

@@ -26,6 +26,7 @@ class RankWork:
     opened: tuple[OpenSequence, ...] = ()
     closed: tuple[int, ...] = ()
     page_work: tuple[PageWork, ...] = ()
+    after: int = 0  # the step whose tokens it goes on with, if that runs yet
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -34,4 +35,4 @@ class RankWork:
     @property
     def again(self) -> RankWork:
         """The same step for a rank that has done what comes before it."""
-        return replace(self, opened=(), closed=(), page_work=())
+        return replace(self, opened=(), closed=(), page_work=(), after=0)

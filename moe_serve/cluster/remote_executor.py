@@ -63,6 +63,10 @@ class RemoteExecutor:
             page_work=self._take_work(),
         )
 
+    def resend_tables(self) -> None:
+        """The last step that was prepared was not computed: the rank may lack what it said."""
+        self._tables = dict.fromkeys(self._tables, ())
+
     def forget(self, sequence_ids: list[int]) -> None:
         """See `StepExecutor.forget`: told with the next step."""
         known = [key for key in sequence_ids if self._tables.pop(key, None) is not None]

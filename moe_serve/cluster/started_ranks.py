@@ -109,7 +109,8 @@ class StartedRanks:
             self.close()
             watch.close()
 
-        return ClusterEngine(coordinator, make_engine, watch, close)
+        is_ahead = self._model.config.pipeline.ahead
+        return ClusterEngine(coordinator, make_engine, watch, close, is_ahead=is_ahead)
 
     def close(self) -> None:
         """End the ranks, and stop listening."""

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from moe_serve.engine.scheduler import Schedule
 from moe_serve.engine.sequence import Sequence
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
+
+_UNKNOWN = np.zeros(1, dtype=np.int64)
 
 
 def make_step_plan(schedule: Schedule, max_micro_batches: int) -> StepPlan:
     """Slices of the scheduled sequences in at most `max_micro_batches` groups of like size."""
     slices = [_slice(sequence, count) for sequence, count in schedule.values()]
+    return StepPlan(split(slices, max_micro_batches))
+
+
+def make_next_plan(schedule: Schedule, max_micro_batches: int) -> StepPlan:
+    """The plan of a step that runs after one whose tokens are not known yet: of each sequence, the
+    token that is about to be sampled. Whoever computes the step has it; here it reads 0."""
+    slices = [
+        SequenceSlice(s.id, s.num_tokens, _UNKNOWN, tuple(s.page_table), num_logits=1)
+        for s, _ in schedule.values()
+    ]
     return StepPlan(split(slices, max_micro_batches))
 
 

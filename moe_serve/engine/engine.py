@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.config import PAGE_SIZE, SchedulerConfig
-from moe_serve.engine.batcher import make_step_plan
+from moe_serve.engine.batcher import make_next_plan, make_step_plan
 from moe_serve.engine.client import EngineStats
 from moe_serve.engine.prefix_sharing import PrefixSharing
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
@@ -35,7 +35,9 @@ class Engine:
     """`add` and `abort` requests, `step` while `has_work`.
 
     A step may also be taken in halves, `begin_step` and `end_step`, with its computation between
-    them: so several engines take theirs together.
+    them: so several engines take theirs together. While a step runs, the next one may begin already
+    (`begin_ahead`) if it is sure what it computes. A sequence that ends meanwhile is computed once
+    more in vain, and keeps its pages until then.
     """
 
     def __init__(
@@ -63,6 +65,9 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._pending: list[TokenDelta] = []  # not told yet
         self._schedule: Schedule = {}  # of the step that has begun
+        self._ahead: Schedule = {}  # of the step after that, if it has begun too
+        self._ending: Schedule = {}  # of the step that is told about just now
+        self._leaving: dict[int, bool] = {}  # ended ones that are in a step -> whether they failed
         self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
 
     @property
@@ -122,7 +127,7 @@ class Engine:
             sequence.restart()
             sequence.page_table, sequence.page_keys, sequence.awaited_key = [], [], None
             sequence.is_running, sequence.is_sound = False, True
-        self._sequences = {}
+        self._sequences, self._schedule, self._ahead, self._leaving = {}, {}, {}, {}
         return sequences
 
     def adopt(self, sequence: Sequence) -> None:
@@ -147,20 +152,43 @@ class Engine:
         """The plan of the step that has begun, in at most so many micro-batches."""
         return make_step_plan(self._schedule, micro_batches or self._micro_batches)
 
+    def begin_ahead(self) -> bool:
+        """Begin the step after the one that runs; False: what it computes is not sure."""
+        sequences = [sequence for sequence, _ in self._schedule.values()]
+        if self._leaving or any(self._is_last(s, s.num_output_tokens + 1) for s in sequences):
+            return False
+        self._ahead = self._scheduler.follow(self._schedule) or {}
+        self._executor.clear_pages(self._scheduler.take_unproven_pages())
+        return bool(self._ahead)
+
+    def cut_ahead(self, micro_batches: int) -> StepPlan:
+        """See `cut`: the plan of the step that has begun ahead."""
+        return make_next_plan(self._ahead, micro_batches)
+
+    def drop_ahead(self) -> None:
+        """It is not computed after all."""
+        self._ahead = {}
+
     @property
     def step_sequences(self) -> dict[int, Sequence]:
-        """Those of the step that has begun, by id."""
-        return _sequences(self._schedule)
+        """Those of the step that has begun, by id, and of one whose end was not survived."""
+        return _sequences(self._ending | self._schedule)
 
     def end_step(self, outcome: StepOutcome | Exception | None) -> list[TokenDelta]:
         """What came of the step, and of what ended without one. Raises ExecutorLostError; what was
         made before that is kept for `take_pending`."""
-        schedule = self._schedule
+        if not isinstance(outcome, StepOutcome):
+            self.drop_ahead()  # it needs the tokens of this one
+        schedule, self._schedule, self._ahead = self._schedule, self._ahead, {}
+        self._ending = schedule
         if schedule:
             assert outcome is not None, f"{len(schedule)} sequences ran, and nothing came of it"
-            self._finish(schedule, outcome)
+            left = {key: item for key, item in schedule.items() if key not in self._leaving}
+            if left:
+                self._finish(left, outcome)
             self._num_steps += 1
-        self._schedule = {}  # only now: who asks after a loss is told whose step it was
+            self._let_go([s for key, (s, _) in schedule.items() if key not in left], outcome)
+        self._ending = {}  # only now: who asks after a loss is told whose step it was
         return self.take_pending()
 
     def take_pending(self) -> list[TokenDelta]:
@@ -215,6 +243,7 @@ class Engine:
         self._scheduler.check_integrity()
         known = {s.id for s in self._sequences.values()}
         scheduled = {s.id for s in (*self._scheduler.running, *self._scheduler.waiting)}
+        scheduled -= self._leaving.keys()
         assert known == scheduled, f"requests {known ^ scheduled} are lost"
 
     def _publish(self, schedule: Schedule, outcome: StepOutcome) -> None:
@@ -265,24 +294,52 @@ class Engine:
             sequence.num_output_tokens >= params.min_tokens
         ):
             return FinishReason.STOP
-        is_full = sequence.num_tokens >= self.max_model_len
-        is_done = params.max_tokens is not None and sequence.num_output_tokens >= params.max_tokens
-        return FinishReason.LENGTH if is_full or is_done else None
+        is_last = self._is_last(sequence, sequence.num_output_tokens)
+        return FinishReason.LENGTH if is_last else None
+
+    def _is_last(self, sequence: Sequence, num_output_tokens: int) -> bool:
+        """Whether an answer of so many tokens is as long as it may be."""
+        max_tokens = sequence.request.params.max_tokens
+        is_full = sequence.num_prompt_tokens + num_output_tokens >= self.max_model_len
+        return is_full or (max_tokens is not None and num_output_tokens >= max_tokens)
 
     def _end(self, sequences: list[Sequence]) -> None:
+        """The requests are over; those in a step that runs leave when that has ended."""
         for sequence in sequences:
             del self._sequences[sequence.request.request_id]
+        self._leaving |= {s.id: False for s in sequences if s.id in self._schedule}
+        self._leave([s for s in sequences if s.id not in self._leaving])
+
+    def _leave(self, sequences: list[Sequence]) -> None:
         self._scheduler.remove(sequences)
         self._executor.forget([s.id for s in sequences])
+
+    def _let_go(self, sequences: list[Sequence], outcome: StepOutcome | Exception) -> None:
+        """A step has ended whose results for these are of no use. Where it made no valid token,
+        nobody vouches for what it wrote to their last pages."""
+        for sequence in sequences:
+            token = outcome.sampled.get(sequence.id) if isinstance(outcome, StepOutcome) else None
+            if not (isinstance(token, Sampled) and token.is_valid):
+                sequence.is_proven = False
+        has_failed = [s for s in sequences if self._leaving.pop(s.id)]
+        for sequence in has_failed:
+            self._discard(sequence)
+        self._leave([s for s in sequences if s not in has_failed])
 
     def _fail(self, sequence: Sequence, why: str) -> TokenDelta:
         """End one request with an error; its pages are zeroed before anyone else gets them."""
         request_id = sequence.request.request_id
         del self._sequences[request_id]
+        if sequence.id in self._schedule:
+            self._leaving[sequence.id] = True
+        else:
+            self._discard(sequence)
+        return TokenDelta(request_id=request_id, finish_reason=FinishReason.ERROR, error=why)
+
+    def _discard(self, sequence: Sequence) -> None:
         self._scheduler.discard(sequence)
         self._executor.clear_pages(self._scheduler.take_unproven_pages())
         self._executor.forget([sequence.id])
-        return TokenDelta(request_id=request_id, finish_reason=FinishReason.ERROR, error=why)
 
 
 def _sequences(schedule: Schedule) -> dict[int, Sequence]:

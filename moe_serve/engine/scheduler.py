@@ -82,6 +82,22 @@ class Scheduler:
             self._admit(budget, chosen)
         return chosen
 
+    def follow(self, schedule: Schedule) -> Schedule | None:
+        """The step after `schedule` while that still runs, with pages for it; None if it is not
+        sure yet. It is when all who run are in the step and get a token from it, there are pages
+        for these tokens, and nobody who waits could start."""
+        if len(schedule) != len(self.running) or (self.waiting and self._has_seat):
+            return None
+        if any(count != s.num_pending_tokens for s, count in schedule.values()):
+            return None  # still reading
+        sequences = [s for s, _ in schedule.values()]
+        missing = sum(max(0, s.num_missing_pages(s.num_tokens + 1)) for s in sequences)
+        if missing > self.cache.num_available:
+            return None
+        for sequence in sequences:
+            self._grow(sequence, sequence.num_pending_tokens + 1)
+        return {s.id: (s, 1) for s in sequences}
+
     def _admit(self, budget: int, chosen: Schedule) -> None:
         """Start waiting sequences while there is budget, a seat, and pages for the whole prompt."""
         if self.waiting and budget and self._has_seat:

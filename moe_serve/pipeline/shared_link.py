@@ -19,6 +19,7 @@ import select
 import socket
 import struct
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -73,7 +74,8 @@ class SharedLink:
         self._poll.register(connection, select.POLLIN)
         self._out: dict[int, Bytes] = {}  # by slot
         self._in: dict[int, Bytes] = {}
-        self._arrived: dict[int, tuple[Bytes, float]] = {}  # by tag: what, and when it was sent
+        # By tag: what, and when it was sent. Frames without rows may come from a step ahead.
+        self._arrived: dict[int, deque[tuple[Bytes, float]]] = {}
         self._rest, self._descriptors = b"", list[int]()
 
     def send(self, buffer: Tensor, tag: int, operation: object) -> Transfer:
@@ -119,7 +121,10 @@ class SharedLink:
         deadline = time.monotonic() + self._timeout_s
         while tag not in self._arrived:
             self._read(deadline, operation)
-        content, sent = self._arrived.pop(tag)
+        waiting = self._arrived[tag]
+        content, sent = waiting.popleft()
+        if not waiting:
+            del self._arrived[tag]
         if self._delay_s:
             time.sleep(max(0.0, sent + self._delay_s - time.monotonic()))
         size, whole = len(content), buffer.numpy()
@@ -180,7 +185,7 @@ class SharedLink:
                 self._in[slot % _SLOTS] = memory
                 os.close(descriptor)
             content = self._in[slot % _SLOTS][:size]
-        self._arrived[tag] = (content, sent)
+        self._arrived.setdefault(tag, deque()).append((content, sent))
 
 
 def _mapped(descriptor: int, capacity: int) -> Bytes:
