@@ -47,6 +47,11 @@ class Heartbeats(Generic[R]):
         """No longer expected: it has left, or is fenced."""
         self._last_s.pop(rank, None)
 
+    def excuse(self) -> None:
+        """Everybody's silence so far: it was us who did not listen."""
+        now_s = self._clock()
+        self._last_s = dict.fromkeys(self._last_s, now_s)
+
     def late(self) -> list[Silence[R]]:
         """The longest silence first."""
         now_s = self._clock()

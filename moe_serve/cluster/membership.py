@@ -60,6 +60,7 @@ class Membership:
         self._starter: RankStarter | None = None
         self._preflight: PreflightRound | None = None  # while it goes on
         self._beats: Heartbeats[str] = Heartbeats(heartbeat_s)
+        self._heartbeat_s, self._last_look = heartbeat_s, math.inf
         self._lock = threading.Lock()  # of the beats, of what is due, and of the links
         self._links: weakref.WeakSet[RankLink] = weakref.WeakSet()  # also of ranks not let in yet
         self._due: dict[str, float] = {}  # when to start a rank
@@ -285,7 +286,10 @@ class Membership:
             self._tell(ended.name, f"its process {ended.why}")
         for state in self.roster.all():
             self._check_progress(state)
+        before, self._last_look = self._last_look, time.monotonic()
         with self._lock:
+            if self._last_look - before > self._heartbeat_s:
+                self._beats.excuse()  # this process was stopped, or starved; beats wait to be read
             late = [(item.rank, item.seconds) for item in self._beats.late()]
             now = time.monotonic()
             due = [name for name, moment in self._due.items() if moment <= now]

@@ -166,7 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
     keep_freed_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's business
     name = RankName(options.role, options.rank)
-    logging.basicConfig(level=logging.WARNING, format=f"[{name}] %(levelname)s %(message)s")
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     host, _, port = options.coordinator.rpartition(":")
     decoder = msgspec.msgpack.Decoder(Order)
     secret = read_secret(os.environ)

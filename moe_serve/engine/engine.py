@@ -155,11 +155,12 @@ class Engine:
     def end_step(self, outcome: StepOutcome | Exception | None) -> list[TokenDelta]:
         """What came of the step, and of what ended without one. Raises ExecutorLostError; what was
         made before that is kept for `take_pending`."""
-        schedule, self._schedule = self._schedule, {}
+        schedule = self._schedule
         if schedule:
             assert outcome is not None, f"{len(schedule)} sequences ran, and nothing came of it"
             self._finish(schedule, outcome)
             self._num_steps += 1
+        self._schedule = {}  # only now: who asks after a loss is told whose step it was
         return self.take_pending()
 
     def take_pending(self) -> list[TokenDelta]:

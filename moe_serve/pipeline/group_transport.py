@@ -50,22 +50,27 @@ class GroupTransport:
         self._back = FramePool(self._layout.combine_frame)
         self._rows: dict[tuple[str, int], Tensor | None] = {}  # which rows a rank has
         self._shape = StepShape(group.epoch, -1, ())
-        self._left: list[tuple[int, int]] = []  # exchanges that have not begun, in reverse
+        self._left: list[tuple[int, int]] = []  # exchanges that are not dispatched, in reverse
+        self._told: set[str] = set()  # who has its frame of the one that is just dispatched
 
     def begin(self, shape: StepShape) -> None:
         """A step: what it exchanges is known from here on."""
         self._shape = shape
         order = exchange_order(self._layers, len(shape.rows[self._rank]))
         self._left = order[::-1]
+        self._told.clear()
         self._rows.clear()
         exchanges = [self._exchange(layer, micro_batch) for layer, micro_batch in order]
         self._layout.begin(exchanges, len(self._experts))
 
     def dispatch(self, layer: int, micro_batch: int, routed: Routed) -> None:
         """See `Transport.dispatch`. Receives are posted here, so that nothing waits for them."""
-        self._take(layer, micro_batch)
+        expected = self._left[-1] if self._left else None
+        assert expected == (layer, micro_batch), f"{(layer, micro_batch)} before {expected}"
         for name, part in zip(self._experts, self._parts(layer, routed), strict=True):
             self._send(name, layer, micro_batch, part)
+        self._left.pop()
+        self._told.clear()
 
     def combine(self, layer: int, micro_batch: int) -> Tensor:
         """See `Transport.combine`. May be a view of a buffer: use it before the next dispatch.
@@ -112,7 +117,7 @@ class GroupTransport:
         the expert ranks come to its end too. Raises PeerLostError."""
         while self._left:
             layer, micro_batch = self._left.pop()
-            for name in self._experts:
+            for name in [name for name in self._experts if name not in self._told]:
                 self._back.wait(name, micro_batch)
                 planned, exchange = self._planned(micro_batch), self._exchange(layer, micro_batch)
                 frame = self._out.get(name, micro_batch, self._wire.dispatch_bytes(planned))
@@ -120,6 +125,7 @@ class GroupTransport:
                 self._begin_send(name, exchange, content)
                 if self._layout.is_fixed:
                     self._begin_receive(name, exchange)
+            self._told.clear()
         self._back.wait_all()
         self._group.settle()
 
@@ -127,11 +133,6 @@ class GroupTransport:
         """Let go of everything that refers to the group."""
         self._out.clear()
         self._back.clear()
-
-    def _take(self, layer: int, micro_batch: int) -> None:
-        assert self._left, f"step {self._shape.step} has no exchange left"
-        expected = self._left.pop()
-        assert expected == (layer, micro_batch), f"{(layer, micro_batch)} before {expected}"
 
     def _planned(self, micro_batch: int) -> int:
         return self._shape.planned(self._rank, micro_batch)
@@ -166,6 +167,7 @@ class GroupTransport:
     def _begin_send(self, name: str, exchange: Exchange, content: Tensor) -> None:
         tag = dispatch_tag(exchange.layer, exchange.micro_batch)
         transfer = self._group.send(name, content, tag, Leg("dispatch", exchange))
+        self._told.add(name)
         self._out.use(name, exchange.micro_batch, transfer)
 
     def _begin_receive(self, name: str, exchange: Exchange) -> None:

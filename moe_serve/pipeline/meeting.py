@@ -134,7 +134,10 @@ def _whereabouts(store: Any, index: int, deadline: float) -> Whereabouts:
     told = store.get(str(index))
     if told == _OFF.encode():
         raise ConnectionAbortedError("the meeting was called off")
-    return msgspec.msgpack.decode(told, type=Whereabouts)
+    try:
+        return msgspec.msgpack.decode(told, type=Whereabouts)
+    except (msgspec.MsgspecError, ValueError) as error:  # the store knows no secret
+        raise ConnectionError(f"member {index} tells nonsense: {error}") from error
 
 
 def _listen() -> socket.socket:
@@ -171,6 +174,9 @@ def _accept(
             if remaining_s <= _LOOK_S or store.check([_OFF_KEY]):
                 raise
             continue
+        if remaining_s <= 0:  # strangers come one after the other
+            connection.close()
+            raise TimeoutError(f"{len(expected - found.keys())} members did not connect")
         connection.settimeout(max(0.01, deadline - time.monotonic()))
         index = _greeted(connection, mine)
         if index is None or index not in expected or index in found:
@@ -181,14 +187,17 @@ def _accept(
 
 
 def _greeted(connection: socket.socket, mine: Whereabouts) -> int | None:
-    """The index of a member of our own user that knows our token."""
+    """The index of a member of our own user that knows our token. Nobody waits for what another
+    user may say: everybody on the host can see and reach an abstract name."""
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(packed)
+    if user != os.getuid():
+        return None
     try:
         data = connection.recv(_GREETING.size, socket.MSG_WAITALL)
     except OSError:
         return None
-    if len(data) < _GREETING.size or user != os.getuid():
+    if len(data) < _GREETING.size:
         return None
     index, token = _GREETING.unpack(data)
     return int(index) if secrets.compare_digest(token, mine.token) else None

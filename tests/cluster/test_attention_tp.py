@@ -33,9 +33,8 @@ def expected() -> dict[str, Answer]:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize(
-    ("attention", "experts", "count"), [(1, 1, 2), (1, 1, 4), (2, 2, 2), (2, 1, 4), (1, 2, 2)]
-)
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(("attention", "experts"), [(1, 1), (2, 2)])
 def test_the_tokens_do_not_change(
     attention: int, experts: int, count: int, micro_batches: int
 ) -> None:

@@ -43,3 +43,14 @@ def test_a_beat_ends_the_silence_and_forget_the_watch() -> None:
     assert beats.late() == [], "one has spoken and the other is not expected"
     clock.now_s += 1.0
     assert beats.late() == [Silence("expert 0", 1.0)]
+
+
+def test_a_listener_that_was_away_excuses_all() -> None:
+    clock = Clock()
+    beats: Heartbeats[int] = Heartbeats(1.0, 3, clock)
+    beats.beat(0)
+    clock.now_s += 60.0  # this process was stopped; what was sent meanwhile is not read yet
+    beats.excuse()
+    assert beats.late() == []
+    clock.now_s += 3.0
+    assert beats.late() == [Silence(0, 3.0)], "it was given the whole time again"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,7 +12,9 @@ from hypothesis import strategies as st
 
 from layouts import colocated, config, on_ranks, random_placement, requests, serve
 from moe_serve.cluster.build import build_cluster
+from moe_serve.cluster.cluster_engine import ClusterEngine
 from moe_serve.engine.build import build_engine
+from moe_serve.pipeline.group_transport import GroupTransport
 from thread_starter import ThreadStarter
 
 VOCAB_SIZE = 4096  # of the demonstration model
@@ -94,5 +98,27 @@ def test_an_aborted_request_leaves_the_ranks_in_step() -> None:
         engine.check_integrity()
         stats = engine.stats()
         assert stats.num_free_pages == stats.num_pages, "every page is free again"
+    finally:
+        engine.close()
+
+
+def test_a_dispatch_that_fails_half_way_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of three expert ranks does not get its frame: the step is walked to its end."""
+    send, calls = GroupTransport._send, itertools.count()
+
+    def failing(transport: GroupTransport, *arguments: Any) -> None:
+        if next(calls) == 61:
+            raise ValueError("no memory")
+        send(transport, *arguments)
+
+    monkeypatch.setattr(GroupTransport, "_send", failing)
+    of = config(1, 3, 2)
+    wanted = requests(4, VOCAB_SIZE)
+    engine = build_cluster(of, make_starter=ThreadStarter).engine
+    assert isinstance(engine, ClusterEngine)
+    try:
+        assert serve(engine, wanted) == colocated(of, wanted)
+        assert next(calls) > 62, "it failed"
+        assert engine._coordinator.num_repeats == 0, "and no epoch broke"
     finally:
         engine.close()

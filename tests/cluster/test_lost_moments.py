@@ -16,8 +16,12 @@ from moe_serve.cluster.messages import FinitePages, Join, StepDone
 from moe_serve.cluster.rank_name import RankName
 from moe_serve.cluster.rank_work import RankWork
 from moe_serve.engine.request import FinishReason, TokenDelta
+from moe_serve.engine.sequence import Sequence
+from moe_serve.engine.step_executor import LocalExecutor, StepOutcome
 from moe_serve.errors import ClusterError
+from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.data_group import DataGroup
+from moe_serve.pipeline.shard_group import ShardLostError
 from moe_serve.pipeline.transfer import PeerLostError
 from thread_starter import ThreadStarter
 
@@ -157,3 +161,29 @@ def test_a_rank_that_answers_nonsense_costs_no_server(drive: FaultDrive, what: s
     }
     assert bool(failed) == (what == "tokens")
     assert drive.membership.num_lost == (what == "pages")
+
+
+def test_who_fails_with_others_and_kills_ranks_alone_does_not_go_on_for_ever(
+    drive: FaultDrive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a step that failed everybody runs alone; ranks lost then count like others."""
+    run = LocalExecutor.run
+
+    def run_or_die(
+        self: LocalExecutor, plan: StepPlan, sequences: Mapping[int, Sequence]
+    ) -> StepOutcome:
+        ids = [piece.sequence_id for piece in plan.slices]
+        if 0 in ids and len(ids) > 1:
+            raise RuntimeError("poison")
+        if 0 in ids:
+            raise ShardLostError("poison")  # which ends a rank
+        return run(self, plan, sequences)
+
+    wanted = requests(5, VOCAB_SIZE, num_tokens=60)
+    expected = undisturbed(OF, wanted)
+    monkeypatch.setattr(LocalExecutor, "run", run_or_die)
+    answers = drive.serve(wanted)
+    assert answers.pop("r0").error == (
+        "6 attention ranks were lost while they computed its next token"
+    )
+    assert answers == {name: expected[name] for name in answers}

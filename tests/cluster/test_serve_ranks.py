@@ -19,6 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ("--attention-ranks", "1", "--expert-ranks", "2", "--num-threads", "1")
 WAIT_S = 60.0
+HEARTBEAT_S = 0.4
 
 
 @contextmanager
@@ -26,6 +27,7 @@ def serving() -> Iterator[subprocess.Popen[str]]:
     """The server, not waited for; its ranks' processes are children of it."""
     environ = {name: value for name, value in os.environ.items() if "MOE_SERVE" not in name}
     environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
+    environ["MOE_SERVE_CLUSTER_HEARTBEAT_S"] = str(HEARTBEAT_S)
     with subprocess.Popen(
         [sys.executable, "-m", "moe_serve", "serve", "--port", "0", "--num-pages", "256", *FLAGS],
         cwd=ROOT,
@@ -75,15 +77,14 @@ def answer_in_background(url: str, answers: list[httpx.Response]) -> threading.T
     return thread
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_drains_and_leaves_nothing(number: signal.Signals) -> None:
+def test_ctrl_c_drains_and_leaves_nothing() -> None:
     with serving() as server:
         url = url_of(server)
         ranks = ranks_of(server)
         assert len(ranks) == 3
         answers: list[httpx.Response] = []
         thread = answer_in_background(url, answers)
-        server.send_signal(number)
+        server.send_signal(signal.SIGINT)
         thread.join(WAIT_S)
         (answer,) = answers
         assert '"finish_reason":"length"' in answer.text.replace(" ", ""), "it was cut"
@@ -115,3 +116,25 @@ def test_ranks_end_with_their_coordinator() -> None:
         ranks[1].suspend()
         server.kill()
         assert_all_end(ranks)
+
+
+def test_a_coordinator_that_was_stopped_itself_loses_nobody() -> None:
+    """The ranks beat all the time; it was not there to read it."""
+    with serving() as server:
+        url = url_of(server)
+        pids = {rank.pid for rank in ranks_of(server)}
+        server.send_signal(signal.SIGSTOP)
+        with pytest.raises(httpx.TimeoutException):  # longer than a rank may be silent
+            httpx.get(f"{url}/health/live", timeout=4 * HEARTBEAT_S, trust_env=False)
+        server.send_signal(signal.SIGCONT)
+        answer = httpx.post(
+            f"{url}/v1/completions",
+            json={"prompt": [5] * 20, "max_tokens": 20, "ignore_eos": True},
+            timeout=WAIT_S,
+            trust_env=False,
+        )
+        assert answer.status_code == 200, answer.text
+        assert {rank.pid for rank in ranks_of(server)} == pids, "all are the same processes"
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(WAIT_S) == 0
+        assert server.stderr is not None and server.stderr.read() == ""
