@@ -12,9 +12,9 @@ import pytest
 from fault_drive import FaultDrive, undisturbed
 from layouts import config, requests
 from moe_serve.cluster import attention_rank, epoch
+from moe_serve.cluster.flight import Flight
 from moe_serve.cluster.messages import FinitePages, Join, StepDone
 from moe_serve.cluster.rank_name import RankName
-from moe_serve.cluster.rank_work import RankWork
 from moe_serve.engine.request import FinishReason, TokenDelta
 from moe_serve.engine.sequence import Sequence
 from moe_serve.engine.step_executor import LocalExecutor, StepOutcome
@@ -37,17 +37,17 @@ def drive() -> Iterator[FaultDrive]:
 
 def lose_after(drive: FaultDrive, num_steps: int, name: str) -> None:
     """A rank is gone when its n-th step's tokens are here, and before anything else is asked."""
-    run, count = drive.coordinator.run, 0
+    collect, count = drive.coordinator.collect, 0
 
-    def run_and_lose(works: Mapping[str, RankWork]) -> dict[str, StepDone | Exception]:
+    def collect_and_lose(flight: Flight) -> dict[str, StepDone | Exception]:
         nonlocal count
-        results = run(works)
+        results = collect(flight)
         count += 1
         if count == num_steps:
             drive.membership.give_up(name, "the test took it")
         return results
 
-    drive.coordinator.run = run_and_lose  # type: ignore[method-assign]
+    drive.coordinator.collect = collect_and_lose  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("num_steps", [11, 12])
