@@ -266,7 +266,9 @@ def test_a_step_is_repeated_with_a_report(
     faults.at(ExpertLoop, "_sums", faults.die, rank="expert-1", time=20)
     with driven(faults) as (drive, _):
         assert drive.serve(WANTED) == expected
-    (line,) = [text for text in caplog.messages if "is repeated" in text]
+    line = next(
+        text for text in caplog.messages if "is repeated" in text
+    )  # a step ahead may follow
     operation = r"(dispatch|combine) of step \d+, layer \d+, micro-batch \d+\)"
     assert re.search(rf"^step \d+ is repeated: .*expert-1 is lost \({operation}: ", line), line
 
