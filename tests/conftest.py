@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # its own functions count from the moment they are decorated.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# A shell starts background jobs with SIGINT ignored, and that is inherited: servers that tests
+# start must hear their Ctrl-C all the same.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
