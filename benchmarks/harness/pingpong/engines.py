@@ -134,7 +134,8 @@ def _config(model: Path, max_batch: int, context: int, cuts: Cuts | None = None)
             max_batched_tokens=max_batch * context,  # all prompts in one step
             max_queued_requests=max_batch,
         ),
-        pipeline=PipelineConfig(micro_batches=1 if cuts is None else cuts),
+        # Engines take turns step by step: one that works ahead would do so in another one's turn.
+        pipeline=PipelineConfig(micro_batches=1 if cuts is None else cuts, ahead=False),
         cluster=ClusterConfig(attention_ranks=1, expert_ranks=1) if is_pair else ClusterConfig(),
     )
 
