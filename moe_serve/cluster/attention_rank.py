@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import torch
 
-from moe_serve.cache.model_identity import model_identity
 from moe_serve.cluster.attention_shards import AttentionShards, check_can_split
 from moe_serve.cluster.epoch import layout_of, meet, sparse_layers, split_of, wire_of
+from moe_serve.cluster.load_report import load_report
 from moe_serve.cluster.messages import (
     Configure,
     FinitePages,
@@ -45,7 +45,6 @@ from moe_serve.model.model_tensors import LoadProgress
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.data_group import DataGroup
 from moe_serve.pipeline.group_transport import GroupTransport
-from moe_serve.pipeline.nccl_link import gpu_of
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.shard_group import ShardLostError
 from moe_serve.pipeline.shard_transport import LeaderTransport
@@ -105,18 +104,12 @@ class AttentionRank:
 
     @property
     def loaded(self) -> Loaded:
-        loader = self._loader
-        return Loaded(
-            weights_hash=model_identity(Path(self._configure.folder)).hex(),
+        return load_report(
+            self._loader,
+            self._configure,
+            self._seconds,
             num_pages=self._part.num_pages,
             kv_bytes=self._part.kv_bytes * self._configure.config.cluster.attention_tp,
-            kernels=loader.kernels.name,
-            dtype=str(loader.dtype).removeprefix("torch."),
-            device=str(loader.device),
-            weight_format=loader.weight_format,
-            expert_weights=loader.expert_weights,
-            load_seconds=self._seconds,
-            gpu=gpu_of(loader.device),
         )
 
     def join(self, join: Join, store: Any, host: str) -> None:

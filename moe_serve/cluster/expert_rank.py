@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from experts.routed_rows import RoutedRows
-from moe_serve.cache.model_identity import model_identity
 from moe_serve.cluster.epoch import layout_of, meet, sparse_layers, split_of, wire_of
+from moe_serve.cluster.load_report import load_report
 from moe_serve.cluster.messages import (
     Configure,
     DropExperts,
@@ -35,7 +35,6 @@ from moe_serve.model.model_tensors import LoadProgress
 from moe_serve.pipeline.data_group import DataGroup
 from moe_serve.pipeline.expert_loop import ExpertLoop
 from moe_serve.pipeline.frame_header import WireError
-from moe_serve.pipeline.nccl_link import gpu_of
 from moe_serve.pipeline.stage_log import StageLog
 from moe_serve.pipeline.step_shape import StepShape
 from moe_serve.pipeline.transfer import PeerLostError
@@ -64,19 +63,7 @@ class ExpertRank:
 
     @property
     def loaded(self) -> Loaded:
-        loader = self._loader
-        return Loaded(
-            weights_hash=model_identity(Path(self._configure.folder)).hex(),
-            num_pages=0,
-            kv_bytes=0,
-            kernels=loader.kernels.name,
-            dtype=str(loader.dtype).removeprefix("torch."),
-            device=str(loader.device),
-            weight_format=loader.weight_format,
-            expert_weights=loader.expert_weights,
-            load_seconds=self._seconds,
-            gpu=gpu_of(loader.device),
-        )
+        return load_report(self._loader, self._configure, self._seconds)
 
     def join(self, join: Join, store: Any, host: str) -> None:
         """Enter an epoch; raises PeerLostError."""

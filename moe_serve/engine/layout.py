@@ -45,7 +45,8 @@ class Layout:
                 f"{self.num_layers} layers: {_ranks(self.attention_ranks, 'attention')}"
                 f"{self._shards} and "
                 f"{_ranks(self.expert_ranks, 'expert')} on {self.device} "
-                f"({self.num_experts} experts, top-{self.top_k}), process group transport"
+                f"({self.num_experts} experts, top-{self.top_k}), "
+                "frames by shared memory or a process group"
             )
         return (
             f"{self.num_layers} layers: attention stage on {self.device}, expert stage on "

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -40,7 +41,7 @@ _NAMES = {"attention": "attention-0", "expert": "expert-0"}
 _TIMEOUT_S = 60.0
 
 
-class PairRank:
+class PairRank(ABC):
     """What both ranks have."""
 
     def __init__(self, job: RankJob) -> None:
@@ -74,8 +75,9 @@ class PairRank:
     def wire(self) -> WireFormat:
         return make_wire_format(self.spec.width, self.spec.router.top_k, self.loader.dtype, 1)
 
+    @abstractmethod
     def take_steps(self, group: TimedGroup, series: Series) -> Iterator[StepMarks]:
-        raise NotImplementedError
+        """Each step of a series, as this side of the pair takes it."""
 
 
 class AttentionOfPair(PairRank):
