@@ -1,0 +1,75 @@
+"""What the routers chose, token by token: the object that traces, predictors and planners share.
+
+N tokens, L layers with routed experts, K choices per token and layer, E experts of a layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routing_predictor.errors import TraceError
+
+PREFILL, DECODE = 0, 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingTrace:
+    """The choices of N tokens. Tokens of one request stand in ascending order of position.
+
+    Raises TraceError where parts do not fit each other.
+    """
+
+    expert_ids_NLK: NDArray[np.integer]  # global ids; uint8 or int16
+    request_N: NDArray[np.int32]  # index into request_ids
+    position_N: NDArray[np.int32]
+    phase_N: NDArray[np.uint8]  # PREFILL or DECODE
+    num_experts: int
+    layers: tuple[int, ...]  # the model's numbers of the L layers
+    request_ids: tuple[str, ...]
+    model: str = ""  # the model's name
+    model_identity: str = ""  # hash of its weights; empty: not known
+    placement_version: str = ""
+    token_N: NDArray[np.int32] | None = None  # token ids, where they were asked for
+    weights_NLK: NDArray[np.floating] | None = None  # the routers' weights, where asked for
+
+    def __post_init__(self) -> None:
+        shape = self.expert_ids_NLK.shape
+        if len(shape) != 3:
+            raise TraceError(f"expert ids have {len(shape)} dimensions; tokens x layers x k wanted")
+        if shape[1] != len(self.layers):
+            raise TraceError(f"expert ids of {shape[1]} layers, but {len(self.layers)} are named")
+        for name in ("request_N", "position_N", "phase_N", "token_N"):
+            column = getattr(self, name)
+            if column is not None and column.shape != shape[:1]:
+                raise TraceError(f"{name} has the shape {column.shape}, of {shape[0]} tokens")
+        if self.weights_NLK is not None and self.weights_NLK.shape != shape:
+            raise TraceError(f"weights have the shape {self.weights_NLK.shape}, ids have {shape}")
+        if not shape[0]:
+            return
+        low, high = int(self.expert_ids_NLK.min()), int(self.expert_ids_NLK.max())
+        if low < 0 or high >= self.num_experts:
+            raise TraceError(f"expert ids from {low} to {high}, of {self.num_experts} experts")
+        if int(self.request_N.max()) >= len(self.request_ids) or int(self.request_N.min()) < 0:
+            raise TraceError(
+                f"tokens of {int(self.request_N.max()) + 1} requests, "
+                f"but {len(self.request_ids)} are named"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.expert_ids_NLK.shape[0])
+
+    @property
+    def top_k(self) -> int:
+        return int(self.expert_ids_NLK.shape[2])
+
+    def load(self) -> NDArray[np.int64]:
+        """[L, E]: how many of the tokens chose each expert."""
+        loads = [
+            np.bincount(self.expert_ids_NLK[:, layer].ravel(), minlength=self.num_experts)
+            for layer in range(len(self.layers))
+        ]
+        return np.array(loads, dtype=np.int64).reshape(len(self.layers), self.num_experts)
