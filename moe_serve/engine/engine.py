@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.config import PAGE_SIZE, SchedulerConfig
+from moe_serve.engine.batch_policy.arrival_order import fifo
+from moe_serve.engine.batch_policy.policy import BatchPolicy
 from moe_serve.engine.batcher import make_next_plan, make_step_plan
 from moe_serve.engine.client import EngineStats
 from moe_serve.engine.prefix_sharing import PrefixSharing
@@ -52,13 +54,15 @@ class Engine:
         model_identity: bytes = b"",
         has_prefix_cache: bool = True,
         ids: Iterator[int] | None = None,
+        policy: BatchPolicy | None = None,
     ) -> None:
         assert max_model_len <= num_pages * PAGE_SIZE, "one full sequence must fit the cache"
         self._executor = executor
         cache = PrefixCache(num_pages)
         identity = model_identity if has_prefix_cache else None
         sharing = PrefixSharing(cache, identity, executor.finite_pages)
-        self._scheduler = Scheduler(scheduler, cache, sharing)
+        self._policy = fifo() if policy is None else policy
+        self._scheduler = Scheduler(scheduler, cache, sharing, self._policy)
         self._eos, self._micro_batches = eos_token_ids, micro_batches
         self.max_model_len = max_model_len
         self._ids = itertools.count() if ids is None else ids  # of sequences
@@ -150,7 +154,8 @@ class Engine:
 
     def cut(self, micro_batches: int | None = None) -> StepPlan:
         """The plan of the step that has begun, in at most so many micro-batches."""
-        return make_step_plan(self._schedule, micro_batches or self._micro_batches)
+        count = micro_batches or self._micro_batches
+        return make_step_plan(self._schedule, count, self._policy.split)
 
     def begin_ahead(self) -> bool:
         """Begin the step after the one that runs; False: what it computes is not sure."""
@@ -163,7 +168,7 @@ class Engine:
 
     def cut_ahead(self, micro_batches: int) -> StepPlan:
         """See `cut`: the plan of the step that has begun ahead."""
-        return make_next_plan(self._ahead, micro_batches)
+        return make_next_plan(self._ahead, micro_batches, self._policy.split)
 
     def drop_ahead(self) -> None:
         """It is not computed after all."""
@@ -218,7 +223,7 @@ class Engine:
             return
         alone = [{key: item} for key, item in schedule.items()]
         for part in alone:
-            self._finish(part, self._try(make_step_plan(part, 1), part))
+            self._finish(part, self._try(make_step_plan(part, 1, self._policy.split), part))
 
     def stats(self) -> EngineStats:
         cache, sharing = self._scheduler.cache, self._scheduler.sharing
@@ -236,6 +241,7 @@ class Engine:
             num_prompt_tokens=self._num_prompt_tokens,
             num_generated_tokens=self._num_generated_tokens,
             is_alive=True,
+            batching=self._policy.stats(),
         )
 
     def check_integrity(self) -> None:
