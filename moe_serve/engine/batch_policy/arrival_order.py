@@ -36,11 +36,5 @@ class ArrivalOrder:
         return PolicyStats(policy=self.name)
 
 
-def fifo() -> ArrivalOrder:
-    """Token counts balanced, nothing else."""
-    return ArrivalOrder("fifo", split)
-
-
-def balanced() -> ArrivalOrder:
-    """Token counts, and among equal ones contexts."""
-    return ArrivalOrder("balanced", split_evenly)
+FIFO = ArrivalOrder("fifo", split)
+BALANCED = ArrivalOrder("balanced", split_evenly)
