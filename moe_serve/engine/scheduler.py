@@ -34,7 +34,7 @@ class Scheduler:
         sharing: PrefixSharing,
         policy: BatchPolicy,
     ) -> None:
-        self._config, self.cache, self.sharing, self._policy = config, cache, sharing, policy
+        self._config, self.cache, self.sharing, self.policy = config, cache, sharing, policy
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival
         self.num_preemptions = 0
@@ -63,7 +63,7 @@ class Scheduler:
             else:
                 self.waiting.remove(sequence)
             self._release(sequence)
-        self._policy.forget(s.id for s in sequences)
+        self.policy.forget(s.id for s in sequences)
 
     def discard(self, sequence: Sequence) -> None:
         """Take a failed sequence out. The pages that it computed leave the cache too, but for those
@@ -75,7 +75,7 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """Choose the step's sequences and give them the pages that they need."""
-        self._policy.prepare(self.waiting, self.running)
+        self.policy.prepare(self.waiting, self.running)
         chosen: Schedule = {}
         budget = self._config.max_batched_tokens
         num_preempted = self.num_preemptions
@@ -104,7 +104,7 @@ class Scheduler:
         missing = sum(max(0, s.num_missing_pages(s.num_tokens + 1)) for s in sequences)
         if missing > self.cache.num_available:
             return None
-        self._policy.prepare(self.waiting, self.running)
+        self.policy.prepare(self.waiting, self.running)
         for sequence in sequences:
             self._grow(sequence, sequence.num_pending_tokens + 1)
         return {s.id: (s, 1) for s in sequences}
@@ -116,7 +116,7 @@ class Scheduler:
         self.sharing.give(self.running)  # what the last steps computed, for those who wait
         started: list[Sequence] = []
         try:
-            for sequence in self._policy.candidates(self.waiting, self.running):
+            for sequence in self.policy.candidates(self.waiting, self.running):
                 found = self.sharing.find(sequence)
                 if found is None:
                     continue
