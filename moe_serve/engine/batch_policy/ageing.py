@@ -9,9 +9,7 @@ class Ageing:
     """Counts, for each that waits, how many later ones were let go first. Whoever reached a bound
     is next; if several have, the first to arrive."""
 
-    def __init__(
-        self, max_passed_over: int, max_age_s: float, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, max_passed_over: int, max_age_s: float, clock: Callable[[], float]) -> None:
         self._max_passed, self._max_age_s, self._clock = max_passed_over, max_age_s, clock
         self._passed: dict[int, int] = {}
         self._since: dict[int, float] = {}

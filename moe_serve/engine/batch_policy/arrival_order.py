@@ -22,7 +22,9 @@ class ArrivalOrder:
     def prepare(self, waiting: Items[Sequence], running: Items[Sequence]) -> None:
         """Nothing to do."""
 
-    def candidates(self, waiting: Iterable[Sequence], running: Items[Sequence]) -> Iterable[Sequence]:
+    def candidates(
+        self, waiting: Iterable[Sequence], running: Items[Sequence]
+    ) -> Iterable[Sequence]:
         """In order of arrival."""
         return waiting
 

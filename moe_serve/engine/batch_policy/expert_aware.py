@@ -19,10 +19,11 @@ from typing import Protocol
 import numpy as np
 
 from moe_serve.engine.batch_policy.ageing import Ageing
-from moe_serve.engine.batch_policy.concave_cost import ConcaveCost
+from moe_serve.engine.batch_policy.concave_cost import ConcaveCost, Floats
 from moe_serve.engine.batch_policy.limits import SizeLimits
 from moe_serve.engine.batch_policy.longest_first import split
 from moe_serve.engine.batch_policy.policy import PolicyStats
+from moe_serve.engine.batch_policy.rank_load import RankLoads
 from moe_serve.engine.batch_policy.signature_table import SignatureTable
 from moe_serve.engine.batch_policy.standing_split import StandingSplit
 from moe_serve.engine.sequence import Sequence
@@ -70,9 +71,10 @@ class ExpertAware:
         ageing: Ageing,
         cost: ConcaveCost,
         bounds: Bounds,
+        loads: RankLoads | None = None,
     ) -> None:
         self._source, self._table, self._ageing = source, table, ageing
-        self._cost, self._bounds = cost, bounds
+        self._cost, self._bounds, self._loads = cost, bounds, loads
         self._splits: dict[int, StandingSplit] = {}  # by the number of groups
         self._num_groups = 1  # of the last step
         self._activated: float | None = None
@@ -100,9 +102,7 @@ class ExpertAware:
         num_groups = len(balanced)
         if num_groups < 2 or not self._source.is_on or not len(self._table):
             return balanced
-        groups: list[list[SequenceSlice]] = [
-            [s for s in batch.slices if len(s.token_ids) > 1] for batch in balanced
-        ]
+        groups = self._prompts(balanced)
         single = [s for s in slices if len(s.token_ids) == 1]
         limits = SizeLimits.near([b.num_tokens for b in balanced], self._bounds.tolerance)
         standing = self._standing(num_groups)
@@ -149,14 +149,28 @@ class ExpertAware:
                 sums_GD[group] += x_D
                 sizes_G[group] += 1
 
+    def _prompts(self, balanced: tuple[MicroBatch, ...]) -> list[list[SequenceSlice]]:
+        """The slices of several tokens: as the balanced split has them, or, if they are most of
+        the step and ranks are known, so that the ranks' loads are even."""
+        groups = [[s for s in batch.slices if len(s.token_ids) > 1] for batch in balanced]
+        prompts = [s for group in groups for s in group]
+        num_tokens = sum(batch.num_tokens for batch in balanced)
+        if self._loads is None or 2 * sum(len(s.token_ids) for s in prompts) < num_tokens:
+            return groups
+        found = [self._table.signature(s.sequence_id) for s in prompts]
+        signatures = [signature for signature in found if signature is not None]
+        if len(signatures) < len(prompts):
+            return groups
+        spare = int(self._bounds.tolerance * num_tokens / len(balanced))
+        return self._loads.place(prompts, signatures, len(balanced), spare)
+
     def _standing(self, num_groups: int) -> StandingSplit:
         if num_groups not in self._splits:
             self._splits[num_groups] = StandingSplit(num_groups, self._cost, self._table)
         return self._splits[num_groups]
 
-    def _fixed(self, slices: list[SequenceSlice]) -> "np.ndarray":
+    def _fixed(self, slices: list[SequenceSlice]) -> Floats:
         """[D]: what the prompts of a group add up to, about: each token like a coming one."""
         x_RD = self._table.rows([s.sequence_id for s in slices])
-        counts = np.array([[len(s.token_ids)] for s in slices], dtype=np.float32)
-        total_D = (x_RD * counts.reshape(len(slices), 1)).sum(axis=0)
-        return np.asarray(total_D, dtype=np.float32)
+        counts_R = np.array([len(s.token_ids) for s in slices], dtype=np.float32)
+        return np.asarray(counts_R @ x_RD, dtype=np.float32)

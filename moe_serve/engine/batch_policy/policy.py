@@ -1,10 +1,10 @@
-"""What a batch policy decides. It never changes tokens: rows do not depend on who is beside them."""
+"""What a batch policy decides. It never changes tokens: a row depends on no row beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from moe_serve.engine.sequence import Sequence
@@ -22,6 +22,18 @@ class PolicyStats:
     activated_experts: float | None = None  # expected in the last step's micro-batches, all layers
     recall: float | None = None  # of the predictor, as measured; None: not measured
     is_predictor_on: bool | None = None  # None: there is none
+
+
+def sum_of(each: Items[PolicyStats]) -> PolicyStats | None:
+    """Of several engines, which share a predictor; None of none."""
+    if not each:
+        return None
+    known = [s.activated_experts for s in each if s.activated_experts is not None]
+    return replace(
+        each[0],
+        num_passed_over=sum(s.num_passed_over for s in each),
+        activated_experts=sum(known) if known else None,
+    )
 
 
 class BatchPolicy(Protocol):

@@ -105,7 +105,9 @@ class SignatureTable:
             self._dimensions = np.arange(count, dtype=np.int64) * width // count
         shape = ((0, capacity - old), (0, width - self._full.shape[1]))
         self._full = np.pad(self._full, shape)
-        self._x = np.pad(self._x, ((0, capacity - old), (0, len(self._dimensions) - self._x.shape[1])))
+        self._x = np.pad(
+            self._x, ((0, capacity - old), (0, len(self._dimensions) - self._x.shape[1]))
+        )
         self._stamps = np.pad(self._stamps, (0, capacity - old))
         self._free += range(old, capacity)
 
