@@ -128,6 +128,7 @@ class Scheduler:
                 self.running.append(sequence)
                 started.append(sequence)
                 sequence.is_running = True
+                self.policy.started(sequence)
                 count = min(sequence.num_pending_tokens, budget)
                 self._grow(sequence, count)
                 chosen[sequence.id] = (sequence, count)

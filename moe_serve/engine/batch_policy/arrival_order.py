@@ -28,6 +28,9 @@ class ArrivalOrder:
         """In order of arrival."""
         return waiting
 
+    def started(self, sequence: Sequence) -> None:
+        """Nothing to do."""
+
     def split(self, slices: list[SequenceSlice], max_micro_batches: int) -> tuple[MicroBatch, ...]:
         return self.splitter(slices, max_micro_batches)
 

@@ -61,6 +61,15 @@ class Bounds:
     tolerance: float = 0.12  # of token counts, beyond the balanced split's
 
 
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """Who may start now, in which group, and who came earlier and still waits."""
+
+    sequence: Sequence
+    group: int
+    earlier: tuple[int, ...]
+
+
 class ExpertAware:
     """Implements BatchPolicy. While its source is off, it is `fifo`."""
 
@@ -78,6 +87,7 @@ class ExpertAware:
         self._splits: dict[int, StandingSplit] = {}  # by the number of groups
         self._num_groups = 1  # of the last step
         self._activated: float | None = None
+        self._offer: _Offer | None = None
 
     def prepare(self, waiting: Items[Sequence], running: Items[Sequence]) -> None:
         """See `BatchPolicy.prepare`."""
@@ -95,6 +105,14 @@ class ExpertAware:
         yield from preempted
         yield from self._by_cost([s for s in window if not s.num_preemptions], running)
         yield from itertools.islice(waiting, len(window), None)
+
+    def started(self, sequence: Sequence) -> None:
+        """See `BatchPolicy.started`."""
+        offer, self._offer = self._offer, None
+        if offer is not None and offer.sequence is sequence:
+            self._ageing.pass_over(offer.earlier)
+            self._standing(self._num_groups).expect(sequence.id, offer.group)
+        self._ageing.forget([sequence.id])
 
     def split(self, slices: list[SequenceSlice], max_micro_batches: int) -> tuple[MicroBatch, ...]:
         """See `BatchPolicy.split`."""
@@ -116,8 +134,11 @@ class ExpertAware:
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         gone = list(sequence_ids)
-        for keeper in (self._source, self._table, self._ageing, *self._splits.values()):
-            keeper.forget(gone)
+        self._source.forget(gone)
+        self._table.forget(gone)
+        self._ageing.forget(gone)
+        for standing in self._splits.values():
+            standing.forget(gone)
 
     def stats(self) -> PolicyStats:
         source = self._source
@@ -141,11 +162,9 @@ class ExpertAware:
             index = index or 0  # an empty group takes who came first
             sequence, x_D = waiting.pop(index), x_WD[index]
             x_WD = np.delete(x_WD, index, axis=0)
+            self._offer = _Offer(sequence, group, tuple([s.id for s in waiting[:index]]))
             yield sequence
             if sequence.is_running:
-                self._ageing.pass_over(s.id for s in waiting[:index])
-                self._ageing.forget([sequence.id])
-                standing.expect(sequence.id, group)
                 sums_GD[group] += x_D
                 sizes_G[group] += 1
 

@@ -72,15 +72,12 @@ class LocalSearch:
 
     def balance(self) -> None:
         """Move rows until all groups are within the limits, the cheapest first."""
-        while True:
-            small, large = int(self.sizes_G.argmin()), int(self.sizes_G.argmax())
-            limits = self._limits
-            if self.sizes_G[small] >= limits.low and self.sizes_G[large] <= limits.high:
-                return
+        limits = self._limits
+        while self.sizes_G.min() < limits.low or self.sizes_G.max() > limits.high:
+            small = int(self.sizes_G.argmin())
+            large = int(np.where(self._movable_G > 0, self.sizes_G, -1).argmax())
             if self.sizes_G[large] - self.sizes_G[small] < 2:
-                return  # as equal as can be
-            if not self._movable_G[large]:
-                return  # what is fixed there is larger than a share
+                return  # as equal as what is fixed allows
             rows = np.flatnonzero(self.group_R == large)
             saved = self._saved(rows, large, small)
             self._apply(Change(0.0, (int(rows[saved.argmax()]),)), large, small)

@@ -27,6 +27,9 @@ class Observed:
     def candidates(self, waiting: Items[Sequence], running: Items[Sequence]) -> Iterable[Sequence]:
         return self._plain.candidates(waiting, running)
 
+    def started(self, sequence: Sequence) -> None:
+        """Nothing to do."""
+
     def split(self, slices: list[SequenceSlice], max_micro_batches: int) -> tuple[MicroBatch, ...]:
         return self._plain.split(slices, max_micro_batches)
 

@@ -44,8 +44,12 @@ class BatchPolicy(Protocol):
         ...
 
     def candidates(self, waiting: Items[Sequence], running: Items[Sequence]) -> Iterable[Sequence]:
-        """Who waits, in the order in which they may start. Whoever takes one tells by its
-        `is_running` before asking for the next, and takes nobody behind one that lacks pages."""
+        """Who waits, in the order in which they may start. Whoever takes one says `started` before
+        asking for the next, and takes nobody behind one that lacks pages."""
+        ...
+
+    def started(self, sequence: Sequence) -> None:
+        """The candidate that was given last runs now."""
         ...
 
     def split(self, slices: list[SequenceSlice], max_micro_batches: int) -> tuple[MicroBatch, ...]:

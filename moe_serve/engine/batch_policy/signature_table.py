@@ -64,7 +64,7 @@ class SignatureTable:
         if self._num_seen >= self._next_choice:
             self._choose()
         else:
-            self._x[slots] = self._cost.features(self._full[np.ix_(slots, self._dimensions)])
+            self._x[slots] = self._cost.features(self._full[slots][:, self._dimensions])
         self._mean = self._x[list(self._slots.values())].mean(axis=0)
 
     def rows(self, sequence_ids: Items[int]) -> Floats:
