@@ -16,6 +16,7 @@ from moe_serve.cli.chat import chat
 from moe_serve.cli.doctor import doctor
 from moe_serve.cli.launch import launch
 from moe_serve.cli.plan import plan
+from moe_serve.cli.predictor import predictor
 from moe_serve.cli.serve import serve
 from moe_serve.cli.timeline import timeline
 from moe_serve.errors import ClusterError, EngineDeadError, MoeServeError
@@ -39,6 +40,7 @@ app.command(rich_help_panel="Inspect")(doctor)
 app.command(rich_help_panel="Inspect")(timeline)
 app.command(rich_help_panel="Plan")(calibrate)
 app.command(rich_help_panel="Plan")(plan)
+app.add_typer(predictor, rich_help_panel="Plan")
 
 
 def _print_version(is_asked: bool) -> None:

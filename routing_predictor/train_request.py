@@ -1,0 +1,78 @@
+"""Training of the request predictor: random prefixes, and the share of the coming choices.
+
+S samples, F features, L layers with routed experts, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from routing_predictor.fitting import Fit, Progress, Recipe, Task, fit
+from routing_predictor.pools import PrefixPools
+from routing_predictor.prefix_samples import HORIZON, PrefixCuts, cut_each, cut_texts
+from routing_predictor.request_mlp import NUM_HIDDEN, RequestMLP
+from routing_predictor.texts import RoutedTexts, split_documents
+
+_TOKENS_PER_CUT = 8
+_CUTS_AT_ONCE = 1024
+_HELD_OUT_SHARE = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixData:
+    """Pooled prefixes and what came after them."""
+
+    features_SF: Tensor  # fp16
+    share_SLE: Tensor  # fp16: of the coming choices
+
+
+def train_request(
+    texts: RoutedTexts,
+    pools: PrefixPools,
+    recipe: Recipe,
+    progress: Progress,
+    num_hidden: int = NUM_HIDDEN,
+    horizon: int = HORIZON,
+) -> tuple[RequestMLP, Fit]:
+    """Raises TraceError for too few or too short texts."""
+    torch.manual_seed(recipe.seed)
+    learnt, held_out = split_documents(texts, _HELD_OUT_SHARE, recipe.seed)
+    num_cuts = max(recipe.batch_size, len(learnt.expert_ids_TLK) // _TOKENS_PER_CUT)
+    progress("cutting texts", 0.0)
+    data = make_data(cut_texts(learnt, num_cuts, seed=recipe.seed, horizon=horizon), pools)
+    unseen = make_data(cut_each(held_out, 8, seed=recipe.seed, horizon=horizon), pools)
+    num_layers = texts.expert_ids_TLK.shape[1]
+    mlp = RequestMLP(pools.num_features, num_layers, texts.num_experts, num_hidden)
+    mlp.fit_scale(data.features_SF[: 2**15].float())
+    task = Task(
+        num_samples=num_cuts,
+        loss=lambda samples: share_loss(mlp, data.features_SF[samples], data.share_SLE[samples]),
+        held_out=lambda: _held_out_loss(mlp, unseen),
+        name="request",
+    )
+    return mlp, fit(mlp, task, recipe, progress)
+
+
+def share_loss(mlp: RequestMLP, features_SF: Tensor, share_SLE: Tensor) -> Tensor:
+    """Cross entropy between the shares, mean over layers."""
+    log_share_SLE = mlp(features_SF.float()).log_softmax(-1)
+    return -(log_share_SLE * share_SLE.float()).sum(-1).mean()
+
+
+@torch.inference_mode()
+def _held_out_loss(mlp: RequestMLP, data: PrefixData) -> float:
+    return float(share_loss(mlp, data.features_SF, data.share_SLE))
+
+
+def make_data(cuts: PrefixCuts, pools: PrefixPools) -> PrefixData:
+    prefixes = cuts.prefixes()
+    features = [
+        pools.pool(prefixes[first : first + _CUTS_AT_ONCE]).half()
+        for first in range(0, len(prefixes), _CUTS_AT_ONCE)
+    ]
+    num_choices = cuts.horizon * cuts.texts.expert_ids_TLK.shape[2]
+    shares = torch.from_numpy((cuts.coming() / num_choices).astype("float16"))
+    return PrefixData(features_SF=torch.cat(features), share_SLE=shares)
