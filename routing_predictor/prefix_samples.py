@@ -1,7 +1,7 @@
 """Texts cut at random places: what a request predictor learns from and is judged by.
 
-S samples, L layers, K choices, E experts. A cut leaves at least one token before it and `horizon`
-after it.
+S samples, L layers, K choices, E experts. A cut leaves MIN_PREFIX tokens before it and
+`horizon` after it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from routing_predictor.errors import TraceError
 from routing_predictor.texts import RoutedTexts
 
 HORIZON = 32
+MIN_PREFIX = 8  # tokens that a cut leaves before it
 MAX_PREFIX = 512  # tokens of a prefix that pools and histories look at
 
 
@@ -52,11 +53,11 @@ class PrefixCuts:
         """[S, L, E]: how many of the coming tokens choose each expert."""
         return np.stack([self.counts(end, end + self.horizon) for end in self.end_S])
 
-    def history(self) -> NDArray[np.int64]:
-        """[S, L, E]: how many of the prefix's last MAX_PREFIX tokens chose each expert."""
+    def history(self, window: int = MAX_PREFIX) -> NDArray[np.int64]:
+        """[S, L, E]: how many of the prefix's last tokens chose each expert."""
         return np.stack(
             [
-                self.counts(max(start, end - MAX_PREFIX), end)
+                self.counts(max(start, end - window), end)
                 for start, end in zip(self.start_S, self.end_S, strict=True)
             ]
         )
@@ -71,48 +72,51 @@ class PrefixCuts:
 
 
 def cut_texts(
-    texts: RoutedTexts, num_samples: int, *, seed: int, horizon: int = HORIZON, min_prefix: int = 8
+    texts: RoutedTexts, num_samples: int, *, seed: int, horizon: int = HORIZON
 ) -> PrefixCuts:
     """Cuts of random places, each place of each text as likely as any other.
 
     Raises TraceError where no text is long enough.
     """
-    places = np.maximum(0, texts.lengths - horizon - min_prefix + 1)
-    if not places.sum():
-        raise TraceError(
-            f"no text has {min_prefix + horizon} tokens: the longest of {texts.num_requests} has "
-            f"{int(texts.lengths.max(initial=0))}"
-        )
+    places = _places(texts, horizon)
     rng = np.random.default_rng(seed)
     request = np.sort(rng.choice(len(places), num_samples, p=places / places.sum()))
-    start = texts.starts[request]
-    return PrefixCuts(
-        texts=texts,
-        start_S=start,
-        end_S=start + min_prefix + (rng.random(num_samples) * places[request]).astype(np.int64),
-        request_S=request,
-        horizon=horizon,
-    )
+    return _cut(texts, request, places, rng, horizon)
 
 
 def cut_each(
-    texts: RoutedTexts, per_text: int, *, seed: int, horizon: int = HORIZON, min_prefix: int = 8
+    texts: RoutedTexts, per_text: int, *, seed: int, horizon: int = HORIZON
 ) -> PrefixCuts:
     """The same number of cuts of every text that is long enough: for judging."""
-    places = np.maximum(0, texts.lengths - horizon - min_prefix + 1)
-    long_enough = np.flatnonzero(places)
-    if not len(long_enough):
+    places = _places(texts, horizon)
+    request = np.repeat(np.flatnonzero(places), per_text)
+    return _cut(texts, request, places, np.random.default_rng(seed), horizon)
+
+
+def _places(texts: RoutedTexts, horizon: int) -> NDArray[np.int64]:
+    """How many cuts each text allows."""
+    places: NDArray[np.int64] = np.maximum(0, texts.lengths - horizon - MIN_PREFIX + 1)
+    if not places.sum():
         raise TraceError(
-            f"no text has {min_prefix + horizon} tokens: the longest of {texts.num_requests} has "
+            f"no text has {MIN_PREFIX + horizon} tokens: the longest of {texts.num_requests} has "
             f"{int(texts.lengths.max(initial=0))}"
         )
-    request = np.repeat(long_enough, per_text)
-    draws = np.random.default_rng(seed).random(len(request))
+    return places
+
+
+def _cut(
+    texts: RoutedTexts,
+    request: NDArray[np.int64],
+    places: NDArray[np.int64],
+    rng: np.random.Generator,
+    horizon: int,
+) -> PrefixCuts:
     start = texts.starts[request]
+    offset = (rng.random(len(request)) * places[request]).astype(np.int64)
     return PrefixCuts(
         texts=texts,
         start_S=start,
-        end_S=start + min_prefix + (draws * places[request]).astype(np.int64),
+        end_S=start + MIN_PREFIX + offset,
         request_S=request,
         horizon=horizon,
     )

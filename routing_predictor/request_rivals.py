@@ -14,6 +14,7 @@ from routing_predictor.pools import PrefixPools
 from routing_predictor.prefix_samples import PrefixCuts, cut_each, cut_texts
 from routing_predictor.request_predictor import RequestPredictor
 from routing_predictor.texts import RoutedTexts
+from routing_predictor.train_request import pooled
 
 CUTS_PER_TEXT = 8
 _CUTS_TO_FIT = 12_000  # of the logistic regression
@@ -62,9 +63,9 @@ def judged_regression(
     truth = truth_of(cuts, layers)
     fitted = cut_texts(seen, _CUTS_TO_FIT, seed=seed, horizon=cuts.horizon)
     scores = logistic_regression(
-        pools.pool(fitted.prefixes()).numpy(),
+        pooled(fitted, pools).float().numpy(),
         fitted.coming(),
-        pools.pool(cuts.prefixes()).numpy(),
+        pooled(cuts, pools).float().numpy(),
         seed,
     )
     return judge("logistic regression", scores * truth.top_k, truth)

@@ -21,7 +21,7 @@ from routing_predictor.router_residual import NUM_CONTEXT
 from routing_predictor.texts import PIECE, texts_of
 from routing_predictor.trace import RoutingTrace
 from routing_predictor.train_layers import LayerPredictors, Loss, train_layer
-from routing_predictor.train_request import train_request
+from routing_predictor.train_request import pooled, train_request
 
 REQUEST_RECIPE = Recipe(epochs=12, batch_size=256, learning_rate=1.5e-3, weight_decay=0.1)
 LAYER_RECIPE = Recipe(epochs=6, batch_size=512, learning_rate=3e-3, weight_decay=0.01)
@@ -59,7 +59,9 @@ def train_request_predictor(
 ) -> Trained:
     """Raises RoutingError for a trace that cannot be learnt from."""
     pools = PrefixPools(model.embedding())
-    mlp, fit = train_request(texts_of(trace), pools, recipe, progress)
+    mlp, fit = train_request(
+        texts_of(trace), lambda cuts: pooled(cuts, pools), recipe, progress
+    )
     sizes = {"hidden": NUM_HIDDEN, "windows": list(pools.windows), "horizon": HORIZON}
     card = _card(PredictorKind.REQUEST, model, trace, sizes, data, [fit], recipe)
     return Trained(card, mlp, fit.is_interrupted)
