@@ -3,7 +3,8 @@
     part-000007.safetensors  part-000008.safetensors  ...
 
 Whoever adds tokens never waits for the disk: full parts are written by a thread, and a part that
-comes while it is still busy with two others is lost, and counted. N tokens, L layers, K choices.
+comes while it is still busy with two others is lost, and counted; only who is patient waits.
+N tokens, L layers, K choices.
 """
 
 from __future__ import annotations
@@ -71,7 +72,13 @@ class RecordingWriter:
     """`add` and `close` are for one thread at a time, `stats` for any."""
 
     def __init__(
-        self, folder: Path, header: TraceHeader, *, part_bytes: int, max_bytes: int
+        self,
+        folder: Path,
+        header: TraceHeader,
+        *,
+        part_bytes: int,
+        max_bytes: int,
+        is_patient: bool = False,
     ) -> None:
         """Makes the folder, for its owner alone. Raises TraceError."""
         self._folder, self._header = folder, header
@@ -81,6 +88,7 @@ class RecordingWriter:
             folder.mkdir(parents=True, mode=0o700)
         except OSError as error:
             raise TraceError(f"{folder} cannot be made: {error.strerror}") from None
+        self._is_patient = is_patient
         self._recording = secrets.token_hex(8)
         self._open: list[TracedTokens] = []
         self._open_bytes = 0
@@ -127,7 +135,7 @@ class RecordingWriter:
 
     def _hand_over(self) -> None:
         part, self._open, self._open_bytes = self._open, [], 0
-        if part and self._full.qsize() < _MAX_FULL_PARTS:
+        if self._is_patient or self._full.qsize() < _MAX_FULL_PARTS:
             self._full.put(part)
         else:
             self._num_lost += _num_tokens(part)
@@ -135,6 +143,8 @@ class RecordingWriter:
     def _run(self) -> None:
         """The writing thread."""
         while (part := self._full.get()) is not None:
+            if not part:
+                continue
             if self._failure is None:
                 try:
                     self._write(part)
