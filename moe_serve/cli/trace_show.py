@@ -127,8 +127,9 @@ def _facts(facts: dict[str, Any]) -> Table:
 
 
 def _loads(loads: list[LayerLoad], num_ranks: int) -> Table:
-    table = _table("layer", "hottest experts", "their share", "hottest / mean", "unused")
-    table.add_column(f"balancedness on {num_ranks} ranks", justify="right")
+    table = _table("layer", "hottest", "share", "max / mean", "unused")
+    table.add_column("balancedness", justify="right", no_wrap=True)
+    table.title = f"experts of a layer; balancedness on {num_ranks} ranks with equal runs of them"
     for each in loads:
         table.add_row(
             str(each.layer),
@@ -142,9 +143,7 @@ def _loads(loads: list[LayerLoad], num_ranks: int) -> Table:
 
 
 def _activations(active: list[Activation]) -> Table:
-    table = _table(
-        "batch", "if all were alike", "any tokens", "one of each request", "in a row of one request"
-    )
+    table = _table("batch", "if alike", "any tokens", "one a request", "of one request")
     table.title = "experts of a layer that a batch touches, mean"
     for each in active:
         table.add_row(
@@ -157,7 +156,7 @@ def _activations(active: list[Activation]) -> Table:
 
 
 def _drifts(drift: list[Drift]) -> Table:
-    table = _table("window", "choices", "from the one before", "worst layer", "from all", "chance")
+    table = _table("window", "choices", "from last", "worst layer", "from all", "chance")
     table.title = "drift, as total variation of the loads (mean over layers)"
     for each in drift:
         values = (each.to_previous, each.to_previous_worst, each.to_all, each.by_chance)
@@ -172,7 +171,7 @@ def _drifts(drift: list[Drift]) -> Table:
 def _table(*names: str) -> Table:
     table = Table()
     for name in names:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 
