@@ -5,7 +5,7 @@ L layers with routed experts, E experts, V vocabulary, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,11 @@ from torch import Tensor, nn
 
 from routing_predictor.card import PredictorCard, PredictorKind, read_card, write_card
 from routing_predictor.errors import PredictorError
+from routing_predictor.layer_data import predicted_pairs
 from routing_predictor.pools import PrefixPools
 from routing_predictor.request_mlp import PrefixPredictor, RequestMLP
+from routing_predictor.router_residual import RouterResidual, RouterWeights
+from routing_predictor.train_layers import LayerPredictors
 
 
 def write_predictor(folder: Path, card: PredictorCard, module: nn.Module) -> None:
@@ -69,6 +72,36 @@ def load_request_predictor(
     mlp = RequestMLP(pools.num_features, len(card.layers), card.num_experts, card.size("hidden"))
     load_weights(mlp, folder / f"{card.kind}.safetensors")
     return PrefixPredictor(mlp, pools, top_k=card.top_k, horizon=card.size("horizon"))
+
+
+def load_layer_predictors(
+    folder: Path,
+    kind: PredictorKind,
+    routers: Sequence[RouterWeights],
+    *,
+    model_identity: str,
+    placement_version: str = "",
+    model: str = "",
+) -> LayerPredictors:
+    """The next-layer or the pre-attention predictors of a folder. `routers`: of the model's layers
+    with routed experts, in their order.
+
+    Raises PredictorError for a damaged one, and for one of another model or placement.
+    """
+    card = read_predictor_card(folder, kind)
+    card.check_fits(model_identity, placement_version, model)
+    if card.layers != tuple(router.layer for router in routers):
+        raise PredictorError(f"{folder}: the card names the layers {list(card.layers)}")
+    is_early = kind is PredictorKind.PRE_ATTENTION
+    context_width = card.size("context") * card.width if is_early else 0
+    predictors = LayerPredictors(
+        [
+            RouterResidual(routers[target], card.size("hidden"), context_width)
+            for _, target in predicted_pairs(kind, len(routers))
+        ]
+    )
+    load_weights(predictors, folder / f"{card.kind}.safetensors")
+    return predictors.eval()
 
 
 def load_weights(module: nn.Module, path: Path) -> None:

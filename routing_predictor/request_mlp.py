@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from routing_predictor.pools import PrefixPools
 
 NUM_HIDDEN = 512
+_DROPOUT = 0.1  # in training
 
 
 class RequestMLP(nn.Module):
@@ -41,7 +42,8 @@ class RequestMLP(nn.Module):
 
     def forward(self, features_RF: Tensor) -> Tensor:
         x_RF = (features_RF - self.mean_F) * self.scale_F
-        hidden_RH = F.gelu(self.second(F.gelu(self.first(x_RF))))
+        hidden_RH = F.dropout(F.gelu(self.first(x_RF)), _DROPOUT, self.training)
+        hidden_RH = F.dropout(F.gelu(self.second(hidden_RH)), _DROPOUT, self.training)
         logits: Tensor = self.last(hidden_RH)
         return logits.view(-1, self.num_layers, self.num_experts)
 

@@ -16,9 +16,12 @@ from moe_serve.cli.chat import chat
 from moe_serve.cli.doctor import doctor
 from moe_serve.cli.launch import launch
 from moe_serve.cli.plan import plan
+from moe_serve.cli.predictor import predictor
 from moe_serve.cli.serve import serve
 from moe_serve.cli.timeline import timeline
+from moe_serve.cli.trace import trace
 from moe_serve.errors import ClusterError, EngineDeadError, MoeServeError
+from routing_predictor.errors import RoutingError
 
 EXIT_FAILURE = 1
 EXIT_MISTAKE = 2
@@ -37,8 +40,15 @@ app.command(rich_help_panel="Serve")(launch)
 app.command(rich_help_panel="Use")(chat)
 app.command(rich_help_panel="Inspect")(doctor)
 app.command(rich_help_panel="Inspect")(timeline)
+app.add_typer(
+    trace,
+    name="trace",
+    rich_help_panel="Plan",
+    help="Which experts the routers choose: record it, look at it, import it.",
+)
 app.command(rich_help_panel="Plan")(calibrate)
 app.command(rich_help_panel="Plan")(plan)
+app.add_typer(predictor, rich_help_panel="Plan")
 
 
 def _print_version(is_asked: bool) -> None:
@@ -66,7 +76,7 @@ def main(arguments: list[str] | None = None) -> None:
     except (EngineDeadError, ClusterError) as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(EXIT_FAILURE)
-    except MoeServeError as error:
+    except (MoeServeError, RoutingError) as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(EXIT_MISTAKE)
     except KeyboardInterrupt:

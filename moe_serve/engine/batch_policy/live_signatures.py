@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_serve.engine.batch_policy.concave_cost import Floats
-from moe_serve.engine.batch_policy.recall_floor import RecallFloor
 from moe_serve.engine.batch_policy.signature_table import SignatureTable
 from moe_serve.engine.route_records import RouteRecord
 from moe_serve.engine.sequence import Sequence
 from routing_predictor.history import ChoiceHistory
+from routing_predictor.recall_guard import RecallGuard
 from routing_predictor.request_predictor import RequestPredictor
 
 _SHARE_S = 1e-3  # of a step
@@ -36,7 +36,7 @@ class FollowedPredictor:
     """A predictor, and how far it is trusted."""
 
     predictor: RequestPredictor
-    floor: RecallFloor
+    guard: RecallGuard
     is_acting: bool  # False: it is measured only
 
 
@@ -61,11 +61,11 @@ class LiveSignatures:
     @property
     def is_on(self) -> bool:
         followed = self._followed
-        return followed is None or not followed.is_acting or followed.floor.is_on
+        return followed is None or not followed.is_acting or followed.guard.is_on
 
     @property
     def recall(self) -> float | None:
-        return None if self._followed is None else self._followed.floor.recall
+        return None if self._followed is None else self._followed.guard.recall
 
     @property
     def has_predictor(self) -> bool:
@@ -150,4 +150,4 @@ class LiveSignatures:
             shares += float(is_hit.mean()) * len(ids_NLK)
             num_tokens += len(ids_NLK)
         if num_tokens:
-            self._followed.floor.observe(shares / num_tokens, num_tokens)
+            self._followed.guard.measure(shares / num_tokens, num_tokens)

@@ -20,7 +20,6 @@ from moe_serve.engine.batch_policy.live_signatures import FollowedPredictor, Liv
 from moe_serve.engine.batch_policy.observed import Observed
 from moe_serve.engine.batch_policy.policy import BatchPolicy
 from moe_serve.engine.batch_policy.rank_load import RankLoads
-from moe_serve.engine.batch_policy.recall_floor import RecallFloor
 from moe_serve.engine.batch_policy.signature_table import SignatureTable
 from moe_serve.engine.route_records import RouteListeners
 from moe_serve.errors import ConfigError
@@ -30,6 +29,7 @@ from moe_serve.model.spec import ModelSpec
 from moe_serve.model.weight_reader import open_checkpoint
 from routing_predictor.errors import PredictorError
 from routing_predictor.predictor_file import load_request_predictor
+from routing_predictor.recall_guard import GuardLimits, RecallGuard
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +88,7 @@ def _predictor(config: EngineConfig, folder: Path, spec: ModelSpec) -> FollowedP
         raise ConfigError(f"predictor.path: {error}.") from error
     reader.done(name)
     is_acting = wanted.mode == "act" and config.scheduler.batch_policy == "expert-aware"
-    floor = RecallFloor(wanted.min_recall if is_acting else 0.0)
+    floor = wanted.min_recall if is_acting else 0.0
+    guard = RecallGuard(GuardLimits(min_recall=floor, window=2000, min_measured=256))
     _log.info("a request predictor for the next %d tokens is loaded", predictor.horizon)
-    return FollowedPredictor(predictor=predictor, floor=floor, is_acting=is_acting)
+    return FollowedPredictor(predictor=predictor, guard=guard, is_acting=is_acting)
