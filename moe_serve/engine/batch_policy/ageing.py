@@ -25,7 +25,8 @@ class Ageing:
         """The index of the first of these that can wait no longer."""
         start, most, passed = self._clock() - self._max_age_s, self._max_passed, self._passed
         for index, key in enumerate(sequence_ids):
-            if passed.get(key, 0) >= most or self._since.get(key, start + 1) <= start:
+            since = self._since.get(key)
+            if passed.get(key, 0) >= most or (since is not None and since <= start):
                 return index
         return None
 

@@ -65,10 +65,12 @@ class SignatureTable:
             self._choose()
         else:
             self._x[slots] = self._cost.features(self._full[slots][:, self._dimensions])
-        self._mean = self._x[list(self._slots.values())].mean(axis=0)
+        self._mean = np.asarray(self._x[list(self._slots.values())].mean(axis=0))
 
     def rows(self, sequence_ids: Items[int]) -> Floats:
         """[R, D]: what these sequences add to the cost of a group."""
+        if not len(self._x):
+            return np.zeros((len(sequence_ids), 0), dtype=np.float32)
         slots = np.array([self._slots.get(key, -1) for key in sequence_ids], dtype=np.int64)
         x_RD = self._x[slots]
         x_RD[slots < 0] = self._mean

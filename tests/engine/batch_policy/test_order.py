@@ -43,6 +43,12 @@ def test_whoever_is_passed_over_often_enough_is_next() -> None:
     assert admit(world, waiting, running, 5) == [2, 3, 1, 4, 5]
 
 
+def test_without_signatures_in_order_of_arrival() -> None:
+    world = World()
+    waiting = deque(world.sequence() for _ in range(4))
+    assert admit(world, waiting, [], 3) == [0, 1, 2]
+
+
 def test_whoever_waited_long_is_next() -> None:
     world = World(max_age_s=5.0)
     running = [world.sequence(of_domain(1))]
