@@ -25,7 +25,7 @@ from harness.batching.plot import plot_counts
 from harness.batching.queue import count_queue
 from harness.batching.report import BatchingReport, QueueRow, SplitRow, print_report
 from harness.batching.requests import Routed
-from harness.batching.splits import count_splits
+from harness.batching.splits import count_bursts, count_splits
 from harness.batching.wider import write_its_predictor, write_wider
 from harness.environment import describe_environment
 from moe_serve.model.demo import demo_model_folder
@@ -69,10 +69,20 @@ def _count(
                 for seed in range(options.draws)
             ]
             report.splits += SplitRow.of(draws)
+            if options.predictor is not None:
+                bursts = [
+                    count_bursts(
+                        routed, size, report.burst, groups, tolerance, np.random.default_rng(seed)
+                    )
+                    for seed in range(options.draws)
+                ]
+                report.bursts += SplitRow.of(bursts)
         if "queue" in options.parts:
             for times in options.pools:
                 runs = [
-                    count_queue(routed, size, times, groups, tolerance, seed)
+                    count_queue(
+                        routed, size, times, groups, tolerance, seed, options.max_passed_over
+                    )
                     for seed in range(options.runs)
                 ]
                 report.queues += QueueRow.of(runs)
@@ -115,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pools", type=int, nargs="+", default=[1, 4], help="waiting, per seat")
     parser.add_argument("--micro-batches", type=int, default=2)
     parser.add_argument("--tolerance", type=float, default=0.12, help="of token counts")
+    parser.add_argument("--max-passed-over", type=int, default=128, help="in a queue")
     parser.add_argument("--draws", type=int, default=60, help="sets of requests to split")
     parser.add_argument("--runs", type=int, default=5, help="of a queue")
     parser.add_argument("--max-tokens", type=int, default=160_000, help="of texts to read")

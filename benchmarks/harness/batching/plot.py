@@ -25,15 +25,19 @@ def plot_counts(report: BatchingReport, path: Path) -> None:
 
     most = max(row.pool // row.size for row in report.queues)
     queues = [row for row in report.queues if row.pool == most * row.size]
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
-    panels = ((axes[0], report.splits, "one set of requests, split in two"),
-              (axes[1], queues, f"with {most} waiting for each seat: who joins, too"))  # fmt: skip
+    figure, axes = pyplot.subplots(1, 3, figsize=(13, 4), sharey=True, layout="constrained")
+    panels = (
+        (axes[0], report.splits, "one set of requests, split in two"),
+        (axes[1], report.bursts, f"the best of a burst of {report.burst} for each seat"),
+        (axes[2], queues, f"{most} waiting for each seat, all served in the end"),
+    )
     for axis, rows, title in panels:
         _draw(axis, rows)
         axis.set_title(title)
         axis.set_xlabel("running requests")
         axis.axhline(12, color="0.8", linestyle="--", linewidth=1)
-        axis.legend(fontsize=8, loc="lower right")
+        if rows:
+            axis.legend(fontsize=8, loc="lower right")
     axes[0].set_ylabel("activated experts below fifo, %")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -41,6 +45,8 @@ def plot_counts(report: BatchingReport, path: Path) -> None:
 
 
 def _draw(axis: object, rows: list[SplitRow] | list[QueueRow]) -> None:
+    if not rows:
+        return
     names = dict.fromkeys(row.policy for row in rows if row.policy in _STYLES)
     for offset, name in enumerate(names):
         own = [row for row in rows if row.policy == name]

@@ -143,7 +143,13 @@ class _Queue:
 
 
 def count_queue(
-    routed: Routed, size: int, times: int, num_groups: int, tolerance: float, seed: int
+    routed: Routed,
+    size: int,
+    times: int,
+    num_groups: int,
+    tolerance: float,
+    seed: int,
+    max_passed_over: int,
 ) -> list[QueueCount]:
     """fifo and expert-aware on the same arrivals; the pool is `times` as large as the seats."""
     found, pool, base = [], size * times, 0.0
@@ -152,7 +158,7 @@ def count_queue(
         policy: BatchPolicy = FIFO
         table = None
         if name != "fifo":
-            policy, table = expert_aware(64, tolerance, 128)
+            policy, table = expert_aware(64, tolerance, max_passed_over)
         queue = _Queue(routed, size, pool, policy, table, name.startswith("predictor"), seed)
         activated = float(np.mean(queue.run(num_groups)))
         base = base or activated

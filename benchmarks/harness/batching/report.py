@@ -74,6 +74,8 @@ class BatchingReport:
     num_groups: int
     num_pieces: dict[str, int] = field(default_factory=dict)
     splits: list[SplitRow] = field(default_factory=list)
+    bursts: list[SplitRow] = field(default_factory=list)  # choosing among `burst` times the seats
+    burst: int = 4
     queues: list[QueueRow] = field(default_factory=list)
     costs: list[SplitCost] = field(default_factory=list)
     duels: list[DuelResult] = field(default_factory=list)
@@ -82,12 +84,15 @@ class BatchingReport:
 def print_report(report: BatchingReport) -> None:
     console = Console()
     groups = f"{report.num_groups} micro-batches"
-    if report.splits:
+    titles = (
+        f"One set of requests, {groups}: activated experts, all layers",
+        f"A burst of {report.burst} requests for each seat, {groups}",
+    )
+    for title, found in zip(titles, (report.splits, report.bursts), strict=True):
         rows = [
             (f"{r.size}", r.policy, f"{r.activated:.1f}", r.ratio.percent_below_one())
-            for r in report.splits
+            for r in found
         ]
-        title = f"One set of requests, {groups}: activated experts, all layers"
         _print(console, title, ("running", "policy", "activated", "below fifo [95%]"), rows)
     if report.queues:
         columns = (
@@ -137,6 +142,8 @@ def print_report(report: BatchingReport) -> None:
 def _print(
     console: Console, title: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]]
 ) -> None:
+    if not rows:
+        return
     table = Table(title=title)
     for column in columns:
         table.add_column(column, justify="left" if column == "policy" else "right")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,10 @@ import numpy as np
 from harness.batching.policies import expert_aware
 from harness.batching.requests import Request, Routed, Signatures, num_activated
 from moe_serve.engine.batch_policy.arrival_order import BALANCED, FIFO
+from moe_serve.engine.batch_policy.expert_aware import ExpertAware
+from moe_serve.engine.request import GenerationRequest
+from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.sequence import Sequence
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
 from routing_predictor.history import ChoiceHistory
 
@@ -17,7 +22,7 @@ HORIZON = 32
 STEPS = (0, 8, 16, 24)  # of the horizon, that are counted
 _CALLS = 8  # steps in which a split may improve before it is judged
 
-MakeSignatures = Callable[[Sequence[Request]], Signatures]
+MakeSignatures = Callable[[Items[Request]], Signatures]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +51,9 @@ def count_splits(
     """Every policy on the same draw."""
     requests = routed.draw(size, rng)
     slices = _slices(requests)
-    splits = {p.name: p.split(slices, num_groups) for p in (FIFO, BALANCED)}
+    splits: dict[str, tuple[MicroBatch, ...]] = {
+        p.name: p.split(slices, num_groups) for p in (FIFO, BALANCED)
+    }
     for name, make in signature_makers(routed).items():
         splits[name] = _split(slices, make(requests), num_groups, 64, tolerance)
     counts: dict[str, list[int]] = {name: [] for name in (*splits, "oracle")}
@@ -63,7 +70,55 @@ def count_splits(
     ]
 
 
-def _history(routed: Routed, requests: Sequence[Request], prior: Signatures | None) -> Signatures:
+def count_bursts(
+    routed: Routed,
+    size: int,
+    times: int,
+    num_groups: int,
+    tolerance: float,
+    rng: np.random.Generator,
+) -> list[SplitCount]:
+    """`times` as many requests as seats come at once: who takes the seats, and how they are split.
+    fifo takes those who came first. Nobody has a history yet."""
+    assert routed.predictor is not None, "no predictor was given"
+    requests = routed.draw(size * times, rng)
+    policy, table = expert_aware(64, tolerance, size * times)
+    table.put(list(range(len(requests))), routed.predicted(requests, 0))
+    policy.split(_slices(requests)[:num_groups], num_groups)  # so it knows of how many groups
+    policy.forget(range(num_groups))
+    table.put(list(range(num_groups)), routed.predicted(requests[:num_groups], 0))
+    chosen = _seated(policy, len(requests), size)
+    slices = _slices(requests)
+    aware = [slices[key] for key in chosen]
+    for _ in range(_CALLS):
+        batches = policy.split(aware, num_groups)
+    plain = FIFO.split(slices[:size], num_groups)
+    counts = [[_count(each, requests, step) for step in STEPS] for each in (plain, batches)]
+    base, activated = (float(np.mean(each)) for each in counts)
+    return [
+        SplitCount(size, "fifo", base, 1.0),
+        SplitCount(size, "predictor", activated, activated / base),
+    ]
+
+
+def _seated(policy: ExpertAware, count: int, size: int) -> list[int]:
+    params = SamplingParams()
+    waiting = [
+        Sequence(key, GenerationRequest(request_id=str(key), prompt_token_ids=(0,), params=params))
+        for key in range(count)
+    ]
+    running: list[Sequence] = []
+    policy.prepare(waiting, running)
+    for sequence in policy.candidates(waiting, running):
+        policy.started(sequence)
+        sequence.is_running = True
+        running.append(sequence)
+        if len(running) == size:
+            break
+    return [sequence.id for sequence in running]
+
+
+def _history(routed: Routed, requests: Items[Request], prior: Signatures | None) -> Signatures:
     history, keys = ChoiceHistory(routed.num_experts), list(range(len(requests)))
     history.observe(keys, [request.past(0) for request in requests])
     made = history.signatures(keys, prior)
@@ -85,12 +140,12 @@ def _split(
     return batches
 
 
-def _slices(requests: Sequence[Request]) -> list[SequenceSlice]:
+def _slices(requests: Items[Request]) -> list[SequenceSlice]:
     token = np.zeros(1, dtype=np.int64)
     return [SequenceSlice(key, r.start, token, (0,), 1) for key, r in enumerate(requests)]
 
 
-def _count(batches: Sequence[MicroBatch], requests: Sequence[Request], step: int) -> int:
+def _count(batches: Items[MicroBatch], requests: Items[Request], step: int) -> int:
     return num_activated(
         [[requests[s.sequence_id].choices(step) for s in batch.slices] for batch in batches]
     )
