@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.engine.batch_policy.concave_cost import ConcaveCost, Floats
+from moe_serve.engine.batch_policy.concave_cost import ConcaveCost, Floats, sums_by_group
 from moe_serve.engine.batch_policy.limits import SizeLimits
 
 _WORTH_IT = 1e-3  # of an expert
@@ -48,8 +48,7 @@ class LocalSearch:
     ) -> None:
         self._cost, self._x_RD, self._limits = cost, x_RD, limits
         self.group_R = group_R.copy()
-        self._sums_GD = fixed_GD.astype(np.float32)
-        np.add.at(self._sums_GD, group_R, x_RD)
+        self._sums_GD = fixed_GD + sums_by_group(x_RD, group_R, len(fixed_GD))
         self.sizes_G = fixed_sizes + np.bincount(group_R, minlength=len(fixed_sizes))
         self._movable_G = np.bincount(group_R, minlength=len(fixed_sizes))
 
