@@ -81,11 +81,12 @@ def build_engine(
     loader = open_loader(folder, config.model, num_threads, device, progress, open_weights)
     torch.set_num_threads(1 if loader.kernels.has_own_threads else num_threads)
     spec = loader.spec
+    tap, routes = RouteTap(spec.router.num_experts), RouteListeners()
+    policy = policy_maker(config, folder, spec, routes)()  # early: it may refuse a predictor
     max_model_len = max_model_len_of(config.model, spec)
     transport = _local_transport(loader, config)
     part = load_attention(loader, config, max_model_len)
     eos_token_ids = eos_token_ids_of(folder, spec)
-    tap, routes = RouteTap(spec.router.num_experts), RouteListeners()
     pipeline = Pipeline(part.stage, transport, part.cache, device, tap=tap)
     micro_batches = config.pipeline.num_in_one_process
     runner, graphs = with_cuda_graphs(
@@ -102,7 +103,7 @@ def build_engine(
             folder, str(loader.dtype), loader.kernels.name, loader.expert_weights
         ),
         has_prefix_cache=config.cache.prefix_cache,
-        policy=policy_maker(config, folder, spec, routes)(),
+        policy=policy,
         routes=routes,
     )
     layout = Layout(
