@@ -84,11 +84,12 @@ def build_engine(
     tap, routes = RouteTap(spec.router.num_experts), RouteListeners()
     policy = policy_maker(config, folder, spec, routes)()  # early: it may refuse a predictor
     max_model_len = max_model_len_of(config.model, spec)
-    transport = _local_transport(loader, config)
     part = load_attention(loader, config, max_model_len)
-    eos_token_ids = eos_token_ids_of(folder, spec)
-    pipeline = Pipeline(part.stage, transport, part.cache, device, tap=tap)
-    micro_batches = config.pipeline.num_in_one_process
+    pipeline = Pipeline(part.stage, _local_transport(loader, config), part.cache, device, tap=tap)
+    eos_token_ids, micro_batches = (
+        eos_token_ids_of(folder, spec),
+        config.pipeline.num_in_one_process,
+    )
     runner, graphs = with_cuda_graphs(
         pipeline, part.stage, part.cache, config, max_model_len, micro_batches
     )
@@ -99,9 +100,7 @@ def build_engine(
         micro_batches=micro_batches,
         max_model_len=max_model_len,
         eos_token_ids=eos_token_ids,
-        model_identity=model_identity(
-            folder, str(loader.dtype), loader.kernels.name, loader.expert_weights
-        ),
+        model_identity=_identity(loader, folder),
         has_prefix_cache=config.cache.prefix_cache,
         policy=policy,
         routes=routes,
@@ -128,6 +127,11 @@ def build_engine(
         load_seconds=time.monotonic() - clock,
     )
     return BuiltEngine(engine, layout, spec, routes)
+
+
+def _identity(loader: ModelLoader, folder: Path) -> bytes:
+    kernels, weights = loader.kernels.name, loader.expert_weights
+    return model_identity(folder, str(loader.dtype), kernels, weights)
 
 
 def _local_transport(loader: ModelLoader, config: EngineConfig) -> LocalTransport:
