@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from moe_serve.cluster.cluster_model import ClusterModel
 from moe_serve.cluster.messages import Loaded
-from moe_serve.cluster.pool_watch import make_watch
+from moe_serve.cluster.pool_watch import PoolWatch, make_watch
 from moe_serve.cluster.rank_starter import LocalStarter
 from moe_serve.cluster.started_ranks import MakeStarter, StartedRanks
 from moe_serve.config import PAGE_SIZE, EngineConfig
@@ -20,6 +21,7 @@ def build_cluster(
     config: EngineConfig,
     progress: LoadProgress | None = None,
     make_starter: MakeStarter = LocalStarter,
+    watch_for: Callable[[EngineConfig, ClusterModel], PoolWatch] = make_watch,
 ) -> BuiltEngine:
     """Start the ranks, wait until they have loaded, and make the engine.
 
@@ -27,7 +29,7 @@ def build_cluster(
     """
     clock = time.monotonic()
     model = ClusterModel.read(config)
-    watch = make_watch(config, model)
+    watch = watch_for(config, model)
     ranks = StartedRanks(model)
     try:
         ranks.start(make_starter, progress)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from moe_serve.cluster.calibration_file import read_calibration
 from moe_serve.cluster.cluster_model import ClusterModel
@@ -38,6 +39,14 @@ class _OpenStep:
     is_sound: bool = True
 
 
+class AnyChooser(Protocol):
+    """Decides how each step is cut, and hears how it went."""
+
+    def choose(self, loads: Sequence[BatchLoad]) -> Choice: ...
+
+    def observe(self, loads: Sequence[BatchLoad], choice: Choice, timing: StepTiming) -> None: ...
+
+
 class PoolWatch:
     """Used by the engine thread; `stats` by any.
 
@@ -46,7 +55,7 @@ class PoolWatch:
 
     def __init__(
         self,
-        chooser: MicroBatchChooser | None,
+        chooser: AnyChooser | None,
         fixed: int,
         writer: TimelineWriter | None,
     ) -> None:

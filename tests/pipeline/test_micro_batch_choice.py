@@ -125,6 +125,27 @@ def test_a_wrong_calibration_is_corrected_by_what_steps_take() -> None:
     assert chooser.choose(loads).num_micro_batches == best
 
 
+@pytest.mark.parametrize("slower", [1.0, 0.2, 8.0])
+def test_a_first_estimate_that_is_far_off_turns_nobody_away(slower: float) -> None:
+    """All that is known is one step of prompts, in which a row took another time than here."""
+    costs = MACHINES["balanced"]
+    chooser = MicroBatchChooser(OnlineCosts(NUM_LAYERS), RANKS)
+    prompts = BatchLoad(
+        num_rows=1024, num_sequences=128, num_kv_tokens=1024, num_pairs=4096, num_largest=8
+    )
+    first = chooser.choose([prompts])
+    timing = simulated_timing(costs, [prompts], 1, RANKS)
+    chooser.observe([prompts], first, scaled(timing, slower))
+    loads = [BatchLoad.decode(128, 32)]
+    timings = all_timings(costs, loads)
+    for _ in range(14):
+        choice = chooser.choose(loads)
+        chooser.observe(loads, choice, timings[choice.num_micro_batches])
+    best = min(timing.seconds for timing in timings.values())
+    choice = chooser.choose(loads)
+    assert timings[choice.num_micro_batches].seconds <= 1.05 * best, choice.explain()
+
+
 def test_a_chunk_and_decodes_in_one_step() -> None:
     costs = MACHINES["balanced"]
     load = BatchLoad(
