@@ -68,6 +68,26 @@ def test_measured_online_is_within_5_percent_in_all(name: str) -> None:
     assert total <= 1.05 * best, f"{name}: {total / best:.3f} times the best"
 
 
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_noisy_machine_costs_little(name: str) -> None:
+    """Steps scatter by 10% and every 50th takes twice as long; trials do not count here."""
+    costs, noise = MACHINES[name], random.Random(7)
+    total = best = 0.0
+    for batch in BATCHES[1:]:
+        loads = [BatchLoad.decode(batch, 200)]
+        chooser = MicroBatchChooser(OnlineCosts(NUM_LAYERS), RANKS)
+        timings = all_timings(costs, loads)
+        for step in range(64):
+            choice = chooser.choose(loads)
+            timing = timings[choice.num_micro_batches]
+            if step >= 16:
+                total += timing.seconds
+                best += min(t.seconds for t in timings.values())
+            pause = 2.0 if noise.random() < 0.02 else 1.0
+            chooser.observe(loads, choice, scaled(timing, pause * noise.lognormvariate(0, 0.1)))
+    assert total <= 1.05 * best, f"{name}: {total / best:.3f} times the best"
+
+
 def scaled(timing: StepTiming, factor: float) -> StepTiming:
     return StepTiming(
         seconds=timing.seconds * factor,
