@@ -1,6 +1,6 @@
 """What recording the routing costs: throughput without, with the default share, with everything.
 
-    python benchmarks/tracing.py --seconds 80 [--model FOLDER] [--attention-ranks 1 --expert-ranks 1]
+    python benchmarks/tracing.py --seconds 80 [--attention-ranks 1 --expert-ranks 1]
 
 Rounds of the same requests, the ways in turn and in an order that changes, on one engine. The cost
 is the median over rounds of a way's time over that of the way without, with a 95% bootstrap
@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,16 @@ WAYS: dict[str, tuple[float, bool] | None] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A way's throughput, and what it costs: time over that without, less 1."""
+
+    tokens_per_s: float
+    cost: float
+    low: float
+    high: float
+
+
 def main() -> int:
     arguments = _parser().parse_args()
     config = EngineConfig(
@@ -67,13 +78,13 @@ def main() -> int:
     figures = _figures(rounds, arguments.requests * arguments.tokens)
     print(f"{len(rounds)} rounds of {arguments.requests} requests x {arguments.tokens} tokens")
     for name, figure in figures.items():
-        low, high = figure["interval"]
         print(
-            f"{name:22} {figure['tokens_per_s']:8.0f} tokens/s   "
-            f"cost {figure['cost']:+.2%} [{low:+.2%}, {high:+.2%}]"
+            f"{name:22} {figure.tokens_per_s:8.0f} tokens/s   "
+            f"cost {figure.cost:+.2%} [{figure.low:+.2%}, {figure.high:+.2%}]"
         )
     if arguments.json:
-        report = {"environment": describe_environment(), "figures": figures, "rounds": rounds}
+        named = {name: asdict(figure) for name, figure in figures.items()}
+        report = {"environment": describe_environment(), "figures": named, "rounds": rounds}
         arguments.json.write_text(json.dumps(report, indent=1, default=str) + "\n")
     return 0
 
@@ -131,17 +142,15 @@ def _serve(built: BuiltEngine, arguments: argparse.Namespace, index: int, way: s
         built.engine.step()
 
 
-def _figures(rounds: list[dict[str, float]], num_tokens: int) -> dict[str, dict[str, object]]:
+def _figures(rounds: list[dict[str, float]], num_tokens: int) -> dict[str, Figure]:
     rng = np.random.default_rng(0)
-    figures: dict[str, dict[str, object]] = {}
+    figures = {}
     for name in WAYS:
         ratios = np.array([times[name] / times["off"] for times in rounds]) - 1
         drawn = np.median(rng.choice(ratios, (2000, len(ratios))), axis=1)
-        figures[name] = {
-            "tokens_per_s": num_tokens / float(np.median([times[name] for times in rounds])),
-            "cost": float(np.median(ratios)),
-            "interval": np.percentile(drawn, [2.5, 97.5]).tolist(),
-        }
+        low, high = np.percentile(drawn, [2.5, 97.5]).tolist()
+        seconds = float(np.median([times[name] for times in rounds]))
+        figures[name] = Figure(num_tokens / seconds, float(np.median(ratios)), low, high)
     return figures
 
 
