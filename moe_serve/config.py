@@ -103,6 +103,18 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TraceConfig:
+    """Recording which experts the routers choose: `moe-serve trace start`."""
+
+    directory: str | None = None  # each recording gets a folder there; None: nothing is recorded
+    sample_rate: float = 0.05  # the share of requests; of those, every token
+    tokens: bool = False  # also the token ids, from which a prompt can be read
+    weights: bool = False  # also the routers' weights
+    part_bytes: int = 16 * 1024 * 1024  # of one file of a recording
+    max_bytes: int = 1024 * 1024 * 1024  # of one recording: then its oldest files are dropped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """The HTTP side."""
 
@@ -110,6 +122,7 @@ class ServerConfig:
     port: int = 8000
     served_model_name: str | None = None  # None: the checkpoint folder's name
     api_keys: tuple[str, ...] = ()  # empty: no key needed
+    admin_keys: tuple[str, ...] = ()  # for /admin; empty: those routes are off
     max_body_bytes: int = 4 * 1024 * 1024
     drain_timeout_s: float = 30.0
     is_strict: bool = True  # unknown request fields: 400; else 200 and X-Ignored-Parameters
@@ -121,4 +134,5 @@ class Config:
     """The whole configuration of `moe-serve serve`."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
     server: ServerConfig = field(default_factory=ServerConfig)

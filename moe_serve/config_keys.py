@@ -1,8 +1,9 @@
 """The table of configuration keys, read off the dataclasses of `config.py`, and what each may be.
 
 A key is `section.name`: the section is the component (`model`, `cache`, `scheduler`, `pipeline`,
-`cluster`, `server`), so `scheduler.max_num_seqs` is `Config.engine.scheduler.max_num_seqs`. A new
-field in `config.py` is a new key by itself; only its range is written here.
+`cluster`, `trace`, `server`), so `scheduler.max_num_seqs` is
+`Config.engine.scheduler.max_num_seqs`. A new field in `config.py` is a new key by itself; only its
+range is written here.
 """
 
 from __future__ import annotations
@@ -40,12 +41,15 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "cluster.heartbeat_s": (0.05, 600.0),
     "cluster.timeout_s": (0.1, 3600.0),
     "cluster.start_timeout_s": (1.0, 86400.0),
+    "trace.sample_rate": (1e-6, 1.0),
+    "trace.part_bytes": (64 * 1024, 2**30),
+    "trace.max_bytes": (64 * 1024, 2**50),
     "server.port": (0, 65535),
     "server.max_body_bytes": (1024, 2**30),
     "server.drain_timeout_s": (0.0, 3600.0),
     "server.sse_ping_s": (0.1, 3600.0),
 }
-SECRETS = frozenset({"server.api_keys"})
+SECRETS = frozenset({"server.api_keys", "server.admin_keys"})
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}  # for the keys that end in _bytes
 
 

@@ -34,6 +34,7 @@ from moe_serve.errors import ConfigError
 PREFIX = "MOE_SERVE_"
 CONFIG_VARIABLE = "MOE_SERVE_CONFIG"
 API_KEY_VARIABLE = "MOE_SERVE_API_KEY"  # the client's key, which `moe-serve chat` reads
+ADMIN_KEY_VARIABLE = "MOE_SERVE_ADMIN_KEY"  # the operator's, which `moe-serve trace` reads
 CLUSTER_SECRET_VARIABLE = "MOE_SERVE_CLUSTER_SECRET"  # shared by every process of one cluster
 DEFAULT_SOURCE = "default"
 
@@ -126,7 +127,8 @@ def variable_name(key: ConfigKey) -> str:
 
 
 def _refuse_unknown_variables(environ: Mapping[str, str], known: Mapping[str, ConfigKey]) -> None:
-    names = {*known, CONFIG_VARIABLE, API_KEY_VARIABLE, CLUSTER_SECRET_VARIABLE}
+    own = {CONFIG_VARIABLE, API_KEY_VARIABLE, ADMIN_KEY_VARIABLE, CLUSTER_SECRET_VARIABLE}
+    names = {*known, *own}
     for name in environ:
         if name.startswith(PREFIX) and name not in names:
             raise unknown_name("environment variable", name, "environment", names)

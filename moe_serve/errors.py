@@ -11,6 +11,7 @@
       x CheckpointError              the checkpoint cannot be served: names the file and the tensor
       x ClusterError                 processes of a cluster do not find or do not fit each other
         + ChannelClosedError         a control connection has ended; the message says why
+      x TracingError                 a recording of the routing cannot start or stop; says why
       x TimelineError                a timeline's file or records are not what they should be
 
 Our own bugs are `assert`s with a message, never one of these.
@@ -80,6 +81,10 @@ class TimelineError(MoeServeError):
     """Records or a file of a timeline that cannot be read, or hold not what was asked for."""
 
 
+class TracingError(MoeServeError):
+    """A recording of the routing cannot be started or stopped as things are."""
+
+
 __all__ = [
     "ChannelClosedError",
     "CheckpointError",
@@ -93,4 +98,5 @@ __all__ = [
     "MoeServeError",
     "ServerOverloadedError",
     "TimelineError",
+    "TracingError",
 ]

@@ -5,7 +5,7 @@ N tokens, L layers with routed experts, K choices per token and layer, E experts
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,8 @@ class RoutingTrace:
     placement_version: str = ""
     token_N: NDArray[np.int32] | None = None  # token ids, where they were asked for
     weights_NLK: NDArray[np.floating] | None = None  # the routers' weights, where asked for
+    labels: tuple[str, ...] = ()  # of the requests (a domain, a data set); empty: none has one
+    recording: str = ""  # which one it is part of: only there the request ids are unique
 
     def __post_init__(self) -> None:
         shape = self.expert_ids_NLK.shape
@@ -47,6 +49,8 @@ class RoutingTrace:
                 raise TraceError(f"{name} has the shape {column.shape}, of {shape[0]} tokens")
         if self.weights_NLK is not None and self.weights_NLK.shape != shape:
             raise TraceError(f"weights have the shape {self.weights_NLK.shape}, ids have {shape}")
+        if self.labels and len(self.labels) != len(self.request_ids):
+            raise TraceError(f"{len(self.labels)} labels for {len(self.request_ids)} requests")
         if not shape[0]:
             return
         low, high = int(self.expert_ids_NLK.min()), int(self.expert_ids_NLK.max())
@@ -65,6 +69,18 @@ class RoutingTrace:
     @property
     def top_k(self) -> int:
         return int(self.expert_ids_NLK.shape[2])
+
+    def select(self, tokens: NDArray[np.bool_] | NDArray[np.integer] | slice) -> RoutingTrace:
+        """Some of the tokens, in their order; the requests keep their numbers."""
+        return replace(
+            self,
+            expert_ids_NLK=self.expert_ids_NLK[tokens],
+            request_N=self.request_N[tokens],
+            position_N=self.position_N[tokens],
+            phase_N=self.phase_N[tokens],
+            token_N=None if self.token_N is None else self.token_N[tokens],
+            weights_NLK=None if self.weights_NLK is None else self.weights_NLK[tokens],
+        )
 
     def load(self) -> NDArray[np.int64]:
         """[L, E]: how many of the tokens chose each expert."""

@@ -18,7 +18,9 @@ from moe_serve.cli.launch import launch
 from moe_serve.cli.plan import plan
 from moe_serve.cli.serve import serve
 from moe_serve.cli.timeline import timeline
+from moe_serve.cli.trace import trace
 from moe_serve.errors import ClusterError, EngineDeadError, MoeServeError
+from routing_predictor.errors import RoutingError
 
 EXIT_FAILURE = 1
 EXIT_MISTAKE = 2
@@ -37,6 +39,12 @@ app.command(rich_help_panel="Serve")(launch)
 app.command(rich_help_panel="Use")(chat)
 app.command(rich_help_panel="Inspect")(doctor)
 app.command(rich_help_panel="Inspect")(timeline)
+app.add_typer(
+    trace,
+    name="trace",
+    rich_help_panel="Plan",
+    help="Which experts the routers choose: record it, look at it, import it.",
+)
 app.command(rich_help_panel="Plan")(calibrate)
 app.command(rich_help_panel="Plan")(plan)
 
@@ -66,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
     except (EngineDeadError, ClusterError) as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(EXIT_FAILURE)
-    except MoeServeError as error:
+    except (MoeServeError, RoutingError) as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(EXIT_MISTAKE)
     except KeyboardInterrupt:

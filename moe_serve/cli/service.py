@@ -18,6 +18,7 @@ from moe_serve.config import Config, EngineConfig
 from moe_serve.engine.async_engine import AsyncEngine
 from moe_serve.engine.build import BuiltEngine, model_folder
 from moe_serve.engine.layout import Layout
+from moe_serve.engine.tracing import make_tracing
 from moe_serve.http.app import create_app
 from moe_serve.http.served_model import ServedModel
 from moe_serve.http.server import run_server
@@ -40,16 +41,18 @@ def run_service(config: Config, build: BuildEngine = build_any_engine) -> None:
     with loading_bar(Console(stderr=True)) as progress:
         built = build(config.engine, progress)
     engine = AsyncEngine(built, config.engine.scheduler)
+    name = config.server.served_model_name or model_name(config, folder)
+    tracing = make_tracing(built, config.engine, config.trace, name)
     try:
         model = ServedModel(
-            name=config.server.served_model_name or model_name(config, folder),
+            name=name,
             tokenizer=tokenizer,
             chat_template=chat_template,
             created=int(time.time()),
             max_model_len=engine.max_model_len,
             description=describe_layout(engine.layout),
         )
-        app = create_app(engine, model, config.server)
+        app = create_app(engine, model, config.server, tracing)
 
         def say_ready(host: str, port: int) -> None:
             url = server_url(host, port)
@@ -59,6 +62,7 @@ def run_service(config: Config, build: BuildEngine = build_any_engine) -> None:
 
         run_server(app, engine, config.server, on_ready=say_ready)
     finally:
+        tracing.close()
         engine.close()
 
 

@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from moe_serve.cluster.attention_shards import AttentionShards, check_can_split
+from moe_serve.cluster.choices import pack_choices
 from moe_serve.cluster.epoch import layout_of, meet, sparse_layers, split_of, wire_of
 from moe_serve.cluster.load_report import load_report
 from moe_serve.cluster.messages import (
@@ -46,6 +47,7 @@ from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.data_group import DataGroup
 from moe_serve.pipeline.group_transport import GroupTransport
 from moe_serve.pipeline.pipeline import Pipeline
+from moe_serve.pipeline.route_tap import RouteTap
 from moe_serve.pipeline.shard_group import ShardLostError
 from moe_serve.pipeline.shard_transport import LeaderTransport
 from moe_serve.pipeline.stage_log import StageLog
@@ -131,8 +133,9 @@ class AttentionRank:
         transport: Transport = self._transport
         if self._shards is not None:
             transport = LeaderTransport(transport, self._shards.group)
-        pipeline = Pipeline(self._part.stage, transport, self._part.cache, loader.device, self._log)
-        self._executor = LocalExecutor(pipeline, self._sampler)
+        part, tap = self._part, RouteTap(self._spec.router.num_experts)
+        pipeline = Pipeline(part.stage, transport, part.cache, loader.device, self._log, tap)
+        self._executor = LocalExecutor(pipeline, self._sampler, tap)
 
     def leave(self) -> None:
         """Close the epoch's connections: whoever waits for this rank wakes."""
@@ -248,6 +251,7 @@ class AttentionRank:
             prompt_logprobs=outcome.prompt_logprobs,
             seconds=seconds,
             records=self._log.take(),
+            choices=None if outcome.choices is None else pack_choices(outcome.choices),
         )
 
     def _failed(self, order: RunStep, why: str, peer: str | None) -> StepFailed:

@@ -13,6 +13,7 @@ from moe_serve.cluster.started_ranks import MakeStarter, StartedRanks
 from moe_serve.config import PAGE_SIZE, EngineConfig
 from moe_serve.engine.build import BuiltEngine, max_model_len_of
 from moe_serve.engine.layout import Layout
+from moe_serve.engine.route_records import RouteListeners
 from moe_serve.model.model_tensors import LoadProgress
 from moe_serve.pipeline.micro_batch_choice import MAX_MICRO_BATCHES
 
@@ -30,16 +31,16 @@ def build_cluster(
     clock = time.monotonic()
     model = ClusterModel.read(config)
     watch = watch_for(config, model)
-    ranks = StartedRanks(model)
+    ranks, routes = StartedRanks(model), RouteListeners()
     try:
         ranks.start(make_starter, progress)
-        engine = ranks.engine(watch)
+        engine = ranks.engine(watch, routes)
     except BaseException:
         ranks.close()
         watch.close()
         raise
     layout = _layout(model, ranks.first_loaded, time.monotonic() - clock)
-    return BuiltEngine(engine, layout, model.spec)
+    return BuiltEngine(engine, layout, model.spec, routes)
 
 
 def _layout(model: ClusterModel, first: Loaded, seconds: float) -> Layout:

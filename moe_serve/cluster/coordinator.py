@@ -228,6 +228,7 @@ class Coordinator:
                 closed=work.closed,
                 page_work=work.page_work,
                 after=work.after,
+                routes=work.routes,
             )
             self._calls.send(name, order)
         return flight

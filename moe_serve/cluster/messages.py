@@ -14,6 +14,7 @@ from moe_serve.config import EngineConfig
 from moe_serve.engine.request import TokenLogprob
 from moe_serve.engine.sampler import Sampled
 from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.model.step_plan import RouteAsk
 
 RanksOf = Mapping[int, Sequence[Sequence[int]]]  # layer -> expert -> expert ranks of the epoch
 
@@ -103,6 +104,7 @@ class RunStep(_Message, frozen=True):
     closed: Sequence[int]
     page_work: Sequence[PageWork]
     after: int = 0
+    routes: RouteAsk | None = None
 
 
 class ServeStep(_Message, frozen=True):
@@ -197,6 +199,18 @@ class StageSeconds(msgspec.Struct, frozen=True, array_like=True):
     whole: float = 0.0
 
 
+class Choices(msgspec.Struct, frozen=True, array_like=True):
+    """What routers chose for some slices of a step: `StepChoices`, its arrays little-endian."""
+
+    sequence_ids: Sequence[int]
+    counts: Sequence[int]
+    num_layers: int
+    top_k: int
+    is_wide: bool  # int16 ids, not uint8
+    expert_ids: bytes
+    weights: bytes = b""  # float16; none: not asked for
+
+
 class StepDone(_Message, frozen=True):
     """An attention rank's tokens, by sequence id."""
 
@@ -207,6 +221,7 @@ class StepDone(_Message, frozen=True):
     prompt_logprobs: Mapping[int, Sequence[TokenLogprob]]
     seconds: StageSeconds
     records: bytes = b""  # of the timeline
+    choices: Choices | None = None
 
 
 class StepServed(_Message, frozen=True):

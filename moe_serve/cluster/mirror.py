@@ -31,7 +31,8 @@ class Mirrors:
             tuple(
                 MicroBatch(tuple(self._slice(piece) for piece in batch))
                 for batch in order.micro_batches
-            )
+            ),
+            order.routes,
         )
 
     def append(self, tokens: Mapping[int, int]) -> None:

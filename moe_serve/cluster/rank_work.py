@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from moe_serve.cluster.messages import OpenSequence, PageWork, Slice
 from moe_serve.engine.step_executor import ExecutorLostError
 from moe_serve.errors import MoeServeError
+from moe_serve.model.step_plan import RouteAsk
 
 
 class RankLostError(ExecutorLostError):
@@ -27,6 +28,7 @@ class RankWork:
     closed: tuple[int, ...] = ()
     page_work: tuple[PageWork, ...] = ()
     after: int = 0  # the step whose tokens it goes on with, if that runs yet
+    routes: RouteAsk | None = None
 
     @property
     def rows(self) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from moe_serve.cluster.choices import unpack_choices
 from moe_serve.cluster.coordinator import Coordinator
 from moe_serve.cluster.messages import (
     OpenSequence,
@@ -61,6 +62,7 @@ class RemoteExecutor:
             opened=opened,
             closed=closed,
             page_work=self._take_work(),
+            routes=plan.routes,
         )
 
     def resend_tables(self) -> None:
@@ -112,7 +114,8 @@ def as_outcome(done: StepDone) -> StepOutcome:
     sampled: dict[int, Sampled | RowFailure] = dict(done.sampled)
     sampled |= {key: RowFailure(why) for key, why in done.failures.items()}
     prompts = {key: tuple(entries) for key, entries in done.prompt_logprobs.items()}
-    return StepOutcome(sampled=sampled, prompt_logprobs=prompts)
+    choices = None if done.choices is None else unpack_choices(done.choices)
+    return StepOutcome(sampled=sampled, prompt_logprobs=prompts, choices=choices)
 
 
 def _opened(sequence: Sequence) -> OpenSequence:

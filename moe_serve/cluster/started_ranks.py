@@ -29,6 +29,7 @@ from moe_serve.cluster.store import serve_store
 from moe_serve.cluster.transport_check import check_transport
 from moe_serve.engine.build import eos_token_ids_of, max_model_len_of
 from moe_serve.engine.engine import Engine
+from moe_serve.engine.route_records import RouteListeners
 from moe_serve.model.model_tensors import LoadProgress
 from moe_serve.pipeline.meeting import MeetingPlace
 
@@ -76,8 +77,8 @@ class StartedRanks:
         assert loaded is not None, "the attention ranks have loaded"
         return loaded
 
-    def engine(self, watch: PoolWatch) -> ClusterEngine:
-        """The engine over all ranks."""
+    def engine(self, watch: PoolWatch, routes: RouteListeners) -> ClusterEngine:
+        """The engine over all ranks; `routes`: who hears what they choose."""
         timeout_s, start_timeout_s = self._cluster.timeout_s, self._cluster.start_timeout_s
         assert self._place is not None, "the ranks have been closed"
         calls = RankCalls(self._membership, watch)
@@ -103,7 +104,7 @@ class StartedRanks:
         )
 
         def make_engine(executor: RemoteExecutor, ids: itertools.count[int]) -> Engine:
-            return self._engine(executor, ids, identity)
+            return self._engine(executor, ids, identity, routes)
 
         def close() -> None:
             self.close()
@@ -119,7 +120,11 @@ class StartedRanks:
         self._place = None
 
     def _engine(
-        self, executor: RemoteExecutor, ids: itertools.count[int], identity: bytes
+        self,
+        executor: RemoteExecutor,
+        ids: itertools.count[int],
+        identity: bytes,
+        routes: RouteListeners,
     ) -> Engine:
         """The scheduler, pages and prefixes of one attention rank."""
         config, spec = self._model.config, self._model.spec
@@ -135,4 +140,5 @@ class StartedRanks:
             model_identity=identity,
             has_prefix_cache=config.cache.prefix_cache,
             ids=ids,
+            routes=routes,
         )

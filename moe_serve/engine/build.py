@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -19,6 +19,7 @@ from moe_serve.engine.cuda_graphs import with_cuda_graphs
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.layout import Layout
+from moe_serve.engine.route_records import RouteListeners
 from moe_serve.engine.sampling_backend import make_sampler
 from moe_serve.engine.step_executor import LocalExecutor
 from moe_serve.errors import CheckpointError, ConfigError
@@ -32,6 +33,7 @@ from moe_serve.model.spec import ModelSpec
 from moe_serve.model.weight_reader import open_checkpoint
 from moe_serve.model.weight_source import OpenWeights
 from moe_serve.pipeline.pipeline import Pipeline
+from moe_serve.pipeline.route_tap import RouteTap
 from moe_serve.pipeline.transport import LocalTransport
 from moe_serve.pipeline.wire import make_wire_format
 
@@ -43,6 +45,7 @@ class BuiltEngine:
     engine: DrivenEngine
     layout: Layout
     spec: ModelSpec
+    routes: RouteListeners = field(default_factory=RouteListeners)  # who hears of its routing
 
 
 def model_folder(config: ModelConfig) -> Path:
@@ -81,13 +84,14 @@ def build_engine(
     transport = _local_transport(loader, config)
     part = load_attention(loader, config, max_model_len)
     eos_token_ids = eos_token_ids_of(folder, spec)
-    pipeline = Pipeline(part.stage, transport, part.cache, device)
+    tap, routes = RouteTap(spec.router.num_experts), RouteListeners()
+    pipeline = Pipeline(part.stage, transport, part.cache, device, tap=tap)
     micro_batches = config.pipeline.num_in_one_process
     runner, graphs = with_cuda_graphs(
         pipeline, part.stage, part.cache, config, max_model_len, micro_batches
     )
     engine = Engine(
-        LocalExecutor(runner, make_sampler(eos_token_ids, loader.kernels)),
+        LocalExecutor(runner, make_sampler(eos_token_ids, loader.kernels), tap),
         scheduler=config.scheduler,
         num_pages=part.num_pages,
         micro_batches=micro_batches,
@@ -97,6 +101,7 @@ def build_engine(
             folder, str(loader.dtype), loader.kernels.name, loader.expert_weights
         ),
         has_prefix_cache=config.cache.prefix_cache,
+        routes=routes,
     )
     layout = Layout(
         folder=folder,
@@ -119,7 +124,7 @@ def build_engine(
         micro_batches=micro_batches,
         load_seconds=time.monotonic() - clock,
     )
-    return BuiltEngine(engine, layout, spec)
+    return BuiltEngine(engine, layout, spec, routes)
 
 
 def _local_transport(loader: ModelLoader, config: EngineConfig) -> LocalTransport:

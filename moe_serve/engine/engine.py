@@ -15,15 +15,11 @@ from moe_serve.engine.batcher import make_next_plan, make_step_plan
 from moe_serve.engine.client import EngineStats
 from moe_serve.engine.prefix_sharing import PrefixSharing
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
+from moe_serve.engine.route_records import RouteListeners
 from moe_serve.engine.sampler import Sampled
 from moe_serve.engine.scheduler import Schedule, Scheduler
 from moe_serve.engine.sequence import Sequence
-from moe_serve.engine.step_executor import (
-    ExecutorLostError,
-    RowFailure,
-    StepExecutor,
-    StepOutcome,
-)
+from moe_serve.engine.step_executor import ExecutorLostError, RowFailure, StepExecutor, StepOutcome
 from moe_serve.model.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)
@@ -52,6 +48,7 @@ class Engine:
         model_identity: bytes = b"",
         has_prefix_cache: bool = True,
         ids: Iterator[int] | None = None,
+        routes: RouteListeners | None = None,
     ) -> None:
         assert max_model_len <= num_pages * PAGE_SIZE, "one full sequence must fit the cache"
         self._executor = executor
@@ -59,6 +56,7 @@ class Engine:
         identity = model_identity if has_prefix_cache else None
         sharing = PrefixSharing(cache, identity, executor.finite_pages)
         self._scheduler = Scheduler(scheduler, cache, sharing)
+        self._routes = RouteListeners() if routes is None else routes
         self._eos, self._micro_batches = eos_token_ids, micro_batches
         self.max_model_len = max_model_len
         self._ids = itertools.count() if ids is None else ids  # of sequences
@@ -150,7 +148,8 @@ class Engine:
 
     def cut(self, micro_batches: int | None = None) -> StepPlan:
         """The plan of the step that has begun, in at most so many micro-batches."""
-        return make_step_plan(self._schedule, micro_batches or self._micro_batches)
+        plan = make_step_plan(self._schedule, micro_batches or self._micro_batches)
+        return self._routes.asked(plan, self._num_steps, self._schedule)
 
     def begin_ahead(self) -> bool:
         """Begin the step after the one that runs; False: what it computes is not sure."""
@@ -163,7 +162,8 @@ class Engine:
 
     def cut_ahead(self, micro_batches: int) -> StepPlan:
         """See `cut`: the plan of the step that has begun ahead."""
-        return make_next_plan(self._ahead, micro_batches)
+        plan = make_next_plan(self._ahead, micro_batches)
+        return self._routes.asked(plan, self._num_steps + 1, self._ahead)
 
     def drop_ahead(self) -> None:
         """It is not computed after all."""
@@ -208,6 +208,7 @@ class Engine:
     def _finish(self, schedule: Schedule, outcome: StepOutcome | Exception) -> None:
         """A step's deltas become pending. If it raised, every sequence runs alone."""
         if isinstance(outcome, StepOutcome):
+            self._routes.tell(schedule, outcome.choices)
             self._publish(schedule, outcome)
             return
         _log.error("step %d failed with %d sequences", self._num_steps, len(schedule))

@@ -19,6 +19,7 @@ from moe_serve.engine.sampling_backend import SamplingBackend
 from moe_serve.engine.sequence import Sequence
 from moe_serve.errors import MoeServeError
 from moe_serve.model.step_plan import SequenceSlice, StepPlan
+from moe_serve.pipeline.route_tap import RouteTap, StepChoices
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class StepOutcome:
 
     sampled: Mapping[int, Sampled | RowFailure] = field(default_factory=dict)  # by sequence id
     prompt_logprobs: Mapping[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
+    choices: StepChoices | None = None  # of the routers, where the plan asked for them
 
 
 class StepRunner(Protocol):
@@ -83,14 +85,17 @@ class StepExecutor(Protocol):
 
 
 class LocalExecutor:
-    """A pipeline and a sampler in this process."""
+    """A pipeline and a sampler in this process; `tap` is the pipeline's, if it has one."""
 
-    def __init__(self, runner: StepRunner, sampler: SamplingBackend) -> None:
-        self.runner, self._sampler = runner, sampler
+    def __init__(
+        self, runner: StepRunner, sampler: SamplingBackend, tap: RouteTap | None = None
+    ) -> None:
+        self.runner, self._sampler, self._tap = runner, sampler, tap
 
     def run(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> StepOutcome:
         """See `StepExecutor.run`."""
         logits = self.runner.run(plan)
+        choices = None if self._tap is None else self._tap.end(plan)
         rows, sampling, described, start = [], [], {}, 0
         for piece in plan.slices:
             sequence = sequences[piece.sequence_id]
@@ -102,12 +107,13 @@ class LocalExecutor:
                 sampling.append(sequence)
             start = end
         if not sampling:
-            return StepOutcome(prompt_logprobs=described)
+            return StepOutcome(prompt_logprobs=described, choices=choices)
         chosen = logits if len(rows) == len(logits) else logits[rows]
         tokens = self._sample(chosen, sampling)
         return StepOutcome(
             sampled={s.id: token for s, token in zip(sampling, tokens, strict=True)},
             prompt_logprobs=described,
+            choices=choices,
         )
 
     def forget(self, sequence_ids: list[int]) -> None:

@@ -15,6 +15,7 @@ from moe_serve.errors import (
     ModelNotFoundError,
     MoeServeError,
     ServerOverloadedError,
+    TracingError,
 )
 
 _NO_HEADERS: Mapping[str, str] = {}
@@ -98,6 +99,8 @@ def to_api_error(error: Exception) -> ApiError:
             return draining_error(str(error), error.retry_after_s)
         headers = {**_retry_headers(error.retry_after_s), "x-should-retry": "true"}
         return ApiError(429, str(error), code="server_overloaded", headers=headers)
+    if isinstance(error, TracingError):
+        return ApiError(409, str(error), code="tracing_conflict")
     if isinstance(error, GenerationError):
         return ApiError(500, str(error), code="generation_failed")
     return internal_error()

@@ -15,7 +15,9 @@ from prometheus_client.registry import Collector
 
 from moe_serve.engine.client import EngineClient
 from moe_serve.engine.request import FinishReason
+from moe_serve.engine.tracing import Tracing
 from moe_serve.http.pool_families import pool_families
+from moe_serve.http.trace_families import trace_families
 
 PREFIX = "moe_serve:"
 _ROUTES = frozenset(
@@ -27,6 +29,9 @@ _ROUTES = frozenset(
         "/health/ready",
         "/metrics",
         "/openapi.json",
+        "/admin/trace/start",
+        "/admin/trace/stop",
+        "/admin/trace/status",
     }
 )
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -48,10 +53,12 @@ class _Registry(CollectorRegistry):
 class ServerMetrics:
     """All metrics of one server, in a registry of its own."""
 
-    def __init__(self, engine: EngineClient, model_name: str) -> None:
+    def __init__(
+        self, engine: EngineClient, model_name: str, tracing: Tracing | None = None
+    ) -> None:
         self.registry = _Registry()
         self._model_name = model_name
-        self.registry.register(_EngineCollector(engine, model_name))
+        self.registry.register(_EngineCollector(engine, model_name, tracing))
         self._ttft = self._histogram(
             "time_to_first_token_seconds", "From the request to its first token.", _TTFT_BUCKETS
         )
@@ -105,8 +112,8 @@ class ServerMetrics:
 class _EngineCollector(Collector):
     """Reads the engine's snapshot when Prometheus asks."""
 
-    def __init__(self, engine: EngineClient, model_name: str) -> None:
-        self._engine = engine
+    def __init__(self, engine: EngineClient, model_name: str, tracing: Tracing | None) -> None:
+        self._engine, self._tracing = engine, tracing
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
@@ -146,6 +153,8 @@ class _EngineCollector(Collector):
             yield counter
         if stats.pools is not None:
             yield from pool_families(stats.pools, PREFIX, self._model_name)
+        if self._tracing is not None:
+            yield from trace_families(self._tracing.status(), PREFIX, self._model_name)
 
 
 def route_label(path: str) -> str:

@@ -35,10 +35,19 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class RouteAsk:
+    """Somebody wants to know what the routers choose for these sequences."""
+
+    sequence_ids: frozenset[int]
+    has_weights: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """All micro-batches of a step, in the order in which their logits come back."""
 
     micro_batches: tuple[MicroBatch, ...]
+    routes: RouteAsk | None = None
 
     @property
     def slices(self) -> list[SequenceSlice]:

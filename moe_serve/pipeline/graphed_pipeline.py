@@ -26,7 +26,7 @@ class GraphedPipeline:
     def run(self, plan: StepPlan) -> Tensor:
         """Compute a step -> the wanted logits [R, V] in fp32, slice after slice."""
         logits = None
-        if self._graphs is not None:
+        if self._graphs is not None and plan.routes is None:  # a replay shows no layer
             try:
                 logits = self._graphs.run(plan)
             except RuntimeError as error:

@@ -19,6 +19,7 @@ from moe_serve.model.attention_stage import AttentionStage
 from moe_serve.model.graphed_attention_stage import GraphedAttentionStage
 from moe_serve.model.step_inputs import StepInputs
 from moe_serve.model.step_plan import StepPlan
+from moe_serve.pipeline.route_tap import RouteTap
 from moe_serve.pipeline.stage_log import StageLog
 from moe_serve.pipeline.timeline import NO_LAYER, Stage
 from moe_serve.pipeline.transport import Transport
@@ -46,9 +47,11 @@ class Pipeline:
         cache: KVCache,
         device: torch.device,
         log: StageLog | None = None,
+        tap: RouteTap | None = None,
     ) -> None:
         self._stage, self._transport, self._cache, self._device = stage, transport, cache, device
         self._log = StageLog() if log is None else log  # which begins and ends steps
+        self._tap = RouteTap(stage.spec.router.num_experts) if tap is None else tap
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Tensor:
@@ -57,6 +60,7 @@ class Pipeline:
         Afterwards the cache holds the keys and values of every token of the step.
         """
         since, aside_s, parts = time.perf_counter(), 0.0, list[Tensor]()
+        self._tap.begin(plan)
         inputs = (
             self._stage.make_inputs(batch, self._cache, self._device)
             for batch in plan.micro_batches
@@ -113,6 +117,7 @@ class Pipeline:
         flight.hidden_TD = advance.hidden_TD
         if advance.routed is None:
             return
+        self._tap.take(index, advance.routed.rows)
         self._transport.dispatch(layer, index, advance.routed)
         start = log.add(Stage.DISPATCH, layer, index, rows, start)
         flight.layer_away = layer

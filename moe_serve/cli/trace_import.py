@@ -1,0 +1,57 @@
+"""`moe-serve trace import`: what other programs recorded, as a trace or a table of loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_serve.errors import InvalidRequestError
+
+
+def import_(
+    files: Annotated[
+        list[Path], typer.Argument(help="A file, a folder, or the files of all ranks.")
+    ],
+    out: Annotated[Path, typer.Option(help="The file to write, *.safetensors.")],
+    kind: Annotated[
+        str,
+        typer.Option("--from", help="auto, sglang, vllm, trtllm, npz, npy, csv or jsonl."),
+    ] = "auto",
+    num_experts: Annotated[
+        int | None,
+        typer.Option(min=1, help="Experts of a layer.", show_default="the largest id plus 1"),
+    ] = None,
+    num_layers: Annotated[
+        int | None, typer.Option(min=1, help="For answers of SGLang, which do not say it.")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="For answers of SGLang, which do not say it.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="The model's name, to be noted.")] = "",
+) -> None:
+    """Read a foreign recording. Nothing in it is executed: what is not plain data is refused."""
+    if out.exists():
+        raise InvalidRequestError(f"{out} is there already: choose another --out.", param="out")
+
+    from routing_predictor.importers.importer import import_files
+    from routing_predictor.importers.tables import ImportOptions
+    from routing_predictor.load_file import ExpertLoad, write_load
+    from routing_predictor.trace_file import write_trace
+
+    options = ImportOptions(
+        num_experts=num_experts, num_layers=num_layers, top_k=top_k, model=model
+    )
+    imported = import_files(files, kind, options)
+    if isinstance(imported, ExpertLoad):
+        size = write_load(imported, out)
+        steps, num_layers_read, experts = imported.counts_SLE.shape
+        what = f"loads of {steps} steps, {num_layers_read} layers, {experts} experts"
+    else:
+        size = write_trace(imported, out)
+        what = (
+            f"a trace of {imported.num_tokens} tokens, {len(imported.request_ids)} requests, "
+            f"{len(imported.layers)} layers, top-{imported.top_k} of {imported.num_experts}"
+        )
+    typer.echo(f"{what}: {out}, {size / 2**20:.1f} MiB")

@@ -1,0 +1,183 @@
+"""`moe-serve trace show`: a trace, or a table of loads, as tables and a picture."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from moe_serve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from routing_predictor.trace import RoutingTrace
+    from routing_predictor.trace_stats import Activation, Drift, LayerLoad, Loads
+
+
+def show(
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="Traces, folders of their parts, or one file of `trace import`."),
+    ],
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write all figures here.")
+    ] = None,
+    heatmap: Annotated[
+        Path | None, typer.Option(help="Draw layers and experts into this PNG.")
+    ] = None,
+    num_ranks: Annotated[
+        int, typer.Option("--ranks", min=1, help="Expert ranks, for the balance of equal runs.")
+    ] = 4,
+    num_windows: Annotated[
+        int, typer.Option("--windows", min=1, max=1000, help="Windows to look for drift in.")
+    ] = 8,
+) -> None:
+    """Who is hot, how many experts a batch touches, and how the loads drift."""
+    from routing_predictor.heat_map import draw_heat_map
+    from routing_predictor.load_file import FORMAT, read_load
+    from routing_predictor.metadata import read_metadata
+    from routing_predictor.trace_file import read_traces
+    from routing_predictor.trace_stats import activations, drifts, layer_loads, shuffled, windows
+
+    facts: dict[str, Any]
+    active: list[Activation] = []
+    if len(files) == 1 and files[0].is_file() and read_metadata(files[0]).get("format") == FORMAT:
+        load = read_load(files[0])
+        by_window: Loads = load.counts_SLE
+        if len(by_window) > num_windows:
+            by_window = _merged(by_window, num_windows)
+        layers, chance = load.layers, None
+        facts = {"model": load.model, "source": load.source, "steps": len(load.counts_SLE)}
+    else:
+        trace = read_traces(files)
+        if not trace.num_tokens:
+            raise ConfigError(f"{files[0]} has no tokens: there is nothing to show.")
+        layers, by_window = trace.layers, windows(trace, num_windows)
+        chance, active = windows(shuffled(trace), num_windows), activations(trace)
+        facts = _trace_facts(trace)
+    total = by_window.sum(axis=0)
+    facts |= {"layers": len(layers), "experts": total.shape[1]}
+    if num_ranks > total.shape[1]:
+        raise ConfigError(f"--ranks {num_ranks} is more than the {total.shape[1]} experts.")
+    loads, drift = layer_loads(total, layers, num_ranks), drifts(by_window, chance)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(_facts(facts), _loads(loads, num_ranks))
+    if active:
+        console.print(_activations(active))
+    if len(drift) > 1:
+        console.print(_drifts(drift))
+    if json_file is not None:
+        figures = {
+            "facts": facts,
+            "ranks": num_ranks,
+            "layers": [asdict(each) for each in loads],
+            "activated_experts": [asdict(each) for each in active],
+            "drift": [asdict(each) for each in drift],
+        }
+        _write(json_file, json.dumps(figures, indent=1) + "\n")
+    if heatmap is not None:
+        title = (
+            f"{facts['model'] or files[0].name}: {total.sum() / len(layers):.0f} choices a layer"
+        )
+        draw_heat_map(total, layers, title, heatmap)
+        typer.echo(f"the heat map is in {heatmap}")
+
+
+def _trace_facts(trace: RoutingTrace) -> dict[str, Any]:
+    from routing_predictor.trace import DECODE
+
+    num_decode = int((trace.phase_N == DECODE).sum())
+    more = [
+        word
+        for word, column in (("token ids", trace.token_N), ("weights", trace.weights_NLK))
+        if column is not None
+    ]
+    return {
+        "model": trace.model,
+        "identity": trace.model_identity[:16],
+        "tokens": trace.num_tokens,
+        "of prompts": trace.num_tokens - num_decode,
+        "generated": num_decode,
+        "requests": len(trace.request_ids),
+        "labels": sorted(set(trace.labels)),
+        "top_k": trace.top_k,
+        "with": more,
+    }
+
+
+def _merged(by_step: Loads, count: int) -> Loads:
+    """Steps added up to equal windows."""
+    import numpy as np
+
+    return np.stack([part.sum(axis=0) for part in np.array_split(by_step, count)])
+
+
+def _facts(facts: dict[str, Any]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, value in facts.items():
+        if value not in ("", []):
+            listed = isinstance(value, list)
+            is_long = listed and len(value) > 8
+            shown = f"{len(value)} different" if is_long else ", ".join(value) if listed else value
+            table.add_row(name, str(shown))
+    return table
+
+
+def _loads(loads: list[LayerLoad], num_ranks: int) -> Table:
+    table = _table("layer", "hottest", "share", "max / mean", "unused")
+    table.add_column("balancedness", justify="right", no_wrap=True)
+    table.title = f"experts of a layer; balancedness on {num_ranks} ranks with equal runs of them"
+    for each in loads:
+        table.add_row(
+            str(each.layer),
+            " ".join(map(str, each.hottest)),
+            " ".join(f"{share:.1%}" for share in each.shares),
+            f"{each.hottest_over_mean:.2f}",
+            str(each.num_unused),
+            f"{each.balancedness:.3f}",
+        )
+    return table
+
+
+def _activations(active: list[Activation]) -> Table:
+    table = _table("batch", "if alike", "any tokens", "one a request", "of one request")
+    table.title = "experts of a layer that a batch touches, mean"
+    for each in active:
+        table.add_row(
+            str(each.batch_size),
+            f"{each.even:.1f}",
+            f"{each.any_tokens:.1f}",
+            *("" if v is None else f"{v:.1f}" for v in (each.one_per_request, each.one_request)),
+        )
+    return table
+
+
+def _drifts(drift: list[Drift]) -> Table:
+    table = _table("window", "choices", "from last", "worst layer", "from all", "chance")
+    table.title = "drift, as total variation of the loads (mean over layers)"
+    for each in drift:
+        values = (each.to_previous, each.to_previous_worst, each.to_all, each.by_chance)
+        table.add_row(
+            str(each.window),
+            f"{each.num_choices:.0f}",
+            *("" if value is None else f"{value:.3f}" for value in values),
+        )
+    return table
+
+
+def _table(*names: str) -> Table:
+    table = Table()
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}.") from None

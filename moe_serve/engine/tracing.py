@@ -1,0 +1,171 @@
+"""Recording the routing of a running server: started, stopped and asked after from any thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+
+from moe_serve.cache.model_identity import model_identity
+from moe_serve.config import EngineConfig, TraceConfig
+from moe_serve.engine.build import BuiltEngine
+from moe_serve.engine.route_recorder import RouteRecorder
+from moe_serve.engine.route_records import RouteListeners
+from moe_serve.errors import ConfigError, TracingError
+from routing_predictor.errors import TraceError
+from routing_predictor.recording import RecordingStats, RecordingWriter, TraceHeader
+
+MIN_RATE = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracingStatus:
+    """The recording that runs, or the last one; the totals are of all since the server began."""
+
+    is_recording: bool
+    folder: str | None  # None: nothing was recorded yet
+    sample_rate: float
+    has_weights: bool
+    has_tokens: bool
+    recording: RecordingStats
+    total: RecordingStats
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A recording, and who fills it."""
+
+    writer: RecordingWriter
+    recorder: RouteRecorder
+
+
+class Tracing:
+    """At most one recording at a time."""
+
+    def __init__(
+        self,
+        config: TraceConfig,
+        routes: RouteListeners,
+        read_header: Callable[[], TraceHeader],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._config, self._routes, self._read_header = config, routes, read_header
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._running: _Running | None = None
+        self._folder: Path | None = None
+        self._rate, self._has_weights = config.sample_rate, config.weights
+        self._last, self._past = RecordingStats(), RecordingStats()  # the last, and all before it
+
+    def start(
+        self, sample_rate: float | None = None, has_weights: bool | None = None
+    ) -> TracingStatus:
+        """Begin a recording, in a new folder. Raises TracingError with why not."""
+        with self._lock:
+            if self._config.directory is None:
+                raise TracingError("Nothing can be recorded: trace.directory is not configured.")
+            if self._running is not None:
+                raise TracingError(f"A recording is running already, in {self._folder}.")
+            self._rate = self._config.sample_rate if sample_rate is None else sample_rate
+            self._has_weights = self._config.weights if has_weights is None else has_weights
+            if not MIN_RATE <= self._rate <= 1.0:
+                raise TracingError(f"sample_rate {self._rate:g} is not in [{MIN_RATE:g}, 1].")
+            header = replace(
+                self._read_header(),
+                has_weights=self._has_weights,
+                has_tokens=self._config.tokens,
+            )
+            try:
+                writer = self._open(Path(self._config.directory).expanduser(), header)
+            except TraceError as error:
+                raise TracingError(f"Nothing is recorded: {error}.") from None
+            recorder = RouteRecorder(writer, self._rate, has_weights=self._has_weights)
+            self._past, self._last = _sum(self._past, self._last), RecordingStats()
+            self._running, self._folder = _Running(writer, recorder), writer.folder
+            self._routes.add(recorder)
+        return self.status()
+
+    def stop(self) -> TracingStatus:
+        """End the recording, and write what is left of it; raises TracingError if none runs."""
+        with self._lock:
+            if self._running is None:
+                raise TracingError("No recording is running.")
+            self._end(self._running)
+        return self.status()
+
+    def status(self) -> TracingStatus:
+        running = self._running
+        recording = self._last if running is None else running.writer.stats()
+        return TracingStatus(
+            is_recording=running is not None,
+            folder=None if self._folder is None else str(self._folder),
+            sample_rate=self._rate,
+            has_weights=self._has_weights,
+            has_tokens=self._config.tokens,
+            recording=recording,
+            total=_sum(self._past, recording),
+        )
+
+    def close(self) -> None:
+        """The server ends: what was recorded is written."""
+        with self._lock:
+            if self._running is not None:
+                self._end(self._running)
+
+    def _end(self, running: _Running) -> None:
+        self._routes.remove(running.recorder)
+        running.recorder.end()
+        self._last, self._running = running.writer.close(), None
+
+    def _open(self, directory: Path, header: TraceHeader) -> RecordingWriter:
+        """A folder named for the time: by the second, and numbered within it."""
+        name = time.strftime("%Y%m%d-%H%M%S", time.gmtime(self._clock()))
+        folder, number = directory / name, 1
+        while folder.exists():
+            number += 1
+            folder = directory / f"{name}-{number}"
+        return RecordingWriter(
+            folder,
+            header,
+            part_bytes=min(self._config.part_bytes, self._config.max_bytes),
+            max_bytes=self._config.max_bytes,
+        )
+
+
+def make_tracing(
+    built: BuiltEngine, engine: EngineConfig, config: TraceConfig, name: str
+) -> Tracing:
+    """Of a server whose model has this name."""
+    return Tracing(config, built.routes, lambda: trace_header(built, engine, name))
+
+
+def trace_header(built: BuiltEngine, config: EngineConfig, name: str) -> TraceHeader:
+    """What traces of this engine say of it; reads samples of its weights."""
+    spec, placement = built.spec, config.cluster.placement
+    version = ""
+    if placement is not None:
+        try:
+            version = sha256(Path(placement).expanduser().read_bytes()).hexdigest()[:16]
+        except OSError as error:
+            raise ConfigError(f"{placement} cannot be read: {error.strerror}.") from None
+    return TraceHeader(
+        num_experts=spec.router.num_experts,
+        layers=tuple(i for i, layer in enumerate(spec.layers) if layer.is_sparse),
+        model=name,
+        model_identity=model_identity(built.layout.folder).hex(),
+        placement_version=version,
+    )
+
+
+def _sum(one: RecordingStats, other: RecordingStats) -> RecordingStats:
+    return RecordingStats(
+        one.num_tokens + other.num_tokens,
+        one.num_written_bytes + other.num_written_bytes,
+        one.num_parts + other.num_parts,
+        one.num_dropped_parts + other.num_dropped_parts,
+        one.num_lost_tokens + other.num_lost_tokens,
+        other.failure,
+    )

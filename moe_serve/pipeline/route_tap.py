@@ -1,0 +1,99 @@
+"""What the routers chose in a step, kept while the step runs.
+
+T tokens of a micro-batch, N tokens that were asked for, L layers with routed experts, K choices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from experts.routed_rows import RoutedRows
+from moe_serve.model.step_plan import MicroBatch, StepPlan
+
+MAX_BYTE_EXPERTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class StepChoices:
+    """The choices of some slices of a step, one slice after the other."""
+
+    sequence_ids: tuple[int, ...]
+    counts: tuple[int, ...]  # tokens of each
+    expert_ids_NLK: NDArray[np.integer[Any]]  # uint8, or int16 with more than 256 experts
+    weights_NLK: NDArray[np.float16] | None = None  # where the plan asked for them
+
+
+class RouteTap:
+    """One pipeline's. A plan that asks for nothing costs a test per layer.
+
+    Holds the routers' own outputs until the step's end, and copies them once.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        self._dtype = torch.uint8 if num_experts <= MAX_BYTE_EXPERTS else torch.int16
+        self._is_on = False
+        self._rows: dict[int, list[RoutedRows]] = {}  # by micro-batch, layer after layer
+
+    def begin(self, plan: StepPlan) -> None:
+        """A step starts, whatever became of the one before."""
+        self._is_on = plan.routes is not None
+        self._rows = {}
+
+    def take(self, micro_batch: int, rows: RoutedRows) -> None:
+        """The rows of a layer, before they leave for the experts."""
+        if self._is_on:
+            self._rows.setdefault(micro_batch, []).append(rows)
+
+    def end(self, plan: StepPlan) -> StepChoices | None:
+        """What the plan asked for; None: nothing."""
+        kept, self._rows, self._is_on = self._rows, {}, False
+        if plan.routes is None:
+            return None
+        wanted = plan.routes.sequence_ids
+        sequences, counts, ids, weights = [], [], [], []
+        for index, batch in enumerate(plan.micro_batches):
+            rows = _rows_of(batch, wanted)
+            if rows is None or not kept.get(index):
+                continue
+            for piece in batch.slices:
+                if piece.sequence_id in wanted:
+                    sequences.append(piece.sequence_id)
+                    counts.append(len(piece.token_ids))
+            ids.append(_chosen([each.expert_ids_TK for each in kept[index]], rows, self._dtype))
+            if plan.routes.has_weights:
+                layers = [each.weights_TK for each in kept[index]]
+                weights.append(_chosen(layers, rows, torch.float16))
+        if not ids:
+            return None
+        return StepChoices(
+            tuple(sequences),
+            tuple(counts),
+            np.concatenate(ids),
+            np.concatenate(weights) if plan.routes.has_weights else None,
+        )
+
+
+def _rows_of(batch: MicroBatch, wanted: frozenset[int]) -> Tensor | slice | None:
+    """Which rows of a micro-batch are asked for; None: none."""
+    flags = [piece.sequence_id in wanted for piece in batch.slices]
+    if all(flags):
+        return slice(None)
+    if not any(flags):
+        return None
+    counts = [len(piece.token_ids) for piece in batch.slices]
+    return torch.from_numpy(np.flatnonzero(np.repeat(flags, counts)))
+
+
+def _chosen(layers: list[Tensor], rows: Tensor | slice, dtype: torch.dtype) -> NDArray[Any]:
+    """[T, K] of every layer -> [N, L, K] on the host: one copy from the device."""
+    stacked_TLK = torch.stack(layers, dim=1)
+    if isinstance(rows, Tensor):
+        stacked_TLK = stacked_TLK[rows.to(stacked_TLK.device)]
+    chosen: NDArray[Any] = stacked_TLK.to(dtype).cpu().numpy()
+    return chosen

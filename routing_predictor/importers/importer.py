@@ -1,0 +1,59 @@
+"""Which reader a foreign file needs: told, or seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from routing_predictor.errors import TraceError
+from routing_predictor.importers.plain import (
+    import_csv,
+    import_npy,
+    import_npz,
+    import_token_lines,
+)
+from routing_predictor.importers.sglang import import_sglang
+from routing_predictor.importers.tables import Imported, ImportOptions, read_json, read_json_lines
+from routing_predictor.importers.trtllm import import_trtllm
+from routing_predictor.importers.vllm import import_vllm
+
+Importer = Callable[[Sequence[Path], ImportOptions], Imported]
+IMPORTERS: Mapping[str, Importer] = {
+    "sglang": import_sglang,
+    "vllm": import_vllm,
+    "trtllm": import_trtllm,
+    "npz": import_npz,
+    "npy": import_npy,
+    "csv": import_csv,
+    "jsonl": import_token_lines,
+}
+_BY_SUFFIX = {".pt": "sglang", ".npz": "npz", ".npy": "npy", ".csv": "csv"}
+
+
+def import_files(paths: Sequence[Path], kind: str, options: ImportOptions) -> Imported:
+    """`kind`: a name of IMPORTERS, or auto. Raises TraceError."""
+    assert paths, "there is something to import"
+    if kind == "auto":
+        kind = detect(paths[0])
+    if kind not in IMPORTERS:
+        raise TraceError(f"{kind} is no format; known are auto, {', '.join(IMPORTERS)}")
+    return IMPORTERS[kind](paths, options)
+
+
+def detect(path: Path) -> str:
+    """The name of the format, by the file's name and, of JSON, by its keys. Raises TraceError."""
+    if not path.exists():
+        raise TraceError(f"{path} is not there")
+    if path.is_dir():
+        return "trtllm"
+    if path.suffix in _BY_SUFFIX:
+        return _BY_SUFFIX[path.suffix]
+    if path.suffix == ".jsonl":
+        keys = read_json_lines(path)[0].keys()
+        if "record_type" in keys:
+            return "vllm"
+        return "jsonl" if "topk_ids" in keys else "sglang"
+    if path.suffix == ".json":
+        content = read_json(path)
+        return "vllm" if isinstance(content, dict) and "snapshots" in content else "sglang"
+    raise TraceError(f"{path}: its name does not say what it is; say it with --from")

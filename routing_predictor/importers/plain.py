@@ -1,0 +1,165 @@
+"""Traces and counts without a program of their own: npz, npy, CSV and JSON lines.
+
+    npz    an array [tokens, layers, k]; with `pos`, `sample`, `sample_name`: positions, requests,
+           and what to call them
+    npy    [tokens, layers, k], or [tokens, layers] of first choices
+    csv    counts: a row for each layer, a column for each expert
+    jsonl  {"layer": 3, "token_idx": 17, "topk_ids": [5, 9]}
+
+N tokens, L layers, K choices, E experts.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routing_predictor.errors import TraceError
+from routing_predictor.importers.tables import (
+    ImportOptions,
+    as_array,
+    as_ids,
+    make_load,
+    make_trace,
+    read_json_lines,
+    read_text,
+)
+from routing_predictor.load_file import ExpertLoad
+from routing_predictor.trace import RoutingTrace
+
+
+def import_npz(paths: Sequence[Path], options: ImportOptions) -> RoutingTrace:
+    """Raises TraceError."""
+    path = _one(paths)
+    arrays = _numpy_arrays(path)
+    tables = [n for n, a in arrays.items() if a.ndim == 3 and a.dtype.kind in "iu"]
+    if len(tables) != 1:
+        raise TraceError(f"{path} has {len(tables)} arrays [tokens, layers, k] of ids, not one")
+    ids_NLK = arrays[tables[0]]
+    _check_ids(ids_NLK, path)
+    columns = [arrays.get(name) for name in ("pos", "sample")]
+    for name, column in zip(("pos", "sample"), columns, strict=True):
+        is_wrong = column is not None and (column.ndim != 1 or column.dtype.kind not in "iu")
+        if column is not None and (is_wrong or len(column) != len(ids_NLK) or column.min() < 0):
+            raise TraceError(f"{path}: {name} is no column of {len(ids_NLK)} numbers")
+    position_N, sample_N = columns
+    if sample_N is None:
+        return make_trace(ids_NLK, options, position_N=position_N)
+    names = _names(arrays.get("sample_name"), int(sample_N.max()) + 1, path)
+    numbers = [str(number) for number in range(len(names))]
+    return make_trace(
+        ids_NLK,
+        options,
+        request_N=sample_N,
+        position_N=_counted(sample_N) if position_N is None else position_N,
+        request_ids=numbers,
+        labels=names if any(names) else (),
+    )
+
+
+def import_npy(paths: Sequence[Path], options: ImportOptions) -> RoutingTrace:
+    """Raises TraceError."""
+    path = _one(paths)
+    ids = _numpy_arrays(path)[""]
+    if ids.ndim not in (2, 3) or ids.dtype.kind not in "iu":
+        raise TraceError(
+            f"{path} is {ids.dtype} {ids.shape}, not ids [tokens, layers] or [tokens, layers, k]"
+        )
+    ids_NLK = ids if ids.ndim == 3 else ids[:, :, None]
+    _check_ids(ids_NLK, path)
+    return make_trace(ids_NLK, options)
+
+
+def import_csv(paths: Sequence[Path], options: ImportOptions) -> ExpertLoad:
+    """Raises TraceError. A first row of words is a heading."""
+    path = _one(paths)
+    rows = [row for row in csv.reader(io.StringIO(read_text(path))) if any(row)]
+    if rows and not _is_number(rows[0][0]):
+        rows = rows[1:]
+    if not rows:
+        raise TraceError(f"{path} has no rows of counts")
+    for number, row in enumerate(rows, 1):
+        if len(row) != len(rows[0]) or not all(map(_is_number, row)):
+            raise TraceError(f"{path}: row {number} is not {len(rows[0])} counts")
+    counts_LE = as_array([[float(cell) for cell in row] for row in rows], 2, str(path))
+    return make_load([counts_LE], "csv", options.model)
+
+
+def import_token_lines(paths: Sequence[Path], options: ImportOptions) -> RoutingTrace:
+    """Raises TraceError unless every token has every layer once."""
+    path = _one(paths)
+    found: dict[tuple[int, int], Any] = {}
+    for number, entry in enumerate(read_json_lines(path), 1):
+        layer, token = entry.get("layer"), entry.get("token_idx")
+        if type(layer) is not int or type(token) is not int or min(layer, token) < 0:
+            raise TraceError(f"{path}:{number}: layer and token_idx are {layer!r} and {token!r}")
+        if (token, layer) in found:
+            raise TraceError(f"{path}:{number}: token {token} has layer {layer} twice")
+        found[token, layer] = entry.get("topk_ids")
+    tokens = sorted({token for token, _ in found})
+    layers = sorted({layer for _, layer in found})
+    if len(found) != len(tokens) * len(layers):
+        raise TraceError(
+            f"{path}: {len(found)} lines, but {len(tokens)} tokens x {len(layers)} layers"
+        )
+    rows = [[found[token, layer] for layer in layers] for token in tokens]
+    ids_NLK = as_ids(rows, 3, f"{path}: topk_ids")
+    _check_ids(ids_NLK, path)
+    return make_trace(ids_NLK, options, layers=layers, position_N=np.array(tokens))
+
+
+def _one(paths: Sequence[Path]) -> Path:
+    if len(paths) != 1:
+        raise TraceError(f"{len(paths)} files; this format is one")
+    return paths[0]
+
+
+def _numpy_arrays(path: Path) -> Mapping[str, NDArray[Any]]:
+    """Of an npz by name, of an npy under ""; objects are refused by numpy itself."""
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return {"": loaded}
+        with loaded:
+            return {name: loaded[name] for name in loaded.files}
+    except FileNotFoundError:
+        raise TraceError(f"{path} is not there") from None
+    except (OSError, ValueError, EOFError, BadZipFile) as error:
+        raise TraceError(f"{path} cannot be read as numpy arrays: {error}") from None
+
+
+def _check_ids(ids: NDArray[Any], path: Path) -> None:
+    if not ids.size or int(ids.min()) < 0:
+        raise TraceError(f"{path} has no ids, or one below 0")
+
+
+def _names(array: NDArray[Any] | None, count: int, path: Path) -> list[str]:
+    if array is None:
+        return [""] * count
+    if array.ndim != 1 or array.dtype.kind not in "US" or len(array) < count:
+        raise TraceError(f"{path}: sample_name is no list of {count} names")
+    return [str(name) for name in array]
+
+
+def _counted(sample_N: NDArray[Any]) -> NDArray[np.int64]:
+    """Each token's number within its request."""
+    order = np.argsort(sample_N, kind="stable")
+    _, starts, counts = np.unique(sample_N[order], return_index=True, return_counts=True)
+    position_N = np.empty(len(sample_N), np.int64)
+    position_N[order] = np.arange(len(sample_N)) - np.repeat(starts, counts)
+    return position_N
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,163 @@
+"""Arrays from foreign files, checked before they become traces or loads.
+
+S steps, L layers, P physical experts (slots), E logical experts, N tokens, K choices.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routing_predictor.errors import TraceError
+from routing_predictor.load_file import ExpertLoad
+from routing_predictor.trace import DECODE, RoutingTrace
+from routing_predictor.trace_file import id_dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportOptions:
+    """What some formats do not say."""
+
+    num_experts: int | None = None  # None: the largest id plus one
+    num_layers: int | None = None
+    top_k: int | None = None
+    model: str = ""
+
+
+Imported = RoutingTrace | ExpertLoad
+
+
+def read_text(path: Path) -> str:
+    """Raises TraceError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise TraceError(f"{path} is not UTF-8 text") from None
+    except OSError as error:
+        raise TraceError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def read_json(path: Path) -> Any:
+    return parse_json(read_text(path), str(path))
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file with one on each line."""
+    entries = []
+    for number, line in enumerate(read_text(path).splitlines(), 1):
+        if line.strip():
+            entry = parse_json(line, f"{path}:{number}")
+            if not isinstance(entry, dict):
+                raise TraceError(f"{path}:{number} is no JSON object")
+            entries.append(entry)
+    if not entries:
+        raise TraceError(f"{path} is empty")
+    return entries
+
+
+def parse_json(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise TraceError(f"{place} is not JSON") from None
+
+
+def as_array(value: Any, num_dimensions: int, what: str) -> NDArray[np.float64]:
+    """Numbers (lists of lists, or an array) with so many dimensions."""
+    try:
+        array = np.asarray(value, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise TraceError(f"{what} is not a table of numbers") from None
+    if array.ndim != num_dimensions or not array.size:
+        raise TraceError(f"{what} has the shape {array.shape}; {num_dimensions} dimensions wanted")
+    if not np.isfinite(array).all():
+        raise TraceError(f"{what} holds a number that is not finite")
+    return array
+
+
+def as_ids(value: Any, num_dimensions: int, what: str) -> NDArray[np.int64]:
+    """Whole numbers, -1 or more."""
+    array = as_array(value, num_dimensions, what)
+    if (array != np.floor(array)).any() or array.min() < -1 or array.max() >= 2**31:
+        raise TraceError(f"{what} holds something that is no id")
+    return array.astype(np.int64)
+
+
+def logical_counts(
+    counts_LP: NDArray[np.float64], map_LP: NDArray[np.int64], num_experts: int, what: str
+) -> NDArray[np.float64]:
+    """[L, E]: the counts of slots as those of the experts that lay in them."""
+    if counts_LP.shape != map_LP.shape:
+        raise TraceError(
+            f"{what}: counts have the shape {counts_LP.shape}, their map {map_LP.shape}"
+        )
+    if map_LP.max() >= num_experts:
+        raise TraceError(f"{what}: slots hold expert {map_LP.max()}, of {num_experts}")
+    logical_LE = np.zeros((len(counts_LP), num_experts))
+    for layer, (counts_P, map_P) in enumerate(zip(counts_LP, map_LP, strict=True)):
+        used = map_P >= 0
+        np.add.at(logical_LE[layer], map_P[used], counts_P[used])
+    return logical_LE
+
+
+def make_load(
+    steps: Sequence[NDArray[np.float64]], source: str, model: str, layers: Sequence[int] = ()
+) -> ExpertLoad:
+    """Of [L, E] tables; layers that count nothing at all (dense ones) are left out."""
+    shapes = {step.shape for step in steps}
+    if len(shapes) != 1:
+        raise TraceError(f"steps of different shapes: {sorted(shapes)}")
+    counts_SLE = np.stack(steps)
+    numbers = list(layers) or list(range(counts_SLE.shape[1]))
+    is_sparse = counts_SLE.sum(axis=(0, 2)) != 0
+    if not is_sparse.any():
+        raise TraceError("all counts are 0: nothing was recorded")
+    return ExpertLoad(
+        counts_SLE=counts_SLE[:, is_sparse],
+        layers=tuple(n for n, keep in zip(numbers, is_sparse, strict=True) if keep),
+        source=source,
+        model=model,
+    )
+
+
+def make_trace(
+    ids_NLK: NDArray[Any],
+    options: ImportOptions,
+    *,
+    layers: Sequence[int] = (),
+    request_N: NDArray[Any] | None = None,
+    position_N: NDArray[Any] | None = None,
+    phase_N: NDArray[np.uint8] | None = None,
+    token_N: NDArray[Any] | None = None,
+    request_ids: Sequence[str] = (),
+    labels: Sequence[str] = (),
+) -> RoutingTrace:
+    """Of logical ids. Tokens of no known request are of one, those of no known phase generated."""
+    count = len(ids_NLK)
+    if not count:
+        raise TraceError("there are no tokens in it")
+    num_experts = options.num_experts or int(ids_NLK.max()) + 1
+    if position_N is None:
+        position_N = np.arange(count)
+    if request_N is None:
+        request_N, request_ids = np.zeros(count, np.int32), ("0",)
+    return RoutingTrace(
+        expert_ids_NLK=ids_NLK.astype(id_dtype(num_experts))
+        if ids_NLK.max() < num_experts
+        else ids_NLK,
+        request_N=request_N.astype(np.int32),
+        position_N=position_N.astype(np.int32),
+        phase_N=np.full(count, DECODE, np.uint8) if phase_N is None else phase_N,
+        num_experts=num_experts,
+        layers=tuple(layers) or tuple(range(ids_NLK.shape[1])),
+        request_ids=tuple(request_ids),
+        labels=tuple(labels),
+        model=options.model,
+        token_N=None if token_N is None else token_N.astype(np.int32),
+    )

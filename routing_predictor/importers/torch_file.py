@@ -1,0 +1,101 @@
+"""What `torch.save` wrote, without torch and without running anything: plain data and arrays.
+
+The file is a zip: `<name>/data.pkl` describes, `<name>/data/<key>` holds a storage's bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routing_predictor.errors import TraceError
+from routing_predictor.importers.opcodes import StoredTensor, read_plain_data
+
+_DTYPES = {
+    "DoubleStorage": "f8", "FloatStorage": "f4", "HalfStorage": "f2", "LongStorage": "i8",
+    "IntStorage": "i4", "ShortStorage": "i2", "CharStorage": "i1", "ByteStorage": "u1",
+    "BoolStorage": "?",
+}  # fmt: skip
+
+
+def read_torch_file(path: Path) -> Any:
+    """Raises TraceError for what is no such file, or holds more than plain data."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return _TorchZip(archive).read()
+    except FileNotFoundError:
+        raise TraceError(f"{path} is not there") from None
+    except zipfile.BadZipFile:
+        raise TraceError(
+            f"{path} is no zip, as torch.save has written since version 1.6: it is not read"
+        ) from None
+    except (OSError, NotImplementedError, RuntimeError) as error:
+        raise TraceError(f"{path} cannot be read: {error}") from None
+    except TraceError as error:
+        raise TraceError(f"{path}: {error}") from None
+
+
+class _TorchZip:
+    """An open file."""
+
+    def __init__(self, archive: zipfile.ZipFile) -> None:
+        self._archive = archive
+        entries = {entry.filename: entry for entry in archive.infolist()}
+        described = [name for name in entries if name.endswith("/data.pkl")]
+        if len(described) != 1:
+            raise TraceError(f"it has {len(described)} descriptions (data.pkl), not one")
+        self._entries, self._root = entries, described[0].removesuffix("data.pkl")
+
+    def read(self) -> Any:
+        order = self._root + "byteorder"
+        if order in self._entries and self._bytes(order) != b"little":
+            raise TraceError("its bytes are not in little-endian order")
+        return self._filled(read_plain_data(self._bytes(self._root + "data.pkl")), 0)
+
+    def _bytes(self, name: str) -> bytes:
+        entry = self._entries.get(name)
+        if entry is None:
+            raise TraceError(f"{name} is missing in it")
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise TraceError(f"{name} is compressed, as torch.save never does: refused")
+        return self._archive.read(entry)
+
+    def _filled(self, value: Any, depth: int) -> Any:
+        """The same with arrays in place of what describes them."""
+        if depth > 32:
+            raise TraceError("its lists are nested more than 32 deep: refused")
+        if isinstance(value, StoredTensor):
+            return self._array(value)
+        if isinstance(value, dict):
+            return {key: self._filled(item, depth + 1) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)([self._filled(item, depth + 1) for item in value])
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        raise TraceError(f"it holds a bare {type(value).__name__}: refused")
+
+    def _array(self, tensor: StoredTensor) -> NDArray[Any]:
+        if tensor.storage not in _DTYPES:
+            raise TraceError(f"it holds a tensor of {tensor.storage}, which no table of counts is")
+        dtype = np.dtype("<" + _DTYPES[tensor.storage])
+        content = self._bytes(f"{self._root}data/{tensor.key}")
+        if len(content) != tensor.num_stored * dtype.itemsize:
+            raise TraceError(
+                f"storage {tensor.key} has {len(content)} bytes, not {tensor.num_stored} values"
+            )
+        size = math.prod(tensor.shape)
+        steps = zip(tensor.shape, tensor.strides, strict=True)
+        last = tensor.offset + sum((count - 1) * stride for count, stride in steps)
+        if size and (last >= tensor.num_stored or size > tensor.num_stored):
+            raise TraceError(f"a tensor of {tensor.shape} reaches beyond its storage")
+        if not size:
+            return np.zeros(tensor.shape, dtype)
+        flat = np.frombuffer(content, dtype)[tensor.offset :]
+        strides = [stride * dtype.itemsize for stride in tensor.strides]
+        view = np.lib.stride_tricks.as_strided(flat, tensor.shape, strides, writeable=False)
+        return view.copy()

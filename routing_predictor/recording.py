@@ -1,0 +1,202 @@
+"""A recording: a folder of numbered parts of one trace, capped in bytes, the oldest dropped.
+
+    part-000007.safetensors  part-000008.safetensors  ...
+
+Whoever adds tokens never waits for the disk: full parts are written by a thread, and a part that
+comes while it is still busy with two others is lost, and counted; only who is patient waits.
+N tokens, L layers, K choices.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import secrets
+import threading
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routing_predictor.errors import TraceError
+from routing_predictor.trace import DECODE, PREFILL, RoutingTrace
+from routing_predictor.trace_file import SUFFIX, id_dtype, write_trace
+
+_log = logging.getLogger(__name__)
+
+_MAX_FULL_PARTS = 2  # that wait for the disk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceHeader:
+    """What all tokens of a recording have in common."""
+
+    num_experts: int
+    layers: tuple[int, ...]
+    model: str = ""
+    model_identity: str = ""
+    placement_version: str = ""
+    has_tokens: bool = False
+    has_weights: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedTokens:
+    """Some tokens of one request, from position `start` on."""
+
+    request_id: str
+    start: int
+    num_prompt_tokens: int
+    expert_ids_NLK: NDArray[np.integer[Any]]
+    token_ids_N: NDArray[np.int32]
+    weights_NLK: NDArray[np.float16] | None = None
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingStats:
+    """So far. Lost: tokens that came faster than the disk takes them, or after it failed."""
+
+    num_tokens: int = 0
+    num_written_bytes: int = 0
+    num_parts: int = 0  # in the folder
+    num_dropped_parts: int = 0
+    num_lost_tokens: int = 0
+    failure: str | None = None  # why nothing is written any more
+
+
+class RecordingWriter:
+    """`add` and `close` are for one thread at a time, `stats` for any."""
+
+    def __init__(
+        self,
+        folder: Path,
+        header: TraceHeader,
+        *,
+        part_bytes: int,
+        max_bytes: int,
+        is_patient: bool = False,
+    ) -> None:
+        """Makes the folder, for its owner alone. Raises TraceError."""
+        self._folder, self._header = folder, header
+        self._part_bytes, self._max_bytes = part_bytes, max_bytes
+        id_dtype(header.num_experts)  # raises where ids do not fit
+        try:
+            folder.mkdir(parents=True, mode=0o700)
+        except OSError as error:
+            raise TraceError(f"{folder} cannot be made: {error.strerror}") from None
+        self._is_patient = is_patient
+        self._recording = secrets.token_hex(8)
+        self._open: list[TracedTokens] = []
+        self._open_bytes = 0
+        self._full: queue.Queue[list[TracedTokens] | None] = queue.Queue(_MAX_FULL_PARTS + 1)
+        self._parts: deque[tuple[Path, int]] = deque()
+        self._num_tokens = self._num_written = self._num_made = self._num_dropped = 0
+        self._num_lost = 0
+        self._failure: str | None = None
+        self._thread = threading.Thread(target=self._run, name="moe-serve-trace", daemon=True)
+        self._thread.start()
+
+    @property
+    def folder(self) -> Path:
+        return self._folder
+
+    def add(self, tokens: TracedTokens) -> None:
+        """Keep some tokens; the arrays must not change any more."""
+        self._num_tokens += len(tokens.expert_ids_NLK)
+        self._open.append(tokens)
+        weights = tokens.weights_NLK if self._header.has_weights else None
+        self._open_bytes += tokens.expert_ids_NLK.nbytes + (
+            0 if weights is None else weights.nbytes
+        )
+        self._open_bytes += 13 * len(tokens.expert_ids_NLK)
+        if self._open_bytes >= self._part_bytes:
+            self._hand_over()
+
+    def close(self) -> RecordingStats:
+        """Write what is left, and wait for it."""
+        self._hand_over()
+        self._full.put(None)
+        self._thread.join()
+        return self.stats()
+
+    def stats(self) -> RecordingStats:
+        return RecordingStats(
+            self._num_tokens,
+            self._num_written,
+            len(self._parts),
+            self._num_dropped,
+            self._num_lost,
+            self._failure,
+        )
+
+    def _hand_over(self) -> None:
+        part, self._open, self._open_bytes = self._open, [], 0
+        if self._is_patient or self._full.qsize() < _MAX_FULL_PARTS:
+            self._full.put(part)
+        else:
+            self._num_lost += _num_tokens(part)
+
+    def _run(self) -> None:
+        """The writing thread."""
+        while (part := self._full.get()) is not None:
+            if not part:
+                continue
+            if self._failure is None:
+                try:
+                    self._write(part)
+                    continue
+                except TraceError as error:
+                    self._failure = str(error)
+                    _log.warning("nothing more is recorded: %s", error)
+            self._num_lost += _num_tokens(part)
+
+    def _write(self, part: list[TracedTokens]) -> None:
+        path = self._folder / f"part-{self._num_made:06}{SUFFIX}"
+        size = write_trace(as_trace(part, self._header, self._recording), path)
+        self._num_made += 1
+        self._num_written += size
+        self._parts.append((path, size))
+        while len(self._parts) > 1 and sum(size for _, size in self._parts) > self._max_bytes:
+            oldest, _ = self._parts.popleft()
+            oldest.unlink(missing_ok=True)
+            self._num_dropped += 1
+
+
+def as_trace(parts: list[TracedTokens], header: TraceHeader, recording: str = "") -> RoutingTrace:
+    """Runs of tokens as one trace, in the order in which they came; at least one."""
+    numbers: dict[str, int] = {}
+    labels: list[str] = []
+    for part in parts:
+        if part.request_id not in numbers:
+            numbers[part.request_id] = len(numbers)
+            labels.append(part.label)
+    counts = [len(part.expert_ids_NLK) for part in parts]
+    position_N = np.concatenate([p.start + np.arange(len(p.expert_ids_NLK)) for p in parts])
+    prompt_N = np.repeat([part.num_prompt_tokens for part in parts], counts)
+    ids_NLK = np.concatenate([part.expert_ids_NLK for part in parts])
+    weights = [part.weights_NLK for part in parts if part.weights_NLK is not None]
+    assert not header.has_weights or len(weights) == len(parts), "weights were asked for"
+    return RoutingTrace(
+        expert_ids_NLK=ids_NLK.astype(id_dtype(header.num_experts), copy=False),
+        request_N=np.repeat([numbers[part.request_id] for part in parts], counts).astype(np.int32),
+        position_N=position_N.astype(np.int32),
+        phase_N=np.where(position_N < prompt_N, PREFILL, DECODE).astype(np.uint8),
+        num_experts=header.num_experts,
+        layers=header.layers,
+        request_ids=tuple(numbers),
+        labels=tuple(labels) if any(labels) else (),
+        model=header.model,
+        model_identity=header.model_identity,
+        placement_version=header.placement_version,
+        token_N=np.concatenate([p.token_ids_N for p in parts]) if header.has_tokens else None,
+        weights_NLK=np.concatenate(weights) if header.has_weights else None,
+        recording=recording,
+    )
+
+
+def _num_tokens(part: list[TracedTokens]) -> int:
+    return sum(len(tokens.expert_ids_NLK) for tokens in part)

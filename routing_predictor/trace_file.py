@@ -1,0 +1,161 @@
+"""A trace as a file, and a recording as a folder of such files.
+
+A safetensors file; N tokens, L layers, K choices:
+
+    expert_ids  uint8 or int16  [N, L, K]    weights  float16  [N, L, K]  (where asked for)
+    request     int32           [N]          token    int32    [N]        (where asked for)
+    position    int32           [N]
+    phase       uint8           [N]
+
+Its facts (see `metadata.py`) are the other fields of `RoutingTrace`. Parts of one recording carry
+its name: a request that goes on in the next part is the same request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routing_predictor.errors import TraceError
+from routing_predictor.metadata import read_tensors, write_tensors
+from routing_predictor.trace import RoutingTrace
+
+FORMAT, VERSION = "moe-serve routing trace", 1
+SUFFIX = ".safetensors"
+MAX_EXPERTS = 2**15  # what int16 holds
+_SAME = ("num_experts", "layers", "top_k", "model", "model_identity", "placement_version")
+
+
+def id_dtype(num_experts: int) -> type[np.uint8] | type[np.int16]:
+    """The smallest that holds all expert ids."""
+    if num_experts > MAX_EXPERTS:
+        raise TraceError(f"{num_experts} experts; a trace holds ids of at most {MAX_EXPERTS}")
+    return np.uint8 if num_experts <= 256 else np.int16
+
+
+def write_trace(trace: RoutingTrace, path: Path) -> int:
+    """-> bytes written. The file is there whole or not at all. Raises TraceError."""
+    tensors: dict[str, NDArray[Any]] = {
+        "expert_ids": trace.expert_ids_NLK.astype(id_dtype(trace.num_experts), copy=False),
+        "request": trace.request_N.astype(np.int32, copy=False),
+        "position": trace.position_N.astype(np.int32, copy=False),
+        "phase": trace.phase_N.astype(np.uint8, copy=False),
+    }
+    if trace.token_N is not None:
+        tensors["token"] = trace.token_N.astype(np.int32, copy=False)
+    if trace.weights_NLK is not None:
+        tensors["weights"] = trace.weights_NLK.astype(np.float16, copy=False)
+    facts = {
+        "num_experts": trace.num_experts,
+        "layers": list(trace.layers),
+        "request_ids": list(trace.request_ids),
+        "labels": list(trace.labels),
+        "model": trace.model,
+        "model_identity": trace.model_identity,
+        "placement_version": trace.placement_version,
+        "recording": trace.recording,
+    }
+    return write_tensors(path, tensors, facts, FORMAT, VERSION)
+
+
+def read_trace(path: Path) -> RoutingTrace:
+    """One file, checked. Raises TraceError."""
+    file = read_tensors(path, FORMAT, VERSION)
+    layers = file.fact("layers", list)
+    if not all(isinstance(layer, int) and layer >= 0 for layer in layers):
+        raise TraceError(f"{path}: layers holds something that is no layer's number")
+    has_weights, has_tokens = "weights" in file.tensors, "token" in file.tensors
+    try:
+        return RoutingTrace(
+            expert_ids_NLK=file.tensor("expert_ids", "iu", 3),
+            request_N=file.tensor("request", "iu", 1).astype(np.int32),
+            position_N=file.tensor("position", "iu", 1).astype(np.int32),
+            phase_N=file.tensor("phase", "iu", 1).astype(np.uint8),
+            token_N=file.tensor("token", "iu", 1).astype(np.int32) if has_tokens else None,
+            weights_NLK=file.tensor("weights", "f", 3) if has_weights else None,
+            num_experts=file.fact("num_experts", int),
+            layers=tuple(layers),
+            request_ids=file.strings("request_ids"),
+            labels=file.strings("labels"),
+            model=file.fact("model", str),
+            model_identity=file.fact("model_identity", str),
+            placement_version=file.fact("placement_version", str),
+            recording=file.fact("recording", str),
+        )
+    except TraceError as error:
+        named = str(error)
+        raise TraceError(named if named.startswith(str(path)) else f"{path}: {named}") from None
+
+
+def part_files(folder: Path) -> list[Path]:
+    """The parts of a recording, in their order. Raises TraceError if there is none."""
+    parts = sorted(path for path in folder.glob(f"*{SUFFIX}") if not path.name.startswith("."))
+    if not parts:
+        raise TraceError(f"{folder} holds no recording: there is no file *{SUFFIX} in it")
+    return parts
+
+
+def read_traces(paths: Sequence[Path]) -> RoutingTrace:
+    """Files and folders of parts as one trace. Raises TraceError."""
+    files = [file for path in paths for file in (part_files(path) if path.is_dir() else [path])]
+    return join_traces([read_trace(file) for file in files])
+
+
+def join_traces(traces: Sequence[RoutingTrace]) -> RoutingTrace:
+    """One after the other. A request of the same recording is one request; those of different
+    recordings are never mixed up. What not all parts have (tokens, weights) is left out.
+
+    Raises TraceError for traces of different models, layers or placements.
+    """
+    if not traces:
+        raise TraceError("there is no trace to read")
+    first = traces[0]
+    if len(traces) == 1:
+        return first
+    for trace in traces[1:]:
+        for name in _SAME:
+            mine, other = getattr(first, name), getattr(trace, name)
+            if mine != other:
+                raise TraceError(f"traces with {name} {mine!r} and {other!r} cannot be joined")
+    numbers: dict[tuple[object, str], int] = {}
+    labels: list[str] = []
+    request_N = []
+    for index, trace in enumerate(traces):
+        of_part = np.zeros(max(1, len(trace.request_ids)), dtype=np.int32)
+        for request, request_id in enumerate(trace.request_ids):
+            key = (trace.recording or index, request_id)
+            of_part[request] = numbers.setdefault(key, len(numbers))
+            if len(numbers) > len(labels):
+                labels.append(trace.labels[request] if trace.labels else "")
+        request_N.append(of_part[trace.request_N])
+    recordings = {trace.recording for trace in traces}
+    has_tokens = all(trace.token_N is not None for trace in traces)
+    has_weights = all(trace.weights_NLK is not None for trace in traces)
+    return replace(
+        first,
+        expert_ids_NLK=np.concatenate([trace.expert_ids_NLK for trace in traces]),
+        request_N=np.concatenate(request_N),
+        position_N=np.concatenate([trace.position_N for trace in traces]),
+        phase_N=np.concatenate([trace.phase_N for trace in traces]),
+        token_N=_joined([trace.token_N for trace in traces]) if has_tokens else None,
+        weights_NLK=_joined([trace.weights_NLK for trace in traces]) if has_weights else None,
+        request_ids=_names(numbers, is_one=len(recordings) == 1),
+        labels=tuple(labels) if any(labels) else (),
+        recording=first.recording if len(recordings) == 1 else "",
+    )
+
+
+def _names(numbers: dict[tuple[object, str], int], *, is_one: bool) -> tuple[str, ...]:
+    """Request ids; with where they come from if they come from several recordings."""
+    if is_one and all(isinstance(source, str) for source, _ in numbers):
+        return tuple(request_id for _, request_id in numbers)
+    return tuple(f"{source}:{request_id}" for source, request_id in numbers)
+
+
+def _joined(columns: Sequence[NDArray[Any] | None]) -> NDArray[Any]:
+    return np.concatenate([column for column in columns if column is not None])

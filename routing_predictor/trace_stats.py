@@ -1,0 +1,193 @@
+"""What a trace or a table of loads says: who is hot, how many experts a batch touches, what drifts.
+
+N tokens, B tokens of a batch, W windows, L layers, E experts of a layer, K choices, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routing_predictor.trace import DECODE, RoutingTrace
+
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_NUM_DRAWS = 48  # batches of each size
+
+Loads = NDArray[np.int64] | NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerLoad:
+    """How a layer's choices spread over its experts."""
+
+    layer: int
+    num_choices: float
+    hottest: tuple[int, ...]  # experts, the most chosen first
+    shares: tuple[float, ...]  # of the layer's choices, theirs
+    hottest_over_mean: float
+    balancedness: float  # mean load of a rank over the largest, with equal runs of experts
+    num_unused: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activation:
+    """Experts of a layer that a batch of B tokens touches, mean over layers and drawn batches."""
+
+    batch_size: int
+    even: float  # if all experts were alike: E (1 - (1 - K / E)^B)
+    any_tokens: float  # drawn from all tokens
+    one_per_request: float | None  # generated tokens of B requests: what a decode step sees
+    one_request: float | None  # B tokens of one request in a row: what a chunk of a prompt sees
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drift:
+    """Distances between windows of the trace, as total variation, mean and largest over layers."""
+
+    window: int
+    num_choices: float
+    to_previous: float | None
+    to_previous_worst: float | None
+    to_all: float
+    by_chance: float | None  # `to_all` if the tokens were shuffled
+
+
+def layer_loads(
+    load_LE: Loads, layers: Sequence[int], num_ranks: int, num_hottest: int = 3
+) -> list[LayerLoad]:
+    """One for each layer."""
+    made = []
+    for layer, load_E in zip(layers, load_LE, strict=True):
+        total, num_experts = float(load_E.sum()), len(load_E)
+        hottest = np.argsort(-load_E, kind="stable")[:num_hottest]
+        mean = total / num_experts
+        made.append(
+            LayerLoad(
+                layer=layer,
+                num_choices=total,
+                hottest=tuple(hottest.tolist()),
+                shares=tuple((load_E[hottest] / max(total, 1e-30)).tolist()),
+                hottest_over_mean=float(load_E.max() / mean) if total else 0.0,
+                balancedness=balancedness(load_E, num_ranks),
+                num_unused=int((load_E == 0).sum()),
+            )
+        )
+    return made
+
+
+def balancedness(load_E: Loads, num_ranks: int) -> float:
+    """Mean load of a rank over the largest one, experts in equal runs; 1 is even (or no load)."""
+    by_rank = [float(part.sum()) for part in np.array_split(load_E, num_ranks)]
+    return float(np.mean(by_rank) / max(by_rank)) if max(by_rank) else 1.0
+
+
+def activations(trace: RoutingTrace, seed: int = 0) -> list[Activation]:
+    """For each batch size that the trace has tokens for."""
+    rng = np.random.default_rng(seed)
+    has_decode = bool((trace.phase_N == DECODE).any())
+    decode = trace.select(trace.phase_N == DECODE) if has_decode else trace
+    order, starts, counts = _by_request(decode)
+    whole = _by_request(trace)
+    made = []
+    for size in BATCH_SIZES:
+        if size > trace.num_tokens:
+            break
+        anywhere = [rng.choice(trace.num_tokens, size, replace=False) for _ in range(_NUM_DRAWS)]
+        apart: list[NDArray[np.int64]] = []
+        if len(starts) >= size:
+            for _ in range(_NUM_DRAWS):
+                requests = rng.choice(len(starts), size, replace=False)
+                apart.append(order[starts[requests] + rng.integers(0, counts[requests])])
+        together = _runs(whole, size, rng)
+        made.append(
+            Activation(
+                batch_size=size,
+                even=trace.num_experts * (1 - (1 - trace.top_k / trace.num_experts) ** size),
+                any_tokens=_mean_active(trace, anywhere),
+                one_per_request=_mean_active(decode, apart) if apart else None,
+                one_request=_mean_active(trace, together) if together else None,
+            )
+        )
+    return made
+
+
+def windows(trace: RoutingTrace, count: int) -> NDArray[np.int64]:
+    """[W, L, E]: the loads of equal runs of tokens, in the order of the trace."""
+    count = max(1, min(count, trace.num_tokens))
+    parts = np.array_split(np.arange(trace.num_tokens), count)
+    return np.stack([trace.select(slice(part[0], part[-1] + 1)).load() for part in parts])
+
+
+def shuffled(trace: RoutingTrace, seed: int = 0) -> RoutingTrace:
+    """Its tokens in any order."""
+    return trace.select(np.random.default_rng(seed).permutation(trace.num_tokens))
+
+
+def drifts(load_WLE: Loads, chance_WLE: Loads | None = None) -> list[Drift]:
+    """One for each window; `chance_WLE`: the same windows of a shuffled trace."""
+    all_LE = load_WLE.sum(axis=0)
+    made: list[Drift] = []
+    for index, load_LE in enumerate(load_WLE):
+        before = None if index == 0 else total_variation(load_LE, load_WLE[index - 1])
+        chance = None if chance_WLE is None else total_variation(chance_WLE[index], all_LE)
+        made.append(
+            Drift(
+                window=index,
+                num_choices=float(load_LE.sum()),
+                to_previous=None if before is None else float(before.mean()),
+                to_previous_worst=None if before is None else float(before.max()),
+                to_all=float(total_variation(load_LE, all_LE).mean()),
+                by_chance=None if chance is None else float(chance.mean()),
+            )
+        )
+    return made
+
+
+def total_variation(one_LE: Loads, other_LE: Loads) -> NDArray[np.float64]:
+    """[L]: half the sum of the differences of two shares; 0 if they are alike, 1 if disjoint."""
+    one, other = (
+        load / np.maximum(load.sum(axis=1, keepdims=True), 1e-30) for load in (one_LE, other_LE)
+    )
+    distances: NDArray[np.float64] = np.abs(one - other).sum(axis=1) / 2
+    return distances
+
+
+def _by_request(
+    trace: RoutingTrace,
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Tokens sorted by request; where each request's begin there, and how many they are."""
+    order = np.argsort(trace.request_N, kind="stable")
+    _, starts, counts = np.unique(trace.request_N[order], return_index=True, return_counts=True)
+    return order, starts, counts
+
+
+def _runs(
+    by_request: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
+    size: int,
+    rng: np.random.Generator,
+) -> list[NDArray[np.int64]]:
+    """Batches of consecutive tokens of one request that has enough of them."""
+    order, starts, counts = by_request
+    long_enough = np.flatnonzero(counts >= size)
+    if not len(long_enough):
+        return []
+    made = []
+    for request in rng.choice(long_enough, _NUM_DRAWS):
+        first = starts[request] + rng.integers(0, counts[request] - size + 1)
+        made.append(order[first : first + size])
+    return made
+
+
+def _mean_active(trace: RoutingTrace, batches: list[NDArray[np.int64]]) -> float:
+    num_layers, num_experts = len(trace.layers), trace.num_experts
+    is_active = np.zeros((num_layers, num_experts), dtype=bool)
+    layers = np.arange(num_layers)[None, :, None]
+    total = 0
+    for batch in batches:
+        is_active[:] = False
+        is_active[layers, trace.expert_ids_NLK[batch]] = True
+        total += int(is_active.sum())
+    return total / (len(batches) * num_layers)

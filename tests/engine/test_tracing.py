@@ -1,0 +1,147 @@
+"""Recording a live engine: which requests, what of them, and what start and stop answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moe_serve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, TraceConfig
+from moe_serve.engine.build import BuiltEngine, build_engine
+from moe_serve.engine.request import GenerationRequest
+from moe_serve.engine.route_recorder import RouteRecorder
+from moe_serve.engine.route_records import RouteRecord
+from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.tracing import Tracing, trace_header
+from moe_serve.errors import TracingError
+from routing_predictor.recording import TracedTokens
+from routing_predictor.trace_file import read_traces
+
+CONFIG = EngineConfig(
+    model=ModelConfig(num_threads=1),
+    cache=CacheConfig(num_pages=12),  # too few for all: some are preempted
+    scheduler=SchedulerConfig(max_num_seqs=8, max_batched_tokens=48),
+)
+
+
+@pytest.fixture(scope="module")
+def built() -> Iterator[BuiltEngine]:
+    made = build_engine(replace(CONFIG, model=replace(CONFIG.model, max_model_len=160)))
+    yield made
+    made.engine.close()
+
+
+def tracing(built: BuiltEngine, folder: Path | None, **config: object) -> Tracing:
+    of = TraceConfig(directory=None if folder is None else str(folder), **config)  # type: ignore[arg-type]
+    return Tracing(of, built.routes, lambda: trace_header(built, CONFIG, "demo"), lambda: 0.0)
+
+
+def run(built: BuiltEngine, name: str, count: int = 8) -> dict[str, list[int]]:
+    """Prompts and answers of some requests, by id."""
+    whole = {}
+    for index in range(count):
+        prompt = tuple(range(1 + index, 20 + 4 * index))
+        params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+        request = GenerationRequest(
+            request_id=f"{name}{index}", prompt_token_ids=prompt, params=params
+        )
+        built.engine.add(request)
+        whole[request.request_id] = list(prompt)
+    while built.engine.has_work:
+        for delta in built.engine.step():
+            whole[delta.request_id] += delta.token_ids
+    return whole
+
+
+def test_a_recording_holds_every_token_once(built: BuiltEngine, tmp_path: Path) -> None:
+    before = built.engine.stats().num_preemptions
+    plain = run(built, "plain")
+    traced = tracing(built, tmp_path, sample_rate=1.0, tokens=True, weights=True)
+    started = traced.start()
+    assert started.is_recording and started.folder == str(tmp_path / "19700101-000000")
+    whole = run(built, "a")
+    stopped = traced.stop()
+    assert list(whole.values()) == list(plain.values()), "recording changes no token"
+    assert built.engine.stats().num_preemptions > before, "some requests are told of twice"
+    trace = read_traces([tmp_path / "19700101-000000"])
+    assert stopped.recording.num_tokens == trace.num_tokens and not stopped.is_recording
+    assert trace.model == "demo" and len(trace.model_identity) == 64
+    assert trace.token_N is not None and trace.weights_NLK is not None
+    for number, request_id in enumerate(trace.request_ids):
+        mine = trace.select(trace.request_N == number)
+        first = int(mine.position_N[0])  # what the prefix cache had is not computed
+        assert first % 16 == 0
+        assert mine.position_N.tolist() == list(range(first, len(whole[request_id]) - 1))
+        assert mine.token_N is not None
+        assert mine.token_N.tolist() == whole[request_id][first:-1]
+    np.testing.assert_allclose(trace.weights_NLK.astype(np.float32).sum(2), 1.0, atol=2e-3)
+
+
+def test_a_share_of_the_requests_without_tokens(built: BuiltEngine, tmp_path: Path) -> None:
+    traced = tracing(built, tmp_path)
+    traced.start(sample_rate=0.5)
+    run(built, "some", 16)
+    status = traced.stop()
+    assert status.sample_rate == 0.5 and not status.has_tokens and not status.has_weights
+    trace = read_traces([tmp_path / "19700101-000000"])
+    assert 2 <= len(trace.request_ids) <= 14
+    assert trace.token_N is None and trace.weights_NLK is None
+    assert (np.bincount(trace.request_N) > 20).all(), "those that are recorded are so wholly"
+
+
+def test_start_and_stop_answer_what_is_wrong(built: BuiltEngine, tmp_path: Path) -> None:
+    with pytest.raises(TracingError, match=r"trace\.directory is not configured"):
+        tracing(built, None).start()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TracingError, match="Nothing is recorded: .* cannot be made"):
+        tracing(built, tmp_path / "file").start()
+    traced = tracing(built, tmp_path)
+    with pytest.raises(TracingError, match="No recording is running"):
+        traced.stop()
+    with pytest.raises(TracingError, match=r"sample_rate 2 is not in \[1e-06, 1\]"):
+        traced.start(sample_rate=2.0)
+    traced.start()
+    with pytest.raises(TracingError, match="is running already, in .*19700101-000000"):
+        traced.start()
+    traced.close()
+    traced.close()
+    assert traced.start().folder == str(tmp_path / "19700101-000000-2")
+    traced.close()
+
+
+def test_totals_go_on_over_recordings(built: BuiltEngine, tmp_path: Path) -> None:
+    traced = tracing(built, tmp_path, sample_rate=1.0)
+    counts = []
+    for name in ("x", "y"):
+        traced.start()
+        run(built, name, 2)
+        counts.append(traced.stop().recording.num_tokens)
+    assert traced.status().total.num_tokens == sum(counts)
+    assert traced.status().recording.num_tokens == counts[1]
+
+
+def test_nothing_is_taken_after_the_end() -> None:
+    taken: list[TracedTokens] = []
+
+    class Sink:
+        def add(self, tokens: TracedTokens) -> None:
+            taken.append(tokens)
+
+    recorder = RouteRecorder(Sink(), 1.0, has_weights=False)
+    record = RouteRecord(
+        request_id="r",
+        sequence_id=0,
+        start=0,
+        num_prompt_tokens=1,
+        token_ids_N=np.zeros(2, np.int32),
+        expert_ids_NLK=np.zeros((2, 1, 1), np.uint8),
+    )
+    recorder.take([record])
+    recorder.take([record, replace(record, start=1)])
+    assert [(t.start, len(t.token_ids_N)) for t in taken] == [(0, 2), (2, 1)]
+    recorder.end()
+    recorder.take([replace(record, start=3)])
+    assert len(taken) == 2
