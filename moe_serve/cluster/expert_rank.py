@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +135,8 @@ class ExpertRank:
     def _take(self, order: TakeExperts) -> TookExperts:
         try:
             for layer, experts in sorted(order.experts.items()):
-                bank = self._loader.expert_bank(layer, experts)
-                self._stage.add(layer, bank, experts)
+                make_bank = partial(self._loader.expert_bank, layer, experts)
+                self._stage.take(layer, make_bank, experts)
         except (MoeServeError, OSError, MemoryError, RuntimeError) as error:  # torch's: no memory
             return TookExperts(why=str(error))
         return TookExperts()
