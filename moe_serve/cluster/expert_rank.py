@@ -32,6 +32,7 @@ from moe_serve.cluster.rank_name import RankName
 from moe_serve.engine.build import open_loader
 from moe_serve.errors import MoeServeError
 from moe_serve.model.expert_choice import Router, choose_experts
+from moe_serve.model.load_expert_memory import MemoryBudget
 from moe_serve.model.model_tensors import LoadProgress
 from moe_serve.pipeline.data_group import DataGroup
 from moe_serve.pipeline.expert_loop import ExpertLoop
@@ -55,7 +56,8 @@ class ExpertRank:
         torch.set_num_threads(1 if self._loader.kernels.has_own_threads else configure.num_threads)
         self._spec = self._loader.spec
         layers = range(self._spec.num_layers)
-        self._stage = self._loader.expert_stage([configure.held.get(i, ()) for i in layers])
+        held = [configure.held.get(layer, ()) for layer in layers]
+        self._stage = self._loader.expert_stage(held, MemoryBudget.of(config.model))
         self._routers = self._loader.routers() if configure.router_on_experts else None
         self._log = StageLog(configure.is_recording)
         self._group: DataGroup | None = None
@@ -97,6 +99,8 @@ class ExpertRank:
     def close(self) -> None:
         """The rank's end."""
         self.leave()
+        if self._stage.memory is not None:
+            self._stage.memory.close()
 
     def handle(self, order: object) -> Report | None:
         """One order of the coordinator -> what to answer."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from experts.expert_stage import ExpertStage
 from moe_kernels.choice import default_num_threads
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cache.model_identity import model_identity
@@ -26,6 +27,7 @@ from moe_serve.model.attention_stage import AttentionStage
 from moe_serve.model.demo import demo_model_folder
 from moe_serve.model.gather import Gather
 from moe_serve.model.hf_config import generation_eos_token_ids
+from moe_serve.model.load_expert_memory import MemoryBudget
 from moe_serve.model.loader import ModelLoader
 from moe_serve.model.model_tensors import LoadProgress
 from moe_serve.model.spec import ModelSpec
@@ -78,7 +80,8 @@ def build_engine(
     torch.set_num_threads(1 if loader.kernels.has_own_threads else num_threads)
     spec = loader.spec
     max_model_len = max_model_len_of(config.model, spec)
-    transport = _local_transport(loader, config)
+    experts = loader.expert_stage(budget=MemoryBudget.of(config.model))
+    transport = _local_transport(loader, experts, config)
     part = load_attention(loader, config, max_model_len)
     eos_token_ids = eos_token_ids_of(folder, spec)
     pipeline = Pipeline(part.stage, transport, part.cache, device)
@@ -122,12 +125,14 @@ def build_engine(
     return BuiltEngine(engine, layout, spec)
 
 
-def _local_transport(loader: ModelLoader, config: EngineConfig) -> LocalTransport:
+def _local_transport(
+    loader: ModelLoader, stage: ExpertStage, config: EngineConfig
+) -> LocalTransport:
     """Rounds rows as ranks would, where `cluster.wire_dtype` says so."""
     spec, wire_dtype, wire = loader.spec, config.cluster.wire_dtype, None
     if wire_dtype != "auto":
         wire = make_wire_format(spec.width, spec.router.top_k, loader.dtype, 1, wire_dtype)
-    return LocalTransport(loader.expert_stage(), wire)
+    return LocalTransport(stage, wire)
 
 
 @dataclass(frozen=True, slots=True)

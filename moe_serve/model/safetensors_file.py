@@ -13,11 +13,13 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
 import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,7 @@ class SafetensorsFile:
         self._lock = threading.Lock()
         self._map: mmap.mmap | None = None
         self._bytes: Tensor | None = None
+        self._open: FileIO | None = None  # for copies
 
     def view(self, name: str, index: int | None = None) -> Tensor:
         """The stored tensor, or one index of its first dimension, without a copy.
@@ -75,12 +78,7 @@ class SafetensorsFile:
         A tensor that does not start at a multiple of its item size is copied. The memory under a
         view outlives `close`; nobody may write to it.
         """
-        header = self.headers[name]
-        if header.dtype not in _TORCH_DTYPES:
-            raise CheckpointError(
-                f"{self.path}: tensor {name} has dtype {header.dtype}, which is not served."
-            )
-        dtype = _TORCH_DTYPES[header.dtype]
+        header, dtype = self.headers[name], self._dtype(name)
         begin, end = self._range(name, index)
         shape = header.shape if index is None else header.shape[1:]
         if begin == end:
@@ -88,6 +86,20 @@ class SafetensorsFile:
         raw = self._mapped()[begin:end]
         if begin % dtype.itemsize:
             raw = raw.clone()
+        return raw.view(dtype).view(shape)
+
+    def copy(self, name: str, index: int | None = None) -> Tensor:
+        """As `view`, read into memory of its own. What the file cannot give is an error here; under
+        a view it would be the end of the process."""
+        begin, end = self._range(name, index)
+        dtype = self._dtype(name)
+        raw = torch.empty(end - begin, dtype=torch.uint8)
+        try:
+            self._read_into(memoryview(raw.numpy()), begin)
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise CheckpointError(f"{self.path}: tensor {name} cannot be read: {why}.") from None
+        shape = self.headers[name].shape if index is None else self.headers[name].shape[1:]
         return raw.view(dtype).view(shape)
 
     def drop(self, name: str, index: int | None = None) -> None:
@@ -105,6 +117,34 @@ class SafetensorsFile:
         """Forget the map; it goes when the last view of it does."""
         with self._lock:
             self._map = self._bytes = None
+            if self._open is not None:
+                self._open.close()
+            self._open = None
+
+    def _dtype(self, name: str) -> torch.dtype:
+        stored = self.headers[name].dtype
+        if stored not in _TORCH_DTYPES:
+            raise CheckpointError(
+                f"{self.path}: tensor {name} has dtype {stored}, which is not served."
+            )
+        return _TORCH_DTYPES[stored]
+
+    def _read_into(self, target: memoryview, begin: int) -> None:
+        """Threads do not wait for each other, where the system can read at a place."""
+        with self._lock:
+            if self._open is None:
+                self._open = self.path.open("rb", buffering=0)
+            file = self._open
+        while target:
+            if hasattr(os, "preadv"):
+                num_bytes = os.preadv(file.fileno(), [target], begin)
+            else:
+                with self._lock:
+                    file.seek(begin)
+                    num_bytes = file.readinto(target) or 0
+            if not num_bytes:
+                raise OSError(0, f"the file ends {len(target)} bytes early")
+            begin, target = begin + num_bytes, target[num_bytes:]
 
     def _range(self, name: str, index: int | None) -> tuple[int, int]:
         header = self.headers[name]
