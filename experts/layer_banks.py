@@ -24,7 +24,8 @@ class HeldBank:
 
 
 class LayerBanks:
-    """Implements ExpertLayer: the banks of a layer. The first is what the rank was given, later ones stand in for others.
+    """Implements ExpertLayer: the banks of a layer. The first is what the rank was given, later
+    ones stand in for others.
 
     Sums of banks are exact (moe_kernels), so how experts lie on banks changes no bit.
     """

@@ -22,8 +22,8 @@ class Expectation:
     """
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
-        self._history_LE = np.full((num_layers, num_experts), 0.5)
-        self._expected_LE = self._history_LE.copy()
+        self._history_LE: Scores = np.full((num_layers, num_experts), 0.5)
+        self._expected_LE: Scores = self._history_LE.copy()
         self._hinted_LE: Scores | None = None
         self._num_layers, self._now = num_layers, num_layers - 1
 
@@ -50,17 +50,19 @@ class Expectation:
             self._expect(layer, None)
 
     @property
-    def probability_LE(self) -> Scores:
+    def probability(self) -> Scores:
+        """[L, E]: that the layer's next visit needs an expert."""
         return self._expected_LE
 
-    def distances_L(self) -> NDArray[np.int64]:
-        """Visits until each layer's next: 1 for the layer after this one, L for this one."""
+    def distances(self) -> NDArray[np.int64]:
+        """[L]: visits until each layer's next, 1 for the layer after this one, L for this one."""
         return (np.arange(self._num_layers) - self._now - 1) % self._num_layers + 1
 
-    def visits_until_LE(self) -> Scores:
-        """The expected number of visits until an expert is needed."""
+    def visits_until(self) -> Scores:
+        """[L, E]: the expected number of visits until an expert is needed."""
         p_LE = np.maximum(self._expected_LE, _NEVER)
-        return self.distances_L()[:, None] + self._num_layers * (1 - p_LE) / p_LE
+        until_LE: Scores = self.distances()[:, None] + self._num_layers * (1 - p_LE) / p_LE
+        return until_LE
 
     def _expect(self, layer: int, predicted_E: Scores | None) -> None:
         if predicted_E is None and self._hinted_LE is not None:

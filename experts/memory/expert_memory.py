@@ -203,7 +203,8 @@ class ExpertMemory:
             if failed:
                 self._table.unpin_all()
                 raise failed[0]
-            return group[self._table.slot_LE[place, group] >= 0]
+            present: Ids = group[self._table.slot_LE[place, group] >= 0]
+            return present
 
     def _pinned(self, place: int, wanted: Ids) -> tuple[Ids, list[ExpertKey]]:
         """-> what this pass has, and what of that is to be read."""
@@ -222,7 +223,7 @@ class ExpertMemory:
 
     def _claimed(self, place: int, missing: Ids) -> list[ExpertKey]:
         """Slots for as many of them as there are open ones."""
-        until_LE = None if self._policy.is_lru else self._expectation.visits_until_LE()
+        until_LE = None if self._policy.is_lru else self._expectation.visits_until()
         claimed = []
         for expert in missing.tolist():
             found = self._table.last_expected(until_LE)
@@ -236,7 +237,7 @@ class ExpertMemory:
     def _claimed_ahead(self) -> ExpertKey | None:
         """The absent expert that is expected first, if something may go that is expected later."""
         expectation, table = self._expectation, self._table
-        until_LE = expectation.visits_until_LE()
+        until_LE = expectation.visits_until()
         is_absent_LE = self._held_LE & (table.slot_LE < 0) & ~self._barred_LE
         until = np.where(is_absent_LE, until_LE, np.inf)
         place, expert = np.unravel_index(until.argmin(), until.shape)
@@ -244,7 +245,7 @@ class ExpertMemory:
         if found is None or not np.isfinite(until[place, expert]):
             return None
         slot, freed = found
-        is_sure = expectation.probability_LE[place, expert] >= _CONFIDENT or np.isinf(freed)
+        is_sure = expectation.probability[place, expert] >= _CONFIDENT or np.isinf(freed)
         if not is_sure or until[place, expert] + _MARGIN >= freed:
             return None
         key = ExpertKey(int(place), int(expert))

@@ -25,6 +25,4 @@ class MemoryCounts:
     wait_seconds: float = 0.0
 
     def stats(self, *, budget_bytes: int, resident_bytes: int) -> MemoryStats:
-        return MemoryStats(
-            budget_bytes=budget_bytes, resident_bytes=resident_bytes, **asdict(self)
-        )
+        return MemoryStats(budget_bytes=budget_bytes, resident_bytes=resident_bytes, **asdict(self))

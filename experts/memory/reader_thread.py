@@ -34,9 +34,7 @@ class ReaderThread:
         self._thread = threading.Thread(
             target=_read, args=arguments, daemon=True, name="expert-memory"
         )
-        self._finalizer = weakref.finalize(
-            memory, _end, self._thread, self.changed, self._ended
-        )
+        self._finalizer = weakref.finalize(memory, _end, self._thread, self.changed, self._ended)
 
     def start(self) -> None:
         self._thread.start()
@@ -54,9 +52,7 @@ def _end(thread: threading.Thread, changed: threading.Condition, ended: threadin
 
 
 @torch.inference_mode()
-def _read(
-    of: weakref.ref[Readable], changed: threading.Condition, ended: threading.Event
-) -> None:
+def _read(of: weakref.ref[Readable], changed: threading.Condition, ended: threading.Event) -> None:
     while not ended.is_set():
         memory = of()
         if memory is None:

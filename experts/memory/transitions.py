@@ -26,9 +26,7 @@ class Transitions:
         self._rows_LE = np.zeros((num_layers, num_experts), dtype=np.float32)
         self._last: tuple[int, NDArray[np.int64]] | None = None
 
-    def visit(
-        self, layer: int, expert_ids_TK: NDArray[np.int64]
-    ) -> NDArray[np.float64] | None:
+    def visit(self, layer: int, expert_ids_TK: NDArray[np.int64]) -> NDArray[np.float64] | None:
         """Learn from a visit -> the probability [E] that the next layer's needs an expert, or None
         as long as too little is known."""
         ids_TK = expert_ids_TK[:_MAX_ROWS]
@@ -50,7 +48,8 @@ class Transitions:
             self._counts_LEE[layer, full_E] /= 2
 
     def _predicted(self, layer: int, ids_TK: NDArray[np.int64]) -> NDArray[np.float64] | None:
-        """A row's probability is the mean of its experts'; a visit needs what one of its rows does."""
+        """A row's probability is the mean of its experts'. A visit needs what one of its rows
+        needs."""
         rows_E = self._rows_LE[layer]
         if rows_E.sum() < _LEAST_COUNT * max(1, ids_TK.shape[1]):
             return None

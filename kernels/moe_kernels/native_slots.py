@@ -1,4 +1,4 @@
-"""Experts that come and go, in the native kernels: memory for some, and tables that point into it."""
+"""Experts that come and go, in the native kernels: memory for some, and tables that point there."""
 
 from __future__ import annotations
 

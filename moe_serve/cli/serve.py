@@ -32,6 +32,13 @@ NumThreads = Annotated[
 ServedModelName = Annotated[
     str | None, typer.Option(help="The name that requests ask for.", rich_help_panel=MODEL)
 ]
+ExpertMemory = Annotated[
+    str | None,
+    typer.Option(
+        help="Routed experts that stay in memory, such as 2GiB; others are read when needed.",
+        rich_help_panel=LIMITS,
+    ),
+]
 NumPages = Annotated[
     int | None, typer.Option(help="KV pages of 16 tokens each.", rich_help_panel=LIMITS)
 ]
@@ -103,6 +110,7 @@ def serve(
     max_model_len: MaxModelLen = None,
     num_threads: NumThreads = None,
     served_model_name: ServedModelName = None,
+    expert_memory: ExpertMemory = None,
     num_pages: NumPages = None,
     max_num_seqs: MaxNumSeqs = None,
     max_batched_tokens: MaxBatchedTokens = None,
@@ -130,6 +138,7 @@ def serve(
         "model.max_model_len": max_model_len,
         "model.num_threads": num_threads,
         "server.served_model_name": served_model_name,
+        "model.expert_memory_bytes": number_or_text(expert_memory),
         "cache.num_pages": num_pages,
         "scheduler.max_num_seqs": max_num_seqs,
         "scheduler.max_batched_tokens": max_batched_tokens,

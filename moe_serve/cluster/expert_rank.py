@@ -128,6 +128,7 @@ class ExpertRank:
                 failure=self._loop.failure,
                 seconds=StageSeconds(whole - log.waited_s, log.waited_s, whole),
                 records=log.take(),
+                memory=None if self._stage.memory is None else self._stage.memory.stats,
             )
         except PeerLostError as error:
             peer, why = error.peer, str(error)

@@ -19,7 +19,7 @@ from moe_serve.engine.allocator import keep_freed_memory
 from moe_serve.engine.cuda_graphs import with_cuda_graphs
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.layout import Layout
+from moe_serve.engine.layout import Layout, memory_line
 from moe_serve.engine.sampling_backend import make_sampler
 from moe_serve.engine.step_executor import LocalExecutor
 from moe_serve.errors import CheckpointError, ConfigError
@@ -90,7 +90,7 @@ def build_engine(
         pipeline, part.stage, part.cache, config, max_model_len, micro_batches
     )
     engine = Engine(
-        LocalExecutor(runner, make_sampler(eos_token_ids, loader.kernels)),
+        LocalExecutor(runner, make_sampler(eos_token_ids, loader.kernels), experts.memory),
         scheduler=config.scheduler,
         num_pages=part.num_pages,
         micro_batches=micro_batches,
@@ -121,6 +121,7 @@ def build_engine(
         kv_bytes=part.kv_bytes,
         micro_batches=micro_batches,
         load_seconds=time.monotonic() - clock,
+        expert_memory=None if experts.memory is None else memory_line(config.model),
     )
     return BuiltEngine(engine, layout, spec)
 

@@ -94,8 +94,9 @@ class SafetensorsFile:
         begin, end = self._range(name, index)
         dtype = self._dtype(name)
         raw = torch.empty(end - begin, dtype=torch.uint8)
+        buffer: Any = raw.numpy()
         try:
-            self._read_into(memoryview(raw.numpy()), begin)
+            self._read_into(memoryview(buffer), begin)
         except OSError as error:
             why = error.strerror or str(error)
             raise CheckpointError(f"{self.path}: tensor {name} cannot be read: {why}.") from None

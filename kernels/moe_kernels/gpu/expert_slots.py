@@ -1,7 +1,7 @@
 """A GPU's experts that come and go: stacked slots, and banks with tables of places.
 
-T rows, K choices, E experts, D model width. A slot is written by the stream of whoever writes: copies
-queue behind kernels that still read what was there, and before those that read what comes.
+T rows, K choices, E experts, D model width. A slot is written in the stream of whoever writes:
+copies queue behind kernels that still read what was there, and before those that read what comes.
 """
 
 from __future__ import annotations
