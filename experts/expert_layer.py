@@ -16,7 +16,7 @@ MakeBank = Callable[[], ExpertBank]
 
 
 class ExpertLayer(Protocol):
-    """`LayerBanks` holds its experts' weights; a `MemoryLayer` has them read when they are needed."""
+    """`LayerBanks` holds its experts' weights, a `MemoryLayer` has them read when they are due."""
 
     @property
     def held(self) -> frozenset[int]:

@@ -17,6 +17,7 @@ CudaGraphsName = Literal["auto", "on", "off"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 ExpertWeightsName = Literal["auto", "packed", "dequantised"]
 MemoryPolicyName = Literal["lru", "frequency", "prefetch", "predicted"]
+ReplicaPolicyName = Literal["round-robin", "fewest-activated", "least-tokens", "auto"]
 RouterSide = Literal["auto", "attention", "experts"]
 WireDtype = Literal["auto", "bf16", "fp8"]
 TransportName = Literal["auto", "host", "nccl"]
@@ -79,6 +80,7 @@ class ClusterConfig:
     expert_ranks: int = 0
     attention_tp: int = 1  # processes of each attention rank, which share out its heads
     placement: str | None = None  # a file; None: contiguous
+    replica_choice: ReplicaPolicyName = "round-robin"  # which copy of an expert serves a row
     router: RouterSide = "auto"  # where experts are chosen; auto: what moves fewer bytes
     wire_dtype: WireDtype = "auto"  # of rows on their way to the experts; auto: the model's
     transport: TransportName = "auto"  # of rows and sums; auto: nccl if each rank has its own GPU

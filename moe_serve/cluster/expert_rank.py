@@ -83,7 +83,7 @@ class ExpertRank:
             wire=wire_of(join, configure, self._spec, loader.dtype),
             sparse_layers=sparse_layers(self._spec),
             route=self._route if is_routing else None,
-            split=split_of(join, loader.device) if is_routing else None,
+            split=split_of(join, configure, loader.device) if is_routing else None,
             log=self._log,
             layout=layout_of(group, loader.device),
         )

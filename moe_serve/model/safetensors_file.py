@@ -16,10 +16,10 @@ import mmap
 import os
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ class SafetensorsFile:
         self._lock = threading.Lock()
         self._map: mmap.mmap | None = None
         self._bytes: Tensor | None = None
-        self._open: FileIO | None = None  # for copies
+        self._opened: _OpenFile | None = None  # for copies
 
     def view(self, name: str, index: int | None = None) -> Tensor:
         """The stored tensor, or one index of its first dimension, without a copy.
@@ -118,9 +118,9 @@ class SafetensorsFile:
         """Forget the map; it goes when the last view of it does."""
         with self._lock:
             self._map = self._bytes = None
-            if self._open is not None:
-                self._open.close()
-            self._open = None
+            if self._opened is not None:
+                self._opened.close()
+            self._opened = None
 
     def _dtype(self, name: str) -> torch.dtype:
         stored = self.headers[name].dtype
@@ -131,18 +131,12 @@ class SafetensorsFile:
         return _TORCH_DTYPES[stored]
 
     def _read_into(self, target: memoryview, begin: int) -> None:
-        """Threads do not wait for each other, where the system can read at a place."""
         with self._lock:
-            if self._open is None:
-                self._open = self.path.open("rb", buffering=0)
-            file = self._open
+            if self._opened is None:
+                self._opened = _OpenFile(self.path)
+            file = self._opened
         while target:
-            if hasattr(os, "preadv"):
-                num_bytes = os.preadv(file.fileno(), [target], begin)
-            else:
-                with self._lock:
-                    file.seek(begin)
-                    num_bytes = file.readinto(target) or 0
+            num_bytes = file.read_into(target, begin)
             if not num_bytes:
                 raise OSError(0, f"the file ends {len(target)} bytes early")
             begin, target = begin + num_bytes, target[num_bytes:]
@@ -165,6 +159,25 @@ class SafetensorsFile:
                     raise CheckpointError(f"{self.path} cannot be mapped: {error}.") from None
                 self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
             return self._bytes
+
+
+class _OpenFile:
+    """A file to read at any place of; it is closed with its last user."""
+
+    def __init__(self, path: Path) -> None:
+        self._number = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        self.close = weakref.finalize(self, os.close, self._number)
+        self._lock = threading.Lock()
+
+    def read_into(self, target: memoryview, begin: int) -> int:
+        """-> how many bytes came; 0: the file ends before."""
+        if hasattr(os, "preadv"):
+            return os.preadv(self._number, [target], begin)
+        with self._lock:
+            os.lseek(self._number, begin, os.SEEK_SET)
+            read = os.read(self._number, len(target))
+        target[: len(read)] = read
+        return len(read)
 
 
 def _map_privately(path: Path) -> mmap.mmap:
