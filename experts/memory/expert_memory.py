@@ -74,6 +74,11 @@ class ExpertMemory:
         self._thread.start()
 
     @property
+    def slot_bytes(self) -> int:
+        """Of one packed expert."""
+        return self._slots.slot_bytes
+
+    @property
     def stats(self) -> MemoryStats:
         """A snapshot, from any thread."""
         with self._changed:

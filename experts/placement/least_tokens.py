@@ -23,8 +23,7 @@ class LeastTokens:
     def __init__(self, ranks_of: Sequence[Sequence[int]]) -> None:
         """`ranks_of[expert]`: the ranks that hold it; none: it is never chosen."""
         self._num_ranks = 1 + max((rank for ranks in ranks_of for rank in ranks), default=0)
-        self._ranks_of = [tuple(ranks) for ranks in ranks_of]
-        self._first_E = np.array([ranks[0] if ranks else -1 for ranks in ranks_of], dtype=np.int64)
+        self._ranks_of = [tuple(ranks) or (-1,) for ranks in ranks_of]
 
     def ranks(self, expert_ids_TK: NDArray[np.int64]) -> NDArray[np.int64]:
         """The rank of each choice [T, K]; -1 for a choice of -1.
@@ -33,30 +32,33 @@ class LeastTokens:
         0 begins with 4, so one row of expert 1 goes there and five to rank 1: 5 and 5.
         """
         flat_N = expert_ids_TK.reshape(-1)
-        counts_E = np.bincount(flat_N + 1, minlength=len(self._first_E) + 1)[1:]
-        rank_N = np.append(self._first_E, -1)[flat_N]
-        is_shared = [len(ranks) > 1 and counts_E[e] > 0 for e, ranks in enumerate(self._ranks_of)]
-        single_E = counts_E * ~np.array(is_shared) * (self._first_E >= 0)
-        loads = np.bincount(self._first_E.clip(0), single_E, minlength=self._num_ranks)
-        shared = np.flatnonzero(is_shared).tolist()
-        for expert in sorted(shared, key=lambda e: (len(self._ranks_of[e]), -counts_E[e], e)):
-            ranks = np.array(self._ranks_of[expert])
-            quotas = poured(loads[ranks], int(counts_E[expert]))
-            loads[ranks] += quotas
-            rank_N[flat_N == expert] = np.repeat(ranks, quotas)
+        elsewhere, *counts = np.bincount(flat_N + 1, minlength=len(self._ranks_of) + 1).tolist()
+        used = [expert for expert, count in enumerate(counts) if count]
+        loads, quotas = [0] * (self._num_ranks + 1), dict[int, list[int]]()  # the last for rank -1
+        for expert in sorted(used, key=lambda e: (len(self._ranks_of[e]), -counts[e], e)):
+            ranks = self._ranks_of[expert]
+            quotas[expert] = poured([loads[rank] for rank in ranks], counts[expert])
+            for rank, quota in zip(ranks, quotas[expert], strict=True):
+                loads[rank] += quota
+        # Sorted by expert, choices of one lie together: so many for its first copy, and so on.
+        ranks_in_turn = [-1, *(rank for expert in used for rank in self._ranks_of[expert])]
+        repeats = [elsewhere, *(quota for expert in used for quota in quotas[expert])]
+        rank_N = np.empty_like(flat_N)
+        rank_N[np.argsort(flat_N, kind="stable")] = np.repeat(ranks_in_turn, repeats)
         return rank_N.reshape(expert_ids_TK.shape)
 
 
-def poured(levels: NDArray[np.float64], amount: int) -> NDArray[np.int64]:
+def poured(levels: Sequence[int], amount: int) -> list[int]:
     """How much of `amount` each gets, so that the highest level is least; what is over goes to the
-    first. Levels [4, 0, 1] and 5: they end at [4, 3, 3], so [0, 3, 2]."""
-    order = np.argsort(levels, kind="stable")
-    lowest = levels[order]
-    # With the n lowest under water, its surface is at (amount + their sum) / n.
-    surfaces = (amount + np.cumsum(lowest)) / np.arange(1, len(levels) + 1)
-    num_under = int(np.flatnonzero(surfaces > lowest)[-1]) + 1
-    quotas = np.zeros(len(levels), dtype=np.int64)
-    under = np.sort(order[:num_under])
-    quotas[under] = np.floor(surfaces[num_under - 1] - levels[under])
-    quotas[under[: amount - int(quotas.sum())]] += 1
+    first of those that get some. Levels [4, 0, 1] and 5: they end at [4, 3, 3], so [0, 3, 2]."""
+    order = sorted(range(len(levels)), key=levels.__getitem__)
+    total, num_under = amount, 0
+    while num_under < len(order) and levels[order[num_under]] * num_under < total:
+        total += levels[order[num_under]]  # one more under water: the surface is total / num_under
+        num_under += 1
+    under = sorted(order[:num_under])
+    surface, over = divmod(total, num_under)
+    quotas = [0] * len(levels)
+    for place, index in enumerate(under):
+        quotas[index] = surface - levels[index] + (place < over)
     return quotas

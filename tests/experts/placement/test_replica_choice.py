@@ -79,7 +79,7 @@ def test_least_tokens_by_hand() -> None:
 
 @given(levels=st.lists(st.integers(0, 30), min_size=1, max_size=5), amount=st.integers(1, 60))
 def test_pouring_levels(levels: list[int], amount: int) -> None:
-    quotas = poured(np.array(levels, dtype=np.float64), amount)
+    quotas = np.array(poured(levels, amount))
     assert quotas.sum() == amount and (quotas >= 0).all(), f"{quotas}"
     after = np.array(levels) + quotas
     if (quotas > 0).any():
