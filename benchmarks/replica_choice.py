@@ -64,7 +64,7 @@ def _choices(options: argparse.Namespace) -> Choices:
         kept.setdefault(layer, []).append(rows.expert_ids_TK.numpy().copy())
         return run(stage, layer, rows)
 
-    ExpertStage.run = keeping  # type: ignore[method-assign]
+    ExpertStage.run = keeping  # type: ignore[assignment,method-assign]
     try:
         streams = token_streams(options.texts, Tokenizer.load(demo_model_folder()))
         with LLM(prefix_cache=False) as llm:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from moe_serve.cli.listening import check_can_listen, check_is_guarded
-from moe_serve.config_sources import load_config
+from moe_serve.config_sources import LoadedConfig, load_config
 
 MODEL, LIMITS, RANKS, HTTP, RUN = "Model", "Limits", "Ranks", "HTTP", "Run"
 
@@ -154,8 +154,11 @@ def serve(
         "server.api_keys": api_key or None,
     }
     given = {path: value for path, value in flags.items() if value is not None}
-    loaded = load_config(flags=given, environ=os.environ, file=config_file)
-    if print_config:
+    _run(load_config(flags=given, environ=os.environ, file=config_file), print_config)
+
+
+def _run(loaded: LoadedConfig, has_to_print: bool) -> None:
+    if has_to_print:
         typer.echo(loaded.to_yaml(), nl=False)
         return
     check_is_guarded(loaded.config.server)

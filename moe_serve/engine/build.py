@@ -78,13 +78,11 @@ def build_engine(
     folder, device = model_folder(config.model), device_of(config.model)
     loader = open_loader(folder, config.model, num_threads, device, progress, open_weights)
     torch.set_num_threads(1 if loader.kernels.has_own_threads else num_threads)
-    spec = loader.spec
-    max_model_len = max_model_len_of(config.model, spec)
+    spec, max_model_len = loader.spec, max_model_len_of(config.model, loader.spec)
     experts = loader.expert_stage(budget=MemoryBudget.of(config.model))
-    transport = _local_transport(loader, experts, config)
     part = load_attention(loader, config, max_model_len)
     eos_token_ids = eos_token_ids_of(folder, spec)
-    pipeline = Pipeline(part.stage, transport, part.cache, device)
+    pipeline = Pipeline(part.stage, _local_transport(loader, experts, config), part.cache, device)
     micro_batches = config.pipeline.num_in_one_process
     runner, graphs = with_cuda_graphs(
         pipeline, part.stage, part.cache, config, max_model_len, micro_batches
