@@ -12,7 +12,7 @@ from moe_serve.cluster.rank_starter import LocalStarter
 from moe_serve.cluster.started_ranks import MakeStarter, StartedRanks
 from moe_serve.config import PAGE_SIZE, EngineConfig
 from moe_serve.engine.build import BuiltEngine, max_model_len_of
-from moe_serve.engine.layout import Layout
+from moe_serve.engine.layout import Layout, memory_line
 from moe_serve.engine.route_records import RouteListeners
 from moe_serve.model.model_tensors import LoadProgress
 from moe_serve.pipeline.micro_batch_choice import MAX_MICRO_BATCHES
@@ -68,4 +68,5 @@ def _layout(model: ClusterModel, first: Loaded, seconds: float) -> Layout:
         attention_ranks=num_ranks,
         expert_ranks=config.cluster.expert_ranks,
         attention_tp=config.cluster.attention_tp,
+        expert_memory=memory_line(config.model),
     )

@@ -237,6 +237,7 @@ class Engine:
             num_prompt_tokens=self._num_prompt_tokens,
             num_generated_tokens=self._num_generated_tokens,
             is_alive=True,
+            expert_memory=self._executor.expert_memory,
         )
 
     def check_integrity(self) -> None:
