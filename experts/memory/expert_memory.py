@@ -24,9 +24,9 @@ from experts.memory.slot_table import ExpertKey, SlotState, SlotTable
 from experts.memory.transitions import Transitions
 from moe_kernels.kernels import ExpertSlots, ExpertWeights, SlotBank
 
-_NUM_READERS = 3  # beside the one that runs stages: a disk with a queue serves them at once
+_NUM_READERS = 1  # beside the one that runs stages
 _MARGIN = 0.5  # visits by which a read ahead must be expected before what it evicts
-_CONFIDENT = 0.3  # the least probability for which something else is evicted ahead of time
+_CONFIDENT = 0.5  # the least probability for which something else is evicted ahead of time
 
 ReadExpert = Callable[[int, int], ExpertWeights]  # (layer, expert); raises if it cannot be read
 Ids = NDArray[np.int64]
