@@ -33,7 +33,7 @@ class ModelConfig:
     kernels: KernelsName = "auto"  # auto: triton on a GPU, native on a CPU where it builds
     expert_weights: ExpertWeightsName = "auto"  # auto: packed where kernels can multiply them
     expert_memory_bytes: int | None = None  # of routed experts in a process; None: all of them
-    expert_memory_policy: MemoryPolicyName = "predicted"  # what stays there, and what is read ahead
+    expert_memory_policy: MemoryPolicyName = "frequency"  # what stays there, and what is read ahead
     max_model_len: int | None = None  # None: the checkpoint's context
     num_threads: int | None = None  # CPU threads for the math; None: torch's choice
     cuda_graphs: CudaGraphsName = "auto"  # auto: where a GPU has the triton kernels

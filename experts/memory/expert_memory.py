@@ -19,11 +19,12 @@ from experts.memory.expectation import Expectation, Scores
 from experts.memory.memory_counts import MemoryCounts
 from experts.memory.memory_stats import MemoryStats
 from experts.memory.policy import MemoryPolicy
-from experts.memory.reader_thread import ReaderThread
+from experts.memory.reader_threads import ReaderThreads
 from experts.memory.slot_table import ExpertKey, SlotState, SlotTable
 from experts.memory.transitions import Transitions
 from moe_kernels.kernels import ExpertSlots, ExpertWeights, SlotBank
 
+_NUM_READERS = 1  # beside the one that runs stages
 _MARGIN = 0.5  # visits by which a read ahead must be expected before what it evicts
 _CONFIDENT = 0.5  # the least probability for which something else is evicted ahead of time
 
@@ -40,8 +41,8 @@ class Pass:
 
 
 class ExpertMemory:
-    """`visit` says which rows may run. One thread makes visits, another one reads ahead; what rows
-    wait for is read by both.
+    """`visit` says which rows may run. One thread makes visits, others read ahead; what rows wait
+    for is read by all.
 
     A layer's bank is `banks[layer]`. At least two slots: one in use, one that is being read into.
     """
@@ -69,9 +70,9 @@ class ExpertMemory:
         self._failures: dict[ExpertKey, Exception] = {}
         self._seen: tuple[int, Ids] | None = None  # the visit to look ahead from
         self._counts = MemoryCounts()
-        self._thread = ReaderThread(self)
-        self._changed = self._thread.changed
-        self._thread.start()
+        self._threads = ReaderThreads(self, _NUM_READERS)
+        self._changed = self._threads.changed
+        self._threads.start()
 
     @property
     def slot_bytes(self) -> int:
@@ -102,8 +103,8 @@ class ExpertMemory:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the thread. No visit may follow."""
-        self._thread.close()
+        """End the threads. No visit may follow."""
+        self._threads.close()
 
     def visit(self, layer: int, expert_ids_TK: Tensor) -> Iterator[Pass]:
         """One pass for each group of experts that fit together, at least one; an expert may be
@@ -128,13 +129,13 @@ class ExpertMemory:
             self._table.unpin_all()
 
     def next_read(self) -> ExpertKey | None:
-        """For the reading thread, which has the lock: what to read now, if anything."""
+        """For the reading threads, which has the lock: what to read now, if anything."""
         if self._demands:
             return self._demands.popleft()
         return self._claimed_ahead() if self._policy.is_prefetching else None
 
     def look_ahead(self) -> None:
-        """For the reading thread: learn from the last visit, and expect what follows from it."""
+        """For the reading threads: learn from the last visit, and expect what follows from it."""
         seen, self._seen = self._seen, None
         if seen is None or not self._policy.is_predicting:
             return
@@ -242,6 +243,8 @@ class ExpertMemory:
     def _claimed_ahead(self) -> ExpertKey | None:
         """The absent expert that is expected first, if something may go that is expected later."""
         expectation, table = self._expectation, self._table
+        if 2 * table.num_loading >= len(table):
+            return None
         until_LE = expectation.visits_until()
         is_absent_LE = self._held_LE & (table.slot_LE < 0) & ~self._barred_LE
         until = np.where(is_absent_LE, until_LE, np.inf)

@@ -48,6 +48,10 @@ class SlotTable:
     def num_ready(self) -> int:
         return int((self.state_S == SlotState.READY).sum())
 
+    @property
+    def num_loading(self) -> int:
+        return int((self.state_S == SlotState.LOADING).sum())
+
     def unpin_all(self) -> None:
         self._pinned_S[:] = False
 

@@ -175,7 +175,7 @@ def test_its_thread_ends_with_the_memory() -> None:
     before = threads()
     memory, layers = memory_of(Store(), 2, "predicted")
     run(layers[0], [[0, 1]])
-    assert threads() == before + 1
+    assert threads() > before
     del memory, layers
     for _ in range(100):
         if threads() == before:

@@ -1,4 +1,4 @@
-"""The thread that reads experts beside the one that runs stages."""
+"""The threads that read experts beside the one that runs stages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _IDLE_S = 0.5  # between two looks whether the memory is still there
 
 
 class Readable(Protocol):
-    """What the thread asks of its memory."""
+    """What the threads ask of their memory."""
 
     def look_ahead(self) -> None: ...
 
@@ -23,32 +23,37 @@ class Readable(Protocol):
     def fetch(self, key: ExpertKey) -> None: ...
 
 
-class ReaderThread:
-    """Ends with its memory, which it does not keep alive, and before the interpreter does."""
+class ReaderThreads:
+    """They end with their memory, which they do not keep alive, and before the interpreter does."""
 
-    def __init__(self, memory: Readable) -> None:
+    def __init__(self, memory: Readable, count: int) -> None:
         self.changed = threading.Condition()
         self._ended = threading.Event()
         self._memory = weakref.ref(memory)
         arguments = (self._memory, self.changed, self._ended)
-        self._thread = threading.Thread(
-            target=_read, args=arguments, daemon=True, name="expert-memory"
-        )
-        self._finalizer = weakref.finalize(memory, _end, self._thread, self.changed, self._ended)
+        self._threads = [
+            threading.Thread(target=_read, args=arguments, daemon=True, name="expert-memory")
+            for _ in range(count)
+        ]
+        self._finalizer = weakref.finalize(memory, _end, self._threads, self.changed, self._ended)
 
     def start(self) -> None:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         self._finalizer()
 
 
-def _end(thread: threading.Thread, changed: threading.Condition, ended: threading.Event) -> None:
+def _end(
+    threads: list[threading.Thread], changed: threading.Condition, ended: threading.Event
+) -> None:
     ended.set()
     with changed:
         changed.notify_all()
-    if thread.is_alive() and thread is not threading.current_thread():
-        thread.join()
+    for thread in threads:
+        if thread.is_alive() and thread is not threading.current_thread():
+            thread.join()
 
 
 @torch.inference_mode()
