@@ -20,6 +20,8 @@ MemoryPolicyName = Literal["lru", "frequency", "prefetch", "predicted"]
 ReplicaPolicyName = Literal["round-robin", "fewest-activated", "least-tokens", "auto"]
 RouterSide = Literal["auto", "attention", "experts"]
 WireDtype = Literal["auto", "bf16", "fp8"]
+BatchPolicyName = Literal["fifo", "balanced", "expert-aware"]
+PredictorMode = Literal["off", "observe", "act"]
 TransportName = Literal["auto", "host", "nccl"]
 
 
@@ -56,6 +58,9 @@ class SchedulerConfig:
     max_num_seqs: int = 64
     max_batched_tokens: int = 1024
     max_queued_requests: int = 256
+    batch_policy: BatchPolicyName = "fifo"  # who joins, and how a step is split
+    max_passed_over: int = 128  # later requests that may start before one that waits
+    max_passed_over_s: float = 5.0  # after which nobody passes it any more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +102,16 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PredictorConfig:
+    """What is known of the experts that coming tokens will choose."""
+
+    path: str | None = None  # a folder of trained predictors; None: what requests chose so far
+    mode: PredictorMode = "act"  # observe: measured, not followed
+    min_recall: float = 0.3  # of the request predictor; below it, batches are fifo
+    refresh_tokens: int = 32  # generated tokens after which a request is predicted again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything that the engine (offline or behind HTTP) needs."""
 
@@ -104,6 +119,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    predictor: PredictorConfig = field(default_factory=PredictorConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
 

@@ -20,6 +20,7 @@ from rich.progress import Progress, TextColumn
 
 from moe_serve.cluster.any_engine import build_any_engine
 from moe_serve.config import (
+    BatchPolicyName,
     CacheConfig,
     ClusterConfig,
     CudaGraphsName,
@@ -30,6 +31,7 @@ from moe_serve.config import (
     KernelsName,
     ModelConfig,
     PipelineConfig,
+    PredictorConfig,
     SchedulerConfig,
 )
 from moe_serve.config_keys import check_engine_config
@@ -72,6 +74,8 @@ class LLM:
         attention_tp: int = 1,
         placement: str | None = None,
         micro_batches: int | Literal["auto"] = "auto",
+        batch_policy: BatchPolicyName = "fifo",
+        predictor: str | None = None,
         num_threads: int | None = None,
         cuda_graphs: CudaGraphsName = "auto",
     ) -> None:
@@ -89,9 +93,12 @@ class LLM:
             ),
             cache=CacheConfig(num_pages=num_pages, prefix_cache=prefix_cache),
             scheduler=SchedulerConfig(
-                max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens
+                max_num_seqs=max_num_seqs,
+                max_batched_tokens=max_batched_tokens,
+                batch_policy=batch_policy,
             ),
             pipeline=PipelineConfig(micro_batches=micro_batches),
+            predictor=PredictorConfig(path=predictor),
             cluster=ClusterConfig(
                 attention_ranks=attention_ranks,
                 expert_ranks=expert_ranks,

@@ -36,6 +36,8 @@ KEYS: Mapping[str, str] = {
     "max_batched_tokens": "scheduler.max_batched_tokens",
     "max_queued_requests": "scheduler.max_queued_requests",
     "micro_batches": "pipeline.micro_batches",
+    "batch_policy": "scheduler.batch_policy",
+    "predictor": "predictor.path",
     "host": "server.host",
     "port": "server.port",
     "api_key": "server.api_keys",

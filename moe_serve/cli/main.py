@@ -16,6 +16,7 @@ from moe_serve.cli.chat import chat
 from moe_serve.cli.doctor import doctor
 from moe_serve.cli.launch import launch
 from moe_serve.cli.plan import plan
+from moe_serve.cli.predictor import predictor
 from moe_serve.cli.serve import serve
 from moe_serve.cli.timeline import timeline
 from moe_serve.cli.trace import trace
@@ -47,6 +48,7 @@ app.add_typer(
 )
 app.command(rich_help_panel="Plan")(calibrate)
 app.command(rich_help_panel="Plan")(plan)
+app.add_typer(predictor, rich_help_panel="Plan")
 
 
 def _print_version(is_asked: bool) -> None:

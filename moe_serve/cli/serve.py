@@ -56,6 +56,16 @@ MicroBatches = Annotated[
     str | None,
     typer.Option(help="Micro-batches of a step: auto, or 1 to 4.", rich_help_panel=LIMITS),
 ]
+BatchPolicy = Annotated[
+    str | None,
+    typer.Option(
+        help="Who runs with whom: fifo, balanced or expert-aware.", rich_help_panel=LIMITS
+    ),
+]
+Predictor = Annotated[
+    str | None,
+    typer.Option(help="A folder of trained routing predictors.", rich_help_panel=LIMITS),
+]
 AttentionRanks = Annotated[
     int | None,
     typer.Option(help="Attention ranks, each a process. 0: one process.", rich_help_panel=RANKS),
@@ -116,6 +126,8 @@ def serve(
     max_batched_tokens: MaxBatchedTokens = None,
     max_queued_requests: MaxQueuedRequests = None,
     micro_batches: MicroBatches = None,
+    batch_policy: BatchPolicy = None,
+    predictor: Predictor = None,
     attention_ranks: AttentionRanks = None,
     expert_ranks: ExpertRanks = None,
     attention_tp: AttentionTp = None,
@@ -144,6 +156,8 @@ def serve(
         "scheduler.max_batched_tokens": max_batched_tokens,
         "scheduler.max_queued_requests": max_queued_requests,
         "pipeline.micro_batches": number_or_text(micro_batches),
+        "scheduler.batch_policy": batch_policy,
+        "predictor.path": predictor,
         "cluster.attention_ranks": attention_ranks,
         "cluster.expert_ranks": expert_ranks,
         "cluster.attention_tp": attention_tp,

@@ -14,6 +14,7 @@ from moe_serve.cluster.moves import MAX_MOVES, Moves
 from moe_serve.cluster.pool_watch import PoolWatch
 from moe_serve.cluster.rank_work import RankLostError
 from moe_serve.cluster.remote_executor import RemoteExecutor, as_outcome
+from moe_serve.engine.batch_policy.policy import sum_of
 from moe_serve.engine.client import EngineStats
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
@@ -272,4 +273,5 @@ def _sum_of(
         num_queried_tokens=total("num_queried_tokens", everyone),
         num_hit_tokens=total("num_hit_tokens", everyone),
         is_alive=True,
+        batching=sum_of([stats.batching for stats in each if stats.batching]),
     )

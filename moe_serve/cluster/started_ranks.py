@@ -27,6 +27,8 @@ from moe_serve.cluster.roster import Roster
 from moe_serve.cluster.secret import ClusterSecret, new_secret, read_secret
 from moe_serve.cluster.store import serve_store
 from moe_serve.cluster.transport_check import check_transport
+from moe_serve.engine.batch_policy.make import policy_maker
+from moe_serve.engine.batch_policy.policy import BatchPolicy
 from moe_serve.engine.build import eos_token_ids_of, max_model_len_of
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.route_records import RouteListeners
@@ -103,8 +105,11 @@ class StartedRanks:
             self._model.folder, first.dtype, first.kernels, first.expert_weights
         )
 
+        model = self._model
+        make_policy = policy_maker(model.config, model.folder, model.spec, routes, model.placement)
+
         def make_engine(executor: RemoteExecutor, ids: itertools.count[int]) -> Engine:
-            return self._engine(executor, ids, identity, routes)
+            return self._engine(executor, ids, identity, routes, make_policy())
 
         def close() -> None:
             self.close()
@@ -125,6 +130,7 @@ class StartedRanks:
         ids: itertools.count[int],
         identity: bytes,
         routes: RouteListeners,
+        policy: BatchPolicy,
     ) -> Engine:
         """The scheduler, pages and prefixes of one attention rank."""
         config, spec = self._model.config, self._model.spec
@@ -140,5 +146,6 @@ class StartedRanks:
             model_identity=identity,
             has_prefix_cache=config.cache.prefix_cache,
             ids=ids,
+            policy=policy,
             routes=routes,
         )

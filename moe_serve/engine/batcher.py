@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from moe_serve.engine.scheduler import Schedule
 from moe_serve.engine.sequence import Sequence
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
 
+Splitter = Callable[[list[SequenceSlice], int], tuple[MicroBatch, ...]]
+
 _UNKNOWN = np.zeros(1, dtype=np.int64)
 
 
-def make_step_plan(schedule: Schedule, max_micro_batches: int) -> StepPlan:
-    """Slices of the scheduled sequences in at most `max_micro_batches` groups of like size."""
+def make_step_plan(schedule: Schedule, max_micro_batches: int, split: Splitter) -> StepPlan:
+    """Slices of the scheduled sequences in at most `max_micro_batches` groups."""
     slices = [_slice(sequence, count) for sequence, count in schedule.values()]
     return StepPlan(split(slices, max_micro_batches))
 
 
-def make_next_plan(schedule: Schedule, max_micro_batches: int) -> StepPlan:
+def make_next_plan(schedule: Schedule, max_micro_batches: int, split: Splitter) -> StepPlan:
     """The plan of a step that runs after one whose tokens are not known yet: of each sequence, the
     token that is about to be sampled. Whoever computes the step has it; here it reads 0."""
     slices = [
@@ -25,17 +29,6 @@ def make_next_plan(schedule: Schedule, max_micro_batches: int) -> StepPlan:
         for s, _ in schedule.values()
     ]
     return StepPlan(split(slices, max_micro_batches))
-
-
-def split(slices: list[SequenceSlice], max_micro_batches: int) -> tuple[MicroBatch, ...]:
-    """Longest first into the smallest group (LPT): token counts differ by at most one slice."""
-    groups: list[list[SequenceSlice]] = [[] for _ in range(min(max_micro_batches, len(slices)))]
-    sizes = [0] * len(groups)
-    for item in sorted(slices, key=lambda s: -len(s.token_ids)):
-        index = sizes.index(min(sizes))
-        groups[index].append(item)
-        sizes[index] += len(item.token_ids)
-    return tuple(MicroBatch(tuple(group)) for group in groups)
 
 
 def _slice(sequence: Sequence, count: int) -> SequenceSlice:

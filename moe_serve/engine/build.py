@@ -16,6 +16,7 @@ from moe_serve.cache.model_identity import model_identity
 from moe_serve.cache.sizing import num_pages
 from moe_serve.config import PAGE_SIZE, EngineConfig, ModelConfig
 from moe_serve.engine.allocator import keep_freed_memory
+from moe_serve.engine.batch_policy.make import policy_maker
 from moe_serve.engine.cuda_graphs import with_cuda_graphs
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.engine import Engine
@@ -103,6 +104,7 @@ def build_engine(
             folder, str(loader.dtype), loader.kernels.name, loader.expert_weights
         ),
         has_prefix_cache=config.cache.prefix_cache,
+        policy=policy_maker(config, folder, spec, routes)(),
         routes=routes,
     )
     layout = Layout(

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.config import PAGE_SIZE, SchedulerConfig
+from moe_serve.engine.batch_policy.arrival_order import FIFO
+from moe_serve.engine.batch_policy.policy import BatchPolicy
 from moe_serve.engine.batcher import make_next_plan, make_step_plan
 from moe_serve.engine.client import EngineStats
 from moe_serve.engine.prefix_sharing import PrefixSharing
@@ -48,6 +50,7 @@ class Engine:
         model_identity: bytes = b"",
         has_prefix_cache: bool = True,
         ids: Iterator[int] | None = None,
+        policy: BatchPolicy = FIFO,
         routes: RouteListeners | None = None,
     ) -> None:
         assert max_model_len <= num_pages * PAGE_SIZE, "one full sequence must fit the cache"
@@ -55,7 +58,7 @@ class Engine:
         cache = PrefixCache(num_pages)
         identity = model_identity if has_prefix_cache else None
         sharing = PrefixSharing(cache, identity, executor.finite_pages)
-        self._scheduler = Scheduler(scheduler, cache, sharing)
+        self._split, self._scheduler = policy.split, Scheduler(scheduler, cache, sharing, policy)
         self._routes = RouteListeners() if routes is None else routes
         self._eos, self._micro_batches = eos_token_ids, micro_batches
         self.max_model_len = max_model_len
@@ -93,9 +96,8 @@ class Engine:
         """End a request now; unknown or finished ids are ignored. Raises ExecutorLostError; the
         request has ended all the same."""
         if request_id in self._sequences:
-            self._pending.append(
-                TokenDelta(request_id=request_id, finish_reason=FinishReason.ABORT)
-            )
+            aborted = TokenDelta(request_id=request_id, finish_reason=FinishReason.ABORT)
+            self._pending.append(aborted)
             self._end([self._sequences[request_id]])
 
     @property
@@ -148,7 +150,7 @@ class Engine:
 
     def cut(self, micro_batches: int | None = None) -> StepPlan:
         """The plan of the step that has begun, in at most so many micro-batches."""
-        plan = make_step_plan(self._schedule, micro_batches or self._micro_batches)
+        plan = make_step_plan(self._schedule, micro_batches or self._micro_batches, self._split)
         return self._routes.asked(plan, self._num_steps, self._schedule)
 
     def begin_ahead(self) -> bool:
@@ -162,7 +164,7 @@ class Engine:
 
     def cut_ahead(self, micro_batches: int) -> StepPlan:
         """See `cut`: the plan of the step that has begun ahead."""
-        plan = make_next_plan(self._ahead, micro_batches)
+        plan = make_next_plan(self._ahead, micro_batches, self._split)
         return self._routes.asked(plan, self._num_steps + 1, self._ahead)
 
     def drop_ahead(self) -> None:
@@ -219,7 +221,7 @@ class Engine:
             return
         alone = [{key: item} for key, item in schedule.items()]
         for part in alone:
-            self._finish(part, self._try(make_step_plan(part, 1), part))
+            self._finish(part, self._try(make_step_plan(part, 1, self._split), part))
 
     def stats(self) -> EngineStats:
         cache, sharing = self._scheduler.cache, self._scheduler.sharing
@@ -238,6 +240,7 @@ class Engine:
             num_generated_tokens=self._num_generated_tokens,
             is_alive=True,
             expert_memory=self._executor.expert_memory,
+            batching=self._scheduler.policy.stats(),
         )
 
     def check_integrity(self) -> None:

@@ -6,7 +6,8 @@ first, then prompts in order of arrival, then new arrivals. When pages run out, 
 arrived last gives its pages back and waits to be computed again.
 
 A sequence starts with what is cached of its tokens. If a sequence that runs is just computing its
-next page, it waits for that page, and those behind it may start first.
+next page, it waits for that page, and those behind it may start first. The batch policy may let
+others go first too, within bounds.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterable
 
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.config import SchedulerConfig
+from moe_serve.engine.batch_policy.policy import BatchPolicy
 from moe_serve.engine.prefix_sharing import PrefixSharing
 from moe_serve.engine.sequence import Sequence
 
@@ -25,8 +27,14 @@ Schedule = dict[int, tuple[Sequence, int]]  # sequence id -> (sequence, tokens t
 class Scheduler:
     """Owns the waiting and running sequences and their page tables."""
 
-    def __init__(self, config: SchedulerConfig, cache: PrefixCache, sharing: PrefixSharing) -> None:
-        self._config, self.cache, self.sharing = config, cache, sharing
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: PrefixCache,
+        sharing: PrefixSharing,
+        policy: BatchPolicy,
+    ) -> None:
+        self._config, self.cache, self.sharing, self.policy = config, cache, sharing, policy
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival
         self.num_preemptions = 0
@@ -55,6 +63,7 @@ class Scheduler:
             else:
                 self.waiting.remove(sequence)
             self._release(sequence)
+        self.policy.forget(s.id for s in sequences)
 
     def discard(self, sequence: Sequence) -> None:
         """Take a failed sequence out. The pages that it computed leave the cache too, but for those
@@ -66,6 +75,7 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """Choose the step's sequences and give them the pages that they need."""
+        self.policy.prepare(self.waiting, self.running)
         chosen: Schedule = {}
         budget = self._config.max_batched_tokens
         num_preempted = self.num_preemptions
@@ -94,34 +104,40 @@ class Scheduler:
         missing = sum(max(0, s.num_missing_pages(s.num_tokens + 1)) for s in sequences)
         if missing > self.cache.num_available:
             return None
+        self.policy.prepare(self.waiting, self.running)
         for sequence in sequences:
             self._grow(sequence, sequence.num_pending_tokens + 1)
         return {s.id: (s, 1) for s in sequences}
 
     def _admit(self, budget: int, chosen: Schedule) -> None:
         """Start waiting sequences while there is budget, a seat, and pages for the whole prompt."""
-        if self.waiting and budget and self._has_seat:
-            self.sharing.give(self.running)  # what the last steps computed, for those who wait
-        passed: list[Sequence] = []
-        while self.waiting and budget and self._has_seat:
-            sequence = self.waiting[0]
-            found = self.sharing.find(sequence)
-            if found is None:
-                passed.append(self.waiting.popleft())
-                continue
-            num_spare = self._num_spare_pages(sequence, found)
-            if num_spare < 0:
-                break
-            self.waiting.popleft()
-            # One more page than it needs, as what it copies from is held until then.
-            self.sharing.take(sequence, found, self.running, can_copy=num_spare > 0)
-            self.running.append(sequence)
-            sequence.is_running = True
-            count = min(sequence.num_pending_tokens, budget)
-            self._grow(sequence, count)
-            chosen[sequence.id] = (sequence, count)
-            budget -= count
-        self.waiting.extendleft(reversed(passed))
+        if not (self.waiting and budget and self._has_seat):
+            return
+        self.sharing.give(self.running)  # what the last steps computed, for those who wait
+        started: list[Sequence] = []
+        try:
+            for sequence in self.policy.candidates(self.waiting, self.running):
+                found = self.sharing.find(sequence)
+                if found is None:
+                    continue
+                num_spare = self._num_spare_pages(sequence, found)
+                if num_spare < 0:
+                    break
+                # One more page than it needs, as what it copies from is held until then.
+                self.sharing.take(sequence, found, self.running, can_copy=num_spare > 0)
+                self.running.append(sequence)
+                started.append(sequence)
+                sequence.is_running = True
+                self.policy.started(sequence)
+                count = min(sequence.num_pending_tokens, budget)
+                self._grow(sequence, count)
+                chosen[sequence.id] = (sequence, count)
+                budget -= count
+                if not (budget and self._has_seat):
+                    break
+        finally:
+            for sequence in started:
+                self.waiting.remove(sequence)
 
     @property
     def _has_seat(self) -> bool:

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from moe_serve.engine.client import EngineClient
 from moe_serve.engine.request import FinishReason
 from moe_serve.engine.tracing import Tracing
+from moe_serve.http.batching_families import batching_families
 from moe_serve.http.memory_families import memory_families
 from moe_serve.http.pool_families import pool_families
 from moe_serve.http.trace_families import trace_families
@@ -154,6 +155,8 @@ class _EngineCollector(Collector):
             yield counter
         if stats.expert_memory is not None:
             yield from memory_families(stats.expert_memory, PREFIX, self._model_name)
+        if stats.batching is not None:
+            yield from batching_families(stats.batching, PREFIX, self._model_name)
         if stats.pools is not None:
             yield from pool_families(stats.pools, PREFIX, self._model_name)
         if self._tracing is not None:

@@ -129,6 +129,20 @@ class ModelLoader:
         ]
         return [self._router(table) for table in tables]
 
+    def embedding(self) -> Tensor:
+        """The token embeddings alone, [V, D]."""
+        return self._tensors.keep(model_table(self._names, self.spec)["embedding"])
+
+    def router_weights(self, layer: int) -> Mapping[str, Tensor]:
+        """What a layer routes by: moe_norm, and in fp32 router and those of router_bias and
+        selection_bias that there are."""
+        table = feed_forward_table(self._names, self.spec, layer)
+        weights = {"moe_norm": self._tensors.keep(table["moe_norm"])}
+        for key in ("router", "router_bias", "selection_bias"):
+            if key in table:
+                weights[key] = self._tensors.keep(table[key], torch.float32)
+        return weights
+
     def expert_stage(
         self,
         held: Sequence[Collection[int]] | None = None,

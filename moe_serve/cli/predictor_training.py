@@ -1,0 +1,110 @@
+"""What `moe-serve predictor train` does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_serve.engine.documents import cut_into_pieces, read_documents
+from moe_serve.engine.predictor_data import Captured, PredictorModel
+from moe_serve.engine.predictor_training import (
+    LAYER_RECIPE,
+    REQUEST_RECIPE,
+    Trained,
+    data_facts,
+    train_layer_predictors,
+    train_request_predictor,
+)
+from moe_serve.errors import ConfigError
+from moe_serve.text.tokenizer import Tokenizer
+from routing_predictor.card import PredictorKind
+from routing_predictor.errors import RoutingError
+from routing_predictor.fitting import Progress, Recipe
+from routing_predictor.predictor_file import write_predictor
+from routing_predictor.trace_file import read_traces
+from routing_predictor.train_layers import Loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOrder:
+    """The command's arguments, checked."""
+
+    kinds: tuple[str, ...]
+    out: Path
+    model: str | None
+    texts: tuple[Path, ...]
+    traces: tuple[Path, ...]
+    max_tokens: int
+    epochs: int | None
+    loss: Loss
+    seed: int
+    num_threads: int
+
+
+def train_predictors(order: TrainOrder, progress: Progress) -> list[str]:
+    """Write the predictors -> what to tell the user."""
+    if order.out.exists() and not order.out.is_dir():
+        raise ConfigError(f"cannot write to {order.out}: it is not a folder.")
+    torch.set_num_threads(order.num_threads)
+    try:
+        model = PredictorModel(order.model, order.num_threads)
+        captured, data = _collect(order, model, progress)
+        return [
+            _written(order, _train(order, PredictorKind(kind), model, captured, data, progress))
+            for kind in order.kinds
+        ]
+    except RoutingError as error:
+        raise ConfigError(f"{error}.") from None
+
+
+def _collect(
+    order: TrainOrder, model: PredictorModel, progress: Progress
+) -> tuple[Captured, dict[str, Any]]:
+    if order.traces:
+        trace = read_traces(order.traces)
+        if trace.model_identity and trace.model_identity != model.identity:
+            raise ConfigError(
+                f"the trace is of the model {trace.model or trace.model_identity[:12]}, "
+                f"not of {model.name}: give its folder with --model."
+            )
+        facts = {"trace tokens": trace.num_tokens, "requests": len(trace.request_ids)}
+        return Captured(trace=trace, before_attention_LTD=None, before_router_LTD=None), facts
+    documents = read_documents(order.texts, "train")
+    tokenizer = Tokenizer.load(model.folder)
+    pieces = cut_into_pieces(documents, tokenizer, order.max_tokens, model.max_piece, order.seed)
+    captured = model.capture(
+        pieces,
+        has_hidden=order.kinds != ("request",),
+        progress=lambda done, total: progress(f"{done} of {total} tokens run", done / total),
+    )
+    return captured, data_facts(pieces)
+
+
+def _train(
+    order: TrainOrder,
+    kind: PredictorKind,
+    model: PredictorModel,
+    captured: Captured,
+    data: dict[str, Any],
+    progress: Progress,
+) -> Trained:
+    def adapted(recipe: Recipe) -> Recipe:
+        return replace(recipe, seed=order.seed, epochs=order.epochs or recipe.epochs)
+
+    if kind is PredictorKind.REQUEST:
+        return train_request_predictor(
+            model, captured.trace, data, adapted(REQUEST_RECIPE), progress
+        )
+    recipe = adapted(LAYER_RECIPE)
+    return train_layer_predictors(kind, model, captured, data, recipe, progress, order.loss)
+
+
+def _written(order: TrainOrder, trained: Trained) -> str:
+    write_predictor(order.out, trained.card, trained.module)
+    size = (order.out / f"{trained.card.kind}.safetensors").stat().st_size
+    losses = ", ".join(f"{loss:.4f}" for loss in trained.card.metrics["held-out loss"])
+    end = " (interrupted: the best so far)" if trained.is_interrupted else ""
+    return f"{trained.card.kind}: {size / 1e6:.2f} MB in {order.out}, held-out loss {losses}{end}"

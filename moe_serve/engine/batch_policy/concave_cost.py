@@ -1,0 +1,41 @@
+"""What a group of rows costs an expert stage: a sum of concave functions of sums over its rows.
+
+    activated experts   x = -log(1 - p)   f(s) = 1 - exp(-s)   expected number of experts with a row
+    capacity C          x = p             f(s) = min(s, C)     an expert's rows beyond C are free
+
+Both are sum_e f(sum_r x_r[e]): what a search moves between groups are rows of x. For probabilities
+p of independent choices the first is exact; the second is exact for choices that are known.
+
+R rows, D dimensions (pairs of a layer and an expert, or a sample of them).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+
+_MOST_CERTAIN = 0.999
+
+
+@dataclass(frozen=True, slots=True)
+class ConcaveCost:
+    """`capacity` 1: activated experts."""
+
+    capacity: int = 1
+
+    def features(self, signatures_RD: Floats) -> Floats:
+        """x of probabilities."""
+        if self.capacity > 1:
+            return signatures_RD.astype(np.float32)
+        certain = np.minimum(signatures_RD, np.float32(_MOST_CERTAIN))
+        return np.asarray(-np.log1p(-certain), dtype=np.float32)
+
+    def total(self, sums_xD: Floats) -> Floats:
+        """The cost of groups whose rows sum up to `sums_xD`, one for each leading index."""
+        if self.capacity > 1:
+            return np.asarray(np.minimum(sums_xD, np.float32(self.capacity)).sum(axis=-1))
+        return np.asarray(sums_xD.shape[-1] - np.exp(-sums_xD).sum(axis=-1))

@@ -1,0 +1,63 @@
+"""What a batch policy decides. It never changes tokens: a row depends on no row beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+from moe_serve.engine.sequence import Sequence
+from moe_serve.model.step_plan import MicroBatch, SequenceSlice
+
+PolicyName = Literal["fifo", "balanced", "expert-aware"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyStats:
+    """A snapshot for the metrics; a policy fills it."""
+
+    policy: PolicyName  # that decides now: a fallback shows
+    num_passed_over: int = 0  # times that somebody who waited let a later one go first
+    activated_experts: float | None = None  # expected in the last step's micro-batches, all layers
+    recall: float | None = None  # of the predictor, as measured; None: not measured
+    is_predictor_on: bool | None = None  # None: there is none
+
+
+def sum_of(each: Items[PolicyStats]) -> PolicyStats | None:
+    """Of several engines, which share a predictor; None of none."""
+    if not each:
+        return None
+    known = [s.activated_experts for s in each if s.activated_experts is not None]
+    return replace(
+        each[0],
+        num_passed_over=sum(s.num_passed_over for s in each),
+        activated_experts=sum(known) if known else None,
+    )
+
+
+class BatchPolicy(Protocol):
+    """One engine's. Called on its thread, every step: what it takes delays the step."""
+
+    def prepare(self, waiting: Items[Sequence], running: Items[Sequence]) -> None:
+        """A step is about to be scheduled."""
+        ...
+
+    def candidates(self, waiting: Items[Sequence], running: Items[Sequence]) -> Iterable[Sequence]:
+        """Who waits, in the order in which they may start. Whoever takes one says `started` before
+        asking for the next, and takes nobody behind one that lacks pages."""
+        ...
+
+    def started(self, sequence: Sequence) -> None:
+        """The candidate that was given last runs now."""
+        ...
+
+    def split(self, slices: list[SequenceSlice], max_micro_batches: int) -> tuple[MicroBatch, ...]:
+        """A step's slices in at most so many micro-batches, none of them empty."""
+        ...
+
+    def forget(self, sequence_ids: Iterable[int]) -> None:
+        """These sequences have ended or moved away."""
+        ...
+
+    def stats(self) -> PolicyStats: ...

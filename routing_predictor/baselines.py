@@ -1,0 +1,57 @@
+"""What a predictor must beat.
+
+S samples, L layers, E experts, F features. Each gives scores [S, L, E] that sum to 1 in a layer.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routing_predictor.scores import share
+
+Floats = NDArray[np.floating]
+
+HISTORY_WEIGHT = 64.0  # choices of history that count as much as the marginal, in `blended`
+
+
+def marginal(count_LE: NDArray[np.generic], num_samples: int) -> Floats:
+    """How often each expert is chosen at all, of every layer."""
+    frequency_LE = share(count_LE, count_LE.sum(-1, keepdims=True))
+    repeated: Floats = np.broadcast_to(frequency_LE, (num_samples, *frequency_LE.shape))
+    return repeated
+
+
+def from_history(history_SLE: NDArray[np.generic]) -> Floats:
+    """What the prefix's own tokens chose."""
+    return share(history_SLE, history_SLE.sum(-1, keepdims=True))
+
+
+def blended(history_SLE: NDArray[np.generic], count_LE: NDArray[np.generic]) -> Floats:
+    """History with the marginal as its prior: a short prefix says little."""
+    prior_LE = share(count_LE, count_LE.sum(-1, keepdims=True)) * HISTORY_WEIGHT
+    return from_history(history_SLE + prior_LE[None])
+
+
+def logistic_regression(
+    features_SF: Floats, count_SLE: NDArray[np.generic], unseen_UF: Floats, seed: int = 0
+) -> Floats:
+    """[U, L, E]: one multinomial regression per layer on the pooled embedding (scikit-learn), of
+    single choices: sample s is of class e as often as expert e was used after it. To keep that
+    bounded, four choices are drawn of each sample."""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.preprocessing import StandardScaler
+
+    scaler = StandardScaler().fit(features_SF)
+    seen_SF, unseen = scaler.transform(features_SF), scaler.transform(unseen_UF)
+    num_samples, num_layers, num_experts = count_SLE.shape
+    scores = np.zeros((len(unseen), num_layers, num_experts))
+    rng = np.random.default_rng(seed)
+    for layer in range(num_layers):
+        share_SE = count_SLE[:, layer] / count_SLE[:, layer].sum(-1, keepdims=True)
+        chosen = (rng.random((4, num_samples, 1)) > share_SE.cumsum(-1)).sum(-1)
+        chosen = chosen.clip(0, num_experts - 1)
+        model = LogisticRegression(C=0.01, max_iter=50)
+        model.fit(np.tile(seen_SF, (4, 1)), chosen.reshape(-1))
+        scores[:, layer, model.classes_] = model.predict_proba(unseen)
+    return scores

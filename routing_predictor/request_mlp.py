@@ -1,0 +1,75 @@
+"""The request predictor: an MLP of three layers on pooled embeddings of the prefix.
+
+R requests, F features (see `pools.py`), H hidden units, L layers with routed experts, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from routing_predictor.pools import PrefixPools
+
+NUM_HIDDEN = 512
+_DROPOUT = 0.1  # in training
+
+
+class RequestMLP(nn.Module):
+    """Pooled prefix -> logits [R, L, E]; a softmax over E is the share of the coming choices."""
+
+    def __init__(
+        self, num_features: int, num_layers: int, num_experts: int, num_hidden: int = NUM_HIDDEN
+    ) -> None:
+        super().__init__()
+        self.num_layers, self.num_experts = num_layers, num_experts
+        self.mean_F: Tensor
+        self.scale_F: Tensor
+        self.register_buffer("mean_F", torch.zeros(num_features))
+        self.register_buffer("scale_F", torch.ones(num_features))
+        self.first = nn.Linear(num_features, num_hidden)
+        self.second = nn.Linear(num_hidden, num_hidden)
+        self.last = nn.Linear(num_hidden, num_layers * num_experts)
+
+    def fit_scale(self, features_RF: Tensor) -> None:
+        """Features leave the first step with mean 0 and deviation 1 over these samples."""
+        self.mean_F.copy_(features_RF.mean(0))
+        self.scale_F.copy_(1 / features_RF.std(0).clamp_min(1e-6))
+
+    def forward(self, features_RF: Tensor) -> Tensor:
+        x_RF = (features_RF - self.mean_F) * self.scale_F
+        hidden_RH = F.dropout(F.gelu(self.first(x_RF)), _DROPOUT, self.training)
+        hidden_RH = F.dropout(F.gelu(self.second(hidden_RH)), _DROPOUT, self.training)
+        logits: Tensor = self.last(hidden_RH)
+        return logits.view(-1, self.num_layers, self.num_experts)
+
+
+class PrefixPredictor:
+    """A trained MLP with the embeddings that it reads: a `RequestPredictor`."""
+
+    def __init__(self, mlp: RequestMLP, pools: PrefixPools, *, top_k: int, horizon: int) -> None:
+        self._mlp, self._pools = mlp.eval(), pools
+        self._top_k, self._horizon = top_k, horizon
+
+    @property
+    def horizon(self) -> int:
+        return self._horizon
+
+    @torch.inference_mode()
+    def predict(self, prefixes: Sequence[NDArray[np.int64]]) -> NDArray[np.float32]:
+        """[R, L, E]: the probability that a coming token chooses the expert."""
+        mlp = self._mlp
+        if not prefixes:
+            return np.zeros((0, mlp.num_layers, mlp.num_experts), dtype=np.float32)
+        shares = mlp(self._pools.pool(prefixes)).softmax(-1)
+        return as_probability(shares, self._top_k).numpy()
+
+
+def as_probability(share_RLE: Tensor, top_k: int) -> Tensor:
+    """From the share of the choices to the probability that a token is among them: k times it,
+    at most 1."""
+    return (share_RLE * top_k).clamp_max(1.0)

@@ -1,0 +1,75 @@
+"""The request predictor beside its baselines, on the same prefixes.
+
+S samples, L layers, E experts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routing_predictor.baselines import blended, from_history, logistic_regression, marginal
+from routing_predictor.evaluate import Truth, Verdict, judge
+from routing_predictor.pools import PrefixPools
+from routing_predictor.prefix_samples import PrefixCuts, cut_each, cut_texts
+from routing_predictor.request_predictor import RequestPredictor
+from routing_predictor.texts import RoutedTexts
+from routing_predictor.train_request import pooled
+
+CUTS_PER_TEXT = 8
+_CUTS_TO_FIT = 12_000  # of the logistic regression
+_AT_ONCE = 256
+
+
+def truth_of(cuts: PrefixCuts, layers: tuple[int, ...]) -> Truth:
+    return Truth(
+        count_SLE=cuts.coming(),
+        num_tokens=cuts.horizon,
+        top_k=cuts.texts.expert_ids_TLK.shape[2],
+        document_S=cuts.document_S,
+        label_S=tuple(cuts.texts.label[request] for request in cuts.request_S),
+        layers=layers,
+    )
+
+
+def judged_predictor(
+    predictor: RequestPredictor, cuts: PrefixCuts, layers: tuple[int, ...]
+) -> Verdict:
+    prefixes = [prefix.astype(np.int64) for prefix in cuts.prefixes()]
+    parts = [
+        predictor.predict(prefixes[first : first + _AT_ONCE])
+        for first in range(0, len(prefixes), _AT_ONCE)
+    ]
+    return judge("request predictor", np.concatenate(parts), truth_of(cuts, layers))
+
+
+def judged_history(
+    seen_count_LE: NDArray[np.integer], cuts: PrefixCuts, layers: tuple[int, ...]
+) -> list[Verdict]:
+    """The baselines that read choices only. `seen_count_LE`: of texts that may be learnt from."""
+    truth, history = truth_of(cuts, layers), cuts.history()
+    top_k = truth.top_k
+    return [
+        judge("marginal", marginal(seen_count_LE, cuts.num_samples) * top_k, truth),
+        judge("history of the prefix", from_history(history) * top_k, truth),
+        judge("history + marginal", blended(history, seen_count_LE) * top_k, truth),
+    ]
+
+
+def judged_regression(
+    seen: RoutedTexts, cuts: PrefixCuts, pools: PrefixPools, layers: tuple[int, ...], seed: int
+) -> Verdict:
+    """Logistic regression on the same pooled embeddings, fitted on texts that may be learnt from."""
+    truth = truth_of(cuts, layers)
+    fitted = cut_texts(seen, _CUTS_TO_FIT, seed=seed, horizon=cuts.horizon)
+    scores = logistic_regression(
+        pooled(fitted, pools).float().numpy(),
+        fitted.coming(),
+        pooled(cuts, pools).float().numpy(),
+        seed,
+    )
+    return judge("logistic regression", scores * truth.top_k, truth)
+
+
+def cuts_to_judge(texts: RoutedTexts, seed: int, horizon: int) -> PrefixCuts:
+    return cut_each(texts, CUTS_PER_TEXT, seed=seed, horizon=horizon)

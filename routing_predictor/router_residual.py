@@ -1,0 +1,85 @@
+"""A router asked early: its own weights on an earlier hidden state, and a small learnt correction.
+
+    logits = router(norm(h)) + W2 silu(W1 [norm(h), c])        W2 starts at zero
+
+*next-layer*: h is the residual stream that enters layer l's router (after its attention, before the
+norm); norm and router are those of the next layer with routed experts. c is empty.
+*pre-attention*: h is the stream that enters layer l's attention; norm (of its router) and router
+are layer l's own. c are the embeddings of the tokens before this one: what attention will most
+likely bring in, and known without it.
+
+T tokens, E experts, D model width, C context width, H hidden units.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+NUM_CONTEXT = 2  # tokens before this one, of a pre-attention predictor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterWeights:
+    """One layer's norm and router, in fp32 on the CPU, as the model has them."""
+
+    layer: int  # the model's number
+    norm_D: Tensor
+    norm_eps: float
+    weight_ED: Tensor
+    bias_E: Tensor | None = None
+
+    def normed(self, hidden_TD: Tensor) -> Tensor:
+        """What the router reads of a residual stream, in fp32."""
+        hidden_TD = hidden_TD.float()
+        mean_T1 = hidden_TD.square().mean(-1, keepdim=True)
+        return hidden_TD * torch.rsqrt(mean_T1 + self.norm_eps) * self.norm_D
+
+    def logits(self, normed_TD: Tensor) -> Tensor:
+        return F.linear(normed_TD, self.weight_ED, self.bias_E)
+
+
+class RouterResidual(nn.Module):
+    """One layer's predictor. The router is the model's: it is neither trained nor stored."""
+
+    def __init__(self, router: RouterWeights, num_hidden: int, context_width: int = 0) -> None:
+        super().__init__()
+        self.router = router
+        width = router.norm_D.shape[0]
+        self.scale: Tensor
+        self.register_buffer("scale", torch.ones(1))
+        self.first = nn.Linear(width + context_width, num_hidden)
+        self.last = nn.Linear(num_hidden, router.weight_ED.shape[0])
+        nn.init.zeros_(self.last.weight)
+        nn.init.zeros_(self.last.bias)
+
+    def fit_scale(self, hidden_TD: Tensor) -> None:
+        """The MLP reads normed rows of mean square 1."""
+        self.scale.fill_(1 / self.router.normed(hidden_TD).square().mean().sqrt().clamp_min(1e-6))
+
+    def forward(self, hidden_TD: Tensor, context_TC: Tensor | None = None) -> Tensor:
+        """-> logits [T, E] in fp32; the k largest are the prediction."""
+        normed_TD = self.router.normed(hidden_TD)
+        features = normed_TD * self.scale
+        if context_TC is not None:
+            features = torch.cat([features, context_TC.float()], 1)
+        residual_TE: Tensor = self.last(F.silu(self.first(features)))
+        return self.router.logits(normed_TD) + residual_TE
+
+
+def context_of(embedding_VD: Tensor, token_T: Tensor, position_T: Tensor, num: int) -> Tensor:
+    """[T, num * D]: the embeddings of the tokens 1, ..., num before each, of mean square 1; zero
+    before a text's start. Tokens of one text lie side by side.
+
+    position 0 1 2 of the tokens a b c, num = 2: rows (0 0), (a 0), (b a).
+    """
+    table_VD = embedding_VD.float()
+    table_VD = table_VD / table_VD.square().mean().sqrt().clamp_min(1e-12)
+    parts = []
+    for back in range(1, num + 1):
+        rows_TD = table_VD[token_T.roll(back)]
+        parts.append(rows_TD.masked_fill((position_T < back)[:, None], 0.0))
+    return torch.cat(parts, 1)

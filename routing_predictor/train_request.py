@@ -1,0 +1,105 @@
+"""Training of the request predictor: random prefixes, and the share of the coming choices.
+
+S samples, F features, L layers with routed experts, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from routing_predictor.fitting import Fit, Progress, Recipe, Task, fit
+from routing_predictor.pools import WINDOWS, PrefixPools
+from routing_predictor.prefix_samples import HORIZON, PrefixCuts, cut_each, cut_texts
+from routing_predictor.request_mlp import NUM_HIDDEN, RequestMLP
+from routing_predictor.texts import RoutedTexts, split_documents
+
+_TOKENS_PER_CUT = 8
+_CUTS_AT_ONCE = 1024
+_HELD_OUT_SHARE = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixData:
+    """Pooled prefixes and what came after them."""
+
+    features_SF: Tensor  # fp16
+    share_SLE: Tensor  # fp16: of the coming choices
+
+
+Features = Callable[[PrefixCuts], Tensor]  # -> [S, F] in fp16
+
+
+def train_request(
+    texts: RoutedTexts,
+    features_of: Features,
+    recipe: Recipe,
+    progress: Progress,
+    num_hidden: int = NUM_HIDDEN,
+    horizon: int = HORIZON,
+) -> tuple[RequestMLP, Fit]:
+    """Raises TraceError for too few or too short texts."""
+    torch.manual_seed(recipe.seed)
+    learnt, held_out = split_documents(texts, _HELD_OUT_SHARE, recipe.seed)
+    num_cuts = max(recipe.batch_size, len(learnt.expert_ids_TLK) // _TOKENS_PER_CUT)
+    progress("cutting texts", 0.0)
+    data = make_data(cut_texts(learnt, num_cuts, seed=recipe.seed, horizon=horizon), features_of)
+    unseen = make_data(cut_each(held_out, 8, seed=recipe.seed, horizon=horizon), features_of)
+    num_layers = texts.expert_ids_TLK.shape[1]
+    mlp = RequestMLP(data.features_SF.shape[1], num_layers, texts.num_experts, num_hidden)
+    mlp.fit_scale(data.features_SF[: 2**15].float())
+    task = Task(
+        num_samples=num_cuts,
+        loss=lambda samples: share_loss(mlp, data.features_SF[samples], data.share_SLE[samples]),
+        held_out=lambda: _held_out_loss(mlp, unseen),
+        name="request",
+    )
+    return mlp, fit(mlp, task, recipe, progress)
+
+
+def share_loss(mlp: RequestMLP, features_SF: Tensor, share_SLE: Tensor) -> Tensor:
+    """Cross entropy between the shares, mean over layers."""
+    log_share_SLE = mlp(features_SF.float()).log_softmax(-1)
+    return -(log_share_SLE * share_SLE.float()).sum(-1).mean()
+
+
+@torch.inference_mode()
+def _held_out_loss(mlp: RequestMLP, data: PrefixData) -> float:
+    return float(share_loss(mlp, data.features_SF, data.share_SLE))
+
+
+def make_data(cuts: PrefixCuts, features_of: Features) -> PrefixData:
+    num_choices = cuts.horizon * cuts.texts.expert_ids_TLK.shape[2]
+    shares = torch.from_numpy((cuts.coming() / num_choices).astype("float16"))
+    return PrefixData(features_SF=features_of(cuts), share_SLE=shares)
+
+
+def pooled(cuts: PrefixCuts, pools: PrefixPools) -> Tensor:
+    """[S, F]: what the request predictor reads."""
+    prefixes = cuts.prefixes()
+    return torch.cat(
+        [
+            pools.pool(prefixes[first : first + _CUTS_AT_ONCE]).half()
+            for first in range(0, len(prefixes), _CUTS_AT_ONCE)
+        ]
+    )
+
+
+def history_shares(cuts: PrefixCuts, windows: Sequence[int] = WINDOWS) -> Tensor:
+    """[S, W * L * E]: the share of the choices of the last tokens, for each window: what is known
+    where a trace has no token ids."""
+    parts = [
+        torch.from_numpy(shares_of(cuts.history(window))).flatten(1).half() for window in windows
+    ]
+    return torch.cat(parts, 1)
+
+
+def shares_of(count_SLE: NDArray[np.integer]) -> NDArray[np.float32]:
+    whole = np.maximum(count_SLE.sum(-1, keepdims=True), 1)
+    shares: NDArray[np.float32] = (count_SLE / whole).astype(np.float32)
+    return shares

@@ -1,0 +1,95 @@
+"""Who joins: those that suit, and nobody waits beyond the bound, whatever arrives."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batch_world import World, of_domain
+from moe_serve.engine.sequence import Sequence
+
+
+def admit(world: World, waiting: deque[Sequence], running: list[Sequence], count: int) -> list[int]:
+    """What the scheduler does with `count` free seats -> who started, by id."""
+    world.policy.prepare(waiting, running)
+    started: list[Sequence] = []
+    for sequence in world.policy.candidates(waiting, running) if count else ():
+        sequence.is_running = True
+        world.policy.started(sequence)
+        running.append(sequence)
+        started.append(sequence)
+        if len(started) == count:
+            break
+    for sequence in started:
+        waiting.remove(sequence)
+    return [sequence.id for sequence in started]
+
+
+def test_those_who_share_experts_join() -> None:
+    world = World()
+    running = [world.sequence(of_domain(1))]
+    waiting = deque(world.sequence(of_domain(n % 2)) for n in range(8))
+    assert admit(world, waiting, running, 4) == [2, 4, 6, 8]
+    assert world.policy.stats().num_passed_over == 1 + 2 + 3 + 4
+
+
+def test_whoever_is_passed_over_often_enough_is_next() -> None:
+    world = World(max_passed_over=2)
+    running = [world.sequence(of_domain(1))]
+    waiting = deque(world.sequence(of_domain(n)) for n in (0, 1, 1, 1, 0))
+    assert admit(world, waiting, running, 5) == [2, 3, 1, 4, 5]
+
+
+def test_without_signatures_in_order_of_arrival() -> None:
+    world = World()
+    waiting = deque(world.sequence() for _ in range(4))
+    assert admit(world, waiting, [], 3) == [0, 1, 2]
+
+
+def test_whoever_waited_long_is_next() -> None:
+    world = World(max_age_s=5.0)
+    running = [world.sequence(of_domain(1))]
+    waiting = deque([world.sequence(of_domain(0)), world.sequence(of_domain(1))])
+    world.policy.prepare(waiting, running)
+    world.now = 5.0
+    waiting.append(world.sequence(of_domain(1)))
+    assert admit(world, waiting, running, 1) == [1]
+
+
+def test_whoever_was_preempted_goes_first() -> None:
+    world = World()
+    running = [world.sequence(of_domain(1))]
+    back = world.sequence(of_domain(0))
+    back.restart()
+    waiting = deque([back, world.sequence(of_domain(1))])
+    assert admit(world, waiting, running, 2) == [1, 2]
+
+
+arrivals = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3)), min_size=5, max_size=40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(arrivals, st.integers(0, 5), st.integers(0, 9))
+def test_nobody_is_passed_over_more_often_than_allowed(
+    steps: list[tuple[int, int]], bound: int, seed: int
+) -> None:
+    """Any arrivals, seats and signatures (few have none yet); every request starts in the end."""
+    world, rng = World(max_passed_over=bound), np.random.default_rng(seed)
+    waiting: deque[Sequence] = deque()
+    running: list[Sequence] = []
+    started: list[int] = []
+    for num_new, num_seats in [*steps, *[(0, 3)] * 100]:
+        for _ in range(num_new):
+            known = of_domain(int(rng.integers(2)), rng) if rng.random() < 0.9 else None
+            waiting.append(world.sequence(known))
+        started += admit(world, waiting, running, min(num_seats, len(waiting)))
+        while len(running) > 6:
+            gone = running.pop(int(rng.integers(len(running))))
+            world.policy.forget([gone.id])
+    assert not waiting
+    for place, key in enumerate(started):
+        passed_by = sum(later > key for later in started[:place])
+        assert passed_by <= bound, f"{key} let {passed_by} later ones go first; {bound} may"

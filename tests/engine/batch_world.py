@@ -1,0 +1,77 @@
+"""An expert-aware policy with signatures that a test hands out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.engine.batch_policy.ageing import Ageing
+from moe_serve.engine.batch_policy.concave_cost import ConcaveCost
+from moe_serve.engine.batch_policy.expert_aware import Bounds, ExpertAware
+from moe_serve.engine.batch_policy.signature_table import SignatureTable
+from moe_serve.engine.request import GenerationRequest
+from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.sequence import Sequence
+from moe_serve.model.step_plan import SequenceSlice
+
+Signature = NDArray[np.float32]
+NUM_LAYERS, NUM_EXPERTS = 2, 8
+
+
+class Given:
+    """A SignatureSource whose signatures are in the table already."""
+
+    def __init__(self) -> None:
+        self.is_on = True
+        self.recall: float | None = None
+        self.has_predictor = False
+
+    def refresh(self, waiting: Items[Sequence], running: Items[Sequence]) -> None:
+        """Nothing changes."""
+
+    def forget(self, sequence_ids: Iterable[int]) -> None:
+        """Nothing is kept."""
+
+
+class World:
+    """A policy, its table, and a clock that only moves when told."""
+
+    def __init__(
+        self, *, max_passed_over: int = 8, max_age_s: float = 1e9, tolerance: float = 0.0
+    ) -> None:
+        self.cost, self.now, self.source = ConcaveCost(), 0.0, Given()
+        self.table = SignatureTable(self.cost)
+        self.ageing = Ageing(max_passed_over, max_age_s, lambda: self.now)
+        bounds = Bounds(tolerance=tolerance)
+        self.policy = ExpertAware(self.source, self.table, self.ageing, self.cost, bounds)
+        self._ids = count()
+
+    def sequence(self, signature: Signature | None = None, num_tokens: int = 4) -> Sequence:
+        """One that waits, with a signature."""
+        key = next(self._ids)
+        request = GenerationRequest(
+            request_id=f"r{key}", prompt_token_ids=(1,) * num_tokens, params=SamplingParams()
+        )
+        if signature is not None:
+            self.table.put([key], signature[None])
+        return Sequence(key, request)
+
+
+def of_domain(domain: int, rng: np.random.Generator | None = None) -> Signature:
+    """Half of the experts belong to domain 0, the others to domain 1."""
+    signature = np.full((NUM_LAYERS, NUM_EXPERTS), 0.02, dtype=np.float32)
+    half = NUM_EXPERTS // 2
+    signature[:, domain * half : (domain + 1) * half] = 0.5
+    if rng is not None:
+        signature += rng.uniform(0, 0.05, signature.shape).astype(np.float32)
+    return signature
+
+
+def decode(keys: Iterable[int], num_tokens: int = 1) -> list[SequenceSlice]:
+    """A slice for each sequence."""
+    tokens = np.zeros(num_tokens, dtype=np.int64)
+    return [SequenceSlice(key, 10, tokens, (0,), 1) for key in keys]
