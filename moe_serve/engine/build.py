@@ -89,20 +89,16 @@ def build_engine(
     tap, routes = RouteTap(spec.router.num_experts), RouteListeners()
     transport = _local_transport(loader, experts, config)
     pipeline = Pipeline(part.stage, transport, part.cache, device, tap=tap)
-    micro_batches = config.pipeline.num_in_one_process
-    runner, graphs = with_cuda_graphs(
-        pipeline, part.stage, part.cache, config, max_model_len, micro_batches
-    )
+    cuts = config.pipeline.num_in_one_process
+    runner, graphs = with_cuda_graphs(pipeline, part.stage, part.cache, config, max_model_len, cuts)
     engine = Engine(
         LocalExecutor(runner, make_sampler(eos_token_ids, loader.kernels), tap, experts.memory),
         scheduler=config.scheduler,
         num_pages=part.num_pages,
-        micro_batches=micro_batches,
+        micro_batches=cuts,
         max_model_len=max_model_len,
         eos_token_ids=eos_token_ids,
-        model_identity=model_identity(
-            folder, str(loader.dtype), loader.kernels.name, loader.expert_weights
-        ),
+        model_identity=_identity(folder, loader),
         has_prefix_cache=config.cache.prefix_cache,
         policy=policy_maker(config, folder, spec, routes)(),
         routes=routes,
@@ -125,11 +121,16 @@ def build_engine(
         num_pages=part.num_pages,
         page_size=PAGE_SIZE,
         kv_bytes=part.kv_bytes,
-        micro_batches=micro_batches,
+        micro_batches=cuts,
         load_seconds=time.monotonic() - clock,
         expert_memory=None if experts.memory is None else memory_line(config.model),
     )
     return BuiltEngine(engine, layout, spec, routes)
+
+
+def _identity(folder: Path, loader: ModelLoader) -> bytes:
+    """Of weights and of how they are computed: what cached pages belong to."""
+    return model_identity(folder, str(loader.dtype), loader.kernels.name, loader.expert_weights)
 
 
 def _local_transport(
