@@ -5,6 +5,8 @@ S samples, L layers, E experts, F features. Each gives scores [S, L, E] that sum
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,6 +14,7 @@ from routing_predictor.scores import share
 
 Floats = NDArray[np.floating]
 
+_NUM_DRAWS, _MAX_ITERATIONS = 4, 40  # of the regression
 HISTORY_WEIGHT = 64.0  # choices of history that count as much as the marginal, in `blended`
 
 
@@ -39,6 +42,7 @@ def logistic_regression(
     """[U, L, E]: one multinomial regression per layer on the pooled embedding (scikit-learn), of
     single choices: sample s is of class e as often as expert e was used after it. To keep that
     bounded, four choices are drawn of each sample."""
+    from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
     from sklearn.preprocessing import StandardScaler
 
@@ -49,9 +53,11 @@ def logistic_regression(
     rng = np.random.default_rng(seed)
     for layer in range(num_layers):
         share_SE = count_SLE[:, layer] / count_SLE[:, layer].sum(-1, keepdims=True)
-        chosen = (rng.random((4, num_samples, 1)) > share_SE.cumsum(-1)).sum(-1)
+        chosen = (rng.random((_NUM_DRAWS, num_samples, 1)) > share_SE.cumsum(-1)).sum(-1)
         chosen = chosen.clip(0, num_experts - 1)
-        model = LogisticRegression(C=0.01, max_iter=50)
-        model.fit(np.tile(seen_SF, (4, 1)), chosen.reshape(-1))
+        model = LogisticRegression(C=0.01, max_iter=_MAX_ITERATIONS)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # what 40 steps give is taken
+            model.fit(np.tile(seen_SF, (_NUM_DRAWS, 1)), chosen.reshape(-1))
         scores[:, layer, model.classes_] = model.predict_proba(unseen)
     return scores

@@ -1,4 +1,4 @@
-"""The training loop: AdamW in one cycle, early stopping on held-out documents, Ctrl-C keeps the best.
+"""The training loop: AdamW in one cycle, early stopping on unseen documents, Ctrl-C keeps the best.
 
 The same seed, data and number of threads give the same weights.
 """

@@ -34,7 +34,7 @@ class PrefixCuts:
         return len(self.end_S)
 
     @property
-    def document_S(self) -> NDArray[np.int64]:
+    def documents(self) -> NDArray[np.int64]:
         return self.texts.document[self.request_S]
 
     def prefixes(self) -> list[NDArray[np.int32]]:
@@ -84,9 +84,7 @@ def cut_texts(
     return _cut(texts, request, places, rng, horizon)
 
 
-def cut_each(
-    texts: RoutedTexts, per_text: int, *, seed: int, horizon: int = HORIZON
-) -> PrefixCuts:
+def cut_each(texts: RoutedTexts, per_text: int, *, seed: int, horizon: int = HORIZON) -> PrefixCuts:
     """The same number of cuts of every text that is long enough: for judging."""
     places = _places(texts, horizon)
     request = np.repeat(np.flatnonzero(places), per_text)

@@ -50,7 +50,9 @@ def train_layer(
 
     @torch.inference_mode()
     def held_out_loss() -> float:
-        losses = [layer_loss(module, held_out, part, loss) * len(part) for part in whole.split(4096)]
+        losses = [
+            layer_loss(module, held_out, part, loss) * len(part) for part in whole.split(4096)
+        ]
         return float(torch.stack(losses).sum()) / len(whole)
 
     task = Task(
@@ -71,7 +73,10 @@ def layer_loss(module: RouterResidual, data: LayerData, samples: Tensor, loss: L
     true_NE = router.logits(router.normed(data.router_input_ND[samples]))
     if loss == "router":
         return F.kl_div(
-            logits_NE.log_softmax(-1), true_NE.log_softmax(-1), reduction="batchmean", log_target=True
+            logits_NE.log_softmax(-1),
+            true_NE.log_softmax(-1),
+            reduction="batchmean",
+            log_target=True,
         )
     return ranked_loss(logits_NE, true_NE, data.ids_NK[samples])
 

@@ -93,7 +93,9 @@ def pooled(cuts: PrefixCuts, pools: PrefixPools) -> Tensor:
 def history_shares(cuts: PrefixCuts, windows: Sequence[int] = WINDOWS) -> Tensor:
     """[S, W * L * E]: the share of the choices of the last tokens, for each window: what is known
     where a trace has no token ids."""
-    parts = [torch.from_numpy(shares_of(cuts.history(window))).flatten(1).half() for window in windows]
+    parts = [
+        torch.from_numpy(shares_of(cuts.history(window))).flatten(1).half() for window in windows
+    ]
     return torch.cat(parts, 1)
 
 

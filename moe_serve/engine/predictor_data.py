@@ -103,4 +103,3 @@ class PredictorModel:
             before_attention_LTD=torch.cat([part.before_attention_LTD for part in parts], 1),
             before_router_LTD=torch.cat([part.before_router_LTD for part in parts], 1),
         )
-

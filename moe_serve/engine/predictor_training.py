@@ -59,9 +59,7 @@ def train_request_predictor(
 ) -> Trained:
     """Raises RoutingError for a trace that cannot be learnt from."""
     pools = PrefixPools(model.embedding())
-    mlp, fit = train_request(
-        texts_of(trace), lambda cuts: pooled(cuts, pools), recipe, progress
-    )
+    mlp, fit = train_request(texts_of(trace), lambda cuts: pooled(cuts, pools), recipe, progress)
     sizes = {"hidden": NUM_HIDDEN, "windows": list(pools.windows), "horizon": HORIZON}
     card = _card(PredictorKind.REQUEST, model, trace, sizes, data, [fit], recipe)
     return Trained(card, mlp, fit.is_interrupted)
