@@ -71,8 +71,8 @@ def decaying(
     return np.stack(scores)
 
 
-def _last_token(cuts: PrefixCuts) -> NDArray[np.int64]:
-    return cuts.history(1)
+def _last_token(cuts: PrefixCuts) -> NDArray[np.float64]:
+    return cuts.history(1).astype(np.float64)
 
 
 def _learnt(

@@ -3,7 +3,7 @@
 Only a shift of the logits is learnt, one number per layer and expert: it follows a workload that
 drifts away from the texts of the training, costs microseconds, and cannot make the MLP forget.
 
-    shift += rate * (share that was observed - share that was predicted)       (averaged over requests)
+    shift += rate * (share that was observed - share that was predicted), averaged over requests
 
 which is one step of gradient descent on the cross entropy of the shares. It is bounded by
 `max_shift`, so that a burst of one kind of request cannot silence an expert.
@@ -60,11 +60,10 @@ class OnlinePredictor:
             return probability_RLE
         weighed = np.maximum(probability_RLE, _SMALLEST) * np.exp(self._shift_LE)
         share = weighed / weighed.sum(-1, keepdims=True)
-        return np.minimum(share * self._top_k, 1.0).astype(np.float32)
+        shifted: NDArray[np.float32] = np.minimum(share * self._top_k, 1.0).astype(np.float32)
+        return shifted
 
-    def observe(
-        self, predicted_RLE: NDArray[np.float32], count_RLE: NDArray[np.integer]
-    ) -> None:
+    def observe(self, predicted_RLE: NDArray[np.float32], count_RLE: NDArray[np.integer]) -> None:
         """What was predicted for R requests, and how often their next tokens chose each expert.
 
         Measures recall (the share of the choices that fell on the predicted top k) and learns.
