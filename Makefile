@@ -6,10 +6,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch>=2.11,<2.14
 
-# One thread per process and no spinning: on a small machine two test processes would otherwise
-# fight for the cores.
-TEST_ENV := OMP_NUM_THREADS=1 GOMP_SPINCOUNT=0 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
-
 .DEFAULT_GOAL := help
 .PHONY: help serve chat doctor test check gpu-bench install install-test clean
 
@@ -27,10 +23,10 @@ doctor: $(VENV)/.installed ## say what this machine has
 	@$(BIN)/moe-serve doctor $(ARGS)
 
 test: $(VENV)/.installed-test ## install with the test extra, and run the whole suite
-	$(TEST_ENV) $(BIN)/python -m pytest $(ARGS)
+	@scripts/test $(ARGS)
 
 check: $(VENV)/.installed-test ## lint, types, structure and tests: what CI runs
-	$(TEST_ENV) scripts/check $(ARGS)
+	@scripts/check $(ARGS)
 
 # Installs nothing: on a GPU machine without a network, PYTHON is what has torch and triton.
 gpu-bench: ## on a GPU: kernel tests, tuning, benchmarks; goes on where it ended

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 from harness.environment import describe_environment
 from harness.pingpong.ablation import DELAYS, MICRO_BATCHES, run_ablation
 from harness.pingpong.deepspeed_layer import DeepSpeedTimes, time_deepspeed
-from harness.pingpong.engines import Cuts, EngineTimes, loaded_engines, time_engines
+from harness.pingpong.engines import EngineTimes, loaded_engines, time_engines
 from harness.pingpong.pair import started_pair
 from harness.pingpong.plot import plot_ablation
 from harness.pingpong.report import PairReport
@@ -78,13 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _time_engines(
     model: Path, cores: Sequence[int] | None, options: argparse.Namespace
 ) -> list[EngineTimes]:
-    cuts: list[Cuts] = [1, 2, 3, 4, "auto"]
-    batches = options.batches
-    context = options.prompt + 2 + options.warm + options.steps
-    with loaded_engines(model, cuts, max(batches), context, cores) as engines:
+    with loaded_engines(model, max(options.batches), options.prompt, cores) as engines:
         return [
             time_engines(engines, batch, options.prompt, options.warm, options.steps)
-            for batch in batches
+            for batch in options.batches
         ]
 
 
@@ -147,8 +144,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES, help="of the engines")
     parser.add_argument("--prompt", type=int, default=8, help="tokens, for the engines")
-    parser.add_argument("--warm", type=int, default=12, help="steps that do not count")
-    parser.add_argument("--steps", type=int, default=16, help="steps of each engine that count")
+    parser.add_argument("--warm", type=int, default=16, help="steps of `auto` that do not count")
+    parser.add_argument("--steps", type=int, default=32, help="steps of each that count")
     parser.add_argument("--no-pin", action="store_true", help="leave the ranks to the system")
     parser.add_argument("--deepspeed-python", help="the interpreter that has deepspeed")
     parser.add_argument("--json", type=Path, help="write everything here")

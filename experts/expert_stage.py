@@ -10,7 +10,8 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
-from experts.layer_banks import LayerBanks
+from experts.expert_layer import ExpertLayer, MakeBank
+from experts.memory.expert_memory import ExpertMemory
 from experts.routed_rows import RoutedRows
 from moe_kernels.kernels import ExpertBank
 
@@ -18,8 +19,12 @@ from moe_kernels.kernels import ExpertBank
 class ExpertStage:
     """`run(layer, rows)` -> the rows' weighted expert outputs, [T, D] in fp32."""
 
-    def __init__(self, layers: Sequence[LayerBanks | None]) -> None:
+    def __init__(
+        self, layers: Sequence[ExpertLayer | None], memory: ExpertMemory | None = None
+    ) -> None:
+        """`memory`: where the layers' experts are, if it has not room for all."""
         self._layers = tuple(layers)  # None: a dense layer
+        self.memory = memory
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
@@ -46,7 +51,11 @@ class ExpertStage:
 
     def add(self, layer: int, bank: ExpertBank, experts: Collection[int]) -> None:
         """Take over experts that are not here yet."""
-        self._of(layer).add(bank, experts)
+        self.take(layer, lambda: bank, experts)
+
+    def take(self, layer: int, make_bank: MakeBank, experts: Collection[int]) -> None:
+        """The same; `make_bank` reads them where there is no memory that does so later."""
+        self._of(layer).take(make_bank, experts)
 
     def drop_added(self) -> None:
         """Give back all that was taken over."""
@@ -54,7 +63,7 @@ class ExpertStage:
             if banks is not None:
                 banks.drop_added()
 
-    def _of(self, layer: int) -> LayerBanks:
+    def _of(self, layer: int) -> ExpertLayer:
         banks = self._layers[layer]
         assert banks is not None, f"rows were sent for layer {layer}, which has no routed experts"
         return banks

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from experts.expert_layer import MakeBank
 from moe_kernels.kernels import ExpertBank
 
 
@@ -23,7 +24,8 @@ class HeldBank:
 
 
 class LayerBanks:
-    """The banks of a layer. The first is what the rank was given, later ones stand in for others.
+    """Implements ExpertLayer: the banks of a layer. The first is what the rank was given, later
+    ones stand in for others.
 
     Sums of banks are exact (moe_kernels), so how experts lie on banks changes no bit.
     """
@@ -44,6 +46,10 @@ class LayerBanks:
         """What the rank was given: it stays."""
         self.add(bank, experts)
         self._num_own = len(self._banks)
+
+    def take(self, make_bank: MakeBank, experts: Collection[int]) -> None:
+        """See ExpertLayer.take: read at once."""
+        self.add(make_bank(), experts)
 
     def add(self, bank: ExpertBank, experts: Collection[int]) -> None:
         """Another bank, with experts that are not here yet."""

@@ -16,6 +16,8 @@ KernelsName = Literal["auto", "native", "torch", "triton"]
 CudaGraphsName = Literal["auto", "on", "off"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 ExpertWeightsName = Literal["auto", "packed", "dequantised"]
+MemoryPolicyName = Literal["lru", "frequency", "prefetch", "predicted"]
+ReplicaPolicyName = Literal["round-robin", "fewest-activated", "least-tokens", "auto"]
 RouterSide = Literal["auto", "attention", "experts"]
 WireDtype = Literal["auto", "bf16", "fp8"]
 BatchPolicyName = Literal["fifo", "balanced", "expert-aware"]
@@ -32,6 +34,8 @@ class ModelConfig:
     device: DeviceName = "auto"  # auto: cuda if there is one
     kernels: KernelsName = "auto"  # auto: triton on a GPU, native on a CPU where it builds
     expert_weights: ExpertWeightsName = "auto"  # auto: packed where kernels can multiply them
+    expert_memory_bytes: int | None = None  # of routed experts in a process; None: all of them
+    expert_memory_policy: MemoryPolicyName = "frequency"  # what stays there, and what is read ahead
     max_model_len: int | None = None  # None: the checkpoint's context
     num_threads: int | None = None  # CPU threads for the math; None: torch's choice
     cuda_graphs: CudaGraphsName = "auto"  # auto: where a GPU has the triton kernels
@@ -81,6 +85,7 @@ class ClusterConfig:
     expert_ranks: int = 0
     attention_tp: int = 1  # processes of each attention rank, which share out its heads
     placement: str | None = None  # a file; None: contiguous
+    replica_choice: ReplicaPolicyName = "round-robin"  # which copy of an expert serves a row
     router: RouterSide = "auto"  # where experts are chosen; auto: what moves fewer bytes
     wire_dtype: WireDtype = "auto"  # of rows on their way to the experts; auto: the model's
     transport: TransportName = "auto"  # of rows and sums; auto: nccl if each rank has its own GPU

@@ -25,6 +25,7 @@ Value = Scalar | tuple[str, ...] | None
 _MANY = 2**31 - 1
 _UNIONS = (types.UnionType, typing.Union)
 RANGES: Mapping[str, tuple[float, float]] = {
+    "model.expert_memory_bytes": (1, 2**50),
     "model.max_model_len": (1, _MANY),
     "model.num_threads": (1, 1024),
     "model.cuda_graph_max_rows": (1, 65536),

@@ -14,10 +14,12 @@ import queue
 import secrets
 import threading
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,6 +29,7 @@ from routing_predictor.trace_file import SUFFIX, id_dtype, write_trace
 
 _log = logging.getLogger(__name__)
 
+_NO_LABELS: Mapping[str, str] = {}
 _MAX_FULL_PARTS = 2  # that wait for the disk
 
 
@@ -43,17 +46,18 @@ class TraceHeader:
     has_weights: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TracedTokens:
-    """Some tokens of one request, from position `start` on."""
+class TracedTokens(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
+    """Some tokens of one request, from position `start` on.
+
+    A struct, as one is made for each sequence of each step: ten times as fast as a dataclass.
+    """
 
     request_id: str
     start: int
-    num_prompt_tokens: int
-    expert_ids_NLK: NDArray[np.integer[Any]]
+    num_prompt_tokens: int  # positions below this one are the prompt's
     token_ids_N: NDArray[np.int32]
+    expert_ids_NLK: NDArray[np.integer[Any]]
     weights_NLK: NDArray[np.float16] | None = None
-    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +83,10 @@ class RecordingWriter:
         part_bytes: int,
         max_bytes: int,
         is_patient: bool = False,
+        labels: Mapping[str, str] = _NO_LABELS,
     ) -> None:
-        """Makes the folder, for its owner alone. Raises TraceError."""
+        """Makes the folder, for its owner alone. `labels`: of requests. Raises TraceError."""
+        self._labels = labels
         self._folder, self._header = folder, header
         self._part_bytes, self._max_bytes = part_bytes, max_bytes
         id_dtype(header.num_experts)  # raises where ids do not fit
@@ -104,15 +110,14 @@ class RecordingWriter:
     def folder(self) -> Path:
         return self._folder
 
-    def add(self, tokens: TracedTokens) -> None:
-        """Keep some tokens; the arrays must not change any more."""
-        self._num_tokens += len(tokens.expert_ids_NLK)
-        self._open.append(tokens)
-        weights = tokens.weights_NLK if self._header.has_weights else None
-        self._open_bytes += tokens.expert_ids_NLK.nbytes + (
-            0 if weights is None else weights.nbytes
-        )
-        self._open_bytes += 13 * len(tokens.expert_ids_NLK)
+    def add(self, tokens: Sequence[TracedTokens]) -> None:
+        """Keep what a step told of some requests; the arrays must not change any more."""
+        if not tokens:
+            return
+        self._open += tokens
+        count = sum([len(each.token_ids_N) for each in tokens])
+        self._num_tokens += count
+        self._open_bytes += count * self._token_bytes(tokens[0])
         if self._open_bytes >= self._part_bytes:
             self._hand_over()
 
@@ -132,6 +137,12 @@ class RecordingWriter:
             self._num_lost,
             self._failure,
         )
+
+    def _token_bytes(self, tokens: TracedTokens) -> int:
+        """Of a token in the file."""
+        _, num_layers, top_k = tokens.expert_ids_NLK.shape
+        choice_bytes = tokens.expert_ids_NLK.itemsize + 2 * self._header.has_weights
+        return int(num_layers * top_k * choice_bytes) + 9 + 4 * self._header.has_tokens
 
     def _hand_over(self) -> None:
         part, self._open, self._open_bytes = self._open, [], 0
@@ -156,7 +167,7 @@ class RecordingWriter:
 
     def _write(self, part: list[TracedTokens]) -> None:
         path = self._folder / f"part-{self._num_made:06}{SUFFIX}"
-        size = write_trace(as_trace(part, self._header, self._recording), path)
+        size = write_trace(as_trace(part, self._header, self._labels, self._recording), path)
         self._num_made += 1
         self._num_written += size
         self._parts.append((path, size))
@@ -166,14 +177,17 @@ class RecordingWriter:
             self._num_dropped += 1
 
 
-def as_trace(parts: list[TracedTokens], header: TraceHeader, recording: str = "") -> RoutingTrace:
+def as_trace(
+    parts: Sequence[TracedTokens],
+    header: TraceHeader,
+    labels: Mapping[str, str] = _NO_LABELS,
+    recording: str = "",
+) -> RoutingTrace:
     """Runs of tokens as one trace, in the order in which they came; at least one."""
     numbers: dict[str, int] = {}
-    labels: list[str] = []
     for part in parts:
-        if part.request_id not in numbers:
-            numbers[part.request_id] = len(numbers)
-            labels.append(part.label)
+        numbers.setdefault(part.request_id, len(numbers))
+    of_requests = tuple(labels.get(request_id, "") for request_id in numbers)
     counts = [len(part.expert_ids_NLK) for part in parts]
     position_N = np.concatenate([p.start + np.arange(len(p.expert_ids_NLK)) for p in parts])
     prompt_N = np.repeat([part.num_prompt_tokens for part in parts], counts)
@@ -188,7 +202,7 @@ def as_trace(parts: list[TracedTokens], header: TraceHeader, recording: str = ""
         num_experts=header.num_experts,
         layers=header.layers,
         request_ids=tuple(numbers),
-        labels=tuple(labels) if any(labels) else (),
+        labels=of_requests if any(of_requests) else (),
         model=header.model,
         model_identity=header.model_identity,
         placement_version=header.placement_version,
@@ -198,5 +212,5 @@ def as_trace(parts: list[TracedTokens], header: TraceHeader, recording: str = ""
     )
 
 
-def _num_tokens(part: list[TracedTokens]) -> int:
-    return sum(len(tokens.expert_ids_NLK) for tokens in part)
+def _num_tokens(part: Sequence[TracedTokens]) -> int:
+    return sum(len(tokens.token_ids_N) for tokens in part)

@@ -26,7 +26,11 @@ PAGE = ROOT / "docs" / "configuration.md"
 EXAMPLE = ROOT / "configs" / "serve.yaml"
 START, END = "<!-- config-table: start -->", "<!-- config-table: end -->"
 HEADER = "| key and variable | flag | default | takes | meaning |"
-PARAMETER_OF = {"model.path": "model", "server.api_keys": "api_key"}  # else: the key's own name
+PARAMETER_OF = {
+    "model.expert_memory_bytes": "expert_memory",
+    "model.path": "model",
+    "server.api_keys": "api_key",
+}  # else: the key's own name
 _LINE = re.compile(r"(?P<indent> *)(?P<name>\w+):[^#]*(?:# *(?P<comment>.*))?")
 
 

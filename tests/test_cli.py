@@ -52,6 +52,7 @@ def test_the_flags_are_frozen() -> None:
         "--config",
         "--device",
         "--dtype",
+        "--expert-memory",
         "--expert-ranks",
         "--host",
         "--max-batched-tokens",

@@ -127,6 +127,9 @@ class RandomWeights:
     def done(self, name: str, expert: int | None = None) -> None:
         """Nothing is kept."""
 
+    def copying(self) -> RandomWeights:
+        return self
+
     def _codes(
         self, num_rows: int, num_columns: int, generator: torch.Generator
     ) -> tuple[Tensor, float]:

@@ -1,4 +1,4 @@
-"""Which copy of an expert serves a row: a pure function of layer, expert and row number.
+"""Which copy of an expert serves a row: a pure function of the layer and of what rows chose.
 
 n rows, K choices per row, E experts, M the most copies of an expert.
 """
@@ -7,9 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from experts.placement.fewest_activated import FewestActivated
+from experts.placement.least_tokens import LeastTokens
+
+ReplicaPolicy = Literal["round-robin", "fewest-activated", "least-tokens", "auto"]
+_MANY_ROWS = 16.0  # of an activated expert: multiplying them takes longer than loading its weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +52,27 @@ class ReplicaChoice:
         turns_nK = (rows_n[:, None] + self.first_E[expert_ids_nK]) % self.counts_E[expert_ids_nK]
         ranks_nK = self.ranks_EM[expert_ids_nK, turns_nK]
         return np.where(expert_ids_nK < 0, -1, ranks_nK)
+
+
+class LayerChoice:
+    """A layer's choice by a policy. `auto`: by the rows of an activated expert, on the average."""
+
+    def __init__(
+        self, policy: ReplicaPolicy, layer: int, ranks_of: Sequence[Sequence[int]]
+    ) -> None:
+        self._policy = policy
+        self._turns = ReplicaChoice.of(layer, ranks_of)
+        self._fewest, self._least = FewestActivated(ranks_of), LeastTokens(ranks_of)
+
+    def ranks(self, expert_ids_TK: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The rank of each choice [T, K] of a micro-batch; -1 for a choice of -1."""
+        policy = self._policy
+        if policy == "auto":
+            num_activated = len(np.unique(expert_ids_TK[expert_ids_TK >= 0]))
+            is_many = expert_ids_TK.size >= _MANY_ROWS * num_activated
+            policy = "least-tokens" if is_many else "fewest-activated"
+        if policy == "fewest-activated":
+            return self._fewest.ranks(expert_ids_TK)
+        if policy == "least-tokens":
+            return self._least.ranks(expert_ids_TK)
+        return self._turns.ranks(expert_ids_TK, np.arange(len(expert_ids_TK)))

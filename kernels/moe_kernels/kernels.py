@@ -62,6 +62,34 @@ class ExpertBank(Protocol):
         ...
 
 
+class SlotBank(ExpertBank, Protocol):
+    """A layer's bank whose experts lie in slots, and come and go. None is there at first."""
+
+    def point(self, expert: int, slot: int | None) -> None:
+        """An expert lies in a slot from now on; None: it is gone, and no row may choose it."""
+        ...
+
+
+class ExpertSlots(Protocol):
+    """Memory for some experts, of any layer: all are of the same forms and sizes."""
+
+    @property
+    def num_slots(self) -> int: ...
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of one packed expert."""
+        ...
+
+    def write(self, slot: int, weights: ExpertWeights) -> None:
+        """Pack an expert into a slot that no bank points to. Threads may write to several."""
+        ...
+
+    def bank(self, num_experts: int) -> SlotBank:
+        """Make a layer's bank."""
+        ...
+
+
 class SplitMLP(Protocol):
     """Some columns of an MLP's hidden layer, and some of its output: what an ExpertBank of the
     whole MLP has there, bit for bit."""
@@ -99,6 +127,12 @@ class ExpertWeights:
     gate_bias: Tensor | None = None
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """As they are here: in floats, or in few bits with what these need."""
+        parts = (self.gate, self.up, self.down, self.gate_bias, self.up_bias, self.down_bias)
+        return sum(0 if part is None else part.nbytes for part in parts)
 
 
 @runtime_checkable
@@ -220,6 +254,12 @@ class Kernels(Protocol):
 
         All experts are of the same forms, for which `packed_layout` has given a layout.
         """
+        ...
+
+    def expert_slots(
+        self, sample: ExpertWeights, activation: GatedActivation, max_bytes: int, most: int
+    ) -> ExpertSlots:
+        """Memory for experts such as `sample`: as many as fit into `max_bytes`, at most `most`."""
         ...
 
     def split_mlp(self, weights: ExpertWeights, activation: GatedActivation) -> SplitMLP:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,73 +41,100 @@ class Addresses:
 
     def __init__(self, count: int) -> None:
         self.array = (ctypes.c_void_p * count)()
-        self._tensors: list[Tensor] = []  # what the pointers point to
+        self._tensors: dict[int, Tensor] = {}  # what the pointers point to
 
     def put(self, expert_id: int, tensor: Tensor) -> None:
-        self._tensors.append(tensor)
+        self._tensors[expert_id] = tensor
         self.array[expert_id] = tensor.data_ptr()
+
+    def drop(self, expert_id: int) -> None:
+        self.array[expert_id] = None
+        self._tensors.pop(expert_id, None)
 
     @property
     def pointer(self) -> int | None:
         return ctypes.addressof(self.array) if self._tensors else None
 
 
-class NativeExperts:
-    """Implements ExpertBank. Panels of gate and up lie by turns, so that one product has both.
+@dataclass(frozen=True, slots=True)
+class PackedExpert:
+    """One expert as the kernels read it. Biases: gate's and up's, and down's, in fp32."""
 
-    `experts` is read once, in order, so it may read its tensors when it is asked for them.
-    """
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
-    def __init__(
-        self,
-        native: NativeLibrary,
-        experts: Sequence[ExpertWeights | None],
-        activation: GatedActivation,
-    ) -> None:
+
+@dataclass(frozen=True, slots=True)
+class ExpertPanels:
+    """How experts of gate and up [F, D] and down [D, F] are packed: panels of gate and up lie by
+    turns, so that one product has both."""
+
+    native: NativeLibrary
+    d: int
+    f: int
+
+    @classmethod
+    def of(cls, native: NativeLibrary, expert: ExpertWeights) -> ExpertPanels:
+        f, d = expert.gate.shape
+        return cls(native, d, f)
+
+    @property
+    def sizes(self) -> list[int]:
+        """32-bit units of gate and up, and of down."""
+        native, d, f = self.native, self.d, self.f
+        return [native.packed_size(2 * num_panels(f), d), native.packed_size(num_panels(d), f)]
+
+    def pack(self, expert: ExpertWeights, memory: Tensor) -> PackedExpert:
+        """Into memory of `sum(sizes)` units."""
+        gate, up, down = (only_floats(w) for w in (expert.gate, expert.up, expert.down))
+        native, (f, d) = self.native, gate.shape
+        assert gate.dtype == native.dtype, f"{gate.dtype} expert for {native.dtype}"
+        assert (f, d) == (self.f, self.d), f"an expert is {f} x {d}, others {self.f} x {self.d}"
+        up_panels, down_panels = 2 * num_panels(f), num_panels(d)
+        gate_up, packed_down = memory.split(self.sizes)
+        native.pack(gate, gate_up, up_panels, first=0, stride=2)
+        native.pack(up, gate_up, up_panels, first=1, stride=2)
+        native.pack(down, packed_down, down_panels)
+        if expert.gate_bias is None:
+            return PackedExpert(gate_up, packed_down)
+        assert expert.up_bias is not None and expert.down_bias is not None, "all or none"
+        both = torch.cat((expert.gate_bias, expert.up_bias)).float()
+        return PackedExpert(gate_up, packed_down, both, expert.down_bias.float().clone())
+
+
+class ExpertTable:
+    """Implements ExpertBank over packed experts, which come and go. With the first one that has
+    biases, all have."""
+
+    def __init__(self, panels: ExpertPanels, count: int, activation: GatedActivation) -> None:
+        native = panels.native
         self._function = native.function("moe_experts")
         self._partial_function = native.function("moe_experts_partial")
-        self._native, count = native, len(experts)
-        self._gate_up, self._down, self._gate_up_bias, self._down_bias = (
-            Addresses(count) for _ in range(4)
-        )
-        self._memory: Tensor | None = None
-        slot, most = 0, num_held(experts)
-        assert most, "a bank without experts has nothing to compute"
-        for expert_id, expert in enumerate(experts):
-            if expert is not None:
-                self._add(expert_id, slot, most, expert)
-                slot += 1
-        self._struct = ExpertsStruct(
-            *(a.pointer for a in (self._gate_up, self._down, self._gate_up_bias, self._down_bias)),
-            count, self._d, self._f, native.threads,
+        self._addresses = gate_up, down, *_ = [Addresses(count) for _ in range(4)]
+        self._d, self._struct = panels.d, ExpertsStruct(
+            ctypes.addressof(gate_up.array), ctypes.addressof(down.array), None, None,
+            count, panels.d, panels.f, native.threads,
             activation.alpha,
             math.inf if activation.limit is None else activation.limit,
             activation.up_offset,
         )  # fmt: skip
         self._pointer = ctypes.addressof(self._struct)
 
-    def _add(self, expert_id: int, slot: int, most: int, expert: ExpertWeights) -> None:
-        """Pack an expert. Memory for `most` is reserved at once, and taken when it is written."""
-        gate, up, down = (only_floats(w) for w in (expert.gate, expert.up, expert.down))
-        native, (f, d) = self._native, gate.shape
-        assert gate.dtype == native.dtype, f"{gate.dtype} expert for {native.dtype}"
-        up_panels, down_panels = 2 * num_panels(f), num_panels(d)
-        sizes = [native.packed_size(up_panels, d), native.packed_size(down_panels, f)]
-        if self._memory is None:
-            self._f, self._d = f, d
-            self._memory = native.empty_packed(most, sum(sizes))
-        assert (f, d) == (self._f, self._d), f"expert {expert_id} is {f} x {d}, others are not"
-        packed_gate_up, packed_down = self._memory[slot].split(sizes)
-        native.pack(gate, packed_gate_up, up_panels, first=0, stride=2)
-        native.pack(up, packed_gate_up, up_panels, first=1, stride=2)
-        native.pack(down, packed_down, down_panels)
-        self._gate_up.put(expert_id, packed_gate_up)
-        self._down.put(expert_id, packed_down)
-        if expert.gate_bias is not None:
-            assert expert.up_bias is not None and expert.down_bias is not None, "all or none"
-            both = torch.cat((expert.gate_bias, expert.up_bias)).float()
-            self._gate_up_bias.put(expert_id, both)
-            self._down_bias.put(expert_id, expert.down_bias.float().clone())
+    def put(self, expert_id: int, packed: PackedExpert) -> None:
+        gate_up, down, gate_up_bias, down_bias = self._addresses
+        gate_up.put(expert_id, packed.gate_up)
+        down.put(expert_id, packed.down)
+        if packed.gate_up_bias is not None and packed.down_bias is not None:
+            gate_up_bias.put(expert_id, packed.gate_up_bias)
+            down_bias.put(expert_id, packed.down_bias)
+            self._struct.gate_up_bias = gate_up_bias.pointer
+            self._struct.down_bias = down_bias.pointer
+
+    def drop(self, expert_id: int) -> None:
+        for addresses in self._addresses:
+            addresses.drop(expert_id)
 
     def __call__(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         return self._run(self._function, torch.float32, x_TD, expert_ids_TK, weights_TK)
@@ -130,3 +158,24 @@ class NativeExperts:
         )  # fmt: skip
         assert not absent, f"rows were sent for expert {absent - 1}, which is not here"
         return out_TD
+
+
+def native_experts(
+    native: NativeLibrary,
+    experts: Sequence[ExpertWeights | None],
+    activation: GatedActivation,
+) -> ExpertTable:
+    """A bank of experts that stay. `experts` is read once, in order, so it may read its tensors
+    when it is asked for them; memory for all is reserved at once, and taken when it is written."""
+    most, slot = num_held(experts), 0
+    assert most, "a bank without experts has nothing to compute"
+    for expert_id, expert in enumerate(experts):
+        if expert is None:
+            continue
+        if not slot:
+            panels = ExpertPanels.of(native, expert)
+            table = ExpertTable(panels, len(experts), activation)
+            memory = native.empty_packed(most, sum(panels.sizes))
+        table.put(expert_id, panels.pack(expert, memory[slot]))
+        slot += 1
+    return table

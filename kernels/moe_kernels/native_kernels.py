@@ -32,10 +32,11 @@ from moe_kernels.kernels import (
 )
 from moe_kernels.matrix_form import MatrixForm
 from moe_kernels.native_attention import NativePlan
-from moe_kernels.native_experts import NativeExperts
+from moe_kernels.native_experts import native_experts
 from moe_kernels.native_front import NativeFront
 from moe_kernels.native_library import SUFFIXES, Float, Int, NativeLibrary, address
 from moe_kernels.native_linear import NativeHeadLinear, NativeLinear, NativeRouterLinear
+from moe_kernels.native_slots import NativeSlots
 from moe_kernels.native_split_mlp import NativeSplitMLP
 from moe_kernels.routing import RouterShape
 
@@ -84,7 +85,12 @@ class NativeKernels:
     def experts(
         self, experts: Sequence[ExpertWeights | None], activation: GatedActivation
     ) -> ExpertBank:
-        return NativeExperts(self._native, experts, activation)
+        return native_experts(self._native, experts, activation)
+
+    def expert_slots(
+        self, sample: ExpertWeights, activation: GatedActivation, max_bytes: int, most: int
+    ) -> NativeSlots:
+        return NativeSlots(self._native, sample, activation, max_bytes, most)
 
     def split_mlp(self, weights: ExpertWeights, activation: GatedActivation) -> NativeSplitMLP:
         return NativeSplitMLP(self._native, weights, activation)

@@ -41,6 +41,12 @@ class QuantisedMatrix:
     def shape(self) -> torch.Size:
         return torch.Size((len(self.bytes_NB), self.num_columns))
 
+    @property
+    def nbytes(self) -> int:
+        """Of its tensors, as `Tensor.nbytes`."""
+        parts = (self.bytes_NB, self.scales_NG, self.zeros_NG, self.group_of_K)
+        return sum(0 if part is None else part.nbytes for part in parts)
+
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """[N, K] in `dtype`; a few rows at a time, so that only the result is large."""
         num_rows, num_columns = self.shape

@@ -30,6 +30,7 @@ from moe_kernels.matrix_form import MatrixForm, PackedLayout
 from moe_kernels.norm import rms_norm, rotate
 from moe_kernels.paged_attention import paged_attention
 from moe_kernels.routing import RouterShape, route
+from moe_kernels.torch_slots import TorchSlots
 
 
 class TorchExperts:
@@ -96,6 +97,11 @@ class TorchKernels:
         self, experts: Sequence[ExpertWeights | None], activation: GatedActivation
     ) -> ExpertBank:
         return TorchExperts([None if e is None else made_mlp(e, activation) for e in experts])
+
+    def expert_slots(
+        self, sample: ExpertWeights, activation: GatedActivation, max_bytes: int, most: int
+    ) -> TorchSlots:
+        return TorchSlots(sample, activation, max_bytes, most)
 
     def split_mlp(self, weights: ExpertWeights, activation: GatedActivation) -> SplitMLP:
         raise AssertionError(f"{self.name} does not split columns")

@@ -30,6 +30,7 @@ KEYS: Mapping[str, str] = {
     "max_model_len": "model.max_model_len",
     "num_threads": "model.num_threads",
     "served_model_name": "server.served_model_name",
+    "expert_memory": "model.expert_memory_bytes",
     "num_pages": "cache.num_pages",
     "max_num_seqs": "scheduler.max_num_seqs",
     "max_batched_tokens": "scheduler.max_batched_tokens",
@@ -120,8 +121,8 @@ def launch_request(parameters: Mapping[str, Any]) -> LaunchRequest:
         )
     flags = {**{name: parameters[name] for name in KEYS}, "api_key": keys or None}
     given = {name: value for name, value in flags.items() if value is not None}
-    if "micro_batches" in given:
-        given["micro_batches"] = number_or_text(given["micro_batches"])
+    for name in {"micro_batches", "expert_memory"} & given.keys():
+        given[name] = number_or_text(given[name])
     secret_file: Path | None = parameters["secret_file"]
     config_file: Path | None = parameters["config_file"]
     command = LaunchCommand(

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from moe_serve.cli.listening import check_can_listen, check_is_guarded
-from moe_serve.config_sources import load_config
+from moe_serve.config_sources import LoadedConfig, load_config
 
 MODEL, LIMITS, RANKS, HTTP, RUN = "Model", "Limits", "Ranks", "HTTP", "Run"
 
@@ -31,6 +31,13 @@ NumThreads = Annotated[
 ]
 ServedModelName = Annotated[
     str | None, typer.Option(help="The name that requests ask for.", rich_help_panel=MODEL)
+]
+ExpertMemory = Annotated[
+    str | None,
+    typer.Option(
+        help="Routed experts that stay in memory, such as 2GiB; others are read when needed.",
+        rich_help_panel=LIMITS,
+    ),
 ]
 NumPages = Annotated[
     int | None, typer.Option(help="KV pages of 16 tokens each.", rich_help_panel=LIMITS)
@@ -113,6 +120,7 @@ def serve(
     max_model_len: MaxModelLen = None,
     num_threads: NumThreads = None,
     served_model_name: ServedModelName = None,
+    expert_memory: ExpertMemory = None,
     num_pages: NumPages = None,
     max_num_seqs: MaxNumSeqs = None,
     max_batched_tokens: MaxBatchedTokens = None,
@@ -142,6 +150,7 @@ def serve(
         "model.max_model_len": max_model_len,
         "model.num_threads": num_threads,
         "server.served_model_name": served_model_name,
+        "model.expert_memory_bytes": number_or_text(expert_memory),
         "cache.num_pages": num_pages,
         "scheduler.max_num_seqs": max_num_seqs,
         "scheduler.max_batched_tokens": max_batched_tokens,
@@ -159,8 +168,11 @@ def serve(
         "server.api_keys": api_key or None,
     }
     given = {path: value for path, value in flags.items() if value is not None}
-    loaded = load_config(flags=given, environ=os.environ, file=config_file)
-    if print_config:
+    _run(load_config(flags=given, environ=os.environ, file=config_file), print_config)
+
+
+def _run(loaded: LoadedConfig, has_to_print: bool) -> None:
+    if has_to_print:
         typer.echo(loaded.to_yaml(), nl=False)
         return
     check_is_guarded(loaded.config.server)

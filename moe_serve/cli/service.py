@@ -82,6 +82,7 @@ def describe_layout(layout: Layout) -> Mapping[str, str]:
         "kernels": layout.kernels,
         **({} if layout.cuda_graphs is None else {"graphs": layout.cuda_graphs}),
         "layout": f"{layout.stages}{threads}",
+        **({} if layout.expert_memory is None else {"experts": layout.expert_memory}),
         "cache": f"{layout.num_pages} KV pages of {layout.page_size} tokens = {num_tokens} tokens "
         f"({layout.kv_bytes / 2**20:.1f} MiB)",
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,12 +31,12 @@ _PART_BYTES = 64 * 2**20
 class _InMemory:
     """A TokenSink for one file."""
 
-    def __init__(self, header: TraceHeader) -> None:
-        self._header = header
+    def __init__(self, header: TraceHeader, labels: Mapping[str, str]) -> None:
+        self._header, self._labels = header, labels
         self._tokens: list[TracedTokens] = []
 
-    def add(self, tokens: TracedTokens) -> None:
-        self._tokens.append(tokens)
+    def add(self, tokens: Sequence[TracedTokens]) -> None:
+        self._tokens += tokens
 
     def write(self, path: Path) -> int:
         """-> tokens in the file. Nothing is written if there are none."""
@@ -46,7 +47,7 @@ class _InMemory:
 
         if not self._tokens:
             return 0
-        trace = as_trace(self._tokens, self._header, secrets.token_hex(8))
+        trace = as_trace(self._tokens, self._header, self._labels, secrets.token_hex(8))
         write_trace(trace, path)
         return trace.num_tokens
 
@@ -97,14 +98,15 @@ def record(
     header = replace(
         trace_header(built, engine_config, name), has_tokens=tokens, has_weights=weights
     )
-    sink: _InMemory | RecordingWriter = _InMemory(header)
+    labels = {f"prompt-{number}": each.label for number, each in enumerate(chosen)}
+    sink: _InMemory | RecordingWriter = _InMemory(header, labels)
     if out.suffix != _SUFFIX:
         sink = RecordingWriter(
-            out, header, part_bytes=_PART_BYTES, max_bytes=2**60, is_patient=True
+            out, header, part_bytes=_PART_BYTES, max_bytes=2**60, is_patient=True, labels=labels
         )
     is_interrupted = False
     try:
-        _run(built, sink, _requests(built, chosen, max_tokens, temperature), chosen, weights)
+        _run(built, sink, _requests(built, chosen, max_tokens, temperature), weights)
     except KeyboardInterrupt:
         is_interrupted = True
     finally:
@@ -158,14 +160,12 @@ def _run(
     built: BuiltEngine,
     sink: TokenSink,
     requests: list[GenerationRequest],
-    prompts: list[TracePrompt],
     has_weights: bool,
 ) -> None:
     from moe_serve.engine.request import FinishReason
     from moe_serve.engine.route_recorder import RouteRecorder
 
-    labels = {f"prompt-{number}": each.label for number, each in enumerate(prompts)}
-    recorder = RouteRecorder(sink, 1.0, has_weights=has_weights, label_of=labels.__getitem__)
+    recorder = RouteRecorder(sink, 1.0, has_weights=has_weights)
     built.routes.add(recorder)
     waiting, num_left = deque(requests), len(requests)
     columns = (

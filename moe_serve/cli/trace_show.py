@@ -121,7 +121,8 @@ def _facts(facts: dict[str, Any]) -> Table:
     for name, value in facts.items():
         if value not in ("", []):
             listed = isinstance(value, list)
-            shown = ", ".join(value[:8]) + (" ..." if len(value) > 8 else "") if listed else value
+            is_long = listed and len(value) > 8
+            shown = f"{len(value)} different" if is_long else ", ".join(value) if listed else value
             table.add_row(name, str(shown))
     return table
 

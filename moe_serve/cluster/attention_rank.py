@@ -125,7 +125,7 @@ class AttentionRank:
             attention_rank=join.attention_ranks.index(str(self._name)),
             expert_ranks=join.expert_ranks,
             wire=wire_of(join, configure, self._spec, loader.dtype),
-            split=None if configure.router_on_experts else split_of(join, loader.device),
+            split=None if configure.router_on_experts else split_of(join, configure, loader.device),
             sparse_layers=sparse_layers(self._spec),
             log=self._log,
             layout=layout_of(group, loader.device),

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from moe_serve.cluster.cluster_model import ClusterModel
 from moe_serve.cluster.messages import Loaded
-from moe_serve.cluster.pool_watch import make_watch
+from moe_serve.cluster.pool_watch import PoolWatch, make_watch
 from moe_serve.cluster.rank_starter import LocalStarter
 from moe_serve.cluster.started_ranks import MakeStarter, StartedRanks
 from moe_serve.config import PAGE_SIZE, EngineConfig
 from moe_serve.engine.batch_policy.make import policy_maker
 from moe_serve.engine.build import BuiltEngine, max_model_len_of
-from moe_serve.engine.layout import Layout
+from moe_serve.engine.layout import Layout, memory_line
 from moe_serve.engine.route_records import RouteListeners
 from moe_serve.model.model_tensors import LoadProgress
 from moe_serve.pipeline.micro_batch_choice import MAX_MICRO_BATCHES
@@ -22,6 +23,7 @@ def build_cluster(
     config: EngineConfig,
     progress: LoadProgress | None = None,
     make_starter: MakeStarter = LocalStarter,
+    watch_for: Callable[[EngineConfig, ClusterModel], PoolWatch] = make_watch,
 ) -> BuiltEngine:
     """Start the ranks, wait until they have loaded, and make the engine.
 
@@ -29,10 +31,9 @@ def build_cluster(
     """
     clock = time.monotonic()
     model = ClusterModel.read(config)
-    routes = RouteListeners()
+    ranks, routes = StartedRanks(model), RouteListeners()
     make_policy = policy_maker(config, model.folder, model.spec, routes, model.placement)
-    watch = make_watch(config, model)
-    ranks = StartedRanks(model)
+    watch = watch_for(config, model)
     try:
         ranks.start(make_starter, progress)
         engine = ranks.engine(watch, routes, make_policy)
@@ -69,4 +70,5 @@ def _layout(model: ClusterModel, first: Loaded, seconds: float) -> Layout:
         attention_ranks=num_ranks,
         expert_ranks=config.cluster.expert_ranks,
         attention_tp=config.cluster.attention_tp,
+        expert_memory=memory_line(config.model),
     )

@@ -144,7 +144,12 @@ class ClusterEngine:
         each = [engine.stats() for engine in self._engines.values()]
         past = [] if self._past is None else [self._past]
         total = _sum_of(each, past, len(self._homeless))
-        return replace(total, pools=self._watch.stats(), outage_s=self._coordinator.outage_s)
+        return replace(
+            total,
+            pools=self._watch.stats(),
+            expert_memory=self._watch.expert_memory,
+            outage_s=self._coordinator.outage_s,
+        )
 
     def check_integrity(self) -> None:
         """See `Engine.check_integrity`."""

@@ -47,8 +47,9 @@ def wire_of(join: Join, configure: Configure, spec: ModelSpec, dtype: torch.dtyp
     )
 
 
-def split_of(join: Join, device: torch.device) -> RowSplit:
-    return RowSplit(join.ranks_of, len(join.expert_ranks), device)
+def split_of(join: Join, configure: Configure, device: torch.device) -> RowSplit:
+    policy = configure.config.cluster.replica_choice
+    return RowSplit(join.ranks_of, len(join.expert_ranks), device, policy)
 
 
 def sparse_layers(spec: ModelSpec) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from moe_serve.cluster.rank_name import RankName
 from moe_serve.engine.build import open_loader
 from moe_serve.errors import MoeServeError
 from moe_serve.model.expert_choice import Router, choose_experts
+from moe_serve.model.load_expert_memory import MemoryBudget
 from moe_serve.model.model_tensors import LoadProgress
 from moe_serve.pipeline.data_group import DataGroup
 from moe_serve.pipeline.expert_loop import ExpertLoop
@@ -54,7 +56,8 @@ class ExpertRank:
         torch.set_num_threads(1 if self._loader.kernels.has_own_threads else configure.num_threads)
         self._spec = self._loader.spec
         layers = range(self._spec.num_layers)
-        self._stage = self._loader.expert_stage([configure.held.get(i, ()) for i in layers])
+        held = [configure.held.get(layer, ()) for layer in layers]
+        self._stage = self._loader.expert_stage(held, MemoryBudget.of(config.model))
         self._routers = self._loader.routers() if configure.router_on_experts else None
         self._log = StageLog(configure.is_recording)
         self._group: DataGroup | None = None
@@ -80,7 +83,7 @@ class ExpertRank:
             wire=wire_of(join, configure, self._spec, loader.dtype),
             sparse_layers=sparse_layers(self._spec),
             route=self._route if is_routing else None,
-            split=split_of(join, loader.device) if is_routing else None,
+            split=split_of(join, configure, loader.device) if is_routing else None,
             log=self._log,
             layout=layout_of(group, loader.device),
         )
@@ -96,6 +99,8 @@ class ExpertRank:
     def close(self) -> None:
         """The rank's end."""
         self.leave()
+        if self._stage.memory is not None:
+            self._stage.memory.close()
 
     def handle(self, order: object) -> Report | None:
         """One order of the coordinator -> what to answer."""
@@ -123,6 +128,7 @@ class ExpertRank:
                 failure=self._loop.failure,
                 seconds=StageSeconds(whole - log.waited_s, log.waited_s, whole),
                 records=log.take(),
+                memory=None if self._stage.memory is None else self._stage.memory.stats,
             )
         except PeerLostError as error:
             peer, why = error.peer, str(error)
@@ -134,8 +140,8 @@ class ExpertRank:
     def _take(self, order: TakeExperts) -> TookExperts:
         try:
             for layer, experts in sorted(order.experts.items()):
-                bank = self._loader.expert_bank(layer, experts)
-                self._stage.add(layer, bank, experts)
+                make_bank = partial(self._loader.expert_bank, layer, experts)
+                self._stage.take(layer, make_bank, experts)
         except (MoeServeError, OSError, MemoryError, RuntimeError) as error:  # torch's: no memory
             return TookExperts(why=str(error))
         return TookExperts()

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from experts.memory.memory_stats import MemoryStats
 from moe_serve.cluster.probe import ProbeResult, ProbeTarget
 from moe_serve.config import EngineConfig
 from moe_serve.engine.request import TokenLogprob
@@ -232,6 +233,7 @@ class StepServed(_Message, frozen=True):
     failure: str | None
     seconds: StageSeconds
     records: bytes = b""
+    memory: MemoryStats | None = None  # of its experts, where they need not all be in memory
 
 
 class StepFailed(_Message, frozen=True):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
+from experts.memory.memory_stats import MemoryStats
 from moe_serve.cluster.calibration_file import read_calibration
 from moe_serve.cluster.cluster_model import ClusterModel
 from moe_serve.cluster.epoch import sparse_layers
@@ -38,6 +41,14 @@ class _OpenStep:
     is_sound: bool = True
 
 
+class AnyChooser(Protocol):
+    """Decides how each step is cut, and hears how it went."""
+
+    def choose(self, loads: Sequence[BatchLoad]) -> Choice: ...
+
+    def observe(self, loads: Sequence[BatchLoad], choice: Choice, timing: StepTiming) -> None: ...
+
+
 class PoolWatch:
     """Used by the engine thread; `stats` by any.
 
@@ -46,7 +57,7 @@ class PoolWatch:
 
     def __init__(
         self,
-        chooser: MicroBatchChooser | None,
+        chooser: AnyChooser | None,
         fixed: int,
         writer: TimelineWriter | None,
     ) -> None:
@@ -54,6 +65,7 @@ class PoolWatch:
         self._recent = RecentPools()
         self._open: dict[int, _OpenStep] = {}
         self._next: _OpenStep | None = None
+        self._memories: dict[str, MemoryStats] = {}  # of expert ranks, by name
 
     def choose(self, plans: Mapping[str, StepPlan], num_expert_ranks: int) -> int:
         """Micro-batches of the step that comes."""
@@ -85,6 +97,8 @@ class PoolWatch:
             self._recent.add(track, taken.records, offset_ns)
             if self._writer is not None:
                 self._writer.write(track, taken.records, offset_ns, taken.num_lost)
+        if isinstance(report, StepServed) and report.memory is not None:
+            self._memories[name] = report.memory
         opened = self._open.get(report.step)
         if opened is not None:
             pool = opened.experts if track.role is Role.EXPERT else opened.attention
@@ -103,6 +117,13 @@ class PoolWatch:
     def forget(self, name: str) -> None:
         """A rank is lost."""
         self._recent.forget(track_of(name))
+        self._memories.pop(name, None)
+
+    @property
+    def expert_memory(self) -> MemoryStats | None:
+        """Of all expert ranks together, as they were at the end of their last steps."""
+        each = list(self._memories.values())
+        return functools.reduce(MemoryStats.plus, each) if each else None
 
     def stats(self) -> PoolStats:
         return self._recent.stats()

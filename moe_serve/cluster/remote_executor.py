@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from experts.memory.expectation import Scores
 from moe_serve.cluster.choices import unpack_choices
 from moe_serve.cluster.coordinator import Coordinator
 from moe_serve.cluster.messages import (
@@ -37,6 +38,13 @@ class RemoteExecutor:
     def is_there(self) -> bool:
         """Whether that process is in the epoch."""
         return self._coordinator.is_in(self.name, self._start)
+
+    @property
+    def expert_memory(self) -> None:
+        """Expert ranks tell of theirs themselves."""
+
+    def expect_experts(self, needed_LE: Scores | None) -> None:
+        """Nothing: expert ranks expect by what they saw."""
 
     def run(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> StepOutcome:
         """A step of this rank alone. Raises RankLostError, or what its computation raised."""

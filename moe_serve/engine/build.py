@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from experts.expert_stage import ExpertStage
 from moe_kernels.choice import default_num_threads
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cache.model_identity import model_identity
@@ -19,7 +20,7 @@ from moe_serve.engine.batch_policy.make import policy_maker
 from moe_serve.engine.cuda_graphs import with_cuda_graphs
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.layout import Layout
+from moe_serve.engine.layout import Layout, memory_line
 from moe_serve.engine.route_records import RouteListeners
 from moe_serve.engine.sampling_backend import make_sampler
 from moe_serve.engine.step_executor import LocalExecutor
@@ -28,6 +29,7 @@ from moe_serve.model.attention_stage import AttentionStage
 from moe_serve.model.demo import demo_model_folder
 from moe_serve.model.gather import Gather
 from moe_serve.model.hf_config import generation_eos_token_ids
+from moe_serve.model.load_expert_memory import MemoryBudget
 from moe_serve.model.loader import ModelLoader
 from moe_serve.model.model_tensors import LoadProgress
 from moe_serve.model.spec import ModelSpec
@@ -80,27 +82,24 @@ def build_engine(
     folder, device = model_folder(config.model), device_of(config.model)
     loader = open_loader(folder, config.model, num_threads, device, progress, open_weights)
     torch.set_num_threads(1 if loader.kernels.has_own_threads else num_threads)
-    spec = loader.spec
+    spec, max_model_len = loader.spec, max_model_len_of(config.model, loader.spec)
     tap, routes = RouteTap(spec.router.num_experts), RouteListeners()
     policy = policy_maker(config, folder, spec, routes)()  # early: it may refuse a predictor
-    max_model_len = max_model_len_of(config.model, spec)
+    experts = loader.expert_stage(budget=MemoryBudget.of(config.model))
     part = load_attention(loader, config, max_model_len)
-    pipeline = Pipeline(part.stage, _local_transport(loader, config), part.cache, device, tap=tap)
-    eos_token_ids, micro_batches = (
-        eos_token_ids_of(folder, spec),
-        config.pipeline.num_in_one_process,
-    )
-    runner, graphs = with_cuda_graphs(
-        pipeline, part.stage, part.cache, config, max_model_len, micro_batches
-    )
+    eos_token_ids = eos_token_ids_of(folder, spec)
+    transport = _local_transport(loader, experts, config)
+    pipeline = Pipeline(part.stage, transport, part.cache, device, tap=tap)
+    cuts = config.pipeline.num_in_one_process
+    runner, graphs = with_cuda_graphs(pipeline, part.stage, part.cache, config, max_model_len, cuts)
     engine = Engine(
-        LocalExecutor(runner, make_sampler(eos_token_ids, loader.kernels), tap),
+        LocalExecutor(runner, make_sampler(eos_token_ids, loader.kernels), tap, experts.memory),
         scheduler=config.scheduler,
         num_pages=part.num_pages,
-        micro_batches=micro_batches,
+        micro_batches=cuts,
         max_model_len=max_model_len,
         eos_token_ids=eos_token_ids,
-        model_identity=_identity(loader, folder),
+        model_identity=_identity(folder, loader),
         has_prefix_cache=config.cache.prefix_cache,
         policy=policy,
         routes=routes,
@@ -123,23 +122,26 @@ def build_engine(
         num_pages=part.num_pages,
         page_size=PAGE_SIZE,
         kv_bytes=part.kv_bytes,
-        micro_batches=micro_batches,
+        micro_batches=cuts,
         load_seconds=time.monotonic() - clock,
+        expert_memory=None if experts.memory is None else memory_line(config.model),
     )
     return BuiltEngine(engine, layout, spec, routes)
 
 
-def _identity(loader: ModelLoader, folder: Path) -> bytes:
-    kernels, weights = loader.kernels.name, loader.expert_weights
-    return model_identity(folder, str(loader.dtype), kernels, weights)
+def _identity(folder: Path, loader: ModelLoader) -> bytes:
+    """Of weights and of how they are computed: what cached pages belong to."""
+    return model_identity(folder, str(loader.dtype), loader.kernels.name, loader.expert_weights)
 
 
-def _local_transport(loader: ModelLoader, config: EngineConfig) -> LocalTransport:
+def _local_transport(
+    loader: ModelLoader, stage: ExpertStage, config: EngineConfig
+) -> LocalTransport:
     """Rounds rows as ranks would, where `cluster.wire_dtype` says so."""
     spec, wire_dtype, wire = loader.spec, config.cluster.wire_dtype, None
     if wire_dtype != "auto":
         wire = make_wire_format(spec.width, spec.router.top_k, loader.dtype, 1, wire_dtype)
-    return LocalTransport(loader.expert_stage(), wire)
+    return LocalTransport(stage, wire)
 
 
 @dataclass(frozen=True, slots=True)

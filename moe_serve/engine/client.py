@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from experts.memory.memory_stats import MemoryStats
 from moe_serve.engine.batch_policy.policy import PolicyStats
 from moe_serve.engine.pool_stats import PoolStats
 from moe_serve.engine.request import GenerationRequest, TokenDelta
@@ -36,6 +37,7 @@ class EngineStats:
     death: str | None = None  # why it is not alive
     last_turn_age_s: float | None = None  # since the engine thread's loop last came round
     outage_s: float = 0.0  # for how long ranks have been away that no step can do without
+    expert_memory: MemoryStats | None = None  # None: all experts are in memory
     batching: PolicyStats | None = None  # None: nobody batches yet
     pools: PoolStats | None = None  # None when attention and experts share a process
 

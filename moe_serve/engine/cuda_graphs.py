@@ -39,6 +39,8 @@ def with_cuda_graphs(
     if wanted == "off":
         return pipeline, None if is_cpu else "off"
     refusal = capture_refusal(stage.kernels, device, micro_batches)
+    if refusal is None and config.model.expert_memory_bytes is not None:
+        refusal = "experts that are read when rows need them (expert_memory_bytes) cannot be part"
     if refusal is not None:
         if wanted == "on":
             raise ConfigError(f"model.cuda_graphs is 'on', but {refusal}: use 'auto' or 'off'.")

@@ -224,30 +224,30 @@ class Engine:
             self._finish(part, self._try(make_step_plan(part, 1, self._split), part))
 
     def stats(self) -> EngineStats:
-        cache, sharing = self._scheduler.cache, self._scheduler.sharing
+        scheduler, cache = self._scheduler, self._scheduler.cache
         return EngineStats(
             num_steps=self._num_steps,
-            num_running=len(self._scheduler.running),
-            num_waiting=len(self._scheduler.waiting),
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
             num_pages=cache.num_pages,
             num_free_pages=cache.num_available,
             num_cached_pages=cache.num_cached,
             num_evicted_pages=cache.num_evicted,
-            num_queried_tokens=sharing.num_queried_tokens,
-            num_hit_tokens=sharing.num_hit_tokens,
-            num_preemptions=self._scheduler.num_preemptions,
+            num_queried_tokens=scheduler.sharing.num_queried_tokens,
+            num_hit_tokens=scheduler.sharing.num_hit_tokens,
+            num_preemptions=scheduler.num_preemptions,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generated_tokens=self._num_generated_tokens,
             is_alive=True,
-            batching=self._scheduler.policy.stats(),
+            expert_memory=self._executor.expert_memory,
+            batching=scheduler.policy.stats(),
         )
 
     def check_integrity(self) -> None:
         """Pages, reference counts, tables and requests agree; raises with what does not."""
-        self._scheduler.check_integrity()
-        known = {s.id for s in self._sequences.values()}
-        scheduled = {s.id for s in (*self._scheduler.running, *self._scheduler.waiting)}
-        scheduled -= self._leaving.keys()
+        scheduler, known = self._scheduler, {s.id for s in self._sequences.values()}
+        scheduler.check_integrity()
+        scheduled = {s.id for s in (*scheduler.running, *scheduler.waiting)} - self._leaving.keys()
         assert known == scheduled, f"requests {known ^ scheduled} are lost"
 
     def _publish(self, schedule: Schedule, outcome: StepOutcome) -> None:

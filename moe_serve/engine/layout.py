@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_serve.config import ModelConfig
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
@@ -32,6 +34,7 @@ class Layout:
     attention_ranks: int = 0  # 0 and 0: everything in one process
     expert_ranks: int = 0
     attention_tp: int = 1  # processes of an attention rank
+    expert_memory: str | None = None  # how much of the experts is in memory; None: all of them
 
     @property
     def _shards(self) -> str:
@@ -52,6 +55,16 @@ class Layout:
             f"{self.num_layers} layers: attention stage on {self.device}, expert stage on "
             f"{self.device} ({self.num_experts} experts, top-{self.top_k}), local transport"
         )
+
+
+def memory_line(model: ModelConfig) -> str | None:
+    """What is said of `model.expert_memory_bytes`."""
+    if model.expert_memory_bytes is None:
+        return None
+    return (
+        f"at most {model.expert_memory_bytes / 2**20:.1f} MiB of routed experts in a process, "
+        f"others read when they are needed ({model.expert_memory_policy})"
+    )
 
 
 def _ranks(count: int, role: str) -> str:

@@ -9,34 +9,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moe_serve.engine.scheduler import Schedule
 from moe_serve.engine.sequence import Sequence
 from moe_serve.model.step_plan import RouteAsk, StepPlan
 from moe_serve.pipeline.route_tap import StepChoices
+from routing_predictor.recording import TracedTokens
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouteRecord:
+class RouteRecord(TracedTokens, frozen=True, kw_only=True, eq=False, gc=False):
     """Tokens at positions [start, start + N) of a request, and their experts in every layer.
 
     A request that was preempted, or moved to another rank, is told again from its beginning.
+    Weights are there if any listener wants them.
     """
 
-    request_id: str
     sequence_id: int
-    start: int
-    num_prompt_tokens: int  # positions below this one are the prompt's
-    token_ids_N: NDArray[np.int32]
-    expert_ids_NLK: NDArray[np.integer[Any]]
-    weights_NLK: NDArray[np.float16] | None = None  # if any listener wants them
 
 
 class RouteListener(Protocol):
@@ -92,26 +86,32 @@ class RouteListeners:
 
 
 def _records(schedule: Schedule, choices: StepChoices) -> list[RouteRecord]:
+    """Views of the step's arrays. A sequence that ended while the step ran is left out."""
+    known = [schedule.get(key) for key in choices.sequence_ids]
+    tokens: list[int] = []
+    for item, count in zip(known, choices.counts, strict=True):
+        sequence = None if item is None else item[0]
+        start = 0 if sequence is None else sequence.num_computed_tokens
+        told = [0] * count if sequence is None else sequence.token_ids[start : start + count]
+        tokens += told
+        if len(told) != count:
+            _log.warning("%d choices came for %d tokens: the step is not told", count, len(told))
+            return []
+    token_ids = np.array(tokens, dtype=np.int32)
+    ids, weights = choices.expert_ids_NLK, choices.weights_NLK
     records, end = [], 0
-    for key, count in zip(choices.sequence_ids, choices.counts, strict=True):
+    for item, count in zip(known, choices.counts, strict=True):
         first, end = end, end + count
-        if key not in schedule:
-            continue  # it ended while the step ran
-        sequence, _ = schedule[key]
-        start, weights = sequence.num_computed_tokens, choices.weights_NLK
-        tokens = np.array(sequence.token_ids[start : start + count], dtype=np.int32)
-        if len(tokens) != count:
-            _log.warning("%d choices came for %d tokens: not told", count, len(tokens))
-            continue
-        records.append(
-            RouteRecord(
-                request_id=sequence.request.request_id,
-                sequence_id=key,
-                start=start,
-                num_prompt_tokens=sequence.num_prompt_tokens,
-                token_ids_N=tokens,
-                expert_ids_NLK=choices.expert_ids_NLK[first:end],
-                weights_NLK=None if weights is None else weights[first:end],
+        if item is not None:
+            records.append(
+                RouteRecord(
+                    request_id=item[0].request.request_id,
+                    sequence_id=item[0].id,
+                    start=item[0].num_computed_tokens,
+                    num_prompt_tokens=item[0].num_prompt_tokens,
+                    token_ids_N=token_ids[first:end],
+                    expert_ids_NLK=ids[first:end],
+                    weights_NLK=None if weights is None else weights[first:end],
+                )
             )
-        )
     return records

@@ -13,6 +13,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from experts.memory.expectation import Scores
+from experts.memory.expert_memory import ExpertMemory
+from experts.memory.memory_stats import MemoryStats
 from moe_serve.engine.request import TokenLogprob
 from moe_serve.engine.sampler import Sampled
 from moe_serve.engine.sampling_backend import SamplingBackend
@@ -83,14 +86,37 @@ class StepExecutor(Protocol):
 
     def finite_pages(self, pages: list[int]) -> list[bool]: ...
 
+    @property
+    def expert_memory(self) -> MemoryStats | None:
+        """Of the experts in this process, where they need not all be in memory."""
+        ...
+
+    def expect_experts(self, needed_LE: Scores | None) -> None:
+        """Between steps: the probability that the coming one needs an expert, to read ahead by;
+        held until told anew. None: nobody knows any more."""
+        ...
+
 
 class LocalExecutor:
     """A pipeline and a sampler in this process; `tap` is the pipeline's, if it has one."""
 
     def __init__(
-        self, runner: StepRunner, sampler: SamplingBackend, tap: RouteTap | None = None
+        self,
+        runner: StepRunner,
+        sampler: SamplingBackend,
+        tap: RouteTap | None = None,
+        memory: ExpertMemory | None = None,
     ) -> None:
-        self.runner, self._sampler, self._tap = runner, sampler, tap
+        """`memory`: of the experts that the runner uses, if they need not all be in memory."""
+        self.runner, self._sampler, self._tap, self._memory = runner, sampler, tap, memory
+
+    @property
+    def expert_memory(self) -> MemoryStats | None:
+        return None if self._memory is None else self._memory.stats
+
+    def expect_experts(self, needed_LE: Scores | None) -> None:
+        if self._memory is not None:
+            self._memory.hint(needed_LE)
 
     def run(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> StepOutcome:
         """See `StepExecutor.run`."""

@@ -17,6 +17,7 @@ from moe_serve.engine.client import EngineClient
 from moe_serve.engine.request import FinishReason
 from moe_serve.engine.tracing import Tracing
 from moe_serve.http.batching_families import batching_families
+from moe_serve.http.memory_families import memory_families
 from moe_serve.http.pool_families import pool_families
 from moe_serve.http.trace_families import trace_families
 
@@ -152,6 +153,8 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
             counter.add_metric([self._model_name], value)
             yield counter
+        if stats.expert_memory is not None:
+            yield from memory_families(stats.expert_memory, PREFIX, self._model_name)
         if stats.batching is not None:
             yield from batching_families(stats.batching, PREFIX, self._model_name)
         if stats.pools is not None:

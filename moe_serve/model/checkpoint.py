@@ -25,8 +25,10 @@ Shape = tuple[int, ...]
 class Checkpoint:
     """The stored tensors of one folder. Threads may read at once."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, is_copying: bool = False) -> None:
+        """`is_copying`: tensors are read into memory of their own, again and again: an error of
+        the disk is a CheckpointError then. Else they are views of the mapped files."""
+        self.folder, self._is_copying = folder, is_copying
         self._files: dict[str, SafetensorsFile] = {}
         self._lock = threading.Lock()
         indexed = _indexed(folder)
@@ -78,8 +80,9 @@ class Checkpoint:
             self.expect(name, [shape])
 
     def view(self, name: str, index: int | None = None) -> Tensor:
-        """A tensor as it is stored, or one index of its first dimension: memory-mapped."""
-        return self._file(name).view(name, index)
+        """A tensor as it is stored, or one index of its first dimension: memory-mapped, or read."""
+        file = self._file(name)
+        return file.copy(name, index) if self._is_copying else file.view(name, index)
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
         """Read one tensor onto the CPU, in `dtype`."""
@@ -87,7 +90,8 @@ class Checkpoint:
 
     def drop(self, name: str, index: int | None = None) -> None:
         """The tensor has been copied: give the memory of its mapped pages back."""
-        self._file(name).drop(name, index)
+        if not self._is_copying:
+            self._file(name).drop(name, index)
 
     def _file(self, name: str) -> SafetensorsFile:
         if name not in self._file_of:

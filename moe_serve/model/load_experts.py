@@ -5,6 +5,7 @@ D model width, F expert width, E experts.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Sequence
 from typing import TypeVar, overload
 
@@ -34,6 +35,16 @@ class ExpertLoader:
     ) -> None:
         self._spec, self._names, self._tensors, self._packing = spec, names, tensors, packing
         self._forms = [self._routed_forms(layer) for layer in range(spec.num_layers)]
+
+    def forms_of(self, layers: Collection[int]) -> set[BankForms]:
+        """How the routed experts of these layers are held: one, if all are alike."""
+        return {self._forms[layer] for layer in layers}
+
+    def with_tensors(self, tensors: ModelTensors) -> ExpertLoader:
+        """The same experts, read from elsewhere."""
+        other = copy.copy(self)
+        other._tensors = tensors
+        return other
 
     def layer(self, layer: int, held: Collection[int]) -> LayerExperts:
         """Routed experts, to be read once, in order; copy each before the next."""

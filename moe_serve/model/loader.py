@@ -31,6 +31,7 @@ from moe_serve.model.gather import (
 )
 from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.load_attention import AttentionLoader
+from moe_serve.model.load_expert_memory import MemoryBudget, memory_stage
 from moe_serve.model.load_experts import ExpertLoader, expert_names
 from moe_serve.model.manifest import (
     Table,
@@ -142,13 +143,22 @@ class ModelLoader:
                 weights[key] = self._tensors.keep(table[key], torch.float32)
         return weights
 
-    def expert_stage(self, held: Sequence[Collection[int]] | None = None) -> ExpertStage:
+    def expert_stage(
+        self,
+        held: Sequence[Collection[int]] | None = None,
+        budget: MemoryBudget | None = None,
+    ) -> ExpertStage:
         """The routed experts of all layers, or those of each layer that `held` names. Only their
-        tensors are read."""
+        tensors are read; with a `budget`, when they are needed."""
         num_layers = self.spec.num_layers
         if held is None:
             held = [range(self.spec.router.num_experts)] * num_layers
         assert len(held) == num_layers, f"experts of {len(held)} layers, not {num_layers}"
+        if budget is not None:
+            source = self._reader.copying()
+            tensors = ModelTensors(source, self.dtype, self.device, 0, progress=None)
+            experts = self._experts.with_tensors(tensors)
+            return memory_stage(self.spec, self.kernels, experts, held, budget)
         with ThreadPoolExecutor(self._num_threads) as pool:  # copying is what takes time
             return ExpertStage(list(pool.map(self._layer_banks, range(num_layers), held)))
 

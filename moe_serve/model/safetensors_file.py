@@ -13,8 +13,10 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -68,6 +70,7 @@ class SafetensorsFile:
         self._lock = threading.Lock()
         self._map: mmap.mmap | None = None
         self._bytes: Tensor | None = None
+        self._opened: _OpenFile | None = None  # for copies
 
     def view(self, name: str, index: int | None = None) -> Tensor:
         """The stored tensor, or one index of its first dimension, without a copy.
@@ -75,12 +78,7 @@ class SafetensorsFile:
         A tensor that does not start at a multiple of its item size is copied. The memory under a
         view outlives `close`; nobody may write to it.
         """
-        header = self.headers[name]
-        if header.dtype not in _TORCH_DTYPES:
-            raise CheckpointError(
-                f"{self.path}: tensor {name} has dtype {header.dtype}, which is not served."
-            )
-        dtype = _TORCH_DTYPES[header.dtype]
+        header, dtype = self.headers[name], self._dtype(name)
         begin, end = self._range(name, index)
         shape = header.shape if index is None else header.shape[1:]
         if begin == end:
@@ -88,6 +86,21 @@ class SafetensorsFile:
         raw = self._mapped()[begin:end]
         if begin % dtype.itemsize:
             raw = raw.clone()
+        return raw.view(dtype).view(shape)
+
+    def copy(self, name: str, index: int | None = None) -> Tensor:
+        """As `view`, read into memory of its own. What the file cannot give is an error here; under
+        a view it would be the end of the process."""
+        begin, end = self._range(name, index)
+        dtype = self._dtype(name)
+        raw = torch.empty(end - begin, dtype=torch.uint8)
+        buffer: Any = raw.numpy()
+        try:
+            self._read_into(memoryview(buffer), begin)
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise CheckpointError(f"{self.path}: tensor {name} cannot be read: {why}.") from None
+        shape = self.headers[name].shape if index is None else self.headers[name].shape[1:]
         return raw.view(dtype).view(shape)
 
     def drop(self, name: str, index: int | None = None) -> None:
@@ -105,6 +118,28 @@ class SafetensorsFile:
         """Forget the map; it goes when the last view of it does."""
         with self._lock:
             self._map = self._bytes = None
+            if self._opened is not None:
+                self._opened.close()
+            self._opened = None
+
+    def _dtype(self, name: str) -> torch.dtype:
+        stored = self.headers[name].dtype
+        if stored not in _TORCH_DTYPES:
+            raise CheckpointError(
+                f"{self.path}: tensor {name} has dtype {stored}, which is not served."
+            )
+        return _TORCH_DTYPES[stored]
+
+    def _read_into(self, target: memoryview, begin: int) -> None:
+        with self._lock:
+            if self._opened is None:
+                self._opened = _OpenFile(self.path)
+            file = self._opened
+        while target:
+            num_bytes = file.read_into(target, begin)
+            if not num_bytes:
+                raise OSError(0, f"the file ends {len(target)} bytes early")
+            begin, target = begin + num_bytes, target[num_bytes:]
 
     def _range(self, name: str, index: int | None) -> tuple[int, int]:
         header = self.headers[name]
@@ -124,6 +159,25 @@ class SafetensorsFile:
                     raise CheckpointError(f"{self.path} cannot be mapped: {error}.") from None
                 self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
             return self._bytes
+
+
+class _OpenFile:
+    """A file to read at any place of; it is closed with its last user."""
+
+    def __init__(self, path: Path) -> None:
+        self._number = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        self.close = weakref.finalize(self, os.close, self._number)
+        self._lock = threading.Lock()
+
+    def read_into(self, target: memoryview, begin: int) -> int:
+        """-> how many bytes came; 0: the file ends before."""
+        if hasattr(os, "preadv"):
+            return os.preadv(self._number, [target], begin)
+        with self._lock:
+            os.lseek(self._number, begin, os.SEEK_SET)
+            read = os.read(self._number, len(target))
+        target[: len(read)] = read
+        return len(read)
 
 
 def _map_privately(path: Path) -> mmap.mmap:

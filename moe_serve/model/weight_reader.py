@@ -31,7 +31,7 @@ class WeightReader:
     """A WeightSource: reads logical weights of one checkpoint. Threads may read at once."""
 
     def __init__(self, checkpoint: Checkpoint, config: HFConfig) -> None:
-        self._checkpoint = checkpoint
+        self._checkpoint, self._config = checkpoint, config
         self._format: WeightFormat | None = format_of(config)
         _log.info("%s: weights are stored as %s", checkpoint.folder, self.format_name)
 
@@ -104,6 +104,10 @@ class WeightReader:
         """The caller has copied the weight: its pages may leave the memory of this process."""
         for part in (name,) if self._is_plain(name) else self._parts(name):
             self._checkpoint.drop(part, expert)
+
+    def copying(self) -> WeightReader:
+        """See WeightSource."""
+        return WeightReader(Checkpoint(self._checkpoint.folder, is_copying=True), self._config)
 
     def _all_experts(self, name: str, shape: Shape, dtype: torch.dtype) -> Tensor:
         weights = torch.empty(shape, dtype=dtype)

@@ -56,6 +56,11 @@ class WeightSource(Protocol):
         """The caller has copied the weight."""
         ...
 
+    def copying(self) -> WeightSource:
+        """The same weights, to be read while requests run: each time into fresh memory, and what
+        cannot be read raises CheckpointError."""
+        ...
+
 
 # Of a checkpoint's folder and its config (the text model's part).
 OpenWeights = Callable[[Path, HFConfig], WeightSource]

@@ -11,7 +11,7 @@ a batch size is new, then every 256 steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,8 +23,10 @@ from moe_serve.pipeline.step_seconds import step_seconds
 MAX_MICRO_BATCHES = 4
 Reason = Literal["one sequence", "not measured yet", "trying out", "predicted best"]
 
-_TIE = 1.01
-_WORTH_TRYING = (2.0, 2.0, 1.25)  # times the best estimate, by how often a choice was measured
+_TIE = 1.03  # a fewer cut is as good: estimates of steps scatter by more than that
+# Times the best estimate, by how often a choice was measured. What was never measured is tried out
+# unless it looks hopeless: one slow step costs less than a wrong estimate that nobody corrects.
+_WORTH_TRYING = (4.0, 2.0, 1.25)
 _WORTH_CHECKING = 1.1  # the same, of one that was
 _NUM_TRIALS = len(_WORTH_TRYING)
 _STEPS_BETWEEN_CHECKS = 256
@@ -47,44 +49,72 @@ class Choice:
         return f"m = {self.num_micro_batches}: {self.reason}" + (f" ({times})" if times else "")
 
 
-class _Record:
-    """How the choices did at about one batch size: measured over predicted seconds, by m."""
+@dataclass(slots=True)
+class _Measured:
+    """How one choice did: `seconds` for `loads`, made of `count` measurements."""
 
-    def __init__(self) -> None:
-        self.ratios = [1.0] * MAX_MICRO_BATCHES
-        self.counts = [0] * MAX_MICRO_BATCHES
+    loads: tuple[BatchLoad, ...]
+    seconds: float
+    count: int = 1
+
+
+class _Record:
+    """How the choices did at about one batch size. Kept as seconds, not as ratios to a prediction:
+    predictions from running steps move, above all while little was measured."""
+
+    def __init__(self, predict: Callable[[Sequence[BatchLoad]], tuple[float, ...]]) -> None:
+        self._predict = predict
+        self._measured: list[_Measured | None] = [None] * MAX_MICRO_BATCHES
         self.num_steps = 0
+
+    def count(self, index: int) -> int:
+        """How often a choice was measured."""
+        measured = self._measured[index]
+        return 0 if measured is None else measured.count
 
     def corrected(self, predicted: tuple[float, ...]) -> tuple[float, ...]:
         """A choice without measurements is corrected as the others are on average."""
-        measured = [r for r, count in zip(self.ratios, self.counts, strict=True) if count]
-        usual = sum(measured) / len(measured) if measured else 1.0
+        ratios = [
+            None if each is None else each.seconds / self._predict(each.loads)[index]
+            for index, each in enumerate(self._measured[: len(predicted)])
+        ]
+        known = [ratio for ratio in ratios if ratio is not None]
+        usual = sum(known) / len(known) if known else 1.0
         return tuple(
-            [s * (self.ratios[i] if self.counts[i] else usual) for i, s in enumerate(predicted)]
+            [
+                seconds * (usual if ratio is None else ratio)
+                for seconds, ratio in zip(predicted, ratios, strict=True)
+            ]
         )
 
-    def observe(self, index: int, ratio: float) -> None:
+    def observe(self, index: int, loads: Sequence[BatchLoad], seconds: float) -> None:
         """Pauses of the machine only ever make a step slower, and the first step of a new size
         does what later ones find done: the faster trial counts, and one slow step moves an
         estimate by 2%. Else a single pause turns the best choice away for many steps."""
-        old, count = self.ratios[index], self.counts[index]
-        if count >= _NUM_TRIALS:
-            self.ratios[index] += _WEIGHT * (min(max(ratio, old / 2), old * _MOST_SLOWER) - old)
+        old = self._measured[index]
+        if old is None:
+            self._measured[index] = _Measured(tuple(loads), seconds)
+            return
+        scale = self._predict(loads)[index] / self._predict(old.loads)[index]
+        expected_s = old.seconds * scale  # for these loads
+        if old.count >= _NUM_TRIALS:
+            seconds = min(max(seconds, expected_s / 2), expected_s * _MOST_SLOWER)
+            seconds = expected_s + _WEIGHT * (seconds - expected_s)
         else:
-            self.ratios[index] = min(old, ratio) if count else ratio
-        self.counts[index] += 1
+            seconds = min(expected_s, seconds)
+        self._measured[index] = _Measured(tuple(loads), seconds, old.count + 1)
 
     def to_try(self, seconds: tuple[float, ...], best: int) -> int | None:
         """The index of a choice that should be measured now."""
         for index, estimate in enumerate(seconds):
-            count = self.counts[index]
+            count = self.count(index)
             if count < _NUM_TRIALS and estimate <= seconds[best] * _WORTH_TRYING[count]:
                 return index
         if self.num_steps % _STEPS_BETWEEN_CHECKS:
             return None
         limit = seconds[best] * _WORTH_CHECKING
         others = [i for i, s in enumerate(seconds) if s <= limit and i != best]
-        return min(others, key=lambda i: self.counts[i], default=None)
+        return min(others, key=self.count, default=None)
 
 
 class MicroBatchChooser:
@@ -122,11 +152,11 @@ class MicroBatchChooser:
 
     def observe(self, loads: Sequence[BatchLoad], choice: Choice, timing: StepTiming) -> None:
         """A step is done. Not for steps that were repeated or failed."""
+        if self._online is not None:  # first: these loads can be predicted then
+            self._online.observe(loads, choice.num_micro_batches, timing)
         if choice.seconds:
             index = choice.num_micro_batches - 1
-            self._record(loads).observe(index, timing.seconds / self._predicted(loads)[index])
-        if self._online is not None:
-            self._online.observe(loads, choice.num_micro_batches, timing)
+            self._record(loads).observe(index, loads, timing.seconds)
 
     def _predicted(self, loads: Sequence[BatchLoad]) -> tuple[float, ...]:
         """Seconds by m - 1, kept by the loads' first four bits."""
@@ -156,7 +186,7 @@ class MicroBatchChooser:
         key = (num_rows.bit_length(), has_prefill)
         record = self._records.get(key)
         if record is None:
-            record = self._records[key] = _Record()
+            record = self._records[key] = _Record(self._predicted)
         return record
 
 

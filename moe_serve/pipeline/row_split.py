@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from experts.placement.replica_choice import ReplicaChoice
+from experts.placement.replica_choice import LayerChoice, ReplicaChoice, ReplicaPolicy
 from experts.routed_rows import RoutedRows
 
 
@@ -26,19 +26,29 @@ class RankRows:
 
 
 class RowSplit:
-    """The ranks of each layer's experts. Replicas take turns by the row's number."""
+    """The ranks of each layer's experts, and which copy of one serves a row.
+
+    Copies are chosen on the host, so elsewhere they take turns, whatever the policy.
+    """
 
     def __init__(
         self,
         ranks_of: Mapping[int, Sequence[Sequence[int]]],
         num_ranks: int,
         device: torch.device | None = None,
+        policy: ReplicaPolicy = "round-robin",
     ) -> None:
         """`ranks_of[layer][expert]`: the ranks, numbered 0 .. num_ranks - 1, that hold it.
         `device`: of the ids; None: the CPU."""
         self._num_ranks = num_ranks
         device = device or torch.device("cpu")
         self._turns = {layer: _Turns.of(layer, each, device) for layer, each in ranks_of.items()}
+        is_choosing = policy != "round-robin" and device.type == "cpu"
+        self._choices = {
+            layer: LayerChoice(policy, layer, each)
+            for layer, each in ranks_of.items()
+            if is_choosing and any(len(ranks) > 1 for ranks in each)
+        }
 
     def split(self, layer: int, rows: RoutedRows) -> list[RankRows]:
         """One entry for each rank, in their order. On a GPU it waits: how many rows there are
@@ -50,14 +60,14 @@ class RowSplit:
         """
         if self._num_ranks == 1:
             return [RankRows(None, rows.x_TD, rows.expert_ids_TK, rows.weights_TK)]
-        rank_TK = self._turns[layer].ranks(rows.expert_ids_TK)
+        rank_TK = self._ranks(layer, rows.expert_ids_TK)
         return [self._part(rows, rank_TK == rank) for rank in range(self._num_ranks)]
 
     def masked(self, layer: int, rows: RoutedRows) -> list[RankRows]:
         """As `split`, but every rank gets every row; nothing waits for the device."""
         if self._num_ranks == 1:
             return self.split(layer, rows)
-        rank_TK = self._turns[layer].ranks(rows.expert_ids_TK)
+        rank_TK = self._ranks(layer, rows.expert_ids_TK)
         return [
             RankRows(
                 None,
@@ -67,6 +77,12 @@ class RowSplit:
             )
             for rank in range(self._num_ranks)
         ]
+
+    def _ranks(self, layer: int, expert_ids_TK: Tensor) -> Tensor:
+        choice = self._choices.get(layer)
+        if choice is None:
+            return self._turns[layer].ranks(expert_ids_TK)
+        return torch.from_numpy(choice.ranks(expert_ids_TK.numpy()))
 
     def _part(self, rows: RoutedRows, is_here_TK: Tensor) -> RankRows:
         rows_n = is_here_TK.any(dim=1).nonzero()[:, 0]

@@ -8,6 +8,7 @@ else is refused by its name.
 from __future__ import annotations
 
 import pickletools
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +76,12 @@ def read_plain_data(content: bytes) -> Any:
     """Dicts, lists, tuples, numbers, text, None and `StoredTensor`. Raises TraceError."""
     if len(content) > _MAX_BYTES:
         raise TraceError(f"its pickle has {len(content)} bytes; at most {_MAX_BYTES} are read")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the parser, about texts that are spelled oddly
+        return _walk(content)
+
+
+def _walk(content: bytes) -> Any:
     machine = _Machine()
     try:
         for opcode, argument, _ in pickletools.genops(content):

@@ -98,4 +98,5 @@ class _TorchZip:
         flat = np.frombuffer(content, dtype)[tensor.offset :]
         strides = [stride * dtype.itemsize for stride in tensor.strides]
         view = np.lib.stride_tricks.as_strided(flat, tensor.shape, strides, writeable=False)
-        return np.ascontiguousarray(view)
+        array: NDArray[Any] = view.copy()
+        return array

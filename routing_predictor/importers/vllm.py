@@ -33,7 +33,7 @@ def import_vllm(paths: Sequence[Path], options: ImportOptions) -> ExpertLoad:
     if len(paths) != 1:
         raise TraceError(f"{len(paths)} files; vLLM writes one for all ranks")
     (path,) = paths
-    model = options.model
+    model, entries = options.model, list[Any]()
     if path.suffix == ".jsonl":
         entries = [e for e in read_json_lines(path) if e.get("record_type") == STATS]
         other = {entry.get("version") for entry in entries} - {VERSION}
@@ -42,9 +42,10 @@ def import_vllm(paths: Sequence[Path], options: ImportOptions) -> ExpertLoad:
         names = ("expert_load", "p2l_map")
     else:
         content = read_json(path)
-        entries = content.get("snapshots") if isinstance(content, dict) else None
-        if not isinstance(entries, list):
+        found = content.get("snapshots") if isinstance(content, dict) else None
+        if not isinstance(found, list):
             raise TraceError(f"{path} has no snapshots")
+        entries = found
         model = model or str(content.get("model_name", ""))
         names = ("window_expert_load", "physical_to_logical_map")
     if not entries:

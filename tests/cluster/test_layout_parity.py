@@ -41,6 +41,7 @@ def test_layouts(attention: int, experts: int, micro_batches: int) -> None:
     experts=st.integers(1, 4),
     micro_batches=st.sampled_from([1, 2, 3, 4, "auto"]),
     router=st.sampled_from(["attention", "experts"]),
+    replica_choice=st.sampled_from(["round-robin", "fewest-activated", "least-tokens", "auto"]),
     budget=st.integers(3, 80),
     count=st.integers(1, 11),
     seed=st.integers(0, 2**31),
@@ -51,15 +52,23 @@ def test_any_layout(
     experts: int,
     micro_batches: int | str,
     router: str,
+    replica_choice: str,
     budget: int,
     count: int,
     seed: int,
 ) -> None:
-    """Random placements with replicas, routers on either side, chunks of any size."""
+    """Random placements with replicas, chosen by any policy, routers on either side, chunks of any
+    size."""
     file = tmp_path / f"{seed}.json"
     random_placement(file, range(NUM_LAYERS), NUM_EXPERTS, experts, seed)
     of = config(
-        attention, experts, micro_batches, budget=budget, placement=str(file), router=router
+        attention,
+        experts,
+        micro_batches,
+        budget=budget,
+        placement=str(file),
+        router=router,
+        replica_choice=replica_choice,
     )
     wanted = requests(count, VOCAB_SIZE, num_tokens=5)
     assert on_ranks(of, wanted) == colocated(of, wanted)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -127,8 +128,8 @@ def test_nothing_is_taken_after_the_end() -> None:
     taken: list[TracedTokens] = []
 
     class Sink:
-        def add(self, tokens: TracedTokens) -> None:
-            taken.append(tokens)
+        def add(self, tokens: Sequence[TracedTokens]) -> None:
+            taken.extend(tokens)
 
     recorder = RouteRecorder(Sink(), 1.0, has_weights=False)
     record = RouteRecord(
@@ -140,8 +141,8 @@ def test_nothing_is_taken_after_the_end() -> None:
         expert_ids_NLK=np.zeros((2, 1, 1), np.uint8),
     )
     recorder.take([record])
-    recorder.take([record, replace(record, start=1)])
+    recorder.take([record, msgspec.structs.replace(record, start=1)])
     assert [(t.start, len(t.token_ids_N)) for t in taken] == [(0, 2), (2, 1)]
     recorder.end()
-    recorder.take([replace(record, start=3)])
+    recorder.take([msgspec.structs.replace(record, start=3)])
     assert len(taken) == 2

@@ -68,6 +68,26 @@ def test_measured_online_is_within_5_percent_in_all(name: str) -> None:
     assert total <= 1.05 * best, f"{name}: {total / best:.3f} times the best"
 
 
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_noisy_machine_costs_little(name: str) -> None:
+    """Steps scatter by 10% and every 50th takes twice as long; trials do not count here."""
+    costs, noise = MACHINES[name], random.Random(7)
+    total = best = 0.0
+    for batch in BATCHES[1:]:
+        loads = [BatchLoad.decode(batch, 200)]
+        chooser = MicroBatchChooser(OnlineCosts(NUM_LAYERS), RANKS)
+        timings = all_timings(costs, loads)
+        for step in range(64):
+            choice = chooser.choose(loads)
+            timing = timings[choice.num_micro_batches]
+            if step >= 16:
+                total += timing.seconds
+                best += min(t.seconds for t in timings.values())
+            pause = 2.0 if noise.random() < 0.02 else 1.0
+            chooser.observe(loads, choice, scaled(timing, pause * noise.lognormvariate(0, 0.1)))
+    assert total <= 1.05 * best, f"{name}: {total / best:.3f} times the best"
+
+
 def scaled(timing: StepTiming, factor: float) -> StepTiming:
     return StepTiming(
         seconds=timing.seconds * factor,
@@ -123,6 +143,27 @@ def test_a_wrong_calibration_is_corrected_by_what_steps_take() -> None:
         chooser.observe(loads, choice, timings[choice.num_micro_batches])
     best = min(timings, key=lambda m: timings[m].seconds)
     assert chooser.choose(loads).num_micro_batches == best
+
+
+@pytest.mark.parametrize("slower", [1.0, 0.2, 8.0])
+def test_a_first_estimate_that_is_far_off_turns_nobody_away(slower: float) -> None:
+    """All that is known is one step of prompts, in which a row took another time than here."""
+    costs = MACHINES["balanced"]
+    chooser = MicroBatchChooser(OnlineCosts(NUM_LAYERS), RANKS)
+    prompts = BatchLoad(
+        num_rows=1024, num_sequences=128, num_kv_tokens=1024, num_pairs=4096, num_largest=8
+    )
+    first = chooser.choose([prompts])
+    timing = simulated_timing(costs, [prompts], 1, RANKS)
+    chooser.observe([prompts], first, scaled(timing, slower))
+    loads = [BatchLoad.decode(128, 32)]
+    timings = all_timings(costs, loads)
+    for _ in range(14):
+        choice = chooser.choose(loads)
+        chooser.observe(loads, choice, timings[choice.num_micro_batches])
+    best = min(timing.seconds for timing in timings.values())
+    choice = chooser.choose(loads)
+    assert timings[choice.num_micro_batches].seconds <= 1.05 * best, choice.explain()
 
 
 def test_a_chunk_and_decodes_in_one_step() -> None:

@@ -17,7 +17,7 @@ from routing_predictor.trace_file import part_files, read_traces
 HEADER = TraceHeader(num_experts=8, layers=(0, 2), model="tiny", has_tokens=True, has_weights=True)
 
 
-def tokens(request: str, start: int, count: int, label: str = "") -> TracedTokens:
+def tokens(request: str, start: int, count: int) -> TracedTokens:
     """Expert and token ids that say which request and position they are of."""
     position = np.arange(start, start + count)
     ids = (position[:, None, None] + np.arange(4).reshape(1, 2, 2)) % 8
@@ -28,15 +28,16 @@ def tokens(request: str, start: int, count: int, label: str = "") -> TracedToken
         expert_ids_NLK=ids.astype(np.uint8),
         token_ids_N=(position + 100 * int(request[1:])).astype(np.int32),
         weights_NLK=ids.astype(np.float16) / 8,
-        label=label,
     )
 
 
 def test_what_is_added_is_read(tmp_path: Path) -> None:
-    writer = RecordingWriter(tmp_path / "one", HEADER, part_bytes=2**20, max_bytes=2**20)
+    writer = RecordingWriter(
+        tmp_path / "one", HEADER, part_bytes=2**20, max_bytes=2**20, labels={"r1": "poem"}
+    )
     for start, count in ((0, 2), (2, 2), (4, 1)):
-        writer.add(tokens("r1", start, count, "poem"))
-        writer.add(tokens("r2", start, count))
+        writer.add([tokens("r1", start, count)])
+        writer.add([tokens("r2", start, count)])
     stats = writer.close()
     assert (stats.num_tokens, stats.num_parts, stats.num_lost_tokens) == (10, 1, 0)
     (part,) = part_files(tmp_path / "one")
@@ -57,7 +58,7 @@ def test_what_is_added_is_read(tmp_path: Path) -> None:
 def test_the_oldest_parts_are_dropped(tmp_path: Path) -> None:
     writer = RecordingWriter(tmp_path / "one", HEADER, part_bytes=500, max_bytes=6000)
     for step in range(200):
-        writer.add(tokens("r1", step, 1))
+        writer.add([tokens("r1", step, 1)])
         while not writer._full.empty():  # as slow as the disk: nothing may be lost here
             threading.Event().wait(0.0005)
     stats = writer.close()
@@ -82,7 +83,7 @@ def test_a_slow_disk_loses_tokens_and_never_waits(
     monkeypatch.setattr(recording, "write_trace", slow)
     writer = RecordingWriter(tmp_path / "one", HEADER, part_bytes=1, max_bytes=2**20)
     for step in range(10):
-        writer.add(tokens("r1", step, 1))
+        writer.add([tokens("r1", step, 1)])
     is_free.set()
     stats = writer.close()
     assert stats.num_tokens == 10
@@ -94,7 +95,7 @@ def test_a_disk_that_fails_ends_the_recording(
 ) -> None:
     writer = RecordingWriter(tmp_path / "one", HEADER, part_bytes=2**20, max_bytes=2**20)
     (tmp_path / "one").rmdir()
-    writer.add(tokens("r1", 0, 7))
+    writer.add([tokens("r1", 0, 7)])
     stats = writer.close()
     assert stats.failure is not None and "cannot be written" in stats.failure
     assert stats.num_lost_tokens == 7 and stats.num_parts == 0

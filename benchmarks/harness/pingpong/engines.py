@@ -1,6 +1,7 @@
 """Whole engines on one model: 1A1E with each m and with `auto`, beside one process of two threads.
 
-All are loaded at once and take turns, step by step; those that wait sleep.
+Both are loaded at once and take turns: in each the same prompts are read and a few tokens of each
+generated; who waits sleeps. The pair is one, whatever its cut, so that nothing else differs.
 """
 
 from __future__ import annotations
@@ -8,11 +9,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+from harness.pingpong.switched_chooser import SwitchedChooser
 from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.rank_name import RankName
 from moe_serve.cluster.rank_starter import LocalStarter
@@ -23,7 +24,6 @@ from moe_serve.config import (
     ClusterConfig,
     EngineConfig,
     ModelConfig,
-    PipelineConfig,
     SchedulerConfig,
 )
 from moe_serve.engine.build import build_engine
@@ -32,7 +32,22 @@ from moe_serve.engine.request import GenerationRequest
 from moe_serve.engine.sampling_params import SamplingParams
 
 COLOCATED = "colocated"
-Cuts = int | Literal["auto"]
+
+
+CUTS = (1, 2, 3, 4, "auto")
+STEPS_PER_TURN = 8  # that count; the prompts' step and the one after do not
+
+
+def num_new_tokens() -> int:
+    """Of each sequence in a turn."""
+    return 2 + STEPS_PER_TURN
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngines:
+    colocated: DrivenEngine
+    pair: DrivenEngine
+    chooser: SwitchedChooser  # of the pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,58 +88,72 @@ class PinnedStarter(LocalStarter):
 
 @contextmanager
 def loaded_engines(
-    model: Path, cuts: Sequence[Cuts], max_batch: int, context: int, cores: Sequence[int] | None
-) -> Iterator[dict[str, DrivenEngine]]:
-    """The colocated engine and one 1A1E cluster for each of `cuts`, by name."""
-    with ExitStack() as stack:
-        engines: dict[str, DrivenEngine] = {}
-        config = _config(model, max_batch, context)
-        engines[COLOCATED] = build_engine(config).engine
-        for cut in cuts:
-            config = _config(model, max_batch, context, cut)
-            built = build_cluster(
-                config,
-                make_starter=lambda host, port, secret, threads: PinnedStarter(
-                    host, port, secret, threads, cores
-                ),
-            )
-            stack.callback(built.engine.close)
-            engines[str(cut)] = built.engine
-        yield engines
+    model: Path, max_batch: int, num_prompt: int, cores: Sequence[int] | None
+) -> Iterator[LoadedEngines]:
+    """The colocated engine and a 1A1E cluster."""
+    context, chooser = num_prompt + num_new_tokens(), SwitchedChooser()
+    colocated = build_engine(_config(model, max_batch, context, is_pair=False)).engine
+    built = build_cluster(
+        _config(model, max_batch, context, is_pair=True),
+        make_starter=lambda host, port, secret, threads: PinnedStarter(
+            host, port, secret, threads, cores
+        ),
+        watch_for=chooser.watch,
+    )
+    try:
+        yield LoadedEngines(colocated, built.engine, chooser)
+    finally:
+        built.engine.close()
 
 
 def time_engines(
-    engines: dict[str, DrivenEngine], batch: int, num_prompt: int, num_warm: int, num_steps: int
+    engines: LoadedEngines, batch: int, num_prompt: int, num_warm: int, num_steps: int
 ) -> EngineTimes:
-    """Prompts are read first; then `num_warm` steps, and `num_steps` that count, in turn."""
-    num_output = 2 + num_warm + num_steps
-    for engine in engines.values():
-        _add(engine, batch, num_prompt, num_output)
-    tokens: dict[str, dict[str, list[int]]] = {}
-    for name, engine in engines.items():
-        tokens[name] = {}
-        _step(engine, tokens[name])
-        assert len(tokens[name]) == batch, f"{name} has read {len(tokens[name])} prompts"
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
-    for index in range(num_warm + num_steps):
-        for name, engine in engines.items():
-            taken_s = _step(engine, tokens[name])
-            if index >= num_warm:
-                seconds[name].append(taken_s)
-    for name, engine in engines.items():
-        while engine.num_running or engine.num_waiting:
-            _step(engine, tokens[name])
+    """`num_warm` steps, in which `auto` looks for its m, and at least `num_steps` that count."""
+    turns = _Turns(engines, batch, num_prompt)
+    for cut in CUTS[:-1]:
+        turns.run(str(cut))
+    for _ in range(-(-num_warm // STEPS_PER_TURN)):
+        turns.run("auto")
+    turns.seconds.clear()
+    for _ in range(-(-num_steps // STEPS_PER_TURN)):
+        for name in (COLOCATED, *map(str, CUTS)):
+            turns.run(name)
     return EngineTimes(
         batch=batch,
-        context=num_prompt + num_output,
-        seconds={name: usual(each) for name, each in seconds.items()},
-        has_equal_tokens=all(each == tokens[COLOCATED] for each in tokens.values()),
+        context=num_prompt + num_new_tokens(),
+        seconds={name: usual(each) for name, each in turns.seconds.items()},
+        has_equal_tokens=all(each == turns.tokens[COLOCATED] for each in turns.tokens.values()),
     )
 
 
-def _config(model: Path, max_batch: int, context: int, cuts: Cuts | None = None) -> EngineConfig:
-    """Without `cuts`: colocated, two threads. Ranks have one thread each."""
-    is_pair = cuts is not None
+class _Turns:
+    """The same batch again and again, by whoever's turn it is."""
+
+    def __init__(self, engines: LoadedEngines, batch: int, num_prompt: int) -> None:
+        self._engines, self._batch, self._num_prompt = engines, batch, num_prompt
+        self.seconds: dict[str, list[float]] = {}
+        self.tokens: dict[str, dict[str, list[int]]] = {}
+
+    def run(self, name: str) -> None:
+        """Prompts, one step that does not count, and those that do."""
+        engine, chooser = self._engines.pair, self._engines.chooser
+        if name == COLOCATED:
+            engine = self._engines.colocated
+        else:
+            chooser.cuts = None if name == "auto" else int(name)
+        tokens: dict[str, list[int]] = {}
+        _add(engine, self._batch, self._num_prompt)
+        _step(engine, tokens)
+        assert len(tokens) == self._batch, f"{name} has read {len(tokens)} prompts"
+        taken_s = [_step(engine, tokens) for _ in range(1 + STEPS_PER_TURN)]
+        assert not engine.num_running, f"{name}: {engine.num_running} sequences go on"
+        self.seconds.setdefault(name, []).extend(taken_s[1:])
+        self.tokens[name] = tokens
+
+
+def _config(model: Path, max_batch: int, context: int, *, is_pair: bool) -> EngineConfig:
+    """Colocated with two threads, ranks with one each."""
     pages = max_batch * (-(-context // 16) + 1) + 1
     return EngineConfig(
         model=ModelConfig(path=str(model), num_threads=1 if is_pair else 2, max_model_len=context),
@@ -134,14 +163,12 @@ def _config(model: Path, max_batch: int, context: int, cuts: Cuts | None = None)
             max_batched_tokens=max_batch * context,  # all prompts in one step
             max_queued_requests=max_batch,
         ),
-        # Engines take turns step by step: one that works ahead would do so in another one's turn.
-        pipeline=PipelineConfig(micro_batches=1 if cuts is None else cuts, ahead=False),
         cluster=ClusterConfig(attention_ranks=1, expert_ranks=1) if is_pair else ClusterConfig(),
     )
 
 
-def _add(engine: DrivenEngine, batch: int, num_prompt: int, num_output: int) -> None:
-    params = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
+def _add(engine: DrivenEngine, batch: int, num_prompt: int) -> None:
+    params = SamplingParams(max_tokens=num_new_tokens(), temperature=0.0, ignore_eos=True)
     for index in range(batch):
         prompt = tuple(5 + (31 * index + 7 * place) % 997 for place in range(num_prompt))
         engine.add(

@@ -23,9 +23,11 @@ from moe_kernels.attention_shape import (
 )
 from moe_kernels.fixed_attention import DecodeRoom
 from moe_kernels.gpu.expert_bank import GroupedExpertBank, stacked_experts
+from moe_kernels.gpu.expert_slots import GroupedSlots
 from moe_kernels.gpu.grouped_gemm import linear, self_check
 from moe_kernels.gpu.grouped_gemm.api import Chip
 from moe_kernels.gpu.grouped_gemm.chips import chip_of
+from moe_kernels.gpu.grouped_gemm.experts import GroupedExperts
 from moe_kernels.gpu.grouped_gemm.from_matrix import layout_of
 from moe_kernels.gpu.grouped_gemm.linear import (
     GroupedHeadLinear,
@@ -134,15 +136,25 @@ class TritonKernels:
         self, experts: Sequence[ExpertWeights | None], activation: GatedActivation
     ) -> GroupedExpertBank:
         stacked, places_E = stacked_experts(experts, activation)
+        return GroupedExpertBank(stacked, places_E, self._chip_of(stacked))
+
+    def expert_slots(
+        self, sample: ExpertWeights, activation: GatedActivation, max_bytes: int, most: int
+    ) -> GroupedSlots:
+        slots = GroupedSlots(sample, activation, max_bytes, most)
+        slots.chip = self._chip_of(slots.stacked)
+        return slots
+
+    def _chip_of(self, stacked: GroupedExperts) -> Chip:
+        """The chip, with what it answered for experts such as these."""
         gate_up, down = (
             (weight.weight_format, weight.group, weight.values.shape)
             for weight in (stacked.gate_up, stacked.down)
         )
-        chip = self._chip_for(
-            (gate_up, down, activation),
+        return self._chip_for(
+            (gate_up, down, stacked.activation),
             lambda: self_check.has_equal_tiles(stacked, self._dtype, self._chip),
         )
-        return GroupedExpertBank(stacked, places_E, chip)
 
     def split_mlp(self, weights: ExpertWeights, activation: GatedActivation) -> SplitMLP:
         raise AssertionError(f"{self.name} does not split columns")

@@ -1,0 +1,1 @@
+"""What benchmarks/expert_memory.py is made of."""

@@ -1,0 +1,40 @@
+"""A chooser that the benchmark switches between fixed cuts and `auto`, within one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moe_serve.cluster.cluster_model import ClusterModel
+from moe_serve.cluster.epoch import sparse_layers
+from moe_serve.cluster.pool_watch import PoolWatch
+from moe_serve.config import EngineConfig
+from moe_serve.pipeline.batch_load import BatchLoad
+from moe_serve.pipeline.cost_model import Ranks
+from moe_serve.pipeline.micro_batch_choice import MAX_MICRO_BATCHES, Choice, MicroBatchChooser
+from moe_serve.pipeline.online_costs import OnlineCosts, StepTiming
+
+
+class SwitchedChooser:
+    """`cuts`: micro-batches of the coming steps; None: `auto`, which learns from its own steps."""
+
+    def __init__(self) -> None:
+        self._auto: MicroBatchChooser | None = None
+        self._fixed = [Choice(m, (), "predicted best") for m in range(1, MAX_MICRO_BATCHES + 1)]
+        self.cuts: int | None = None
+
+    def choose(self, loads: Sequence[BatchLoad]) -> Choice:
+        if self.cuts is None:
+            assert self._auto is not None, "no cluster was built with this chooser"
+            return self._auto.choose(loads)
+        most = max(load.num_sequences for load in loads)
+        return self._fixed[min(self.cuts, most) - 1]
+
+    def observe(self, loads: Sequence[BatchLoad], choice: Choice, timing: StepTiming) -> None:
+        if self._auto is not None and all(choice is not each for each in self._fixed):
+            self._auto.observe(loads, choice, timing)
+
+    def watch(self, config: EngineConfig, model: ClusterModel) -> PoolWatch:
+        """For `build_cluster`: starts to learn anew."""
+        ranks = Ranks(num_attention=1, num_experts=1)
+        self._auto = MicroBatchChooser(OnlineCosts(len(sparse_layers(model.spec))), ranks)
+        return PoolWatch(self, MAX_MICRO_BATCHES, None)

@@ -1,0 +1,277 @@
+"""Routed experts of all layers within a budget of bytes: the others are read when rows need them.
+
+L layers that have experts here, E experts, S slots, T rows, K choices per row.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from experts.memory.expectation import Expectation, Scores
+from experts.memory.memory_counts import MemoryCounts
+from experts.memory.memory_stats import MemoryStats
+from experts.memory.policy import MemoryPolicy
+from experts.memory.reader_threads import ReaderThreads
+from experts.memory.slot_table import ExpertKey, SlotState, SlotTable
+from experts.memory.transitions import Transitions
+from moe_kernels.kernels import ExpertSlots, ExpertWeights, SlotBank
+
+_NUM_READERS = 1  # beside the one that runs stages
+_MARGIN = 0.5  # visits by which a read ahead must be expected before what it evicts
+_CONFIDENT = 0.5  # the least probability for which something else is evicted ahead of time
+
+ReadExpert = Callable[[int, int], ExpertWeights]  # (layer, expert); raises if it cannot be read
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Some choices of a visit's rows: their experts are resident. Others are -1."""
+
+    expert_ids_TK: Tensor
+    is_all: bool
+
+
+class ExpertMemory:
+    """`visit` says which rows may run. One thread makes visits, others read ahead; what rows wait
+    for is read by all.
+
+    A layer's bank is `banks[layer]`. At least two slots: one in use, one that is being read into.
+    """
+
+    def __init__(
+        self,
+        slots: ExpertSlots,
+        read: ReadExpert,
+        layers: Sequence[int],
+        num_experts: int,
+        policy: MemoryPolicy,
+    ) -> None:
+        """`layers`: those that have experts, in the order of their visits."""
+        assert slots.num_slots >= 2, f"{slots.num_slots} slots"
+        self._slots, self._read, self._policy = slots, read, policy
+        self._layers = tuple(layers)
+        self._place = {layer: place for place, layer in enumerate(self._layers)}
+        self.banks: dict[int, SlotBank] = {layer: slots.bank(num_experts) for layer in layers}
+        shape = (len(self._layers), num_experts)
+        self._held_LE = np.zeros(shape, dtype=bool)
+        self._barred_LE = np.zeros(shape, dtype=bool)  # could not be read ahead
+        self._table = SlotTable(slots.num_slots, *shape)
+        self._expectation, self._transitions = Expectation(*shape), Transitions(*shape)
+        self._demands: deque[ExpertKey] = deque()
+        self._failures: dict[ExpertKey, Exception] = {}
+        self._seen: tuple[int, Ids] | None = None  # the visit to look ahead from
+        self._counts = MemoryCounts()
+        self._threads = ReaderThreads(self, _NUM_READERS)
+        self._changed = self._threads.changed
+        self._threads.start()
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of one packed expert."""
+        return self._slots.slot_bytes
+
+    @property
+    def stats(self) -> MemoryStats:
+        """A snapshot, from any thread."""
+        with self._changed:
+            return self._counts.stats(
+                budget_bytes=len(self._table) * self._slots.slot_bytes,
+                resident_bytes=self._table.num_ready * self._slots.slot_bytes,
+            )
+
+    def hold(self, layer: int, experts: Sequence[int], *, is_held: bool = True) -> None:
+        """Rows may be sent for these experts from now on, or not any more. Reads none of them."""
+        with self._changed:
+            self._held_LE[self._place[layer], list(experts)] = is_held
+            self._changed.notify_all()
+
+    def hint(self, scores_LE: Scores | None) -> None:
+        """The probability [model's layers, E] that the coming step needs an expert, from somebody
+        who knows its requests; held until the next hint. None: nobody knows any more."""
+        with self._changed:
+            known_LE = None if scores_LE is None else np.asarray(scores_LE)[list(self._layers)]
+            self._expectation.hint(known_LE)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the threads. No visit may follow."""
+        self._threads.close()
+
+    def visit(self, layer: int, expert_ids_TK: Tensor) -> Iterator[Pass]:
+        """One pass for each group of experts that fit together, at least one; an expert may be
+        evicted as soon as the next pass is asked for. Raises what reading an expert raises."""
+        place, ids_TK = self._place[layer], expert_ids_TK.cpu().numpy()
+        num_rows_E = np.bincount(ids_TK.ravel() + 1, minlength=self._held_LE.shape[1] + 1)[1:]
+        self._begin_visit(place, num_rows_E)
+        rest = np.argsort(-num_rows_E, kind="stable")[: np.count_nonzero(num_rows_E)]
+        is_first = True
+        while is_first or len(rest):
+            group = self._acquired(place, rest)
+            if is_first and self._policy.is_prefetching:
+                self._look_ahead(place, ids_TK)
+            if len(group) == len(rest) and is_first:
+                yield Pass(expert_ids_TK, is_all=True)
+            elif len(group):
+                chosen = torch.from_numpy(np.where(np.isin(ids_TK, group), ids_TK, -1))
+                yield Pass(chosen.to(expert_ids_TK.device), is_all=False)
+            rest, is_first = rest[~np.isin(rest, group)], False
+            self._counts.num_passes += 1
+        with self._changed:
+            self._table.unpin_all()
+
+    def next_read(self) -> ExpertKey | None:
+        """For the reading threads, which has the lock: what to read now, if anything."""
+        if self._demands:
+            return self._demands.popleft()
+        return self._claimed_ahead() if self._policy.is_prefetching else None
+
+    def look_ahead(self) -> None:
+        """For the reading threads: learn from the last visit, and expect what follows from it."""
+        seen, self._seen = self._seen, None
+        if seen is None or not self._policy.is_predicting:
+            return
+        place, ids_TK = seen
+        predicted_E = self._transitions.visit(place, ids_TK)
+        with self._changed:
+            self._expectation.predict(place, predicted_E)
+
+    def fetch(self, key: ExpertKey) -> None:
+        """Read an expert into the slot that was claimed for it."""
+        slot = int(self._table.slot_LE[key.layer, key.expert])
+        try:
+            weights = self._read(self._layers[key.layer], key.expert)
+            self._slots.write(slot, weights)
+        except Exception as error:  # whoever waits for it raises it
+            with self._changed:
+                self._table.forget(slot)
+                self._failures[key] = error
+                self._barred_LE[key.layer, key.expert] = True
+                self._changed.notify_all()
+            return
+        with self._changed:
+            self.banks[self._layers[key.layer]].point(key.expert, slot)
+            self._table.state_S[slot] = SlotState.READY
+            self._barred_LE[key.layer, key.expert] = False
+            self._counts.num_reads += 1
+            self._counts.bytes_read += self._slots.slot_bytes
+            self._changed.notify_all()
+
+    def _begin_visit(self, place: int, num_rows_E: Ids) -> None:
+        needed = np.flatnonzero(num_rows_E)
+        absent = needed[~self._held_LE[place, needed]]
+        assert not len(absent), f"rows were sent for experts {absent.tolist()}, which are not here"
+        table, counts = self._table, self._counts
+        with self._changed:
+            counts.num_visits += 1
+            self._expectation.visit(place, num_rows_E > 0)
+            slots = table.slot_LE[place, needed]
+            is_ready = (slots >= 0) & (table.state_S[slots] == SlotState.READY)
+            counts.num_needed += len(needed)
+            counts.num_hits += int(is_ready.sum())
+            counts.num_late += int(((slots >= 0) & ~is_ready).sum())
+            counts.num_rows += int(num_rows_E.sum())
+            counts.num_row_hits += int(num_rows_E[needed[is_ready]].sum())
+            ahead = slots[slots >= 0]
+            counts.num_prefetch_hits += int(table.is_prefetched_S[ahead].sum())
+            table.is_prefetched_S[ahead] = False
+
+    def _look_ahead(self, place: int, ids_TK: Ids) -> None:
+        with self._changed:
+            self._seen = (place, ids_TK)
+            self._changed.notify_all()
+
+    def _acquired(self, place: int, wanted: Ids) -> Ids:
+        """Some of the wanted experts, resident and pinned; all if they fit. What was pinned before
+        is not any more."""
+        since = time.perf_counter()
+        with self._changed:
+            group, claimed = self._pinned(place, wanted)
+            self._demands.extend(claimed)
+            if len(claimed) > 1:
+                self._changed.notify_all()
+        while claimed and (key := self._next_demand()) is not None:
+            self.fetch(key)
+        with self._changed:
+            while self._is_loading(place, group):
+                self._changed.wait()
+            self._counts.wait_seconds += time.perf_counter() - since
+            failed = [self._failures[key] for key in claimed if key in self._failures]
+            self._failures.clear()
+            if failed:
+                self._table.unpin_all()
+                raise failed[0]
+            present: Ids = group[self._table.slot_LE[place, group] >= 0]
+            return present
+
+    def _pinned(self, place: int, wanted: Ids) -> tuple[Ids, list[ExpertKey]]:
+        """-> what this pass has, and what of that is to be read."""
+        table, visit = self._table, self._counts.num_visits
+        while True:
+            table.unpin_all()
+            slots = table.slot_LE[place, wanted]
+            group = wanted[slots >= 0]
+            table.pin(slots[slots >= 0], visit)
+            missing = wanted[slots < 0]
+            claimed = self._claimed(place, missing) if len(missing) else []
+            group = np.concatenate((group, [key.expert for key in claimed])).astype(np.int64)
+            if len(group) or not len(wanted):
+                return group, claimed
+            self._changed.wait()  # every slot is being read into
+
+    def _claimed(self, place: int, missing: Ids) -> list[ExpertKey]:
+        """Slots for as many of them as there are open ones."""
+        until_LE = None if self._policy.is_lru else self._expectation.visits_until()
+        claimed = []
+        for expert in missing.tolist():
+            found = self._table.last_expected(until_LE)
+            if found is None:
+                break
+            claimed.append(ExpertKey(place, expert))
+            self._claim(found[0], claimed[-1])
+            self._table.pin([found[0]], self._counts.num_visits)
+        return claimed
+
+    def _claimed_ahead(self) -> ExpertKey | None:
+        """The absent expert that is expected first, if something may go that is expected later."""
+        expectation, table = self._expectation, self._table
+        if 2 * table.num_loading >= len(table):
+            return None
+        until_LE = expectation.visits_until()
+        is_absent_LE = self._held_LE & (table.slot_LE < 0) & ~self._barred_LE
+        until = np.where(is_absent_LE, until_LE, np.inf)
+        place, expert = np.unravel_index(until.argmin(), until.shape)
+        found = table.last_expected(until_LE)
+        if found is None or not np.isfinite(until[place, expert]):
+            return None
+        slot, freed = found
+        is_sure = expectation.probability[place, expert] >= _CONFIDENT or np.isinf(freed)
+        if not is_sure or until[place, expert] + _MARGIN >= freed:
+            return None
+        key = ExpertKey(int(place), int(expert))
+        self._claim(slot, key)
+        self._counts.num_prefetched += 1
+        table.is_prefetched_S[slot] = True
+        return key
+
+    def _claim(self, slot: int, key: ExpertKey) -> None:
+        self._failures.pop(key, None)
+        before = self._table.claim(slot, key)
+        if before is not None:
+            self.banks[self._layers[before.layer]].point(before.expert, None)
+
+    def _next_demand(self) -> ExpertKey | None:
+        with self._changed:
+            return self._demands.popleft() if self._demands else None
+
+    def _is_loading(self, place: int, group: Ids) -> bool:
+        slots = self._table.slot_LE[place, group]
+        return bool((self._table.state_S[slots[slots >= 0]] == SlotState.LOADING).any())

@@ -1,0 +1,55 @@
+"""One layer's experts, resident or not.
+
+T rows, K choices per row, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import Tensor
+
+from experts.expert_layer import MakeBank
+from experts.memory.expert_memory import ExpertMemory
+
+
+class MemoryLayer:
+    """Implements ExpertLayer with experts of a memory, in as many passes as it takes.
+
+    Sums of passes are exact (moe_kernels), so their number changes no bit.
+    """
+
+    def __init__(self, memory: ExpertMemory, layer: int, experts: Collection[int]) -> None:
+        self._memory, self._layer, self._bank = memory, layer, memory.banks[layer]
+        self._own = self.held = frozenset(experts)
+        memory.hold(layer, sorted(self._own))
+
+    def take(self, make_bank: MakeBank, experts: Collection[int]) -> None:
+        """They are read when they are needed, and share the budget."""
+        more = frozenset(experts)
+        assert more and not more & self.held, f"experts {sorted(more & self.held)} are here already"
+        self._memory.hold(self._layer, sorted(more))
+        self.held |= more
+
+    def drop_added(self) -> None:
+        self._memory.hold(self._layer, sorted(self.held - self._own), is_held=False)
+        self.held = self._own
+
+    def total(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        return self._sum(x_TD, expert_ids_TK, weights_TK, is_whole=True)
+
+    def partial(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        return self._sum(x_TD, expert_ids_TK, weights_TK, is_whole=False)
+
+    def _sum(
+        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, *, is_whole: bool
+    ) -> Tensor:
+        sum_TD: Tensor | None = None
+        for each in self._memory.visit(self._layer, expert_ids_TK):
+            if each.is_all and is_whole:
+                sum_TD = self._bank(x_TD, each.expert_ids_TK, weights_TK)
+                continue
+            part_TD = self._bank.partial(x_TD, each.expert_ids_TK, weights_TK)
+            sum_TD = part_TD if sum_TD is None else sum_TD.add_(part_TD)
+        assert sum_TD is not None, "a visit has a pass"
+        return sum_TD.float() if is_whole else sum_TD

@@ -1,0 +1,98 @@
+"""How often rows that choose expert e in a layer choose expert f in the next, learnt as they pass.
+
+L layers, E experts, T rows, K choices per row. The layer after the last one is the first: the next
+token's, which for a decode step comes from other rows, so nothing is learnt there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MAX_ROWS = 64  # of a visit that are looked at
+_MAX_COUNT = 4096.0  # of an expert's rows; beyond, all of its counts are halved
+_LEAST_ROWS = 64.0  # of a layer before it predicts
+_REFRESH = 16  # visits of a layer after which its log odds are computed anew
+# Experts of one row are not independent witnesses: of what each adds to the log odds this much is
+# taken. On the demonstration model 0.6 had the least log loss of 0.4 to 1 (docs/expert-memory.md).
+_TRUST = 0.6
+
+
+class Transitions:
+    """Counts [L, E, E] of the choices of rows in consecutive layers.
+
+    Rows are known by their place: a visit of one layer has the rows of the visit before to the
+    layer before, in their order. Where numbers of rows differ, nothing is learnt. -1 is no expert.
+    """
+
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        self._counts_LEE = np.zeros((num_layers, num_experts, num_experts), dtype=np.float32)
+        self._rows_LE = np.zeros((num_layers, num_experts), dtype=np.float32)
+        self._odds: list[_Odds | None] = [None] * num_layers
+        self._age_L = np.full(num_layers, _REFRESH)  # visits since its odds were computed
+        self._last: tuple[int, NDArray[np.int64]] | None = None
+
+    def visit(self, layer: int, expert_ids_TK: NDArray[np.int64]) -> NDArray[np.float64] | None:
+        """Learn from a visit -> the probability [E] that the next layer's needs an expert, or None
+        as long as too little is known."""
+        ids_TK = expert_ids_TK[:_MAX_ROWS]
+        last, self._last = self._last, (layer, ids_TK)
+        if last is not None and last[0] == layer - 1 and last[1].shape == ids_TK.shape:
+            self._learn(last[0], last[1], ids_TK)
+        self._age_L[layer] += 1
+        if self._age_L[layer] > _REFRESH:
+            self._age_L[layer] = 0
+            self._odds[layer] = self._log_odds(layer, ids_TK.shape[1])
+        odds = self._odds[layer]
+        return None if odds is None else odds.needed(_chosen(ids_TK, self._rows_LE.shape[1]))
+
+    def _learn(
+        self, layer: int, ids_TK: NDArray[np.int64], following_TK: NDArray[np.int64]
+    ) -> None:
+        num_experts = self._rows_LE.shape[1]
+        here_TE = _chosen(ids_TK, num_experts)
+        self._counts_LEE[layer] += here_TE.T @ _chosen(following_TK, num_experts)
+        self._rows_LE[layer] += here_TE.sum(axis=0)
+        full_E = self._rows_LE[layer] > _MAX_COUNT
+        if full_E.any():
+            self._rows_LE[layer, full_E] /= 2
+            self._counts_LEE[layer, full_E] /= 2
+
+    def _log_odds(self, layer: int, top_k: int) -> _Odds | None:
+        rows_E, counts_EE = self._rows_LE[layer], self._counts_LEE[layer]
+        if rows_E.sum() < _LEAST_ROWS * top_k:
+            return None
+        alone_E = counts_EE.sum(axis=0) / rows_E.sum()
+        # One row more of each expert, which chose as all rows do: unseen experts say nothing.
+        after_EE = (counts_EE + alone_E) / (rows_E[:, None] + 1)
+        base_E = _logit(alone_E)
+        return _Odds(base_E, _TRUST * (_logit(after_EE) - base_E))
+
+
+@dataclass(frozen=True, slots=True)
+class _Odds:
+    """The log odds [E] that a row chooses an expert, and what each chosen one before adds."""
+
+    base_E: NDArray[np.float32]
+    added_EE: NDArray[np.float32]
+
+    def needed(self, here_TE: NDArray[np.float32]) -> NDArray[np.float64]:
+        """[E]: that one of the rows does."""
+        odds_TE = (self.base_E + here_TE @ self.added_EE).astype(np.float64)
+        needed_E: NDArray[np.float64] = 1.0 - np.prod(1.0 / (1.0 + np.exp(odds_TE)), axis=0)
+        return needed_E
+
+
+def _logit(p: NDArray[np.float32]) -> NDArray[np.float32]:
+    p = np.clip(p, 1e-3, 1 - 1e-3)
+    logits: NDArray[np.float32] = np.log(p / (1 - p))
+    return logits
+
+
+def _chosen(ids_TK: NDArray[np.int64], num_experts: int) -> NDArray[np.float32]:
+    """[T, E]: 1 where a row chose an expert."""
+    chosen = np.zeros((len(ids_TK), num_experts + 1), dtype=np.float32)
+    chosen[np.arange(len(ids_TK))[:, None], ids_TK] = 1.0  # -1 is the last
+    return chosen[:, :num_experts]

@@ -1,0 +1,69 @@
+"""What is expected: by hand, with distances, and by transitions that are learnt."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from experts.memory.expectation import Expectation
+from experts.memory.transitions import Transitions
+
+
+def test_what_is_sure_comes_by_its_distance() -> None:
+    """Three layers in a circle, after a visit of layer 1: layer 2 is next, then 0, then 1."""
+    expectation = Expectation(3, 4)
+    expectation.hint(np.ones((3, 4)))
+    expectation.visit(1, np.zeros(4, dtype=bool))
+    assert expectation.distances().tolist() == [2, 3, 1]
+    assert np.allclose(expectation.visits_until()[:, 0], [2, 3, 1])
+
+
+def test_half_a_chance_is_a_round_later() -> None:
+    """1 of 2 visits: d + L (1 - p) / p = 1 + 2 visits; one that never came is far away."""
+    expectation = Expectation(2, 2)
+    expectation.hint(np.array([[0.5, 0.0], [1.0, 1.0]]))
+    until_LE = expectation.visits_until()
+    assert until_LE[0, 0] == 3 and until_LE[0, 1] > 1000
+
+
+def test_history_forgets() -> None:
+    expectation = Expectation(1, 2)
+    for needed in 30 * [[True, False]] + 30 * [[False, True]]:
+        expectation.visit(0, np.array(needed))
+    first, second = expectation.probability[0]
+    assert first == pytest.approx(0.05, abs=0.02) and second == pytest.approx(0.95, abs=0.02)
+
+
+def test_a_prediction_that_comes_too_late_is_dropped() -> None:
+    expectation = Expectation(3, 2)
+    expectation.visit(0, np.array([True, False]))
+    expectation.visit(1, np.array([True, False]))
+    before = expectation.probability.copy()
+    expectation.predict(0, np.array([0.9, 0.9]))
+    assert np.array_equal(expectation.probability, before), "layer 1 has been visited already"
+    expectation.predict(1, np.array([0.9, 0.8]))
+    assert expectation.probability[2].tolist() == [0.9, 0.8]
+
+
+def test_transitions_are_learnt() -> None:
+    """Rows that chose e in layer 0 choose e + 1 in layer 1; the last layer leads nowhere."""
+    rng = np.random.default_rng(0)
+    transitions = Transitions(2, 8)
+    assert transitions.visit(0, np.array([[1, 4]])) is None, "nothing is known"
+    for _ in range(100):
+        ids_TK = np.sort([rng.choice(7, 2, replace=False) for _ in range(8)])
+        transitions.visit(0, ids_TK)
+        assert transitions.visit(1, ids_TK + 1) is None, "the last layer's next is another step's"
+    expected_E = transitions.visit(0, np.array([[1, 4]]))
+    assert expected_E is not None and set(np.argsort(-expected_E)[:2].tolist()) == {2, 5}
+    assert expected_E[[2, 5]].min() > 0.5 > np.delete(expected_E, [2, 5]).max(), expected_E
+    both_E = transitions.visit(0, np.array([[1, 4], [2, 6]]))
+    assert both_E is not None and both_E[[2, 3, 5, 7]].min() > 0.5
+
+
+def test_rows_that_do_not_match_teach_nothing() -> None:
+    transitions = Transitions(2, 4)
+    for _ in range(300):
+        transitions.visit(0, np.array([[0, 1]]))
+        transitions.visit(1, np.array([[0, 1], [2, 3]]))
+    assert transitions.visit(0, np.array([[0, 1]])) is None

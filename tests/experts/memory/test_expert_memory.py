@@ -1,0 +1,184 @@
+"""An expert memory by hand: what it evicts, how it passes, what it does with errors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from experts.memory.expert_memory import ExpertMemory
+from experts.memory.memory_layer import MemoryLayer
+from experts.memory.policy import MemoryPolicy, MemoryPolicyName
+from moe_kernels.expert_mlp import routed_experts_reference
+from moe_kernels.kernels import ExpertWeights, GatedActivation
+from moe_kernels.torch_kernels import TorchKernels
+
+NUM_LAYERS, NUM_EXPERTS, WIDTH = 3, 6, 8
+
+
+class Store:
+    """Random experts; `broken` ones cannot be read."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+
+        def expert() -> ExpertWeights:
+            return ExpertWeights(*torch.randn(3, WIDTH, WIDTH, generator=generator))
+
+        self.experts = [[expert() for _ in range(NUM_EXPERTS)] for _ in range(NUM_LAYERS)]
+        self.broken: set[tuple[int, int]] = set()
+        self.read: list[tuple[int, int]] = []
+
+    def __call__(self, layer: int, expert: int) -> ExpertWeights:
+        self.read.append((layer, expert))
+        if (layer, expert) in self.broken:
+            raise OSError(f"layers.{layer}.experts.{expert} cannot be read")
+        return self.experts[layer][expert]
+
+
+def memory_of(
+    store: Store, num_slots: int, policy: MemoryPolicyName = "lru"
+) -> tuple[ExpertMemory, list[MemoryLayer]]:
+    sample = store.experts[0][0]
+    slots = TorchKernels().expert_slots(
+        sample, GatedActivation(), num_slots * sample.num_bytes, NUM_LAYERS * NUM_EXPERTS
+    )
+    assert slots.num_slots == num_slots, f"{slots.num_slots} slots"
+    named = MemoryPolicy.named(policy)
+    memory = ExpertMemory(slots, store, range(NUM_LAYERS), NUM_EXPERTS, named)
+    return memory, [MemoryLayer(memory, i, range(NUM_EXPERTS)) for i in range(NUM_LAYERS)]
+
+
+def run(layer: MemoryLayer, ids: Sequence[Sequence[int]]) -> Tensor:
+    return layer.total(*rows(ids))
+
+
+def rows(ids: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
+    ids_TK = torch.tensor(ids)
+    generator = torch.Generator().manual_seed(2)
+    x_TD = torch.randn(len(ids_TK), WIDTH, generator=generator)
+    return x_TD, ids_TK, torch.rand(ids_TK.shape, generator=generator)
+
+
+def test_lru_evicts_what_was_used_longest_ago() -> None:
+    """Three slots: 0, 1, 2, then 0 again; 3 takes the place of 1, and 1 that of 2."""
+    store = Store()
+    memory, (layer, *_) = memory_of(store, 3)
+    for expert in (0, 1, 2, 0, 3, 1):
+        run(layer, [[expert]])
+    assert [expert for _, expert in store.read] == [0, 1, 2, 3, 1]
+    run(layer, [[0, 3]])
+    stats = memory.stats
+    assert (stats.num_needed, stats.num_hits, stats.num_reads) == (8, 3, 5), f"{stats}"
+    assert stats.resident_bytes == stats.budget_bytes == 3 * store.experts[0][0].num_bytes
+
+
+def test_frequency_keeps_what_comes_again_and_again() -> None:
+    """Expert 0 comes in every round, one of the others between: LRU would lose 0 each time."""
+    store = Store()
+    _, (layer, *_) = memory_of(store, 2, "frequency")
+    for turn in range(20):
+        run(layer, [[0]])
+        run(layer, [[1 + turn % 5]])
+    assert store.read.count((0, 0)) == 1, "expert 0 stays"
+
+
+@pytest.mark.parametrize("policy", ["lru", "frequency", "prefetch", "predicted"])
+@pytest.mark.parametrize("num_slots", [2, 3, 7, 18])
+def test_passes_change_no_bit(num_slots: int, policy: MemoryPolicyName) -> None:
+    """Also where a layer needs more than fits. The whole memory is the standard."""
+    store, rng = Store(), np.random.default_rng(num_slots)
+    _, whole = memory_of(store, NUM_LAYERS * NUM_EXPERTS)
+    memory, layers = memory_of(store, num_slots, policy)
+    for _ in range(12):
+        for place, layer in enumerate(layers):
+            count = int(rng.integers(1, 6))
+            ids = np.sort([rng.choice(NUM_EXPERTS, 3, replace=False) for _ in range(count)])
+            ids = np.where(rng.random(ids.shape) < 0.2, -1, ids).tolist()
+            got_TD, want_TD = run(layer, ids), run(whole[place], ids)
+            assert torch.equal(got_TD, want_TD), f"layer {place}, {num_slots} slots, {ids}"
+            x_TD, ids_TK, weights_TK = rows(ids)
+            weights_TK = weights_TK.where(ids_TK >= 0, 0.0)
+            exact_TD = routed_experts_reference(
+                x_TD, ids_TK.clamp(min=0), weights_TK, store.experts[place]
+            )
+            assert torch.allclose(got_TD.double(), exact_TD, atol=1e-3), f"layer {place}"
+    stats = memory.stats
+    assert stats.num_hits <= stats.num_needed and stats.num_row_hits <= stats.num_rows, f"{stats}"
+    assert stats.num_passes >= stats.num_visits == 36, f"{stats}"
+    memory.close()
+
+
+def test_what_cannot_be_read_fails_its_step_alone() -> None:
+    store = Store()
+    memory, (layer, *_) = memory_of(store, 4, "prefetch")
+    store.broken = {(0, 2), (1, 1)}
+    with pytest.raises(OSError, match=r"layers.0.experts.2 cannot"):
+        run(layer, [[1, 2, 3]])
+    want_TD = run(layer, [[1, 3]])
+    assert want_TD.isfinite().all()
+    store.broken.clear()
+    assert run(layer, [[1, 2, 3]]).isfinite().all(), "it is tried again"
+    memory.close()
+
+
+def test_rows_for_strangers_are_a_bug_and_takeovers_come_and_go() -> None:
+    memory, _ = memory_of(Store(), 2)
+    memory.hold(0, range(NUM_EXPERTS), is_held=False)
+    layer = MemoryLayer(memory, 0, [0, 1])
+    with pytest.raises(AssertionError, match=r"experts \[4\], which are not here"):
+        run(layer, [[0, 4]])
+
+    def unread() -> None:
+        raise AssertionError("a takeover reads nothing")
+
+    layer.take(unread, [4, 5])  # type: ignore[arg-type]
+    assert layer.held == {0, 1, 4, 5} and run(layer, [[0, 4]]).isfinite().all()
+    with pytest.raises(AssertionError, match=r"experts \[1\] are here already"):
+        layer.take(unread, [1, 2])  # type: ignore[arg-type]
+    layer.drop_added()
+    with pytest.raises(AssertionError, match=r"experts \[4\], which are not here"):
+        run(layer, [[0, 4]])
+
+
+def test_a_hint_is_read_ahead() -> None:
+    """Two layers' experts are hinted; the thread has them when their rows come."""
+    store = Store()
+    memory, layers = memory_of(store, 4, "prefetch")
+    for _ in range(30):  # history: experts 0 and 1 of layer 0, and no others
+        run(layers[0], [[0, 1]])
+    hint_LE = np.zeros((NUM_LAYERS, NUM_EXPERTS))
+    hint_LE[1, 2:4] = hint_LE[2, 4:6] = 1.0
+    memory.hint(hint_LE)
+    wanted, waited = {(1, 2), (1, 3), (2, 4), (2, 5)}, threading.Event()
+    for _ in range(200):
+        if wanted <= set(store.read):
+            break
+        waited.wait(0.01)
+    assert wanted <= set(store.read), f"read {store.read}"
+    before = memory.stats
+    run(layers[1], [[2, 3]])
+    since = memory.stats.minus(before)
+    assert since.num_needed == since.num_hits + since.num_late == since.num_prefetch_hits == 2
+    memory.hint(None)
+    memory.close()
+
+
+def test_its_thread_ends_with_the_memory() -> None:
+    def threads() -> int:
+        return sum(thread.name == "expert-memory" for thread in threading.enumerate())
+
+    before = threads()
+    memory, layers = memory_of(Store(), 2, "predicted")
+    run(layers[0], [[0, 1]])
+    assert threads() > before
+    del memory, layers
+    for _ in range(100):
+        if threads() == before:
+            break
+        threading.Event().wait(0.02)
+    assert threads() == before, "the thread keeps nothing alive"

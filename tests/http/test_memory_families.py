@@ -1,0 +1,28 @@
+"""What /metrics says of an expert memory."""
+
+from __future__ import annotations
+
+from experts.memory.memory_stats import MemoryStats
+from moe_serve.http.memory_families import memory_families
+
+STATS = MemoryStats(
+    budget_bytes=300, resident_bytes=200, num_needed=8, num_hits=6, num_rows=10, wait_seconds=0.5
+)
+
+
+def test_families() -> None:
+    families = {family.name: family for family in memory_families(STATS, "moe_serve:", "m")}
+    value = {name: family.samples[0].value for name, family in families.items()}
+    assert value["moe_serve:expert_memory_hit_rate"] == 0.75
+    assert value["moe_serve:expert_memory_resident_bytes"] == 200
+    assert value["moe_serve:expert_memory_needed"] == 8
+    assert value["moe_serve:expert_memory_wait_seconds"] == 0.5
+    assert all(family.samples[0].labels == {"model_name": "m"} for family in families.values())
+
+
+def test_sums_and_differences() -> None:
+    both = STATS.plus(STATS)
+    assert (both.budget_bytes, both.num_needed, both.hit_rate) == (600, 16, 0.75)
+    since = both.minus(STATS)
+    assert (since.budget_bytes, since.num_needed, since.wait_seconds) == (600, 8, 0.5)
+    assert MemoryStats().hit_rate == MemoryStats().row_hit_rate == 1.0

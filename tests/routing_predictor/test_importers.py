@@ -1,0 +1,262 @@
+"""Files as the engines and scripts write them, read back as traces and loads."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from traces import make_trace
+
+from routing_predictor.errors import TraceError
+from routing_predictor.importers.importer import detect, import_files
+from routing_predictor.importers.tables import ImportOptions
+from routing_predictor.load_file import ExpertLoad, load_of_trace, read_load, write_load
+from routing_predictor.trace import DECODE, PREFILL, RoutingTrace
+
+DATA = Path(__file__).parent / "data"
+SLOTS = np.array([[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 3, 2], [0, 1, 2, 3, 1, 1]])  # of 4 experts
+
+
+def load(*paths: Path, kind: str = "auto", **options: object) -> ExpertLoad:
+    found = import_files(paths, kind, ImportOptions(**options))  # type: ignore[arg-type]
+    assert isinstance(found, ExpertLoad)
+    return found
+
+
+def trace(*paths: Path, kind: str = "auto", **options: object) -> RoutingTrace:
+    found = import_files(paths, kind, ImportOptions(**options))  # type: ignore[arg-type]
+    assert isinstance(found, RoutingTrace)
+    return found
+
+
+def by_expert(counts_P: np.ndarray, slots_P: np.ndarray) -> list[float]:
+    return [float(counts_P[slots_P == expert].sum()) for expert in range(4)]
+
+
+def test_sglang_stat() -> None:
+    found = load(DATA / "sglang_stat.pt", model="m")
+    assert found.layers == (1, 2, 3), "the dense layer is left out"
+    assert found.source == "sglang" and found.model == "m"
+    assert np.array_equal(found.counts_SLE, np.arange(72).reshape(3, 4, 6)[:, 1:])
+
+
+def test_sglang_json(tmp_path: Path) -> None:
+    path = tmp_path / "load.json"
+    path.write_text(json.dumps({"logical_count": [[1, 2], [0, 0], [3, 4]]}))
+    found = load(path)
+    assert found.layers == (0, 2) and found.counts_SLE.tolist() == [[[1, 2], [3, 4]]]
+
+
+def test_sglang_per_pass_adds_up_ranks() -> None:
+    found = load(DATA / "sglang_per_pass_0.pt", DATA / "sglang_per_pass_1.pt")
+    assert found.layers == (1, 2) and found.counts_SLE.shape == (2, 2, 4)
+    base = np.arange(18).reshape(3, 6)
+    for step in (0, 1):
+        both = base + 100 * step + (base + 100 * step + 1000)
+        expected = [by_expert(both[layer], SLOTS[layer]) for layer in (1, 2)]
+        assert found.counts_SLE[step].tolist() == expected
+
+
+def test_sglang_per_token() -> None:
+    """Two prompts of 3 and 2 tokens, and then a token of each; layer 0 is dense, k is 2 of 8."""
+    found = trace(DATA / "sglang_per_token.pt")
+    assert found.layers == (1, 2) and found.num_experts == 4 and found.top_k == 2
+    assert found.request_ids == ("0-5-0", "0-5-1", "0-6-0", "0-6-1")
+    assert found.request_N.tolist() == [0, 0, 0, 1, 1, 2, 3]
+    assert found.position_N.tolist() == [0, 1, 2, 0, 1, 3, 2]
+    assert found.phase_N.tolist() == [PREFILL] * 5 + [DECODE] * 2
+    assert found.token_N is not None and found.token_N.tolist() == [7, 8, 9, 10, 11, 12, 13]
+    for token, (start, place) in enumerate([(0, j) for j in range(5)] + [(3, 0), (3, 1)]):
+        for row, layer in enumerate((1, 2)):
+            slots = [(start + layer + place) % 6, (start + layer + place + 1) % 6]
+            assert found.expert_ids_NLK[token, row].tolist() == SLOTS[layer, slots].tolist()
+
+
+def test_sglang_answers(tmp_path: Path) -> None:
+    parts = [np.arange(n * 6, dtype="<i4").reshape(n, 3, 2) % 8 for n in (4, 2)]
+    entries = [
+        {
+            "meta_info": {
+                "routed_experts": base64.b64encode(p.tobytes()).decode(),
+                "prompt_tokens": 3,
+            }
+        }
+        for p in parts
+    ]
+    path = tmp_path / "answers.jsonl"
+    path.write_text("\n".join(map(json.dumps, entries)))
+    found = trace(path, num_layers=3, top_k=2)
+    assert found.request_N.tolist() == [0, 0, 0, 0, 1, 1]
+    assert found.phase_N.tolist() == [PREFILL] * 3 + [DECODE] + [PREFILL] * 2
+    assert np.array_equal(found.expert_ids_NLK, np.concatenate(parts))
+    with pytest.raises(TraceError, match="give --num-layers and --top-k"):
+        trace(path)
+    with pytest.raises(TraceError, match="96 bytes are not int32 of 5 layers x 2 choices"):
+        trace(path, num_layers=5, top_k=2)
+
+
+def test_vllm_lines(tmp_path: Path) -> None:
+    counts = np.arange(18).reshape(3, 6)
+    lines: list[dict[str, object]] = [{"record_type": "eplb_load_meta", "model": "m"}]
+    for step in (7, 9):
+        lines.append(
+            {
+                "record_type": "eplb_load_stats",
+                "version": 1,
+                "step": step,
+                "num_ranks": 2,
+                "expert_load": (counts * step).tolist(),
+                "p2l_map": SLOTS.tolist(),
+            }
+        )
+    path = tmp_path / "stats.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    found = load(path)
+    assert found.layers == (0, 1, 2) and found.source == "vllm"
+    for index, step in enumerate((7, 9)):
+        expected = [by_expert(counts[layer] * step, SLOTS[layer]) for layer in range(3)]
+        assert found.counts_SLE[index].tolist() == expected
+    path.write_text(json.dumps(lines[1] | {"version": 2}))
+    with pytest.raises(TraceError, match="version 2 of eplb_load_stats; 1 is read"):
+        load(path)
+
+
+def test_vllm_snapshots(tmp_path: Path) -> None:
+    counts = np.arange(18).reshape(3, 6)
+    snapshot = {
+        "step": 5,
+        "window_expert_load": counts.tolist(),
+        "latest_expert_load": counts.tolist(),
+        "physical_to_logical_map": SLOTS.tolist(),
+    }
+    path = tmp_path / "dump.json"
+    path.write_text(json.dumps({"model_name": "m", "snapshots": [snapshot]}))
+    found = load(path)
+    assert found.model == "m" and found.counts_SLE.sum() == counts.sum()
+
+
+def test_trtllm(tmp_path: Path) -> None:
+    (tmp_path / "meta_info.json").write_text(json.dumps({"num_experts": 4}))
+    for rank in (0, 1):
+        tensors = {
+            f"{i}_{layer}": np.arange(4, dtype=np.int32) + i + layer
+            for i in (100, 101)
+            for layer in (3, 4)
+            if (i, layer) != (101, 3)
+        }
+        save_file(tensors, tmp_path / f"rank{rank}.safetensors")
+    save_file({"tokens": np.zeros(3)}, tmp_path / "rank0_raw.safetensors")
+    found = load(tmp_path)
+    assert found.layers == (3, 4)
+    assert found.counts_SLE[0, 0].tolist() == [206, 208, 210, 212]
+    assert found.counts_SLE[1].tolist() == [[0] * 4, [210, 212, 214, 216]]
+
+
+def test_npz_with_samples(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    experts = rng.integers(0, 8, (6, 3, 2)).astype(np.uint8)
+    path = tmp_path / "tokens.npz"
+    np.savez(
+        path,
+        experts=experts,
+        pos=np.array([4, 5, 6, 0, 1, 2], np.int32),
+        sample=np.array([0, 0, 0, 1, 1, 1], np.int32),
+        sample_name=np.array(["math|True", "code|False"]),
+    )
+    found = trace(path, num_experts=8)
+    assert found.request_ids == ("0", "1") and found.labels == ("math|True", "code|False")
+    assert found.position_N.tolist() == [4, 5, 6, 0, 1, 2]
+    assert np.array_equal(found.expert_ids_NLK, experts)
+
+
+def test_npz_and_npy_alone(tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).integers(0, 300, (6, 3, 2))
+    np.savez(tmp_path / "a.npz", routed_experts=ids)
+    assert np.array_equal(trace(tmp_path / "a.npz", num_experts=300).expert_ids_NLK, ids)
+    np.save(tmp_path / "b.npy", ids[:, :, 0])
+    found = trace(tmp_path / "b.npy")
+    assert found.top_k == 1 and np.array_equal(found.expert_ids_NLK[:, :, 0], ids[:, :, 0])
+
+
+def test_an_object_array_is_refused(tmp_path: Path) -> None:
+    header = b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }"
+    header += b" " * (117 - len(header)) + b"\n"
+    content = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+    (tmp_path / "a.npy").write_bytes(content + b"cos\nsystem\n(S'true'\ntR.")
+    with pytest.raises(TraceError, match="cannot be read as numpy arrays"):
+        trace(tmp_path / "a.npy")
+
+
+def test_csv(tmp_path: Path) -> None:
+    path = tmp_path / "counts.csv"
+    path.write_text("expert0,expert1,expert2\n1,2,3.5\n\n4,5,6\n")
+    assert load(path).counts_SLE.tolist() == [[[1, 2, 3.5], [4, 5, 6]]]
+
+
+def test_token_lines(tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).integers(0, 8, (3, 2, 2))
+    lines = [
+        {"layer": (5, 9)[layer], "token_idx": token, "topk_ids": ids[token, layer].tolist()}
+        for layer in range(2)
+        for token in range(3)
+    ]
+    path = tmp_path / "tokens.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    found = trace(path)
+    assert found.layers == (5, 9) and np.array_equal(found.expert_ids_NLK, ids)
+    path.write_text("\n".join(map(json.dumps, lines[:-1])))
+    with pytest.raises(TraceError, match="5 lines, but 3 tokens x 2 layers"):
+        trace(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", "{", "is not JSON"),
+        ("a.json", "{}", "has no routed_experts|give --num-layers"),
+        ("a.json", '{"logical_count": [[1, "x"]]}', "is not a table of numbers"),
+        ("a.json", '{"logical_count": [[0, 0]]}', "all counts are 0"),
+        ("a.json", '{"logical_count": [[-1, 2]]}', "negative or not finite"),
+        ("a.json", '{"snapshots": []}', "has no record of a load"),
+        ("a.jsonl", "", "is empty"),
+        ("a.jsonl", "[1]", "is no JSON object"),
+        ("a.jsonl", '{"topk_ids": [1], "layer": "x", "token_idx": 0}', "layer and token_idx are"),
+        ("a.jsonl", '{"topk_ids": [0.5], "layer": 0, "token_idx": 0}', "that is no id"),
+        ("a.csv", "1,2\n3\n", "row 2 is not 2 counts"),
+        ("a.csv", "layer\n", "has no rows of counts"),
+        ("a.npz", "no", "cannot be read as numpy arrays"),
+        ("a.txt", "", "its name does not say what it is"),
+        ("a.pt", "", "is no zip"),
+    ],
+)
+def test_mistakes_are_sentences(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(TraceError, match=message):
+        import_files([tmp_path / name], "auto", ImportOptions())
+
+
+def test_what_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="is not there"):
+        detect(tmp_path / "none")
+    with pytest.raises(TraceError, match="tiff is no format; known are auto, sglang, vllm"):
+        import_files([tmp_path], "tiff", ImportOptions())
+    with pytest.raises(TraceError, match="slots hold expert 3, of 2"):
+        load(DATA / "sglang_per_pass_0.pt", num_experts=2)
+    with pytest.raises(TraceError, match="expert ids from 0 to 3, of 2 experts"):
+        trace(DATA / "sglang_per_token.pt", num_experts=2)
+
+
+def test_a_load_survives_its_file(tmp_path: Path) -> None:
+    whole = load_of_trace(make_trace(), 3)
+    assert np.array_equal(whole.total(), make_trace().load())
+    path = tmp_path / "load.safetensors"
+    write_load(whole, path)
+    found = read_load(path)
+    assert np.array_equal(found.counts_SLE, whole.counts_SLE)
+    assert (found.layers, found.source, found.model) == ((1, 3), "trace", "tiny")
+    with pytest.raises(TraceError, match="shape"):
+        ExpertLoad(counts_SLE=np.zeros((1, 2, 0)), layers=(0, 1))
