@@ -73,8 +73,7 @@ def build_engine(
 ) -> BuiltEngine:
     """Load the model and make the engine. `open_weights`: where its weights come from.
 
-    Sets torch's number of threads in this process: to the configured one, or to 1 where the
-    kernels have threads of their own.
+    Sets torch's number of threads: as configured, or 1 where kernels have threads of their own.
     """
     clock = time.monotonic()
     keep_freed_memory()
