@@ -83,10 +83,11 @@ def build_engine(
     loader = open_loader(folder, config.model, num_threads, device, progress, open_weights)
     torch.set_num_threads(1 if loader.kernels.has_own_threads else num_threads)
     spec, max_model_len = loader.spec, max_model_len_of(config.model, loader.spec)
+    tap, routes = RouteTap(spec.router.num_experts), RouteListeners()
+    policy = policy_maker(config, folder, spec, routes)()  # early: it may refuse a predictor
     experts = loader.expert_stage(budget=MemoryBudget.of(config.model))
     part = load_attention(loader, config, max_model_len)
     eos_token_ids = eos_token_ids_of(folder, spec)
-    tap, routes = RouteTap(spec.router.num_experts), RouteListeners()
     transport = _local_transport(loader, experts, config)
     pipeline = Pipeline(part.stage, transport, part.cache, device, tap=tap)
     cuts = config.pipeline.num_in_one_process
@@ -100,7 +101,7 @@ def build_engine(
         eos_token_ids=eos_token_ids,
         model_identity=_identity(folder, loader),
         has_prefix_cache=config.cache.prefix_cache,
-        policy=policy_maker(config, folder, spec, routes)(),
+        policy=policy,
         routes=routes,
     )
     layout = Layout(

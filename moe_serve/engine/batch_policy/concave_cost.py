@@ -21,6 +21,12 @@ Floats = NDArray[np.float32]
 _MOST_CERTAIN = 0.999
 
 
+def sums_by_group(x_RD: Floats, group_R: NDArray[np.int64], num_groups: int) -> Floats:
+    """[G, D]; rows of group -1 are left out."""
+    is_in_GR = (np.arange(num_groups)[:, None] == group_R).astype(np.float32)
+    return np.asarray(is_in_GR @ x_RD)
+
+
 @dataclass(frozen=True, slots=True)
 class ConcaveCost:
     """`capacity` 1: activated experts."""
@@ -38,4 +44,6 @@ class ConcaveCost:
         """The cost of groups whose rows sum up to `sums_xD`, one for each leading index."""
         if self.capacity > 1:
             return np.asarray(np.minimum(sums_xD, np.float32(self.capacity)).sum(axis=-1))
-        return np.asarray(sums_xD.shape[-1] - np.exp(-sums_xD).sum(axis=-1))
+        spared_xD = np.exp(np.negative(sums_xD))
+        num_dimensions = sums_xD.shape[-1]
+        return np.asarray(num_dimensions - spared_xD @ np.ones(num_dimensions, np.float32))

@@ -116,17 +116,20 @@ class ExpertAware:
 
     def split(self, slices: list[SequenceSlice], max_micro_batches: int) -> tuple[MicroBatch, ...]:
         """See `BatchPolicy.split`."""
-        balanced = split(slices, max_micro_batches)
-        num_groups = len(balanced)
+        num_groups = min(max_micro_batches, len(slices))
         if num_groups < 2 or not self._source.is_on or not len(self._table):
-            return balanced
-        groups = self._prompts(balanced)
+            return split(slices, max_micro_batches)
         single = [s for s in slices if len(s.token_ids) == 1]
-        limits = SizeLimits.near([b.num_tokens for b in balanced], self._bounds.tolerance)
+        groups: list[list[SequenceSlice]] = [[] for _ in range(num_groups)]
+        sizes = _even(len(slices), num_groups)
+        if len(single) < len(slices):
+            balanced = split(slices, max_micro_batches)
+            groups, sizes = self._prompts(balanced), [b.num_tokens for b in balanced]
+        limits = SizeLimits.near(sizes, self._bounds.tolerance)
         standing = self._standing(num_groups)
         fixed_GD = np.stack([self._fixed(group) for group in groups])
-        sizes = np.array([sum(len(s.token_ids) for s in g) for g in groups], dtype=np.int64)
-        chosen = standing.update([s.sequence_id for s in single], fixed_GD, sizes, limits)
+        fixed_sizes = np.array([sum(len(s.token_ids) for s in g) for g in groups], dtype=np.int64)
+        chosen = standing.update([s.sequence_id for s in single], fixed_GD, fixed_sizes, limits)
         for piece, group in zip(single, chosen, strict=True):
             groups[group].append(piece)
         self._num_groups, self._activated = num_groups, standing.cost_total * self._table.scale
@@ -193,3 +196,8 @@ class ExpertAware:
         x_RD = self._table.rows([s.sequence_id for s in slices])
         counts_R = np.array([len(s.token_ids) for s in slices], dtype=np.float32)
         return np.asarray(counts_R @ x_RD, dtype=np.float32)
+
+
+def _even(count: int, num_groups: int) -> list[int]:
+    """Sizes of the balanced split of single tokens."""
+    return [(count + index) // num_groups for index in range(num_groups)]

@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.engine.batch_policy.concave_cost import ConcaveCost, Floats
+from moe_serve.engine.batch_policy.group_sums import group_sums
 from moe_serve.engine.batch_policy.limits import SizeLimits
 
 _WORTH_IT = 1e-3  # of an expert
-_NUM_WILLING = 8
+_NUM_WILLING = 32
 
 Groups = NDArray[np.int64]
 
@@ -46,16 +47,15 @@ class LocalSearch:
         fixed_sizes: NDArray[np.int64],
         limits: SizeLimits,
     ) -> None:
-        self._cost, self._x_RD, self._limits = cost, x_RD, limits
+        self._limits = limits
         self.group_R = group_R.copy()
-        self._sums_GD = fixed_GD.astype(np.float32)
-        np.add.at(self._sums_GD, group_R, x_RD)
+        self._sums = group_sums(cost, x_RD, group_R, fixed_GD)
         self.sizes_G = fixed_sizes + np.bincount(group_R, minlength=len(fixed_sizes))
         self._movable_G = np.bincount(group_R, minlength=len(fixed_sizes))
 
     @property
     def total(self) -> float:
-        return float(self._cost.total(self._sums_GD).sum())
+        return self._sums.total()
 
     def run(self, max_rounds: int) -> bool:
         """Improve -> whether no pair of groups has anything left to gain."""
@@ -79,12 +79,12 @@ class LocalSearch:
             if self.sizes_G[large] - self.sizes_G[small] < 2:
                 return  # as equal as what is fixed allows
             rows = np.flatnonzero(self.group_R == large)
-            saved = self._saved(rows, large, small)
+            saved = self._sums.saved(rows, large, small)
             self._apply(Change(0.0, (int(rows[saved.argmax()]),)), large, small)
 
     def _best(self, a: int, b: int) -> Change | None:
         rows_a, rows_b = np.flatnonzero(self.group_R == a), np.flatnonzero(self.group_R == b)
-        saved_a, saved_b = self._saved(rows_a, a, b), self._saved(rows_b, b, a)
+        saved_a, saved_b = self._sums.saved(rows_a, a, b), self._sums.saved(rows_b, b, a)
         best: Change | None = None
         for rows, saved, source, target in ((rows_a, saved_a, a, b), (rows_b, saved_b, b, a)):
             shrunk, grown = int(self.sizes_G[source]) - 1, int(self.sizes_G[target]) + 1
@@ -95,28 +95,17 @@ class LocalSearch:
             best = _better(best, exchange)
         return best if best is not None and best.saved > _WORTH_IT else None
 
-    def _saved(self, rows: Groups, source: int, target: int) -> Floats:
-        """What each row saves by moving."""
-        x_WD, sums_GD, total = self._x_RD[rows], self._sums_GD, self._cost.total
-        left, joined = total(sums_GD[source] - x_WD), total(sums_GD[target] + x_WD)
-        return np.asarray(total(sums_GD[source]) + total(sums_GD[target]) - left - joined)
-
     def _exchange(self, rows_a: Groups, rows_b: Groups, a: int, b: int) -> Change:
-        moved_WWD = self._x_RD[rows_b][None] - self._x_RD[rows_a][:, None]
-        sums_GD, total = self._sums_GD, self._cost.total
-        after = total(sums_GD[a] + moved_WWD) + total(sums_GD[b] - moved_WWD)
-        best = int(after.argmin())
-        saved = total(sums_GD[a]) + total(sums_GD[b]) - after.flat[best]
-        i, j = divmod(best, len(rows_b))
-        return Change(float(saved), (int(rows_a[i]), int(rows_b[j])))
+        saved = self._sums.exchanged(rows_a, rows_b, a, b)
+        i, j = divmod(int(saved.argmax()), len(rows_b))
+        return Change(float(saved[i, j]), (int(rows_a[i]), int(rows_b[j])))
 
     def _apply(self, change: Change, a: int, b: int) -> None:
         for row in change.rows:
             source = int(self.group_R[row])
             target = b if source == a else a
             self.group_R[row] = target
-            self._sums_GD[source] -= self._x_RD[row]
-            self._sums_GD[target] += self._x_RD[row]
+            self._sums.move(row, source, target)
             for sizes in (self.sizes_G, self._movable_G):
                 sizes[source] -= 1
                 sizes[target] += 1

@@ -12,14 +12,14 @@ from collections.abc import Sequence as Items
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.engine.batch_policy.concave_cost import ConcaveCost, Floats
+from moe_serve.engine.batch_policy.concave_cost import ConcaveCost, Floats, sums_by_group
 from moe_serve.engine.batch_policy.first_split import first_split
 from moe_serve.engine.batch_policy.limits import SizeLimits
 from moe_serve.engine.batch_policy.local_search import Groups, LocalSearch
 from moe_serve.engine.batch_policy.signature_table import SignatureTable
 
 _MAX_NEW_SHARE = 0.5  # if more of them are new, it is made anew
-_FEWEST_ROUNDS, _ROUNDS_OF_A_ROW = 2, 1024  # 4 rounds with 256 sequences, 16 with 64
+_FEWEST_ROUNDS, _ROUNDS_OF_A_ROW = 2, 512  # 2 rounds with 256 sequences, 8 with 64
 
 
 class StandingSplit:
@@ -57,11 +57,9 @@ class StandingSplit:
         """[G, D] features and [G] sizes of these as they would be split; who is new joins the
         smallest group."""
         x_RD = self._table.rows(sequence_ids)
-        none_G = np.zeros(self._num_groups, dtype=np.int64)
-        sums_GD = np.zeros((self._num_groups, x_RD.shape[1]), dtype=np.float32)
         known = np.array([self._group.get(key, -1) for key in sequence_ids], dtype=np.int64)
-        np.add.at(sums_GD, known[known >= 0], x_RD[known >= 0])
-        sizes_G = none_G + np.bincount(known[known >= 0], minlength=self._num_groups)
+        sums_GD = sums_by_group(x_RD, known, self._num_groups)
+        sizes_G = np.bincount(known[known >= 0], minlength=self._num_groups)
         for row in np.flatnonzero(known < 0):
             group = int(sizes_G.argmin())
             sums_GD[group] += x_RD[row]
@@ -89,8 +87,7 @@ class StandingSplit:
         if len(new) > _MAX_NEW_SHARE * len(group_R) and not fixed_sizes.any():
             return first_split(x_RD, self._num_groups)
         sizes_G = fixed_sizes + np.bincount(group_R[group_R >= 0], minlength=self._num_groups)
-        sums_GD = fixed_GD.copy()
-        np.add.at(sums_GD, group_R[group_R >= 0], x_RD[group_R >= 0])
+        sums_GD = fixed_GD + sums_by_group(x_RD, group_R, self._num_groups)
         for row in new:
             smallest = np.flatnonzero(sizes_G == sizes_G.min())
             added = self._cost.total(sums_GD[smallest] + x_RD[row])
