@@ -46,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         routed = Routed(None, options.texts, options.predictor, options.max_tokens)
         report.num_pieces = routed.num_pieces
         _say(f"{sum(routed.num_pieces.values())} pieces are read", clock)
-        _count(report, routed, options, clock)
+        if {"splits", "queue"} & set(options.parts):
+            _count(report, routed, options, clock)
         if "throughput" in options.parts:
             _time(report, routed, options, clock)
     print_report(report)

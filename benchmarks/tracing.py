@@ -4,7 +4,10 @@
 
 Rounds of the same requests, the ways in turn and in an order that changes, on one engine. The cost
 is the median over rounds of a way's time over that of the way without, with a 95% bootstrap
-interval. Prompts are random token ids, answers are not cut short.
+interval: of the clock, and of the CPU in this process, which others on the machine disturb less.
+Beside it the share of this thread's CPU time that was spent in the tap, the listeners and the
+recorder: steady on a busy machine, but without what they cost the caches and the disk's thread.
+Prompts are random token ids, answers are not cut short.
 """
 
 from __future__ import annotations
@@ -13,10 +16,11 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,9 +36,16 @@ from moe_serve.config import (
 )
 from moe_serve.engine.build import BuiltEngine
 from moe_serve.engine.request import GenerationRequest
+from moe_serve.engine.route_records import RouteListeners
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.engine.tracing import Tracing, trace_header
+from moe_serve.pipeline.route_tap import RouteTap
 
+_OWN: tuple[tuple[type, str], ...] = (
+    (RouteListeners, "asked"),
+    (RouteListeners, "tell"),
+    (RouteTap, "end"),
+)
 _DEFAULT = TraceConfig().sample_rate
 WAYS: dict[str, tuple[float, bool] | None] = {
     "off": None,
@@ -45,13 +56,34 @@ WAYS: dict[str, tuple[float, bool] | None] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
-    """A way's throughput, and what it costs: time over that without, less 1."""
+class Seconds:
+    """Of one way in one round."""
 
-    tokens_per_s: float
-    cost: float
+    clock: float
+    cpu: float
+    own_share: float  # of this thread's CPU time
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Time over that without, less 1, with its interval."""
+
+    median: float
     low: float
     high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:+.2%} [{self.low:+.2%}, {self.high:+.2%}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A way's throughput, and what it costs."""
+
+    tokens_per_s: float
+    cost: Ratio
+    cpu_cost: Ratio
+    own_share: float
 
 
 def main() -> int:
@@ -65,7 +97,7 @@ def main() -> int:
         ),
     )
     built = build_any_engine(config)
-    rounds: list[dict[str, float]] = []
+    rounds: list[dict[str, Seconds]] = []
     try:
         with tempfile.TemporaryDirectory() as folder:
             end = time.monotonic() + arguments.seconds
@@ -80,7 +112,8 @@ def main() -> int:
     for name, figure in figures.items():
         print(
             f"{name:22} {figure.tokens_per_s:8.0f} tokens/s   "
-            f"cost {figure.cost:+.2%} [{figure.low:+.2%}, {figure.high:+.2%}]"
+            f"cost {figure.cost}   of CPU time {figure.cpu_cost}   "
+            f"own {figure.own_share:.2%}"
         )
     if arguments.json:
         named = {name: asdict(figure) for name, figure in figures.items()}
@@ -95,16 +128,18 @@ def _round(
     folder: Path,
     arguments: argparse.Namespace,
     index: int,
-) -> dict[str, float]:
+) -> dict[str, Seconds]:
     """Seconds of each way, with the same requests."""
     names = list(WAYS)
     shift = index % len(names)
     times = {}
     for name in (*names[shift:], *names[:shift]):
         with _recording(built, config, folder, WAYS[name]):
-            start = time.perf_counter()
-            _serve(built, arguments, index, name)
-            times[name] = time.perf_counter() - start
+            start, cpu, thread = time.perf_counter(), time.process_time(), time.thread_time()
+            with _own_time() as own:
+                _serve(built, arguments, index, name)
+            share = own.seconds / (time.thread_time() - thread)
+            times[name] = Seconds(time.perf_counter() - start, time.process_time() - cpu, share)
     return times
 
 
@@ -125,6 +160,37 @@ def _recording(
         tracing.close()
 
 
+@dataclass(slots=True)
+class _Own:
+    """CPU seconds inside the functions of `_OWN`."""
+
+    seconds: float = 0.0
+
+
+@contextmanager
+def _own_time() -> Iterator[_Own]:
+    """Times what tracing adds to a step, while the block runs."""
+    own, originals = _Own(), [getattr(kind, name) for kind, name in _OWN]
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            start = time.thread_time()
+            try:
+                return function(*arguments)
+            finally:
+                own.seconds += time.thread_time() - start
+
+        return call
+
+    for (kind, name), original in zip(_OWN, originals, strict=True):
+        setattr(kind, name, timed(original))
+    try:
+        yield own
+    finally:
+        for (kind, name), original in zip(_OWN, originals, strict=True):
+            setattr(kind, name, original)
+
+
 def _serve(built: BuiltEngine, arguments: argparse.Namespace, index: int, way: str) -> None:
     rng = np.random.default_rng(index)
     vocab_size, length = built.layout.vocab_size, arguments.prompt
@@ -142,16 +208,22 @@ def _serve(built: BuiltEngine, arguments: argparse.Namespace, index: int, way: s
         built.engine.step()
 
 
-def _figures(rounds: list[dict[str, float]], num_tokens: int) -> dict[str, Figure]:
-    rng = np.random.default_rng(0)
+def _figures(rounds: list[dict[str, Seconds]], num_tokens: int) -> dict[str, Figure]:
     figures = {}
     for name in WAYS:
-        ratios = np.array([times[name] / times["off"] for times in rounds]) - 1
-        drawn = np.median(rng.choice(ratios, (2000, len(ratios))), axis=1)
-        low, high = np.percentile(drawn, [2.5, 97.5]).tolist()
-        seconds = float(np.median([times[name] for times in rounds]))
-        figures[name] = Figure(num_tokens / seconds, float(np.median(ratios)), low, high)
+        seconds = float(np.median([times[name].clock for times in rounds]))
+        clock = _ratio([times[name].clock / times["off"].clock for times in rounds])
+        cpu = _ratio([times[name].cpu / times["off"].cpu for times in rounds])
+        own = float(np.median([times[name].own_share for times in rounds]))
+        figures[name] = Figure(num_tokens / seconds, clock, cpu, own)
     return figures
+
+
+def _ratio(ratios: list[float]) -> Ratio:
+    rng = np.random.default_rng(0)
+    drawn = np.median(rng.choice(ratios, (2000, len(ratios))), axis=1) - 1
+    low, high = np.percentile(drawn, [2.5, 97.5]).tolist()
+    return Ratio(float(np.median(ratios)) - 1, low, high)
 
 
 def _parser() -> argparse.ArgumentParser:

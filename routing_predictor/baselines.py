@@ -5,6 +5,9 @@ S samples, L layers, E experts, F features. Each gives scores [S, L, E] that sum
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,33 +15,35 @@ from routing_predictor.scores import share
 
 Floats = NDArray[np.floating]
 
+_NUM_DRAWS, _MAX_ITERATIONS = 4, 40  # of the regression
 HISTORY_WEIGHT = 64.0  # choices of history that count as much as the marginal, in `blended`
 
 
-def marginal(count_LE: NDArray[np.generic], num_samples: int) -> Floats:
+def marginal(count_LE: NDArray[Any], num_samples: int) -> Floats:
     """How often each expert is chosen at all, of every layer."""
     frequency_LE = share(count_LE, count_LE.sum(-1, keepdims=True))
     repeated: Floats = np.broadcast_to(frequency_LE, (num_samples, *frequency_LE.shape))
     return repeated
 
 
-def from_history(history_SLE: NDArray[np.generic]) -> Floats:
+def from_history(history_SLE: NDArray[Any]) -> Floats:
     """What the prefix's own tokens chose."""
     return share(history_SLE, history_SLE.sum(-1, keepdims=True))
 
 
-def blended(history_SLE: NDArray[np.generic], count_LE: NDArray[np.generic]) -> Floats:
+def blended(history_SLE: NDArray[Any], count_LE: NDArray[Any]) -> Floats:
     """History with the marginal as its prior: a short prefix says little."""
     prior_LE = share(count_LE, count_LE.sum(-1, keepdims=True)) * HISTORY_WEIGHT
     return from_history(history_SLE + prior_LE[None])
 
 
 def logistic_regression(
-    features_SF: Floats, count_SLE: NDArray[np.generic], unseen_UF: Floats, seed: int = 0
+    features_SF: Floats, count_SLE: NDArray[Any], unseen_UF: Floats, seed: int = 0
 ) -> Floats:
     """[U, L, E]: one multinomial regression per layer on the pooled embedding (scikit-learn), of
     single choices: sample s is of class e as often as expert e was used after it. To keep that
     bounded, four choices are drawn of each sample."""
+    from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
     from sklearn.preprocessing import StandardScaler
 
@@ -49,9 +54,11 @@ def logistic_regression(
     rng = np.random.default_rng(seed)
     for layer in range(num_layers):
         share_SE = count_SLE[:, layer] / count_SLE[:, layer].sum(-1, keepdims=True)
-        chosen = (rng.random((4, num_samples, 1)) > share_SE.cumsum(-1)).sum(-1)
+        chosen = (rng.random((_NUM_DRAWS, num_samples, 1)) > share_SE.cumsum(-1)).sum(-1)
         chosen = chosen.clip(0, num_experts - 1)
-        model = LogisticRegression(C=0.01, max_iter=50)
-        model.fit(np.tile(seen_SF, (4, 1)), chosen.reshape(-1))
+        model = LogisticRegression(C=0.01, max_iter=_MAX_ITERATIONS)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # what 40 steps give is taken
+            model.fit(np.tile(seen_SF, (_NUM_DRAWS, 1)), chosen.reshape(-1))
         scores[:, layer, model.classes_] = model.predict_proba(unseen)
     return scores

@@ -1,4 +1,4 @@
-"""The training loop: AdamW in one cycle, early stopping on held-out documents, Ctrl-C keeps the best.
+"""The training loop: AdamW in one cycle, early stopping on unseen documents, Ctrl-C keeps the best.
 
 The same seed, data and number of threads give the same weights.
 """
@@ -65,7 +65,7 @@ def fit(module: nn.Module, task: Task, recipe: Recipe, progress: Progress) -> Fi
             module.train()
             for batch in range(num_batches):
                 optimiser.zero_grad()
-                task.loss(order[batch * recipe.batch_size :][: recipe.batch_size]).backward()  # type: ignore[no-untyped-call]
+                task.loss(order[batch * recipe.batch_size :][: recipe.batch_size]).backward()
                 optimiser.step()
                 schedule.step()
                 if batch % 16 == 0:

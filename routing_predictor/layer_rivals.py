@@ -14,6 +14,8 @@ from routing_predictor.evaluate import Truth, Verdict, judge
 from routing_predictor.scores import is_among
 from routing_predictor.texts import RoutedTexts
 
+_SHARPNESS = 2.0  # of the sigmoid, as measured on the demonstration model
+
 
 def truth_of_tokens(texts: RoutedTexts, layers: tuple[int, ...], columns: list[int]) -> Truth:
     """Every token is a sample; what happened is its own choice."""
@@ -29,12 +31,12 @@ def truth_of_tokens(texts: RoutedTexts, layers: tuple[int, ...], columns: list[i
     )
 
 
-def choice_probability(logits_NE: Tensor, sharpness: float, top_k: int) -> Tensor:
+def choice_probability(logits_NE: Tensor, top_k: int) -> Tensor:
     """That each expert is among the chosen: a sigmoid around the middle between the k-th and the
-    next logit."""
+    next logit. Which experts are among the k largest does not change."""
     top = logits_NE.topk(min(top_k + 1, logits_NE.shape[1]), dim=-1).values
     middle_N1 = top[:, top_k - 1 :].mean(-1, keepdim=True)
-    return torch.sigmoid((logits_NE - middle_N1) * sharpness)
+    return torch.sigmoid((logits_NE - middle_N1) * _SHARPNESS)
 
 
 def judged_previous_token(

@@ -34,7 +34,7 @@ class PrefixCuts:
         return len(self.end_S)
 
     @property
-    def document_S(self) -> NDArray[np.int64]:
+    def documents(self) -> NDArray[np.int64]:
         return self.texts.document[self.request_S]
 
     def prefixes(self) -> list[NDArray[np.int32]]:

@@ -17,7 +17,7 @@ from routing_predictor.texts import RoutedTexts
 from routing_predictor.train_request import pooled
 
 CUTS_PER_TEXT = 8
-_CUTS_TO_FIT = 12_000  # of the logistic regression
+_CUTS_TO_FIT = 8_000  # of the logistic regression
 _AT_ONCE = 256
 
 
@@ -26,7 +26,7 @@ def truth_of(cuts: PrefixCuts, layers: tuple[int, ...]) -> Truth:
         count_SLE=cuts.coming(),
         num_tokens=cuts.horizon,
         top_k=cuts.texts.expert_ids_TLK.shape[2],
-        document_S=cuts.document_S,
+        document_S=cuts.documents,
         label_S=tuple(cuts.texts.label[request] for request in cuts.request_S),
         layers=layers,
     )
@@ -59,7 +59,7 @@ def judged_history(
 def judged_regression(
     seen: RoutedTexts, cuts: PrefixCuts, pools: PrefixPools, layers: tuple[int, ...], seed: int
 ) -> Verdict:
-    """Logistic regression on the same pooled embeddings, fitted on texts that may be learnt from."""
+    """Logistic regression on the same pooled embeddings."""
     truth = truth_of(cuts, layers)
     fitted = cut_texts(seen, _CUTS_TO_FIT, seed=seed, horizon=cuts.horizon)
     scores = logistic_regression(

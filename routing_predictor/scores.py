@@ -7,6 +7,7 @@ the lower id.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ Floats = NDArray[np.floating]
 _NUM_BINS = 10
 
 
-def top_experts(score_E: NDArray[np.generic], count: int) -> NDArray[np.int64]:
+def top_experts(score_E: NDArray[Any], count: int) -> NDArray[np.int64]:
     """[..., E] -> [..., count]: the experts with the highest scores, ties by the lower id."""
     top: NDArray[np.int64] = np.argsort(-score_E.astype(np.float64), axis=-1, kind="stable")
     return top[..., :count]
@@ -28,7 +29,7 @@ def is_among(experts: NDArray[np.integer], num_experts: int) -> NDArray[np.bool_
     return among
 
 
-def overlap(score_SLE: Floats, count_SLE: NDArray[np.generic], top_k: int) -> Floats:
+def overlap(score_SLE: Floats, count_SLE: NDArray[Any], top_k: int) -> Floats:
     """[S, L]: the k experts predicted most against the k used most, common ones / k."""
     num_experts = score_SLE.shape[-1]
     predicted = is_among(top_experts(score_SLE, top_k), num_experts)
@@ -37,7 +38,7 @@ def overlap(score_SLE: Floats, count_SLE: NDArray[np.generic], top_k: int) -> Fl
     return common
 
 
-def wider_recall(score_SLE: Floats, count_SLE: NDArray[np.generic], top_k: int) -> Floats:
+def wider_recall(score_SLE: Floats, count_SLE: NDArray[Any], top_k: int) -> Floats:
     """[S, L]: how many of the k experts used most are among the 2k predicted most, / k."""
     num_experts = score_SLE.shape[-1]
     predicted = is_among(top_experts(score_SLE, 2 * top_k), num_experts)
@@ -46,14 +47,14 @@ def wider_recall(score_SLE: Floats, count_SLE: NDArray[np.generic], top_k: int) 
     return found
 
 
-def token_overlap(score_SLE: Floats, count_SLE: NDArray[np.generic], top_k: int) -> Floats:
+def token_overlap(score_SLE: Floats, count_SLE: NDArray[Any], top_k: int) -> Floats:
     """[S, L]: the share of the choices that fell on the k experts predicted most, which is the mean
     over the counted tokens of (their choices among these) / k."""
     predicted = is_among(top_experts(score_SLE, top_k), score_SLE.shape[-1])
     return share(np.where(predicted, count_SLE, 0).sum(-1), count_SLE.sum(-1))
 
 
-def captured(score_SLE: Floats, count_SLE: NDArray[np.generic], top_k: int) -> Floats:
+def captured(score_SLE: Floats, count_SLE: NDArray[Any], top_k: int) -> Floats:
     """[S, L]: choices on the k experts predicted most, over those on the k used most: 1 is what no
     prediction exceeds."""
     predicted = is_among(top_experts(score_SLE, top_k), score_SLE.shape[-1])
@@ -61,7 +62,7 @@ def captured(score_SLE: Floats, count_SLE: NDArray[np.generic], top_k: int) -> F
     return share(np.where(predicted, count_SLE, 0).sum(-1), best)
 
 
-def share(part: NDArray[np.generic], whole: NDArray[np.generic]) -> Floats:
+def share(part: NDArray[Any], whole: NDArray[Any]) -> Floats:
     """part / whole, 0 where there is nothing."""
     divided: Floats = np.divide(
         part, whole, out=np.zeros(np.broadcast(part, whole).shape), where=whole > 0
@@ -96,7 +97,7 @@ def calibration(probability: Floats, frequency: Floats, num_bins: int = _NUM_BIN
 
 
 def rank_load_error(
-    predicted_SLE: Floats, used_SLE: NDArray[np.generic], num_ranks: int, batch: int
+    predicted_SLE: Floats, used_SLE: NDArray[Any], num_ranks: int, batch: int
 ) -> Floats:
     """[B, L]: of batches of samples, in their order: the predicted load of each rank against the
     true one, mean |difference| over the mean load of a rank.

@@ -65,7 +65,8 @@ def train_request(
 def share_loss(mlp: RequestMLP, features_SF: Tensor, share_SLE: Tensor) -> Tensor:
     """Cross entropy between the shares, mean over layers."""
     log_share_SLE = mlp(features_SF.float()).log_softmax(-1)
-    return -(log_share_SLE * share_SLE.float()).sum(-1).mean()
+    loss: Tensor = -(log_share_SLE * share_SLE.float()).sum(-1).mean()
+    return loss
 
 
 @torch.inference_mode()

@@ -54,7 +54,7 @@ LEAVES: Mapping[str, frozenset[str]] = {
 BOUNDARIES = frozenset({"moe_serve.engine.request", "moe_serve.engine.sampling_params"})
 STANDALONE = ("experts", "routing_predictor", "moe_kernels")  # usable without moe_serve
 # What a function may import: backends that are heavy, optional, or both.
-BACKENDS = frozenset({"triton", "deepspeed", "transformers", "matplotlib"})
+BACKENDS = frozenset({"triton", "deepspeed", "transformers", "matplotlib", "sklearn"})
 HEAVY = ("torch", "triton", "deepspeed", "transformers", "numpy", "fastapi", "pydantic")
 
 

@@ -92,6 +92,64 @@ def train(
     typer.echo("\n".join(lines))
 
 
+@predictor.command()
+def evaluate(
+    folder: Annotated[
+        Path | None, typer.Argument(help="A folder that moe-serve predictor train wrote.")
+    ] = None,
+    model: Model = None,
+    texts: Texts = None,
+    baselines: Annotated[
+        list[Path] | None,
+        typer.Option(help="Texts to fit the baselines on. Without them: no baselines."),
+    ] = None,
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option(help="Instead of a folder and texts: judge predictions from history on it."),
+    ] = None,
+    drop_label: Annotated[
+        str, typer.Option(help="Leave out requests of the trace whose label holds this.")
+    ] = "",
+    max_tokens: MaxTokens = 120_000,
+    as_json: Annotated[
+        Path | None, typer.Option("--json", help="Write all figures, by layer and label.")
+    ] = None,
+    seed: Seed = 0,
+    num_threads: Threads = 1,
+) -> None:
+    """Judge predictors on texts that they were not trained on, with 95% intervals by document."""
+    if trace and (folder or texts or baselines):
+        raise ConfigError("give a folder and --texts, or --trace alone.")
+    if not trace and (folder is None or not texts):
+        raise ConfigError("give a folder of predictors and --texts, or --trace alone.")
+    if as_json is not None and not as_json.expanduser().absolute().parent.is_dir():
+        raise ConfigError(f"cannot write {as_json}: {as_json.parent} is not a folder.")
+
+    from moe_serve.cli.predictor_verdicts import (
+        JudgeOrder,
+        judge_predictors,
+        print_verdicts,
+        write_verdicts,
+    )
+
+    order = JudgeOrder(
+        folder=None if folder is None else folder.expanduser(),
+        model=model,
+        texts=tuple(texts or ()),
+        baseline_texts=tuple(baselines or ()),
+        traces=tuple(trace or ()),
+        dropped_label=drop_label,
+        max_tokens=max_tokens,
+        seed=seed,
+        num_threads=num_threads,
+    )
+    with progress_bar() as report:
+        verdicts, data = judge_predictors(order, report)
+    print_verdicts(verdicts)
+    if as_json is not None:
+        write_verdicts(verdicts, data, as_json.expanduser())
+
+
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, float], None]]:
     """On a terminal; what is reported elsewhere is dropped."""

@@ -21,7 +21,6 @@ from moe_serve.engine.predictor_training import (
 from moe_serve.errors import ConfigError
 from moe_serve.text.tokenizer import Tokenizer
 from routing_predictor.card import PredictorKind
-from routing_predictor.errors import RoutingError
 from routing_predictor.fitting import Progress, Recipe
 from routing_predictor.predictor_file import write_predictor
 from routing_predictor.trace_file import read_traces
@@ -49,15 +48,12 @@ def train_predictors(order: TrainOrder, progress: Progress) -> list[str]:
     if order.out.exists() and not order.out.is_dir():
         raise ConfigError(f"cannot write to {order.out}: it is not a folder.")
     torch.set_num_threads(order.num_threads)
-    try:
-        model = PredictorModel(order.model, order.num_threads)
-        captured, data = _collect(order, model, progress)
-        return [
-            _written(order, _train(order, PredictorKind(kind), model, captured, data, progress))
-            for kind in order.kinds
-        ]
-    except RoutingError as error:
-        raise ConfigError(f"{error}.") from None
+    model = PredictorModel(order.model, order.num_threads)
+    captured, data = _collect(order, model, progress)
+    return [
+        _written(order, _train(order, PredictorKind(kind), model, captured, data, progress))
+        for kind in order.kinds
+    ]
 
 
 def _collect(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moe_serve.engine.build import BuiltEngine
     from moe_serve.engine.request import GenerationRequest
     from moe_serve.engine.route_recorder import TokenSink
-    from routing_predictor.recording import TracedTokens, TraceHeader
+    from routing_predictor.recording import RecordingWriter, TracedTokens, TraceHeader
 
 _EXIT_INTERRUPTED = 130
 _SUFFIX = ".safetensors"
@@ -77,10 +77,7 @@ def record(
     ] = None,
 ) -> None:
     """Answer prompts and record which experts every token chose. Ctrl-C keeps what there is."""
-    if out.exists():
-        raise InvalidRequestError(f"{out} is there already: choose another --out.", param="out")
-    if not out.absolute().parent.is_dir():
-        raise InvalidRequestError(f"{out.absolute().parent} is no folder.", param="out")
+    _check_free(out)
     chosen = read_prompts(prompts)
     flags = {"cache.prefix_cache": False, **({} if model is None else {"model.path": model})}
     loaded = load_config(flags=flags, environ=os.environ, file=config_file)
@@ -89,7 +86,6 @@ def record(
 
     from moe_serve.cluster.any_engine import build_any_engine
     from moe_serve.engine.tracing import trace_header
-    from routing_predictor.recording import RecordingWriter
 
     engine_config = loaded.config.engine
     with loading_bar(Console(stderr=True)) as progress:
@@ -98,12 +94,7 @@ def record(
     header = replace(
         trace_header(built, engine_config, name), has_tokens=tokens, has_weights=weights
     )
-    labels = {f"prompt-{number}": each.label for number, each in enumerate(chosen)}
-    sink: _InMemory | RecordingWriter = _InMemory(header, labels)
-    if out.suffix != _SUFFIX:
-        sink = RecordingWriter(
-            out, header, part_bytes=_PART_BYTES, max_bytes=2**60, is_patient=True, labels=labels
-        )
+    sink = _sink(out, header, chosen)
     is_interrupted = False
     try:
         _run(built, sink, _requests(built, chosen, max_tokens, temperature), weights)
@@ -119,6 +110,26 @@ def record(
         typer.echo(f"{what}nothing was recorded")
     if is_interrupted:
         raise typer.Exit(_EXIT_INTERRUPTED)
+
+
+def _check_free(out: Path) -> None:
+    if out.exists():
+        raise InvalidRequestError(f"{out} is there already: choose another --out.", param="out")
+    if not out.absolute().parent.is_dir():
+        raise InvalidRequestError(f"{out.absolute().parent} is no folder.", param="out")
+
+
+def _sink(
+    out: Path, header: TraceHeader, prompts: list[TracePrompt]
+) -> _InMemory | RecordingWriter:
+    from routing_predictor.recording import RecordingWriter
+
+    labels = {f"prompt-{number}": each.label for number, each in enumerate(prompts)}
+    if out.suffix == _SUFFIX:
+        return _InMemory(header, labels)
+    return RecordingWriter(
+        out, header, part_bytes=_PART_BYTES, max_bytes=2**60, is_patient=True, labels=labels
+    )
 
 
 def _requests(

@@ -96,14 +96,14 @@ def _print(status: Mapping[str, Any]) -> None:
     if status["folder"] is not None:
         kept = [word for word in ("weights", "tokens") if status[f"has_{word}"]]
         table.add_row("folder", status["folder"])
-        table.add_row("of", f"{status['sample_rate']:.4g} of the requests")
+        table.add_row("of", f"{100 * status['sample_rate']:.4g}% of the requests")
         table.add_row("with", " and ".join(["expert ids", *kept]))
         table.add_row("tokens", f"{recording['num_tokens']} (in all {total['num_tokens']})")
-        table.add_row("written", f"{recording['num_written_bytes'] / 2**20:.1f} MiB")
+        table.add_row("written", f"{recording['num_written_bytes'] / 2**20:.3g} MiB")
         dropped = recording["num_dropped_parts"]
         table.add_row("files", f"{recording['num_parts']}, {dropped} older ones were dropped")
     if recording["num_lost_tokens"]:
-        table.add_row("lost", f"{recording['num_lost_tokens']} tokens: the disk was too slow")
+        table.add_row("lost", f"{recording['num_lost_tokens']} tokens that the disk did not take")
     if recording["failure"]:
         table.add_row("failed", recording["failure"])
     Console(highlight=False, soft_wrap=True).print(table)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,37 +38,19 @@ def show(
     ] = 8,
 ) -> None:
     """Who is hot, how many experts a batch touches, and how the loads drift."""
-    from routing_predictor.heat_map import draw_heat_map
-    from routing_predictor.load_file import FORMAT, read_load
-    from routing_predictor.metadata import read_metadata
-    from routing_predictor.trace_file import read_traces
-    from routing_predictor.trace_stats import activations, drifts, layer_loads, shuffled, windows
+    from routing_predictor.trace_stats import drifts, layer_loads
 
-    facts: dict[str, Any]
-    active: list[Activation] = []
-    if len(files) == 1 and files[0].is_file() and read_metadata(files[0]).get("format") == FORMAT:
-        load = read_load(files[0])
-        by_window: Loads = load.counts_SLE
-        if len(by_window) > num_windows:
-            by_window = _merged(by_window, num_windows)
-        layers, chance = load.layers, None
-        facts = {"model": load.model, "source": load.source, "steps": len(load.counts_SLE)}
-    else:
-        trace = read_traces(files)
-        if not trace.num_tokens:
-            raise ConfigError(f"{files[0]} has no tokens: there is nothing to show.")
-        layers, by_window = trace.layers, windows(trace, num_windows)
-        chance, active = windows(shuffled(trace), num_windows), activations(trace)
-        facts = _trace_facts(trace)
-    total = by_window.sum(axis=0)
-    facts |= {"layers": len(layers), "experts": total.shape[1]}
+    seen = _read(files, num_windows)
+    total = seen.by_window.sum(axis=0)
+    facts = seen.facts | {"layers": len(seen.layers), "experts": total.shape[1]}
     if num_ranks > total.shape[1]:
         raise ConfigError(f"--ranks {num_ranks} is more than the {total.shape[1]} experts.")
-    loads, drift = layer_loads(total, layers, num_ranks), drifts(by_window, chance)
+    loads = layer_loads(total, seen.layers, num_ranks)
+    drift = drifts(seen.by_window, seen.chance)
     console = Console(highlight=False, soft_wrap=True)
     console.print(_facts(facts), _loads(loads, num_ranks))
-    if active:
-        console.print(_activations(active))
+    if seen.active:
+        console.print(_activations(seen.active))
     if len(drift) > 1:
         console.print(_drifts(drift))
     if json_file is not None:
@@ -75,16 +58,54 @@ def show(
             "facts": facts,
             "ranks": num_ranks,
             "layers": [asdict(each) for each in loads],
-            "activated_experts": [asdict(each) for each in active],
+            "activated_experts": [asdict(each) for each in seen.active],
             "drift": [asdict(each) for each in drift],
         }
         _write(json_file, json.dumps(figures, indent=1) + "\n")
     if heatmap is not None:
-        title = (
-            f"{facts['model'] or files[0].name}: {total.sum() / len(layers):.0f} choices a layer"
-        )
-        draw_heat_map(total, layers, title, heatmap)
+        from routing_predictor.heat_map import draw_heat_map
+
+        per_layer = total.sum() / len(seen.layers)
+        title = f"{facts['model'] or files[0].name}: {per_layer:.0f} choices a layer"
+        draw_heat_map(total, seen.layers, title, heatmap)
         typer.echo(f"the heat map is in {heatmap}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """What the files hold. `chance`: windows of the tokens shuffled, if there are any."""
+
+    facts: dict[str, Any]
+    layers: tuple[int, ...]
+    by_window: Loads
+    chance: Loads | None = None
+    active: Sequence[Activation] = ()
+
+
+def _read(files: list[Path], num_windows: int) -> _Seen:
+    """A table of loads, or traces."""
+    from routing_predictor.load_file import FORMAT, read_load
+    from routing_predictor.metadata import read_metadata
+    from routing_predictor.trace_file import read_traces
+    from routing_predictor.trace_stats import activations, shuffled, windows
+
+    if len(files) == 1 and files[0].is_file() and read_metadata(files[0]).get("format") == FORMAT:
+        load = read_load(files[0])
+        by_window: Loads = load.counts_SLE
+        facts = {"model": load.model, "source": load.source, "steps": len(by_window)}
+        if len(by_window) > num_windows:
+            by_window = _merged(by_window, num_windows)
+        return _Seen(facts=facts, layers=load.layers, by_window=by_window)
+    trace = read_traces(files)
+    if not trace.num_tokens:
+        raise ConfigError(f"{files[0]} has no tokens: there is nothing to show.")
+    return _Seen(
+        facts=_trace_facts(trace),
+        layers=trace.layers,
+        by_window=windows(trace, num_windows),
+        chance=windows(shuffled(trace), num_windows),
+        active=activations(trace),
+    )
 
 
 def _trace_facts(trace: RoutingTrace) -> dict[str, Any]:
@@ -143,7 +164,7 @@ def _loads(loads: list[LayerLoad], num_ranks: int) -> Table:
     return table
 
 
-def _activations(active: list[Activation]) -> Table:
+def _activations(active: Sequence[Activation]) -> Table:
     table = _table("batch", "if alike", "any tokens", "one a request", "of one request")
     table.title = "experts of a layer that a batch touches, mean"
     for each in active:

@@ -11,6 +11,7 @@ from moe_serve.cluster.pool_watch import PoolWatch, make_watch
 from moe_serve.cluster.rank_starter import LocalStarter
 from moe_serve.cluster.started_ranks import MakeStarter, StartedRanks
 from moe_serve.config import PAGE_SIZE, EngineConfig
+from moe_serve.engine.batch_policy.make import policy_maker
 from moe_serve.engine.build import BuiltEngine, max_model_len_of
 from moe_serve.engine.layout import Layout, memory_line
 from moe_serve.engine.route_records import RouteListeners
@@ -30,11 +31,12 @@ def build_cluster(
     """
     clock = time.monotonic()
     model = ClusterModel.read(config)
-    watch = watch_for(config, model)
     ranks, routes = StartedRanks(model), RouteListeners()
+    make_policy = policy_maker(config, model.folder, model.spec, routes, model.placement)
+    watch = watch_for(config, model)
     try:
         ranks.start(make_starter, progress)
-        engine = ranks.engine(watch, routes)
+        engine = ranks.engine(watch, routes, make_policy)
     except BaseException:
         ranks.close()
         watch.close()

@@ -27,7 +27,7 @@ from moe_serve.cluster.roster import Roster
 from moe_serve.cluster.secret import ClusterSecret, new_secret, read_secret
 from moe_serve.cluster.store import serve_store
 from moe_serve.cluster.transport_check import check_transport
-from moe_serve.engine.batch_policy.make import policy_maker
+from moe_serve.engine.batch_policy.make import MakePolicy
 from moe_serve.engine.batch_policy.policy import BatchPolicy
 from moe_serve.engine.build import eos_token_ids_of, max_model_len_of
 from moe_serve.engine.engine import Engine
@@ -79,7 +79,9 @@ class StartedRanks:
         assert loaded is not None, "the attention ranks have loaded"
         return loaded
 
-    def engine(self, watch: PoolWatch, routes: RouteListeners) -> ClusterEngine:
+    def engine(
+        self, watch: PoolWatch, routes: RouteListeners, make_policy: MakePolicy
+    ) -> ClusterEngine:
         """The engine over all ranks; `routes`: who hears what they choose."""
         timeout_s, start_timeout_s = self._cluster.timeout_s, self._cluster.start_timeout_s
         assert self._place is not None, "the ranks have been closed"
@@ -104,9 +106,6 @@ class StartedRanks:
         identity = model_identity(
             self._model.folder, first.dtype, first.kernels, first.expert_weights
         )
-
-        model = self._model
-        make_policy = policy_maker(model.config, model.folder, model.spec, routes, model.placement)
 
         def make_engine(executor: RemoteExecutor, ids: itertools.count[int]) -> Engine:
             return self._engine(executor, ids, identity, routes, make_policy())

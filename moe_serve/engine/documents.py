@@ -1,7 +1,7 @@
 """Documents for predictors: read from text files, cut into pieces that a model reads.
 
-A file holds documents separated by lines `<|endoftext|>`; `.xz` files are unpacked. Of a folder with
-files named train* and valid*, training takes the first and judging the second.
+A file holds documents separated by lines `<|endoftext|>`; `.xz` files are unpacked. Of a folder
+with files named train* and valid*, training takes the first and judging the second.
 """
 
 from __future__ import annotations

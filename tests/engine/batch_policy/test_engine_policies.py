@@ -28,7 +28,7 @@ NUM_LAYERS, NUM_EXPERTS = 2, 8
 
 @pytest.mark.parametrize("policy", ["fifo", "balanced", "expert-aware"])
 def test_one_process_gives_the_same_tokens(policy: BatchPolicyName) -> None:
-    wanted, of = requests(9, VOCAB_SIZE), config(0, 0, 1)
+    wanted, of = requests(7, VOCAB_SIZE), config(0, 0, 1)
     expected = colocated(of, wanted)
     for micro_batches in (1, 2, 3, 4):
         scheduler = replace(of.scheduler, batch_policy=policy, max_num_seqs=5, max_passed_over=2)

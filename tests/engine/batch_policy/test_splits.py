@@ -84,7 +84,7 @@ def test_activated_experts_of_known_choices_are_counted() -> None:
 slices_lists = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(slices_lists, st.integers(1, 4), st.integers(0, 3), st.sampled_from((0.0, 0.12, 0.5)))
 def test_every_slice_is_in_one_micro_batch(
     lengths: list[int], most: int, seed: int, tolerance: float

@@ -1,0 +1,147 @@
+"""What `moe-serve predictor evaluate` does."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+
+from moe_serve.cli.wide_console import wide_console
+from moe_serve.engine.documents import Piece, cut_into_pieces, read_documents
+from moe_serve.engine.predictor_data import Captured, PredictorModel
+from moe_serve.engine.predictor_evaluation import judge_layers, judge_request
+from moe_serve.engine.predictor_training import data_facts
+from moe_serve.errors import ConfigError
+from moe_serve.text.tokenizer import Tokenizer
+from routing_predictor.card import PredictorKind
+from routing_predictor.evaluate import METRICS, Verdict
+from routing_predictor.fitting import Progress
+from routing_predictor.history_rivals import judge_history
+from routing_predictor.texts import RoutedTexts, split_documents, texts_of
+from routing_predictor.trace_file import read_traces
+
+Verdicts = dict[str, list[Verdict]]  # by what was judged
+
+_UNSEEN_SHARE = 0.25  # of the requests of a trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeOrder:
+    """The command's arguments, checked."""
+
+    folder: Path | None
+    model: str | None
+    texts: tuple[Path, ...]
+    baseline_texts: tuple[Path, ...]
+    traces: tuple[Path, ...]
+    dropped_label: str
+    max_tokens: int
+    seed: int
+    num_threads: int
+
+
+def judge_predictors(order: JudgeOrder, progress: Progress) -> tuple[Verdicts, dict[str, Any]]:
+    """-> verdicts, and what they were judged on."""
+    torch.set_num_threads(order.num_threads)
+    if order.traces:
+        return _on_trace(order, progress)
+    folder = order.folder
+    assert folder is not None, "texts are judged with a folder of predictors"
+    kinds = [kind for kind in PredictorKind if (folder / f"{kind.value}.json").is_file()]
+    if not kinds:
+        raise ConfigError(
+            f"there is no predictor in {folder}: moe-serve predictor train makes one."
+        )
+    model = PredictorModel(order.model, order.num_threads)
+    has_layers = kinds != [PredictorKind.REQUEST]
+    pieces, captured = _run(model, order.texts, "valid", order, progress, has_layers)
+    seen: RoutedTexts | None = None
+    if order.baseline_texts:
+        _, others = _run(model, order.baseline_texts, "train", order, progress, False)
+        seen = texts_of(others.trace)
+    found: Verdicts = {}
+    for kind in kinds:
+        progress(f"judging {kind.value}", 1.0)
+        if kind is PredictorKind.REQUEST:
+            unseen = texts_of(captured.trace)
+            found[kind.value] = judge_request(folder, model, unseen, seen, order.seed)
+        else:
+            found[kind.value] = judge_layers(kind, folder, model, captured, seen)
+    return found, data_facts(pieces)
+
+
+def _run(
+    model: PredictorModel,
+    paths: tuple[Path, ...],
+    split: str,
+    order: JudgeOrder,
+    progress: Progress,
+    has_hidden: bool,
+) -> tuple[list[Piece], Captured]:
+    tokenizer = Tokenizer.load(model.folder)
+    pieces = cut_into_pieces(
+        read_documents(paths, split), tokenizer, order.max_tokens, model.max_piece, order.seed
+    )
+    captured = model.capture(
+        pieces,
+        has_hidden=has_hidden,
+        progress=lambda done, total: progress(f"{done} of {total} tokens run", done / total),
+    )
+    return pieces, captured
+
+
+def _on_trace(order: JudgeOrder, progress: Progress) -> tuple[Verdicts, dict[str, Any]]:
+    """From history: requests are split, a quarter of them is judged."""
+    trace = read_traces(order.traces)
+    texts = texts_of(trace)
+    label = np.array(texts.label)
+    kept = np.array([not order.dropped_label or order.dropped_label not in each for each in label])
+    if not kept.any():
+        raise ConfigError(f"every request's label holds {order.dropped_label!r}: none is left.")
+    texts = texts.choose(np.flatnonzero(kept))
+    seen, unseen = split_documents(texts, _UNSEEN_SHARE, order.seed)
+    facts = {
+        "requests": int(kept.sum()),
+        "dropped": int((~kept).sum()),
+        "judged": unseen.num_requests,
+        "tokens": len(texts.token_T if texts.token_T is not None else texts.expert_ids_TLK),
+    }
+    return {"history": judge_history(seen, unseen, trace, order.seed, progress)}, facts
+
+
+def write_verdicts(verdicts: Verdicts, data: dict[str, Any], path: Path) -> None:
+    document = {
+        "data": data,
+        "verdicts": {
+            what: {verdict.name: verdict.as_json() for verdict in group}
+            for what, group in verdicts.items()
+        },
+    }
+    try:
+        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}.") from None
+
+
+def print_verdicts(verdicts: Verdicts) -> None:
+    console = wide_console()
+    for what, group in verdicts.items():
+        table = Table(what, *METRICS, "calibration", "load, 2/4/8 ranks", box=None)
+        for verdict in group:
+            error = verdict.calibration
+            loads = "/".join(f"{100 * x.mean:.0f}" for x in verdict.rank_load_error.values())
+            table.add_row(
+                verdict.name,
+                *(str(score.overall) for score in verdict.scores.values()),
+                "" if error is None else f"{error.error:.3f}",
+                f"{loads}%",
+            )
+        console.print(table)
+        first = group[0]
+        of_layer = first.scores["overlap"].of_layer.items()
+        console.print("overlap by layer:", ", ".join(f"{k}: {v}" for k, v in of_layer))

@@ -1,0 +1,85 @@
+"""A request predictor that keeps learning from what requests really choose.
+
+Only a shift of the logits is learnt, one number per layer and expert: it follows a workload that
+drifts away from the texts of the training, costs microseconds, and cannot make the MLP forget.
+
+    shift += rate * (share that was observed - share that was predicted), averaged over requests
+
+which is one step of gradient descent on the cross entropy of the shares. It is bounded by
+`max_shift`, so that a burst of one kind of request cannot silence an expert.
+
+R requests, L layers with routed experts, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routing_predictor.recall_guard import RecallGuard
+from routing_predictor.request_predictor import RequestPredictor
+from routing_predictor.scores import token_overlap
+
+_SMALLEST = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnlineLimits:
+    """How fast and how far it learns."""
+
+    rate: float = 0.5  # of one observation of many requests; of a single one it is 1/16 of that
+    max_shift: float = 2.0  # of a logit
+    full_rate_requests: int = 16
+
+
+class OnlinePredictor:
+    """A `RequestPredictor` around another one. Not thread-safe; the engine owns it."""
+
+    def __init__(
+        self, inner: RequestPredictor, top_k: int, guard: RecallGuard, limits: OnlineLimits
+    ) -> None:
+        self._inner, self._top_k, self._guard, self._limits = inner, top_k, guard, limits
+        self._shift_LE: NDArray[np.float32] | None = None
+
+    @property
+    def horizon(self) -> int:
+        return self._inner.horizon
+
+    @property
+    def guard(self) -> RecallGuard:
+        """Whoever acts on predictions asks it first whether they are on."""
+        return self._guard
+
+    def predict(self, prefixes: Sequence[NDArray[np.int64]]) -> NDArray[np.float32]:
+        """[R, L, E]: as the inner predictor, shifted by what was observed since."""
+        probability_RLE = self._inner.predict(prefixes)
+        if self._shift_LE is None:
+            return probability_RLE
+        weighed = np.maximum(probability_RLE, _SMALLEST) * np.exp(self._shift_LE)
+        share = weighed / weighed.sum(-1, keepdims=True)
+        shifted: NDArray[np.float32] = np.minimum(share * self._top_k, 1.0).astype(np.float32)
+        return shifted
+
+    def observe(self, predicted_RLE: NDArray[np.float32], count_RLE: NDArray[np.integer]) -> None:
+        """What was predicted for R requests, and how often their next tokens chose each expert.
+
+        Measures recall (the share of the choices that fell on the predicted top k) and learns.
+        Requests without a choice are left out.
+        """
+        total_R = count_RLE[:, 0].sum(-1)
+        seen = np.flatnonzero(total_R)
+        if not len(seen):
+            return
+        predicted_RLE, count_RLE = predicted_RLE[seen], count_RLE[seen]
+        recall = float(token_overlap(predicted_RLE, count_RLE, self._top_k).mean())
+        self._guard.measure(recall, len(seen))
+        observed_RLE = count_RLE / count_RLE.sum(-1, keepdims=True)
+        expected_RLE = predicted_RLE / predicted_RLE.sum(-1, keepdims=True)
+        limits = self._limits
+        rate = limits.rate * min(1.0, len(seen) / limits.full_rate_requests)
+        step_LE = rate * (observed_RLE - expected_RLE).mean(0)
+        shift_LE = step_LE if self._shift_LE is None else self._shift_LE + step_LE
+        self._shift_LE = shift_LE.clip(-limits.max_shift, limits.max_shift).astype(np.float32)

@@ -1,0 +1,71 @@
+"""What is captured for predictors is what the server computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from moe_serve.cache.kv_cache import KVCache
+from moe_serve.config import ModelConfig
+from moe_serve.engine.build import open_loader
+from moe_serve.engine.documents import Piece
+from moe_serve.engine.predictor_data import PredictorModel
+from moe_serve.model.demo import demo_model_folder
+from moe_serve.model.step_plan import MicroBatch, RouteAsk, SequenceSlice, StepPlan
+from moe_serve.pipeline.pipeline import Pipeline
+from moe_serve.pipeline.route_tap import RouteTap
+from moe_serve.pipeline.transport import LocalTransport
+
+_RANDOM = np.random.default_rng(0)
+PIECES = [Piece(_RANDOM.integers(300, 4000, n).astype(np.int64), f"p{n}", "") for n in (40, 17)]
+
+
+@pytest.fixture(scope="module")
+def model() -> PredictorModel:
+    return PredictorModel(None)
+
+
+def served(tokens: np.ndarray) -> np.ndarray:
+    """[T, L, K]: a prompt in the server's own loop, in two chunks of prefill."""
+    cpu = torch.device("cpu")
+    loader = open_loader(demo_model_folder(), ModelConfig(), 1, cpu, None)
+    stage, cache = loader.attention_stage(128), KVCache(loader.spec, 8, loader.dtype, cpu)
+    tap = RouteTap(loader.spec.router.num_experts)
+    pipeline = Pipeline(stage, LocalTransport(loader.expert_stage()), cache, cpu, tap=tap)
+    whole = SequenceSlice(
+        sequence_id=0, start=0, token_ids=tokens[:16], page_table=(1, 2, 3, 4), num_logits=1
+    )
+    rest = replace(whole, start=16, token_ids=tokens[16:])
+    chosen = []
+    for each in (whole, rest):
+        plan = StepPlan((MicroBatch((each,)),), RouteAsk(frozenset({0})))
+        tap.begin(plan)
+        pipeline.run(plan)
+        choices = tap.end(plan)
+        assert choices is not None
+        chosen.append(choices.expert_ids_NLK)
+    return np.concatenate(chosen)
+
+
+def test_captured_routing_is_the_servers(model: PredictorModel) -> None:
+    trace = model.capture(PIECES, has_hidden=False, progress=lambda *_: None).trace
+    assert trace.model_identity == model.identity and trace.layers == tuple(range(6))
+    np.testing.assert_array_equal(trace.expert_ids_NLK[:40], served(PIECES[0].tokens))
+    np.testing.assert_array_equal(trace.expert_ids_NLK[40:], served(PIECES[1].tokens))
+
+
+def test_captured_streams_lead_to_what_was_chosen(model: PredictorModel) -> None:
+    captured = model.capture(PIECES, has_hidden=True, progress=lambda *_: None)
+    trace = captured.trace
+    assert captured.before_router_LTD is not None and captured.before_attention_LTD is not None
+    assert trace.token_N is not None
+    for layer, router in enumerate(model.routers()):
+        logits = router.logits(router.normed(captured.before_router_LTD[layer]))
+        chosen = logits.topk(4, -1).indices.numpy()
+        same = (chosen[:, :, None] == trace.expert_ids_NLK[:, layer, None]).any(1)
+        assert same.mean() > 0.99, f"layer {layer}, but for what bf16 rounds"
+    embedded = model.embedding()[torch.from_numpy(trace.token_N).long()]
+    torch.testing.assert_close(captured.before_attention_LTD[0], embedded.half())

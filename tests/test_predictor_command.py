@@ -1,0 +1,134 @@
+"""`moe-serve predictor`: training and judging on the demonstration model, and mistakes."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from moe_serve.cli.main import main
+from moe_serve.config import ModelConfig
+from moe_serve.engine.build import model_folder, open_loader
+from moe_serve.engine.documents import cut_into_pieces, read_documents
+from moe_serve.engine.predictor_data import PredictorModel
+from moe_serve.engine.request_prediction import open_request_predictor
+from moe_serve.errors import ConfigError
+from moe_serve.model.demo import demo_model_folder
+from moe_serve.text.tokenizer import Tokenizer
+from routing_predictor.trace_file import write_trace
+
+TEXT = "The bill was read twice and sent to the committee. " * 8
+CODE = "static int next(struct list *l) { return l->head + 1; }\n" * 8
+
+Capture = pytest.CaptureFixture[str]
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["predictor", *arguments])
+    code = exit_info.value.code
+    assert code is None or isinstance(code, int)
+    return code or 0
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    for label, text in (("law", TEXT), ("code", CODE)):
+        (folder / label).mkdir()
+        documents = "\n<|endoftext|>\n".join(f"{number} {text}" for number in range(5))
+        (folder / label / "train.txt").write_text(documents)
+        with lzma.open(folder / label / "valid.txt.xz", "wt") as file:
+            file.write(f"{text} and an end.\n<|endoftext|>\n\nagain {text}")
+    return folder
+
+
+def test_documents_of_a_folder(texts: Path) -> None:
+    train, valid = read_documents([texts], "train"), read_documents([texts], "valid")
+    assert [d.label for d in train] == ["code"] * 5 + ["law"] * 5 and len(valid) == 4
+    assert valid[1].text == f"again {CODE}".strip("\n")
+    one = read_documents([texts / "law" / "train.txt"], "valid")
+    assert len(one) == 5, "a file that is named is read"
+    tokenizer = Tokenizer.load(demo_model_folder())
+    pieces = cut_into_pieces(train, tokenizer, 400, 64, seed=0)
+    assert max(len(piece.tokens) for piece in pieces) == 64
+    assert {piece.label for piece in pieces} == {"law", "code"}
+    names = [piece.request_id for piece in pieces]
+    assert len(set(names)) == len(names), "no piece twice"
+
+
+def test_train_evaluate_and_refuse(texts: Path, tmp_path: Path, capsys: Capture) -> None:
+    out, report = tmp_path / "out", tmp_path / "report.json"
+    quick = ("--max-tokens", "2400", "--epochs", "1")
+    assert run("train", "all", "--texts", str(texts), "--out", str(out), *quick) == 0
+    printed = capsys.readouterr().out
+    assert "next-layer: 0.93 MB" in printed and "pre-attention: 0.96 MB" in printed
+    card = json.loads((out / "request.json").read_text())
+    assert card["data"]["documents"] == 10 and card["data"]["tokens"].keys() == {"code", "law"}
+    assert card["sizes"]["windows"] == [512, 128, 32, 8, 1]
+    judged = ("evaluate", str(out), "--texts", str(texts), "--json", str(report))
+    assert run(*judged, "--max-tokens", "600") == 0
+    assert "request predictor" in capsys.readouterr().out
+    verdicts = json.loads(report.read_text())["verdicts"]
+    assert verdicts["next-layer"]["frozen router"]["overlap"]["layers"].keys() == set("12345")
+    loader = open_loader(demo_model_folder(), ModelConfig(), 1, torch.device("cpu"), None)
+    predictor = open_request_predictor(out, loader, demo_model_folder())
+    assert predictor.predict([np.array([5, 6])]).shape == (1, 6, 32)
+    other = tmp_path / "other"
+    shutil.copytree(demo_model_folder(), other, ignore=shutil.ignore_patterns("predictor"))
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1024}))
+    with pytest.raises(ConfigError, match=r"for the model demo_model \(.*not for other \("):
+        open_request_predictor(out, loader, other)
+    assert run("evaluate", str(out), "--texts", str(texts), "--model", str(other)) == 2
+    assert "predictor is for the model demo_model" in capsys.readouterr().err
+
+
+def test_a_trace_trains_and_is_judged(texts: Path, tmp_path: Path, capsys: Capture) -> None:
+    model = PredictorModel(None)
+    tokenizer = Tokenizer.load(model_folder(ModelConfig()))
+    pieces = cut_into_pieces(read_documents([texts], "train"), tokenizer, 900, 128, seed=0)
+    captured = model.capture(pieces, has_hidden=False, progress=lambda *_: None)
+    path = tmp_path / "trace.safetensors"
+    write_trace(captured.trace, path)
+    arguments = ("--trace", str(path), "--out", str(tmp_path / "out"), "--epochs", "1")
+    assert run("train", "request", *arguments) == 0
+    assert (tmp_path / "out" / "request.json").is_file()
+    capsys.readouterr()
+    assert run("evaluate", "--trace", str(path), "--drop-label", "law") == 0
+    printed = capsys.readouterr().out
+    assert "MLP on the history" in printed and "decaying histogram" in printed
+    assert run("evaluate", "--trace", str(path), "--drop-label", "") == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train", "oracle", "--texts", "x", "--out", "o"), "kind cannot be 'oracle'"),
+        (("train", "all", "--out", "o"), "give --texts or --trace"),
+        (("train", "all", "--trace", "x", "--out", "o"), "a trace holds no hidden states"),
+        (("train", "request", "--trace", "x", "--out", "o"), "x is not there"),
+        (("train", "request", "--texts", "x", "--out", "o"), "x is not there"),
+        (("train", "all", "--texts", "x", "--loss", "mse", "--out", "o"), "loss cannot be 'mse'"),
+        (("evaluate", "--texts", "x"), "give a folder of predictors and --texts"),
+        (("evaluate", "o", "--trace", "x"), "or --trace alone"),
+        (("evaluate", "o", "--texts", "x"), "there is no predictor in o"),
+        (("evaluate", "o", "--texts", "x", "--json", "no/such/x"), "no/such is not a folder"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: tuple[str, ...],
+    message: str,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(*arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("error: ") and error.count("\n") == 1
