@@ -2,8 +2,8 @@
 
 One rule for prompts and answers alike: every running sequence has tokens that are not computed yet,
 and a step computes some of them under a token budget. Sequences with one token left (decode) go
-first, then prompts in the order in which they started, then who waits. When pages run out, the one that
-started last gives its pages back and waits, before all others, to be computed again.
+first, then prompts in the order in which they started, then who waits. When pages run out, the one
+that started last gives its pages back and waits, before all others, to be computed again.
 
 A sequence starts with what is cached of its tokens. If a sequence that runs is just computing its
 next page, it waits for that page, and those behind it may start first. The batch policy may let
