@@ -61,7 +61,7 @@ def _ask(
 
     if key is not None and key.startswith("@"):
         key = read_secret_file(key[1:])[0]
-    headers = {} if key is None else {"Authorization": f"Bearer {key}".encode()}
+    headers = [] if key is None else [(b"Authorization", f"Bearer {key}".encode())]
     try:
         base = httpx.URL(url.rstrip("/").removesuffix("/v1"))
         is_local = base.host in ("127.0.0.1", "localhost", "::1")
