@@ -10,6 +10,7 @@ N tokens, L layers, K choices.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import secrets
@@ -129,6 +130,9 @@ class RecordingWriter:
         self._hand_over()
         self._full.put(None)
         self._thread.join()
+        if self._is_patient and not self._num_made:
+            with contextlib.suppress(OSError):
+                self._folder.rmdir()  # nothing came: the name is free again
         self._check_patient()
         return self.stats()
 
@@ -202,8 +206,10 @@ def as_trace(
     for part in parts:
         numbers.setdefault(part.request_id, len(numbers))
     of_requests = tuple(labels.get(request_id, "") for request_id in numbers)
-    counts = [len(part.expert_ids_NLK) for part in parts]
-    position_N = np.concatenate([p.start + np.arange(len(p.expert_ids_NLK)) for p in parts])
+    counts = np.array([len(part.expert_ids_NLK) for part in parts])
+    before = np.cumsum(counts) - counts
+    offsets = np.array([part.start for part in parts]) - before
+    position_N = np.arange(counts.sum()) + np.repeat(offsets, counts)
     prompt_N = np.repeat([part.num_prompt_tokens for part in parts], counts)
     ids_NLK = np.concatenate([part.expert_ids_NLK for part in parts])
     weights = [part.weights_NLK for part in parts if part.weights_NLK is not None]

@@ -129,6 +129,13 @@ def test_what_nobody_foresaw_ends_the_recording(
     assert stats.failure is not None and "MemoryError: no room" in stats.failure
 
 
+def test_a_recording_of_nothing_leaves_nothing(tmp_path: Path) -> None:
+    for is_patient in (True, False):  # a server's folder stays: its status names it
+        folder = tmp_path / str(is_patient)
+        RecordingWriter(folder, HEADER, part_bytes=1, max_bytes=1, is_patient=is_patient).close()
+        assert folder.exists() != is_patient
+
+
 def test_many_short_runs_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "_MAX_RUNS", 4)
     writer = RecordingWriter(
