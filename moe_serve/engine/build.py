@@ -68,11 +68,9 @@ def build_engine(
     progress: LoadProgress | None = None,
     open_weights: OpenWeights = open_checkpoint,
 ) -> BuiltEngine:
-    """Load the model and make the engine. `open_weights`: where its weights come from.
+    """Load the model and make the engine; `open_weights` says where its weights come from.
 
-    Sets torch's number of threads in this process: to the configured one, or to 1 where the
-    kernels have threads of their own.
-    """
+    Sets torch's number of threads here: as configured, or 1 where the kernels have their own."""
     clock = time.monotonic()
     keep_freed_memory()
     num_threads = config.model.num_threads or default_num_threads()
