@@ -113,6 +113,10 @@ class RecordingWriter:
     def folder(self) -> Path:
         return self._folder
 
+    @property
+    def has_weights(self) -> bool:
+        return self._header.has_weights
+
     def add(self, tokens: Sequence[TracedTokens]) -> None:
         """Keep what a step told of some requests; the arrays must not change any more."""
         if not tokens:

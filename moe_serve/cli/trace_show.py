@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,19 +37,20 @@ def show(
     ] = 8,
 ) -> None:
     """Who is hot, how many experts a batch touches, and how the loads drift."""
+    from routing_predictor.heat_map import draw_heat_map
     from routing_predictor.trace_stats import drifts, layer_loads
 
-    seen = _read(files, num_windows)
-    total = seen.by_window.sum(axis=0)
-    facts = seen.facts | {"layers": len(seen.layers), "experts": total.shape[1]}
+    shown = _read(files, num_windows)
+    total = shown.load_WLE.sum(axis=0)
     if num_ranks > total.shape[1]:
         raise ConfigError(f"--ranks {num_ranks} is more than the {total.shape[1]} experts.")
-    loads = layer_loads(total, seen.layers, num_ranks)
-    drift = drifts(seen.by_window, seen.chance)
+    facts = {**shown.facts, "layers": len(shown.layers), "experts": total.shape[1]}
+    loads = layer_loads(total, shown.layers, num_ranks)
+    drift = drifts(shown.load_WLE, shown.chance_WLE)
     console = Console(highlight=False, soft_wrap=True)
     console.print(_facts(facts), _loads(loads, num_ranks))
-    if seen.active:
-        console.print(_activations(seen.active))
+    if shown.active:
+        console.print(_activations(shown.active))
     if len(drift) > 1:
         console.print(_drifts(drift))
     if json_file is not None:
@@ -58,32 +58,29 @@ def show(
             "facts": facts,
             "ranks": num_ranks,
             "layers": [asdict(each) for each in loads],
-            "activated_experts": [asdict(each) for each in seen.active],
+            "activated_experts": [asdict(each) for each in shown.active],
             "drift": [asdict(each) for each in drift],
         }
         _write(json_file, json.dumps(figures, indent=1) + "\n")
     if heatmap is not None:
-        from routing_predictor.heat_map import draw_heat_map
-
-        per_layer = total.sum() / len(seen.layers)
-        title = f"{facts['model'] or files[0].name}: {per_layer:.0f} choices a layer"
-        draw_heat_map(total, seen.layers, title, heatmap)
+        name = shown.facts["model"] or files[0].name
+        title = f"{name}: {total.sum() / len(shown.layers):.0f} choices a layer"
+        draw_heat_map(total, shown.layers, title, heatmap)
         typer.echo(f"the heat map is in {heatmap}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Seen:
-    """What the files hold. `chance`: windows of the tokens shuffled, if there are any."""
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """What files hold: loads of W windows, of a shuffled trace too, and what only traces have."""
 
     facts: dict[str, Any]
     layers: tuple[int, ...]
-    by_window: Loads
-    chance: Loads | None = None
-    active: Sequence[Activation] = ()
+    load_WLE: Loads
+    chance_WLE: Loads | None
+    active: list[Activation]
 
 
-def _read(files: list[Path], num_windows: int) -> _Seen:
-    """A table of loads, or traces."""
+def _read(files: list[Path], num_windows: int) -> _Shown:
     from routing_predictor.load_file import FORMAT, read_load
     from routing_predictor.metadata import read_metadata
     from routing_predictor.trace_file import read_traces
@@ -91,21 +88,13 @@ def _read(files: list[Path], num_windows: int) -> _Seen:
 
     if len(files) == 1 and files[0].is_file() and read_metadata(files[0]).get("format") == FORMAT:
         load = read_load(files[0])
-        by_window: Loads = load.counts_SLE
-        facts = {"model": load.model, "source": load.source, "steps": len(by_window)}
-        if len(by_window) > num_windows:
-            by_window = _merged(by_window, num_windows)
-        return _Seen(facts=facts, layers=load.layers, by_window=by_window)
+        facts = {"model": load.model, "source": load.source, "steps": len(load.counts_SLE)}
+        return _Shown(facts, load.layers, _merged(load.counts_SLE, num_windows), None, [])
     trace = read_traces(files)
     if not trace.num_tokens:
         raise ConfigError(f"{files[0]} has no tokens: there is nothing to show.")
-    return _Seen(
-        facts=_trace_facts(trace),
-        layers=trace.layers,
-        by_window=windows(trace, num_windows),
-        chance=windows(shuffled(trace), num_windows),
-        active=activations(trace),
-    )
+    by_window, chance = windows(trace, num_windows), windows(shuffled(trace), num_windows)
+    return _Shown(_trace_facts(trace), trace.layers, by_window, chance, activations(trace))
 
 
 def _trace_facts(trace: RoutingTrace) -> dict[str, Any]:
@@ -131,9 +120,10 @@ def _trace_facts(trace: RoutingTrace) -> dict[str, Any]:
 
 
 def _merged(by_step: Loads, count: int) -> Loads:
-    """Steps added up to equal windows."""
+    """Steps added up to equal windows, of which there are no more than steps."""
     import numpy as np
 
+    count = min(count, len(by_step))
     return np.stack([part.sum(axis=0) for part in np.array_split(by_step, count)])
 
 
@@ -164,7 +154,7 @@ def _loads(loads: list[LayerLoad], num_ranks: int) -> Table:
     return table
 
 
-def _activations(active: Sequence[Activation]) -> Table:
+def _activations(active: list[Activation]) -> Table:
     table = _table("batch", "if alike", "any tokens", "one a request", "of one request")
     table.title = "experts of a layer that a batch touches, mean"
     for each in active:
