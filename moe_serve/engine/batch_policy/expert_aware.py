@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_serve.engine.batch_policy.ageing import Ageing
 from moe_serve.engine.batch_policy.concave_cost import ConcaveCost, Floats
@@ -131,8 +132,7 @@ class ExpertAware:
             groups, sizes = self._prompts(balanced), [b.num_tokens for b in balanced]
         limits = SizeLimits.near(sizes, self._bounds.tolerance)
         standing = self._standing(num_groups)
-        fixed_GD = np.stack([self._fixed(group) for group in groups])
-        fixed_sizes = np.array([sum(len(s.token_ids) for s in g) for g in groups], dtype=np.int64)
+        fixed_GD, fixed_sizes = self._fixed(groups)
         chosen = standing.update([s.sequence_id for s in single], fixed_GD, fixed_sizes, limits)
         for piece, group in zip(single, chosen, strict=True):
             groups[group].append(piece)
@@ -197,11 +197,19 @@ class ExpertAware:
             self._splits[num_groups] = StandingSplit(num_groups, self._cost, self._table)
         return self._splits[num_groups]
 
-    def _fixed(self, slices: list[SequenceSlice]) -> Floats:
-        """[D]: what the prompts of a group add up to, about: each token like a coming one."""
-        x_RD = self._table.rows([s.sequence_id for s in slices])
-        counts_R = np.array([len(s.token_ids) for s in slices], dtype=np.float32)
-        return np.asarray(counts_R @ x_RD, dtype=np.float32)
+    def _fixed(self, groups: list[list[SequenceSlice]]) -> tuple[Floats, NDArray[np.int64]]:
+        """[G, D] and [G]: what the prompts of each group add up to, about (each token like a coming
+        one), and their tokens."""
+        none = self._table.rows([])
+        sums_GD = np.zeros((len(groups), none.shape[1]), dtype=np.float32)
+        sizes_G = np.zeros(len(groups), dtype=np.int64)
+        for group, slices in enumerate(groups):
+            if slices:
+                counts_R = np.array([len(s.token_ids) for s in slices])
+                x_RD = self._table.rows([s.sequence_id for s in slices])
+                sums_GD[group] = counts_R.astype(np.float32) @ x_RD
+                sizes_G[group] = counts_R.sum()
+        return sums_GD, sizes_G
 
 
 def _even(count: int, num_groups: int) -> list[int]:
