@@ -128,7 +128,7 @@ class TraceConfig:
     """Recording which experts the routers choose: `moe-serve trace start`."""
 
     directory: str | None = None  # each recording gets a folder there; None: nothing is recorded
-    sample_rate: float = 0.05  # the share of requests; of those, every token
+    sample_rate: float = 0.01  # the share of requests; of those, every token
     tokens: bool = False  # also the token ids, from which a prompt can be read
     weights: bool = False  # also the routers' weights
     part_bytes: int = 16 * 1024 * 1024  # of one file of a recording

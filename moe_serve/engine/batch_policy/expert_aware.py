@@ -45,7 +45,9 @@ class SignatureSource(Protocol):
         """Bring the table up to date, as far as the time of a step allows."""
         ...
 
-    def forget(self, sequence_ids: Iterable[int]) -> None: ...
+    def forget(self, sequence_ids: Iterable[int]) -> None:
+        """They have ended: out of the table too."""
+        ...
 
     @property
     def recall(self) -> float | None: ...
@@ -98,13 +100,15 @@ class ExpertAware:
 
     def candidates(self, waiting: Items[Sequence], running: Items[Sequence]) -> Iterator[Sequence]:
         """See `BatchPolicy.candidates`. Who was preempted goes first, as under every policy."""
+        self._offer = None  # of the last step: that one did not start
         window = list(itertools.islice(waiting, self._bounds.window))
         if not self._source.is_on:
             yield from waiting
             return
-        preempted = [s for s in window if s.num_preemptions]
+        # They lie in front; one that moved here from a lost rank came last, and has no such right.
+        preempted = list(itertools.takewhile(lambda s: s.num_preemptions > 0, window))
         yield from preempted
-        yield from self._by_cost([s for s in window if not s.num_preemptions], running)
+        yield from self._by_cost(window[len(preempted) :], running)
         yield from itertools.islice(waiting, len(window), None)
 
     def started(self, sequence: Sequence) -> None:
@@ -138,7 +142,6 @@ class ExpertAware:
     def forget(self, sequence_ids: Iterable[int]) -> None:
         gone = list(sequence_ids)
         self._source.forget(gone)
-        self._table.forget(gone)
         self._ageing.forget(gone)
         for standing in self._splits.values():
             standing.forget(gone)
@@ -156,20 +159,23 @@ class ExpertAware:
     def _by_cost(self, waiting: list[Sequence], running: Items[Sequence]) -> Iterator[Sequence]:
         standing = self._standing(self._num_groups)
         sums_GD, sizes_G = standing.sums([s.id for s in running])
-        x_WD = self._table.rows([s.id for s in waiting])
+        x_WD, costs_W = self._table.rows([s.id for s in waiting]), None
         while waiting:
             group = int(sizes_G.argmin())
+            if costs_W is None:
+                costs_W = self._cost.total(sums_GD[group] + x_WD)
             index = self._ageing.first_urgent(s.id for s in waiting)
             if index is None and sizes_G[group]:
-                index = int(self._cost.total(sums_GD[group] + x_WD).argmin())
+                index = int(costs_W.argmin())
             index = index or 0  # an empty group takes who came first
             sequence, x_D = waiting.pop(index), x_WD[index]
-            x_WD = np.delete(x_WD, index, axis=0)
+            x_WD, costs_W = np.delete(x_WD, index, axis=0), np.delete(costs_W, index)
             self._offer = _Offer(sequence, group, tuple([s.id for s in waiting[:index]]))
             yield sequence
             if sequence.is_running:
                 sums_GD[group] += x_D
                 sizes_G[group] += 1
+                costs_W = None  # else who is offered next adds what was computed already
 
     def _prompts(self, balanced: tuple[MicroBatch, ...]) -> list[list[SequenceSlice]]:
         """The slices of several tokens: as the balanced split has them, or, if they are most of
