@@ -107,7 +107,7 @@ class PredictorConfig:
 
     path: str | None = None  # a folder of trained predictors; None: what requests chose so far
     mode: PredictorMode = "act"  # observe: measured, not followed
-    min_recall: float = 0.3  # of the request predictor; below it, batches are fifo
+    min_recall: float = 0.2  # of the request predictor; below it, batches are fifo
     refresh_tokens: int = 32  # generated tokens after which a request is predicted again
 
 
