@@ -121,10 +121,10 @@ def packing_refusal(dtype: torch.dtype) -> str | None:
 def _is_row_invariant(dtype: torch.dtype) -> bool:
     """Whether rows come out as in a larger batch, bit for bit; with AMX they do not."""
     generator = torch.Generator().manual_seed(1)
-    packed = PackedLinear(torch.randn(256, 1024, generator=generator).to(dtype))
+    packed = PackedLinear(torch.randn(1024, 1024, generator=generator).to(dtype))
     x = torch.randn(129, 1024, generator=generator).to(dtype)
     whole = packed(x)
-    return all(torch.equal(packed(x[:rows]), whole[:rows]) for rows in (1, 2, 8, 24, 32, 33))
+    return all(torch.equal(packed(x[:rows]), whole[:rows]) for rows in (2, 8, 16, 24, 32))
 
 
 def make_linear(weight_NK: Tensor, bias_N: Tensor | None = None) -> FastLinear:
