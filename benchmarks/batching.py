@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--widen", type=int, default=8, help="experts, to be timed")
     parser.add_argument("--requests-per-seat", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="a PNG")
     return parser

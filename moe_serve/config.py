@@ -107,7 +107,7 @@ class PredictorConfig:
 
     path: str | None = None  # a folder of trained predictors; None: what requests chose so far
     mode: PredictorMode = "act"  # observe: measured, not followed
-    min_recall: float = 0.3  # of the request predictor; below it, batches are fifo
+    min_recall: float = 0.2  # of the request predictor; below it, batches are fifo
     refresh_tokens: int = 32  # generated tokens after which a request is predicted again
 
 
@@ -128,7 +128,7 @@ class TraceConfig:
     """Recording which experts the routers choose: `moe-serve trace start`."""
 
     directory: str | None = None  # each recording gets a folder there; None: nothing is recorded
-    sample_rate: float = 0.05  # the share of requests; of those, every token
+    sample_rate: float = 0.01  # the share of requests; of those, every token
     tokens: bool = False  # also the token ids, from which a prompt can be read
     weights: bool = False  # also the routers' weights
     part_bytes: int = 16 * 1024 * 1024  # of one file of a recording

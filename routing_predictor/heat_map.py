@@ -45,10 +45,11 @@ def draw_heat_map(load_LE: Loads, layers: Sequence[int], title: str, path: Path)
     axes.set_xticks(range(0, num_experts, max(1, -(-num_experts // 32))))
     axes.set_xlabel("expert")
     axes.set_ylabel("layer")
-    axes.set_title(title, fontsize=10)
+    axes.set_title(title, fontsize=10, parse_math=False)
     bar = figure.colorbar(image, ax=axes, extend="max", ticks=[0.0, 0.5, 1.0, 2.0, 3.0, _MOST])
     bar.set_label("load over the layer's mean")
     try:
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:
-        raise TraceError(f"{path} cannot be written: {error}") from None
+        with path.open("wb") as file:
+            figure.savefig(file, dpi=130, format="png")
+    except OSError as error:
+        raise TraceError(f"{path} cannot be written: {error.strerror}") from None

@@ -37,18 +37,19 @@ class ChoiceHistory:
         if not keys:
             return
         self._reserve(keys, parts[0].shape[1])
-        num_layers, num_experts = self._all.shape
+        num_layers = len(self._all)
         lengths = np.array([len(part) for part in parts])
         ids_NLK = np.concatenate(parts).astype(np.int64)
-        owner_N = np.repeat(np.arange(len(keys)), lengths)
-        flat = ((owner_N[:, None] * num_layers + np.arange(num_layers))[..., None]) * num_experts
-        size = len(keys) * num_layers * num_experts
-        added = np.bincount((flat + ids_NLK).ravel(), minlength=size)
-        added = added.reshape(len(keys), num_layers, num_experts).astype(np.float32)
-        slots, kept = [self._slots[key] for key in keys], np.exp(-lengths / _MEMORY)
-        self._counts[slots] = self._counts[slots] * kept[:, None, None] + added
+        slots = np.array([self._slots[key] for key in keys])
+        kept = np.exp(-lengths / _MEMORY).astype(np.float32)
+        for slot, part in zip(slots, kept, strict=True):  # in place: counts are large
+            self._counts[slot] *= part
+        places_NLK = ids_NLK + np.arange(num_layers)[:, None] * self._num_experts
+        flat_NLK = places_NLK + np.repeat(slots, lengths)[:, None, None] * self._all.size
+        # Flat, as that is many times faster; both arrays lie in one piece, so these are views.
+        np.add.at(self._counts.reshape(-1), flat_NLK.ravel(), np.float32(1))
+        np.add.at(self._all.reshape(-1), places_NLK.ravel(), 1.0)
         self._tokens[slots] = self._tokens[slots] * kept + lengths
-        self._all += added.sum(axis=0)
         self._all_tokens += float(lengths.sum())
 
     def signatures(

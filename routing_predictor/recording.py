@@ -3,12 +3,14 @@
     part-000007.safetensors  part-000008.safetensors  ...
 
 Whoever adds tokens never waits for the disk: full parts are written by a thread, and a part that
-comes while it is still busy with two others is lost, and counted; only who is patient waits.
+comes while it is still busy with two others is lost, and counted; only who is patient waits, and
+is told by a TraceError that the disk failed.
 N tokens, L layers, K choices.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import secrets
@@ -31,6 +33,7 @@ _log = logging.getLogger(__name__)
 
 _NO_LABELS: Mapping[str, str] = {}
 _MAX_FULL_PARTS = 2  # that wait for the disk
+_MAX_RUNS = 2**15  # of tokens in a part: each weighs some 400 bytes until it is written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,15 +113,20 @@ class RecordingWriter:
     def folder(self) -> Path:
         return self._folder
 
+    @property
+    def has_weights(self) -> bool:
+        return self._header.has_weights
+
     def add(self, tokens: Sequence[TracedTokens]) -> None:
         """Keep what a step told of some requests; the arrays must not change any more."""
         if not tokens:
             return
+        self._check_patient()
         self._open += tokens
         count = sum([len(each.token_ids_N) for each in tokens])
         self._num_tokens += count
         self._open_bytes += count * self._token_bytes(tokens[0])
-        if self._open_bytes >= self._part_bytes:
+        if self._open_bytes >= self._part_bytes or len(self._open) >= _MAX_RUNS:
             self._hand_over()
 
     def close(self) -> RecordingStats:
@@ -126,6 +134,10 @@ class RecordingWriter:
         self._hand_over()
         self._full.put(None)
         self._thread.join()
+        if self._is_patient and not self._num_made:
+            with contextlib.suppress(OSError):
+                self._folder.rmdir()  # nothing came: the name is free again
+        self._check_patient()
         return self.stats()
 
     def stats(self) -> RecordingStats:
@@ -137,6 +149,11 @@ class RecordingWriter:
             self._num_lost,
             self._failure,
         )
+
+    def _check_patient(self) -> None:
+        """Who waits for the disk is told that it failed."""
+        if self._is_patient and self._failure is not None:
+            raise TraceError(f"{self._failure}; {len(self._parts)} parts were written before")
 
     def _token_bytes(self, tokens: TracedTokens) -> int:
         """Of a token in the file."""
@@ -162,7 +179,9 @@ class RecordingWriter:
                     continue
                 except TraceError as error:
                     self._failure = str(error)
-                    _log.warning("nothing more is recorded: %s", error)
+                except Exception as error:  # whatever it is, who adds must not wait for ever
+                    self._failure = f"{self._folder}: {type(error).__name__}: {error}"
+                _log.warning("nothing more is recorded: %s", self._failure)
             self._num_lost += _num_tokens(part)
 
     def _write(self, part: list[TracedTokens]) -> None:
@@ -173,7 +192,10 @@ class RecordingWriter:
         self._parts.append((path, size))
         while len(self._parts) > 1 and sum(size for _, size in self._parts) > self._max_bytes:
             oldest, _ = self._parts.popleft()
-            oldest.unlink(missing_ok=True)
+            try:
+                oldest.unlink(missing_ok=True)
+            except OSError as error:
+                raise TraceError(f"{oldest} cannot be deleted: {error.strerror}") from None
             self._num_dropped += 1
 
 
@@ -188,8 +210,10 @@ def as_trace(
     for part in parts:
         numbers.setdefault(part.request_id, len(numbers))
     of_requests = tuple(labels.get(request_id, "") for request_id in numbers)
-    counts = [len(part.expert_ids_NLK) for part in parts]
-    position_N = np.concatenate([p.start + np.arange(len(p.expert_ids_NLK)) for p in parts])
+    counts = np.array([len(part.expert_ids_NLK) for part in parts])
+    before = np.cumsum(counts) - counts
+    offsets = np.array([part.start for part in parts]) - before
+    position_N = np.arange(counts.sum()) + np.repeat(offsets, counts)
     prompt_N = np.repeat([part.num_prompt_tokens for part in parts], counts)
     ids_NLK = np.concatenate([part.expert_ids_NLK for part in parts])
     weights = [part.weights_NLK for part in parts if part.weights_NLK is not None]

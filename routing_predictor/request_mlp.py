@@ -17,6 +17,7 @@ from routing_predictor.pools import PrefixPools
 
 NUM_HIDDEN = 512
 _DROPOUT = 0.1  # in training
+_MIN_DEVIATION = 1e-3  # of a feature: one that never changes keeps a scale that fp16 holds
 
 
 class RequestMLP(nn.Module):
@@ -36,9 +37,9 @@ class RequestMLP(nn.Module):
         self.last = nn.Linear(num_hidden, num_layers * num_experts)
 
     def fit_scale(self, features_RF: Tensor) -> None:
-        """Features leave the first step with mean 0 and deviation 1 over these samples."""
+        """Features leave the first step with mean 0 and deviation 1 or less over these samples."""
         self.mean_F.copy_(features_RF.mean(0))
-        self.scale_F.copy_(1 / features_RF.std(0).clamp_min(1e-6))
+        self.scale_F.copy_(1 / features_RF.std(0).clamp_min(_MIN_DEVIATION))
 
     def forward(self, features_RF: Tensor) -> Tensor:
         x_RF = (features_RF - self.mean_F) * self.scale_F

@@ -38,6 +38,13 @@ def id_dtype(num_experts: int) -> type[np.uint8] | type[np.int16]:
     return np.uint8 if num_experts <= 256 else np.int16
 
 
+def as_int32(values_N: NDArray[np.integer], name: str) -> NDArray[np.int32]:
+    """A column of a trace, none of whose numbers may change. Raises TraceError."""
+    if len(values_N) and not -(2**31) <= int(values_N.min()) <= int(values_N.max()) < 2**31:
+        raise TraceError(f"{name} goes up to {values_N.max()}; a trace holds less than {2**31}")
+    return values_N.astype(np.int32, copy=False)
+
+
 def write_trace(trace: RoutingTrace, path: Path) -> int:
     """-> bytes written. The file is there whole or not at all. Raises TraceError."""
     tensors: dict[str, NDArray[Any]] = {
@@ -71,12 +78,13 @@ def read_trace(path: Path) -> RoutingTrace:
         raise TraceError(f"{path}: layers holds something that is no layer's number")
     has_weights, has_tokens = "weights" in file.tensors, "token" in file.tensors
     try:
+        id_dtype(file.fact("num_experts", int))  # raises where there are too many
         return RoutingTrace(
             expert_ids_NLK=file.tensor("expert_ids", "iu", 3),
-            request_N=file.tensor("request", "iu", 1).astype(np.int32),
-            position_N=file.tensor("position", "iu", 1).astype(np.int32),
+            request_N=as_int32(file.tensor("request", "iu", 1), "request"),
+            position_N=as_int32(file.tensor("position", "iu", 1), "position"),
             phase_N=file.tensor("phase", "iu", 1).astype(np.uint8),
-            token_N=file.tensor("token", "iu", 1).astype(np.int32) if has_tokens else None,
+            token_N=as_int32(file.tensor("token", "iu", 1), "token") if has_tokens else None,
             weights_NLK=file.tensor("weights", "f", 3) if has_weights else None,
             num_experts=file.fact("num_experts", int),
             layers=tuple(layers),

@@ -30,6 +30,7 @@ PARAMETER_OF = {
     "model.expert_memory_bytes": "expert_memory",
     "model.path": "model",
     "server.api_keys": "api_key",
+    "predictor.path": "predictor",
 }  # else: the key's own name
 _LINE = re.compile(r"(?P<indent> *)(?P<name>\w+):[^#]*(?:# *(?P<comment>.*))?")
 

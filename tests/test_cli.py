@@ -256,7 +256,7 @@ def test_ready_message_does_not_wrap_the_line_to_paste() -> None:
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 @pytest.mark.parametrize(
     ("target", "last"),
-    [("serve", "moe-serve serve --port 9"), ("test", "python -m pytest --port 9")],
+    [("serve", "moe-serve serve --port 9"), ("test", "scripts/test --port 9")],
 )
 def test_make_installs_torch_first(tmp_path: Path, target: str, last: str) -> None:
     """From a bare clone: a virtual environment, torch alone, the project, then the command."""

@@ -112,6 +112,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: Capture) -> None:
         (("import", prompts, "--out", trace), "is there already"),
         (("import", prompts, "--from", "word", "--out", tmp_path / "x"), "word is no format"),
         (("status", "--url", "ftp://nowhere"), "is not a URL"),
+        (("start", "--sample-rate", "nan"), "--sample-rate nan is no share"),
     ]
     for arguments, message in cases:
         assert run(*arguments) == 2, arguments

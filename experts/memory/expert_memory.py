@@ -150,12 +150,15 @@ class ExpertMemory:
         try:
             weights = self._read(self._layers[key.layer], key.expert)
             self._slots.write(slot, weights)
-        except Exception as error:  # whoever waits for it raises it
+        except BaseException as error:  # whoever waits for it raises it
             with self._changed:
                 self._table.forget(slot)
-                self._failures[key] = error
                 self._barred_LE[key.layer, key.expert] = True
+                if isinstance(error, Exception):
+                    self._failures[key] = error
                 self._changed.notify_all()
+            if not isinstance(error, Exception):
+                raise  # Ctrl-C: the slot is free again, so the next visit need not wait for it
             return
         with self._changed:
             self.banks[self._layers[key.layer]].point(key.expert, slot)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from moe_serve.engine.build import BuiltEngine
     from moe_serve.engine.request import GenerationRequest
     from moe_serve.engine.route_recorder import TokenSink
-    from routing_predictor.recording import TracedTokens, TraceHeader
+    from routing_predictor.recording import RecordingWriter, TracedTokens, TraceHeader
 
 _EXIT_INTERRUPTED = 130
 _SUFFIX = ".safetensors"
@@ -34,6 +35,10 @@ class _InMemory:
     def __init__(self, header: TraceHeader, labels: Mapping[str, str]) -> None:
         self._header, self._labels = header, labels
         self._tokens: list[TracedTokens] = []
+
+    @property
+    def has_weights(self) -> bool:
+        return self._header.has_weights
 
     def add(self, tokens: Sequence[TracedTokens]) -> None:
         self._tokens += tokens
@@ -85,33 +90,54 @@ def record(
     flags = {"cache.prefix_cache": False, **({} if model is None else {"model.path": model})}
     loaded = load_config(flags=flags, environ=os.environ, file=config_file)
 
-    from dataclasses import replace
-
     from moe_serve.cluster.any_engine import build_any_engine
     from moe_serve.engine.tracing import trace_header
+
+    config = loaded.config.engine
+    with loading_bar(Console(stderr=True)) as progress:
+        built = build_any_engine(config, progress)
+    try:
+        requests = _requests(built, chosen, max_tokens, temperature)
+        name = built.layout.folder.resolve().name if config.model.path else "moe-serve-demo"
+        header = replace(trace_header(built, config, name), has_tokens=tokens, has_weights=weights)
+        _record(built, requests, _open(out, header, chosen), out)
+    finally:
+        built.engine.close()
+
+
+def _open(
+    out: Path, header: TraceHeader, prompts: list[TracePrompt]
+) -> _InMemory | RecordingWriter:
     from routing_predictor.recording import RecordingWriter
 
-    engine_config = loaded.config.engine
-    with loading_bar(Console(stderr=True)) as progress:
-        built = build_any_engine(engine_config, progress)
-    name = Path(model).name if model else "moe-serve-demo"
-    header = replace(
-        trace_header(built, engine_config, name), has_tokens=tokens, has_weights=weights
+    labels = {f"prompt-{number}": each.label for number, each in enumerate(prompts)}
+    if out.suffix == _SUFFIX:
+        return _InMemory(header, labels)
+    return RecordingWriter(
+        out, header, part_bytes=_PART_BYTES, max_bytes=2**60, is_patient=True, labels=labels
     )
-    labels = {f"prompt-{number}": each.label for number, each in enumerate(chosen)}
-    sink: _InMemory | RecordingWriter = _InMemory(header, labels)
-    if out.suffix != _SUFFIX:
-        sink = RecordingWriter(
-            out, header, part_bytes=_PART_BYTES, max_bytes=2**60, is_patient=True, labels=labels
-        )
-    is_interrupted = False
+
+
+def _record(
+    built: BuiltEngine,
+    requests: list[GenerationRequest],
+    sink: _InMemory | RecordingWriter,
+    out: Path,
+) -> None:
+    """Run them, and write what was recorded, whatever ends it."""
+    num_tokens, is_interrupted = 0, False
     try:
-        _run(built, sink, _requests(built, chosen, max_tokens, temperature), weights)
+        _run(built, sink, requests, sink.has_weights)
     except KeyboardInterrupt:
         is_interrupted = True
     finally:
-        built.engine.close()
-        num_tokens = sink.write(out) if isinstance(sink, _InMemory) else sink.close().num_tokens
+        if isinstance(sink, _InMemory):
+            num_tokens = sink.write(out)
+        else:
+            stats = sink.close()
+            num_tokens = stats.num_tokens - stats.num_lost_tokens
+            if stats.failure is not None:
+                typer.echo(f"error: {stats.failure}", err=True)
     what = "interrupted: " if is_interrupted else ""
     if num_tokens:
         typer.echo(f"{what}{num_tokens} tokens are in {out}; see `moe-serve trace show {out}`")
@@ -119,6 +145,8 @@ def record(
         typer.echo(f"{what}nothing was recorded")
     if is_interrupted:
         raise typer.Exit(_EXIT_INTERRUPTED)
+    if not num_tokens:
+        raise typer.Exit(1)
 
 
 def _requests(

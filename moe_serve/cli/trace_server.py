@@ -20,6 +20,7 @@ AdminKey = Annotated[
     ),
 ]
 _URL = "http://127.0.0.1:8000"
+_FIELDS = {"is_recording", "folder", "sample_rate", "recording", "total"}  # of every answer
 
 
 def start(
@@ -35,6 +36,8 @@ def start(
     ] = None,
 ) -> None:
     """Begin to record the routing of a running server, into a folder of its trace.directory."""
+    if sample_rate is not None and not 0 < sample_rate <= 1:
+        raise TracingError(f"--sample-rate {sample_rate:g} is no share: it is above 0, at most 1.")
     given = {"sample_rate": sample_rate, "weights": weights}
     body = {name: value for name, value in given.items() if value is not None}
     _print(_ask(url, admin_key, "POST", "start", body))
@@ -58,7 +61,7 @@ def _ask(
 
     if key is not None and key.startswith("@"):
         key = read_secret_file(key[1:])[0]
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    headers = [] if key is None else [(b"Authorization", f"Bearer {key}".encode())]
     try:
         base = httpx.URL(url.rstrip("/").removesuffix("/v1"))
         is_local = base.host in ("127.0.0.1", "localhost", "::1")
@@ -68,12 +71,15 @@ def _ask(
         content = answer.json()
         if answer.is_error:
             raise TracingError(f"the server refused ({answer.status_code}): {_message(content)}")
-        assert isinstance(content, dict), f"the server answered {content!r}"
-        return content
+        if isinstance(content, dict) and content.keys() >= _FIELDS:
+            return content
+        why = f"{url} answers, but not like moe-serve."
     except (httpx.ConnectError, httpx.ConnectTimeout):
         why = f"no server answers at {url}: start one with `moe-serve serve`."
     except (httpx.InvalidURL, httpx.UnsupportedProtocol):
         raise TracingError(f"{url} is not a URL such as {_URL}.") from None
+    except httpx.LocalProtocolError:
+        raise TracingError("the admin key holds a character that cannot be sent.") from None
     except httpx.HTTPError as error:
         why = f"the connection to {url} broke: {str(error) or type(error).__name__}."
     except ValueError:

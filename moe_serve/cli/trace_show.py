@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,36 +38,19 @@ def show(
 ) -> None:
     """Who is hot, how many experts a batch touches, and how the loads drift."""
     from routing_predictor.heat_map import draw_heat_map
-    from routing_predictor.load_file import FORMAT, read_load
-    from routing_predictor.metadata import read_metadata
-    from routing_predictor.trace_file import read_traces
-    from routing_predictor.trace_stats import activations, drifts, layer_loads, shuffled, windows
+    from routing_predictor.trace_stats import drifts, layer_loads
 
-    facts: dict[str, Any]
-    active: list[Activation] = []
-    if len(files) == 1 and files[0].is_file() and read_metadata(files[0]).get("format") == FORMAT:
-        load = read_load(files[0])
-        by_window: Loads = load.counts_SLE
-        if len(by_window) > num_windows:
-            by_window = _merged(by_window, num_windows)
-        layers, chance = load.layers, None
-        facts = {"model": load.model, "source": load.source, "steps": len(load.counts_SLE)}
-    else:
-        trace = read_traces(files)
-        if not trace.num_tokens:
-            raise ConfigError(f"{files[0]} has no tokens: there is nothing to show.")
-        layers, by_window = trace.layers, windows(trace, num_windows)
-        chance, active = windows(shuffled(trace), num_windows), activations(trace)
-        facts = _trace_facts(trace)
-    total = by_window.sum(axis=0)
-    facts |= {"layers": len(layers), "experts": total.shape[1]}
+    shown = _read(files, num_windows)
+    total = shown.load_WLE.sum(axis=0)
     if num_ranks > total.shape[1]:
         raise ConfigError(f"--ranks {num_ranks} is more than the {total.shape[1]} experts.")
-    loads, drift = layer_loads(total, layers, num_ranks), drifts(by_window, chance)
+    facts = {**shown.facts, "layers": len(shown.layers), "experts": total.shape[1]}
+    loads = layer_loads(total, shown.layers, num_ranks)
+    drift = drifts(shown.load_WLE, shown.chance_WLE)
     console = Console(highlight=False, soft_wrap=True)
     console.print(_facts(facts), _loads(loads, num_ranks))
-    if active:
-        console.print(_activations(active))
+    if shown.active:
+        console.print(_activations(shown.active))
     if len(drift) > 1:
         console.print(_drifts(drift))
     if json_file is not None:
@@ -75,16 +58,43 @@ def show(
             "facts": facts,
             "ranks": num_ranks,
             "layers": [asdict(each) for each in loads],
-            "activated_experts": [asdict(each) for each in active],
+            "activated_experts": [asdict(each) for each in shown.active],
             "drift": [asdict(each) for each in drift],
         }
         _write(json_file, json.dumps(figures, indent=1) + "\n")
     if heatmap is not None:
-        title = (
-            f"{facts['model'] or files[0].name}: {total.sum() / len(layers):.0f} choices a layer"
-        )
-        draw_heat_map(total, layers, title, heatmap)
+        name = shown.facts["model"] or files[0].name
+        title = f"{name}: {total.sum() / len(shown.layers):.0f} choices a layer"
+        draw_heat_map(total, shown.layers, title, heatmap)
         typer.echo(f"the heat map is in {heatmap}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """What files hold: loads of W windows, of a shuffled trace too, and what only traces have."""
+
+    facts: dict[str, Any]
+    layers: tuple[int, ...]
+    load_WLE: Loads
+    chance_WLE: Loads | None
+    active: list[Activation]
+
+
+def _read(files: list[Path], num_windows: int) -> _Shown:
+    from routing_predictor.load_file import FORMAT, read_load
+    from routing_predictor.metadata import read_metadata
+    from routing_predictor.trace_file import read_traces
+    from routing_predictor.trace_stats import activations, shuffled, windows
+
+    if len(files) == 1 and files[0].is_file() and read_metadata(files[0]).get("format") == FORMAT:
+        load = read_load(files[0])
+        facts = {"model": load.model, "source": load.source, "steps": len(load.counts_SLE)}
+        return _Shown(facts, load.layers, _merged(load.counts_SLE, num_windows), None, [])
+    trace = read_traces(files)
+    if not trace.num_tokens:
+        raise ConfigError(f"{files[0]} has no tokens: there is nothing to show.")
+    by_window, chance = windows(trace, num_windows), windows(shuffled(trace), num_windows)
+    return _Shown(_trace_facts(trace), trace.layers, by_window, chance, activations(trace))
 
 
 def _trace_facts(trace: RoutingTrace) -> dict[str, Any]:
@@ -110,9 +120,10 @@ def _trace_facts(trace: RoutingTrace) -> dict[str, Any]:
 
 
 def _merged(by_step: Loads, count: int) -> Loads:
-    """Steps added up to equal windows."""
+    """Steps added up to equal windows, of which there are no more than steps."""
     import numpy as np
 
+    count = min(count, len(by_step))
     return np.stack([part.sum(axis=0) for part in np.array_split(by_step, count)])
 
 

@@ -213,6 +213,7 @@ class ClusterEngine:
                 self._evacuate(name)
         if not is_settled:
             return False
+        self._watch.keep_experts(self._coordinator.epoch.experts)
         for name in self._coordinator.epoch.attention:
             if name not in self._engines:
                 executor = RemoteExecutor(self._coordinator, name)
@@ -273,5 +274,5 @@ def _sum_of(
         num_queried_tokens=total("num_queried_tokens", everyone),
         num_hit_tokens=total("num_hit_tokens", everyone),
         is_alive=True,
-        batching=sum_of([stats.batching for stats in each if stats.batching]),
+        batching=sum_of(*([s.batching for s in g if s.batching] for g in (each, past))),
     )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -66,6 +66,7 @@ class PoolWatch:
         self._open: dict[int, _OpenStep] = {}
         self._next: _OpenStep | None = None
         self._memories: dict[str, MemoryStats] = {}  # of expert ranks, by name
+        self._past = MemoryStats()  # what lost ones counted
 
     def choose(self, plans: Mapping[str, StepPlan], num_expert_ranks: int) -> int:
         """Micro-batches of the step that comes."""
@@ -98,6 +99,9 @@ class PoolWatch:
             if self._writer is not None:
                 self._writer.write(track, taken.records, offset_ns, taken.num_lost)
         if isinstance(report, StepServed) and report.memory is not None:
+            before = self._memories.get(name)
+            if before is not None and report.memory.num_visits < before.num_visits:
+                self._end_memory(name)  # it has started again
             self._memories[name] = report.memory
         opened = self._open.get(report.step)
         if opened is not None:
@@ -117,13 +121,20 @@ class PoolWatch:
     def forget(self, name: str) -> None:
         """A rank is lost."""
         self._recent.forget(track_of(name))
-        self._memories.pop(name, None)
+
+    def keep_experts(self, names: Collection[str]) -> None:
+        """These expert ranks are there: no memory but theirs holds anything."""
+        for name in self._memories.keys() - set(names):
+            self._end_memory(name)
 
     @property
     def expert_memory(self) -> MemoryStats | None:
-        """Of all expert ranks together, as they were at the end of their last steps."""
+        """Of all expert ranks together, as they were at the end of their last steps. Counts never
+        shrink: those of lost ranks stay in them."""
         each = list(self._memories.values())
-        return functools.reduce(MemoryStats.plus, each) if each else None
+        if not each and not self._past.num_visits:
+            return None
+        return functools.reduce(MemoryStats.plus, each, self._past)
 
     def stats(self) -> PoolStats:
         return self._recent.stats()
@@ -133,6 +144,10 @@ class PoolWatch:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+    def _end_memory(self, name: str) -> None:
+        counted = self._memories.pop(name)
+        self._past = self._past.plus(replace(counted, budget_bytes=0, resident_bytes=0))
 
     def _close(self, step: int, opened: _OpenStep) -> None:
         if not opened.seconds or len(opened.experts) < opened.num_expert_ranks:

@@ -71,10 +71,9 @@ def build_engine(
     progress: LoadProgress | None = None,
     open_weights: OpenWeights = open_checkpoint,
 ) -> BuiltEngine:
-    """Load the model and make the engine. `open_weights`: where its weights come from.
+    """Load the model (`open_weights`: from where) and make the engine.
 
-    Sets torch's number of threads in this process: to the configured one, or to 1 where the
-    kernels have threads of their own.
+    Sets torch's threads in this process: as configured, or 1 where kernels have their own.
     """
     clock = time.monotonic()
     keep_freed_memory()
@@ -83,25 +82,25 @@ def build_engine(
     loader = open_loader(folder, config.model, num_threads, device, progress, open_weights)
     torch.set_num_threads(1 if loader.kernels.has_own_threads else num_threads)
     spec, max_model_len = loader.spec, max_model_len_of(config.model, loader.spec)
+    eos = eos_token_ids_of(folder, spec)
     tap, routes = RouteTap(spec.router.num_experts), RouteListeners()
-    policy = policy_maker(config, folder, spec, routes)()  # early: it may refuse a predictor
+    make_policy = policy_maker(config, folder, spec, routes)  # may refuse a predictor: it is early
     experts = loader.expert_stage(budget=MemoryBudget.of(config.model))
     part = load_attention(loader, config, max_model_len)
-    eos_token_ids = eos_token_ids_of(folder, spec)
     transport = _local_transport(loader, experts, config)
     pipeline = Pipeline(part.stage, transport, part.cache, device, tap=tap)
     cuts = config.pipeline.num_in_one_process
     runner, graphs = with_cuda_graphs(pipeline, part.stage, part.cache, config, max_model_len, cuts)
     engine = Engine(
-        LocalExecutor(runner, make_sampler(eos_token_ids, loader.kernels), tap, experts.memory),
+        LocalExecutor(runner, make_sampler(eos, loader.kernels), tap, experts.memory),
         scheduler=config.scheduler,
         num_pages=part.num_pages,
         micro_batches=cuts,
         max_model_len=max_model_len,
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=eos,
         model_identity=_identity(folder, loader),
         has_prefix_cache=config.cache.prefix_cache,
-        policy=policy,
+        policy=make_policy(),
         routes=routes,
     )
     layout = Layout(

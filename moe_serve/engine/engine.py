@@ -123,6 +123,7 @@ class Engine:
     def surrender(self) -> list[Sequence]:
         """All sequences in order of arrival, without what was computed: its pages are lost."""
         sequences = sorted(self._sequences.values(), key=lambda s: s.id)
+        self._scheduler.policy.forget(s.id for s in (*sequences, *self._scheduler.running))
         for sequence in sequences:
             sequence.restart()
             sequence.page_table, sequence.page_keys, sequence.awaited_key = [], [], None
@@ -219,8 +220,7 @@ class Engine:
             for sequence, _ in schedule.values():
                 self._pending.append(self._fail(sequence, f"its step failed: {outcome}"))
             return
-        alone = [{key: item} for key, item in schedule.items()]
-        for part in alone:
+        for part in [{key: item} for key, item in schedule.items()]:
             self._finish(part, self._try(make_step_plan(part, 1, self._split), part))
 
     def stats(self) -> EngineStats:

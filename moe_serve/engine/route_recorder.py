@@ -39,7 +39,13 @@ class RouteRecorder:
 
     def wants(self, step: int, sequences: Mapping[int, EngineSequence]) -> list[int]:
         """See `RouteListener.wants`."""
-        return [k for k, s in sequences.items() if self._next_of(s.request.request_id) >= 0]
+        wanted, known = [], self._next
+        for key, sequence in sequences.items():
+            request_id = sequence.request.request_id
+            place = known.get(request_id)
+            if (self._next_of(request_id) if place is None else place) >= 0:
+                wanted.append(key)
+        return wanted
 
     def take(self, records: list[RouteRecord]) -> None:
         """What was told before (of a request that was preempted or moved) is left out."""

@@ -69,7 +69,7 @@ class RouteListeners:
         if not listeners:
             return plan
         sequences = {key: sequence for key, (sequence, _) in schedule.items()}
-        wanted = frozenset(key for listener in listeners for key in listener.wants(step, sequences))
+        wanted = frozenset[int]().union(*(each.wants(step, sequences) for each in listeners))
         if not wanted:
             return plan
         ask = RouteAsk(wanted, any(listener.has_weights for listener in listeners))

@@ -2,8 +2,8 @@
 
 One rule for prompts and answers alike: every running sequence has tokens that are not computed yet,
 and a step computes some of them under a token budget. Sequences with one token left (decode) go
-first, then prompts in order of arrival, then new arrivals. When pages run out, the sequence that
-arrived last gives its pages back and waits to be computed again.
+first, then prompts in the order in which they started, then who waits. When pages run out, the one
+that started last gives its pages back and waits, before all others, to be computed again.
 
 A sequence starts with what is cached of its tokens. If a sequence that runs is just computing its
 next page, it waits for that page, and those behind it may start first. The batch policy may let
@@ -36,7 +36,7 @@ class Scheduler:
     ) -> None:
         self._config, self.cache, self.sharing, self.policy = config, cache, sharing, policy
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in order of arrival
+        self.running: list[Sequence] = []  # in the order in which they started
         self.num_preemptions = 0
         self._unproven_pages: list[int] = []
 
@@ -151,7 +151,7 @@ class Scheduler:
         return self.cache.num_available - promised - missing - self.cache.num_idle(found)
 
     def _make_room(self, sequence: Sequence, count: int, chosen: Schedule) -> bool:
-        """Pages for `count` more tokens, at the cost of the latest arrivals; False if it is one."""
+        """Pages for `count` more tokens, at the cost of who started last; False if that is it."""
         if not sequence.is_running:
             return False  # preempted a moment ago
         needed = sequence.num_missing_pages(sequence.num_computed_tokens + count)

@@ -18,7 +18,7 @@ from moe_serve.errors import ConfigError, TracingError
 from routing_predictor.errors import TraceError
 from routing_predictor.recording import RecordingStats, RecordingWriter, TraceHeader
 
-MIN_RATE = 1e-6
+MIN_RATE = 0.0001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from moe_serve.engine.tracing import Tracing, TracingStatus
+from moe_serve.engine.tracing import MIN_RATE, Tracing, TracingStatus
 from moe_serve.errors import InvalidRequestError
 from moe_serve.http.auth import ADMIN_PREFIX
 from moe_serve.http.body import read_json_object
@@ -51,6 +51,8 @@ def _options(body: dict[str, Any]) -> tuple[float | None, bool | None]:
         raise InvalidRequestError(
             f"sample_rate must be a number, got {rate!r}.", param="sample_rate"
         )
+    if rate is not None and not MIN_RATE <= rate <= 1:
+        raise InvalidRequestError(f"sample_rate must be in [{MIN_RATE:g}, 1].", param="sample_rate")
     if has_weights is not None and not isinstance(has_weights, bool):
         raise InvalidRequestError(
             f"weights must be true or false, got {has_weights!r}.", param="weights"

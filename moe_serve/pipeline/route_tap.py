@@ -17,6 +17,7 @@ from experts.routed_rows import RoutedRows
 from moe_serve.model.step_plan import MicroBatch, StepPlan
 
 MAX_BYTE_EXPERTS = 256
+_NUMPY = {torch.uint8: np.uint8, torch.int16: np.int16, torch.float16: np.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,21 +80,29 @@ class RouteTap:
         )
 
 
-def _rows_of(batch: MicroBatch, wanted: frozenset[int]) -> Tensor | slice | None:
+def _rows_of(batch: MicroBatch, wanted: frozenset[int]) -> list[int] | slice | None:
     """Which rows of a micro-batch are asked for; None: none."""
-    flags = [piece.sequence_id in wanted for piece in batch.slices]
-    if all(flags):
-        return slice(None)
-    if not any(flags):
-        return None
-    counts = [len(piece.token_ids) for piece in batch.slices]
-    return torch.from_numpy(np.flatnonzero(np.repeat(flags, counts)))
+    rows: list[int] = []
+    end, is_whole = 0, True
+    for piece in batch.slices:
+        start, end = end, end + len(piece.token_ids)
+        if piece.sequence_id in wanted:
+            rows.extend(range(start, end))
+        else:
+            is_whole = False
+    return slice(None) if is_whole else rows or None
 
 
-def _chosen(layers: list[Tensor], rows: Tensor | slice, dtype: torch.dtype) -> NDArray[Any]:
-    """[T, K] of every layer -> [N, L, K] on the host: one copy from the device."""
-    stacked_TLK = torch.stack(layers, dim=1)
-    if isinstance(rows, Tensor):
-        stacked_TLK = stacked_TLK[rows.to(stacked_TLK.device)]
-    chosen: NDArray[Any] = stacked_TLK.to(dtype).cpu().numpy()
-    return chosen
+def _chosen(
+    layers: list[Tensor], rows: list[int] | slice, dtype: torch.dtype
+) -> NDArray[np.integer[Any]] | NDArray[np.float16]:
+    """[T, K] of every layer -> [N, L, K] on the host: one copy from a device, where there is one.
+
+    On a CPU by numpy, whose calls are short: this is most of what asking costs.
+    """
+    top_k = layers[0].shape[1]
+    if layers[0].device.type != "cpu":
+        stacked: NDArray[Any] = torch.cat(layers, dim=1)[rows].to(dtype).cpu().numpy()
+        return stacked.reshape(-1, len(layers), top_k)
+    beside: NDArray[Any] = np.concatenate([layer_TK.numpy() for layer_TK in layers], axis=1)
+    return beside[rows].astype(_NUMPY[dtype]).reshape(-1, len(layers), top_k)

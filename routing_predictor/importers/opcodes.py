@@ -16,6 +16,9 @@ from typing import Any
 from routing_predictor.errors import TraceError
 
 _MAX_BYTES = 2**28
+_MAX_COUNT = 2**40  # of a tensor's sizes: numbers beyond it are no tensor's
+_MAX_DIMENSIONS = 8
+_MAX_SHOWN = 100  # characters of a name in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,8 @@ class Name:
     name: str
 
     def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
+        whole = f"{self.module[:_MAX_SHOWN]}.{self.name[:_MAX_SHOWN]}"
+        return "".join(letter if letter.isprintable() else "?" for letter in whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +159,9 @@ class _Machine:
             stack.append(_known(Name(module, word)))
         elif name == "STACK_GLOBAL":
             word, module = stack.pop(), stack.pop()
-            stack.append(_known(Name(str(module), str(word))))
+            if not isinstance(module, str) or not isinstance(word, str):
+                raise TraceError("its pickle is damaged (a name that is no text)")
+            stack.append(_known(Name(module, word)))
         elif name == "BINPERSID":
             stack.append(_storage(stack.pop()))
         elif name == "REDUCE":
@@ -217,7 +223,7 @@ def _made(what: Any, arguments: Any) -> Any:
         and _is_count(offset)
         and _are_counts(shape)
         and _are_counts(strides)
-        and len(shape) == len(strides)
+        and len(shape) == len(strides) <= _MAX_DIMENSIONS
     )
     if not is_sound:
         raise TraceError("it describes a tensor that cannot be one: refused")
@@ -235,7 +241,7 @@ def _put_all(target: dict[Any, Any], items: list[Any]) -> dict[Any, Any]:
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value <= _MAX_COUNT
 
 
 def _are_counts(values: Any) -> bool:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import csv
 import io
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 from zipfile import BadZipFile
 
 import numpy as np
@@ -33,6 +34,8 @@ from routing_predictor.importers.tables import (
 )
 from routing_predictor.load_file import ExpertLoad
 from routing_predictor.trace import RoutingTrace
+
+_MAX_NUMBER = 2**31  # of a layer or a token
 
 
 def import_npz(paths: Sequence[Path], options: ImportOptions) -> RoutingTrace:
@@ -52,14 +55,14 @@ def import_npz(paths: Sequence[Path], options: ImportOptions) -> RoutingTrace:
     position_N, sample_N = columns
     if sample_N is None:
         return make_trace(ids_NLK, options, position_N=position_N)
-    names = _names(arrays.get("sample_name"), int(sample_N.max()) + 1, path)
-    numbers = [str(number) for number in range(len(names))]
+    samples, request_N = np.unique(sample_N, return_inverse=True)
+    names = _names(arrays.get("sample_name"), samples, path)
     return make_trace(
         ids_NLK,
         options,
-        request_N=sample_N,
+        request_N=request_N,
         position_N=_counted(sample_N) if position_N is None else position_N,
-        request_ids=numbers,
+        request_ids=[str(number) for number in samples],
         labels=names if any(names) else (),
     )
 
@@ -80,7 +83,10 @@ def import_npy(paths: Sequence[Path], options: ImportOptions) -> RoutingTrace:
 def import_csv(paths: Sequence[Path], options: ImportOptions) -> ExpertLoad:
     """Raises TraceError. A first row of words is a heading."""
     path = _one(paths)
-    rows = [row for row in csv.reader(io.StringIO(read_text(path))) if any(row)]
+    try:
+        rows = [row for row in csv.reader(io.StringIO(read_text(path))) if any(row)]
+    except csv.Error as error:
+        raise TraceError(f"{path} is no CSV: {error}") from None
     if rows and not _is_number(rows[0][0]):
         rows = rows[1:]
     if not rows:
@@ -98,7 +104,7 @@ def import_token_lines(paths: Sequence[Path], options: ImportOptions) -> Routing
     found: dict[tuple[int, int], Any] = {}
     for number, entry in enumerate(read_json_lines(path), 1):
         layer, token = entry.get("layer"), entry.get("token_idx")
-        if type(layer) is not int or type(token) is not int or min(layer, token) < 0:
+        if not (_is_index(layer) and _is_index(token)):
             raise TraceError(f"{path}:{number}: layer and token_idx are {layer!r} and {token!r}")
         if (token, layer) in found:
             raise TraceError(f"{path}:{number}: token {token} has layer {layer} twice")
@@ -131,7 +137,7 @@ def _numpy_arrays(path: Path) -> Mapping[str, NDArray[Any]]:
             return {name: loaded[name] for name in loaded.files}
     except FileNotFoundError:
         raise TraceError(f"{path} is not there") from None
-    except (OSError, ValueError, EOFError, BadZipFile) as error:
+    except (OSError, ValueError, EOFError, BadZipFile, zlib.error, MemoryError) as error:
         raise TraceError(f"{path} cannot be read as numpy arrays: {error}") from None
 
 
@@ -140,12 +146,13 @@ def _check_ids(ids: NDArray[Any], path: Path) -> None:
         raise TraceError(f"{path} has no ids, or one below 0")
 
 
-def _names(array: NDArray[Any] | None, count: int, path: Path) -> list[str]:
+def _names(array: NDArray[Any] | None, samples: NDArray[Any], path: Path) -> list[str]:
     if array is None:
-        return [""] * count
+        return [""] * len(samples)
+    count = int(samples[-1]) + 1
     if array.ndim != 1 or array.dtype.kind not in "US" or len(array) < count:
         raise TraceError(f"{path}: sample_name is no list of {count} names")
-    return [str(name) for name in array]
+    return [str(array[number]) for number in samples]
 
 
 def _counted(sample_N: NDArray[Any]) -> NDArray[np.int64]:
@@ -155,6 +162,10 @@ def _counted(sample_N: NDArray[Any]) -> NDArray[np.int64]:
     position_N = np.empty(len(sample_N), np.int64)
     position_N[order] = np.arange(len(sample_N)) - np.repeat(starts, counts)
     return position_N
+
+
+def _is_index(value: Any) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < _MAX_NUMBER
 
 
 def _is_number(cell: str) -> bool:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from routing_predictor.errors import TraceError
 from routing_predictor.load_file import ExpertLoad
 from routing_predictor.trace import DECODE, RoutingTrace
-from routing_predictor.trace_file import id_dtype
+from routing_predictor.trace_file import as_int32, id_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ def as_array(value: Any, num_dimensions: int, what: str) -> NDArray[np.float64]:
     """Numbers (lists of lists, or an array) with so many dimensions."""
     try:
         array = np.asarray(value, dtype=np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise TraceError(f"{what} is not a table of numbers") from None
     if array.ndim != num_dimensions or not array.size:
         raise TraceError(f"{what} has the shape {array.shape}; {num_dimensions} dimensions wanted")
@@ -97,6 +97,7 @@ def logical_counts(
         raise TraceError(
             f"{what}: counts have the shape {counts_LP.shape}, their map {map_LP.shape}"
         )
+    id_dtype(num_experts)  # raises where there are too many
     if map_LP.max() >= num_experts:
         raise TraceError(f"{what}: slots hold expert {map_LP.max()}, of {num_experts}")
     logical_LE = np.zeros((len(counts_LP), num_experts))
@@ -151,13 +152,13 @@ def make_trace(
         expert_ids_NLK=ids_NLK.astype(id_dtype(num_experts))
         if ids_NLK.max() < num_experts
         else ids_NLK,
-        request_N=request_N.astype(np.int32),
-        position_N=position_N.astype(np.int32),
+        request_N=as_int32(request_N, "request"),
+        position_N=as_int32(position_N, "position"),
         phase_N=np.full(count, DECODE, np.uint8) if phase_N is None else phase_N,
         num_experts=num_experts,
         layers=tuple(layers) or tuple(range(ids_NLK.shape[1])),
         request_ids=tuple(request_ids),
         labels=tuple(labels),
         model=options.model,
-        token_N=None if token_N is None else token_N.astype(np.int32),
+        token_N=None if token_N is None else as_int32(token_N, "token"),
     )

@@ -21,30 +21,35 @@ _DTYPES = {
     "IntStorage": "i4", "ShortStorage": "i2", "CharStorage": "i1", "ByteStorage": "u1",
     "BoolStorage": "?",
 }  # fmt: skip
+_MAX_SHARED = 2**18  # values, or bytes of arrays, beyond what files without shared ones hold
 
 
 def read_torch_file(path: Path) -> Any:
     """Raises TraceError for what is no such file, or holds more than plain data."""
     try:
         with zipfile.ZipFile(path) as archive:
-            return _TorchZip(archive).read()
+            return _TorchZip(archive, path.stat().st_size).read()
     except FileNotFoundError:
         raise TraceError(f"{path} is not there") from None
     except zipfile.BadZipFile:
         raise TraceError(
             f"{path} is no zip, as torch.save has written since version 1.6: it is not read"
         ) from None
-    except (OSError, NotImplementedError, RuntimeError) as error:
-        raise TraceError(f"{path} cannot be read: {error}") from None
     except TraceError as error:
         raise TraceError(f"{path}: {error}") from None
+    except (OSError, EOFError, ValueError, RuntimeError) as error:  # what zipfile raises
+        raise TraceError(f"{path} cannot be read: {error or 'it ends early'}") from None
 
 
 class _TorchZip:
-    """An open file."""
+    """An open file. Values may be shared (a pickle says so in two bytes), so what they come to is
+    counted: a small file never becomes a large object."""
 
-    def __init__(self, archive: zipfile.ZipFile) -> None:
+    def __init__(self, archive: zipfile.ZipFile, num_bytes: int) -> None:
         self._archive = archive
+        self._storages: dict[str, bytes] = {}
+        self._arrays: dict[StoredTensor, NDArray[Any]] = {}
+        self._values_left = self._bytes_left = 4 * num_bytes + _MAX_SHARED
         entries = {entry.filename: entry for entry in archive.infolist()}
         described = [name for name in entries if name.endswith("/data.pkl")]
         if len(described) != 1:
@@ -69,8 +74,13 @@ class _TorchZip:
         """The same with arrays in place of what describes them."""
         if depth > 32:
             raise TraceError("its lists are nested more than 32 deep: refused")
+        self._values_left -= 1
+        if self._values_left < 0:
+            raise TraceError("its lists hold each other too often: refused")
         if isinstance(value, StoredTensor):
-            return self._array(value)
+            if value not in self._arrays:
+                self._arrays[value] = self._array(value)
+            return self._arrays[value]
         if isinstance(value, dict):
             return {key: self._filled(item, depth + 1) for key, item in value.items()}
         if isinstance(value, list | tuple):
@@ -83,7 +93,9 @@ class _TorchZip:
         if tensor.storage not in _DTYPES:
             raise TraceError(f"it holds a tensor of {tensor.storage}, which no table of counts is")
         dtype = np.dtype("<" + _DTYPES[tensor.storage])
-        content = self._bytes(f"{self._root}data/{tensor.key}")
+        if tensor.key not in self._storages:
+            self._storages[tensor.key] = self._bytes(f"{self._root}data/{tensor.key}")
+        content = self._storages[tensor.key]
         if len(content) != tensor.num_stored * dtype.itemsize:
             raise TraceError(
                 f"storage {tensor.key} has {len(content)} bytes, not {tensor.num_stored} values"
@@ -93,6 +105,9 @@ class _TorchZip:
         last = tensor.offset + sum((count - 1) * stride for count, stride in steps)
         if size and (last >= tensor.num_stored or size > tensor.num_stored):
             raise TraceError(f"a tensor of {tensor.shape} reaches beyond its storage")
+        self._bytes_left -= size * dtype.itemsize
+        if self._bytes_left < 0:
+            raise TraceError("its tensors share their numbers too often: refused")
         if not size:
             return np.zeros(tensor.shape, dtype)
         flat = np.frombuffer(content, dtype)[tensor.offset :]

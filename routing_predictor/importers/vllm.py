@@ -36,9 +36,9 @@ def import_vllm(paths: Sequence[Path], options: ImportOptions) -> ExpertLoad:
     model, entries = options.model, list[Any]()
     if path.suffix == ".jsonl":
         entries = [e for e in read_json_lines(path) if e.get("record_type") == STATS]
-        other = {entry.get("version") for entry in entries} - {VERSION}
-        if other:
-            raise TraceError(f"{path}: version {other.pop()!r} of {STATS}; {VERSION} is read")
+        for version in (entry.get("version") for entry in entries):
+            if version != VERSION:
+                raise TraceError(f"{path}: version {version!r} of {STATS}; {VERSION} is read")
         names = ("expert_load", "p2l_map")
     else:
         content = read_json(path)

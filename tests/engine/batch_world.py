@@ -25,8 +25,8 @@ NUM_LAYERS, NUM_EXPERTS = 2, 8
 class Given:
     """A SignatureSource whose signatures are in the table already."""
 
-    def __init__(self) -> None:
-        self.is_on = True
+    def __init__(self, table: SignatureTable) -> None:
+        self._table, self.is_on = table, True
         self.recall: float | None = None
         self.has_predictor = False
 
@@ -34,7 +34,7 @@ class Given:
         """Nothing changes."""
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
-        """Nothing is kept."""
+        self._table.forget(sequence_ids)
 
 
 class World:
@@ -43,8 +43,9 @@ class World:
     def __init__(
         self, *, max_passed_over: int = 8, max_age_s: float = 1e9, tolerance: float = 0.0
     ) -> None:
-        self.cost, self.now, self.source = ConcaveCost(), 0.0, Given()
+        self.cost, self.now = ConcaveCost(), 0.0
         self.table = SignatureTable(self.cost)
+        self.source = Given(self.table)
         self.ageing = Ageing(max_passed_over, max_age_s, lambda: self.now)
         bounds = Bounds(tolerance=tolerance)
         self.policy = ExpertAware(self.source, self.table, self.ageing, self.cost, bounds)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from fake_runner import VOCAB_SIZE, FakeRunner, continuation
 from moe_serve.config import SchedulerConfig
+from moe_serve.engine.batch_policy.arrival_order import FIFO, ArrivalOrder
+from moe_serve.engine.batch_policy.longest_first import split
+from moe_serve.engine.batch_policy.policy import BatchPolicy
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.sampler import Sampler
@@ -24,6 +28,7 @@ def make_engine(
     budget: int = 64,
     micro_batches: int = 1,
     eos: frozenset[int] = frozenset(),
+    policy: BatchPolicy = FIFO,
 ) -> Engine:
     return Engine(
         LocalExecutor(runner, Sampler(eos)),
@@ -32,6 +37,7 @@ def make_engine(
         micro_batches=micro_batches,
         max_model_len=160,
         eos_token_ids=eos,
+        policy=policy,
     )
 
 
@@ -278,3 +284,20 @@ def test_random_submits_and_aborts_leave_nothing(seed: int) -> None:
         answer = result.get(name, [])
         assert answer == continuation(prompt, len(answer)), name
         assert answer or name in aborted, name
+
+
+def test_what_moves_away_is_forgotten_by_its_policy() -> None:
+    """Those that run, wait, and have ended in a step that was never told of."""
+    gone: list[int] = []
+
+    class Remembering(ArrivalOrder):
+        def forget(self, sequence_ids: Iterable[int]) -> None:
+            gone.extend(sequence_ids)
+
+    engine = make_engine(FakeRunner(), max_num_seqs=2, policy=Remembering("fifo", split))
+    for name in "abc":
+        engine.add(request(name, [1, 2, 3]))
+    engine.begin_step()
+    engine.abort("a")
+    assert [s.request.request_id for s in engine.surrender()] == ["b", "c"]
+    assert set(gone) == {0, 1, 2}

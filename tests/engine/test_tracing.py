@@ -102,7 +102,7 @@ def test_start_and_stop_answer_what_is_wrong(built: BuiltEngine, tmp_path: Path)
     traced = tracing(built, tmp_path)
     with pytest.raises(TracingError, match="No recording is running"):
         traced.stop()
-    with pytest.raises(TracingError, match=r"sample_rate 2 is not in \[1e-06, 1\]"):
+    with pytest.raises(TracingError, match=r"sample_rate 2 is not in \[0.0001, 1\]"):
         traced.start(sample_rate=2.0)
     traced.start()
     with pytest.raises(TracingError, match="is running already, in .*19700101-000000"):

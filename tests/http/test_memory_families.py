@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from experts.memory.memory_stats import MemoryStats
+from moe_serve.cluster.messages import StageSeconds, StepServed
+from moe_serve.cluster.pool_watch import PoolWatch
 from moe_serve.http.memory_families import memory_families
 
 STATS = MemoryStats(
@@ -26,3 +28,20 @@ def test_sums_and_differences() -> None:
     since = both.minus(STATS)
     assert (since.budget_bytes, since.num_needed, since.wait_seconds) == (600, 8, 0.5)
     assert MemoryStats().hit_rate == MemoryStats().row_hit_rate == 1.0
+
+
+def test_counts_of_ranks_that_were_lost_or_started_again_stay() -> None:
+    watch = PoolWatch(None, 1, None)
+    assert watch.expert_memory is None
+
+    def heard(name: str, num_visits: int) -> MemoryStats | None:
+        memory = MemoryStats(budget_bytes=10, num_visits=num_visits, num_reads=2 * num_visits)
+        served = StepServed(epoch=1, step=1, failure=None, seconds=StageSeconds(), memory=memory)
+        watch.heard(name, served, 0)
+        return watch.expert_memory
+
+    heard("expert-0", 5)
+    assert heard("expert-1", 7) == MemoryStats(budget_bytes=20, num_visits=12, num_reads=24)
+    watch.keep_experts(["expert-0"])
+    assert watch.expert_memory == MemoryStats(budget_bytes=10, num_visits=12, num_reads=24)
+    assert heard("expert-0", 1) == MemoryStats(budget_bytes=10, num_visits=13, num_reads=26)

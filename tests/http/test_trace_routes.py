@@ -74,6 +74,8 @@ def test_start_status_stop(admin: TestClient, tmp_path: Path) -> None:
     ("body", "message"),
     [
         ({"sample_rate": "all"}, "sample_rate must be a number"),
+        ({"sample_rate": 10**400}, "sample_rate must be in"),
+        ({"sample_rate": 0}, "sample_rate must be in"),
         ({"weights": 1}, "weights must be true or false"),
         ({"folder": "/etc"}, "Unknown field folder; known are sample_rate, weights"),
     ],

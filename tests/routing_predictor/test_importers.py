@@ -182,6 +182,17 @@ def test_npz_and_npy_alone(tmp_path: Path) -> None:
     assert found.top_k == 1 and np.array_equal(found.expert_ids_NLK[:, :, 0], ids[:, :, 0])
 
 
+def test_npz_with_large_numbers(tmp_path: Path) -> None:
+    path, ids = tmp_path / "a.npz", np.zeros((4, 2, 1), np.uint8)
+    np.savez(path, ids=ids, sample=np.array([7, 7, 2**40, 2**40]))
+    found = trace(path)
+    assert found.request_ids == ("7", str(2**40)) and found.request_N.tolist() == [0, 0, 1, 1]
+    assert found.position_N.tolist() == [0, 1, 0, 1]
+    np.savez(path, ids=ids, pos=np.arange(4) + 2**32)
+    with pytest.raises(TraceError, match="position goes up to 4294967299"):
+        trace(path)
+
+
 def test_an_object_array_is_refused(tmp_path: Path) -> None:
     header = b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }"
     header += b" " * (117 - len(header)) + b"\n"
@@ -231,6 +242,20 @@ def test_token_lines(tmp_path: Path) -> None:
         ("a.npz", "no", "cannot be read as numpy arrays"),
         ("a.txt", "", "its name does not say what it is"),
         ("a.pt", "", "is no zip"),
+        ("a.json", f'{{"logical_count": [[{10**400}]]}}', "is not a table of numbers"),
+        ("a.jsonl", '{"record_type": "eplb_load_stats", "version": [1]}', r"version \[1\] of"),
+        (
+            "a.json",
+            '{"records": [{"forward_pass_id": 1, "global_physical_count": [[1]]}], '
+            '"last_physical_to_logical_map": [[1000000000]]}',
+            "1000000001 experts; a trace holds ids of at most 32768",
+        ),
+        (
+            "a.jsonl",
+            f'{{"topk_ids": [1], "layer": 0, "token_idx": {2**31}}}',
+            "layer and token_idx are",
+        ),
+        ("a.csv", "x,1\n" + "9" * 200_000, "is no CSV: field larger"),
     ],
 )
 def test_mistakes_are_sentences(tmp_path: Path, name: str, content: str, message: str) -> None:

@@ -102,6 +102,51 @@ def test_a_disk_that_fails_ends_the_recording(
     assert "nothing more is recorded" in caplog.text
 
 
+def test_who_waits_is_told_that_the_disk_failed(tmp_path: Path) -> None:
+    writer = RecordingWriter(
+        tmp_path / "one", HEADER, part_bytes=1, max_bytes=2**20, is_patient=True
+    )
+    (tmp_path / "one").rmdir()
+    with pytest.raises(TraceError, match=r"cannot be written.*0 parts were written before"):
+        for step in range(9):  # the thread says so while these wait
+            writer.add([tokens("r1", step, 1)])
+    with pytest.raises(TraceError, match="cannot be written"):
+        writer.close()
+
+
+def test_what_nobody_foresaw_ends_the_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> int:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(recording, "write_trace", fail)
+    writer = RecordingWriter(tmp_path / "one", HEADER, part_bytes=1, max_bytes=2**20)
+    for step in range(9):
+        writer.add([tokens("r1", step, 1)])
+    stats = writer.close()
+    assert stats.num_lost_tokens == 9
+    assert stats.failure is not None and "MemoryError: no room" in stats.failure
+
+
+def test_a_recording_of_nothing_leaves_nothing(tmp_path: Path) -> None:
+    for is_patient in (True, False):  # a server's folder stays: its status names it
+        folder = tmp_path / str(is_patient)
+        RecordingWriter(folder, HEADER, part_bytes=1, max_bytes=1, is_patient=is_patient).close()
+        assert folder.exists() != is_patient
+
+
+def test_many_short_runs_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "_MAX_RUNS", 4)
+    writer = RecordingWriter(
+        tmp_path / "one", HEADER, part_bytes=2**20, max_bytes=2**20, is_patient=True
+    )
+    for step in range(10):
+        writer.add([tokens("r1", step, 1)])
+    assert writer.close().num_parts == 3
+    assert read_traces([tmp_path / "one"]).position_N.tolist() == list(range(10))
+
+
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in (tmp_path, tmp_path / "file" / "one"):

@@ -134,6 +134,9 @@ def test_what_would_run_is_refused(tmp_path: Path, pickle: bytes, message: str) 
         (b"})K\x01s.", "a key of a dict is tuple"),
         (b"]" + b"]" * 40 + b"a" * 40 + b".", "more than 32 deep"),
         (b"]q\x00h\x00a.", "more than 32 deep"),
+        (b"]q\x00h\x00h\x00\x93.", "a name that is no text"),
+        (tensor((2**31 - 1,) * 9, (1,) * 9), "cannot be one"),
+        (b"c\x1b[2J\nX\n.", r"it names \?\[2J.X"),
     ],
 )
 def test_damage_is_said(tmp_path: Path, pickle: bytes, message: str) -> None:
@@ -153,6 +156,29 @@ def test_what_is_no_zip(tmp_path: Path) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("x/other", b"")
     with pytest.raises(TraceError, match="has 0 descriptions"):
+        read_torch_file(path)
+
+
+def test_a_small_file_never_becomes_large(tmp_path: Path) -> None:
+    pairs = b"(K\x01K\x02lq\x00"  # each list holds the one before it twice
+    pairs += b"".join(b"(h%ch%clq%c" % (i, i, i + 1) for i in range(28))
+    with pytest.raises(TraceError, match="hold each other too often"):
+        read_torch_file(torch_zip(tmp_path / "a.pt", b"(" + pairs + b"l."))
+    storage = np.zeros(2**18, dtype="<i4").tobytes()
+    views = b"".join(tensor((2**17,), (1,), stored=2**18, offset=i) for i in range(16))
+    with zipfile.ZipFile(tmp_path / "b.pt", "w") as archive:
+        archive.writestr("x/data.pkl", b"(" + views + b"l.")
+        archive.writestr("x/data/0", storage)
+    with pytest.raises(TraceError, match="share their numbers too often"):
+        read_torch_file(tmp_path / "b.pt")
+
+
+def test_a_zip_with_damaged_names(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("ä/data.pkl", b"K\x01.")
+    path.write_bytes(path.read_bytes().replace("ä".encode(), b"\xff\xff"))
+    with pytest.raises(TraceError, match="cannot be read"):
         read_torch_file(path)
 
 

@@ -37,7 +37,8 @@ def plot_counts(report: BatchingReport, path: Path) -> None:
         axis.set_xlabel("running requests")
         axis.axhline(12, color="0.8", linestyle="--", linewidth=1)
         if rows:
-            axis.legend(fontsize=8, loc="lower right")
+            axis.legend(fontsize=7, loc="lower center", ncol=2)
+    axes[0].set_ylim(bottom=-6)
     axes[0].set_ylabel("activated experts below fifo, %")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

@@ -134,8 +134,8 @@ def print_report(report: BatchingReport) -> None:
         same = "the same tokens" if duel.is_same_tokens else "OTHER TOKENS"
         console.print(
             f"{duel.size} running, {duel.num_requests} requests: {duel.policy} "
-            f"{duel.tokens_s:.0f} tokens/s, fifo {duel.fifo_tokens_s:.0f}: ratio "
-            f"{duel.ratio.mean:.3f} [{duel.ratio.low:.3f}, {duel.ratio.high:.3f}], {same}"
+            f"{duel.tokens_s:.0f} tokens per processor second, fifo {duel.fifo_tokens_s:.0f}: "
+            f"ratio {duel.ratio.mean:.3f} [{duel.ratio.low:.3f}, {duel.ratio.high:.3f}], {same}"
         )
 
 

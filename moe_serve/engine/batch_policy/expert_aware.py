@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_serve.engine.batch_policy.ageing import Ageing
 from moe_serve.engine.batch_policy.concave_cost import ConcaveCost, Floats
@@ -44,7 +45,9 @@ class SignatureSource(Protocol):
         """Bring the table up to date, as far as the time of a step allows."""
         ...
 
-    def forget(self, sequence_ids: Iterable[int]) -> None: ...
+    def forget(self, sequence_ids: Iterable[int]) -> None:
+        """They have ended: out of the table too."""
+        ...
 
     @property
     def recall(self) -> float | None: ...
@@ -97,13 +100,15 @@ class ExpertAware:
 
     def candidates(self, waiting: Items[Sequence], running: Items[Sequence]) -> Iterator[Sequence]:
         """See `BatchPolicy.candidates`. Who was preempted goes first, as under every policy."""
+        self._offer = None  # of the last step: that one did not start
         window = list(itertools.islice(waiting, self._bounds.window))
         if not self._source.is_on:
             yield from waiting
             return
-        preempted = [s for s in window if s.num_preemptions]
+        # They lie in front; one that moved here from a lost rank came last, and has no such right.
+        preempted = list(itertools.takewhile(lambda s: s.num_preemptions > 0, window))
         yield from preempted
-        yield from self._by_cost([s for s in window if not s.num_preemptions], running)
+        yield from self._by_cost(window[len(preempted) :], running)
         yield from itertools.islice(waiting, len(window), None)
 
     def started(self, sequence: Sequence) -> None:
@@ -127,8 +132,7 @@ class ExpertAware:
             groups, sizes = self._prompts(balanced), [b.num_tokens for b in balanced]
         limits = SizeLimits.near(sizes, self._bounds.tolerance)
         standing = self._standing(num_groups)
-        fixed_GD = np.stack([self._fixed(group) for group in groups])
-        fixed_sizes = np.array([sum(len(s.token_ids) for s in g) for g in groups], dtype=np.int64)
+        fixed_GD, fixed_sizes = self._fixed(groups)
         chosen = standing.update([s.sequence_id for s in single], fixed_GD, fixed_sizes, limits)
         for piece, group in zip(single, chosen, strict=True):
             groups[group].append(piece)
@@ -138,7 +142,6 @@ class ExpertAware:
     def forget(self, sequence_ids: Iterable[int]) -> None:
         gone = list(sequence_ids)
         self._source.forget(gone)
-        self._table.forget(gone)
         self._ageing.forget(gone)
         for standing in self._splits.values():
             standing.forget(gone)
@@ -156,20 +159,23 @@ class ExpertAware:
     def _by_cost(self, waiting: list[Sequence], running: Items[Sequence]) -> Iterator[Sequence]:
         standing = self._standing(self._num_groups)
         sums_GD, sizes_G = standing.sums([s.id for s in running])
-        x_WD = self._table.rows([s.id for s in waiting])
+        x_WD, costs_W = self._table.rows([s.id for s in waiting]), None
         while waiting:
             group = int(sizes_G.argmin())
+            if costs_W is None:
+                costs_W = self._cost.total(sums_GD[group] + x_WD)
             index = self._ageing.first_urgent(s.id for s in waiting)
             if index is None and sizes_G[group]:
-                index = int(self._cost.total(sums_GD[group] + x_WD).argmin())
+                index = int(costs_W.argmin())
             index = index or 0  # an empty group takes who came first
             sequence, x_D = waiting.pop(index), x_WD[index]
-            x_WD = np.delete(x_WD, index, axis=0)
+            x_WD, costs_W = np.delete(x_WD, index, axis=0), np.delete(costs_W, index)
             self._offer = _Offer(sequence, group, tuple([s.id for s in waiting[:index]]))
             yield sequence
             if sequence.is_running:
                 sums_GD[group] += x_D
                 sizes_G[group] += 1
+                costs_W = None  # else who is offered next adds what was computed already
 
     def _prompts(self, balanced: tuple[MicroBatch, ...]) -> list[list[SequenceSlice]]:
         """The slices of several tokens: as the balanced split has them, or, if they are most of
@@ -191,11 +197,19 @@ class ExpertAware:
             self._splits[num_groups] = StandingSplit(num_groups, self._cost, self._table)
         return self._splits[num_groups]
 
-    def _fixed(self, slices: list[SequenceSlice]) -> Floats:
-        """[D]: what the prompts of a group add up to, about: each token like a coming one."""
-        x_RD = self._table.rows([s.sequence_id for s in slices])
-        counts_R = np.array([len(s.token_ids) for s in slices], dtype=np.float32)
-        return np.asarray(counts_R @ x_RD, dtype=np.float32)
+    def _fixed(self, groups: list[list[SequenceSlice]]) -> tuple[Floats, NDArray[np.int64]]:
+        """[G, D] and [G]: what the prompts of each group add up to, about (each token like a coming
+        one), and their tokens."""
+        none = self._table.rows([])
+        sums_GD = np.zeros((len(groups), none.shape[1]), dtype=np.float32)
+        sizes_G = np.zeros(len(groups), dtype=np.int64)
+        for group, slices in enumerate(groups):
+            if slices:
+                counts_R = np.array([len(s.token_ids) for s in slices])
+                x_RD = self._table.rows([s.sequence_id for s in slices])
+                sums_GD[group] = counts_R.astype(np.float32) @ x_RD
+                sizes_G[group] = counts_R.sum()
+        return sums_GD, sizes_G
 
 
 def _even(count: int, num_groups: int) -> list[int]:

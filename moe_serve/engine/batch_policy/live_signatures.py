@@ -15,6 +15,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_serve.engine.batch_policy.concave_cost import Floats
 from moe_serve.engine.batch_policy.signature_table import SignatureTable
@@ -55,7 +56,9 @@ class LiveSignatures:
         self._table, self._followed, self._refresh = table, followed, refresh_tokens
         self._history = ChoiceHistory(num_experts)
         self._made_at: dict[int, int] = {}  # sequence id -> its tokens when its signature was made
+        self._is_due: set[int] = set()  # more is known of them than when it was made
         self._predicted: dict[int, Floats] = {}  # [L, E], of those that a predictor was asked for
+        self._best: dict[int, NDArray[np.bool_]] = {}  # [L, E]: the K best of what was predicted
         self._seconds_each = _SHARE_S / 4
 
     @property
@@ -99,16 +102,18 @@ class LiveSignatures:
         self._measure(records)
         for record in records:
             if record.sequence_id not in self._history:  # the first that is known of it
-                self._made_at.pop(record.sequence_id, None)
+                self._is_due.add(record.sequence_id)
         parts = [record.expert_ids_NLK[-_MOST_OBSERVED:] for record in records]
         self._history.observe([record.sequence_id for record in records], parts)
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         gone = list(sequence_ids)
         self._history.forget(gone)
+        self._table.forget(gone)
+        self._is_due.difference_update(gone)
         for key in gone:
-            self._made_at.pop(key, None)
-            self._predicted.pop(key, None)
+            for known in (self._made_at, self._predicted, self._best):
+                known.pop(key, None)
 
     def _due(self, waiting: Items[Sequence], running: Items[Sequence]) -> Iterator[Sequence]:
         made_at, refresh = self._made_at, self._refresh
@@ -117,6 +122,7 @@ class LiveSignatures:
         for sequence in running:
             since = made_at.get(sequence.id)
             is_old = since is None or sequence.num_tokens - since >= refresh
+            is_old = is_old or sequence.id in self._is_due
             if is_old and (self._followed is not None or sequence.id in self._history):
                 yield sequence
 
@@ -126,8 +132,11 @@ class LiveSignatures:
             prefixes = [np.array(s.token_ids[-_LARGEST_PREFIX:], np.int64) for s in sequences]
             predicted = self._followed.predictor.predict(prefixes)
             self._predicted |= dict(zip(keys, predicted, strict=True))
+            for key in keys:
+                self._best.pop(key, None)
             prior = predicted if self._followed.is_acting else None
         self._made_at |= {s.id: s.num_tokens for s in sequences}
+        self._is_due.difference_update(keys)
         signatures = self._history.signatures(keys, prior)
         if signatures is not None:
             self._table.put(keys, signatures)
@@ -138,16 +147,24 @@ class LiveSignatures:
             return
         shares, num_tokens = 0.0, 0
         for record in records:
-            predicted_LE = self._predicted.get(record.sequence_id)
-            after = self._made_at.get(record.sequence_id, 0) - record.start
-            ids_NLK = record.expert_ids_NLK[max(0, after) :]
-            if predicted_LE is None or not len(ids_NLK):
+            if record.sequence_id not in self._predicted:
                 continue
-            top_k = ids_NLK.shape[2]
-            floor_L = np.partition(predicted_LE, -top_k, axis=1)[:, -top_k]
-            layers = np.arange(len(predicted_LE))[:, None]
-            is_hit = predicted_LE[layers, ids_NLK] >= floor_L[:, None]
-            shares += float(is_hit.mean()) * len(ids_NLK)
+            after = self._made_at[record.sequence_id] - record.start
+            ids_NLK = record.expert_ids_NLK[max(0, after) :]
+            if not len(ids_NLK):
+                continue
+            best_LE = self._best_of(record.sequence_id, ids_NLK.shape[2])
+            layers = np.arange(len(best_LE))[:, None]
+            shares += float(best_LE[layers, ids_NLK].mean()) * len(ids_NLK)
             num_tokens += len(ids_NLK)
         if num_tokens:
             self._followed.guard.measure(shares / num_tokens, num_tokens)
+
+    def _best_of(self, key: int, top_k: int) -> NDArray[np.bool_]:
+        """Kept, as a prediction is measured many times."""
+        best_LE = self._best.get(key)
+        if best_LE is None:
+            predicted_LE = self._predicted[key]
+            floor_L = np.partition(predicted_LE, -top_k, axis=1)[:, -top_k]
+            best_LE = self._best[key] = np.asarray(predicted_LE >= floor_L[:, None])
+        return best_LE

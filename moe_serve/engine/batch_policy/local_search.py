@@ -21,7 +21,7 @@ from moe_serve.engine.batch_policy.group_sums import group_sums
 from moe_serve.engine.batch_policy.limits import SizeLimits
 
 _WORTH_IT = 1e-3  # of an expert
-_NUM_WILLING = 32
+_NUM_WILLING = 16
 
 Groups = NDArray[np.int64]
 

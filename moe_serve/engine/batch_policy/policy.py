@@ -24,14 +24,15 @@ class PolicyStats:
     is_predictor_on: bool | None = None  # None: there is none
 
 
-def sum_of(each: Items[PolicyStats]) -> PolicyStats | None:
-    """Of several engines, which share a predictor; None of none."""
-    if not each:
+def sum_of(each: Items[PolicyStats], past: Items[PolicyStats] = ()) -> PolicyStats | None:
+    """Of several engines, which share a predictor, and of those that are gone; None of none."""
+    everyone = (*each, *past)
+    if not everyone:
         return None
     known = [s.activated_experts for s in each if s.activated_experts is not None]
     return replace(
-        each[0],
-        num_passed_over=sum(s.num_passed_over for s in each),
+        everyone[0],
+        num_passed_over=sum(s.num_passed_over for s in everyone),
         activated_experts=sum(known) if known else None,
     )
 

@@ -19,7 +19,7 @@ from moe_serve.engine.batch_policy.local_search import Groups, LocalSearch
 from moe_serve.engine.batch_policy.signature_table import SignatureTable
 
 _MAX_NEW_SHARE = 0.5  # if more of them are new, it is made anew
-_FEWEST_ROUNDS, _ROUNDS_OF_A_ROW = 2, 512  # 2 rounds with 256 sequences, 8 with 64
+_ROUNDS_OF_A_ROW = 256  # 1 round with 256 sequences, 4 with 64
 
 
 class StandingSplit:
@@ -46,7 +46,7 @@ class StandingSplit:
         group_R = self._start(sequence_ids, x_RD, fixed_GD, fixed_sizes)
         search = LocalSearch(self._cost, x_RD, group_R, fixed_GD, fixed_sizes, limits)
         search.balance()
-        is_done = search.run(max(_FEWEST_ROUNDS, _ROUNDS_OF_A_ROW // max(1, len(sequence_ids))))
+        is_done = search.run(max(1, _ROUNDS_OF_A_ROW // max(1, len(sequence_ids))))
         self._settled = state if is_done and not fixed_sizes.any() else None
         self.cost_total = search.total
         groups: list[int] = search.group_R.tolist()

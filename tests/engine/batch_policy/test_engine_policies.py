@@ -116,7 +116,6 @@ def test_history_is_known_once_a_prompt_is_read() -> None:
     assert signature is not None and 1 not in table
     assert sorted(np.argsort(-signature.reshape(NUM_LAYERS, NUM_EXPERTS)[1])[:2]) == [2, 3]
     source.forget([0])
-    table.forget([0])
     assert 0 not in table
 
 
@@ -135,6 +134,19 @@ def test_a_predictor_knows_who_waits_and_is_asked_again_later() -> None:
         running[0].append(5)
     source.refresh(waiting, running)
     assert sum(predictor.sizes) == 3
+
+
+def test_what_a_predictor_has_read_is_not_counted_for_it() -> None:
+    """A prompt that is read in two chunks, after a prediction that saw all of it."""
+    guard = RecallGuard(GuardLimits(min_recall=0.3))
+    followed = FollowedPredictor(predictor=Constant(), guard=guard, is_acting=True)
+    source, _ = live(followed)
+    source.refresh([sequence_of(0)], [])
+    source.take([record_of(0, (0, 1), 0, 10)])
+    source.take([record_of(0, (0, 1), 10, 10)])
+    assert source.recall is None
+    source.take([record_of(0, (4, 5), 20, 1)])
+    assert source.recall == 0.0
 
 
 def test_a_predictor_that_is_wrong_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:

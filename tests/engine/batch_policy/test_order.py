@@ -68,6 +68,25 @@ def test_whoever_was_preempted_goes_first() -> None:
     assert admit(world, waiting, running, 2) == [1, 2]
 
 
+def test_whoever_moved_here_from_a_lost_rank_jumps_no_queue() -> None:
+    world = World()
+    running = [world.sequence(of_domain(1))]
+    first, moved = world.sequence(of_domain(1)), world.sequence(of_domain(0))
+    moved.restart()
+    assert admit(world, deque([first, moved]), running, 2) == [1, 2]
+
+
+def test_an_offer_that_came_to_nothing_is_forgotten() -> None:
+    world = World()
+    running = [world.sequence(of_domain(1))]
+    waiting = deque([world.sequence(of_domain(0)), world.sequence(of_domain(1))])
+    world.policy.prepare(waiting, running)
+    assert next(iter(world.policy.candidates(waiting, running))) is waiting[1]  # it lacks pages
+    world.source.is_on = False
+    assert admit(world, waiting, running, 2) == [1, 2]
+    assert world.policy.stats().num_passed_over == 0
+
+
 arrivals = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3)), min_size=5, max_size=40)
 
 

@@ -32,9 +32,13 @@ class Store:
         self.experts = [[expert() for _ in range(NUM_EXPERTS)] for _ in range(NUM_LAYERS)]
         self.broken: set[tuple[int, int]] = set()
         self.read: list[tuple[int, int]] = []
+        self.num_interrupts = 0
 
     def __call__(self, layer: int, expert: int) -> ExpertWeights:
         self.read.append((layer, expert))
+        if self.num_interrupts:
+            self.num_interrupts -= 1
+            raise KeyboardInterrupt
         if (layer, expert) in self.broken:
             raise OSError(f"layers.{layer}.experts.{expert} cannot be read")
         return self.experts[layer][expert]
@@ -182,3 +186,16 @@ def test_its_thread_ends_with_the_memory() -> None:
             break
         threading.Event().wait(0.02)
     assert threads() == before, "the thread keeps nothing alive"
+
+
+def test_an_interrupted_read_leaves_no_slot_behind() -> None:
+    """Ctrl-C in the thread that runs stages, while it reads."""
+    store = Store()
+    memory, (layer, *_) = memory_of(store, 2)
+    expected = run(layer, [[0, 1]])
+    store.num_interrupts = 1
+    with pytest.raises(KeyboardInterrupt):
+        run(layer, [[2]])
+    assert torch.equal(run(layer, [[0, 1]]), expected)
+    run(layer, [[2]])
+    assert memory.stats.resident_bytes == memory.stats.budget_bytes
