@@ -16,6 +16,7 @@ from routing_predictor.scores import share
 Floats = NDArray[np.floating]
 
 _NUM_DRAWS, _MAX_ITERATIONS = 4, 40  # of the regression
+_INVERSE_PENALTY = 1e-4  # the best of 1e-2, ..., 1e-5 on the demonstration model
 HISTORY_WEIGHT = 64.0  # choices of history that count as much as the marginal, in `blended`
 
 
@@ -56,7 +57,7 @@ def logistic_regression(
         share_SE = count_SLE[:, layer] / count_SLE[:, layer].sum(-1, keepdims=True)
         chosen = (rng.random((_NUM_DRAWS, num_samples, 1)) > share_SE.cumsum(-1)).sum(-1)
         chosen = chosen.clip(0, num_experts - 1)
-        model = LogisticRegression(C=0.01, max_iter=_MAX_ITERATIONS)
+        model = LogisticRegression(C=_INVERSE_PENALTY, max_iter=_MAX_ITERATIONS)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # what 40 steps give is taken
             model.fit(np.tile(seen_SF, (_NUM_DRAWS, 1)), chosen.reshape(-1))

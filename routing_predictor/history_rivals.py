@@ -33,10 +33,10 @@ def judge_history(
     truth = truth_of(cuts, trace.layers)
     count_LE = load_of(seen)
     return [
+        _learnt(seen, cuts, truth, seed, progress),
         *judged_history(count_LE, cuts, trace.layers),
         judge("previous token", _last_token(cuts), truth, is_probability=False),
         judge("decaying histogram", decaying(cuts, count_LE) * truth.top_k, truth),
-        _learnt(seen, cuts, truth, seed, progress),
     ]
 
 

@@ -14,7 +14,7 @@ from routing_predictor.evaluate import Truth, Verdict, judge
 from routing_predictor.scores import is_among
 from routing_predictor.texts import RoutedTexts
 
-_SHARPNESS = 2.0  # of the sigmoid, as measured on the demonstration model
+_SHARPNESS = 6.0  # of the sigmoid, as measured on the demonstration model
 
 
 def truth_of_tokens(texts: RoutedTexts, layers: tuple[int, ...], columns: list[int]) -> Truth:

@@ -53,7 +53,13 @@ def judged_history(
         judge("marginal", marginal(seen_count_LE, cuts.num_samples) * top_k, truth),
         judge("history of the prefix", from_history(history) * top_k, truth),
         judge("history + marginal", blended(history, seen_count_LE) * top_k, truth),
+        judge("half the answer (no baseline)", from_history(_first_half(cuts)) * top_k, truth),
     ]
+
+
+def _first_half(cuts: PrefixCuts) -> NDArray[np.int64]:
+    """What the first half of the coming tokens chooses: how far the other half lets one come."""
+    return np.stack([cuts.counts(end, end + cuts.horizon // 2) for end in cuts.end_S])
 
 
 def judged_regression(

@@ -54,7 +54,8 @@ def _draw_layers(axes: Any, verdicts: Mapping[str, Any], title: str) -> None:
         axes.errorbar(places, means, (low, high), marker="o", ms=4, lw=1, capsize=2, label=name)
     axes.set(title=title, xlabel="layer", ylabel="%", ylim=(0, 102))
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    if verdicts:
+        axes.legend(fontsize=7)
 
 
 def _draw_reliability(axes: Any, verdicts: Mapping[str, Any]) -> None:

@@ -63,7 +63,7 @@ def collect(corpus_root: Path, work: Path, folder: Path, hardware: str) -> Findi
         train_seconds=trained.train_seconds,
         num_stream_tokens=len(np.load(work / "train.npy", mmap_mode="r")),
         hardware=hardware,
-        size_bytes=sum(path.stat().st_size for path in folder.iterdir()),
+        size_bytes=sum(path.stat().st_size for path in folder.iterdir() if path.is_file()),
         scores=scores,
         use=ExpertUse.of(choices, shape.top_k),
         samples=generate_samples(folder),

@@ -108,8 +108,12 @@ def evaluate(
         typer.Option(help="Instead of a folder and texts: judge predictions from history on it."),
     ] = None,
     drop_label: Annotated[
-        str, typer.Option(help="Leave out requests of the trace whose label holds this.")
+        str, typer.Option(help="Leave out requests of the trace whose label ends with this.")
     ] = "",
+    horizon: Annotated[
+        int | None,
+        typer.Option(min=1, help="Coming tokens of a request.", show_default="as trained: 32"),
+    ] = None,
     max_tokens: MaxTokens = 120_000,
     as_json: Annotated[
         Path | None, typer.Option("--json", help="Write all figures, by layer and label.")
@@ -139,6 +143,7 @@ def evaluate(
         baseline_texts=tuple(baselines or ()),
         traces=tuple(trace or ()),
         dropped_label=drop_label,
+        horizon=horizon,
         max_tokens=max_tokens,
         seed=seed,
         num_threads=num_threads,

@@ -40,6 +40,7 @@ class JudgeOrder:
     baseline_texts: tuple[Path, ...]
     traces: tuple[Path, ...]
     dropped_label: str
+    horizon: int | None
     max_tokens: int
     seed: int
     num_threads: int
@@ -69,7 +70,9 @@ def judge_predictors(order: JudgeOrder, progress: Progress) -> tuple[Verdicts, d
         progress(f"judging {kind.value}", 1.0)
         if kind is PredictorKind.REQUEST:
             unseen = texts_of(captured.trace)
-            found[kind.value] = judge_request(folder, model, unseen, seen, order.seed)
+            found[kind.value] = judge_request(
+                folder, model, unseen, seen, horizon=order.horizon, seed=order.seed
+            )
         else:
             found[kind.value] = judge_layers(kind, folder, model, captured, seen)
     return found, data_facts(pieces)
@@ -99,17 +102,17 @@ def _on_trace(order: JudgeOrder, progress: Progress) -> tuple[Verdicts, dict[str
     """From history: requests are split, a quarter of them is judged."""
     trace = read_traces(order.traces)
     texts = texts_of(trace)
-    label = np.array(texts.label)
-    kept = np.array([not order.dropped_label or order.dropped_label not in each for each in label])
+    end = order.dropped_label
+    kept = np.array([not end or not label.endswith(end) for label in texts.label])
     if not kept.any():
-        raise ConfigError(f"every request's label holds {order.dropped_label!r}: none is left.")
+        raise ConfigError(f"every request's label ends with {end!r}: none is left.")
     texts = texts.choose(np.flatnonzero(kept))
     seen, unseen = split_documents(texts, _UNSEEN_SHARE, order.seed)
     facts = {
         "requests": int(kept.sum()),
         "dropped": int((~kept).sum()),
         "judged": unseen.num_requests,
-        "tokens": len(texts.token_T if texts.token_T is not None else texts.expert_ids_TLK),
+        "tokens": len(texts.expert_ids_TLK),
     }
     return {"history": judge_history(seen, unseen, trace, order.seed, progress)}, facts
 

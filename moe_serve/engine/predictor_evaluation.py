@@ -34,14 +34,21 @@ from routing_predictor.texts import RoutedTexts, texts_of
 
 
 def judge_request(
-    folder: Path, model: PredictorModel, unseen: RoutedTexts, seen: RoutedTexts | None, seed: int
+    folder: Path,
+    model: PredictorModel,
+    unseen: RoutedTexts,
+    seen: RoutedTexts | None,
+    *,
+    horizon: int | None,
+    seed: int,
 ) -> list[Verdict]:
-    """`seen`: texts that the baselines may learn from; None: no baselines."""
+    """`seen`: texts that the baselines may learn from; None: no baselines. `horizon`: coming tokens
+    to be judged by; None: those that the predictor was trained for."""
     embedding_VD = model.embedding()
     predictor = load_request_predictor(
         folder, model_identity=model.identity, embedding_VD=embedding_VD, model=model.name
     )
-    cuts = cuts_to_judge(unseen, seed, predictor.horizon)
+    cuts = cuts_to_judge(unseen, seed, horizon or predictor.horizon)
     verdicts = [judged_predictor(predictor, cuts, model.layers)]
     if seen is not None:
         verdicts += judged_history(load_of(seen), cuts, model.layers)
