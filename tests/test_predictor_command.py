@@ -62,6 +62,7 @@ def test_documents_of_a_folder(texts: Path) -> None:
     assert len(set(names)) == len(names), "no piece twice"
 
 
+@pytest.mark.timeout(300)  # trains all three kinds
 def test_train_evaluate_and_refuse(texts: Path, tmp_path: Path, capsys: Capture) -> None:
     out, report = tmp_path / "out", tmp_path / "report.json"
     quick = ("--max-tokens", "2400", "--epochs", "1")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_NUM_RESAMPLES = 2000
+from routing_predictor.bootstrap import interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +20,9 @@ class Interval:
 
     @staticmethod
     def of(values: Sequence[float]) -> Interval:
-        rng, array = np.random.default_rng(0), np.array(values)
-        picks = rng.integers(len(array), size=(_NUM_RESAMPLES, len(array)))
-        low, high = np.percentile(array[picks].mean(axis=1), [2.5, 97.5])
-        return Interval(float(array.mean()), float(low), float(high))
+        """Every draw is independent of the others."""
+        found = interval(np.array(values, dtype=np.float64), np.arange(len(values)))
+        return Interval(found.mean, found.low, found.high)
 
     def percent_below_one(self) -> str:
         """A ratio as what it saves: "12.1% [11.0, 13.2]"."""
