@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 TORCH := torch>=2.11,<2.14
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat doctor test check gpu-bench install install-test clean
+.PHONY: help serve chat doctor test check docs gpu-bench install install-test clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +27,9 @@ test: $(VENV)/.installed-test ## install with the test extra, and run the whole 
 
 check: $(VENV)/.installed-test ## lint, types, structure and tests: what CI runs
 	@scripts/check $(ARGS)
+
+docs: $(VENV)/.installed-test ## build the documentation as a site into build/site
+	@PYTHONPATH=scripts $(BIN)/python -m docs_site $(ARGS)
 
 # Installs nothing: on a GPU machine without a network, PYTHON is what has torch and triton.
 gpu-bench: ## on a GPU: kernel tests, tuning, benchmarks; goes on where it ended

@@ -1,9 +1,13 @@
 """Half of the experts in memory: LRU, frequency and prediction, by turns on the same requests.
 
     python benchmarks/expert_memory.py --json build/expert_memory.json
+    python benchmarks/expert_memory.py --predictor moe_serve/demo_model/predictor
 
-Of the demonstration model, or of a wider random one (`--random`). The page cache makes reading
-experts as cheap as packing them; `--latency-us` and `--gigabytes-per-s` stand for a slower disk.
+With a request predictor each policy but LRU runs a second time, told what the requests of a step
+will need. Of the demonstration model, or of a wider random one (`--random`), for which there is no
+next-layer predictor, so that this policy is left out. The page cache makes
+reading experts as cheap as packing them; `--latency-us` and `--gigabytes-per-s` stand for a slower
+disk.
 """
 
 from __future__ import annotations
@@ -20,10 +24,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 from harness.environment import describe_environment
-from harness.expert_memory.rounds import Outcome, run_rounds
+from harness.expert_memory.rounds import TOLD, Outcome, run_rounds
 from harness.expert_memory.slow_weights import Tier, slow_weights
 from harness.expert_memory.texts import draw, token_streams
-from moe_serve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from moe_serve.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    PredictorConfig,
+    SchedulerConfig,
+)
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.model.demo import demo_model_folder
@@ -31,7 +41,8 @@ from moe_serve.text.tokenizer import Tokenizer
 from random_model.families import Sizes
 from random_model.writer import write_random_model
 
-POLICIES = ("lru", "frequency", "prefetch", "predicted")
+NEXT_LAYER = "next-layer"
+POLICIES = ("lru", "frequency", "prefetch", "predicted", NEXT_LAYER)
 ALL = "all resident"
 WIDE = Sizes(
     num_layers=6, width=512, num_heads=8, num_kv_heads=2, head_dim=64,
@@ -53,10 +64,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     with ExitStack() as stack:
         folder = _random(stack) if options.random else demo_model_folder()
-        engines = {ALL: _engine(folder, options, None, None, tier)}
+        engines = {ALL: _engine(folder, options, None, None, tier, PredictorConfig())}
         num_bytes = int(_expert_bytes(folder) * options.share)
         for policy in options.policies:
-            engines[policy] = _engine(folder, options, policy, num_bytes, tier)
+            if policy == NEXT_LAYER and options.random:
+                continue
+            known = PredictorConfig()
+            if policy == NEXT_LAYER:
+                beside = options.predictor or demo_model_folder() / "predictor"
+                known = PredictorConfig(path=str(beside), mode="off")
+            engines[policy] = _engine(folder, options, policy, num_bytes, tier, known)
+            if options.predictor is not None and policy != "lru":
+                known = PredictorConfig(path=str(options.predictor))
+                told = _engine(folder, options, policy, num_bytes, tier, known)
+                engines[f"{policy}{TOLD}"] = told
         tokenizer = Tokenizer.load(demo_model_folder())
         streams = token_streams(options.texts, tokenizer)
         for batch in options.batches:
@@ -75,7 +96,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _engine(
-    folder: Path, options: argparse.Namespace, policy: str | None, num_bytes: int | None, tier: Tier
+    folder: Path,
+    options: argparse.Namespace,
+    policy: str | None,
+    num_bytes: int | None,
+    tier: Tier,
+    predictor: PredictorConfig,
 ) -> DrivenEngine:
     config = EngineConfig(
         model=ModelConfig(
@@ -86,6 +112,7 @@ def _engine(
         ),
         cache=CacheConfig(prefix_cache=False),
         scheduler=SchedulerConfig(max_num_seqs=max(options.batches)),
+        predictor=predictor,
     )
     return build_engine(config, open_weights=slow_weights(tier)).engine
 
@@ -108,12 +135,14 @@ def _print(batch: int, tier: Tier, outcomes: Sequence[Outcome]) -> None:
     print(f"\n{batch} requests; experts read from: {tier}")
     for each in outcomes:
         print(
-            f"  {each.name:13} {each.tokens_per_s} tokens/s, {each.over_first} of LRU's; hits "
+            f"  {each.name:15} {each.tokens_per_s} tokens/s, {each.over_first} of LRU's; hits "
             f"{each.hit_rate} of experts, {each.row_hit_rate} of rows; waits {each.wait_share}; "
             f"{each.megabytes_read_per_token} MB a token; read ahead {each.prefetched}, of these "
             f"needed {each.prefetch_hits}",
             flush=True,
         )
+        if each.read_over_untold is not None:
+            print(f"  {'':15} bytes {each.read_over_untold} of those without", flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -121,6 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--random", action="store_true", help="a wider model of random weights")
     parser.add_argument("--share", type=float, default=0.5, help="of the experts that fit")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
+    parser.add_argument("--predictor", type=Path, help="a folder, of the demonstration model")
     parser.add_argument("--batches", type=int, nargs="+", default=(1, 4, 16))
     parser.add_argument("--rounds", type=int, default=8, help="after one that warms up")
     parser.add_argument("--prompt", type=int, default=32, help="tokens")

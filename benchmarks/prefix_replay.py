@@ -57,10 +57,10 @@ class NoModel:
         return torch.zeros(sum(piece.num_logits for piece in plan.slices), 2)
 
     def clear_pages(self, pages: list[int]) -> None:
-        pass
+        """There is nothing in them."""
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        pass
+        """There is nothing in them."""
 
     def finite_pages(self, pages: list[int]) -> list[bool]:
         return [True] * len(pages)

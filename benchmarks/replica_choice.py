@@ -30,7 +30,13 @@ from moe_serve.llm import LLM
 from moe_serve.model.demo import demo_model_folder
 from moe_serve.text.tokenizer import Tokenizer
 
-POLICIES: tuple[ReplicaPolicy, ...] = ("round-robin", "fewest-activated", "least-tokens", "auto")
+POLICIES: tuple[ReplicaPolicy, ...] = (
+    "round-robin",
+    "fewest-activated",
+    "least-tokens",
+    "lp",
+    "auto",
+)
 Choices = dict[int, NDArray[np.int64]]  # layer -> [T, K]
 
 

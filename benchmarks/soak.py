@@ -1,9 +1,11 @@
-"""Ranks killed and frozen at random under load: nothing may hang, leak, fail or answer wrongly.
+"""Half an hour of all kinds of clients on one server: nothing may grow, fail or be left over.
 
-    python benchmarks/soak.py --minutes 10 --kills 20 --seed 1 --json soak.json
+    python benchmarks/soak.py --json build/soak.json --plot build/soak.png
+    python benchmarks/soak.py --seconds 120 --visitors 8
 
-Every answer is compared, tokens and log probabilities, with that of a server of one process. The
-exit status is 0 only if all went well. See benchmarks/README.md.
+The exit status is 0 only if memory, descriptors, threads and /metrics are flat after the warm-up,
+no visit saw what it should not, all pages came back and SIGTERM ended with 0. See
+benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -11,10 +13,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,183 +23,141 @@ from rich.console import Console
 from rich.table import Table
 
 from harness.environment import describe_environment
-from harness.soak.damage import Striker, draw_blows
-from harness.soak.load import Tally, answers_of, keep_asking, questions
-from harness.soak.served import Served, Usage
+from harness.soak.crowd import Seen, keep_visiting
+from harness.soak.sample import Sample, take_sample
+from harness.soak.served import Served
+from harness.soak.soak_plot import write_plot
+from harness.soak.trend import trend_of
 
-VOCAB_SIZE = 4096  # of the demonstration model
-_WARM_UP_S = 5.0  # before the first measurement, and before the last
-_RECOVERY_S = 60.0  # until everybody is back after the last blow
-_LOOK_S = 0.1
-_GAP_S = 10.0  # after a blow in which gaps count as its doing
-_MAX_GROWTH_MIB, _MAX_GROWTH = 40.0, 4  # of the coordinator; of its descriptors and threads
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What happened from the first request to the last."""
-
-    tally: Tally
-    striker: Striker
-    usages: list[Usage]  # after the warm-up, now and then, and at the end
-    seconds: float
-    has_recovered: bool
-    longest_pause_s: float  # of this process itself: gaps up to it are not the server's
+# What may be gained in an hour, as the upper end of the 95% interval.
+LIMITS = {"own_mib": 24.0, "num_fds": 8.0, "num_threads": 2.0, "num_series": 12.0}
+_MAX_METRICS_BYTES = 1024  # gained after the warm-up: counters get more digits
+_IDLE_LIMIT_S = 60.0
+_HEARTBEAT_S = 1.0
 
 
 def main() -> int:
     arguments = _parser().parse_args()
     console = Console()
-    asked = questions(arguments.questions, VOCAB_SIZE, arguments.seed)
-    with Served(0, 0, arguments.heartbeat) as alone:
-        expected = asyncio.run(answers_of(alone.url, asked))
-    with Served(arguments.attention_ranks, arguments.expert_ranks, arguments.heartbeat) as served:
-        run = asyncio.run(_soak(served, asked, expected, arguments))
-        status, num_left = served.stop()
+    seen = Seen()
+    with Served(0, 0, _HEARTBEAT_S) as served:
+        samples, is_idle = asyncio.run(_soak(served, arguments, seen))
+        status, _ = served.stop()
         log = served.log
-    report = _report(run, status, num_left, log, arguments)
+    report = _report(samples, seen, arguments) | {
+        "is_idle_at_end": is_idle,
+        "exit_status": status,
+        "num_tracebacks": log.count("Traceback"),
+    }
+    report["problems"] = _problems(report, arguments)
     _print(console, report)
     if arguments.json:
         whole = {"environment": describe_environment(), **report}
         arguments.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     if arguments.log:
         arguments.log.write_text(log, encoding="utf-8")
+    if arguments.plot:
+        write_plot(arguments.plot, samples, arguments.warm_up)
     for problem in report["problems"]:
         console.print(f"[red]{problem}[/red]")
     return 1 if report["problems"] else 0
 
 
 async def _soak(
-    served: Served, asked: list[Any], expected: list[Any], arguments: argparse.Namespace
-) -> Run:
-    tally, stop = Tally(), asyncio.Event()
-    striker = Striker(served)
-    start, seconds = time.monotonic(), 60 * arguments.minutes
-    clients = asyncio.create_task(
-        keep_asking(served.url, asked, expected, arguments.clients, tally, stop)
+    served: Served, arguments: argparse.Namespace, seen: Seen
+) -> tuple[list[Sample], bool]:
+    """-> the samples, and whether everything was free soon after the last visit."""
+    begin, stop = time.monotonic(), asyncio.Event()
+    visits = asyncio.create_task(
+        keep_visiting(served.url, arguments.visitors, arguments.rest, arguments.seed, seen, stop)
     )
-    await asyncio.sleep(_WARM_UP_S)
-    names = sorted(await asyncio.to_thread(served.ranks))
-    usages = [served.usage()]
-    blows = draw_blows(names, arguments.kills, seconds - 2 * _WARM_UP_S, arguments.seed)
-    before, longest_pause_s = time.monotonic(), 0.0
-    while (now := time.monotonic() - start) < seconds:
-        longest_pause_s = max(longest_pause_s, start + now - before)
-        before = start + now
-        striker.wake_due()
-        if (
-            blows
-            and blows[0].at + _WARM_UP_S <= now
-            and await asyncio.to_thread(striker.strike, blows[0])
-        ):
-            blows.pop(0)  # who has no process yet is hurt a moment later
-        if now > len(usages) * seconds / 20:
-            usages.append(await asyncio.to_thread(served.usage))
-        await asyncio.sleep(_LOOK_S)
-    has_recovered = await _recovered(served, striker, len(names))
-    await asyncio.sleep(_WARM_UP_S)
+    samples: list[Sample] = []
+    while time.monotonic() - begin < arguments.seconds and not visits.done():
+        await asyncio.sleep(arguments.every)
+        samples.append(await asyncio.to_thread(take_sample, served.url, served.process, begin))
     stop.set()
-    await clients
-    usages.append(served.usage())
-    spent_s = time.monotonic() - start
-    return Run(tally, striker, usages, spent_s, has_recovered, longest_pause_s)
+    await visits
+    deadline = time.monotonic() + _IDLE_LIMIT_S
+    while time.monotonic() < deadline:
+        sample = await asyncio.to_thread(take_sample, served.url, served.process, begin)
+        if not sample.pages_used and not sample.num_running and not sample.num_waiting:
+            return samples, True
+        await asyncio.sleep(0.2)
+    return samples, False
 
 
-async def _recovered(served: Served, striker: Striker, num_ranks: int) -> bool:
-    """Whether everybody is back in time."""
-    end = time.monotonic() + _RECOVERY_S
-    while time.monotonic() < end:
-        striker.wake_due()
-        usage = await asyncio.to_thread(served.usage)
-        if usage.num_ranks == num_ranks and await asyncio.to_thread(served.is_ready):
-            return True
-        await asyncio.sleep(_LOOK_S)
-    return False
-
-
-def _report(
-    run: Run, status: int, num_left: int, log: str, arguments: argparse.Namespace
-) -> dict[str, Any]:
-    tally, struck = run.tally, run.striker.struck
-    gaps = [tally.gap_after(item.moment, item.moment + _GAP_S) for item in struck]
-    report: dict[str, Any] = {
-        "layout": f"{arguments.attention_ranks}A{arguments.expert_ranks}E",
-        "seconds": round(run.seconds, 1),
-        "blows": [
-            asdict(item.blow) | {"gap_s": round(gap, 3)}
-            for item, gap in zip(struck, gaps, strict=True)
-        ],
-        "num_answers": tally.num_answers,
-        "num_tokens": tally.num_tokens,
-        "num_wrong": len(tally.wrong),
-        "num_failed": len(tally.failed),
-        "first_failures": tally.failed[:3],
-        "longest_gap_s": round(tally.longest_gap_s, 3),
-        "longest_pause_s": round(run.longest_pause_s, 3),
-        "median_gap_s": round(statistics.median(gaps), 3) if gaps else 0.0,
-        "num_losses_logged": log.count(" is lost"),
-        "num_tracebacks": log.count("Traceback"),
-        "first_usage": asdict(run.usages[0]),
-        "last_usage": asdict(run.usages[-1]),
-        "usages": [asdict(usage) for usage in run.usages],
-        "exit_status": status,
-        "num_ranks_left": num_left,
+def _report(samples: list[Sample], seen: Seen, arguments: argparse.Namespace) -> dict[str, Any]:
+    rest = [sample for sample in samples if sample.seconds >= arguments.warm_up]
+    if len(rest) < 4:
+        raise SystemExit(f"{len(rest)} samples after the warm-up are too few: run longer.")
+    seconds = [sample.seconds for sample in rest]
+    trends = {
+        name: trend_of(seconds, [getattr(sample, name) for sample in rest]) for name in LIMITS
     }
-    return report | {"problems": _problems(run, report, arguments)}
+    return {
+        "seconds": samples[-1].seconds,
+        "warm_up_s": arguments.warm_up,
+        "num_visits": seen.num_visits,
+        "visits": {name: dict(counter) for name, counter in seen.counts.items()},
+        "num_failures": len(seen.failures),
+        "first_failures": seen.failures[:5],
+        "trends_per_hour": {name: asdict(trend) for name, trend in trends.items()},
+        "is_flat": {name: trends[name].is_flat(LIMITS[name]) for name in LIMITS},
+        "metrics_bytes_gained": rest[-1].metrics_bytes - rest[0].metrics_bytes,
+        "first": asdict(rest[0]),
+        "last": asdict(rest[-1]),
+        "samples": [asdict(sample) for sample in samples],
+    }
 
 
-def _problems(run: Run, report: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
-    first, last = run.usages[0], run.usages[-1]
+def _problems(report: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
+    problems = [
+        f"{name}: {trend['slope']:+.2f} an hour, at most {trend['high']:+.2f}; the limit is "
+        f"{LIMITS[name]:+.0f}"
+        for name, trend in report["trends_per_hour"].items()
+        if not report["is_flat"][name] and not arguments.no_trends
+    ]
     checks = {
-        f"{report['num_wrong']} answers were wrong": report["num_wrong"],
-        f"{report['num_failed']} requests failed": report["num_failed"],
-        f"no token came for {report['longest_gap_s']} s": report["longest_gap_s"]
-        > 60 + report["longest_pause_s"],
-        f"only {len(run.striker.struck)} blows were dealt": len(run.striker.struck)
-        < arguments.kills,
-        "not all ranks came back": not run.has_recovered,
-        f"{report['num_tracebacks']} tracebacks in the log": report["num_tracebacks"],
-        f"{last.num_zombies} zombies": last.num_zombies,
-        f"memory grew from {first.rss_mib} to {last.rss_mib} MiB": last.rss_mib
-        > first.rss_mib + _MAX_GROWTH_MIB,
-        f"descriptors grew from {first.num_fds} to {last.num_fds}": last.num_fds
-        > first.num_fds + _MAX_GROWTH,
-        f"threads grew from {first.num_threads} to {last.num_threads}": last.num_threads
-        > first.num_threads + _MAX_GROWTH,
+        f"{report['num_failures']} visits saw what they should not": report["num_failures"],
+        f"/metrics gained {report['metrics_bytes_gained']} bytes": report["metrics_bytes_gained"]
+        > _MAX_METRICS_BYTES,
+        f"pages or sequences were left {_IDLE_LIMIT_S:g} s after the end": not report[
+            "is_idle_at_end"
+        ],
         f"exit status {report['exit_status']}": report["exit_status"],
-        f"{report['num_ranks_left']} ranks outlive the server": report["num_ranks_left"],
+        f"{report['num_tracebacks']} tracebacks in the log": report["num_tracebacks"],
     }
-    return [text for text, is_wrong in checks.items() if is_wrong]
+    return problems + [text for text, is_wrong in checks.items() if is_wrong]
 
 
 def _print(console: Console, report: dict[str, Any]) -> None:
-    table = Table(f"{report['layout']}, {report['seconds']} s", "")
-    killed = sum(blow["kind"] == "SIGKILL" for blow in report["blows"])
-    table.add_row("killed, frozen", f"{killed}, {len(report['blows']) - killed}")
-    table.add_row("answers, tokens", f"{report['num_answers']}, {report['num_tokens']}")
-    table.add_row("wrong, failed", f"{report['num_wrong']}, {report['num_failed']}")
-    table.add_row(
-        "longest time without a token",
-        f"{report['longest_gap_s']} s (median after a blow {report['median_gap_s']} s; "
-        f"longest pause of this process {report['longest_pause_s']} s)",
-    )
-    first, last = report["first_usage"], report["last_usage"]
-    for name in first:
-        table.add_row(name, f"{first[name]} -> {last[name]}")
+    table = Table(f"{report['seconds']} s", "after the warm-up", "now", "an hour (95%)")
+    for name in report["first"]:
+        trend = report["trends_per_hour"].get(name)
+        shown = (
+            f"{trend['slope']:+.2f} ({trend['low']:+.2f} to {trend['high']:+.2f})" if trend else ""
+        )
+        table.add_row(name, str(report["first"][name]), str(report["last"][name]), shown)
     console.print(table)
+    visits = Table("visits", str(report["num_visits"]))
+    for name, counts in report["visits"].items():
+        visits.add_row(name, ", ".join(f"{key}: {count}" for key, count in counts.items()))
+    console.print(visits)
+    for failure in report["first_failures"]:
+        console.print(f"[red]{failure}[/red]")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Ranks killed and frozen at random under load.")
-    parser.add_argument("--minutes", type=float, default=10.0, help="default %(default)s")
-    parser.add_argument("--kills", type=int, default=20, help="default %(default)s")
+    parser = argparse.ArgumentParser(description="All kinds of clients for half an hour.")
+    parser.add_argument("--seconds", type=float, default=1800.0, help="default %(default)s")
+    parser.add_argument("--warm-up", type=float, default=300.0, help="seconds, %(default)s")
+    parser.add_argument("--every", type=float, default=10.0, help="a sample, s, %(default)s")
+    parser.add_argument("--visitors", type=int, default=12, help="at once, default %(default)s")
+    parser.add_argument("--rest", type=float, default=0.5, help="between visits, s, %(default)s")
     parser.add_argument("--seed", type=int, default=1, help="default %(default)s")
-    parser.add_argument("--attention-ranks", type=int, default=2, help="default %(default)s")
-    parser.add_argument("--expert-ranks", type=int, default=3, help="default %(default)s")
-    parser.add_argument("--clients", type=int, default=8, help="default %(default)s")
-    parser.add_argument("--questions", type=int, default=32, help="different ones, %(default)s")
-    parser.add_argument("--heartbeat", type=float, default=1.0, help="seconds, %(default)s")
+    parser.add_argument("--no-trends", action="store_true", help="for runs too short for them")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="a picture of the samples (PNG or SVG)")
     parser.add_argument("--log", type=Path, help="where to put the server's stderr")
     return parser
 

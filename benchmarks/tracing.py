@@ -1,4 +1,4 @@
-"""What recording the routing costs: throughput without, with the default share, with everything.
+"""What watching the routing costs: throughput without, recorded, counted, and told to clients.
 
     python benchmarks/tracing.py --seconds 80 [--attention-ranks 1 --expert-ranks 1]
 
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -39,6 +39,7 @@ from moe_serve.engine.request import GenerationRequest
 from moe_serve.engine.route_records import RouteListeners
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.engine.tracing import Tracing, trace_header
+from moe_serve.http.dashboard.facts import dashboard_facts
 from moe_serve.pipeline.route_tap import RouteTap
 
 _OWN: tuple[tuple[type, str], ...] = (
@@ -47,8 +48,11 @@ _OWN: tuple[tuple[type, str], ...] = (
     (RouteTap, "end"),
 )
 _DEFAULT = TraceConfig().sample_rate
-WAYS: dict[str, tuple[float, bool] | None] = {
+Way = tuple[float, bool] | Literal["counted", "told"] | None
+WAYS: dict[str, Way] = {
     "off": None,
+    "the dashboard's window": "counted",
+    "told to all clients": "told",
     f"{_DEFAULT:.0%} of requests": (_DEFAULT, False),
     "all requests": (1.0, False),
     "all, with weights": (1.0, True),
@@ -144,12 +148,16 @@ def _round(
 
 
 @contextmanager
-def _recording(
-    built: BuiltEngine, config: EngineConfig, folder: Path, way: tuple[float, bool] | None
-) -> Iterator[None]:
+def _recording(built: BuiltEngine, config: EngineConfig, folder: Path, way: Way) -> Iterator[None]:
     """The recording runs inside, and is written after the clock has stopped."""
-    if way is None:
+    if way is None or way == "told":
         yield
+        return
+    if way == "counted":
+        counted = dashboard_facts(built, config).experts
+        yield
+        if counted is not None:
+            built.routes.remove(counted)
         return
     trace = TraceConfig(directory=str(folder), sample_rate=way[0], weights=way[1], tokens=True)
     tracing = Tracing(trace, built.routes, lambda: trace_header(built, config, "model"))
@@ -202,6 +210,7 @@ def _serve(built: BuiltEngine, arguments: argparse.Namespace, index: int, way: s
                 params=SamplingParams(
                     max_tokens=arguments.tokens, temperature=0.0, ignore_eos=True
                 ),
+                wants_routed_experts=WAYS[way] == "told",
             )
         )
     while built.engine.num_running or built.engine.num_waiting:

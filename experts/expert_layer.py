@@ -31,6 +31,10 @@ class ExpertLayer(Protocol):
         """Give back what was taken over."""
         ...
 
+    def own(self, experts: Collection[int]) -> None:
+        """These are what the rank was given, from now on; what it took over is given back."""
+        ...
+
     def total(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """The rows' weighted sums [T, D], rounded to fp32."""
         ...

@@ -6,13 +6,14 @@ D model width.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 
 from experts.expert_layer import ExpertLayer, MakeBank
 from experts.memory.expert_memory import ExpertMemory
 from experts.routed_rows import RoutedRows
+from experts.slot_room import SlotRoom
 from moe_kernels.kernels import ExpertBank
 
 
@@ -20,11 +21,15 @@ class ExpertStage:
     """`run(layer, rows)` -> the rows' weighted expert outputs, [T, D] in fp32."""
 
     def __init__(
-        self, layers: Sequence[ExpertLayer | None], memory: ExpertMemory | None = None
+        self,
+        layers: Sequence[ExpertLayer | None],
+        memory: ExpertMemory | None = None,
+        room: SlotRoom | None = None,
     ) -> None:
-        """`memory`: where the layers' experts are, if it has not room for all."""
+        """`memory`: where the layers' experts are, if it has not room for all. `room`: where they
+        are if they may be exchanged for others."""
         self._layers = tuple(layers)  # None: a dense layer
-        self.memory = memory
+        self.memory, self.room = memory, room
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
@@ -44,6 +49,13 @@ class ExpertStage:
         """
         return self._of(layer).partial(x_TD, expert_ids_TK, weights_TK)
 
+    def foresee(self, layer: int, micro_batch: int, following_E: Tensor | None) -> None:
+        """Before a micro-batch's rows of this layer: what they will need in the next one, uint8
+        [E] of 255; None: nobody knows. For a memory to read ahead by; changes no output."""
+        if self.memory is not None:
+            known = None if following_E is None else following_E.cpu().numpy()
+            self.memory.foresee(layer, micro_batch, known)
+
     def held(self, layer: int) -> frozenset[int]:
         """The experts of a layer that are here; none in a dense layer."""
         banks = self._layers[layer]
@@ -62,6 +74,14 @@ class ExpertStage:
         for banks in self._layers:
             if banks is not None:
                 banks.drop_added()
+
+    def own(self, held: Mapping[int, Collection[int]]) -> None:
+        """What the rank was given is this from now on, in these layers: with a memory or a room,
+        where what is new was staged before."""
+        if self.room is not None:
+            self.room.switch(held)
+        for layer, experts in held.items():
+            self._of(layer).own(experts)
 
     def _of(self, layer: int) -> ExpertLayer:
         banks = self._layers[layer]

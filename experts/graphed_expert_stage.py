@@ -53,6 +53,10 @@ class GraphedExpertStage:
     def sparse_layers(self) -> tuple[int, ...]:
         return self._stage.sparse_layers
 
+    def foresee(self, layer: int, micro_batch: int, following_E: Tensor | None) -> None:
+        """See `ExpertStage`."""
+        self._stage.foresee(layer, micro_batch, following_E)
+
     def run(self, layer: int, rows: RoutedRows) -> Tensor:
         """-> the rows' weighted expert outputs, [T, D] in fp32."""
         out_TD = self._graphs.run(layer, rows.x_TD, rows.expert_ids_TK, rows.weights_TK)

@@ -33,7 +33,7 @@ class LayerBanks:
     def __init__(self, num_experts: int, width: int, device: torch.device) -> None:
         self._width, self._device = width, device
         self._banks: tuple[HeldBank, ...] = ()
-        self._num_own = 0
+        self._num_own, self._is_room = 0, False
         # [E + 1]: which bank has an expert, -1: none. The last is for id -1, which indexes it.
         self._bank_E = torch.full((num_experts + 1,), -1, device=device)
 
@@ -46,6 +46,21 @@ class LayerBanks:
         """What the rank was given: it stays."""
         self.add(bank, experts)
         self._num_own = len(self._banks)
+
+    def put_room(self, bank: ExpertBank, experts: Collection[int]) -> None:
+        """What the rank was given, in a bank whose experts come and go: see `own`."""
+        assert not self._banks, "a room is the first bank"
+        self._banks, self._num_own, self._is_room = (HeldBank(bank, frozenset()),), 1, True
+        self.own(experts)
+
+    def own(self, experts: Collection[int]) -> None:
+        """See ExpertLayer.own. The bank has them already."""
+        assert self._is_room, "the experts of this bank stay"
+        self.drop_added()
+        table_E = torch.full_like(self._bank_E, -1)
+        table_E[torch.tensor(sorted(experts), dtype=torch.int64, device=self._device)] = 0
+        self._banks = (HeldBank(self._banks[0].bank, frozenset(experts)),)
+        self._bank_E = table_E
 
     def take(self, make_bank: MakeBank, experts: Collection[int]) -> None:
         """See ExpertLayer.take: read at once."""

@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from moe_serve.engine.constraint import Constraint
     from moe_serve.engine.sampling_params import SamplingParams
     from moe_serve.llm import LLM
     from moe_serve.outputs import CompletionOutput, Logprob, RequestOutput
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "moe_serve.llm",
     "CompletionOutput": "moe_serve.outputs",
+    "Constraint": "moe_serve.engine.constraint",
     "Logprob": "moe_serve.outputs",
     "RequestOutput": "moe_serve.outputs",
     "SamplingParams": "moe_serve.engine.sampling_params",
@@ -35,6 +37,7 @@ def __getattr__(name: str) -> object:
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "Constraint",
     "Logprob",
     "RequestOutput",
     "SamplingParams",

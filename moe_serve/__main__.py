@@ -1,8 +1,13 @@
-"""`python -m moe_serve` is `moe-serve`."""
+"""The command `moe-serve`, which is also `python -m moe_serve`."""
 
 from __future__ import annotations
 
-from moe_serve.cli.main import main
+import sys
+
+try:
+    from moe_serve.cli.main import main
+except KeyboardInterrupt:  # while modules are still imported: an end like any other
+    sys.exit(130)
 
 if __name__ == "__main__":
     main()

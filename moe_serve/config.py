@@ -16,13 +16,45 @@ KernelsName = Literal["auto", "native", "torch", "triton"]
 CudaGraphsName = Literal["auto", "on", "off"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 ExpertWeightsName = Literal["auto", "packed", "dequantised"]
-MemoryPolicyName = Literal["lru", "frequency", "prefetch", "predicted"]
-ReplicaPolicyName = Literal["round-robin", "fewest-activated", "least-tokens", "auto"]
+MemoryPolicyName = Literal["lru", "frequency", "prefetch", "predicted", "next-layer"]
+ReplicaPolicyName = Literal["round-robin", "fewest-activated", "least-tokens", "lp", "auto"]
 RouterSide = Literal["auto", "attention", "experts"]
 WireDtype = Literal["auto", "bf16", "fp8"]
 BatchPolicyName = Literal["fifo", "balanced", "expert-aware"]
 PredictorMode = Literal["off", "observe", "act"]
 TransportName = Literal["auto", "host", "nccl"]
+RebalanceName = Literal["off", "manual", "auto"]
+ToolParserName = Literal[
+    "auto",
+    "none",
+    "deepseek_v3",
+    "deepseek_v31",
+    "glm45",
+    "glm47",
+    "gpt-oss",
+    "hermes",
+    "mistral",
+    "openai",
+    "qwen3",
+    "qwen3_coder",
+    "qwen3_xml",
+]
+ReasoningParserName = Literal[
+    "auto",
+    "none",
+    "deepseek_r1",
+    "deepseek_v3",
+    "glm45",
+    "gpt-oss",
+    "mistral",
+    "openai_gptoss",
+    "qwen3",
+]
+RebalanceObjective = Literal["auto", "tokens", "activated"]
+MetricsAlias = Literal["none", "vllm"]
+OverloadStatus = Literal[429, 503]
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +118,13 @@ class ClusterConfig:
     attention_tp: int = 1  # processes of each attention rank, which share out its heads
     placement: str | None = None  # a file; None: contiguous
     replica_choice: ReplicaPolicyName = "round-robin"  # which copy of an expert serves a row
+    rebalance: RebalanceName = "off"  # move experts while serving: only when asked, or by itself
+    rebalance_interval_s: float = 300.0  # between two plans
+    rebalance_objective: RebalanceObjective = "auto"  # what is to be even; auto: by rows of a step
+    rebalance_min_gain: float = 0.05  # of the busiest rank's work, predicted; less: no move
+    rebalance_max_moves: int = 8  # copies that a layer may get elsewhere, in one plan
+    rebalance_bytes_per_s: int = 64 * 1024 * 1024  # that an expert rank reads for a move
+    rebalance_spare_slots: int = 0  # copies that a rank may have in a layer beyond the first ones
     router: RouterSide = "auto"  # where experts are chosen; auto: what moves fewer bytes
     wire_dtype: WireDtype = "auto"  # of rows on their way to the experts; auto: the model's
     transport: TransportName = "auto"  # of rows and sums; auto: nccl if each rank has its own GPU
@@ -107,8 +146,9 @@ class PredictorConfig:
 
     path: str | None = None  # a folder of trained predictors; None: what requests chose so far
     mode: PredictorMode = "act"  # observe: measured, not followed
-    min_recall: float = 0.2  # of the request predictor; below it, batches are fifo
+    min_recall: float = 0.2  # below it a predictor is not followed: batches are fifo
     refresh_tokens: int = 32  # generated tokens after which a request is predicted again
+    learn: bool = False  # it follows what requests choose: a shift of each expert, kept in memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +172,7 @@ class TraceConfig:
     tokens: bool = False  # also the token ids, from which a prompt can be read
     weights: bool = False  # also the routers' weights
     part_bytes: int = 16 * 1024 * 1024  # of one file of a recording
-    max_bytes: int = 1024 * 1024 * 1024  # of one recording: then its oldest files are dropped
+    max_bytes: int = 1024 * 1024 * 1024  # of all recordings there; the oldest files go first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +188,43 @@ class ServerConfig:
     drain_timeout_s: float = 30.0
     is_strict: bool = True  # unknown request fields: 400; else 200 and X-Ignored-Parameters
     sse_ping_s: float = 15.0
+    expert_metrics: bool = False  # /metrics has a series for each expert of each layer
+    max_stored_responses: int = 1000  # of /v1/responses; 0: none is kept
+    stored_responses_bytes: int = 64 * 1024 * 1024  # of all of them
+    stored_response_ttl_s: float = 3600.0
+    metrics_alias: MetricsAlias = "none"  # names that /metrics has beside its own
+    otlp_traces_endpoint: str | None = None  # a collector of OpenTelemetry; None: no traces
+    tool_parser: ToolParserName = "auto"  # how the model writes calls; auto: as its template does
+    reasoning_parser: ReasoningParserName = "auto"  # and its reasoning
+    grammar_in_reasoning: bool = False  # structured output holds from the first token
+    api_key_file: str | None = None  # more API keys, one a line; read again when it changes
+    key_max_concurrent: int | None = None  # requests of one API key at once; None: any number
+    key_requests_per_minute: int | None = None  # of one API key
+    key_tokens_per_minute: int | None = None  # of one API key, prompts and answers
+    allow_open: bool = False  # serve other machines without any API key
+    allowed_hosts: tuple[str, ...] = ()  # besides loopback names, in the Host header
+    cors_origins: tuple[str, ...] = ()  # web pages that may call the server; empty: none
+    overload_status: OverloadStatus = 429
+    ssl_certfile: str | None = None  # PEM; None: plain HTTP
+    ssl_keyfile: str | None = None  # PEM; None: the key is in ssl_certfile
+    ssl_ca_certs: str | None = None  # PEM; clients must show a certificate of these authorities
+    hang_report_s: float = 60.0  # with work to do and no step
+    hang_report_directory: str | None = None  # None: the system's folder for temporary files
+
+    @property
+    def has_api_keys(self) -> bool:
+        """Whether a key is asked for at all."""
+        return bool(self.api_keys) or self.api_key_file is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogConfig:
+    """What the server writes to its standard error."""
+
+    format: LogFormat = "text"  # json: one object a line
+    level: LogLevel = "warning"
+    access: bool = False  # a line for each HTTP request
+    access_exclude: tuple[str, ...] = ("/health", "/metrics", "/ping")  # beginnings of paths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,3 +234,4 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    log: LogConfig = field(default_factory=LogConfig)

@@ -1,7 +1,7 @@
 """The table of configuration keys, read off the dataclasses of `config.py`, and what each may be.
 
 A key is `section.name`: the section is the component (`model`, `cache`, `scheduler`, `pipeline`,
-`cluster`, `trace`, `server`), so `scheduler.max_num_seqs` is
+`cluster`, `trace`, `server`, `log`), so `scheduler.max_num_seqs` is
 `Config.engine.scheduler.max_num_seqs`. A new field in `config.py` is a new key by itself; only its
 range is written here.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import types
 import typing
@@ -42,6 +43,11 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "cluster.attention_ranks": (0, 4096),
     "cluster.expert_ranks": (0, 4096),
     "cluster.attention_tp": (1, 64),
+    "cluster.rebalance_interval_s": (1.0, 604800.0),
+    "cluster.rebalance_min_gain": (0.0, 1.0),
+    "cluster.rebalance_max_moves": (1, 65536),
+    "cluster.rebalance_bytes_per_s": (1024, 2**40),
+    "cluster.rebalance_spare_slots": (0, 65536),
     "cluster.port": (0, 65535),
     "cluster.heartbeat_s": (0.05, 600.0),
     "cluster.timeout_s": (0.1, 3600.0),
@@ -53,9 +59,17 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "server.max_body_bytes": (1024, 2**30),
     "server.drain_timeout_s": (0.0, 3600.0),
     "server.sse_ping_s": (0.1, 3600.0),
+    "server.max_stored_responses": (0, 2**20),
+    "server.stored_responses_bytes": (0, 2**40),
+    "server.stored_response_ttl_s": (1.0, 2592000.0),
+    "server.key_max_concurrent": (1, _MANY),
+    "server.key_requests_per_minute": (1, _MANY),
+    "server.key_tokens_per_minute": (1, 2**50),
+    "server.hang_report_s": (0.1, 86400.0),
 }
 SECRETS = frozenset({"server.api_keys", "server.admin_keys"})
-UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}  # for the keys that end in _bytes
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}  # for the keys that end in one of these
+_SIZES = ("_bytes", "_bytes_per_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +80,7 @@ class ConfigKey:
     name: str
     kind: type  # bool, int, float, str, or tuple (of strings)
     is_optional: bool
-    choices: tuple[str, ...]  # empty: any
+    choices: tuple[str | int, ...]  # all of one kind; empty: any
     words: tuple[str, ...]  # beside the values of its kind
     default: Value
 
@@ -82,7 +96,7 @@ class ConfigKey:
     def allowed(self) -> str:
         """The values it takes, in words: "an integer in [1, 4]"."""
         if self.choices:
-            text = f"one of {', '.join(self.choices)}"
+            text = f"one of {', '.join(map(str, self.choices))}"
         elif self.kind is bool:
             text = "true or false"
         elif self.kind is tuple:
@@ -94,7 +108,7 @@ class ConfigKey:
         if self.path in RANGES:
             low, high = RANGES[self.path]
             text += f" in [{low:.17g}, {high:.17g}]"
-        if self.name.endswith("_bytes"):
+        if self.name.endswith(_SIZES):
             text += " or a size such as 512MiB"
         text += "".join(f" or {word}" for word in self.words)
         return text + (", or null" if self.is_optional else "")
@@ -111,11 +125,11 @@ class ConfigKey:
         return checked
 
     def parse(self, text: str, source: str) -> Value:
-        """The value of an environment variable; a list is written with commas."""
+        """The value of an environment variable; a list is written with commas, or as JSON."""
         if self.is_optional and text.lower() in ("null", "none"):
             return None
         if self.kind is tuple:
-            return self.check([part.strip() for part in text.split(",")], source)
+            return self.check(self._listed(text, source), source)
         if self.kind is bool:
             is_true = text.lower() in ("true", "1", "yes", "on")
             is_false = text.lower() in ("false", "0", "no", "off")
@@ -127,6 +141,18 @@ class ConfigKey:
         except ValueError:
             return self.check(text, source)
 
+    def _listed(self, text: str, source: str) -> object:
+        if not text.startswith("["):
+            return [part.strip() for part in text.split(",")]
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            shown = "this value (not shown)" if self.is_secret else repr(text)
+            raise ConfigError(
+                f"{self.path} cannot be {shown} ({source}): it begins with [ and is no JSON list; "
+                'write one,two or ["one", "two"].'
+            ) from error
+
     def error(self, value: object, source: str) -> ConfigError:
         shown = "this value (not shown)" if self.is_secret else repr(value)
         return ConfigError(f"{self.path} cannot be {shown} ({source}): it takes {self.allowed}.")
@@ -135,8 +161,8 @@ class ConfigKey:
         """None stands for "not of this type"."""
         if self.kind is bool:
             return value if isinstance(value, bool) else None
-        if self.name.endswith("_bytes") and isinstance(value, str):
-            return _parse_size(value)
+        if self.name.endswith(_SIZES) and isinstance(value, str):
+            return parse_size(value)
         if self.kind in (int, float):
             if isinstance(value, bool) or not isinstance(value, int | float):
                 return None
@@ -148,7 +174,7 @@ class ConfigKey:
                 return None
             is_clean = all(isinstance(item, str) and item.split() == [item] for item in value)
             return tuple(value) if is_clean else None
-        if isinstance(value, bool) and "on" in self.choices:  # YAML reads on and off as booleans
+        if isinstance(value, bool) and {"on", "off"} & {*self.choices}:  # YAML's on and off
             return "on" if value else "off"
         return value if isinstance(value, str) and value.strip() else None
 
@@ -176,6 +202,11 @@ def check_engine_config(config: EngineConfig, source: str = "an argument") -> En
             f"({config.cache.memory_bytes}) both set the size of the KV cache; set one of them."
         )
     _check_cluster(config.cluster)
+    if config.pipeline.timeline is not None and not config.cluster.is_disaggregated:
+        raise ConfigError(
+            f"pipeline.timeline is {config.pipeline.timeline}, but there are no ranks to record: "
+            "set cluster.attention_ranks and cluster.expert_ranks too, or leave it out."
+        )
     return config
 
 
@@ -189,6 +220,16 @@ def _check_cluster(cluster: ClusterConfig) -> None:
         raise ConfigError(
             f"cluster.attention_tp is {cluster.attention_tp}, but there are no attention ranks to "
             "split: set cluster.attention_ranks and cluster.expert_ranks too."
+        )
+    if cluster.placement is not None and not cluster.expert_ranks:
+        raise ConfigError(
+            f"cluster.placement is {cluster.placement}, but one process has all experts: set "
+            "cluster.attention_ranks and cluster.expert_ranks too, or leave it out."
+        )
+    if cluster.rebalance != "off" and cluster.expert_ranks < 2:
+        raise ConfigError(
+            f"cluster.rebalance is {cluster.rebalance!r}, but {cluster.expert_ranks} expert ranks "
+            "have nothing to balance: set cluster.expert_ranks to 2 or more, or leave it off."
         )
 
 
@@ -214,7 +255,7 @@ def _keys_of(component: type, section: str = "") -> Iterable[ConfigKey]:
         yield ConfigKey(
             section=section,
             name=item.name,
-            kind=str if origin is typing.Literal else (origin or core),
+            kind=type(typing.get_args(core)[0]) if origin is typing.Literal else (origin or core),
             is_optional=types.NoneType in arms,
             choices=typing.get_args(core) if origin is typing.Literal else (),
             words=tuple(word for arm in others for word in typing.get_args(arm)),
@@ -222,7 +263,8 @@ def _keys_of(component: type, section: str = "") -> Iterable[ConfigKey]:
         )
 
 
-def _parse_size(text: str) -> int | None:
+def parse_size(text: str) -> int | None:
+    """Bytes of "512MiB"; None if it is no such size."""
     number, unit = text.strip()[:-3].strip(), text.strip()[-3:]
     is_size = number.isascii() and number.isdigit() and unit in UNITS
     return int(number) * UNITS[unit] if is_size else None

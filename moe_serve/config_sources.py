@@ -4,8 +4,9 @@
 
 A key `scheduler.max_num_seqs` is the YAML entry `max_num_seqs` in the section `scheduler`, and the
 variable `MOE_SERVE_SCHEDULER_MAX_NUM_SEQS`: MOE_SERVE_<SECTION>_<NAME>, for every key. An empty
-variable counts as not set; a list is written with commas. `MOE_SERVE_CONFIG` names the YAML file
-when `--config` does not. An API key `@FILE` stands for the lines of that file.
+variable counts as not set; a list is written with commas, or as JSON where it begins with "[".
+`MOE_SERVE_CONFIG` names the YAML file when `--config` does not. An API key `@FILE` stands for the
+lines of that file.
 
 Anything unknown is an error, in the file and in the environment: a typing error must not become a
 default. This is the only module that reads the environment or the file.
@@ -14,6 +15,7 @@ default. This is the only module that reads the environment or the file.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +39,7 @@ API_KEY_VARIABLE = "MOE_SERVE_API_KEY"  # the client's key, which `moe-serve cha
 ADMIN_KEY_VARIABLE = "MOE_SERVE_ADMIN_KEY"  # the operator's, which `moe-serve trace` reads
 CLUSTER_SECRET_VARIABLE = "MOE_SERVE_CLUSTER_SECRET"  # shared by every process of one cluster
 DEFAULT_SOURCE = "default"
+_COMMENT = re.compile(r"(^|\s)#.*")  # in a file of keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +120,26 @@ def load_config(
     return LoadedConfig(config=config, entries=entries)
 
 
+def wants_json_log(
+    *, flags: Mapping[str, object], environ: Mapping[str, str], file: Path | None = None
+) -> bool:
+    """Whether `log.format` is json, as far as it can be known before all is read and checked:
+    what is wrong with the rest is then said in that format."""
+    if "log.format" in flags:
+        return flags["log.format"] == "json"
+    if text := environ.get("MOE_SERVE_LOG_FORMAT", "").strip():
+        return text == "json"
+    file = _named_file(file, environ)
+    try:
+        root = None if file is None else _parse_yaml(file)
+    except ConfigError:
+        return False
+    for name in ("log", "format"):
+        entries = root.value if isinstance(root, yaml.MappingNode) else ()
+        root = next((value for key, value in entries if key.value == name), None)
+    return root is not None and root.value == "json"
+
+
 def describe(loaded: LoadedConfig) -> list[ConfigEntry]:
     """Every key with its value and its source; print `entry.shown`, never `entry.value`."""
     return list(loaded.entries)
@@ -137,8 +160,7 @@ def _refuse_unknown_variables(environ: Mapping[str, str], known: Mapping[str, Co
 def _file_entries(
     file: Path | None, environ: Mapping[str, str], keys: Mapping[str, ConfigKey]
 ) -> Iterator[ConfigEntry]:
-    if file is None and (named := environ.get(CONFIG_VARIABLE, "").strip()):
-        file = Path(named)
+    file = _named_file(file, environ)
     if file is None:
         return
     sections = {key.section for key in keys.values()}
@@ -152,6 +174,12 @@ def _file_entries(
                 raise unknown_name("key", path, place, {f"{section}.{other}" for other in known})
             value = _plain_value(node, place)
             yield ConfigEntry(key=keys[path], value=keys[path].check(value, place), source=place)
+
+
+def _named_file(file: Path | None, environ: Mapping[str, str]) -> Path | None:
+    """`--config`, or what the environment names instead."""
+    named = environ.get(CONFIG_VARIABLE, "").strip()
+    return Path(named) if file is None and named else file
 
 
 def _parse_yaml(file: Path) -> yaml.Node | None:
@@ -200,14 +228,15 @@ def _with_secrets_read(entry: ConfigEntry) -> ConfigEntry:
 
 
 def read_secret_file(path: str) -> list[str]:
-    """One secret per line; empty lines and lines that start with # are left out."""
+    """One secret per line; empty lines are left out, and comments: from a # at the beginning or
+    after a space to the end of the line."""
     try:
         lines = Path(path).read_text("utf-8").splitlines()
     except OSError as error:
         raise ConfigError(f"cannot read the API keys in {path}: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"the file of API keys {path} is not UTF-8 text.") from error
-    secrets = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    secrets = [secret for line in lines if (secret := _COMMENT.sub("", line).strip())]
     if not secrets:
         raise ConfigError(f"the file {path} holds no API key: write one on each line.")
     return secrets

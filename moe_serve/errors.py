@@ -3,6 +3,7 @@
     MoeServeError
       x InvalidRequestError          a value of one request is wrong: names the field and the limit
         + ContextLengthError         prompt and answer do not fit the model's context
+        + InvalidGrammarError        a schema, pattern or grammar for the answer cannot be used
       x ModelNotFoundError           the request names a model that is not served
       x ServerOverloadedError        the queue is full, or the server is draining: try again later
       x GenerationError              this request failed inside the engine; its neighbours did not
@@ -12,7 +13,11 @@
       x ClusterError                 processes of a cluster do not find or do not fit each other
         + ChannelClosedError         a control connection has ended; the message says why
       x TracingError                 a recording of the routing cannot start or stop; says why
+      x RebalanceError               experts cannot be moved now; says why
       x TimelineError                a timeline's file or records are not what they should be
+      x BenchError                   a load, a file of one, or a report that cannot be used
+        + BenchServerError           the server under load is not reached, or refuses all of it
+        + BenchStreamError           an answer under load is not what the protocol allows
 
 Our own bugs are `assert`s with a message, never one of these.
 """
@@ -38,6 +43,13 @@ class ContextLengthError(InvalidRequestError):
 
     def __init__(self, message: str, *, param: str | None) -> None:
         super().__init__(message, param=param, code="context_length_exceeded")
+
+
+class InvalidGrammarError(InvalidRequestError):
+    """A constraint on the answer is no grammar, is too large, or takes too long to compile."""
+
+    def __init__(self, message: str, *, param: str | None = "constraint") -> None:
+        super().__init__(message, param=param, code="invalid_grammar")
 
 
 class ModelNotFoundError(MoeServeError):
@@ -77,6 +89,10 @@ class ChannelClosedError(ClusterError):
     """A control connection has ended: closed by either side, broken, or nobody reads there."""
 
 
+class RebalanceError(MoeServeError):
+    """Experts are not moved as things are, or an answer about it could not be had."""
+
+
 class TimelineError(MoeServeError):
     """Records or a file of a timeline that cannot be read, or hold not what was asked for."""
 
@@ -85,7 +101,22 @@ class TracingError(MoeServeError):
     """A recording of the routing cannot be started or stopped as things are."""
 
 
+class BenchError(MoeServeError):
+    """A load cannot be sent as asked, or a file of the load generator cannot be used."""
+
+
+class BenchServerError(BenchError):
+    """The server under load cannot be reached, or refuses before anything is measured."""
+
+
+class BenchStreamError(BenchError):
+    """One answer breaks its protocol; the request counts as failed."""
+
+
 __all__ = [
+    "BenchError",
+    "BenchServerError",
+    "BenchStreamError",
     "ChannelClosedError",
     "CheckpointError",
     "ClusterError",
@@ -93,9 +124,11 @@ __all__ = [
     "ContextLengthError",
     "EngineDeadError",
     "GenerationError",
+    "InvalidGrammarError",
     "InvalidRequestError",
     "ModelNotFoundError",
     "MoeServeError",
+    "RebalanceError",
     "ServerOverloadedError",
     "TimelineError",
     "TracingError",

@@ -35,8 +35,10 @@ from moe_serve.config import (
     SchedulerConfig,
 )
 from moe_serve.config_keys import check_engine_config
+from moe_serve.engine.bad_words import with_bad_word_ids
 from moe_serve.engine.client import EngineStats
 from moe_serve.engine.driven_engine import DrivenEngine
+from moe_serve.engine.grammar.gate import GrammarGate
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.errors import (
@@ -110,6 +112,8 @@ class LLM:
         self._open_engine: DrivenEngine | None = built.engine
         self.layout = built.layout
         self._tokenizer: Tokenizer | None = Tokenizer.load(self.layout.folder)
+        assert built.grammars is not None, "an engine of a checkpoint knows its vocabulary"
+        self._gate = GrammarGate(built.grammars)
         self._ids = itertools.count()
 
     def __enter__(self) -> LLM:
@@ -127,6 +131,7 @@ class LLM:
         """Drop the weights and the cache, and end the ranks; every later call is refused."""
         engine = self._open_engine
         self._tokenizer = self._open_engine = None
+        self._gate.close()
         if engine is not None:
             engine.close()
 
@@ -216,6 +221,9 @@ class LLM:
         is_text = isinstance(prompt, str)
         ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         self._check(ids, params)
+        if params.constraint is not None:
+            params = replace(params, constraint=self._gate.check(params.constraint))
+        params = with_bad_word_ids(params, self.tokenizer)
         stem = f"offline-{next(self._ids)}"
         others = replace(params, prompt_logprobs=None)  # they are the same for every choice
         answers = [

@@ -6,6 +6,7 @@ S samples, L layers, E experts, F features. Each gives scores [S, L, E] that sum
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,11 @@ def blended(history_SLE: NDArray[Any], count_LE: NDArray[Any]) -> Floats:
 
 
 def logistic_regression(
-    features_SF: Floats, count_SLE: NDArray[Any], unseen_UF: Floats, seed: int = 0
+    features_SF: Floats,
+    count_SLE: NDArray[Any],
+    unseen_UF: Floats,
+    seed: int = 0,
+    progress: Callable[[str, float], None] = lambda _what, _share: None,
 ) -> Floats:
     """[U, L, E]: one multinomial regression per layer on the pooled embedding (scikit-learn), of
     single choices: sample s is of class e as often as expert e was used after it. To keep that
@@ -54,6 +59,8 @@ def logistic_regression(
     scores = np.zeros((len(unseen), num_layers, num_experts))
     rng = np.random.default_rng(seed)
     for layer in range(num_layers):
+        what = f"logistic regression on {num_samples} prefixes, layer {layer + 1} of {num_layers}"
+        progress(what, layer / num_layers)
         share_SE = count_SLE[:, layer] / count_SLE[:, layer].sum(-1, keepdims=True)
         chosen = (rng.random((_NUM_DRAWS, num_samples, 1)) > share_SE.cumsum(-1)).sum(-1)
         chosen = chosen.clip(0, num_experts - 1)

@@ -1,6 +1,6 @@
 """What the predictors between layers read and predict, taken from captured hidden states.
 
-L layers with routed experts, N tokens, K choices, V vocabulary, D model width.
+L layers with routed experts, N tokens, K choices, D model width.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ class LayerSource:
     before_attention_LND: Tensor  # fp16: the residual stream that enters each layer
     before_router_LND: Tensor  # fp16: the same after its attention
     ids_NLK: Tensor  # int64
-    token_N: Tensor  # int64
     position_N: Tensor  # int64
-    embedding_VD: Tensor
 
 
 def predicted_pairs(kind: PredictorKind, num_layers: int) -> list[tuple[int, int]]:
@@ -41,9 +39,7 @@ def layer_data(
     hidden_LND = source.before_attention_LND if is_early else source.before_router_LND
     context_NC = None
     if is_early:
-        context_NC = context_of(
-            source.embedding_VD, source.token_N, source.position_N, NUM_CONTEXT
-        )[rows_N].half()
+        context_NC = context_of(hidden_LND[read], source.position_N, NUM_CONTEXT)[rows_N]
     return LayerData(
         hidden_ND=hidden_LND[read][rows_N],
         router_input_ND=source.before_router_LND[target][rows_N],

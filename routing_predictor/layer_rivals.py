@@ -6,15 +6,11 @@ N tokens, L layers, K choices, E experts.
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from routing_predictor.evaluate import Truth, Verdict, judge
 from routing_predictor.scores import is_among
 from routing_predictor.texts import RoutedTexts
-
-_SHARPNESS = 6.0  # of the sigmoid, as measured on the demonstration model
 
 
 def truth_of_tokens(texts: RoutedTexts, layers: tuple[int, ...], columns: list[int]) -> Truth:
@@ -29,14 +25,6 @@ def truth_of_tokens(texts: RoutedTexts, layers: tuple[int, ...], columns: list[i
         label_S=tuple(texts.label[request] for request in request_N),
         layers=layers,
     )
-
-
-def choice_probability(logits_NE: Tensor, top_k: int) -> Tensor:
-    """That each expert is among the chosen: a sigmoid around the middle between the k-th and the
-    next logit. Which experts are among the k largest does not change."""
-    top = logits_NE.topk(min(top_k + 1, logits_NE.shape[1]), dim=-1).values
-    middle_N1 = top[:, top_k - 1 :].mean(-1, keepdim=True)
-    return torch.sigmoid((logits_NE - middle_N1) * _SHARPNESS)
 
 
 def judged_previous_token(

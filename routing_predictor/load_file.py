@@ -19,6 +19,7 @@ from routing_predictor.trace import RoutingTrace
 from routing_predictor.trace_stats import windows
 
 FORMAT, VERSION = "moe-serve expert load", 1
+_MOST = 2.0**53  # of choices: beyond it, floats do not count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +38,14 @@ class ExpertLoad:
             raise TraceError(f"counts have the shape {shape}; steps x layers x experts wanted")
         if shape[1] != len(self.layers):
             raise TraceError(f"counts of {shape[1]} layers, but {len(self.layers)} are named")
-        if not (np.isfinite(self.counts_SLE).all() and (self.counts_SLE >= 0).all()):
-            raise TraceError("counts hold a number that is negative or not finite")
+        wrong_SLE = ~((self.counts_SLE >= 0) & (self.counts_SLE <= _MOST))
+        if wrong_SLE.any():
+            step, row, expert = np.argwhere(wrong_SLE)[0]
+            raise TraceError(
+                f"{int(wrong_SLE.sum())} counts are negative, not finite or above 2^53; the first "
+                f"is {self.counts_SLE[step, row, expert]} of expert {expert} in layer "
+                f"{self.layers[row]}"
+            )
 
     @property
     def num_experts(self) -> int:

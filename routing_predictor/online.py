@@ -19,9 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from routing_predictor.recall_guard import RecallGuard
 from routing_predictor.request_predictor import RequestPredictor
-from routing_predictor.scores import token_overlap
 
 _SMALLEST = 1e-6
 
@@ -36,22 +34,17 @@ class OnlineLimits:
 
 
 class OnlinePredictor:
-    """A `RequestPredictor` around another one. Not thread-safe; the engine owns it."""
+    """A `RequestPredictor` around another one. Not thread-safe; the engine owns it. It does not
+    judge itself: whoever acts on it measures its recall (`recall_guard.py`)."""
 
-    def __init__(
-        self, inner: RequestPredictor, top_k: int, guard: RecallGuard, limits: OnlineLimits
-    ) -> None:
-        self._inner, self._top_k, self._guard, self._limits = inner, top_k, guard, limits
+    def __init__(self, inner: RequestPredictor, top_k: int, limits: OnlineLimits) -> None:
+        self._inner, self._top_k, self._limits = inner, top_k, limits
         self._shift_LE: NDArray[np.float32] | None = None
+        self.num_observed = 0  # requests that it learnt from
 
     @property
     def horizon(self) -> int:
         return self._inner.horizon
-
-    @property
-    def guard(self) -> RecallGuard:
-        """Whoever acts on predictions asks it first whether they are on."""
-        return self._guard
 
     def predict(self, prefixes: Sequence[NDArray[np.int64]]) -> NDArray[np.float32]:
         """[R, L, E]: as the inner predictor, shifted by what was observed since."""
@@ -64,18 +57,12 @@ class OnlinePredictor:
         return shifted
 
     def observe(self, predicted_RLE: NDArray[np.float32], count_RLE: NDArray[np.integer]) -> None:
-        """What was predicted for R requests, and how often their next tokens chose each expert.
-
-        Measures recall (the share of the choices that fell on the predicted top k) and learns.
-        Requests without a choice are left out.
-        """
-        total_R = count_RLE[:, 0].sum(-1)
-        seen = np.flatnonzero(total_R)
+        """Learn from what was predicted for R requests, and how often their next tokens chose each
+        expert. Requests without a choice are left out."""
+        seen = np.flatnonzero(count_RLE[:, 0].sum(-1))
         if not len(seen):
             return
-        predicted_RLE, count_RLE = predicted_RLE[seen], count_RLE[seen]
-        recall = float(token_overlap(predicted_RLE, count_RLE, self._top_k).mean())
-        self._guard.measure(recall, len(seen))
+        predicted_RLE, count_RLE = predicted_RLE[seen], count_RLE[seen].astype(np.float32)
         observed_RLE = count_RLE / count_RLE.sum(-1, keepdims=True)
         expected_RLE = predicted_RLE / predicted_RLE.sum(-1, keepdims=True)
         limits = self._limits
@@ -83,3 +70,4 @@ class OnlinePredictor:
         step_LE = rate * (observed_RLE - expected_RLE).mean(0)
         shift_LE = step_LE if self._shift_LE is None else self._shift_LE + step_LE
         self._shift_LE = shift_LE.clip(-limits.max_shift, limits.max_shift).astype(np.float32)
+        self.num_observed += len(seen)

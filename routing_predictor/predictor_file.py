@@ -5,7 +5,9 @@ L layers with routed experts, E experts, V vocabulary, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +28,25 @@ from routing_predictor.train_layers import LayerPredictors
 
 
 def write_predictor(folder: Path, card: PredictorCard, module: nn.Module) -> None:
-    """Both files, the card last. The same weights and card give the same bytes."""
+    """Both files, the card last, each whole or not at all. The same weights and card give the same
+    bytes."""
     tensors: dict[str, NDArray[Any]] = {
         name: tensor.detach().half().numpy() for name, tensor in module.state_dict().items()
     }
+    weights, facts = folder / f"{card.kind}.safetensors", folder / f"{card.kind}.json"
+    aside = [path.with_name(f".{path.name}.{secrets.token_hex(4)}") for path in (weights, facts)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{card.kind}.safetensors").write_bytes(save(tensors))
-        write_card(card, folder / f"{card.kind}.json")
+        aside[0].write_bytes(save(tensors))
+        write_card(card, aside[1])
+        aside[0].replace(weights)  # only now, with the card: what lies there belongs together
+        aside[1].replace(facts)
     except OSError as error:
         raise PredictorError(f"{folder} cannot be written: {error.strerror}") from None
+    finally:
+        for path in aside:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
 
 
 def read_predictor_card(folder: Path, kind: PredictorKind) -> PredictorCard:
@@ -68,9 +79,14 @@ def load_request_predictor(
     windows = card.sizes.get("windows")
     if not isinstance(windows, list) or not all(isinstance(w, int) and w > 0 for w in windows):
         raise PredictorError(f"{folder}: the card's windows are {windows!r}, not counts of tokens")
+    hidden, num_outputs = card.size("hidden"), len(card.layers) * card.num_experts
+    num_features = len(windows) * card.width
+    file = folder / f"{card.kind}.safetensors"
+    shapes = {"first.weight": (hidden, num_features), "last.weight": (num_outputs, hidden)}
+    _check_shapes(file, shapes)
     pools = PrefixPools(embedding_VD, windows)
-    mlp = RequestMLP(pools.num_features, len(card.layers), card.num_experts, card.size("hidden"))
-    load_weights(mlp, folder / f"{card.kind}.safetensors")
+    mlp = RequestMLP(num_features, len(card.layers), card.num_experts, hidden)
+    load_weights(mlp, file)
     return PrefixPredictor(mlp, pools, top_k=card.top_k, horizon=card.size("horizon"))
 
 
@@ -94,39 +110,51 @@ def load_layer_predictors(
         raise PredictorError(f"{folder}: the card names the layers {list(card.layers)}")
     is_early = kind is PredictorKind.PRE_ATTENTION
     context_width = card.size("context") * card.width if is_early else 0
-    predictors = LayerPredictors(
-        [
-            RouterResidual(routers[target], card.size("hidden"), context_width)
-            for _, target in predicted_pairs(kind, len(routers))
-        ]
-    )
-    load_weights(predictors, folder / f"{card.kind}.safetensors")
+    hidden, file = card.size("hidden"), folder / f"{card.kind}.safetensors"
+    targets = [routers[target] for _, target in predicted_pairs(kind, len(routers))]
+    for each in targets:
+        num_experts, width = each.weight_ED.shape
+        name = f"layers.{each.layer}"
+        first, last = (hidden, width + context_width), (num_experts, hidden)
+        _check_shapes(file, {f"{name}.first.weight": first, f"{name}.last.weight": last})
+    predictors = LayerPredictors([RouterResidual(each, hidden, context_width) for each in targets])
+    load_weights(predictors, file)
     return predictors.eval()
 
 
 def load_weights(module: nn.Module, path: Path) -> None:
     """Raises PredictorError unless the file holds the module's tensors, finite."""
-    stored, wanted = _read(path), module.state_dict()
-    for name, tensor in wanted.items():
-        shape = stored[name].shape if name in stored else None
-        if shape != tuple(tensor.shape):
-            found = "no tensor" if shape is None else f"a tensor {list(shape)}"
-            raise PredictorError(
-                f"{path} holds {found} {name}, the card implies {list(tensor.shape)}"
-            )
-        if not np.isfinite(stored[name]).all():
+    wanted = module.state_dict()
+    _check_shapes(path, {name: tuple(tensor.shape) for name, tensor in wanted.items()})
+    with _opened(path) as file:
+        if unknown := sorted(set(file.keys()) - wanted.keys()):
+            raise PredictorError(f"{path} holds {unknown[0]}, which no such predictor has")
+        stored = {name: file.get_tensor(name) for name in wanted}
+    for name, array in stored.items():
+        if not np.isfinite(array).all():
             raise PredictorError(f"{path}: the tensor {name} holds values that are not finite")
-    if unknown := sorted(stored.keys() - wanted.keys()):
-        raise PredictorError(f"{path} holds {unknown[0]}, which no such predictor has")
     module.load_state_dict(
         {name: torch.from_numpy(array).float() for name, array in stored.items()}
     )
 
 
-def _read(path: Path) -> Mapping[str, NDArray[np.floating]]:
+def _check_shapes(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Before anything is allocated: a card may name any sizes, a file cannot."""
+    with _opened(path) as file:
+        names = set(file.keys())
+        for name, shape in wanted.items():
+            found = tuple(file.get_slice(name).get_shape()) if name in names else None
+            if found != shape:
+                what = "no tensor" if found is None else f"a tensor {list(found)}"
+                raise PredictorError(f"{path} holds {what} {name}, the card implies {list(shape)}")
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file. Raises PredictorError for one that cannot be read."""
     try:
         with safe_open(path, framework="numpy") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            yield file
     except FileNotFoundError:
         raise PredictorError(f"{path} is not there") from None
     except (OSError, SafetensorError, TypeError) as error:

@@ -1,4 +1,5 @@
-"""A recording: a folder of numbered parts of one trace, capped in bytes, the oldest dropped.
+"""A recording: a folder of numbered parts of one trace, capped in bytes with the recordings before
+it, the oldest dropped.
 
     part-000007.safetensors  part-000008.safetensors  ...
 
@@ -15,8 +16,7 @@ import logging
 import queue
 import secrets
 import threading
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from routing_predictor.capped_parts import CappedParts, Part
 from routing_predictor.errors import TraceError
 from routing_predictor.trace import DECODE, PREFILL, RoutingTrace
 from routing_predictor.trace_file import SUFFIX, id_dtype, write_trace
@@ -87,11 +88,13 @@ class RecordingWriter:
         max_bytes: int,
         is_patient: bool = False,
         labels: Mapping[str, str] = _NO_LABELS,
+        earlier: Iterable[Part] = (),
     ) -> None:
-        """Makes the folder, for its owner alone. `labels`: of requests. Raises TraceError."""
+        """Makes the folder, for its owner alone. `labels`: of requests; `earlier`: what counts
+        towards `max_bytes` too, and is dropped first. Raises TraceError."""
         self._labels = labels
         self._folder, self._header = folder, header
-        self._part_bytes, self._max_bytes = part_bytes, max_bytes
+        self._part_bytes, self._parts = part_bytes, CappedParts(max_bytes, earlier)
         id_dtype(header.num_experts)  # raises where ids do not fit
         try:
             folder.mkdir(parents=True, mode=0o700)
@@ -102,9 +105,7 @@ class RecordingWriter:
         self._open: list[TracedTokens] = []
         self._open_bytes = 0
         self._full: queue.Queue[list[TracedTokens] | None] = queue.Queue(_MAX_FULL_PARTS + 1)
-        self._parts: deque[tuple[Path, int]] = deque()
-        self._num_tokens = self._num_written = self._num_made = self._num_dropped = 0
-        self._num_lost = 0
+        self._num_tokens = self._num_written = self._num_made = self._num_lost = 0
         self._failure: str | None = None
         self._thread = threading.Thread(target=self._run, name="moe-serve-trace", daemon=True)
         self._thread.start()
@@ -144,8 +145,8 @@ class RecordingWriter:
         return RecordingStats(
             self._num_tokens,
             self._num_written,
-            len(self._parts),
-            self._num_dropped,
+            self._parts.num_own,
+            self._parts.num_dropped,
             self._num_lost,
             self._failure,
         )
@@ -153,7 +154,7 @@ class RecordingWriter:
     def _check_patient(self) -> None:
         """Who waits for the disk is told that it failed."""
         if self._is_patient and self._failure is not None:
-            raise TraceError(f"{self._failure}; {len(self._parts)} parts were written before")
+            raise TraceError(f"{self._failure}; {self._num_made} parts were written before")
 
     def _token_bytes(self, tokens: TracedTokens) -> int:
         """Of a token in the file."""
@@ -189,14 +190,7 @@ class RecordingWriter:
         size = write_trace(as_trace(part, self._header, self._labels, self._recording), path)
         self._num_made += 1
         self._num_written += size
-        self._parts.append((path, size))
-        while len(self._parts) > 1 and sum(size for _, size in self._parts) > self._max_bytes:
-            oldest, _ = self._parts.popleft()
-            try:
-                oldest.unlink(missing_ok=True)
-            except OSError as error:
-                raise TraceError(f"{oldest} cannot be deleted: {error.strerror}") from None
-            self._num_dropped += 1
+        self._parts.add(path, size)
 
 
 def as_trace(

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from routing_predictor.baselines import blended, from_history, logistic_regression, marginal
 from routing_predictor.evaluate import Truth, Verdict, judge
+from routing_predictor.fitting import Progress
 from routing_predictor.pools import PrefixPools
 from routing_predictor.prefix_samples import PrefixCuts, cut_each, cut_texts
 from routing_predictor.request_predictor import RequestPredictor
@@ -63,7 +64,12 @@ def _first_half(cuts: PrefixCuts) -> NDArray[np.int64]:
 
 
 def judged_regression(
-    seen: RoutedTexts, cuts: PrefixCuts, pools: PrefixPools, layers: tuple[int, ...], seed: int
+    seen: RoutedTexts,
+    cuts: PrefixCuts,
+    pools: PrefixPools,
+    layers: tuple[int, ...],
+    seed: int,
+    progress: Progress,
 ) -> Verdict:
     """Logistic regression on the same pooled embeddings."""
     truth = truth_of(cuts, layers)
@@ -73,6 +79,7 @@ def judged_regression(
         fitted.coming(),
         pooled(cuts, pools).float().numpy(),
         seed,
+        progress,
     )
     return judge("logistic regression", scores * truth.top_k, truth)
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from routing_predictor.errors import TraceError
 from routing_predictor.metadata import read_tensors, write_tensors
-from routing_predictor.trace import RoutingTrace
+from routing_predictor.trace import DECODE, PREFILL, RoutingTrace
 
 FORMAT, VERSION = "moe-serve routing trace", 1
 SUFFIX = ".safetensors"
@@ -45,8 +45,34 @@ def as_int32(values_N: NDArray[np.integer], name: str) -> NDArray[np.int32]:
     return values_N.astype(np.int32, copy=False)
 
 
+def as_phase(values_N: NDArray[np.integer]) -> NDArray[np.uint8]:
+    """The phase column. Raises TraceError for one that there is not."""
+    if len(values_N) and not PREFILL <= int(values_N.min()) <= int(values_N.max()) <= DECODE:
+        raise TraceError(
+            f"phase goes from {values_N.min()} to {values_N.max()}; {PREFILL} is the prompt's, "
+            f"{DECODE} generated"
+        )
+    return values_N.astype(np.uint8, copy=False)
+
+
+def check_columns(trace: RoutingTrace) -> None:
+    """Raises TraceError for a phase that there is not, and for positions of a request that do not
+    ascend: what whoever splits requests by time relies on."""
+    as_phase(trace.phase_N)
+    order = np.argsort(trace.request_N, kind="stable")
+    request_N, position_N = trace.request_N[order], trace.position_N[order].astype(np.int64)
+    is_back_N = (np.diff(position_N) <= 0) & (np.diff(request_N) == 0)
+    if is_back_N.any():
+        at = int(is_back_N.argmax())
+        raise TraceError(
+            f"request {trace.request_ids[request_N[at]]!r} has position {position_N[at + 1]} after "
+            f"{position_N[at]}; positions of a request ascend"
+        )
+
+
 def write_trace(trace: RoutingTrace, path: Path) -> int:
     """-> bytes written. The file is there whole or not at all. Raises TraceError."""
+    check_columns(trace)
     tensors: dict[str, NDArray[Any]] = {
         "expert_ids": trace.expert_ids_NLK.astype(id_dtype(trace.num_experts), copy=False),
         "request": trace.request_N.astype(np.int32, copy=False),
@@ -79,11 +105,11 @@ def read_trace(path: Path) -> RoutingTrace:
     has_weights, has_tokens = "weights" in file.tensors, "token" in file.tensors
     try:
         id_dtype(file.fact("num_experts", int))  # raises where there are too many
-        return RoutingTrace(
+        trace = RoutingTrace(
             expert_ids_NLK=file.tensor("expert_ids", "iu", 3),
             request_N=as_int32(file.tensor("request", "iu", 1), "request"),
             position_N=as_int32(file.tensor("position", "iu", 1), "position"),
-            phase_N=file.tensor("phase", "iu", 1).astype(np.uint8),
+            phase_N=as_phase(file.tensor("phase", "iu", 1)),
             token_N=as_int32(file.tensor("token", "iu", 1), "token") if has_tokens else None,
             weights_NLK=file.tensor("weights", "f", 3) if has_weights else None,
             num_experts=file.fact("num_experts", int),
@@ -95,9 +121,11 @@ def read_trace(path: Path) -> RoutingTrace:
             placement_version=file.fact("placement_version", str),
             recording=file.fact("recording", str),
         )
+        check_columns(trace)
     except TraceError as error:
         named = str(error)
         raise TraceError(named if named.startswith(str(path)) else f"{path}: {named}") from None
+    return trace
 
 
 def part_files(folder: Path) -> list[Path]:

@@ -4,7 +4,7 @@
     python scripts/compile_kernels.py --check         and hold docs/kernels.md to them
     python scripts/compile_kernels.py --write         and put the table into docs/kernels.md
     python scripts/compile_kernels.py --only attention --targets 90
-    python scripts/compile_kernels.py --quick         each case for one of the chips: the tests
+    python scripts/compile_kernels.py --quick         each kernel and constant once: the tests
 
 The rules: no stack, no spills, shared memory within the chip's, matrix instructions where the case
 says so. The facts are cached by source, configuration and triton version; `--no-cache` forgets.
@@ -23,8 +23,10 @@ os.environ.pop("TRITON_INTERPRET", None)  # before a kernel is decorated: it wou
 import triton
 
 from kernel_compilation import cache, table
+from kernel_compilation.cover import covering
 from kernel_compilation.facts import CompiledFacts
-from kernel_compilation.pool import Job, run_jobs
+from kernel_compilation.job import Job
+from kernel_compilation.pool import run_jobs
 from kernel_compilation.rules import broken_rules
 from moe_kernels.gpu.compile_case import TARGETS, CompileCase, find_cases
 
@@ -38,10 +40,12 @@ def main() -> int:
     cases = {case.name: case for case in find_cases() if arguments.only in case.name}
     jobs = [
         Job(name, target)
-        for index, (name, case) in enumerate(cases.items())
-        for target in chosen_targets(case, index, arguments.quick)
+        for name, case in cases.items()
+        for target in case.targets
         if target in arguments.targets
     ]
+    if arguments.quick:
+        jobs = covering(cases, jobs)
     facts, problems = compile_all(cases, jobs, arguments.workers)
     is_whole = not arguments.only and set(arguments.targets) == set(TARGETS)
     if is_whole and not arguments.quick and (arguments.check or arguments.write):
@@ -55,17 +59,12 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compile the Triton kernels ahead of time.")
     parser.add_argument("--check", action="store_true", help="fail where docs/kernels.md differs")
     parser.add_argument("--write", action="store_true", help="put the table into docs/kernels.md")
-    parser.add_argument("--quick", action="store_true", help="one chip for each case, in turn")
+    parser.add_argument("--quick", action="store_true", help="few that have everything once")
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--targets", type=int, nargs="+", default=list(TARGETS), choices=TARGETS)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--no-cache", action="store_true", help="forget what was compiled before")
     return parser.parse_args()
-
-
-def chosen_targets(case: CompileCase, index: int, is_quick: bool) -> tuple[int, ...]:
-    """All of a case's chips; quick: the next one in turn, so that neighbours differ."""
-    return (case.targets[index % len(case.targets)],) if is_quick else case.targets
 
 
 def compile_all(

@@ -9,7 +9,6 @@ comments in configs/serve.yaml. tests/test_config_table.py holds the page to thi
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,14 +19,19 @@ import yaml
 from moe_serve.cli.main import app
 from moe_serve.config_keys import ConfigKey, config_keys
 from moe_serve.config_sources import variable_name
+from page_block import PageBlock
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "configuration.md"
+BLOCK = PageBlock(
+    page=ROOT / "docs" / "configuration.md",
+    start="<!-- config-table: start -->",
+    end="<!-- config-table: end -->",
+)
 EXAMPLE = ROOT / "configs" / "serve.yaml"
-START, END = "<!-- config-table: start -->", "<!-- config-table: end -->"
 HEADER = "| key and variable | flag | default | takes | meaning |"
 PARAMETER_OF = {
     "model.expert_memory_bytes": "expert_memory",
+    "log.format": "log_format",
     "model.path": "model",
     "server.api_keys": "api_key",
     "predictor.path": "predictor",
@@ -88,23 +92,5 @@ def _row(key: ConfigKey, flag: str, meaning: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def block(page: str) -> tuple[str, str, str]:
-    """The page before, between and after the markers."""
-    before, start, rest = page.partition(START)
-    between, end, after = rest.partition(END)
-    assert start and end, f"{PAGE.name} must hold the lines {START} and {END}"
-    return before + start + "\n\n", between.strip("\n") + "\n", "\n" + end + after
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="The tables of docs/configuration.md.")
-    parser.add_argument("--write", action="store_true", help="put them into the page")
-    if parser.parse_args().write:
-        before, _, after = block(PAGE.read_text("utf-8"))
-        PAGE.write_text(before + render() + after, "utf-8")
-    else:
-        print(render())
-
-
 if __name__ == "__main__":
-    main()
+    BLOCK.main(render, "The tables of docs/configuration.md.")

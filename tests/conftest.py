@@ -1,12 +1,15 @@
-"""What every test shares: one thread for the math, and no configuration from the environment."""
+"""What every test shares: one thread for the math, no configuration from the environment, and the
+same examples on every machine."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Before torch is first imported: the suite must run the same on two cores and on two hundred.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,6 +21,19 @@ if not Path("/dev/nvidiactl").exists():
 # A shell starts background jobs with SIGINT ignored, and that is inherited: servers that tests
 # start must hear their Ctrl-C all the same.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Drawn examples neither change from run to run nor depend on how fast the machine is; others are
+# drawn with `--hypothesis-profile default`.
+settings.register_profile(
+    "same", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("same")
+
+
+def pytest_collection_finish() -> None:
+    """What thousands of tests and their imports are made of lives to the end: the collector of
+    garbage need not look through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -102,6 +102,13 @@ def test_a_refused_turn_leaves_no_trace(response: httpx.Response, message: str) 
     assert conversation.messages == []
 
 
+def test_an_error_after_half_an_answer_begins_a_line(capsys: Capture) -> None:
+    half = events(piece("half"), {"error": {"message": "it broke"}})
+    with pytest.raises(ChatError, match="it broke"):
+        conversation_of(ScriptedServer(httpx.Response(200, content=half))).ask("hi")
+    assert capsys.readouterr().out == "half\n"
+
+
 def test_ctrl_c_keeps_what_has_come(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     def pieces(*_: object) -> Iterator[str]:
         yield "half"
@@ -120,14 +127,14 @@ def test_talk_takes_commands(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -
         httpx.Response(200, content=events(piece("A"))),
         httpx.Response(400, json={"error": {"message": "too long"}}),
     )
-    typed = iter(["hi", "/reset", "", "/what", "hi again", "/exit"])
+    typed = iter(["hi", "not \udcff text", "/reset", "", "/what", "hi again", "/exit"])
     monkeypatch.setattr("builtins.input", lambda _: next(typed))
     conversation = conversation_of(server)
     chat_module._talk(conversation)
     assert server.bodies[1]["messages"] == [{"role": "user", "content": "hi again"}]
     captured = capsys.readouterr()
     assert captured.out == "A\n"
-    for text in ("forgotten", "/what is no command", "too long"):
+    for text in ("forgotten", "/what is no command", "too long", "are not UTF-8"):
         assert text in captured.err
 
 
@@ -144,19 +151,20 @@ def test_piped_text_is_one_message(monkeypatch: pytest.MonkeyPatch, capsys: Capt
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "code", "message"),
     [
-        (["--url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
-        (["--url", "127.0.0.1"], "is not a URL such as"),
-        (["--message", ""], "there is no message"),
+        (["--url", "http://127.0.0.1:9"], 1, "no server answers at http://127.0.0.1:9"),
+        (["--url", "127.0.0.1"], 2, "is not a URL such as"),
+        (["--message", ""], 2, "there is no message"),
+        (["--api-key", "schlüssel"], 2, "a character that cannot be sent"),
     ],
 )
-def test_what_is_not_reached_is_exit_code_1(
-    capsys: Capture, arguments: list[str], message: str
+def test_what_goes_wrong_is_one_line_and_an_exit_code(
+    capsys: Capture, arguments: list[str], code: int, message: str
 ) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main(["chat", "--message", "hi", *arguments])
-    assert exit_info.value.code == 1
+    assert exit_info.value.code == code
     captured = capsys.readouterr()
     assert captured.out == ""
     assert message in captured.err

@@ -55,18 +55,23 @@ def test_the_flags_are_frozen() -> None:
         "--expert-memory",
         "--expert-ranks",
         "--host",
+        "--log-format",
         "--max-batched-tokens",
         "--max-model-len",
         "--max-num-seqs",
         "--max-queued-requests",
+        "--metrics-alias",
         "--micro-batches",
         "--num-pages",
         "--num-threads",
+        "--otlp-traces-endpoint",
         "--placement",
         "--port",
         "--predictor",
         "--print-config",
         "--served-model-name",
+        "--ssl-certfile",
+        "--ssl-keyfile",
         "--timeline",
         "model",
     ]
@@ -96,7 +101,19 @@ def test_the_flags_are_frozen() -> None:
         "--url",
         "-m",
     ]
-    assert flags_of("doctor") == ["--json"]
+    assert flags_of("doctor") == ["--config", "--json", "--model"]
+    assert flags_of("top") == ["--api-key", "--interval", "--once", "--url"]
+    assert flags_of("run-batch") == [
+        "--api-key",
+        "--concurrency",
+        "--config",
+        "--input",
+        "--model",
+        "--output",
+        "--url",
+        "-i",
+        "-o",
+    ]
     assert flags_of("timeline") == ["--layers", "--out", "--step", "--steps", "file"]
     assert flags_of("calibrate") == ["--device", "--num-threads", "--out", "--quick", "model"]
     assert flags_of("plan") == [
@@ -201,6 +218,22 @@ def test_a_taken_port_is_said_before_anything_is_loaded(capsys: Capture) -> None
         port = taken.getsockname()[1]
         assert run("serve", "no-such-folder", "--port", str(port)) == 2
     assert f"cannot listen on 127.0.0.1 port {port}: another" in capsys.readouterr().err
+
+
+def test_ctrl_c_during_imports_is_exit_code_130() -> None:
+    script = (
+        "import builtins, sys\n"
+        "imported = builtins.__import__\n"
+        "def interrupted(name, *rest):\n"
+        "    if name == 'typer': raise KeyboardInterrupt\n"
+        "    return imported(name, *rest)\n"
+        "builtins.__import__ = interrupted\n"
+        "import moe_serve.__main__\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_ctrl_c_is_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> None:

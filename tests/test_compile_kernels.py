@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -12,12 +13,14 @@ from pathlib import Path
 import pytest
 
 from kernel_compilation import cache, table
+from kernel_compilation.cover import covering
 from kernel_compilation.facts import CompiledFacts, count_instructions, read_resources
+from kernel_compilation.job import Job
 from kernel_compilation.rules import broken_rules
 from moe_kernels.gpu.compile_case import CompileCase
 
 ROOT = Path(__file__).resolve().parents[1]
-TIMEOUT_S = 600  # a cold cache takes about two minutes on two idle cores
+TIMEOUT_S = 600  # a cold cache takes about a minute on two idle cores
 GOOD = CompiledFacts(
     registers=90,
     stack=0,
@@ -44,7 +47,8 @@ CASE = CompileCase(
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_every_kernel_compiles_by_the_rules() -> None:
-    """Each case for one chip: all three would take too long where nothing is cached."""
+    """Those that have every switch, size and type of each kernel: all combinations would take too
+    long where nothing is cached."""
     done = subprocess.run(
         [sys.executable, "scripts/compile_kernels.py", "--quick"],
         cwd=ROOT,
@@ -55,6 +59,30 @@ def test_every_kernel_compiles_by_the_rules() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_cover_has_everything_once() -> None:
+    """3 x 2 tiles and two types for three chips: 36 jobs, of which three have all but the size in
+    the middle; and a kernel without matrices, for one of its chips."""
+    cases = {
+        f"gemm/{m}x{n}-{kind}": dataclasses.replace(
+            CASE,
+            name=f"gemm/{m}x{n}-{kind}",
+            signature={"a_ptr": kind},
+            constexprs={"BLOCK_M": m, "BLOCK_N": n},
+        )
+        for m, n, kind in itertools.product((16, 64, 128), (32, 64), ("*bf16", "*fp16"))
+    }
+    cases["scan"] = dataclasses.replace(CASE, name="scan", kernel="another", has_tensor_cores=False)
+    jobs = [Job(name, target) for name, case in cases.items() for target in case.targets]
+    chosen = covering(cases, jobs)
+    assert chosen == covering(cases, jobs), "the same each time"
+    tiles = [cases[job.case] for job in chosen if job.case != "scan"]
+    assert len(tiles) == 3 and len(chosen) == 4, f"{chosen}"
+    assert {job.target for job in chosen if job.case != "scan"} == set(CASE.targets)
+    assert {case.signature["a_ptr"] for case in tiles} == {"*bf16", "*fp16"}
+    assert {case.constexprs["BLOCK_M"] for case in tiles} >= {16, 128}
+    assert {case.constexprs["BLOCK_N"] for case in tiles} == {32, 64}
 
 
 def test_every_kernel_lists_what_ships() -> None:

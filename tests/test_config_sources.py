@@ -73,6 +73,23 @@ def test_on_and_off_need_no_quotes(write: WriteYaml, text: str, value: str) -> N
     assert load(environ=environ).config.engine.model.cuda_graphs == value
 
 
+def test_off_needs_no_quotes_where_there_is_no_on(write: WriteYaml) -> None:
+    assert load(write("cluster:\n  rebalance: off\n")).config.engine.cluster.rebalance == "off"
+    with pytest.raises(ConfigError, match=r"cluster\.rebalance cannot be True .*manual, auto"):
+        load(write("cluster:\n  rebalance: on\n"))
+
+
+def test_live_balancing_needs_ranks_to_balance(write: WriteYaml) -> None:
+    ranks = "  attention_ranks: 1\n  expert_ranks: 1\n"
+    with pytest.raises(ConfigError, match="is 'auto', but 1 expert ranks have nothing to balance"):
+        load(write(f"cluster:\n{ranks}  rebalance: auto\n"))
+    file = write(
+        f"cluster:\n{ranks.replace('expert_ranks: 1', 'expert_ranks: 2')}"
+        "  rebalance: auto\n  rebalance_bytes_per_s: 2MiB\n"
+    )
+    assert load(file).config.engine.cluster.rebalance_bytes_per_s == 2 * 2**20
+
+
 def test_the_file_may_be_named_by_the_environment(write: WriteYaml) -> None:
     file = write("pipeline: {micro_batches: 2}\n")
     loaded = load(environ={"MOE_SERVE_CONFIG": str(file)})
@@ -106,13 +123,44 @@ def test_variables_are_parsed_by_the_type_of_the_key() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("a", ("a",)),
+        ("a,b", ("a", "b")),
+        ('["a"]', ("a",)),
+        (' [ "a" , "b,c", "[d]" ] ', ("a", "b,c", "[d]")),
+        ("[]", ()),
+    ],
+)
+@pytest.mark.parametrize("name", ["API_KEYS", "ADMIN_KEYS", "ALLOWED_HOSTS", "CORS_ORIGINS"])
+def test_a_list_in_a_variable_has_commas_or_is_json(
+    name: str, text: str, values: tuple[str, ...]
+) -> None:
+    server = load(environ={f"MOE_SERVE_SERVER_{name}": text}).config.server
+    assert getattr(server, name.lower()) == values
+
+
+@pytest.mark.parametrize(
+    "text", ["[secret]", '["secret"', "['secret']", '["secret", 1]', "[", "[{}]"]
+)
+def test_what_begins_as_a_json_list_must_be_one(text: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"server.api_keys cannot be this value \(not shown\)"
+    ) as e:
+        load(environ={"MOE_SERVE_SERVER_API_KEYS": text})
+    assert "secret" not in str(e.value) and "list" in str(e.value)
+    with pytest.raises(ConfigError, match=r"'\[a' .*ALLOWED_HOSTS\).* write one,two or"):
+        load(environ={"MOE_SERVE_SERVER_ALLOWED_HOSTS": "[a"})
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("server:\n  prot: 1\n", r"unknown key server.prot \(.*:2\): did you mean server.port\?"),
         ("sever:\n  port: 1\n", r"unknown section sever \(.*:1\): did you mean server\?"),
         (
             "engine:\n  x: 1\n",
-            r"unknown section engine .* known are cache, cluster, model, pipeline",
+            r"unknown section engine .* known are cache, cluster, log, model, pipeline",
         ),
         ("server:\n  port: '80'\n", r"server.port cannot be '80' \(.*:2\): .*\[0, 65535\]"),
         ("server:\n  port: 65536\n", r"server.port cannot be 65536"),
@@ -164,9 +212,9 @@ def test_an_empty_file_sets_nothing(write: WriteYaml) -> None:
 
 def test_keys_are_read_from_files_and_never_shown(tmp_path: Path) -> None:
     secrets = tmp_path / "keys"
-    secrets.write_text("# clients\nsecret-1\n\nsecret-2\n", "utf-8")
+    secrets.write_text("# clients\nsecret-1\n\n  # others\nsecret#2  # the second\n", "utf-8")
     loaded = load(flags={"server.api_keys": [f"@{secrets}", "secret-3"]})
-    assert loaded.config.server.api_keys == ("secret-1", "secret-2", "secret-3")
+    assert loaded.config.server.api_keys == ("secret-1", "secret#2", "secret-3")
     shown = loaded.to_yaml() + "".join(entry.shown for entry in describe(loaded))
     assert "secret" not in shown
     assert "# api_keys: 3 set, not shown" in shown

@@ -12,19 +12,27 @@ import expert_memory
 import replica_choice
 from harness.expert_memory.slow_weights import Tier
 from harness.expert_memory.texts import draw
+from moe_serve.model.demo import demo_model_folder
 
 
 def test_policies_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "memory.json"
+    policies = ("lru", "frequency", "prefetch", "next-layer")
     few = ["--rounds", "1", "--batches", "3", "--prompt", "8", "--tokens", "4"]
-    assert expert_memory.main([*few, "--latency-us", "1", "--json", str(file)]) == 0
+    few += ["--policies", *policies]
+    told = ["--predictor", str(demo_model_folder() / "predictor")]
+    assert expert_memory.main([*few, *told, "--latency-us", "1", "--json", str(file)]) == 0
     found = json.loads(file.read_text("utf-8"))
     assert found["tier"].startswith("1 us a tensor"), found["tier"]
     outcomes = {each["name"]: each for each in found["batch 3"]}
-    assert list(outcomes) == ["all resident", *expert_memory.POLICIES]
+    lru, *others = policies
+    told_too = [name for policy in others for name in (policy, f"{policy}, told")]
+    assert list(outcomes) == ["all resident", lru, *told_too]
     assert outcomes["all resident"]["hit_rate"]["mean"] == 1.0
     assert outcomes["lru"]["over_first"]["mean"] == 1.0
     assert all(0 <= each["row_hit_rate"]["mean"] <= 1 for each in outcomes.values()), outcomes
+    assert outcomes["prefetch"]["read_over_untold"] is None
+    assert outcomes["frequency, told"]["read_over_untold"]["mean"] > 0
     assert outcomes["lru"]["prefetched"] == outcomes["frequency"]["prefetched"] == 0
     assert "3 requests; experts read from: 1 us a tensor" in capsys.readouterr().out
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ LAYERS: Mapping[str, int] = {
     "moe_serve.offline": 5,
     "moe_serve.outputs": 5,
     "moe_serve.simulate": 5,
+    "moe_serve.bench": 5,
     "moe_serve.engine": 4,
     "moe_serve.cluster": 4,
     "moe_serve.pipeline": 3,
@@ -44,6 +46,7 @@ LEAVES: Mapping[str, frozenset[str]] = {
     "moe_serve": frozenset({"moe_serve.llm", "moe_serve.outputs", "moe_serve.engine"}),
     "moe_serve.errors": frozenset(),
     "moe_serve.config": frozenset({"moe_serve.errors"}),
+    "moe_serve.logs": frozenset({"moe_serve.config"}),
     "moe_serve.text": frozenset({"moe_serve.errors"}),
     "moe_serve.config_keys": frozenset({"moe_serve.config", "moe_serve.errors"}),
     "moe_serve.config_sources": frozenset(
@@ -54,7 +57,9 @@ LEAVES: Mapping[str, frozenset[str]] = {
 BOUNDARIES = frozenset({"moe_serve.engine.request", "moe_serve.engine.sampling_params"})
 STANDALONE = ("experts", "routing_predictor", "moe_kernels")  # usable without moe_serve
 # What a function may import: backends that are heavy, optional, or both.
-BACKENDS = frozenset({"triton", "deepspeed", "transformers", "matplotlib", "sklearn"})
+BACKENDS = frozenset(
+    {"triton", "deepspeed", "transformers", "matplotlib", "sklearn", "scipy", "opentelemetry"}
+)
 HEAVY = ("torch", "triton", "deepspeed", "transformers", "numpy", "fastapi", "pydantic")
 
 
@@ -68,6 +73,7 @@ class Import:
     is_in_function: bool
 
 
+@cache
 def modules() -> dict[str, Path]:
     """Every module of the project by its dotted name."""
     found = {}
@@ -118,24 +124,29 @@ def room_of(module: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "moe_serve" else parts[0]
 
 
-MODULES = modules()
-IMPORTS = [item for name, path in MODULES.items() for item in imports(name, path)]
-OWN = [
-    (item, target)
-    for item in IMPORTS
-    if (target := module_of(item.target, MODULES)) is not None and target != item.module
-]
+@cache
+def all_imports() -> list[Import]:
+    return [item for name, path in modules().items() for item in imports(name, path)]
+
+
+def own_imports() -> list[tuple[Import, str]]:
+    """Of one of our modules by another, with its name."""
+    return [
+        (item, target)
+        for item in all_imports()
+        if (target := module_of(item.target, modules())) is not None and target != item.module
+    ]
 
 
 def test_every_room_is_in_the_table() -> None:
-    rooms = {room_of(module) for module in MODULES}
+    rooms = {room_of(module) for module in modules()}
     unknown = rooms - LAYERS.keys() - LEAVES.keys()
     assert not unknown, f"say in LAYERS or LEAVES where these belong: {sorted(unknown)}"
 
 
 def test_imports_run_downwards() -> None:
     wrong = []
-    for item, target in OWN:
+    for item, target in own_imports():
         source, goal = room_of(item.module), room_of(target)
         if source == goal or (goal in LEAVES and source not in LEAVES and goal != "moe_serve"):
             continue
@@ -154,7 +165,7 @@ def test_imports_run_downwards() -> None:
 def test_the_expert_side_stands_alone() -> None:
     wrong = [
         f"{item.place}: imports {item.target}"
-        for item in IMPORTS
+        for item in all_imports()
         if room_of(item.module) in STANDALONE and item.target.split(".")[0] == "moe_serve"
     ]
     assert not wrong, "\n".join(wrong)
@@ -162,7 +173,7 @@ def test_the_expert_side_stands_alone() -> None:
 
 def test_modules_form_no_circle() -> None:
     edges: dict[str, set[str]] = {}
-    for item, target in OWN:
+    for item, target in own_imports():
         if "moe_serve" not in (item.module, target):  # the facade's lazy names
             edges.setdefault(item.module, set()).add(target)
     assert find_circle(edges) is None, f"modules import in a circle: {find_circle(edges)}"
@@ -172,7 +183,7 @@ def test_functions_import_only_backends() -> None:
     """The CLI's commands and the lazy facade may import what they need when they run."""
     wrong = [
         f"{item.place}: {item.target}"
-        for item in IMPORTS
+        for item in all_imports()
         if item.is_in_function
         and item.module != "moe_serve"
         and room_of(item.module) != "moe_serve.cli"

@@ -12,8 +12,9 @@ import yaml
 
 from moe_serve.cli import launch_hosts, launch_node
 from moe_serve.cli.launch_node import config_of_node_0, find_secret
-from moe_serve.cli.launch_request import KEYS, LaunchRequest, launch_request
+from moe_serve.cli.launch_request import LaunchRequest, launch_request
 from moe_serve.cli.main import main
+from moe_serve.cli.setting_flags import KEYS
 from moe_serve.cluster.launch.environment import NodeEnvironment
 from moe_serve.cluster.launch.host_commands import HostCommand
 from moe_serve.cluster.launch.node_layout import fill_nodes
@@ -174,6 +175,18 @@ def test_files_are_written(capsys: Capture, tmp_path: Path, kind: str) -> None:
             assert subprocess.run(["bash", "-n", str(path)], check=False).returncode == 0
 
 
+def test_a_file_is_no_folder_to_write_into(capsys: Capture, tmp_path: Path) -> None:
+    asked = ("m", *RANKS, "--num-nodes", "2", "--emit", "slurm", "--out")
+    taken = tmp_path / "taken"
+    taken.write_text("mine")
+    assert run(*asked, str(taken)) == 2
+    assert capsys.readouterr().err == (
+        f"error: --out {taken} is a file, and files are to be written into a folder: name another, "
+        "or remove it.\n"
+    )
+    assert taken.read_text() == "mine"
+
+
 def test_manifests_of_a_cluster_file(capsys: Capture, tmp_path: Path) -> None:
     """Its settings travel as variables; its layout must be the one that nodes derive."""
     split = "attention_ranks: [{0}]\n    expert_ranks: [{0}]"
@@ -181,7 +194,7 @@ def test_manifests_of_a_cluster_file(capsys: Capture, tmp_path: Path) -> None:
     even = even.replace(split.format("0, 1"), "attention_ranks: [0, 1, 2, 3]")
     even = even.replace(split.format("2, 3"), "expert_ranks: [0, 1, 2, 3]")
     path = tmp_path / "even.yaml"
-    path.write_text(even)
+    path.write_text(even + "  log: {access_exclude: []}\n")
     assert run("--cluster", str(path), "--emit", "kubernetes") == 0
     text = capsys.readouterr().out
     (lws, _) = yaml.safe_load_all(text)
@@ -189,6 +202,7 @@ def test_manifests_of_a_cluster_file(capsys: Capture, tmp_path: Path) -> None:
     (container,) = template["containers"]
     variables = {entry["name"]: entry.get("value") for entry in container["env"]}
     assert variables["MOE_SERVE_SCHEDULER_MAX_NUM_SEQS"] == "256"
+    assert variables["MOE_SERVE_LOG_ACCESS_EXCLUDE"] == "[]", "an empty one would not be set"
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
     words = container["command"]
     assert words[:3] == ["moe-serve", "launch", "/models/Qwen3-30B-A3B"]

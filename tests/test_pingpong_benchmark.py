@@ -19,6 +19,7 @@ TINY = [
 MS = 1_000_000
 
 
+@pytest.mark.timeout(400)
 def test_ablation_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "pair.json"
     assert pingpong.main([*TINY, "--parts", "ablation", "--json", str(path)]) == 0

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from moe_serve.cli.main import main
 from moe_serve.config import ModelConfig
-from moe_serve.engine.build import model_folder, open_loader
+from moe_serve.engine.build import model_folder
 from moe_serve.engine.documents import cut_into_pieces, read_documents
 from moe_serve.engine.predictor_data import PredictorModel
 from moe_serve.engine.request_prediction import open_request_predictor
@@ -68,7 +67,7 @@ def test_train_evaluate_and_refuse(texts: Path, tmp_path: Path, capsys: Capture)
     quick = ("--max-tokens", "2400", "--epochs", "1")
     assert run("train", "all", "--texts", str(texts), "--out", str(out), *quick) == 0
     printed = capsys.readouterr().out
-    assert "next-layer: 0.93 MB" in printed and "pre-attention: 0.96 MB" in printed
+    assert "next-layer: 0.93 MB" in printed and "pre-attention: 3.25 MB" in printed
     card = json.loads((out / "request.json").read_text())
     assert card["data"]["documents"] == 10 and card["data"]["tokens"].keys() == {"code", "law"}
     assert card["sizes"]["windows"] == [512, 128, 32, 8, 1]
@@ -77,15 +76,14 @@ def test_train_evaluate_and_refuse(texts: Path, tmp_path: Path, capsys: Capture)
     assert "request predictor" in capsys.readouterr().out
     verdicts = json.loads(report.read_text())["verdicts"]
     assert verdicts["next-layer"]["frozen router"]["overlap"]["layers"].keys() == set("12345")
-    loader = open_loader(demo_model_folder(), ModelConfig(), 1, torch.device("cpu"), None)
-    predictor = open_request_predictor(out, loader, demo_model_folder())
+    predictor = open_request_predictor(out, demo_model_folder())
     assert predictor.predict([np.array([5, 6])]).shape == (1, 6, 32)
     other = tmp_path / "other"
     shutil.copytree(demo_model_folder(), other, ignore=shutil.ignore_patterns("predictor"))
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1024}))
     with pytest.raises(ConfigError, match=r"for the model demo_model \(.*not for other \("):
-        open_request_predictor(out, loader, other)
+        open_request_predictor(out, other)
     assert run("evaluate", str(out), "--texts", str(texts), "--model", str(other)) == 2
     assert "predictor is for the model demo_model" in capsys.readouterr().err
 
@@ -116,10 +114,12 @@ def test_a_trace_trains_and_is_judged(texts: Path, tmp_path: Path, capsys: Captu
         (("train", "request", "--trace", "x", "--out", "o"), "x is not there"),
         (("train", "request", "--texts", "x", "--out", "o"), "x is not there"),
         (("train", "all", "--texts", "x", "--loss", "mse", "--out", "o"), "loss cannot be 'mse'"),
+        (("train", "all", "--texts", "x", "--out", "no/such"), "no is no folder"),
+        (("train", "all", "--texts", "x", "--out", "taken"), "--out taken is a file"),
         (("evaluate", "--texts", "x"), "give a folder of predictors and --texts"),
         (("evaluate", "o", "--trace", "x"), "or --trace alone"),
         (("evaluate", "o", "--texts", "x"), "there is no predictor in o"),
-        (("evaluate", "o", "--texts", "x", "--json", "no/such/x"), "no/such is not a folder"),
+        (("evaluate", "o", "--texts", "x", "--json", "no/such/x"), "no/such is no folder"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -130,6 +130,7 @@ def test_mistakes_are_one_line(
     tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").write_text("")
     assert run(*arguments) == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith("error: ") and error.count("\n") == 1

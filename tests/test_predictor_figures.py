@@ -28,7 +28,11 @@ def test_benchmark_prints_every_cell(
     monkeypatch.setattr(request_prediction, "BATCHES", (1, 2))
     monkeypatch.setattr(request_prediction, "LENGTHS", (4, 600))
     request_prediction.main([])
-    _, header, first, second = capsys.readouterr().out.splitlines()
+    _, header, first, second, _, *learning = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0].split() for line in learning] == [
+        [str(layers), "layers", "x", str(experts), "experts"]
+        for layers, experts, _ in request_prediction.SHAPES
+    ]
     assert header.split() == ["requests", "4", "tokens", "600", "tokens"]
     for line, batch in ((first, "1"), (second, "2")):
         cells = line.split()

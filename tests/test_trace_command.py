@@ -9,10 +9,14 @@ import numpy as np
 import pytest
 from traces import make_trace
 
+from moe_serve.cli import trace_record
 from moe_serve.cli.main import main
 from moe_serve.cli.trace_prompts import TracePrompt, read_prompts
 from moe_serve.errors import InvalidRequestError
+from routing_predictor import trace_file
+from routing_predictor.errors import TraceError
 from routing_predictor.load_file import read_load
+from routing_predictor.trace import RoutingTrace
 from routing_predictor.trace_file import read_trace, read_traces, write_trace
 
 Capture = pytest.CaptureFixture[str]
@@ -31,7 +35,8 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_SERVE_MODEL_NUM_THREADS", "1")
 
 
-def test_record_and_show(tmp_path: Path, capsys: Capture) -> None:
+def test_record_and_show(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_record, "_PART_BYTES", 300)  # several parts become one file
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(
         '{"prompt": "Once upon a time", "label": "story"}\n\n'
@@ -39,6 +44,7 @@ def test_record_and_show(tmp_path: Path, capsys: Capture) -> None:
     )
     out = tmp_path / "trace.safetensors"
     assert run("record", "--prompts", prompts, "--out", out, "--max-tokens", 5, "--weights") == 0
+    assert not (tmp_path / "trace.parts").exists()
     trace = read_trace(out)
     assert trace.labels == ("story", "ids") and trace.model == "moe-serve-demo"
     assert trace.token_N is not None and trace.weights_NLK is not None
@@ -78,11 +84,26 @@ def test_ctrl_c_keeps_what_was_recorded(
     assert trace.num_tokens > 4 and trace.token_N is None
 
 
+def test_what_was_recorded_outlives_a_file_that_cannot_be_written(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(trace: RoutingTrace, path: Path) -> int:
+        raise TraceError(f"{path} cannot be written: No space left on device")
+
+    monkeypatch.setattr(trace_file, "write_trace", full)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one\n")
+    out = tmp_path / "x.safetensors"
+    assert run("record", "--prompts", prompts, "--out", out, "--max-tokens", 2) == 2
+    assert "No space left on device; what was recorded is in" in capsys.readouterr().err
+    assert read_traces([tmp_path / "x.parts"]).num_tokens > 1
+
+
 def test_import_and_show_a_load(tmp_path: Path, capsys: Capture) -> None:
     source, out = tmp_path / "counts.csv", tmp_path / "load.safetensors"
     source.write_text("1,2,3,4\n4,3,2,1\n")
     assert run("import", source, "--out", out, "--model", "mine") == 0
-    assert "loads of 1 steps, 2 layers, 4 experts" in capsys.readouterr().out
+    assert "loads of 1 step, 2 layers, 4 experts" in capsys.readouterr().out
     assert read_load(out).model == "mine"
     assert run("show", out, "--ranks", 2) == 0
     assert "0.714" in capsys.readouterr().out, "5 / 7"
@@ -91,7 +112,7 @@ def test_import_and_show_a_load(tmp_path: Path, capsys: Capture) -> None:
 def test_import_a_trace(tmp_path: Path, capsys: Capture) -> None:
     np.save(tmp_path / "a.npy", np.arange(24).reshape(6, 2, 2) % 5)
     assert run("import", tmp_path / "a.npy", "--out", tmp_path / "a.safetensors") == 0
-    assert "a trace of 6 tokens, 1 requests, 2 layers, top-2 of 5" in capsys.readouterr().out
+    assert "a trace of 6 tokens, 1 request, 2 layers, top-2 of 5" in capsys.readouterr().out
 
 
 def test_mistakes_are_one_line(tmp_path: Path, capsys: Capture) -> None:
@@ -99,6 +120,8 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: Capture) -> None:
     prompts.write_text("one\n")
     write_trace(make_trace(), trace)
     (tmp_path / "cut.safetensors").write_bytes(trace.read_bytes()[:100])
+    np.savez(tmp_path / "back.npz", ids=np.zeros((3, 1, 1), np.int64), pos=np.array([0, 2, 1]))
+    (tmp_path / "left.parts").mkdir()
     cases: list[tuple[tuple[object, ...], str]] = [
         (("record", "--prompts", prompts, "--out", trace), "is there already"),
         (("record", "--prompts", tmp_path / "no", "--out", tmp_path / "x"), "cannot be read"),
@@ -110,6 +133,8 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: Capture) -> None:
         (("show", trace, "--json", tmp_path / "a" / "b"), "cannot be written"),
         (("import", tmp_path / "none.npz", "--out", tmp_path / "x"), "is not there"),
         (("import", prompts, "--out", trace), "is there already"),
+        (("record", "--prompts", prompts, "--out", tmp_path / "left.safetensors"), "left.parts is"),
+        (("import", tmp_path / "back.npz", "--out", tmp_path / "x"), "has position 1 after 2"),
         (("import", prompts, "--from", "word", "--out", tmp_path / "x"), "word is no format"),
         (("status", "--url", "ftp://nowhere"), "is not a URL"),
         (("start", "--sample-rate", "nan"), "--sample-rate nan is no share"),
@@ -120,6 +145,23 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: Capture) -> None:
         assert error.startswith("error: ") and error.count("\n") == 1 and message in error
     assert run("status", "--url", "http://127.0.0.1:9") == 1
     assert "no server answers at" in capsys.readouterr().err
+
+
+def test_what_cannot_be_written_is_said_before_anything_else(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    trace = tmp_path / "trace.safetensors"
+    write_trace(make_trace(), trace)
+    for flags, message in (
+        (("--json", tmp_path), "cannot be written: it is a folder"),
+        (("--json", tmp_path / "a" / "b"), "a is no folder"),
+        (("--heatmap", tmp_path / "a" / "b.png"), "a is no folder"),
+        (("--heatmap", tmp_path / "load.txt"), "load.txt is not *.png"),
+    ):
+        assert run("show", trace, *flags) == 2, flags
+        printed = capsys.readouterr()
+        assert message in printed.err and not printed.out, flags
+    assert not (tmp_path / "load.txt").exists()
 
 
 @pytest.mark.parametrize(

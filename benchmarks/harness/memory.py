@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,12 +50,10 @@ class TreeMemory:
 
 def _peak_bytes(process: psutil.Process) -> int:
     """From Linux's VmHWM; elsewhere the size now."""
-    try:
+    with contextlib.suppress(OSError):  # no such file system, or the process has ended
         for line in Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    except OSError:  # no such file system, or the process has ended
-        pass
     try:
         return int(process.memory_info().rss)
     except psutil.Error:

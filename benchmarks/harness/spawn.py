@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import socket
 import subprocess
@@ -44,11 +45,9 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise SystemExit(f"moe-serve ended with code {process.returncode} before it was ready.")
-        try:
+        with contextlib.suppress(httpx.TransportError):  # it does not listen yet
             if httpx.get(f"{url}/health/ready", timeout=2).status_code == 200:
                 return
-        except httpx.TransportError:
-            pass
         time.sleep(0.2)
     raise SystemExit(f"moe-serve was not ready after {_START_LIMIT_S:.0f} s.")
 

@@ -163,7 +163,7 @@ def _flashinfer(weights: LayerWeights) -> Layer:
 
 def _refuse_bias(weights: LayerWeights) -> None:
     if weights.shape.has_bias:
-        raise NotImplementedError("measured without biases only")
+        raise ValueError("a layer with biases: this contestant is measured without them only")
 
 
 def _sorted(rows: LayerRows) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from experts.memory.expectation import Expectation, Scores
+from experts.memory.expectation import Expectation, Hint
 from experts.memory.memory_counts import MemoryCounts
 from experts.memory.memory_stats import MemoryStats
 from experts.memory.policy import MemoryPolicy
@@ -26,10 +26,11 @@ from moe_kernels.kernels import ExpertSlots, ExpertWeights, SlotBank
 
 _NUM_READERS = 1  # beside the one that runs stages
 _MARGIN = 0.5  # visits by which a read ahead must be expected before what it evicts
-_CONFIDENT = 0.5  # the least probability for which something else is evicted ahead of time
+_BYTE = 255.0  # a probability of 1, as foresight travels
 
 ReadExpert = Callable[[int, int], ExpertWeights]  # (layer, expert); raises if it cannot be read
 Ids = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class ExpertMemory:
         self._demands: deque[ExpertKey] = deque()
         self._failures: dict[ExpertKey, Exception] = {}
         self._seen: tuple[int, Ids] | None = None  # the visit to look ahead from
+        self._foretold: NDArray[np.bool_] | None = None  # [E]: of the visit that comes
         self._counts = MemoryCounts()
         self._threads = ReaderThreads(self, _NUM_READERS)
         self._changed = self._threads.changed
@@ -94,13 +96,29 @@ class ExpertMemory:
             self._held_LE[self._place[layer], list(experts)] = is_held
             self._changed.notify_all()
 
-    def hint(self, scores_LE: Scores | None) -> None:
-        """The probability [model's layers, E] that the coming step needs an expert, from somebody
-        who knows its requests; held until the next hint. None: nobody knows any more."""
+    def hint(self, scores_LE: Hint | None) -> None:
+        """The probability [L, E] that the coming step needs an expert, from somebody who knows its
+        requests; held until the next hint. None: nobody knows any more."""
         with self._changed:
-            known_LE = None if scores_LE is None else np.asarray(scores_LE)[list(self._layers)]
-            self._expectation.hint(known_LE)
+            self._expectation.hint(scores_LE)
             self._changed.notify_all()
+
+    def foresee(self, layer: int, micro_batch: int, following_E: Bytes | None) -> None:
+        """Before the visit of a micro-batch's rows: the probability that the next layer needs an
+        expert for them, of 255. None, or nothing but zeros: nobody knows."""
+        if not self._policy.is_foreseeing:
+            return
+        place, expected_E = self._place[layer], None
+        if following_E is not None and following_E.any():
+            expected_E = following_E / _BYTE
+        with self._changed:
+            came_E = self._expectation.foresee(place, micro_batch, expected_E)
+            self._foretold = None
+            if came_E is not None:
+                self._foretold = (came_E >= self._policy.confidence) & self._held_LE[place]
+                self._counts.num_foretold += int(self._foretold.sum())
+            if expected_E is not None:
+                self._changed.notify_all()
 
     def close(self) -> None:
         """End the threads. No visit may follow."""
@@ -179,6 +197,9 @@ class ExpertMemory:
             slots = table.slot_LE[place, needed]
             is_ready = (slots >= 0) & (table.state_S[slots] == SlotState.READY)
             counts.num_needed += len(needed)
+            if self._foretold is not None:
+                counts.num_foreseen += int(self._foretold[needed].sum())
+                self._foretold = None
             counts.num_hits += int(is_ready.sum())
             counts.num_late += int(((slots >= 0) & ~is_ready).sum())
             counts.num_rows += int(num_rows_E.sum())
@@ -186,6 +207,7 @@ class ExpertMemory:
             ahead = slots[slots >= 0]
             counts.num_prefetch_hits += int(table.is_prefetched_S[ahead].sum())
             table.is_prefetched_S[ahead] = False
+            table.pin(ahead, counts.num_visits)
 
     def _look_ahead(self, place: int, ids_TK: Ids) -> None:
         with self._changed:
@@ -256,7 +278,8 @@ class ExpertMemory:
         if found is None or not np.isfinite(until[place, expert]):
             return None
         slot, freed = found
-        is_sure = expectation.probability[place, expert] >= _CONFIDENT or np.isinf(freed)
+        p = expectation.probability[place, expert]
+        is_sure = p >= self._policy.confidence or np.isinf(freed)
         if not is_sure or until[place, expert] + _MARGIN >= freed:
             return None
         key = ExpertKey(int(place), int(expert))

@@ -21,6 +21,8 @@ class MemoryCounts:
     bytes_read: int = 0
     num_prefetched: int = 0
     num_prefetch_hits: int = 0
+    num_foretold: int = 0
+    num_foreseen: int = 0
     num_passes: int = 0
     wait_seconds: float = 0.0
 

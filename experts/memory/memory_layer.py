@@ -35,6 +35,13 @@ class MemoryLayer:
         self._memory.hold(self._layer, sorted(self.held - self._own), is_held=False)
         self.held = self._own
 
+    def own(self, experts: Collection[int]) -> None:
+        """What is new is read when it is needed."""
+        own = frozenset(experts)
+        self._memory.hold(self._layer, sorted(self.held - own), is_held=False)
+        self._memory.hold(self._layer, sorted(own))
+        self._own = self.held = own
+
     def total(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         return self._sum(x_TD, expert_ids_TK, weights_TK, is_whole=True)
 

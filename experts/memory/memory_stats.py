@@ -21,6 +21,8 @@ class MemoryStats:
     bytes_read: int = 0  # packed
     num_prefetched: int = 0  # of the reads
     num_prefetch_hits: int = 0  # prefetched ones that were needed before they were evicted
+    num_foretold: int = 0  # experts of which a next-layer predictor said that rows will need them
+    num_foreseen: int = 0  # of these, needed
     num_passes: int = 0  # more than visits where not all that was needed fits
     wait_seconds: float = 0.0  # of stage runs, for experts
 

@@ -47,7 +47,8 @@ class Placement:
                     f"Layer {layer} places {len(experts)} experts; there are {self.num_experts}."
                 )
             for expert, ranks in enumerate(experts):
-                self._check_ranks(layer, expert, ranks)
+                if len(ranks) != 1 or not 0 <= ranks[0] < self.num_ranks:  # most are quickly seen
+                    self._check_ranks(layer, expert, ranks)
 
     def _check_ranks(self, layer: int, expert: int, ranks: tuple[int, ...]) -> None:
         strangers = [rank for rank in ranks if not 0 <= rank < self.num_ranks]

@@ -13,28 +13,42 @@ import json
 from pathlib import Path
 from typing import Any
 
-from experts.placement.errors import PlacementError
+from experts.placement.errors import NotAPlanError, PlacementError
 from experts.placement.plan import Placement, RanksOf
 
 FORMAT, VERSION = "moe-serve placement", 1
 _KEYS = {"format", "version", "num_ranks", "num_experts", "layers"}
 
+_WRITER = (
+    "`moe-serve place --out FILE` writes one, and with --current PLAN --max-moves 0 it turns a "
+    "plan of SGLang, vLLM, TensorRT-LLM or vLLM-Ascend into one."
+)
+
 
 def read_placement(path: Path) -> Placement:
     """Raises PlacementError with what is wrong; every expert of a file's layers is on a rank."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_repeats)
     except OSError as error:
         raise PlacementError(f"{path} cannot be read: {error.strerror}.") from None
     except (ValueError, RecursionError) as error:  # PlacementError too: the file is not named yet
-        raise PlacementError(f"{path} is not a JSON placement: {error}") from None
+        reason = str(error).removesuffix(".")
+        raise PlacementError(f"{path} is not a JSON placement: {reason}; {_WRITER}") from None
     try:
-        return _placement(content)
+        return parse_placement(content)
+    except NotAPlanError as error:
+        reason = str(error).removesuffix(".")
+        raise PlacementError(f"{path} is no placement of moe-serve: {reason}; {_WRITER}") from None
     except PlacementError as error:
         raise PlacementError(f"{path}: {error}") from None
 
 
 def write_placement(placement: Placement, path: Path) -> None:
+    """See `placement_text`."""
+    path.write_text(placement_text(placement), encoding="utf-8")
+
+
+def placement_text(placement: Placement) -> str:
     """One line a layer."""
     assert not placement.lost, f"{len(placement.lost)} experts are on no rank"
     layers = ",\n".join(
@@ -49,12 +63,13 @@ def write_placement(placement: Placement, path: Path) -> None:
             "num_experts": placement.num_experts,
         }
     )
-    path.write_text(f'{head[:-1]}, "layers": {{\n{layers}\n}}}}\n', encoding="utf-8")
+    return f'{head[:-1]}, "layers": {{\n{layers}\n}}}}\n'
 
 
-def _placement(content: Any) -> Placement:
+def parse_placement(content: Any) -> Placement:
+    """What the JSON of a file holds. Raises PlacementError, NotAPlanError, which do not name it."""
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise PlacementError(f'It does not say "format": "{FORMAT}".')
+        raise NotAPlanError(f'it does not say "format": "{FORMAT}".')
     if content.get("version") != VERSION:
         raise PlacementError(f"Its version is {content.get('version')!r}; {VERSION} is read.")
     if content.keys() != _KEYS:
@@ -96,7 +111,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A layer that is there twice would silently lose one of them."""
     content = dict(pairs)
     if len(content) < len(pairs):

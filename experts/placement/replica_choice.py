@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from experts.placement.fewest_activated import FewestActivated
 from experts.placement.least_tokens import LeastTokens
+from experts.placement.lp_split import LpSplit
 
-ReplicaPolicy = Literal["round-robin", "fewest-activated", "least-tokens", "auto"]
+ReplicaPolicy = Literal["round-robin", "fewest-activated", "least-tokens", "lp", "auto"]
 _MANY_ROWS = 16.0  # of an activated expert: multiplying them takes longer than loading its weights
 
 
@@ -63,6 +64,7 @@ class LayerChoice:
         self._policy = policy
         self._turns = ReplicaChoice.of(layer, ranks_of)
         self._fewest, self._least = FewestActivated(ranks_of), LeastTokens(ranks_of)
+        self._split = LpSplit(ranks_of)
 
     def ranks(self, expert_ids_TK: NDArray[np.int64]) -> NDArray[np.int64]:
         """The rank of each choice [T, K] of a micro-batch; -1 for a choice of -1."""
@@ -70,9 +72,11 @@ class LayerChoice:
         if policy == "auto":
             num_activated = len(np.unique(expert_ids_TK[expert_ids_TK >= 0]))
             is_many = expert_ids_TK.size >= _MANY_ROWS * num_activated
-            policy = "least-tokens" if is_many else "fewest-activated"
+            policy = "lp" if is_many else "fewest-activated"
         if policy == "fewest-activated":
             return self._fewest.ranks(expert_ids_TK)
         if policy == "least-tokens":
             return self._least.ranks(expert_ids_TK)
+        if policy == "lp":
+            return self._split.ranks(expert_ids_TK)
         return self._turns.ranks(expert_ids_TK, np.arange(len(expert_ids_TK)))

@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_kernels.token_mask import TokenMasks
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEntries:
@@ -43,6 +45,7 @@ class SamplingStep:
     entries: TokenEntries | None  # biases, penalties and bans, if a row asks for any
     scored_rows_R: NDArray[np.int64]  # ascending: rows whose log probabilities are wanted
     num_top: int  # the most that a scored row wants
+    masks: TokenMasks | None = None  # the tokens that some rows may take
 
     @property
     def num_rows(self) -> int:
@@ -83,7 +86,7 @@ class TokenSampler(Protocol):
     """Logits are fp32 [S, V] on the set's device, and are left as they are."""
 
     def sample(self, logits_SV: Tensor, step: SamplingStep) -> SampledStep:
-        """Bias and bans, penalties, temperature, min_p, top-k, top-p, draw; scores are the
+        """Bias and bans, penalties, masks, temperature, min_p, top-k, top-p, draw; scores are the
         model's, before all of these. Waits for the device once, at the end."""
         ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from moe_serve.cli.counted import counted
+from moe_serve.cli.output_file import check_output
 from moe_serve.cli.wide_console import wide_console
 from moe_serve.errors import ConfigError
 
@@ -38,8 +41,8 @@ def calibrate(
     """
     if device not in _DEVICES:
         raise ConfigError(f"device cannot be {device!r}: it is one of {', '.join(_DEVICES)}.")
-    if not out.expanduser().parent.is_dir():
-        raise ConfigError(f"cannot write {out}: {out.parent} is not a folder.")
+    out = out.expanduser()
+    check_output(out)
 
     from moe_serve.cluster.calibration import CalibrationRequest
     from moe_serve.cluster.calibration import calibrate as measure
@@ -66,7 +69,7 @@ def calibrate(
         done = measure(
             request, lambda what, share: bar.update(task, description=what, completed=share)
         )
-    write_calibration(done, out.expanduser())
+    write_calibration(done, out)
     _print(done, out)
 
 
@@ -75,7 +78,7 @@ def _print(calibration: Calibration, out: Path) -> None:
     machine, model = calibration.machine, calibration.model
     console.print(
         f"{model.name} ({model.family}, {model.dtype}) on {machine.device}, "
-        f"{machine.num_threads} threads, {machine.kernels}"
+        f"{counted(machine.num_threads, 'thread')}, {machine.kernels}"
     )
     table = Table("stage", "seconds", "R\u00b2", "median error", "max error", box=None)
     formulas = dict(_formulas(calibration))
@@ -100,13 +103,13 @@ def _formulas(calibration: Calibration) -> list[tuple[str, str]]:
         found.append(
             (
                 name,
-                f"{_us(a.alpha_s)} + {_us(a.row_s)}/row + {_us(a.kv_token_s)}/key read "
-                f"(+ {_us(a.spill_s)} beyond {a.spill_tokens}) + {_us(a.pair_s)}/pair",
+                f"{us(a.alpha_s)} + {us(a.row_s)}/row + {us(a.kv_token_s)}/key read "
+                f"(+ {us(a.spill_s)} beyond {a.spill_tokens}) + {us(a.pair_s)}/pair",
             )
         )
         if layer.experts is not None:
             e = layer.experts
-            text = f"{_us(e.alpha_s)} + {_us(e.choice_s)}/choice + {_us(e.expert_s)}/active expert"
+            text = f"{us(e.alpha_s)} + {us(e.choice_s)}/choice + {us(e.expert_s)}/active expert"
             found.append(("T_e experts", text))
     for name, line, unit in (
         *_link_lines("", costs.link),
@@ -114,7 +117,7 @@ def _formulas(calibration: Calibration) -> list[tuple[str, str]]:
         ("schedule and head", costs.fixed, "sequence"),
         ("sampling", costs.sampling, "sequence"),
     ):
-        found.append((name, f"{_us(line.alpha_s)} + {_us(line.beta_s)}/{unit}"))
+        found.append((name, f"{us(line.alpha_s)} + {us(line.beta_s)}/{unit}"))
     return found
 
 
@@ -126,5 +129,9 @@ def _link_lines(where: str, link: LinkCosts) -> list[tuple[str, Line, str]]:
     ]
 
 
-def _us(seconds: float) -> str:
-    return f"{1e6 * seconds:.3g} \u00b5s"
+def us(seconds: float) -> str:
+    """With three digits, and never an exponent."""
+    micro = 1e6 * seconds
+    places = 0 if micro == 0 else max(0, 2 - math.floor(math.log10(abs(micro))))
+    text = f"{micro:,.{places}f}"
+    return f"{text.rstrip('0').rstrip('.') if '.' in text else text} \u00b5s"

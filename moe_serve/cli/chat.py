@@ -12,6 +12,7 @@ from rich.console import Console
 
 from moe_serve.cli.chat_client import AnswerTiming, ChatClient, ChatError, ChatOptions, Message
 from moe_serve.config_sources import API_KEY_VARIABLE, read_secret_file
+from moe_serve.errors import ConfigError
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401  (gives input() line editing and history)
@@ -54,6 +55,11 @@ class Conversation:
         except KeyboardInterrupt:
             self._end_turn(turn, pieces)
             raise
+        except ChatError:
+            if pieces:  # what is said of it begins a line
+                sys.stdout.write("\n")
+                sys.stdout.flush()
+            raise
         finally:
             answer.close()  # leaving early hangs up, and the server aborts the request
         if summary := timing.summary():
@@ -85,10 +91,10 @@ def chat(
         api_key = read_secret_file(api_key[1:])[0]
     if message is None and not sys.stdin.isatty():
         message = sys.stdin.read().strip()
+    if message == "":
+        raise ConfigError("there is no message: give --message TEXT, or text on standard input.")
     options = ChatOptions(temperature=temperature, max_tokens=max_tokens)
     try:
-        if message == "":
-            raise ChatError("there is no message: give --message TEXT, or text on standard input.")
         with ChatClient(url, api_key) as client:
             conversation = Conversation(client, client.model(), options, system)
             conversation.reset()

@@ -13,7 +13,8 @@ from typing import Any
 
 import httpx
 
-LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
+from moe_serve.cli.server_address import ServerAddress
+from moe_serve.cli.server_trust import no_connection, trusted
 
 MIN_TIMED_TOKENS = 8  # fewer may come in one piece, and their rate would say nothing
 
@@ -63,18 +64,15 @@ class ChatClient:
     def __init__(
         self, url: str, api_key: str | None, transport: httpx.BaseTransport | None = None
     ) -> None:
-        try:
-            self.url = httpx.URL(url.rstrip("/").removesuffix("/v1"))
-        except httpx.InvalidURL as error:
-            raise ChatError(f"{url} is not a URL: {error}.") from error
-        if self.url.scheme not in ("http", "https") or not self.url.host:
-            raise ChatError(f"{url} is not a URL such as http://127.0.0.1:8000.")
+        address = ServerAddress.parse(url, api_key)
+        self.url = address.url
         self._client = httpx.Client(
             base_url=self.url,
-            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            headers=address.headers,
             timeout=httpx.Timeout(600.0, connect=5.0),
             transport=transport,
-            trust_env=self.url.host not in LOOPBACK_HOSTS,  # no proxy on the way to this machine
+            verify=trusted(),
+            trust_env=address.uses_proxies,
         )
 
     def __enter__(self) -> ChatClient:
@@ -115,6 +113,8 @@ class ChatClient:
             body["temperature"] = options.temperature
         if options.max_tokens is not None:
             body["max_tokens"] = options.max_tokens
+        if not all(_is_text(item.content) for item in messages):
+            raise ChatError("the message has bytes that are not UTF-8; nothing was sent.")
         start = time.perf_counter()
         try:
             with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -132,7 +132,7 @@ class ChatClient:
 
     def _unreachable(self, error: httpx.HTTPError) -> ChatError:
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-            return ChatError(f"no server answers at {self.url}: start one with `moe-serve serve`.")
+            return ChatError(no_connection(str(self.url), error))
         reason = str(error) or type(error).__name__
         return ChatError(f"the connection to {self.url} broke: {reason}.")
 
@@ -144,6 +144,11 @@ class ChatClient:
         except (ValueError, LookupError, TypeError):
             message = response.reason_phrase
         raise ChatError(f"the server refused ({response.status_code}): {message}")
+
+
+def _is_text(content: str) -> bool:
+    """Bytes of a terminal or a pipe that are no text arrive as lone surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in content)
 
 
 def sse_events(lines: Iterator[str]) -> Iterator[Mapping[str, Any]]:

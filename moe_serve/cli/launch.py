@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from moe_serve.cli.first_log import begin_log
 from moe_serve.cli.launch_emit import emit
 from moe_serve.cli.launch_hosts import run_from_here
 from moe_serve.cli.launch_request import EmitKind, Launcher, launch_request
@@ -21,19 +22,24 @@ from moe_serve.cli.serve import (
     ExpertMemory,
     ExpertRanks,
     Host,
+    LogFormat,
     MaxBatchedTokens,
     MaxModelLen,
     MaxNumSeqs,
     MaxQueuedRequests,
+    MetricsAlias,
     MicroBatches,
     Model,
     NumPages,
     NumThreads,
+    OtlpTracesEndpoint,
     Placement,
     Port,
     Predictor,
     PrintConfig,
     ServedModelName,
+    SslCertfile,
+    SslKeyfile,
     TimelineFile,
 )
 from moe_serve.cluster.launch.emit.kubernetes import KubernetesKind
@@ -83,7 +89,10 @@ Name = Annotated[
     str | None, typer.Option(help="What the deployment is called.", rich_help_panel=EMIT)
 ]
 Kind = Annotated[KubernetesKind, typer.Option(help="For Kubernetes.", rich_help_panel=EMIT)]
-Image = Annotated[str, typer.Option(help="Container image.", rich_help_panel=EMIT)]
+Image = Annotated[
+    str | None,
+    typer.Option(help="Container image. Default: ours of this version.", rich_help_panel=EMIT),
+]
 ModelClaim = Annotated[
     str | None,
     typer.Option(help="PersistentVolumeClaim with the model.", rich_help_panel=EMIT),
@@ -113,7 +122,7 @@ def launch(
     out: Out = None,
     name: Name = None,
     kubernetes_kind: Kind = "leader-worker-set",
-    image: Image = "moe-serve:latest",
+    image: Image = None,
     model_claim: ModelClaim = None,
     dtype: Dtype = None,
     device: Device = None,
@@ -131,6 +140,11 @@ def launch(
     host: Host = None,
     port: Port = None,
     api_key: ApiKeyFile = None,
+    metrics_alias: MetricsAlias = None,
+    otlp_traces_endpoint: OtlpTracesEndpoint = None,
+    ssl_certfile: SslCertfile = None,
+    ssl_keyfile: SslKeyfile = None,
+    log_format: LogFormat = None,
     config_file: ConfigFile = None,
     print_config: PrintConfig = False,
 ) -> None:
@@ -138,6 +152,7 @@ def launch(
 
     Node 0 serves HTTP and coordinates; the others start the ranks that it asks for.
     """
+    begin_log({} if log_format is None else {"log.format": log_format}, os.environ, config_file)
     request = launch_request(context.params)
     if request.emit_kind is not None:
         emit(request, os.environ)

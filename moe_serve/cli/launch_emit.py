@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import typer
 
 from moe_serve.cli.launch_request import LaunchRequest
+from moe_serve.cli.output_file import refuse_a_file
 from moe_serve.cluster.launch.emit.deployment import Deployment
 from moe_serve.cluster.launch.emit.kubernetes import kubernetes_files
 from moe_serve.cluster.launch.emit.shell import shell_files
@@ -16,6 +19,7 @@ from moe_serve.cluster.launch.emit.slurm import slurm_files
 from moe_serve.cluster.launch.emit.systemd import systemd_files
 from moe_serve.cluster.launch.launch_command import LaunchCommand
 from moe_serve.cluster.launch.node_layout import NodeLayout, fill_nodes
+from moe_serve.config import ServerConfig
 from moe_serve.config_keys import config_keys
 from moe_serve.config_sources import LoadedConfig, variable_name
 from moe_serve.errors import ConfigError
@@ -26,6 +30,8 @@ _EXECUTABLE = (".sh", ".sbatch")
 
 def emit(request: LaunchRequest, environ: Mapping[str, str]) -> None:
     """Print the files, or write them to --out and name them."""
+    if request.out is not None:
+        refuse_a_file(request.out)
     files = emitted_files(request, request.load(environ))
     for name, text in files.items():
         if request.out is None:
@@ -68,7 +74,15 @@ def _deployment(
         num_devices=max(len(ranks) for ranks in layout.nodes) if has_devices else 0,
         image=request.image,
         model_claim=request.model_claim,
+        drain_timeout_s=loaded.config.server.drain_timeout_s,
+        probe_scheme=_probe_scheme(loaded.config.server),
     )
+
+
+def _probe_scheme(server: ServerConfig) -> Literal["HTTP", "HTTPS"] | None:
+    if server.ssl_ca_certs is not None:
+        return None
+    return "HTTP" if server.ssl_certfile is None else "HTTPS"
 
 
 def _placed_by_others(
@@ -113,7 +127,7 @@ def _variables(settings: Mapping[str, object]) -> dict[str, str]:
 
 def _text(value: object) -> str:
     if isinstance(value, list):
-        return ",".join(str(item) for item in value)
+        return json.dumps(value)  # with commas an empty list would count as not set
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

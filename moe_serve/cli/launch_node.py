@@ -15,7 +15,7 @@ import typer
 
 from moe_serve.cli.launch_request import LaunchRequest
 from moe_serve.cli.listening import check_can_listen, check_is_guarded
-from moe_serve.cli.service import LOG_FORMAT, run_service
+from moe_serve.cli.service import run_service
 from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.launch.cluster_file import find_node
 from moe_serve.cluster.launch.endpoint import Endpoint
@@ -30,6 +30,7 @@ from moe_serve.cluster.secret import ClusterSecret, new_secret, read_secret
 from moe_serve.config import Config
 from moe_serve.config_sources import CLUSTER_SECRET_VARIABLE, LoadedConfig
 from moe_serve.errors import ConfigError
+from moe_serve.logs import set_up_logs
 
 
 def run_node(
@@ -46,7 +47,7 @@ def run_node(
     if is_spare_copy(environ):
         typer.echo(f"node {node.node_rank}: one process of a node is enough, this one leaves")
         return
-    logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT)
+    set_up_logs(loaded.config.log)
     logging.getLogger("moe_serve.cluster.launch").setLevel(logging.INFO)  # who came, who left
     secret = find_secret(request, environ, node)
     if node.node_rank == 0:
@@ -121,7 +122,12 @@ def _run_node_0(
                 raise
         return starter
 
-    run_service(config, functools.partial(build_cluster, make_starter=make_starter))
+    run_service(
+        config,
+        functools.partial(build_cluster, make_starter=make_starter),
+        settings=loaded.entries,
+        has_local_ranks=node.num_nodes == 1,
+    )
 
 
 def config_of_node_0(config: Config, layout: NodeLayout, host: str) -> Config:

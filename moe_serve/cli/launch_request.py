@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from moe_serve.cli.serve import number_or_text
+from moe_serve.cli.setting_flags import KEYS, given_flags
 from moe_serve.cluster.launch.cluster_file import ClusterFile, read_cluster_file
 from moe_serve.cluster.launch.emit.kubernetes import KubernetesKind
 from moe_serve.cluster.launch.environment import NodeFlags, node_flags
@@ -19,29 +19,6 @@ from moe_serve.errors import ConfigError
 
 EmitKind = Literal["slurm", "kubernetes", "systemd", "shell"]
 Launcher = Literal["ssh", "deepspeed"]
-
-# The flags that are settings: {parameter: key}; those of `serve` have the names of their keys.
-KEYS: Mapping[str, str] = {
-    "attention_tp": "cluster.attention_tp",
-    "placement": "cluster.placement",
-    "timeline": "pipeline.timeline",
-    "dtype": "model.dtype",
-    "device": "model.device",
-    "max_model_len": "model.max_model_len",
-    "num_threads": "model.num_threads",
-    "served_model_name": "server.served_model_name",
-    "expert_memory": "model.expert_memory_bytes",
-    "num_pages": "cache.num_pages",
-    "max_num_seqs": "scheduler.max_num_seqs",
-    "max_batched_tokens": "scheduler.max_batched_tokens",
-    "max_queued_requests": "scheduler.max_queued_requests",
-    "micro_batches": "pipeline.micro_batches",
-    "batch_policy": "scheduler.batch_policy",
-    "predictor": "predictor.path",
-    "host": "server.host",
-    "port": "server.port",
-    "api_key": "server.api_keys",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +37,7 @@ class LaunchRequest:
     out: Path | None
     name: str
     kubernetes_kind: KubernetesKind
-    image: str
+    image: str | None
     model_claim: str | None
 
     def load(self, environ: Mapping[str, str]) -> LoadedConfig:
@@ -119,10 +96,7 @@ def launch_request(parameters: Mapping[str, Any]) -> LaunchRequest:
             "launch takes keys from files only, as its command line is seen on every node: "
             "--api-key @FILE."
         )
-    flags = {**{name: parameters[name] for name in KEYS}, "api_key": keys or None}
-    given = {name: value for name, value in flags.items() if value is not None}
-    for name in {"micro_batches", "expert_memory"} & given.keys():
-        given[name] = number_or_text(given[name])
+    given = given_flags(parameters, KEYS)
     secret_file: Path | None = parameters["secret_file"]
     config_file: Path | None = parameters["config_file"]
     command = LaunchCommand(

@@ -12,10 +12,11 @@ from moe_serve.errors import ConfigError
 
 def check_is_guarded(server: ServerConfig) -> None:
     """Refuse to serve other machines without an API key."""
-    if not is_loopback(server.host) and not server.api_keys:
+    if not (is_loopback(server.host) or server.has_api_keys or server.allow_open):
         raise ConfigError(
             f"server.host {server.host} is open to other machines, but no API key is set: "
-            "add --api-key KEY (or @FILE), or listen on 127.0.0.1."
+            "add --api-key KEY (or @FILE), or listen on 127.0.0.1, or set server.allow_open "
+            "(MOE_SERVE_SERVER_ALLOW_OPEN=true) to serve whoever reaches it."
         )
 
 

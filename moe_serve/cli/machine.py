@@ -20,11 +20,16 @@ from typing import Any
 import psutil
 
 from moe_serve import __version__
+from moe_serve.cli.machine_limits import Fact, clock, limits, network
 
-Fact = str | int | float | bool | None | list[str]
 CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 ARM_FLAGS = ("asimd", "sve", "bf16", "i8mm")
 CGROUPS = Path("/sys/fs/cgroup")
+_PACKAGES = (  # what it is called, its package, what brings it
+    ("deepspeed", "deepspeed", "moe-serve[deepspeed]"),
+    ("llguidance", "llguidance", "llguidance>=1.9,<2"),
+    ("opentelemetry", "opentelemetry-exporter-otlp-proto-http", "moe-serve[otel]"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +49,16 @@ class MachineReport:
     backends: tuple[Backend, ...]
 
 
-def look_at_machine() -> MachineReport:
+def look_at_machine(host: str = "127.0.0.1", port: int = 8000) -> MachineReport:
+    """`host` and `port`: where a server would listen."""
     sections: dict[str, Mapping[str, Fact]] = {
         "system": _system(),
         "cpu": _cpu(),
         "memory": _memory(),
         "disk": _disk(),
+        "limits": limits(),
+        "network": network(host, port),
+        "clock": clock(),
     }
     try:
         # torch is looked at here and nowhere else in the CLI: `doctor` must also run where the
@@ -61,7 +70,7 @@ def look_at_machine() -> MachineReport:
     else:
         sections["torch"] = _torch_facts(torch)
         backends = [*_cpu_backends(torch), *_cuda_backends(torch), *_collectives(torch)]
-    backends.append(_deepspeed())
+    backends += [_package(*package) for package in _PACKAGES]
     return MachineReport(sections=sections, backends=tuple(backends))
 
 
@@ -232,10 +241,10 @@ def _collectives(torch: Any) -> list[Backend]:
     ]
 
 
-def _deepspeed() -> Backend:
-    version = _installed("deepspeed")
-    reason = "not installed (pip install 'moe-serve[deepspeed]')" if version is None else version
-    return Backend(name="deepspeed", is_on=version is not None, reason=reason)
+def _package(name: str, package: str, extra: str) -> Backend:
+    version = _installed(package)
+    reason = f"not installed (pip install '{extra}')" if version is None else version
+    return Backend(name=name, is_on=version is not None, reason=reason)
 
 
 def _installed(name: str) -> str | None:

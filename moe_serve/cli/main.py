@@ -1,26 +1,36 @@
 """The `moe-serve` command: its commands, and the one place where an error becomes an exit code.
 
-0 done, 1 the server was not reached, 2 a mistake in what was asked for, 130 interrupted.
+0 done, 1 the server was not reached, 2 a mistake in what was asked for, 3 (run-batch) some rows
+are errors, 130 interrupted.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Annotated
 
 import typer
 
+from experts.placement.errors import PlacementError
 from moe_serve import __version__
+from moe_serve.cli.bench import bench
 from moe_serve.cli.calibrate import calibrate
 from moe_serve.cli.chat import chat
+from moe_serve.cli.config import config
 from moe_serve.cli.doctor import doctor
 from moe_serve.cli.launch import launch
+from moe_serve.cli.place import place
+from moe_serve.cli.placement import placement
 from moe_serve.cli.plan import plan
 from moe_serve.cli.predictor import predictor
+from moe_serve.cli.run_batch import run_batch
 from moe_serve.cli.serve import serve
 from moe_serve.cli.timeline import timeline
+from moe_serve.cli.top import top
 from moe_serve.cli.trace import trace
 from moe_serve.errors import ClusterError, EngineDeadError, MoeServeError
+from moe_serve.logs import is_json_log
 from routing_predictor.errors import RoutingError
 
 EXIT_FAILURE = 1
@@ -38,16 +48,32 @@ app = typer.Typer(
 app.command(rich_help_panel="Serve")(serve)
 app.command(rich_help_panel="Serve")(launch)
 app.command(rich_help_panel="Use")(chat)
+app.command(name="run-batch", rich_help_panel="Use")(run_batch)
+app.add_typer(bench, name="bench", rich_help_panel="Use")
 app.command(rich_help_panel="Inspect")(doctor)
+app.add_typer(
+    config,
+    name="config",
+    rich_help_panel="Inspect",
+    help="What a server would be configured with.",
+)
 app.command(rich_help_panel="Inspect")(timeline)
+app.command(rich_help_panel="Inspect")(top)
 app.add_typer(
     trace,
     name="trace",
     rich_help_panel="Plan",
     help="Which experts the routers choose: record it, look at it, import it.",
 )
+app.add_typer(
+    placement,
+    name="placement",
+    rich_help_panel="Inspect",
+    help="Where the experts of a running server lie: look, save, re-balance now.",
+)
 app.command(rich_help_panel="Plan")(calibrate)
 app.command(rich_help_panel="Plan")(plan)
+app.add_typer(place, rich_help_panel="Plan")
 app.add_typer(predictor, rich_help_panel="Plan")
 
 
@@ -74,10 +100,17 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         app(args=arguments, prog_name="moe-serve")
     except (EngineDeadError, ClusterError) as error:
-        typer.echo(f"error: {error}", err=True)
+        _say(error)
         sys.exit(EXIT_FAILURE)
-    except (MoeServeError, RoutingError) as error:
-        typer.echo(f"error: {error}", err=True)
+    except (MoeServeError, RoutingError, PlacementError) as error:
+        _say(error)
         sys.exit(EXIT_MISTAKE)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+
+
+def _say(error: Exception) -> None:
+    if is_json_log():
+        logging.getLogger("moe_serve").error("%s", error)
+    else:
+        typer.echo(f"error: {error}", err=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,8 +12,11 @@ import typer
 from rich.table import Table
 
 from moe_serve.cli.wide_console import wide_console
+from moe_serve.config_keys import parse_size
+from moe_serve.errors import ConfigError
 
 if TYPE_CHECKING:
+    from moe_serve.cluster.calibration_file import Calibration
     from moe_serve.cluster.layout_planner import PlannedLayout
 
 _NUM_SHOWN = 12
@@ -30,7 +34,11 @@ def plan(
     ] = None,
     context: Annotated[int, typer.Option(help="Tokens of a sequence, prompt and answer.")] = 1024,
     memory_bytes: Annotated[
-        int | None, typer.Option(help="Memory of one device, for weights and KV pages.")
+        str | None,
+        typer.Option(
+            metavar="BYTES",
+            help="Memory of one device, for weights and KV pages: a number, or such as 80GiB.",
+        ),
     ] = None,
     network: Annotated[
         bool,
@@ -43,7 +51,7 @@ def plan(
     Without a batch or a rate: the largest batch that the other bounds allow.
     """
     from moe_serve.cluster.calibration_file import read_calibration
-    from moe_serve.cluster.layout_planner import PlanRequest, plan_layouts, simulated_step_s
+    from moe_serve.cluster.layout_planner import PlanRequest, plan_layouts
     from moe_serve.cluster.plan_verdict import verdict
 
     measured = read_calibration(calibration)
@@ -56,7 +64,7 @@ def plan(
         batch=batch,
         rate=rate,
         max_tpot_s=None if max_tpot_ms is None else max_tpot_ms / 1e3,
-        memory_bytes=memory_bytes,
+        memory_bytes=None if memory_bytes is None else _bytes(memory_bytes),
     )
     layouts = plan_layouts(measured, request)
     answer = verdict(layouts, request)
@@ -69,15 +77,33 @@ def plan(
         }
         typer.echo(json.dumps(document, indent=2))
         return
-    lines = [answer.sentence]
-    split = next((x for x in layouts if x.kind == "disaggregated" and not x.reason), None)
-    if split is not None:
-        seconds = simulated_step_s(measured, split, context)
-        lines.append(
-            f"{split.name}: {1e3 * split.step_s:.2f} ms by the formula, "
-            f"{1e3 * seconds:.2f} ms by simulation"
+    simulated = _simulated(measured, layouts, context)
+    wide_console().print(_table(layouts), answer.sentence, *simulated, sep="\n")
+
+
+def _simulated(
+    measured: Calibration, layouts: Sequence[PlannedLayout], context: int
+) -> Iterator[str]:
+    """Of the best split, the step by both ways, where there is one."""
+    from moe_serve.cluster.layout_planner import simulated_step_s
+
+    for split in layouts:
+        if split.kind == "disaggregated" and not split.reason:
+            seconds = simulated_step_s(measured, split, context)
+            yield (
+                f"{split.name}: {1e3 * split.step_s:.2f} ms by the formula, "
+                f"{1e3 * seconds:.2f} ms by simulation"
+            )
+            return
+
+
+def _bytes(text: str) -> int:
+    number = int(text) if text.isascii() and text.isdigit() else parse_size(text)
+    if number is None:
+        raise ConfigError(
+            f"memory-bytes cannot be {text!r}: it takes a number of bytes, or a size such as 80GiB."
         )
-    wide_console().print(_table(layouts), *lines, sep="\n")
+    return number
 
 
 def _as_json(layout: PlannedLayout) -> dict[str, Any]:
@@ -97,12 +123,15 @@ def _table(layouts: list[PlannedLayout]) -> Table:
     for index, layout in enumerate(layouts):
         if index >= _NUM_SHOWN and layout.kind == "disaggregated":
             continue
-        table.add_row(
-            layout.name,
+        figures = (
             str(layout.batch),
             f"{1e3 * layout.step_s:.2f}",
             f"{layout.tokens_per_s:.0f}",
             f"{layout.tokens_per_s_per_device:.0f}",
+        )
+        table.add_row(
+            layout.name,
+            *(figures if layout.batch else [""] * len(figures)),
             f"{layout.attention_bytes / 2**30:.2f}",
             f"{layout.expert_bytes / 2**30:.2f}" if layout.expert_bytes else "",
             layout.reason or ("" if layout.is_served else "for comparison: not served"),

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from moe_serve.cli.output_file import check_output, check_output_folder
 from moe_serve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,12 +73,14 @@ def train(
         raise ConfigError("give --texts or --trace, one of the two.")
     if trace and kinds != ("request",):
         raise ConfigError("a trace holds no hidden states: train the other kinds on --texts.")
+    out = out.expanduser()
+    check_output_folder(out)
 
     from moe_serve.cli.predictor_training import TrainOrder, train_predictors
 
     order = TrainOrder(
         kinds=kinds,
-        out=out.expanduser(),
+        out=out,
         model=model,
         texts=tuple(texts or ()),
         traces=tuple(trace or ()),
@@ -126,8 +129,8 @@ def evaluate(
         raise ConfigError("give a folder and --texts, or --trace alone.")
     if not trace and (folder is None or not texts):
         raise ConfigError("give a folder of predictors and --texts, or --trace alone.")
-    if as_json is not None and not as_json.expanduser().absolute().parent.is_dir():
-        raise ConfigError(f"cannot write {as_json}: {as_json.parent} is not a folder.")
+    as_json = None if as_json is None else as_json.expanduser()
+    check_output(as_json)
 
     from moe_serve.cli.predictor_verdicts import (
         JudgeOrder,
@@ -152,7 +155,7 @@ def evaluate(
         verdicts, data = judge_predictors(order, report)
     print_verdicts(verdicts)
     if as_json is not None:
-        write_verdicts(verdicts, data, as_json.expanduser())
+        write_verdicts(verdicts, data, as_json)
 
 
 @contextmanager

@@ -45,8 +45,6 @@ class TrainOrder:
 
 def train_predictors(order: TrainOrder, progress: Progress) -> list[str]:
     """Write the predictors -> what to tell the user."""
-    if order.out.exists() and not order.out.is_dir():
-        raise ConfigError(f"cannot write to {order.out}: it is not a folder.")
     torch.set_num_threads(order.num_threads)
     model = PredictorModel(order.model, order.num_threads)
     captured, data = _collect(order, model, progress)

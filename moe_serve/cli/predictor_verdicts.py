@@ -71,7 +71,13 @@ def judge_predictors(order: JudgeOrder, progress: Progress) -> tuple[Verdicts, d
         if kind is PredictorKind.REQUEST:
             unseen = texts_of(captured.trace)
             found[kind.value] = judge_request(
-                folder, model, unseen, seen, horizon=order.horizon, seed=order.seed
+                folder,
+                model,
+                unseen,
+                seen,
+                horizon=order.horizon,
+                seed=order.seed,
+                progress=progress,
             )
         else:
             found[kind.value] = judge_layers(kind, folder, model, captured, seen)

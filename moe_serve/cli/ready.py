@@ -38,10 +38,10 @@ def loading_bar(console: Console) -> Iterator[Callable[[int, int], None] | None]
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-def server_url(host: str, port: int) -> str:
+def server_url(host: str, port: int, *, is_tls: bool = False) -> str:
     """Where a client on this machine reaches the server."""
-    host = WILDCARD_HOSTS.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    host, scheme = WILDCARD_HOSTS.get(host, host), "https" if is_tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def curl_line(url: str, model: str, *, needs_key: bool) -> str:

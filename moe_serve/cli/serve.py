@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
+from moe_serve.cli.first_log import begin_log
 from moe_serve.cli.listening import check_can_listen, check_is_guarded
+from moe_serve.cli.setting_flags import SERVE_KEYS, given_flags
 from moe_serve.config_sources import LoadedConfig, load_config
 
 MODEL, LIMITS, RANKS, HTTP, RUN = "Model", "Limits", "Ranks", "HTTP", "Run"
@@ -99,6 +101,29 @@ ApiKey = Annotated[
     list[str] | None,
     typer.Option(help="A key to ask for, or @FILE of keys. Repeatable.", rich_help_panel=HTTP),
 ]
+MetricsAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="Names that /metrics has beside its own: none or vllm.", rich_help_panel=HTTP
+    ),
+]
+OtlpTracesEndpoint = Annotated[
+    str | None,
+    typer.Option(
+        help="URL of a collector of OpenTelemetry traces (OTLP over HTTP).", rich_help_panel=HTTP
+    ),
+]
+SslCertfile = Annotated[
+    str | None,
+    typer.Option(help="Certificate chain (PEM) for HTTPS.", rich_help_panel=HTTP),
+]
+SslKeyfile = Annotated[
+    str | None,
+    typer.Option(help="Its private key (PEM), if it is not in there.", rich_help_panel=HTTP),
+]
+LogFormat = Annotated[
+    str | None, typer.Option(help="Of the log: text or json.", rich_help_panel=RUN)
+]
 ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", help="YAML file, see configs/serve.yaml.", rich_help_panel=RUN),
@@ -114,6 +139,7 @@ PrintConfig = Annotated[
 
 
 def serve(
+    context: typer.Context,
     model: Model = None,
     dtype: Dtype = None,
     device: Device = None,
@@ -136,6 +162,11 @@ def serve(
     host: Host = None,
     port: Port = None,
     api_key: ApiKey = None,
+    metrics_alias: MetricsAlias = None,
+    otlp_traces_endpoint: OtlpTracesEndpoint = None,
+    ssl_certfile: SslCertfile = None,
+    ssl_keyfile: SslKeyfile = None,
+    log_format: LogFormat = None,
     config_file: ConfigFile = None,
     print_config: PrintConfig = False,
 ) -> None:
@@ -143,32 +174,10 @@ def serve(
 
     A flag wins over the environment (MOE_SERVE_SERVER_PORT=8001), and that over the YAML file.
     """
-    flags = {
-        "model.path": model,
-        "model.dtype": dtype,
-        "model.device": device,
-        "model.max_model_len": max_model_len,
-        "model.num_threads": num_threads,
-        "server.served_model_name": served_model_name,
-        "model.expert_memory_bytes": number_or_text(expert_memory),
-        "cache.num_pages": num_pages,
-        "scheduler.max_num_seqs": max_num_seqs,
-        "scheduler.max_batched_tokens": max_batched_tokens,
-        "scheduler.max_queued_requests": max_queued_requests,
-        "pipeline.micro_batches": number_or_text(micro_batches),
-        "scheduler.batch_policy": batch_policy,
-        "predictor.path": predictor,
-        "cluster.attention_ranks": attention_ranks,
-        "cluster.expert_ranks": expert_ranks,
-        "cluster.attention_tp": attention_tp,
-        "cluster.placement": placement,
-        "pipeline.timeline": timeline,
-        "server.host": host,
-        "server.port": port,
-        "server.api_keys": api_key or None,
-    }
-    given = {path: value for path, value in flags.items() if value is not None}
-    _run(load_config(flags=given, environ=os.environ, file=config_file), print_config)
+    given = given_flags(context.params, SERVE_KEYS)
+    settings = {SERVE_KEYS[name]: value for name, value in given.items()}
+    begin_log(settings, os.environ, config_file)
+    _run(load_config(flags=settings, environ=os.environ, file=config_file), print_config)
 
 
 def _run(loaded: LoadedConfig, has_to_print: bool) -> None:
@@ -181,9 +190,4 @@ def _run(loaded: LoadedConfig, has_to_print: bool) -> None:
     # Only now what is heavy: `--help`, a typing error and a taken port must answer at once.
     from moe_serve.cli.service import run_service
 
-    run_service(loaded.config)
-
-
-def number_or_text(text: str | None) -> int | str | None:
-    """For keys that take a number or a word, such as auto."""
-    return int(text) if text is not None and text.isdecimal() else text
+    run_service(loaded.config, settings=loaded.entries)

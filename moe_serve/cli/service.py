@@ -5,70 +5,97 @@ Imports everything heavy, so `serve` imports this module only when it has someth
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 
+from moe_serve.cli.banner import banner_rows
+from moe_serve.cli.model_files import ModelFiles
 from moe_serve.cli.ready import curl_line, loading_bar, print_ready, server_url
+from moe_serve.cli.service_start import ServiceStart
 from moe_serve.cluster.any_engine import build_any_engine
 from moe_serve.config import Config, EngineConfig
+from moe_serve.config_sources import ConfigEntry
 from moe_serve.engine.async_engine import AsyncEngine
-from moe_serve.engine.build import BuiltEngine, model_folder
+from moe_serve.engine.build import BuiltEngine
+from moe_serve.engine.hang_watch import HangWatch
 from moe_serve.engine.layout import Layout
 from moe_serve.engine.tracing import make_tracing
 from moe_serve.http.app import create_app
-from moe_serve.http.served_model import ServedModel
+from moe_serve.http.dashboard.facts import dashboard_facts
+from moe_serve.http.operations import Operations
 from moe_serve.http.server import run_server
+from moe_serve.http.span_export import make_span_export
+from moe_serve.logs import is_json_log, set_up_logs
 from moe_serve.model.model_tensors import LoadProgress
-from moe_serve.text.chat_template import ChatTemplate
-from moe_serve.text.tokenizer import Tokenizer
 
 BuildEngine = Callable[[EngineConfig, LoadProgress | None], BuiltEngine]
 
-DEMO_MODEL_NAME = "moe-serve-demo"
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+def run_service(
+    config: Config,
+    build: BuildEngine = build_any_engine,
+    *,
+    settings: Sequence[ConfigEntry] = (),
+    has_local_ranks: bool = True,
+) -> None:
+    """Serve until SIGTERM or Ctrl-C. The port is open from the beginning; what is wrong with the
+    model, or does not fit this machine, is raised.
+
+    `settings` are shown; `has_local_ranks` False: ranks run on other machines too.
+    """
+    set_up_logs(config.log)
+    with ServiceStart(config) as start:
+        _serve(config, build, start, settings, has_local_ranks)
 
 
-def run_service(config: Config, build: BuildEngine = build_any_engine) -> None:
-    """Serve until SIGTERM or Ctrl-C. What is wrong with the model is raised before listening."""
-    logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT)
-    folder = model_folder(config.engine.model)
-    tokenizer = Tokenizer.load(folder)
-    chat_template = ChatTemplate.load(folder, special_tokens=tokenizer.special_tokens)
-    with loading_bar(Console(stderr=True)) as progress:
-        built = build(config.engine, progress)
-    engine = AsyncEngine(built, config.engine.scheduler)
-    name = config.server.served_model_name or model_name(config, folder)
-    tracing = make_tracing(built, config.engine, config.trace, name)
-    try:
-        model = ServedModel(
-            name=name,
-            tokenizer=tokenizer,
-            chat_template=chat_template,
-            created=int(time.time()),
-            max_model_len=engine.max_model_len,
-            description=describe_layout(engine.layout),
+def _serve(
+    config: Config,
+    build: BuildEngine,
+    start: ServiceStart,
+    settings: Sequence[ConfigEntry],
+    has_local_ranks: bool,
+) -> None:
+    files = ModelFiles.load(config)
+    spans = make_span_export(config.server.otlp_traces_endpoint, files.name)
+    start.plan_memory(has_local_ranks=has_local_ranks)
+    with loading_bar(Console(stderr=True, quiet=is_json_log())) as progress:
+        built = build(config.engine, start.progress(progress))
+    start.startup.begin("preparing")
+    server = config.server
+    with contextlib.ExitStack() as opened:  # closed in the opposite order
+        if spans is not None:
+            opened.callback(spans.close)
+        engine = AsyncEngine(built, config.engine.scheduler)
+        opened.callback(engine.close)
+        tracing = make_tracing(built, config.engine, config.trace, files.name)
+        opened.callback(tracing.close)
+        hangs = HangWatch(engine, built.witness, server.hang_report_s, server.hang_report_directory)
+        opened.callback(hangs.close)
+        model = files.served(engine, built, describe_layout(engine.layout))
+        app = create_app(
+            engine,
+            model,
+            server,
+            tracing=tracing,
+            placement=built.placement,
+            facts=dashboard_facts(built, config.engine),
+            spans=spans,
+            grammars=built.grammars,
+            operations=Operations(log=config.log, startup=start.startup, hangs=hangs),
         )
-        app = create_app(engine, model, config.server, tracing)
+        opened.callback(app.state.gate.close)
+
+        rows = {"model": _model_row(files, engine.layout), **model.description}
+        rows |= banner_rows(config, settings, engine.layout, built.placement, app)
 
         def say_ready(host: str, port: int) -> None:
-            url = server_url(host, port)
-            curl = curl_line(url, model.name, needs_key=bool(config.server.api_keys))
-            rows = {"model": _model_row(model.name, folder, engine.layout), **model.description}
+            url = server_url(host, port, is_tls=server.ssl_certfile is not None)
+            curl = curl_line(url, model.name, needs_key=server.has_api_keys)
             print_ready(Console(highlight=False), url, rows, curl)
 
-        run_server(app, engine, config.server, on_ready=say_ready)
-    finally:
-        tracing.close()
-        engine.close()
-
-
-def model_name(config: Config, folder: Path) -> str:
-    """The name that requests ask for when none was configured."""
-    return DEMO_MODEL_NAME if config.engine.model.path is None else folder.name
+        run_server(app, engine, server, on_ready=say_ready, listener=start.hand_over())
 
 
 def describe_layout(layout: Layout) -> Mapping[str, str]:
@@ -88,9 +115,9 @@ def describe_layout(layout: Layout) -> Mapping[str, str]:
     }
 
 
-def _model_row(name: str, folder: Path, layout: Layout) -> str:
-    where = "" if name in (folder.name, DEMO_MODEL_NAME) else f" from {folder}"
+def _model_row(files: ModelFiles, layout: Layout) -> str:
+    where = f" from {files.folder}" if files.is_named_otherwise else ""
     return (
-        f"{name}{where}: {layout.family}, {layout.dtype}, context {layout.max_model_len} tokens, "
-        f"loaded in {layout.load_seconds:.1f} s"
+        f"{files.name}{where}: {layout.family}, {layout.dtype}, "
+        f"context {layout.max_model_len} tokens, loaded in {layout.load_seconds:.1f} s"
     )

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from moe_serve.cli.output_file import check_output
+from moe_serve.cli.wide_console import wide_console
 from moe_serve.errors import TimelineError
 
 if TYPE_CHECKING:
@@ -42,18 +44,21 @@ def timeline(
         raise TimelineError("--step and --steps exclude each other: give one of them")
     bounds = _bounds("--steps", steps) if step is None else (step, step)
     shown_layers = _bounds("--layers", layers)
+    path = out or file.with_suffix(".png")
+    check_output(path)
+    if not path.suffix:
+        raise TimelineError(f"{path} does not say what picture it is: call it {path}.png, or .svg.")
     whole = read_timeline(file)
     _check_steps(whole, bounds)
     chosen = whole if bounds is None else whole.between(*bounds)
     metrics = measure(chosen.tracks)
-    _print(Console(highlight=False, soft_wrap=True), chosen, metrics)
+    _print(wide_console(), chosen, metrics)
     if bounds is None:
         middle = metrics.steps[metrics.num_steps // 2]
         bounds = (middle, middle)
         chosen = chosen.between(*bounds)
         metrics = measure(chosen.tracks)
     drawn = chosen if shown_layers is None else chosen.around_layers(*shown_layers)
-    path = out or file.with_suffix(".png")
     draw_timeline(drawn.tracks, metrics, _title(bounds, metrics, shown_layers), path)
     typer.echo(f"{_title(bounds, metrics, shown_layers)}: {path}")
 

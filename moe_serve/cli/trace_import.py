@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from moe_serve.cli.counted import counted
 from moe_serve.errors import InvalidRequestError
 
 
@@ -47,11 +48,16 @@ def import_(
     if isinstance(imported, ExpertLoad):
         size = write_load(imported, out)
         steps, num_layers_read, experts = imported.counts_SLE.shape
-        what = f"loads of {steps} steps, {num_layers_read} layers, {experts} experts"
+        what = (
+            f"loads of {counted(steps, 'step')}, {counted(num_layers_read, 'layer')}, "
+            f"{counted(experts, 'expert')}"
+        )
     else:
         size = write_trace(imported, out)
         what = (
-            f"a trace of {imported.num_tokens} tokens, {len(imported.request_ids)} requests, "
-            f"{len(imported.layers)} layers, top-{imported.top_k} of {imported.num_experts}"
+            f"a trace of {counted(imported.num_tokens, 'token')}, "
+            f"{counted(len(imported.request_ids), 'request')}, "
+            f"{counted(len(imported.layers), 'layer')}, "
+            f"top-{imported.top_k} of {imported.num_experts}"
         )
     typer.echo(f"{what}: {out}, {size / 2**20:.1f} MiB")

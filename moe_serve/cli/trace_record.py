@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,39 +22,35 @@ if TYPE_CHECKING:
     from moe_serve.engine.build import BuiltEngine
     from moe_serve.engine.request import GenerationRequest
     from moe_serve.engine.route_recorder import TokenSink
-    from routing_predictor.recording import RecordingWriter, TracedTokens, TraceHeader
+    from routing_predictor.recording import RecordingWriter, TraceHeader
 
 _EXIT_INTERRUPTED = 130
 _SUFFIX = ".safetensors"
 _PART_BYTES = 64 * 2**20
 
 
-class _InMemory:
-    """A TokenSink for one file."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Output:
+    """Where parts are written, and the one file that they become, if one is wanted."""
 
-    def __init__(self, header: TraceHeader, labels: Mapping[str, str]) -> None:
-        self._header, self._labels = header, labels
-        self._tokens: list[TracedTokens] = []
+    writer: RecordingWriter
+    parts: Path
+    file: Path | None
 
-    @property
-    def has_weights(self) -> bool:
-        return self._header.has_weights
+    def close(self) -> int:
+        """-> tokens that were recorded. Parts stay where joining them fails."""
+        from routing_predictor.errors import TraceError
+        from routing_predictor.trace_file import read_traces, write_trace
 
-    def add(self, tokens: Sequence[TracedTokens]) -> None:
-        self._tokens += tokens
-
-    def write(self, path: Path) -> int:
-        """-> tokens in the file. Nothing is written if there are none."""
-        import secrets
-
-        from routing_predictor.recording import as_trace
-        from routing_predictor.trace_file import write_trace
-
-        if not self._tokens:
-            return 0
-        trace = as_trace(self._tokens, self._header, self._labels, secrets.token_hex(8))
-        write_trace(trace, path)
-        return trace.num_tokens
+        stats = self.writer.close()
+        num_tokens = stats.num_tokens - stats.num_lost_tokens
+        if self.file is not None and num_tokens:
+            try:
+                write_trace(read_traces([self.parts]), self.file)
+            except TraceError as error:
+                raise TraceError(f"{error}; what was recorded is in {self.parts}") from None
+            shutil.rmtree(self.parts)
+        return num_tokens
 
 
 def record(
@@ -82,8 +78,11 @@ def record(
     ] = None,
 ) -> None:
     """Answer prompts and record which experts every token chose. Ctrl-C keeps what there is."""
-    if out.exists():
-        raise InvalidRequestError(f"{out} is there already: choose another --out.", param="out")
+    for path in (out, _parts_of(out)):
+        if path.exists():
+            raise InvalidRequestError(
+                f"{path} is there already: choose another --out.", param="out"
+            )
     if not out.absolute().parent.is_dir():
         raise InvalidRequestError(f"{out.absolute().parent} is no folder.", param="out")
     chosen = read_prompts(prompts)
@@ -105,39 +104,37 @@ def record(
         built.engine.close()
 
 
-def _open(
-    out: Path, header: TraceHeader, prompts: list[TracePrompt]
-) -> _InMemory | RecordingWriter:
+def _parts_of(out: Path) -> Path:
+    """Where parts are written: beside a file, until they are joined."""
+    return out.with_suffix(".parts") if out.suffix == _SUFFIX else out
+
+
+def _open(out: Path, header: TraceHeader, prompts: list[TracePrompt]) -> _Output:
     from routing_predictor.recording import RecordingWriter
 
-    labels = {f"prompt-{number}": each.label for number, each in enumerate(prompts)}
-    if out.suffix == _SUFFIX:
-        return _InMemory(header, labels)
-    return RecordingWriter(
-        out, header, part_bytes=_PART_BYTES, max_bytes=2**60, is_patient=True, labels=labels
+    parts = _parts_of(out)
+    writer = RecordingWriter(
+        parts,
+        header,
+        part_bytes=_PART_BYTES,
+        max_bytes=2**60,
+        is_patient=True,
+        labels={f"prompt-{number}": each.label for number, each in enumerate(prompts)},
     )
+    return _Output(writer=writer, parts=parts, file=None if parts == out else out)
 
 
 def _record(
-    built: BuiltEngine,
-    requests: list[GenerationRequest],
-    sink: _InMemory | RecordingWriter,
-    out: Path,
+    built: BuiltEngine, requests: list[GenerationRequest], output: _Output, out: Path
 ) -> None:
     """Run them, and write what was recorded, whatever ends it."""
     num_tokens, is_interrupted = 0, False
     try:
-        _run(built, sink, requests, sink.has_weights)
+        _run(built, output.writer, requests, output.writer.has_weights)
     except KeyboardInterrupt:
         is_interrupted = True
     finally:
-        if isinstance(sink, _InMemory):
-            num_tokens = sink.write(out)
-        else:
-            stats = sink.close()
-            num_tokens = stats.num_tokens - stats.num_lost_tokens
-            if stats.failure is not None:
-                typer.echo(f"error: {stats.failure}", err=True)
+        num_tokens = output.close()
     what = "interrupted: " if is_interrupted else ""
     if num_tokens:
         typer.echo(f"{what}{num_tokens} tokens are in {out}; see `moe-serve trace show {out}`")

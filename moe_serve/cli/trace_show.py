@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from moe_serve.cli.output_file import check_output
+from moe_serve.cli.wide_console import wide_console
 from moe_serve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ def show(
     from routing_predictor.heat_map import draw_heat_map
     from routing_predictor.trace_stats import drifts, layer_loads
 
+    check_output(json_file, heatmap)
+    if heatmap is not None and heatmap.suffix != ".png":
+        raise ConfigError(f"--heatmap {heatmap} is not *.png.")
     shown = _read(files, num_windows)
     total = shown.load_WLE.sum(axis=0)
     if num_ranks > total.shape[1]:
@@ -47,7 +51,7 @@ def show(
     facts = {**shown.facts, "layers": len(shown.layers), "experts": total.shape[1]}
     loads = layer_loads(total, shown.layers, num_ranks)
     drift = drifts(shown.load_WLE, shown.chance_WLE)
-    console = Console(highlight=False, soft_wrap=True)
+    console = wide_console()
     console.print(_facts(facts), _loads(loads, num_ranks))
     if shown.active:
         console.print(_activations(shown.active))

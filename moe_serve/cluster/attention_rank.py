@@ -16,29 +16,37 @@ from moe_serve.cluster.epoch import layout_of, meet, sparse_layers, split_of, wi
 from moe_serve.cluster.load_report import load_report
 from moe_serve.cluster.messages import (
     Configure,
+    DropPlacement,
     FinitePages,
     Join,
     Loaded,
     QueryPages,
     Report,
     RunStep,
+    Staged,
+    StagePlacement,
     StageSeconds,
     StepDone,
     StepFailed,
+    SwitchPlacement,
 )
 from moe_serve.cluster.mirror import Mirrors
 from moe_serve.cluster.page_work import do_page_work
 from moe_serve.cluster.rank_device import rank_device
 from moe_serve.cluster.rank_name import RankName
+from moe_serve.cluster.rebalance.rank_placement import RankPlacement
 from moe_serve.cluster.shard_starter import ShardStarter
 from moe_serve.config import EngineConfig
+from moe_serve.engine.answer_masks import AnswerMasks
 from moe_serve.engine.build import (
     AttentionPart,
     eos_token_ids_of,
+    grammars_of,
     load_attention,
     max_model_len_of,
     open_loader,
 )
+from moe_serve.engine.next_layer_prediction import open_next_layer
 from moe_serve.engine.sampler import Sampled
 from moe_serve.engine.sampling_backend import make_sampler
 from moe_serve.engine.step_executor import LocalExecutor, RowFailure, StepOutcome
@@ -46,6 +54,7 @@ from moe_serve.model.model_tensors import LoadProgress
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.data_group import DataGroup
 from moe_serve.pipeline.group_transport import GroupTransport
+from moe_serve.pipeline.operation import Operation
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.route_tap import RouteTap
 from moe_serve.pipeline.shard_group import ShardLostError
@@ -83,12 +92,17 @@ class AttentionRank:
             self._shards = AttentionShards(str(name), configure, shard_starter)
         try:
             self._part = self._load(config)
+            self._next_layer = open_next_layer(config, folder, self._loader)
         except BaseException:
             if self._shards is not None:
                 self._shards.close()
             raise
-        self._sampler = make_sampler(eos_token_ids_of(folder, self._spec), self._loader.kernels)
+        eos = eos_token_ids_of(folder, self._spec)
+        self._sampler = make_sampler(eos, self._loader.kernels)
+        grammars = grammars_of(folder, self._spec, eos)
+        self._masks = AnswerMasks(self._spec.vocab_size, eos, grammars)
         self._mirrors = Mirrors()
+        self._placement = RankPlacement(configure.placement)
         self._last_done = 0  # the last step whose tokens were told
         self._log = StageLog(configure.is_recording)
         self._group: DataGroup | None = None
@@ -114,10 +128,17 @@ class AttentionRank:
             kv_bytes=self._part.kv_bytes * self._configure.config.cluster.attention_tp,
         )
 
+    @property
+    def operation(self) -> Operation | None:
+        """What it is at, on any thread; None between steps."""
+        return self._log.operation
+
     def join(self, join: Join, store: Any, host: str) -> None:
         """Enter an epoch; raises PeerLostError."""
         self.leave()
+        self._placement.check(join)
         loader, configure = self._loader, self._configure
+        split = None if configure.router_on_experts else split_of(join, configure, loader.device)
         group = meet(join, str(self._name), store, configure, host, loader.device)
         self._group = group
         self._transport = GroupTransport(
@@ -125,22 +146,25 @@ class AttentionRank:
             attention_rank=join.attention_ranks.index(str(self._name)),
             expert_ranks=join.expert_ranks,
             wire=wire_of(join, configure, self._spec, loader.dtype),
-            split=None if configure.router_on_experts else split_of(join, configure, loader.device),
+            split=split,
             sparse_layers=sparse_layers(self._spec),
             log=self._log,
             layout=layout_of(group, loader.device),
         )
+        self._placement.joined(split, self._transport.use)
         transport: Transport = self._transport
         if self._shards is not None:
             transport = LeaderTransport(transport, self._shards.group)
         part, tap = self._part, RouteTap(self._spec.router.num_experts)
-        pipeline = Pipeline(part.stage, transport, part.cache, loader.device, self._log, tap)
-        self._executor = LocalExecutor(pipeline, self._sampler, tap)
+        beside = (self._log, tap, self._next_layer)
+        pipeline = Pipeline(part.stage, transport, part.cache, loader.device, *beside)
+        self._executor = LocalExecutor(pipeline, self._sampler, tap, masks=self._masks)
 
     def leave(self) -> None:
         """Close the epoch's connections: whoever waits for this rank wakes."""
         if self._transport is not None:
             self._transport.close()
+        self._placement.left()
         group, self._group = self._group, None
         self._transport = self._executor = None
         if group is not None:
@@ -158,6 +182,15 @@ class AttentionRank:
             return self._run(order)
         if isinstance(order, QueryPages):
             return self._query(order)
+        if isinstance(order, StagePlacement):
+            self._placement.stage(order)
+            return Staged(placement=order.placement)
+        if isinstance(order, DropPlacement):
+            self._placement.drop()
+            return None
+        if isinstance(order, SwitchPlacement):
+            self._placement.switch(order)
+            return None
         raise AssertionError(f"an attention rank got {type(order).__name__}")
 
     def _query(self, order: QueryPages) -> FinitePages:
@@ -170,6 +203,7 @@ class AttentionRank:
         return FinitePages(is_finite=is_finite)
 
     def _run(self, order: RunStep) -> Report:
+        self._placement.check(order)
         if order.after not in (0, self._last_done):
             return self._skip(order)
         if self._shards is not None:
@@ -230,10 +264,10 @@ class AttentionRank:
 
     def _done(self, order: RunStep, outcome: StepOutcome, seconds: StageSeconds) -> StepDone:
         sampled: dict[int, Sampled] = {}
-        failures: dict[int, str] = {}
+        failures: dict[int, RowFailure] = {}
         for key, token in outcome.sampled.items():
             if isinstance(token, RowFailure):
-                failures[key] = token.why
+                failures[key] = token
             else:
                 sampled[key] = token
         self._last_done = order.step

@@ -6,6 +6,7 @@ python -m moe_serve.cluster.attention_shard --name attention-0 --index 1 --links
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import signal
 import socket
@@ -120,6 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--timeout", required=True, type=float)
     options = parser.parse_args(arguments)
     end_with_parent()
+    gc.freeze()  # as in worker.py
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's business
     pairs = [pair.split(":") for pair in options.links.split(",")]
     sockets = {int(index): socket.socket(fileno=int(number)) for index, number in pairs}

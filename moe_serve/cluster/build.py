@@ -9,11 +9,19 @@ from moe_serve.cluster.cluster_model import ClusterModel
 from moe_serve.cluster.messages import Loaded
 from moe_serve.cluster.pool_watch import PoolWatch, make_watch
 from moe_serve.cluster.rank_starter import LocalStarter
+from moe_serve.cluster.rebalance.planner import Plan, plan_in_process
 from moe_serve.cluster.started_ranks import MakeStarter, StartedRanks
 from moe_serve.config import PAGE_SIZE, EngineConfig
 from moe_serve.engine.batch_policy.make import policy_maker
-from moe_serve.engine.build import BuiltEngine, max_model_len_of
+from moe_serve.engine.batch_policy.rank_load import RankLoads
+from moe_serve.engine.build import (
+    BuiltEngine,
+    eos_token_ids_of,
+    grammars_of,
+    max_model_len_of,
+)
 from moe_serve.engine.layout import Layout, memory_line
+from moe_serve.engine.next_layer_prediction import check_next_layer
 from moe_serve.engine.route_records import RouteListeners
 from moe_serve.model.model_tensors import LoadProgress
 from moe_serve.pipeline.micro_batch_choice import MAX_MICRO_BATCHES
@@ -24,6 +32,7 @@ def build_cluster(
     progress: LoadProgress | None = None,
     make_starter: MakeStarter = LocalStarter,
     watch_for: Callable[[EngineConfig, ClusterModel], PoolWatch] = make_watch,
+    plan: Plan = plan_in_process,
 ) -> BuiltEngine:
     """Start the ranks, wait until they have loaded, and make the engine.
 
@@ -32,17 +41,30 @@ def build_cluster(
     clock = time.monotonic()
     model = ClusterModel.read(config)
     ranks, routes = StartedRanks(model), RouteListeners()
-    make_policy = policy_maker(config, model.folder, model.spec, routes, model.placement)
+    loads = RankLoads(model.placement)
+    ranks.current.on_switch(loads.use)
+    make_policy = policy_maker(config, model.folder, model.spec, routes, loads)
+    check_next_layer(config, model.folder, model.spec)
     watch = watch_for(config, model)
     try:
         ranks.start(make_starter, progress)
-        engine = ranks.engine(watch, routes, make_policy)
+        engine = ranks.engine(watch, routes, make_policy, plan)
     except BaseException:
         ranks.close()
         watch.close()
         raise
     layout = _layout(model, ranks.first_loaded, time.monotonic() - clock)
-    return BuiltEngine(engine, layout, model.spec, routes)
+    eos = eos_token_ids_of(model.folder, model.spec)
+    return BuiltEngine(
+        engine,
+        layout,
+        model.spec,
+        routes,
+        placement=ranks.rebalancer,
+        last_step=watch.last_step,
+        grammars=grammars_of(model.folder, model.spec, eos),  # to judge; ranks have their own
+        witness=ranks.witness,
+    )
 
 
 def _layout(model: ClusterModel, first: Loaded, seconds: float) -> Layout:

@@ -86,7 +86,11 @@ def read_calibration(path: Path) -> Calibration:
         raise ConfigError(f"{path} is no calibration: it is larger than {_MAX_BYTES} bytes.")
     try:
         head = msgspec.json.decode(text)
-        schema = head.get("schema") if isinstance(head, dict) else None
+        if not isinstance(head, dict) or "schema" not in head:
+            raise ConfigError(
+                f"{path} is no calibration: moe-serve calibrate --out FILE writes one."
+            )
+        schema = head["schema"]
         if schema != SCHEMA:
             raise ConfigError(
                 f"{path} has calibration schema {schema!r}, but this version reads {SCHEMA}: "

@@ -12,13 +12,16 @@ from moe_serve.cluster.flight import Flight
 from moe_serve.cluster.messages import StepDone
 from moe_serve.cluster.moves import MAX_MOVES, Moves
 from moe_serve.cluster.pool_watch import PoolWatch
+from moe_serve.cluster.rank_statuses import statuses
 from moe_serve.cluster.rank_work import RankLostError
 from moe_serve.cluster.remote_executor import RemoteExecutor, as_outcome
 from moe_serve.engine.batch_policy.policy import sum_of
 from moe_serve.engine.client import EngineStats
 from moe_serve.engine.engine import Engine
+from moe_serve.engine.rank_load import RankLoad
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.sequence import Sequence as EngineSequence
+from moe_serve.engine.step_tokens import StepTokens
 from moe_serve.model.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)
@@ -51,7 +54,7 @@ class ClusterEngine:
         self._coordinator, self._make, self._close = coordinator, make_engine, close
         self._watch, self._is_ahead = watch, is_ahead
         self._begun: _Begun | None = None  # a step that was sent out ahead
-        self._ids = itertools.count()
+        self._ids, self._num_launches = itertools.count(), 0
         self._engines: dict[str, Engine] = {}
         self._executors: dict[str, RemoteExecutor] = {}
         self._homeless: list[EngineSequence] = []  # with no rank yet, or no more
@@ -141,14 +144,21 @@ class ClusterEngine:
 
     def stats(self) -> EngineStats:
         """The sums over all ranks."""
-        each = [engine.stats() for engine in self._engines.values()]
+        by_rank = {name: engine.stats() for name, engine in self._engines.items()}
+        each = list(by_rank.values())
         past = [] if self._past is None else [self._past]
-        total = _sum_of(each, past, len(self._homeless))
+        total, pools = _sum_of(each, past, len(self._homeless)), self._watch.stats()
+        membership = self._coordinator.membership
         return replace(
             total,
-            pools=self._watch.stats(),
+            oldest_arrival=_oldest(each, self._homeless),
+            members=statuses(membership.roster, pools),
+            num_lost_ranks=membership.num_lost,
+            last_loss=membership.last_loss,
+            pools=pools,
             expert_memory=self._watch.expert_memory,
             outage_s=self._coordinator.outage_s,
+            ranks=tuple(_load_of(name, stats) for name, stats in by_rank.items()),
         )
 
     def check_integrity(self) -> None:
@@ -158,13 +168,14 @@ class ClusterEngine:
 
     def _begin(self, name: str) -> StepPlan | None:
         try:
-            return self._engines[name].begin_step(1)
+            return self._engines[name].begin_step(1, self._num_launches)
         except RankLostError:
             self._evacuate(name)
             return None
 
     def _launch(self) -> _Begun | None:
         """Cut all ranks' steps alike, and send them out together."""
+        self._num_launches += 1
         plans = {name: plan for name in list(self._engines) if (plan := self._begin(name))}
         if not plans:
             return None
@@ -172,7 +183,7 @@ class ClusterEngine:
         works = {}
         for name in plans:
             engine = self._engines[name]
-            plan = engine.cut(count)
+            plan = engine.cut(count, self._num_launches)
             works[name] = self._executors[name].prepare(plan, engine.step_sequences)
         engines = {name: self._engines[name] for name in works}
         return _Begun(self._coordinator.launch(works), engines)
@@ -185,11 +196,13 @@ class ClusterEngine:
             for engine in begun.engines.values():
                 engine.drop_ahead()
             return None
-        plans = {name: engine.cut_ahead(1) for name, engine in begun.engines.items()}
+        self._num_launches += 1
+        number = self._num_launches
+        plans = {name: engine.cut_ahead(1, number) for name, engine in begun.engines.items()}
         count = self._watch.choose(plans, len(self._coordinator.epoch.experts))
         works = {}
         for name, engine in begun.engines.items():
-            plan = engine.cut_ahead(count)
+            plan = engine.cut_ahead(count, number)
             works[name] = self._executors[name].prepare(plan, engine.step_sequences)
         return _Begun(self._coordinator.launch_after(begun.flight, works), begun.engines)
 
@@ -253,6 +266,21 @@ def _given_up(sequence: EngineSequence) -> TokenDelta:
     )
 
 
+def _oldest(each: Sequence[EngineStats], homeless: list[EngineSequence]) -> float | None:
+    arrivals = [s.oldest_arrival for s in each if s.oldest_arrival is not None]
+    return min([*arrivals, *(s.request.arrival_time for s in homeless)], default=None)
+
+
+def _load_of(name: str, stats: EngineStats) -> RankLoad:
+    return RankLoad(
+        name=name,
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        num_pages=stats.num_pages,
+        num_free_pages=stats.num_free_pages,
+    )
+
+
 def _sum_of(
     each: Sequence[EngineStats], past: Sequence[EngineStats], num_homeless: int
 ) -> EngineStats:
@@ -273,6 +301,7 @@ def _sum_of(
         num_evicted_pages=total("num_evicted_pages", everyone),
         num_queried_tokens=total("num_queried_tokens", everyone),
         num_hit_tokens=total("num_hit_tokens", everyone),
+        step_tokens=sum((stats.step_tokens for stats in everyone), StepTokens()),
         is_alive=True,
         batching=sum_of(*([s.batching for s in g if s.batching] for g in (each, past))),
     )

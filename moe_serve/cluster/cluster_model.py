@@ -13,6 +13,7 @@ from moe_serve.cache.model_identity import model_identity
 from moe_serve.cluster.epoch import sparse_layers
 from moe_serve.cluster.messages import Configure
 from moe_serve.cluster.rank_name import RankName, all_ranks
+from moe_serve.cluster.rebalance.current_placement import PlacementVersion
 from moe_serve.config import ClusterConfig, EngineConfig
 from moe_serve.engine.build import model_folder
 from moe_serve.errors import ConfigError
@@ -22,6 +23,8 @@ from moe_serve.model.spec import ModelSpec
 from moe_serve.model.tensor_shard import check_shards
 from moe_serve.pipeline.router_side import is_broadcast_worth
 
+_TURNS = "round-robin"  # goes by a row's place and the expert alone
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterModel:
@@ -30,7 +33,7 @@ class ClusterModel:
     config: EngineConfig
     folder: Path
     spec: ModelSpec
-    placement: Placement
+    placement: Placement  # at the start
     weights: str  # the hash that every rank's checkpoint must have
     num_threads: int  # of each process
 
@@ -41,6 +44,7 @@ class ClusterModel:
         spec = read_spec(folder)
         cluster = config.cluster
         check_shards(spec, cluster.attention_tp)
+        check_replica_choice(cluster)
         num_ranks = cluster.attention_ranks * cluster.attention_tp + cluster.expert_ranks
         share = max(1, (os.cpu_count() or 1) // num_ranks)
         return cls(
@@ -58,24 +62,56 @@ class ClusterModel:
 
     @property
     def is_routing_on_experts(self) -> bool:
-        """As configured; auto: the side that moves fewer bytes."""
+        """As configured; auto: the side that moves fewer bytes, if both may choose."""
         cluster, spec = self.config.cluster, self.spec
         if cluster.router != "auto":
             return cluster.router == "experts"
+        if cluster.replica_choice != _TURNS:
+            return False
         is_wide = cluster.wire_dtype == "auto" and self.config.model.dtype == "float32"
         value_bytes = 1 if cluster.wire_dtype == "fp8" else 4 if is_wide else 2
         row_bytes = spec.width * value_bytes
         return is_broadcast_worth(row_bytes, spec.router.top_k, cluster.expert_ranks)
 
-    def configure(self, name: RankName) -> Configure:
+    def slots_per_layer(self) -> list[int]:
+        """Of each expert rank: copies that it may have in a layer, whatever moves."""
+        spare = self.config.cluster.rebalance_spare_slots
+        held = [self.placement.held_by(rank) for rank in range(self.placement.num_ranks)]
+        return [max(map(len, of_rank.values())) + spare for of_rank in held]
+
+    def configure(self, name: RankName, in_force: PlacementVersion) -> Configure:
         """What a rank loads."""
+        is_expert = name.role == "expert"
         return Configure(
             config=self.config,
             folder=str(self.folder),
             num_threads=self.num_threads,
-            held=self.placement.held_by(name.index) if name.role == "expert" else {},
+            held=in_force.placement.held_by(name.index) if is_expert else {},
             router_on_experts=self.is_routing_on_experts,
             is_recording=self.config.pipeline.timeline is not None,
+            placement=in_force.number,
+            num_slots=self._num_slots(name.index) if is_expert else 0,
+        )
+
+    def _num_slots(self, rank: int) -> int:
+        """For its experts of all layers, and for a round of copies; 0: they stay, or a memory
+        takes care of them."""
+        cluster = self.config.cluster
+        if cluster.rebalance == "off" or self.config.model.expert_memory_bytes is not None:
+            return 0
+        layers = len(self.placement.ranks_of)
+        return layers * self.slots_per_layer()[rank] + cluster.rebalance_max_moves
+
+
+def check_replica_choice(cluster: ClusterConfig) -> None:
+    """Raises ConfigError where each expert rank would find out for itself which copy serves a row,
+    by more than that row: ranks whose routers differ in one last bit would not agree on others."""
+    if cluster.router == "experts" and cluster.replica_choice != _TURNS:
+        raise ConfigError(
+            f"cluster.replica_choice is '{cluster.replica_choice}', which goes by all rows of a "
+            "micro-batch, so those who route must agree on all of them, and with cluster.router "
+            f"'experts' every expert rank routes by itself: use '{_TURNS}', or let attention ranks "
+            "route (cluster.router 'attention' or 'auto')."
         )
 
 
@@ -92,6 +128,11 @@ def placement_of(cluster: ClusterConfig, spec: ModelSpec) -> Placement:
         if cluster.placement is None:
             return contiguous(layers, num_experts, cluster.expert_ranks)
         placement = read_placement(Path(cluster.placement).expanduser())
+        if placement.num_experts == num_experts and placement.num_ranks != cluster.expert_ranks:
+            raise ConfigError(
+                f"cluster.placement: {cluster.placement} is for {placement.num_ranks} expert ranks "
+                f"and cluster.expert_ranks is {cluster.expert_ranks}: make them the same."
+            )
         placement.check_fits(layers, num_experts, cluster.expert_ranks)
     except PlacementError as error:
         raise ConfigError(f"cluster.placement: {error}") from error

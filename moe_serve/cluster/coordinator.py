@@ -17,13 +17,17 @@ from moe_serve.cluster.messages import (
     QueryPages,
     RunStep,
     ServeStep,
+    Staged,
     StepDone,
     StepFailed,
 )
+from moe_serve.cluster.needed_experts import pack_needed
 from moe_serve.cluster.pool_watch import PoolWatch
 from moe_serve.cluster.rank_calls import RankCalls
 from moe_serve.cluster.rank_link import Event
 from moe_serve.cluster.rank_work import RankLostError, RankWork, StepFailedError
+from moe_serve.cluster.rebalance.current_placement import CurrentPlacement
+from moe_serve.cluster.rebalance.mover import Mover
 from moe_serve.cluster.roster import Phase
 from moe_serve.errors import ClusterError
 
@@ -42,15 +46,18 @@ class Coordinator:
         calls: RankCalls,
         maker: EpochMaker,
         watch: PoolWatch,
+        current: CurrentPlacement,
+        mover: Mover,
         *,
         timeout_s: float,
         start_timeout_s: float,
     ) -> None:
         self.membership, self._calls, self._maker, self._watch = membership, calls, maker, watch
+        self._current, self._mover = current, mover
         self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
         self._epoch, self._step = Epoch(), 0
         self._number = 0  # of the last epoch that was tried
-        self._is_torn = False  # the epoch's members are all there, but do not reach each other
+        self._torn_by = ""  # why the epoch's members, though all there, do not reach each other
         self._outage_since: float | None = time.monotonic()
         self._is_stopping = threading.Event()
         self._open: list[Flight] = []  # steps under way, in their order
@@ -65,13 +72,18 @@ class Coordinator:
     @property
     def has_events(self) -> bool:
         """Whether somebody came or went: `settle` has something to do."""
-        return not self.membership.inbox.empty() or self._is_stale
+        return not self.membership.inbox.empty() or self._is_stale or self._mover.has_news
 
     @property
     def outage_s(self) -> float:
         """For how long no step could be computed; 0 while one can."""
         since = self._outage_since
         return 0.0 if since is None else time.monotonic() - since
+
+    @property
+    def open_steps(self) -> list[str]:
+        """Steps under way, and whose ends are awaited; on any thread."""
+        return [flight.describe() for flight in list(self._open)]
 
     def stop(self) -> None:
         """Nobody waits any more for ranks to come back. On any thread."""
@@ -96,6 +108,7 @@ class Coordinator:
             continue
         has_waited = False
         while self._is_stale:
+            self._mover.call_off(f"the epoch ended: {self._why_stale}")
             for flight in list(self._open):  # what a rank answers must be known before it moves on
                 self._land(flight)
             if self._is_stopping.is_set():
@@ -109,6 +122,7 @@ class Coordinator:
                 self._calls.next_event(_WAIT_S)
                 has_waited = True
         self._outage_since = None
+        self._mover.advance()
         return True
 
     def run(self, works: Mapping[str, RankWork]) -> dict[str, StepDone | Exception]:
@@ -148,7 +162,7 @@ class Coordinator:
             left = flight.left
             if flight.is_broken:
                 if flight.epoch == self._epoch.number:
-                    self._is_torn = True
+                    self._torn_by = flight.why or "a step broke"
                 num_tries += 1
                 self.num_repeats += 1
                 what = "is repeated" if left else "ended, and its epoch with it"
@@ -179,13 +193,21 @@ class Coordinator:
         """Whether all members of the epoch are there, and none has left its data group."""
         starts = self._epoch.starts
         are_in = all(self.is_in(name, start) for name, start in starts.items())
-        return bool(starts) and are_in and not self._is_torn
+        return bool(starts) and are_in and not self._torn_by
 
     @property
     def _is_stale(self) -> bool:
         """Whether a new epoch is called for: also somebody new does."""
         is_joining = any(s.phase is Phase.READY for s in self.membership.roster.all())
         return is_joining or not self._is_whole
+
+    @property
+    def _why_stale(self) -> str:
+        """What ends the epoch: of a lost rank its data connections may tell before its own does."""
+        away = [name for name, start in self._epoch.starts.items() if not self.is_in(name, start)]
+        if away:
+            return f"{', '.join(away)} lost ({self.membership.last_loss})"
+        return self._torn_by or "a rank joins"
 
     def _note_outage(self) -> None:
         """It begins when the epoch breaks; somebody who joins causes none."""
@@ -202,9 +224,9 @@ class Coordinator:
         self._number += 1
         epoch = self._maker.make(self._number)
         if epoch is None:
-            self._is_torn = True  # some members may have left the epoch before
+            self._torn_by = "it was never complete"  # some members may have left the one before
             return
-        self._epoch, self._is_torn = epoch, False
+        self._epoch, self._torn_by = epoch, ""
         _log.info("epoch %d: %s", epoch.number, ", ".join((*epoch.attention, *epoch.experts)))
 
     def _fly(self, works: Mapping[str, RankWork]) -> Flight:
@@ -217,9 +239,15 @@ class Coordinator:
         self._open.append(flight)
         self._watch.began(self._step)
         rows = [works[name].rows if name in works else () for name in epoch.attention]
-        head: dict[str, Any] = {"epoch": epoch.number, "step": self._step, "rows": rows}
+        head: dict[str, Any] = {
+            "epoch": epoch.number,
+            "step": self._step,
+            "rows": rows,
+            "placement": self._current.version.number,
+        }
+        needed = pack_needed(work.needed_LE for work in works.values())
         for name in epoch.experts:
-            self._calls.send(name, ServeStep(**head))
+            self._calls.send(name, ServeStep(**head, needed=needed))
         for name, work in works.items():
             order = RunStep(
                 **head,
@@ -243,10 +271,14 @@ class Coordinator:
             self._open.remove(flight)
             now, start = time.perf_counter(), max(flight.start, self._last_end)
             self._watch.ended(flight.step, now - start, flight.is_sound)
+            if flight.is_sound:
+                self._mover.times.add(now - start)
             self._last_end = now
 
     def _note(self, event: Event) -> None:
-        """What an event means for the steps under way."""
+        """What an event means for a move and for the steps under way."""
+        if isinstance(event.report, Staged):
+            self._mover.heard(event.name, event.report)
         for flight in self._open:
             if flight.waiting:
                 self._note_in(flight, event)

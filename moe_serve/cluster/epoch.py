@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from moe_serve.cluster.messages import Configure, Join
+from moe_serve.engine.next_layer_prediction import num_foreseen
 from moe_serve.model.spec import ModelSpec
 from moe_serve.pipeline.data_group import DataGroup
 from moe_serve.pipeline.frame_layout import CompactLayout, FrameLayout, MaskedLayout
@@ -44,6 +45,7 @@ def wire_of(join: Join, configure: Configure, spec: ModelSpec, dtype: torch.dtyp
         dtype,
         len(join.expert_ranks),
         configure.config.cluster.wire_dtype,
+        num_foreseen(configure.config, spec),
     )
 
 

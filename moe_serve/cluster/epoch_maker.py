@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from experts.placement.plan import Placement
 from moe_serve.cluster.expert_cover import beyond, covered, renumbered
 from moe_serve.cluster.membership import Membership
 from moe_serve.cluster.messages import DropExperts, Join, Joined, Order, TakeExperts, TookExperts
 from moe_serve.cluster.rank_calls import RankCalls
+from moe_serve.cluster.rebalance.current_placement import CurrentPlacement
 from moe_serve.cluster.roster import Phase, RankState
 from moe_serve.pipeline.data_group import MEETING_TIMEOUT_S
 from moe_serve.pipeline.meeting import MeetingPlace
@@ -36,14 +36,14 @@ class EpochMaker:
         self,
         membership: Membership,
         calls: RankCalls,
-        placement: Placement,
+        current: CurrentPlacement,
         place: MeetingPlace,
         *,
         timeout_s: float,
         start_timeout_s: float,
     ) -> None:
         self._membership, self._calls = membership, calls
-        self._placement, self._place = placement, place
+        self._current, self._place = current, place
         self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
         self._last = Epoch()
         self._refused: dict[str, int] = {}  # expert ranks that could not take all over
@@ -77,7 +77,7 @@ class EpochMaker:
 
     def _ranks_of(self, experts: Sequence[RankState]) -> dict[int, list[list[int]]]:
         present = [state.name.index for state in experts]
-        return renumbered(covered(self._placement, set(present)), present)
+        return renumbered(covered(self._current.version.placement, set(present)), present)
 
     def _meet(self, epoch: Epoch, ranks_of: dict[int, list[list[int]]]) -> bool:
         """Whether all members came together. If one does not, the others need not wait for it."""
@@ -88,6 +88,7 @@ class EpochMaker:
             store_host=self._place.host,
             store_port=self._place.port,
             ranks_of=ranks_of,
+            placement=self._current.version.number,
         )
         names, refused = (*epoch.attention, *epoch.experts), dict[str, str]()
 
@@ -110,10 +111,11 @@ class EpochMaker:
 
     def _cover(self, experts: Sequence[RankState]) -> bool:
         """Have experts without a rank loaded by those that are there; False if one failed."""
-        now = covered(self._placement, {s.name.index for s in experts})
+        whole = self._current.version.placement
+        now = covered(whole, {s.name.index for s in experts})
         orders: dict[str, Order] = {}
         for state in experts:
-            needed = beyond(self._placement, now, state.name.index)
+            needed = beyond(whole, now, state.name.index)
             missing = {
                 layer: sorted(set(ids) - set(state.extra.get(layer, ())))
                 for layer, ids in needed.items()
@@ -123,7 +125,7 @@ class EpochMaker:
                 orders[str(state.name)] = TakeExperts(experts=missing)
                 for layer, ids in missing.items():
                     state.extra.setdefault(layer, []).extend(ids)
-            elif state.extra and now == self._placement:
+            elif state.extra and now == whole:
                 orders[str(state.name)] = DropExperts()
                 state.extra = {}
         answers = self._calls.ask(orders, TookExperts, self._start_timeout_s)  # a load from disk

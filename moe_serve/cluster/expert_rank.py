@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,18 +18,25 @@ from moe_serve.cluster.load_report import load_report
 from moe_serve.cluster.messages import (
     Configure,
     DropExperts,
+    DropPlacement,
     Join,
     Loaded,
     Report,
     ServeStep,
+    Staged,
+    StagePlacement,
     StageSeconds,
     StepFailed,
     StepServed,
+    SwitchPlacement,
     TakeExperts,
     TookExperts,
 )
+from moe_serve.cluster.needed_experts import unpack_needed
 from moe_serve.cluster.rank_device import rank_device
 from moe_serve.cluster.rank_name import RankName
+from moe_serve.cluster.rebalance.expert_copies import ExpertCopies
+from moe_serve.cluster.rebalance.rank_placement import RankPlacement
 from moe_serve.engine.build import open_loader
 from moe_serve.errors import MoeServeError
 from moe_serve.model.expert_choice import Router, choose_experts
@@ -37,6 +45,7 @@ from moe_serve.model.model_tensors import LoadProgress
 from moe_serve.pipeline.data_group import DataGroup
 from moe_serve.pipeline.expert_loop import ExpertLoop
 from moe_serve.pipeline.frame_header import WireError
+from moe_serve.pipeline.operation import Operation
 from moe_serve.pipeline.stage_log import StageLog
 from moe_serve.pipeline.step_shape import StepShape
 from moe_serve.pipeline.transfer import PeerLostError
@@ -47,7 +56,14 @@ _log = logging.getLogger(__name__)
 class ExpertRank:
     """Holds experts (and routers, if it routes), and nothing between layers."""
 
-    def __init__(self, name: RankName, configure: Configure, progress: LoadProgress) -> None:
+    def __init__(
+        self,
+        name: RankName,
+        configure: Configure,
+        progress: LoadProgress,
+        tell: Callable[[Report], None],
+    ) -> None:
+        """`tell`: on another thread than the one that handles orders."""
         clock = time.monotonic()
         self._name, self._configure = name, configure
         config, folder = configure.config, Path(configure.folder)
@@ -57,7 +73,15 @@ class ExpertRank:
         self._spec = self._loader.spec
         layers = range(self._spec.num_layers)
         held = [configure.held.get(layer, ()) for layer in layers]
-        self._stage = self._loader.expert_stage(held, MemoryBudget.of(config.model))
+        if configure.num_slots:
+            self._stage = self._loader.expert_room(held, configure.num_slots)
+        else:
+            self._stage = self._loader.expert_stage(held, MemoryBudget.of(config.model))
+        self._placement = RankPlacement(configure.placement)
+        self._copies: ExpertCopies | None = None
+        if self._stage.room is not None:
+            read = self._loader.live_experts().read
+            self._copies = ExpertCopies(str(name), self._stage.room, read, tell)
         self._routers = self._loader.routers() if configure.router_on_experts else None
         self._log = StageLog(configure.is_recording)
         self._group: DataGroup | None = None
@@ -68,11 +92,18 @@ class ExpertRank:
     def loaded(self) -> Loaded:
         return load_report(self._loader, self._configure, self._seconds)
 
+    @property
+    def operation(self) -> Operation | None:
+        """What it is at, on any thread; None between steps."""
+        return self._log.operation
+
     def join(self, join: Join, store: Any, host: str) -> None:
         """Enter an epoch; raises PeerLostError."""
         self.leave()
+        self._placement.check(join)
         loader, configure = self._loader, self._configure
         is_routing = configure.router_on_experts
+        split = split_of(join, configure, loader.device) if is_routing else None
         group = meet(join, str(self._name), store, configure, host, loader.device)
         self._group = group
         self._loop = ExpertLoop(
@@ -83,15 +114,17 @@ class ExpertRank:
             wire=wire_of(join, configure, self._spec, loader.dtype),
             sparse_layers=sparse_layers(self._spec),
             route=self._route if is_routing else None,
-            split=split_of(join, configure, loader.device) if is_routing else None,
+            split=split,
             log=self._log,
             layout=layout_of(group, loader.device),
         )
+        self._placement.joined(split, self._loop.use)
 
     def leave(self) -> None:
         """Close the epoch's connections: whoever waits for this rank wakes."""
         if self._loop is not None:
             self._loop.close()
+        self._placement.left()
         group, self._group, self._loop = self._group, None, None
         if group is not None:
             group.close()
@@ -99,6 +132,8 @@ class ExpertRank:
     def close(self) -> None:
         """The rank's end."""
         self.leave()
+        if self._copies is not None:
+            self._copies.cancel()
         if self._stage.memory is not None:
             self._stage.memory.close()
 
@@ -111,14 +146,44 @@ class ExpertRank:
         if isinstance(order, DropExperts):
             self._stage.drop_added()
             return TookExperts()
+        if isinstance(order, StagePlacement):
+            return self._prepare(order)
+        if isinstance(order, DropPlacement):
+            self._drop()
+            return None
+        if isinstance(order, SwitchPlacement):
+            self._switch(order)
+            return None
         raise AssertionError(f"an expert rank got {type(order).__name__}")
 
+    def _prepare(self, order: StagePlacement) -> Staged | None:
+        """Copies are read beside the steps; the thread that does it tells when they are here."""
+        self._placement.stage(order)
+        if self._copies is None:  # a memory reads what rows need
+            return Staged(placement=order.placement)
+        self._copies.start(order.placement, order.gained, order.bytes_per_s)
+        return None
+
+    def _drop(self) -> None:
+        self._placement.drop()
+        if self._copies is not None:
+            self._copies.cancel()
+
+    def _switch(self, order: SwitchPlacement) -> None:
+        if self._copies is not None:
+            self._copies.end()
+        self._stage.own(self._placement.switch(order))
+
     def _serve(self, order: ServeStep) -> Report:
+        self._placement.check(order)
         if self._loop is None or self._group is None or self._group.epoch != order.epoch:
             return self._failed(order, "it is in no data group of this epoch", str(self._name))
         log = self._log
         log.begin(order.step)
         rows = tuple(tuple(counts) for counts in order.rows)
+        if self._stage.memory is not None:
+            shape = (len(sparse_layers(self._spec)), self._spec.router.num_experts)
+            self._stage.memory.hint(unpack_needed(order.needed, shape))
         try:
             self._loop.run(StepShape(order.epoch, order.step, rows))
             whole = log.finish(sum(sum(counts) for counts in rows))

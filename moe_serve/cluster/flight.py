@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from moe_serve.cluster.messages import StepDone
@@ -46,3 +47,12 @@ class Flight:
     @property
     def why(self) -> str:
         return "; ".join(self.troubles)
+
+    def describe(self) -> str:
+        """For the report of a hang, on any thread."""
+        seconds = time.perf_counter() - self.start
+        num_tokens = sum(sum(work.rows) for work in list(self.works.values()))
+        return (
+            f"step {self.step} was sent out {seconds:.1f} s ago with {num_tokens} tokens; it waits "
+            f"for {', '.join(sorted(self.waiting)) or 'nobody'}"
+        )

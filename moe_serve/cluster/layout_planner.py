@@ -9,6 +9,7 @@ the comparison is fair; moe-serve does not serve it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -162,11 +163,11 @@ def check_request(calibration: Calibration, request: PlanRequest) -> None:
         raise ConfigError(f"batch cannot be {r.batch}: it is in [1, {MAX_BATCH}].")
     for name, value in (
         ("rate", r.rate),
-        ("max-tpot-ms", r.max_tpot_s),
+        ("max-tpot-ms", None if r.max_tpot_s is None else 1e3 * r.max_tpot_s),
         ("memory-bytes", r.memory_bytes),
     ):
-        if value is not None and value <= 0:
-            raise ConfigError(f"{name} must be greater than 0.")
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name} cannot be {value:g}: it must be greater than 0, and finite.")
     if (r.batch, r.rate, r.max_tpot_s, r.memory_bytes) == (None, None, None, None):
         raise ConfigError(
             "say what the layout is for: a batch, a rate in tokens per second, a longest TPOT, or "
@@ -214,7 +215,8 @@ def _planned(
     used = batch or least
     reason = _reason(candidate, calibration, request, used)
     if not reason and not batch:
-        reason = f"{request.batch} sequences are too few for {candidate.num_micro_batches} each"
+        assert request.batch is not None, "a batch that was not asked for is at least the least"
+        reason = f"{_sequences(request.batch)} are too few: it takes {least}"
     seconds = step_s(used)
     attention_bytes, expert_bytes = candidate.bytes_per_device(model, used, context)
     return PlannedLayout(
@@ -238,13 +240,17 @@ def _reason(
     """Why this batch cannot run in this layout; empty if it can."""
     needed = max(candidate.bytes_per_device(calibration.model, batch, request.context))
     if request.memory_bytes is not None and needed > request.memory_bytes:
-        return f"needs {needed / 2**30:.2f} GiB on a device for {batch} sequences"
+        return f"needs {needed / 2**30:.2f} GiB on a device for {_sequences(batch)}"
     seconds = candidate.step_s(calibration.costs, batch, request.context)
     if request.max_tpot_s is not None and seconds > request.max_tpot_s:
-        return f"a step of {batch} sequences takes {1e3 * seconds:.2f} ms"
+        return f"a step of {_sequences(batch)} takes {1e3 * seconds:.2f} ms"
     if request.rate is not None and batch / seconds < request.rate:
         return f"reaches {batch / seconds:.0f} tokens/s at most"
     return ""
+
+
+def _sequences(count: int) -> str:
+    return "1 sequence" if count == 1 else f"{count} sequences"
 
 
 def _first(least: int, is_reached: Callable[[int], bool]) -> int:

@@ -66,7 +66,7 @@ class Membership:
         self._due: dict[str, float] = {}  # when to start a rank
         self._is_closing = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
-        self._start_timeout_s = 0.0
+        self._start_timeout_s = math.inf  # of later starts; `start` itself has the first one's
         self._loading: dict[str, tuple[int, int]] = {}
         self.on_event: Callable[[], None] = lambda: None  # wakes an engine that is idle
         self.num_lost = 0
@@ -89,7 +89,6 @@ class Membership:
     ) -> None:
         """Start all ranks and wait until they have loaded; raises what keeps one from it."""
         self._starter, self._preflight = starter, preflight
-        self._start_timeout_s = timeout_s
         for state in self.roster.all():
             self._start(state)
         self._watcher.start()
@@ -107,6 +106,7 @@ class Membership:
             if progress is not None:
                 counts = list(self._loading.values())
                 progress(sum(done for done, _ in counts), sum(total for _, total in counts))
+        self._start_timeout_s = timeout_s
 
     def _pass_preflight(self, preflight: PreflightRound, timeout_s: float) -> None:
         """Nobody loads before everybody is there and fits; raises ClusterError with what does not.

@@ -15,6 +15,7 @@ from moe_serve.config import EngineConfig
 from moe_serve.engine.request import TokenLogprob
 from moe_serve.engine.sampler import Sampled
 from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.step_executor import RowFailure
 from moe_serve.model.step_plan import RouteAsk
 
 RanksOf = Mapping[int, Sequence[Sequence[int]]]  # layer -> expert -> expert ranks of the epoch
@@ -41,6 +42,8 @@ class Configure(_Message, frozen=True):
     held: Mapping[int, Sequence[int]]  # layer -> experts; attention ranks hold none
     router_on_experts: bool
     is_recording: bool
+    placement: int = 0  # the version that `held` is of
+    num_slots: int = 0  # for experts of all layers, where they may be exchanged; 0: they stay
 
 
 class Join(_Message, frozen=True):
@@ -52,6 +55,7 @@ class Join(_Message, frozen=True):
     store_host: str
     store_port: int
     ranks_of: RanksOf
+    placement: int = 0  # the version that it is of, whoever stands in for others
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True):
@@ -106,14 +110,18 @@ class RunStep(_Message, frozen=True):
     page_work: Sequence[PageWork]
     after: int = 0
     routes: RouteAsk | None = None
+    placement: int = 0  # the rank has this version, or ends
 
 
 class ServeStep(_Message, frozen=True):
-    """To an expert rank: who will send how many rows."""
+    """To an expert rank: who will send how many rows, and which experts these will probably need
+    (`needed_experts.py`; for who has an expert memory)."""
 
     epoch: int
     step: int
     rows: Sequence[Sequence[int]]
+    needed: bytes = b""
+    placement: int = 0  # the rank has this version, or ends
 
 
 class QueryPages(_Message, frozen=True):
@@ -131,6 +139,27 @@ class TakeExperts(_Message, frozen=True):
 
 class DropExperts(_Message, frozen=True):
     """Keep only what was first configured."""
+
+
+class StagePlacement(_Message, frozen=True):
+    """Make ready for another placement beside the steps, and say so. All of it is of the layers
+    that change: `held` and what of it is to be read are this rank's, none of an attention rank."""
+
+    placement: int
+    ranks_of: RanksOf
+    held: Mapping[int, Sequence[int]]
+    gained: Mapping[int, Sequence[int]]
+    bytes_per_s: float
+
+
+class DropPlacement(_Message, frozen=True):
+    """What was staged does not come."""
+
+
+class SwitchPlacement(_Message, frozen=True):
+    """What was staged counts from the next step on."""
+
+    placement: int
 
 
 class Stop(_Message, frozen=True):
@@ -164,7 +193,7 @@ class Examined(_Message, frozen=True):
 
 
 class Loading(_Message, frozen=True):
-    """Progress: tensors read, of all."""
+    """Progress: tensors read, of the model's; at the end, of those that the rank has."""
 
     done: int
     total: int
@@ -218,7 +247,7 @@ class StepDone(_Message, frozen=True):
     epoch: int
     step: int
     sampled: Mapping[int, Sampled]
-    failures: Mapping[int, str]
+    failures: Mapping[int, RowFailure]
     prompt_logprobs: Mapping[int, Sequence[TokenLogprob]]
     seconds: StageSeconds
     records: bytes = b""  # of the timeline
@@ -257,11 +286,23 @@ class TookExperts(_Message, frozen=True):
     why: str | None = None
 
 
+class Staged(_Message, frozen=True):
+    """Ready for a placement, after so many bytes; or `why` not."""
+
+    placement: int
+    num_bytes: int = 0
+    why: str | None = None
+
+
 class Heartbeat(_Message, frozen=True):
-    """Still here; `step`: the last one begun, `clock_ns`: time.perf_counter_ns() there."""
+    """Still here; `step`: the last one begun, `clock_ns`: time.perf_counter_ns() there.
+
+    `operation`: what it is at, for so many seconds; empty between steps."""
 
     step: int
     clock_ns: int
+    operation: str = ""
+    operation_s: float = 0.0
 
 
 class Unwell(_Message, frozen=True):
@@ -271,7 +312,18 @@ class Unwell(_Message, frozen=True):
 
 
 Order = (
-    Examine | Configure | Join | RunStep | ServeStep | QueryPages | TakeExperts | DropExperts | Stop
+    Examine
+    | Configure
+    | Join
+    | RunStep
+    | ServeStep
+    | QueryPages
+    | TakeExperts
+    | DropExperts
+    | StagePlacement
+    | DropPlacement
+    | SwitchPlacement
+    | Stop
 )
 Report = (
     Hello
@@ -284,6 +336,7 @@ Report = (
     | StepServed
     | FinitePages
     | TookExperts
+    | Staged
     | Heartbeat
     | Unwell
 )

@@ -16,6 +16,7 @@ from moe_serve.cluster.messages import StageSeconds, StepDone, StepServed
 from moe_serve.config import EngineConfig
 from moe_serve.engine.pool_stats import MicroBatchReason, PoolStats
 from moe_serve.engine.recent_pools import RecentPools
+from moe_serve.engine.step_timeline import StepTimeline
 from moe_serve.errors import ConfigError
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.batch_load import BatchLoad
@@ -87,6 +88,7 @@ class PoolWatch:
         opened, self._next = self._next, None
         if opened is not None:
             self._open[step] = opened
+            self._recent.began(step)
             while len(self._open) > _MAX_OPEN:
                 del self._open[next(iter(self._open))]
 
@@ -138,6 +140,10 @@ class PoolWatch:
 
     def stats(self) -> PoolStats:
         return self._recent.stats()
+
+    def last_step(self) -> StepTimeline | None:
+        """The newest that was recorded on all ranks. On any thread."""
+        return self._recent.last_step()
 
     def close(self) -> None:
         """End the timeline."""

@@ -7,20 +7,26 @@ them in order. `parent_watch` covers a parent that could not.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from moe_serve.cluster.output_pump import Output, OutputPump
 from moe_serve.errors import ClusterError
+from moe_serve.logs import RANK_LOG, is_json_log
+
+_ranks_log = logging.getLogger(RANK_LOG)
 
 WORKER_MODULE = "moe_serve.cluster.worker"
+STACKS_SIGNAL = signal.SIGUSR1  # a worker that gets it writes where its threads are
+_STACKS_WAIT_S = 0.5  # until that has come
 _KILLED_WAIT_S = 10.0  # after SIGKILL; only a process stuck in the kernel takes longer
 _LAST_WORDS_S = 1.0  # how long the output of a dead process may still be on its way
 _POLL_S = 0.01
@@ -57,7 +63,11 @@ class _Running:
 
 
 def write_to_stderr(line: str) -> None:
-    """The default sink. A terminal that is gone is no reason to stop reading the workers."""
+    """The default sink: as it is, or as a record where each line of the log is JSON. A terminal
+    that is gone is no reason to stop reading the workers."""
+    if is_json_log():
+        _ranks_log.info("%s", line)
+        return
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(line + "\n")
         sys.stderr.flush()
@@ -90,6 +100,19 @@ class LocalProcesses:
         with self._lock:
             running = self._running.get(name)
             return running.process.pid if running else None
+
+    def stacks(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """Ask workers where their threads are -> the last lines of each one's output.
+
+        Only of those that have come as far as listening to the signal: it ends others.
+        """
+        with self._lock:
+            asked = {name: self._running[name] for name in names if name in self._running}
+        for item in asked.values():
+            if not _has_ended(item.process):
+                item.process.send_signal(STACKS_SIGNAL)
+        time.sleep(_STACKS_WAIT_S)
+        return {name: item.output.tail for name, item in asked.items()}
 
     def start(
         self,

@@ -51,6 +51,8 @@ class RankLink:
         self._channel, self._inbox, self._on_sign = channel, inbox, on_sign
         self.name = ""
         self.step = -1  # the last one that it said it began
+        self.operation, self.operation_s = "", 0.0  # what it was at when its last beat came
+        self.last_beat = time.monotonic()
         self.hello: Hello | None = None
         self._behind_ns = _UNKNOWN_NS  # our clock less the rank's when its beat came, at least
         self._num_told = 0  # malformed frames that the log has
@@ -96,7 +98,8 @@ class RankLink:
                 if not isinstance(report, Examined):  # it beats from its configuration on
                     self._on_sign(self)
                 if isinstance(report, Heartbeat):
-                    self.step = report.step
+                    self.step, self.last_beat = report.step, time.monotonic()
+                    self.operation, self.operation_s = report.operation, report.operation_s
                     behind_ns = time.perf_counter_ns() - report.clock_ns
                     self._behind_ns = min(self._behind_ns, behind_ns)
                 else:

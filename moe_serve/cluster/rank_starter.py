@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -83,6 +84,10 @@ class LocalStarter:
     def pid(self, rank: RankName) -> int | None:
         """Of the rank's process, while it runs."""
         return self._processes.pid(str(rank))
+
+    def stacks(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """Of ranks that have loaded: where their threads are, as they tell."""
+        return self._processes.stacks(names)
 
     def kill(self, rank: RankName) -> None:
         self._processes.kill(str(rank))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from moe_serve.cluster.messages import OpenSequence, PageWork, Slice
 from moe_serve.engine.step_executor import ExecutorLostError
@@ -29,6 +32,7 @@ class RankWork:
     page_work: tuple[PageWork, ...] = ()
     after: int = 0  # the step whose tokens it goes on with, if that runs yet
     routes: RouteAsk | None = None
+    needed_LE: NDArray[np.float32] | None = field(default=None, compare=False)
 
     @property
     def rows(self) -> tuple[int, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from experts.memory.expectation import Scores
 from moe_serve.cluster.choices import unpack_choices
 from moe_serve.cluster.coordinator import Coordinator
 from moe_serve.cluster.messages import (
@@ -43,9 +42,6 @@ class RemoteExecutor:
     def expert_memory(self) -> None:
         """Expert ranks tell of theirs themselves."""
 
-    def expect_experts(self, needed_LE: Scores | None) -> None:
-        """Nothing: expert ranks expect by what they saw."""
-
     def run(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> StepOutcome:
         """A step of this rank alone. Raises RankLostError, or what its computation raised."""
         outcome = self._coordinator.run({self.name: self.prepare(plan, sequences)})[self.name]
@@ -71,6 +67,7 @@ class RemoteExecutor:
             closed=closed,
             page_work=self._take_work(),
             routes=plan.routes,
+            needed_LE=plan.needed_LE,
         )
 
     def resend_tables(self) -> None:
@@ -119,8 +116,7 @@ class RemoteExecutor:
 
 def as_outcome(done: StepDone) -> StepOutcome:
     """What a rank says of its step, as the engine wants it."""
-    sampled: dict[int, Sampled | RowFailure] = dict(done.sampled)
-    sampled |= {key: RowFailure(why) for key, why in done.failures.items()}
+    sampled: dict[int, Sampled | RowFailure] = {**done.sampled, **done.failures}
     prompts = {key: tuple(entries) for key, entries in done.prompt_logprobs.items()}
     choices = None if done.choices is None else unpack_choices(done.choices)
     return StepOutcome(sampled=sampled, prompt_logprobs=prompts, choices=choices)

@@ -16,12 +16,19 @@ from moe_serve.cluster.coordinator import Coordinator
 from moe_serve.cluster.epoch_maker import EpochMaker
 from moe_serve.cluster.listener import Listener
 from moe_serve.cluster.membership import Membership
-from moe_serve.cluster.messages import Loaded, Report
+from moe_serve.cluster.messages import Configure, Loaded, Report
 from moe_serve.cluster.pool_watch import PoolWatch
 from moe_serve.cluster.preflight import ExpectedRank
 from moe_serve.cluster.preflight_round import PreflightRound
 from moe_serve.cluster.rank_calls import RankCalls
-from moe_serve.cluster.rank_starter import RankStarter
+from moe_serve.cluster.rank_name import RankName
+from moe_serve.cluster.rank_starter import LocalStarter, RankStarter
+from moe_serve.cluster.rank_witness import RankWitness
+from moe_serve.cluster.rebalance.current_placement import CurrentPlacement
+from moe_serve.cluster.rebalance.make import make_mover, make_rebalancer
+from moe_serve.cluster.rebalance.mover import Mover
+from moe_serve.cluster.rebalance.planner import Plan
+from moe_serve.cluster.rebalance.rebalancer import Rebalancer
 from moe_serve.cluster.remote_executor import RemoteExecutor
 from moe_serve.cluster.roster import Roster
 from moe_serve.cluster.secret import ClusterSecret, new_secret, read_secret
@@ -45,9 +52,13 @@ class StartedRanks:
         cluster = model.config.cluster
         self._model, self._cluster = model, cluster
         self._secret = read_secret(os.environ) or new_secret()
+        self.current = CurrentPlacement(model.placement)
+        self.rebalancer: Rebalancer | None = None  # of the engine
+        self.witness: RankWitness | None = None  # of the engine
+        self._starter: RankStarter | None = None
         self._roster = Roster(model.ranks)
         self._membership = Membership(
-            self._roster, model.configure, model.weights, cluster.heartbeat_s
+            self._roster, self._configure, model.weights, cluster.heartbeat_s
         )
         decoder = msgspec.msgpack.Decoder(Report)
         self._listener: Listener[Any] = Listener(
@@ -59,7 +70,7 @@ class StartedRanks:
     def start(self, make_starter: MakeStarter, progress: LoadProgress | None) -> None:
         """Start the processes and wait until all have loaded; raises what keeps one from it."""
         cluster = self._cluster
-        starter = make_starter(
+        starter = self._starter = make_starter(
             cluster.host, self._listener.port, self._secret, self._model.num_threads
         )
         expected = [
@@ -80,28 +91,15 @@ class StartedRanks:
         return loaded
 
     def engine(
-        self, watch: PoolWatch, routes: RouteListeners, make_policy: MakePolicy
+        self, watch: PoolWatch, routes: RouteListeners, make_policy: MakePolicy, plan: Plan
     ) -> ClusterEngine:
         """The engine over all ranks; `routes`: who hears what they choose."""
-        timeout_s, start_timeout_s = self._cluster.timeout_s, self._cluster.start_timeout_s
         assert self._place is not None, "the ranks have been closed"
         calls = RankCalls(self._membership, watch)
-        maker = EpochMaker(
-            self._membership,
-            calls,
-            self._model.placement,
-            self._place,
-            timeout_s=timeout_s,
-            start_timeout_s=start_timeout_s,
-        )
-        coordinator = Coordinator(
-            self._membership,
-            calls,
-            maker,
-            watch,
-            timeout_s=timeout_s,
-            start_timeout_s=start_timeout_s,
-        )
+        mover = make_mover(self._model, self._roster, calls, self.current)
+        coordinator = self._coordinator(calls, watch, mover, self._place)
+        stacks = self._starter.stacks if isinstance(self._starter, LocalStarter) else None
+        self.witness = RankWitness(self._roster, coordinator, stacks)
         first = self.first_loaded
         identity = model_identity(
             self._model.folder, first.dtype, first.kernels, first.expert_weights
@@ -111,11 +109,42 @@ class StartedRanks:
             return self._engine(executor, ids, identity, routes, make_policy())
 
         def close() -> None:
+            rebalancer.close()
             self.close()
             watch.close()
 
         is_ahead = self._model.config.pipeline.ahead
-        return ClusterEngine(coordinator, make_engine, watch, close, is_ahead=is_ahead)
+        engine = ClusterEngine(coordinator, make_engine, watch, close, is_ahead=is_ahead)
+        rebalancer = make_rebalancer(self._model, self.current, mover, routes, plan)
+        rebalancer.start(lambda: self._membership.on_event())
+        self.rebalancer = rebalancer
+        return engine
+
+    def _coordinator(
+        self, calls: RankCalls, watch: PoolWatch, mover: Mover, place: MeetingPlace
+    ) -> Coordinator:
+        timeout_s, start_timeout_s = self._cluster.timeout_s, self._cluster.start_timeout_s
+        maker = EpochMaker(
+            self._membership,
+            calls,
+            self.current,
+            place,
+            timeout_s=timeout_s,
+            start_timeout_s=start_timeout_s,
+        )
+        return Coordinator(
+            self._membership,
+            calls,
+            maker,
+            watch,
+            self.current,
+            mover,
+            timeout_s=timeout_s,
+            start_timeout_s=start_timeout_s,
+        )
+
+    def _configure(self, name: RankName) -> Configure:
+        return self._model.configure(name, self.current.version)
 
     def close(self) -> None:
         """End the ranks, and stop listening."""

@@ -6,6 +6,8 @@ python -m moe_serve.cluster.worker --coordinator HOST:PORT --role expert --rank 
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -37,6 +39,7 @@ from moe_serve.cluster.messages import (
 )
 from moe_serve.cluster.parent_watch import end_with_parent
 from moe_serve.cluster.probe import ProbePort
+from moe_serve.cluster.processes import STACKS_SIGNAL
 from moe_serve.cluster.rank_name import RankName
 from moe_serve.cluster.secret import read_secret
 from moe_serve.cluster.shard_starter import ProcessShardStarter, ShardStarter
@@ -67,6 +70,8 @@ class Worker:
         self._name, self._channel, self._host = name, channel, host
         self._shard_starter = shard_starter or ProcessShardStarter()
         self._step = -1  # the last one begun
+        self._num_read = 0  # tensors
+        self._rank: AttentionRank | ExpertRank | None = None  # once it has loaded
         self._store: Any = None
         self._ended = threading.Event()
 
@@ -103,11 +108,14 @@ class Worker:
 
     def _make(self, configure: Configure) -> AttentionRank | ExpertRank:
         if self._name.role == "expert":
-            return ExpertRank(self._name, configure, self._report_loading)
+            return ExpertRank(self._name, configure, self._report_loading, self._channel.send)
         return AttentionRank(self._name, configure, self._report_loading, self._shard_starter)
 
     def _serve(self, rank: AttentionRank | ExpertRank) -> None:
         """Until told to stop. Raises ShardLostError: the rank is of no use without its shards."""
+        self._rank = rank
+        # Of the whole model's tensors, counted until now, these were the rank's own.
+        self._channel.send(Loading(done=self._num_read, total=self._num_read))
         self._channel.send(rank.loaded)
         while not isinstance(order := self._next(), Stop):
             report = self._obey(rank, order)
@@ -141,12 +149,22 @@ class Worker:
     def _beat(self, period_s: float) -> None:
         try:
             while not self._ended.wait(period_s / 2):
-                self._channel.send(Heartbeat(step=self._step, clock_ns=time.perf_counter_ns()))
+                self._channel.send(self._heartbeat())
         except ChannelClosedError:
             return  # the main thread sees it too
 
+    def _heartbeat(self) -> Heartbeat:
+        operation = None if self._rank is None else self._rank.operation
+        return Heartbeat(
+            step=self._step,
+            clock_ns=time.perf_counter_ns(),
+            operation="" if operation is None else str(operation),
+            operation_s=0.0 if operation is None else operation.seconds,
+        )
+
     def _report_loading(self, done: int, total: int) -> None:
-        if done % _LOADING_PERIOD == 0 or done == total:
+        self._num_read = done
+        if done % _LOADING_PERIOD == 0:
             self._channel.send(Loading(done=done, total=total))
 
     def end(self) -> None:
@@ -164,7 +182,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     end_with_parent()
     keep_freed_memory()
+    gc.freeze()  # no step waits while what was imported is looked through for garbage
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's business
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)  # to our output, which has a reader
     name = RankName(options.role, options.rank)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     host, _, port = options.coordinator.rpartition(":")

@@ -45,6 +45,7 @@ class AsyncEngine:
         self._is_closing = self._is_draining = False
         self._death: str | None = None
         self._last_turn = time.monotonic()  # of the engine thread's loop
+        self._last_error: float | None = None  # when a request failed
         self._next_check = 0.0
         self._queues: dict[str, asyncio.Queue[TokenDelta]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -97,13 +98,14 @@ class AsyncEngine:
         self._is_draining = True
 
     def stats(self) -> EngineStats:
-        stats = self._engine.stats()
+        stats, now = self._engine.stats(), time.monotonic()
         return dataclasses.replace(
             stats,
             num_waiting=stats.num_waiting + self._num_in_inbox,
             is_alive=self._death is None and self._thread.is_alive(),
             death=self._death,
-            last_turn_age_s=time.monotonic() - self._last_turn,
+            last_turn_age_s=now - self._last_turn,
+            last_error_age_s=None if self._last_error is None else now - self._last_error,
         )
 
     def close(self) -> None:
@@ -191,6 +193,8 @@ class AsyncEngine:
 
     def _deliver(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:
+            if delta.finish_reason is FinishReason.ERROR:
+                self._last_error = time.monotonic()
             queue = self._queues.get(delta.request_id)
             if queue is not None:
                 queue.put_nowait(delta)

@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
+from moe_serve.engine.batch_policy.policy import BatchPolicy
 from moe_serve.engine.scheduler import Schedule
 from moe_serve.engine.sequence import Sequence
-from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
-
-Splitter = Callable[[list[SequenceSlice], int], tuple[MicroBatch, ...]]
+from moe_serve.model.step_plan import SequenceSlice, StepPlan
 
 _UNKNOWN = np.zeros(1, dtype=np.int64)
 
 
-def make_step_plan(schedule: Schedule, max_micro_batches: int, split: Splitter) -> StepPlan:
+def make_step_plan(schedule: Schedule, max_micro_batches: int, policy: BatchPolicy) -> StepPlan:
     """Slices of the scheduled sequences in at most `max_micro_batches` groups."""
     slices = [_slice(sequence, count) for sequence, count in schedule.values()]
-    return StepPlan(split(slices, max_micro_batches))
+    return _plan(slices, max_micro_batches, policy)
 
 
-def make_next_plan(schedule: Schedule, max_micro_batches: int, split: Splitter) -> StepPlan:
+def make_next_plan(schedule: Schedule, max_micro_batches: int, policy: BatchPolicy) -> StepPlan:
     """The plan of a step that runs after one whose tokens are not known yet: of each sequence, the
     token that is about to be sampled. Whoever computes the step has it; here it reads 0."""
     slices = [
         SequenceSlice(s.id, s.num_tokens, _UNKNOWN, tuple(s.page_table), num_logits=1)
         for s, _ in schedule.values()
     ]
-    return StepPlan(split(slices, max_micro_batches))
+    return _plan(slices, max_micro_batches, policy)
+
+
+def _plan(slices: list[SequenceSlice], max_micro_batches: int, policy: BatchPolicy) -> StepPlan:
+    micro_batches = policy.split(slices, max_micro_batches)
+    return StepPlan(micro_batches, needed_LE=policy.needed(slices))
 
 
 def _slice(sequence: Sequence, count: int) -> SequenceSlice:

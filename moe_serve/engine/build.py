@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
 import torch
 
 from experts.expert_stage import ExpertStage
@@ -16,14 +16,23 @@ from moe_serve.cache.model_identity import model_identity
 from moe_serve.cache.sizing import num_pages
 from moe_serve.config import PAGE_SIZE, EngineConfig, ModelConfig
 from moe_serve.engine.allocator import keep_freed_memory
+from moe_serve.engine.answer_masks import AnswerMasks
 from moe_serve.engine.batch_policy.make import policy_maker
 from moe_serve.engine.cuda_graphs import with_cuda_graphs
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.engine import Engine
+from moe_serve.engine.free_memory import free_bytes
+from moe_serve.engine.grammar.grammars import Grammars
+from moe_serve.engine.grammar.vocabulary import read_vocabulary
 from moe_serve.engine.layout import Layout, memory_line
+from moe_serve.engine.next_layer_prediction import open_next_layer
+from moe_serve.engine.placement_control import PlacementControl
 from moe_serve.engine.route_records import RouteListeners
 from moe_serve.engine.sampling_backend import make_sampler
 from moe_serve.engine.step_executor import LocalExecutor
+from moe_serve.engine.step_timeline import StepTimeline
+from moe_serve.engine.watched_runner import WatchedRunner
+from moe_serve.engine.witness import LocalWitness, Witness
 from moe_serve.errors import CheckpointError, ConfigError
 from moe_serve.model.attention_stage import AttentionStage
 from moe_serve.model.demo import demo_model_folder
@@ -37,6 +46,7 @@ from moe_serve.model.weight_reader import open_checkpoint
 from moe_serve.model.weight_source import OpenWeights
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.route_tap import RouteTap
+from moe_serve.pipeline.stage_log import StageLog
 from moe_serve.pipeline.transport import LocalTransport
 from moe_serve.pipeline.wire import make_wire_format
 
@@ -49,6 +59,10 @@ class BuiltEngine:
     layout: Layout
     spec: ModelSpec
     routes: RouteListeners = field(default_factory=RouteListeners)  # who hears of its routing
+    placement: PlacementControl | None = None  # of expert ranks, if there are some
+    last_step: Callable[[], StepTimeline | None] | None = None  # None: nothing is recorded
+    grammars: Grammars | None = None  # that its answers may have to follow
+    witness: Witness | None = None  # knows what it is at
 
 
 def model_folder(config: ModelConfig) -> Path:
@@ -83,16 +97,23 @@ def build_engine(
     torch.set_num_threads(1 if loader.kernels.has_own_threads else num_threads)
     spec, max_model_len = loader.spec, max_model_len_of(config.model, loader.spec)
     eos = eos_token_ids_of(folder, spec)
+    grammars = grammars_of(folder, spec, eos)
     tap, routes = RouteTap(spec.router.num_experts), RouteListeners()
     make_policy = policy_maker(config, folder, spec, routes)  # may refuse a predictor: it is early
+    next_layer = open_next_layer(config, folder, loader)
     experts = loader.expert_stage(budget=MemoryBudget.of(config.model))
     part = load_attention(loader, config, max_model_len)
     transport = _local_transport(loader, experts, config)
-    pipeline = Pipeline(part.stage, transport, part.cache, device, tap=tap)
+    log = StageLog()
+    pipeline = Pipeline(part.stage, transport, part.cache, device, log, tap, next_layer)
     cuts = config.pipeline.num_in_one_process
     runner, graphs = with_cuda_graphs(pipeline, part.stage, part.cache, config, max_model_len, cuts)
+    watched = WatchedRunner(runner, log)
+    masks = AnswerMasks(spec.vocab_size, eos, grammars)
+    sampler = make_sampler(eos, loader.kernels)
+    executor = LocalExecutor(watched, sampler, tap, experts.memory, masks)
     engine = Engine(
-        LocalExecutor(runner, make_sampler(eos, loader.kernels), tap, experts.memory),
+        executor,
         scheduler=config.scheduler,
         num_pages=part.num_pages,
         micro_batches=cuts,
@@ -103,29 +124,58 @@ def build_engine(
         policy=make_policy(),
         routes=routes,
     )
-    layout = Layout(
+    has_memory = experts.memory is not None
+    layout = _layout(folder, loader, config, part, graphs, time.monotonic() - clock, has_memory)
+    has_times = device.type == "cpu"  # on a GPU they would be those of launching kernels
+    last_step = watched.last_step if has_times else None
+    return BuiltEngine(
+        engine,
+        layout,
+        spec,
+        routes,
+        last_step=last_step,
+        grammars=grammars,
+        witness=LocalWitness(executor, log),
+    )
+
+
+def _layout(
+    folder: Path,
+    loader: ModelLoader,
+    config: EngineConfig,
+    part: AttentionPart,
+    graphs: str | None,
+    load_seconds: float,
+    has_memory: bool,
+) -> Layout:
+    spec = loader.spec
+    return Layout(
         folder=folder,
         family=spec.family,
         num_layers=spec.num_layers,
         num_experts=spec.router.num_experts,
         top_k=spec.router.top_k,
         vocab_size=spec.vocab_size,
-        max_model_len=max_model_len,
+        max_model_len=max_model_len_of(config.model, spec),
         dtype=str(loader.dtype).removeprefix("torch."),
-        device=str(device),
+        device=str(device_of(config.model)),
         kernels=loader.kernels.name,
         cuda_graphs=graphs,
         weight_format=loader.weight_format,
         expert_weights=loader.expert_weights,
-        num_threads=num_threads,
+        num_threads=config.model.num_threads or default_num_threads(),
         num_pages=part.num_pages,
         page_size=PAGE_SIZE,
         kv_bytes=part.kv_bytes,
-        micro_batches=cuts,
-        load_seconds=time.monotonic() - clock,
-        expert_memory=None if experts.memory is None else memory_line(config.model),
+        micro_batches=config.pipeline.num_in_one_process,
+        load_seconds=load_seconds,
+        expert_memory=memory_line(config.model) if has_memory else None,
     )
-    return BuiltEngine(engine, layout, spec, routes)
+
+
+def grammars_of(folder: Path, spec: ModelSpec, eos_token_ids: frozenset[int]) -> Grammars:
+    """The tokenizer is read when the first constraint comes."""
+    return Grammars(lambda: read_vocabulary(folder, spec.vocab_size, eos_token_ids))
 
 
 def _identity(folder: Path, loader: ModelLoader) -> bytes:
@@ -166,7 +216,7 @@ def load_attention(
         bytes_per_token=token_bytes,
         max_model_len=max_model_len,
         max_num_seqs=config.scheduler.max_num_seqs,
-        available_bytes=available_bytes(loader.device),
+        available_bytes=free_bytes(loader.device),
     )
     cache = KVCache(spec, pages, loader.dtype, loader.device)
     return AttentionPart(stage, cache, pages, pages * PAGE_SIZE * token_bytes)
@@ -225,10 +275,3 @@ def eos_token_ids_of(folder: Path, spec: ModelSpec) -> frozenset[int]:
             f"vocabulary of {spec.vocab_size} tokens."
         )
     return ids
-
-
-def available_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading has freed, torch still holds
-        return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)

@@ -14,7 +14,10 @@ from typing import Protocol
 from experts.memory.memory_stats import MemoryStats
 from moe_serve.engine.batch_policy.policy import PolicyStats
 from moe_serve.engine.pool_stats import PoolStats
+from moe_serve.engine.rank_load import RankLoad
+from moe_serve.engine.rank_status import RankStatus
 from moe_serve.engine.request import GenerationRequest, TokenDelta
+from moe_serve.engine.step_tokens import StepTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +37,19 @@ class EngineStats:
     num_evicted_pages: int = 0
     num_queried_tokens: int = 0  # of prompts that were looked up
     num_hit_tokens: int = 0  # of these, found
+    step_tokens: StepTokens = StepTokens()
     death: str | None = None  # why it is not alive
     last_turn_age_s: float | None = None  # since the engine thread's loop last came round
+    last_error_age_s: float | None = None  # since a request failed in the engine; None: none has
     outage_s: float = 0.0  # for how long ranks have been away that no step can do without
+    oldest_arrival: float | None = None  # of who waits, on the engine's clock; None: nobody does
     expert_memory: MemoryStats | None = None  # None: all experts are in memory
     batching: PolicyStats | None = None  # None: nobody batches yet
     pools: PoolStats | None = None  # None when attention and experts share a process
+    ranks: tuple[RankLoad, ...] = ()  # attention ranks; empty where there are none
+    members: tuple[RankStatus, ...] = ()  # ranks of both pools, also those that are away
+    num_lost_ranks: int = 0  # since the start; one that is lost twice counts twice
+    last_loss: str = ""  # which rank, and why
 
 
 class EngineClient(Protocol):

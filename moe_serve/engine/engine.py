@@ -15,18 +15,21 @@ from moe_serve.engine.batch_policy.arrival_order import FIFO
 from moe_serve.engine.batch_policy.policy import BatchPolicy
 from moe_serve.engine.batcher import make_next_plan, make_step_plan
 from moe_serve.engine.client import EngineStats
+from moe_serve.engine.ends import Ends
 from moe_serve.engine.prefix_sharing import PrefixSharing
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.route_records import RouteListeners
 from moe_serve.engine.sampler import Sampled
-from moe_serve.engine.scheduler import Schedule, Scheduler
+from moe_serve.engine.scheduler import Schedule, Scheduler, sequences_of
 from moe_serve.engine.sequence import Sequence
 from moe_serve.engine.step_executor import ExecutorLostError, RowFailure, StepExecutor, StepOutcome
+from moe_serve.engine.token_experts import Made, experts_of, made_tokens
 from moe_serve.model.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)
 
 _NOTHING = RowFailure("no token came of its step")  # of a rank that is out of its mind
+_NAN = RowFailure("the model produced NaN for this request")
 
 
 class Engine:
@@ -55,13 +58,12 @@ class Engine:
     ) -> None:
         assert max_model_len <= num_pages * PAGE_SIZE, "one full sequence must fit the cache"
         self._executor = executor
-        cache = PrefixCache(num_pages)
-        identity = model_identity if has_prefix_cache else None
+        cache, identity = PrefixCache(num_pages), model_identity if has_prefix_cache else None
         sharing = PrefixSharing(cache, identity, executor.finite_pages)
-        self._split, self._scheduler = policy.split, Scheduler(scheduler, cache, sharing, policy)
+        self._policy, self._scheduler = policy, Scheduler(scheduler, cache, sharing, policy)
         self._routes = RouteListeners() if routes is None else routes
-        self._eos, self._micro_batches = eos_token_ids, micro_batches
-        self.max_model_len = max_model_len
+        self._micro_batches, self.max_model_len = micro_batches, max_model_len
+        self._ends = Ends(eos_token_ids, max_model_len)
         self._ids = itertools.count() if ids is None else ids  # of sequences
         self._sequences: dict[str, Sequence] = {}
         self._pending: list[TokenDelta] = []  # not told yet
@@ -141,32 +143,33 @@ class Engine:
         plan = self.begin_step()
         return self.end_step(None if plan is None else self._try(plan, self._schedule))
 
-    def begin_step(self, micro_batches: int | None = None) -> StepPlan | None:
-        """Choose what the step computes; None: nothing. `micro_batches`: at most so many."""
+    def begin_step(self, most: int | None = None, number: int | None = None) -> StepPlan | None:
+        """Choose what the step computes; None: nothing. `most`: of micro-batches."""
         self._schedule = self._scheduler.schedule()
         self._executor.clear_pages(self._scheduler.take_unproven_pages())
         self._executor.copy_pages(self._scheduler.sharing.copies)
         self._scheduler.sharing.end_copies()
-        return self.cut(micro_batches) if self._schedule else None
+        return self.cut(most, number) if self._schedule else None
 
-    def cut(self, micro_batches: int | None = None) -> StepPlan:
-        """The plan of the step that has begun, in at most so many micro-batches."""
-        plan = make_step_plan(self._schedule, micro_batches or self._micro_batches, self._split)
-        return self._routes.asked(plan, self._num_steps, self._schedule)
+    def cut(self, micro_batches: int | None = None, number: int | None = None) -> StepPlan:
+        """The plan of the step that has begun, in at most so many micro-batches. `number`: of the
+        step, where several engines step together."""
+        plan = make_step_plan(self._schedule, micro_batches or self._micro_batches, self._policy)
+        return self._routes.asked(plan, number or self._num_steps, self._schedule)
 
     def begin_ahead(self) -> bool:
         """Begin the step after the one that runs; False: what it computes is not sure."""
         sequences = [sequence for sequence, _ in self._schedule.values()]
-        if self._leaving or any(self._is_last(s, s.num_output_tokens + 1) for s in sequences):
+        if self._leaving or any(self._ends.is_last(s, s.num_output_tokens + 1) for s in sequences):
             return False
         self._ahead = self._scheduler.follow(self._schedule) or {}
         self._executor.clear_pages(self._scheduler.take_unproven_pages())
         return bool(self._ahead)
 
-    def cut_ahead(self, micro_batches: int) -> StepPlan:
+    def cut_ahead(self, micro_batches: int, number: int | None = None) -> StepPlan:
         """See `cut`: the plan of the step that has begun ahead."""
-        plan = make_next_plan(self._ahead, micro_batches, self._split)
-        return self._routes.asked(plan, self._num_steps + 1, self._ahead)
+        plan = make_next_plan(self._ahead, micro_batches, self._policy)
+        return self._routes.asked(plan, number or self._num_steps + 1, self._ahead)
 
     def drop_ahead(self) -> None:
         """It is not computed after all."""
@@ -175,7 +178,7 @@ class Engine:
     @property
     def step_sequences(self) -> dict[int, Sequence]:
         """Those of the step that has begun, by id, and of one whose end was not survived."""
-        return _sequences(self._ending | self._schedule)
+        return sequences_of(self._ending | self._schedule)
 
     def end_step(self, outcome: StepOutcome | Exception | None) -> list[TokenDelta]:
         """What came of the step, and of what ended without one. Raises ExecutorLostError; what was
@@ -190,6 +193,7 @@ class Engine:
             if left:
                 self._finish(left, outcome)
             self._num_steps += 1
+            self._scheduler.step_tokens.count(sum(count for _, count in schedule.values()))
             self._let_go([s for key, (s, _) in schedule.items() if key not in left], outcome)
         self._ending = {}  # only now: who asks after a loss is told whose step it was
         return self.take_pending()
@@ -202,7 +206,7 @@ class Engine:
     def _try(self, plan: StepPlan, schedule: Schedule) -> StepOutcome | Exception:
         """The boundary of a fault: what a step raises is an outcome like others."""
         try:
-            return self._executor.run(plan, _sequences(schedule))
+            return self._executor.run(plan, sequences_of(schedule))
         except ExecutorLostError:
             raise
         except Exception as error:
@@ -218,10 +222,13 @@ class Engine:
         _log.error("the failure:", exc_info=outcome)
         if len(schedule) == 1:
             for sequence, _ in schedule.values():
-                self._pending.append(self._fail(sequence, f"its step failed: {outcome}"))
+                self._pending.append(
+                    self._fail(sequence, RowFailure(f"its step failed: {outcome}"))
+                )
             return
         for part in [{key: item} for key, item in schedule.items()]:
-            self._finish(part, self._try(make_step_plan(part, 1, self._split), part))
+            plan = make_step_plan(part, 1, self._policy)
+            self._finish(part, self._try(self._routes.asked(plan, self._num_steps, part), part))
 
     def stats(self) -> EngineStats:
         scheduler, cache = self._scheduler, self._scheduler.cache
@@ -229,6 +236,7 @@ class Engine:
             num_steps=self._num_steps,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
+            oldest_arrival=scheduler.oldest_arrival,
             num_pages=cache.num_pages,
             num_free_pages=cache.num_available,
             num_cached_pages=cache.num_cached,
@@ -238,6 +246,7 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generated_tokens=self._num_generated_tokens,
+            step_tokens=scheduler.step_tokens.snapshot(),
             is_alive=True,
             expert_memory=self._executor.expert_memory,
             batching=scheduler.policy.stats(),
@@ -253,7 +262,7 @@ class Engine:
     def _publish(self, schedule: Schedule, outcome: StepOutcome) -> None:
         """Advance the sequences, append what was sampled, and tell: before the executor is asked
         for the pages of those that end, as it may be lost."""
-        ended = []
+        ended, made = [], made_tokens(schedule, outcome.choices)
         for key, (sequence, count) in schedule.items():
             unread = sequence.num_prompt_tokens - sequence.num_computed_tokens
             self._num_prompt_tokens += max(0, min(count, unread))
@@ -261,26 +270,23 @@ class Engine:
             sequence.num_computed_tokens += count
             sequence.is_proven = False
             if sequence.num_pending_tokens == 0:
-                delta = self._advance(sequence, outcome.sampled.get(key, _NOTHING))
+                delta = self._advance(sequence, outcome.sampled.get(key, _NOTHING), made)
                 self._pending.append(delta)
                 if delta.finish_reason not in (None, FinishReason.ERROR):
                     ended.append(sequence)  # a failed one has ended already
         self._end(ended)
 
-    def _advance(self, sequence: Sequence, sampled: Sampled | RowFailure) -> TokenDelta:
+    def _advance(self, sequence: Sequence, sampled: Sampled | RowFailure, made: Made) -> TokenDelta:
         """Append a sampled token. The caller ends the request if it is the last."""
         if isinstance(sampled, RowFailure):
-            return self._fail(sequence, sampled.why)
+            return self._fail(sequence, sampled)
         if not sampled.is_valid:
-            return self._fail(sequence, "the model produced NaN for this request")
-        prompt_logprobs = None
-        if sequence.wants_prompt_logprobs:
-            prompt_logprobs = (None, *sequence.prompt_logprobs)
-            sequence.prompt_logprobs = []
+            return self._fail(sequence, _NAN)
+        prompt_logprobs = sequence.take_prompt_logprobs()
         sequence.is_proven = True
         sequence.append(sampled.token_id)
         self._num_generated_tokens += 1
-        reason = self._finish_reason(sequence, sampled.token_id)
+        reason = self._ends.reason(sequence, sampled.token_id)
         return TokenDelta(
             request_id=sequence.request.request_id,
             token_ids=(sampled.token_id,),
@@ -289,23 +295,9 @@ class Engine:
             finish_reason=reason,
             stop_token_id=sampled.token_id if reason is FinishReason.STOP else None,
             num_cached_tokens=sequence.num_cached_tokens,
+            routed_experts=experts_of(sequence, made),
+            started_at=sequence.started_at,
         )
-
-    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        params = sequence.request.params
-        is_eos = token_id in self._eos and not params.ignore_eos
-        if (is_eos or token_id in params.stop_token_ids) and (
-            sequence.num_output_tokens >= params.min_tokens
-        ):
-            return FinishReason.STOP
-        is_last = self._is_last(sequence, sequence.num_output_tokens)
-        return FinishReason.LENGTH if is_last else None
-
-    def _is_last(self, sequence: Sequence, num_output_tokens: int) -> bool:
-        """Whether an answer of so many tokens is as long as it may be."""
-        max_tokens = sequence.request.params.max_tokens
-        is_full = sequence.num_prompt_tokens + num_output_tokens >= self.max_model_len
-        return is_full or (max_tokens is not None and num_output_tokens >= max_tokens)
 
     def _end(self, sequences: list[Sequence]) -> None:
         """The requests are over; those in a step that runs leave when that has ended."""
@@ -330,7 +322,7 @@ class Engine:
             self._discard(sequence)
         self._leave([s for s in sequences if s not in has_failed])
 
-    def _fail(self, sequence: Sequence, why: str) -> TokenDelta:
+    def _fail(self, sequence: Sequence, failure: RowFailure) -> TokenDelta:
         """End one request with an error; its pages are zeroed before anyone else gets them."""
         request_id = sequence.request.request_id
         del self._sequences[request_id]
@@ -338,13 +330,10 @@ class Engine:
             self._leaving[sequence.id] = True
         else:
             self._discard(sequence)
-        return TokenDelta(request_id=request_id, finish_reason=FinishReason.ERROR, error=why)
+        end, why, whose = FinishReason.ERROR, failure.why, failure.is_of_request
+        return TokenDelta(request_id=request_id, finish_reason=end, error=why, is_of_request=whose)
 
     def _discard(self, sequence: Sequence) -> None:
         self._scheduler.discard(sequence)
         self._executor.clear_pages(self._scheduler.take_unproven_pages())
         self._executor.forget([sequence.id])
-
-
-def _sequences(schedule: Schedule) -> dict[int, Sequence]:
-    return {key: sequence for key, (sequence, _) in schedule.items()}

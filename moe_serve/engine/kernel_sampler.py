@@ -7,6 +7,7 @@ from collections.abc import Sequence as Rows
 import numpy as np
 from torch import Tensor
 
+from moe_kernels.token_mask import TokenMasks
 from moe_kernels.token_sampler import ScoredTokens, TokenSampler
 from moe_serve.engine.request import TokenLogprob
 from moe_serve.engine.sampler import Sampled
@@ -20,9 +21,11 @@ class KernelSampler:
     def __init__(self, eos_token_ids: frozenset[int], kernels: TokenSampler) -> None:
         self._eos, self._kernels = sorted(eos_token_ids), kernels
 
-    def sample(self, logits_SV: Tensor, sequences: Rows[Sequence]) -> list[Sampled]:
+    def sample(
+        self, logits_SV: Tensor, sequences: Rows[Sequence], masks: TokenMasks | None = None
+    ) -> list[Sampled]:
         """One token for each row."""
-        step = make_sampling_step(sequences, self._eos)
+        step = make_sampling_step(sequences, self._eos, masks)
         done = self._kernels.sample(logits_SV, step)
         tokens: list[int] = done.tokens_S.tolist()
         logprobs: list[TokenLogprob | None] = [None] * len(sequences)

@@ -27,6 +27,14 @@ class PoolUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankUse:
+    """One rank, over the same steps."""
+
+    name: str  # expert-0
+    busy_ratio: float  # 0 to 1: share of the steps' time in which it worked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchCount:
     """Steps with the same number of micro-batches for the same reason."""
 
@@ -40,6 +48,7 @@ class PoolStats:
     """A snapshot of both pools; the coordinator fills it."""
 
     pools: tuple[PoolUse, ...] = ()  # empty until steps were recorded
+    ranks: tuple[RankUse, ...] = ()  # the same
     exposed_communication_ratio: float | None = None  # None as long
     steps: tuple[MicroBatchCount, ...] = ()
     micro_batches: int | None = None  # of the last step

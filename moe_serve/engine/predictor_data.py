@@ -18,6 +18,7 @@ from moe_serve.config import ModelConfig
 from moe_serve.engine.build import model_folder, open_loader
 from moe_serve.engine.documents import Piece
 from moe_serve.engine.hidden_capture import HiddenCapture
+from moe_serve.engine.layer_routers import check_routers, layer_routers
 from routing_predictor.router_residual import RouterWeights
 from routing_predictor.trace import PREFILL, RoutingTrace
 
@@ -57,23 +58,17 @@ class PredictorModel:
         return self._loader.embedding()
 
     def routers(self) -> list[RouterWeights]:
-        """Norm and router of each layer with routed experts."""
-        return [
-            RouterWeights(
-                layer=layer,
-                norm_D=weights["moe_norm"].float(),
-                norm_eps=self.spec.norm_eps,
-                weight_ED=weights["router"],
-                bias_E=weights.get("router_bias"),
-            )
-            for layer in self.layers
-            for weights in [self._loader.router_weights(layer)]
-        ]
+        """Norm and router of each layer with routed experts. Raises ConfigError, as `capture`."""
+        check_routers(self.spec, self.name)
+        return layer_routers(self._loader)
 
     def capture(
         self, pieces: Sequence[Piece], *, has_hidden: bool, progress: CaptureProgress
     ) -> Captured:
-        """Run texts through the model."""
+        """Run texts through the model. Raises ConfigError if hidden states are wanted of one whose
+        routers cannot be predicted from them."""
+        if has_hidden:
+            check_routers(self.spec, self.name)
         stage = self._loader.attention_stage(self.max_piece)
         capture = HiddenCapture(stage, self._loader.expert_stage(), _TOKENS_AT_ONCE)
         texts = [piece.tokens for piece in pieces]

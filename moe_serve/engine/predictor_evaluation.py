@@ -14,10 +14,10 @@ from moe_serve.engine.predictor_data import Captured, PredictorModel
 from moe_serve.engine.predictor_training import layer_source
 from routing_predictor.card import PredictorKind
 from routing_predictor.evaluate import Verdict, judge
+from routing_predictor.fitting import Progress
 from routing_predictor.history_rivals import load_of
 from routing_predictor.layer_data import layer_data, predicted_pairs
 from routing_predictor.layer_rivals import (
-    choice_probability,
     judged_previous_token,
     truth_of_tokens,
 )
@@ -29,7 +29,7 @@ from routing_predictor.request_rivals import (
     judged_predictor,
     judged_regression,
 )
-from routing_predictor.router_residual import RouterResidual
+from routing_predictor.router_residual import RouterResidual, choice_probability
 from routing_predictor.texts import RoutedTexts, texts_of
 
 
@@ -41,6 +41,7 @@ def judge_request(
     *,
     horizon: int | None,
     seed: int,
+    progress: Progress,
 ) -> list[Verdict]:
     """`seen`: texts that the baselines may learn from; None: no baselines. `horizon`: coming tokens
     to be judged by; None: those that the predictor was trained for."""
@@ -53,7 +54,7 @@ def judge_request(
     if seen is not None:
         verdicts += judged_history(load_of(seen), cuts, model.layers)
         pools = PrefixPools(embedding_VD)
-        verdicts.append(judged_regression(seen, cuts, pools, model.layers, seed))
+        verdicts.append(judged_regression(seen, cuts, pools, model.layers, seed, progress))
     return verdicts
 
 

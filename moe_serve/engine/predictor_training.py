@@ -25,7 +25,7 @@ from routing_predictor.train_request import pooled, train_request
 
 REQUEST_RECIPE = Recipe(epochs=12, batch_size=256, learning_rate=1.5e-3, weight_decay=0.1)
 LAYER_RECIPE = Recipe(epochs=6, batch_size=512, learning_rate=3e-3, weight_decay=0.01)
-HIDDEN = {PredictorKind.NEXT_LAYER: 320, PredictorKind.PRE_ATTENTION: 100}
+HIDDEN = {PredictorKind.NEXT_LAYER: 320, PredictorKind.PRE_ATTENTION: 256}
 _HELD_OUT_EVERY = 20  # documents
 
 
@@ -108,14 +108,11 @@ def layer_source(model: PredictorModel, captured: Captured) -> LayerSource:
     trace = captured.trace
     assert captured.before_attention_LTD is not None, "captured without hidden states"
     assert captured.before_router_LTD is not None, "captured without hidden states"
-    assert trace.token_N is not None, "captured traces hold tokens"
     return LayerSource(
         before_attention_LND=captured.before_attention_LTD,
         before_router_LND=captured.before_router_LTD,
         ids_NLK=torch.from_numpy(trace.expert_ids_NLK.astype(np.int64)),
-        token_N=torch.from_numpy(trace.token_N.astype(np.int64)),
         position_N=torch.from_numpy(trace.position_N.astype(np.int64)),
-        embedding_VD=model.embedding().float(),
     )
 
 

@@ -7,10 +7,18 @@ from collections import Counter, deque
 
 import numpy as np
 
-from moe_serve.engine.pool_stats import MicroBatchCount, MicroBatchReason, Pool, PoolStats, PoolUse
+from moe_serve.engine.pool_stats import (
+    MicroBatchCount,
+    MicroBatchReason,
+    Pool,
+    PoolStats,
+    PoolUse,
+    RankUse,
+)
+from moe_serve.engine.step_timeline import StepTimeline, step_timeline
 from moe_serve.errors import TimelineError
 from moe_serve.pipeline.pool_metrics import PoolMetrics, TimelineMetrics, measure
-from moe_serve.pipeline.timeline import Records, Role, Track
+from moe_serve.pipeline.timeline import Records, Role, Stage, Track
 
 _NUM_STEPS = 64
 _POOLS: dict[Role, Pool] = {Role.ATTENTION: "attention", Role.EXPERT: "expert"}
@@ -29,12 +37,19 @@ class RecentPools:
         self._parts: dict[Track, deque[Records]] = {}
         self._counts: Counter[tuple[int, MicroBatchReason]] = Counter()
         self._micro_batches: int | None = None
+        self._reason: MicroBatchReason = "fixed"  # of the step that was counted last
+        self._reasons: deque[tuple[int, MicroBatchReason]] = deque(maxlen=2 * num_steps)
 
     def count_step(self, micro_batches: int, reason: MicroBatchReason) -> None:
         """A step was run with so many micro-batches."""
         with self._lock:
-            self._micro_batches = micro_batches
+            self._micro_batches, self._reason = micro_batches, reason
             self._counts[micro_batches, reason] += 1
+
+    def began(self, step: int) -> None:
+        """The step that was counted last has this number."""
+        with self._lock:
+            self._reasons.append((step, self._reason))
 
     def add(self, track: Track, records: Records, offset_ns: int = 0) -> None:
         """Records of a rank, whose clock plus `offset_ns` is the coordinator's."""
@@ -62,6 +77,7 @@ class RecentPools:
         metrics = self._measure({track: np.concatenate(some) for track, some in parts.items()})
         return PoolStats(
             pools=tuple(_use(pool) for pool in metrics.pools) if metrics else (),
+            ranks=_rank_uses(metrics) if metrics else (),
             exposed_communication_ratio=metrics.exposed_communication_ratio if metrics else None,
             steps=tuple(
                 MicroBatchCount(micro_batches=m, reason=reason, num_steps=num)
@@ -69,6 +85,24 @@ class RecentPools:
             ),
             micro_batches=micro_batches,
         )
+
+    def last_step(self) -> StepTimeline | None:
+        """The newest that an attention rank and all expert ranks have told of wholly."""
+        with self._lock:
+            parts = {track: list(parts) for track, parts in self._parts.items() if parts}
+            reasons = dict(self._reasons)
+        tracks = {track: np.concatenate(some) for track, some in parts.items()}
+        whole = {track: _whole_steps(records) for track, records in tracks.items()}
+        found = set().union(*(steps for t, steps in whole.items() if t.role is Role.ATTENTION))
+        for track, steps in whole.items():
+            if track.role is Role.EXPERT:
+                found &= steps
+        if not found:
+            return None
+        number = max(found)
+        of_step = {track: records[records["step"] == number] for track, records in tracks.items()}
+        named = {_name(track): of_step[track] for track in sorted(of_step) if len(of_step[track])}
+        return step_timeline(number, named, reasons.get(number, "not known"))
 
     def _newest_step(self) -> int:
         return max(int(parts[-1]["step"].max()) for parts in self._parts.values() if parts)
@@ -98,3 +132,17 @@ def _use(pool: PoolMetrics) -> PoolUse:
         slowest_rank=pool.slowest.index,
         slowest_excess=pool.slowest_excess,
     )
+
+
+def _rank_uses(metrics: TimelineMetrics) -> tuple[RankUse, ...]:
+    ratios = metrics.busy_ratios()
+    return tuple(RankUse(name=_name(t), busy_ratio=ratio) for t, ratio in sorted(ratios.items()))
+
+
+def _whole_steps(records: Records) -> set[int]:
+    return set(records["step"][records["stage"] == Stage.STEP].tolist())
+
+
+def _name(track: Track) -> str:
+    """As ranks are called: expert-0."""
+    return f"{track.role.value}-{track.index}"

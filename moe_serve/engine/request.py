@@ -38,6 +38,7 @@ class GenerationRequest:
     deadline: float | None = None
     adapter_id: int = 0
     cache_salt: str = ""
+    wants_routed_experts: bool = False  # each of its tokens comes with a `TokenExperts`
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,35 @@ class TokenLogprob:
     logprob: float
     rank: int  # 1 is the likeliest
     top: tuple[tuple[int, float], ...]  # (token id, logprob), `SamplingParams.logprobs` of them
+
+
+@dataclass(frozen=True, slots=True)
+class TokenExperts:
+    """The experts that led to a token: what the routers chose for the row before it.
+
+    `ids` are K expert ids for each of L layers with routed experts, in the host's byte order.
+    """
+
+    ids: bytes
+    num_layers: int
+    top_k: int
+    is_wide: bool = False  # int16 ids, not uint8
+
+    @property
+    def num_ids(self) -> int:
+        return self.num_layers * self.top_k
+
+    def lists(self) -> list[list[int]]:
+        """[L][K]; empty where nothing is known."""
+        if not self.ids:
+            return []
+        ids: list[list[int]] = (
+            memoryview(self.ids).cast("h" if self.is_wide else "B", [self.num_layers, self.top_k])
+        ).tolist()  # type: ignore[assignment]
+        return ids
+
+
+NO_EXPERTS = TokenExperts(b"", 0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,4 +91,7 @@ class TokenDelta:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the id that ended it; it is the last of `token_ids`
     num_cached_tokens: int = 0
+    started_at: float | None = None  # when the request first joined a step, of the engine's clock
     error: str | None = None
+    routed_experts: tuple[TokenExperts, ...] | None = None  # one per token, if asked for
+    is_of_request: bool = False  # the error is the request's own: it can be told why

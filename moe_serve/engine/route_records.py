@@ -14,8 +14,9 @@ from typing import Protocol
 
 import numpy as np
 
-from moe_serve.engine.scheduler import Schedule
+from moe_serve.engine.scheduler import Schedule, sequences_of
 from moe_serve.engine.sequence import Sequence
+from moe_serve.engine.token_experts import sequences_that_ask
 from moe_serve.model.step_plan import RouteAsk, StepPlan
 from moe_serve.pipeline.route_tap import StepChoices
 from routing_predictor.recording import TracedTokens
@@ -42,7 +43,8 @@ class RouteListener(Protocol):
         ...
 
     def wants(self, step: int, sequences: Mapping[int, Sequence]) -> Collection[int]:
-        """Which of these sequences it wants to hear of. Asked again, it says the same."""
+        """Which of these sequences it wants to hear of. Asked again, it says the same. Engines that
+        step together give the same `step`."""
         ...
 
     def take(self, records: list[RouteRecord]) -> None:
@@ -64,12 +66,11 @@ class RouteListeners:
         self._listeners = tuple(each for each in self._listeners if each is not listener)
 
     def asked(self, plan: StepPlan, step: int, schedule: Schedule) -> StepPlan:
-        """The plan, with what the listeners want to know of it."""
-        listeners = self._listeners
-        if not listeners:
-            return plan
-        sequences = {key: sequence for key, (sequence, _) in schedule.items()}
-        wanted = frozenset[int]().union(*(each.wants(step, sequences) for each in listeners))
+        """The plan, with what the listeners and the requests themselves want to know of it."""
+        listeners, wanted = self._listeners, sequences_that_ask(plan, schedule)
+        if listeners:
+            sequences = sequences_of(schedule)
+            wanted = wanted.union(*(each.wants(step, sequences) for each in listeners))
         if not wanted:
             return plan
         ask = RouteAsk(wanted, any(listener.has_weights for listener in listeners))

@@ -1,7 +1,8 @@
 """From logits to tokens, in torch. Each row's result depends on its own logits and request only.
 
-S rows, V vocabulary. Order of operations: logit bias and minimum length, penalties, temperature,
-min_p, top-k, top-p, draw. Log probabilities are those of the model, before all of these.
+S rows, V vocabulary. Order of operations: logit bias and minimum length, penalties, masks,
+temperature, min_p, top-k, top-p, draw. Log probabilities are those of the model, before all of
+these.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from moe_kernels.token_mask import TokenMasks, ban_others, ban_others_on_device
 from moe_serve.engine.nucleus import least_probabilities
 from moe_serve.engine.random_draw import uniform
 from moe_serve.engine.request import TokenLogprob
@@ -37,9 +40,14 @@ class Sampler:
     def __init__(self, eos_token_ids: frozenset[int]) -> None:
         self._eos = sorted(eos_token_ids)
 
-    def sample(self, logits_SV: Tensor, sequences: Rows[Sequence]) -> list[Sampled]:
+    def sample(
+        self, logits_SV: Tensor, sequences: Rows[Sequence], masks: TokenMasks | None = None
+    ) -> list[Sampled]:
         """One token for each row."""
         adjusted_SV = self._adjust(logits_SV, sequences)
+        if masks is not None:
+            adjusted_SV = logits_SV.clone() if adjusted_SV is logits_SV else adjusted_SV
+            _ban_others(adjusted_SV, masks)
         top_S, ids_S = adjusted_SV.max(dim=-1)
         tokens = ids_S.tolist()
         is_valid = torch.isfinite(top_S).tolist()
@@ -64,8 +72,8 @@ class Sampler:
         adjusted_SV = logits_SV
         for row, sequence in enumerate(sequences):
             params = sequence.request.params
-            is_short = sequence.num_output_tokens < params.min_tokens
-            if not (params.logit_bias or params.has_penalties or is_short):
+            bans_end = sequence.bans_end
+            if not (params.logit_bias or params.has_penalties or bans_end):
                 continue
             if adjusted_SV is logits_SV:
                 adjusted_SV = logits_SV.clone()
@@ -76,7 +84,7 @@ class Sampler:
                 )
             if params.has_penalties:
                 _penalize(adjusted_SV[row], sequence)
-            if is_short:
+            if bans_end:
                 adjusted_SV[row, [*self._eos, *params.stop_token_ids]] = float("-inf")
         return adjusted_SV
 
@@ -101,6 +109,14 @@ def describe_tokens(logits_RV: Tensor, tokens: list[int], num_top: int) -> list[
 
 def _has_filter(params: SamplingParams) -> bool:
     return params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0
+
+
+def _ban_others(logits_SV: Tensor, masks: TokenMasks) -> None:
+    if logits_SV.device.type == "cpu":
+        ban_others(logits_SV, masks)
+        return
+    parts = (masks.rows_C, masks.bits_CW.view(np.int32))
+    ban_others_on_device(logits_SV, *(torch.from_numpy(p).to(logits_SV.device) for p in parts))
 
 
 def _penalize(row_V: Tensor, sequence: Sequence) -> None:

@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from moe_kernels.kernels import Kernels
+from moe_kernels.token_mask import TokenMasks
 from moe_serve.engine.kernel_sampler import KernelSampler
 from moe_serve.engine.request import TokenLogprob
 from moe_serve.engine.sampler import Sampled, Sampler
@@ -17,8 +18,11 @@ from moe_serve.engine.sequence import Sequence
 class SamplingBackend(Protocol):
     """Each row's result depends on its own logits and request only; logits stay as they are."""
 
-    def sample(self, logits_SV: Tensor, sequences: Rows[Sequence]) -> list[Sampled]:
-        """One token for each row; whether a row is faulty is its own affair."""
+    def sample(
+        self, logits_SV: Tensor, sequences: Rows[Sequence], masks: TokenMasks | None = None
+    ) -> list[Sampled]:
+        """One token for each row; whether a row is faulty is its own affair. `masks`: what some
+        rows may take, at least one token each."""
         ...
 
     def describe(self, logits_RV: Tensor, tokens: list[int], num_top: int) -> list[TokenLogprob]:

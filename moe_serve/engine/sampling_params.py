@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from moe_serve.engine.constraint import Constraint
 from moe_serve.errors import InvalidRequestError
 
 MAX_LOGPROBS = 20
@@ -15,6 +16,9 @@ MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 16_384
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
 MAX_SEED = 2**63 - 1
 
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
@@ -26,6 +30,7 @@ class SamplingParams:
 
     `top_k` 0 or -1 means all tokens. `max_tokens` None means up to the context's end.
     `logprobs` None means none, k means the chosen token's and the k likeliest ones'.
+    `allowed_token_ids` empty means all. `bad_words` become `bad_word_ids` where a tokenizer is.
     `seed` None means a fresh seed; else the draw at position p depends on (seed, choice, p) only.
     """
 
@@ -48,12 +53,16 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    constraint: Constraint | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", _as_tuple("stop", stop))
-        ids = _as_tuple("stop_token_ids", self.stop_token_ids)
-        object.__setattr__(self, "stop_token_ids", ids)
+        for name in ("stop_token_ids", "allowed_token_ids", "bad_words", "bad_word_ids"):
+            object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
         if not isinstance(self.logit_bias, Mapping):
             raise InvalidRequestError(
                 f"logit_bias must map token ids to numbers, got {self.logit_bias!r}.",
@@ -97,6 +106,24 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _check_range("a logit_bias token id", token, 0, 2**31 - 1, "logit_bias")
             _check_range("a logit_bias value", bias, -100.0, 100.0, "logit_bias")
+        self._check_masks()
+
+    def _check_masks(self) -> None:
+        if not isinstance(self.constraint, Constraint | None):
+            raise InvalidRequestError(
+                f"constraint must be a Constraint or None, got {self.constraint!r:.100}.",
+                param="constraint",
+            )
+        name, most = "allowed_token_ids", MAX_ALLOWED_TOKEN_IDS
+        _check_range(f"the number of {name}", len(self.allowed_token_ids), 0, most, name)
+        for token in self.allowed_token_ids:
+            _check_range("an id of allowed_token_ids", token, 0, 2**31 - 1, name)
+        _check_range("the number of bad_words", len(self.bad_words), 0, MAX_BAD_WORDS, "bad_words")
+        for word in self.bad_words:
+            length = len(word.strip()) and len(word) if isinstance(word, str) else 0
+            _check_range(
+                "the length of a word of bad_words", length, 1, MAX_BAD_WORD_CHARS, "bad_words"
+            )
 
     @property
     def is_greedy(self) -> bool:
@@ -116,6 +143,10 @@ class SamplingParams:
             _check_range("a stop token id", token, 0, vocab_size - 1, "stop_token_ids")
         for token in self.logit_bias:
             _check_range("a logit_bias token id", token, 0, vocab_size - 1, "logit_bias")
+        for token in self.allowed_token_ids:
+            _check_range(
+                "an id of allowed_token_ids", token, 0, vocab_size - 1, "allowed_token_ids"
+            )
 
 
 def _as_tuple(name: str, value: object) -> tuple[Any, ...]:

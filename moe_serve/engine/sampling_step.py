@@ -11,11 +11,14 @@ from collections.abc import Sequence as Rows
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_kernels.token_mask import TokenMasks
 from moe_kernels.token_sampler import SamplingStep, TokenEntries
 from moe_serve.engine.sequence import Sequence
 
 
-def make_sampling_step(sequences: Rows[Sequence], eos_token_ids: Collection[int]) -> SamplingStep:
+def make_sampling_step(
+    sequences: Rows[Sequence], eos_token_ids: Collection[int], masks: TokenMasks | None = None
+) -> SamplingStep:
     """The same numbers that the host's sampler works with, row by row."""
     params = [s.request.params for s in sequences]
     scored = [row for row, p in enumerate(params) if p.logprobs is not None]
@@ -33,6 +36,7 @@ def make_sampling_step(sequences: Rows[Sequence], eos_token_ids: Collection[int]
         entries=_entries(sequences, eos_token_ids),
         scored_rows_R=np.array(scored, "i8"),
         num_top=max((p.logprobs or 0 for p in params), default=0),
+        masks=masks,
     )
 
 
@@ -40,9 +44,9 @@ def _entries(sequences: Rows[Sequence], eos_token_ids: Collection[int]) -> Token
     parts = []
     for row, sequence in enumerate(sequences):
         params = sequence.request.params
-        is_short = sequence.num_output_tokens < params.min_tokens
-        if params.logit_bias or params.has_penalties or is_short:
-            banned = (*eos_token_ids, *params.stop_token_ids) if is_short else ()
+        bans_end = sequence.bans_end
+        if params.logit_bias or params.has_penalties or bans_end:
+            banned = (*eos_token_ids, *params.stop_token_ids) if bans_end else ()
             parts.append(_entries_of(row, sequence, banned))
     parts = [part for part in parts if len(part.tokens_M)]
     if not parts:

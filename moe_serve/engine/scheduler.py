@@ -12,6 +12,7 @@ others go first too, within bounds.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable
 
@@ -20,6 +21,7 @@ from moe_serve.config import SchedulerConfig
 from moe_serve.engine.batch_policy.policy import BatchPolicy
 from moe_serve.engine.prefix_sharing import PrefixSharing
 from moe_serve.engine.sequence import Sequence
+from moe_serve.engine.step_tokens import StepTokenCounter
 
 Schedule = dict[int, tuple[Sequence, int]]  # sequence id -> (sequence, tokens to compute)
 
@@ -38,6 +40,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order in which they started
         self.num_preemptions = 0
+        self.step_tokens = StepTokenCounter()
         self._unproven_pages: list[int] = []
 
     @property
@@ -47,6 +50,14 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
+
+    @property
+    def oldest_arrival(self) -> float | None:
+        """Of who waits; None: nobody does. On any thread."""
+        try:
+            return self.waiting[0].request.arrival_time
+        except IndexError:
+            return None
 
     def add(self, sequence: Sequence) -> None:
         self.sharing.register(sequence)
@@ -122,12 +133,16 @@ class Scheduler:
                     continue
                 num_spare = self._num_spare_pages(sequence, found)
                 if num_spare < 0:
-                    break
+                    if self.policy.is_next(sequence):
+                        break
+                    continue
                 # One more page than it needs, as what it copies from is held until then.
                 self.sharing.take(sequence, found, self.running, can_copy=num_spare > 0)
                 self.running.append(sequence)
                 started.append(sequence)
                 sequence.is_running = True
+                if sequence.started_at is None:
+                    sequence.started_at = time.monotonic()
                 self.policy.started(sequence)
                 count = min(sequence.num_pending_tokens, budget)
                 self._grow(sequence, count)
@@ -203,3 +218,8 @@ class Scheduler:
         for sequence in self.running:
             covered = -sequence.num_missing_pages(sequence.num_computed_tokens)
             assert covered >= 0, f"sequence {sequence.id} lacks {-covered} pages"
+
+
+def sequences_of(schedule: Schedule) -> dict[int, Sequence]:
+    """By their ids."""
+    return {key: sequence for key, (sequence, _) in schedule.items()}

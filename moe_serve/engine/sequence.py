@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from moe_serve.cache.page_key import following_keys, token_array
 from moe_serve.config import PAGE_SIZE
+from moe_serve.engine.grammar.matcher import SequenceMatcher
 from moe_serve.engine.request import GenerationRequest, TokenLogprob
 
 
@@ -26,6 +27,7 @@ class Sequence:
         "is_proven",
         "is_running",
         "is_sound",
+        "matcher",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_found_pages",
@@ -39,6 +41,7 @@ class Sequence:
         "request",
         "seed",
         "seen",
+        "started_at",
         "token_ids",
     )
 
@@ -50,6 +53,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_preemptions = 0
         self.is_running = False  # kept by the scheduler
+        self.started_at: float | None = None  # when it first joined a step, of the engine's clock
         self.is_proven = True  # nothing computed since the last token that was sampled and valid
         self.is_sound = True  # no page of it was found to hold NaN or infinity
         self.page_table: list[int] = []
@@ -62,6 +66,7 @@ class Sequence:
         has_repetition = request.params.repetition_penalty != 1.0
         self.seen = dict.fromkeys(self.token_ids if has_repetition else ())  # an ordered set
         self.prompt_logprobs: list[TokenLogprob] = []
+        self.matcher: SequenceMatcher | None = None  # of its constraint, where it is sampled
         seed = request.params.seed
         self.seed = secrets.randbits(63) if seed is None else seed
 
@@ -78,9 +83,27 @@ class Sequence:
         """Until the first token is out: they go with it, and a recomputation needs none."""
         return self.request.params.prompt_logprobs is not None and self.num_output_tokens == 0
 
+    def take_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
+        """Those of the prompt, once: the first token has none. None: nobody wants them."""
+        if not self.wants_prompt_logprobs:
+            return None
+        taken = (None, *self.prompt_logprobs)
+        self.prompt_logprobs = []
+        return taken
+
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the end may not come yet."""
+        return self.num_output_tokens < self.request.params.min_tokens
+
+    @property
+    def bans_end(self) -> bool:
+        """Whether samplers keep the end away; with a constraint its mask does (`answer_masks`)."""
+        return self.is_short and self.request.params.constraint is None
 
     def num_missing_pages(self, num_tokens: int) -> int:
         """Pages to add so that the table covers `num_tokens` tokens."""

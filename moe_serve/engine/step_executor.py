@@ -13,9 +13,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from experts.memory.expectation import Scores
 from experts.memory.expert_memory import ExpertMemory
 from experts.memory.memory_stats import MemoryStats
+from moe_serve.engine.answer_masks import AnswerMasks
 from moe_serve.engine.request import TokenLogprob
 from moe_serve.engine.sampler import Sampled
 from moe_serve.engine.sampling_backend import SamplingBackend
@@ -33,9 +33,11 @@ class ExecutorLostError(MoeServeError):
 
 @dataclass(frozen=True, slots=True)
 class RowFailure:
-    """Sampling this row raised; the others are not touched."""
+    """Sampling this row raised; the others are not touched. `is_of_request`: what the request
+    asks for cannot be had, and nothing is wrong here."""
 
     why: str
+    is_of_request: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,11 +93,6 @@ class StepExecutor(Protocol):
         """Of the experts in this process, where they need not all be in memory."""
         ...
 
-    def expect_experts(self, needed_LE: Scores | None) -> None:
-        """Between steps: the probability that the coming one needs an expert, to read ahead by;
-        held until told anew. None: nobody knows any more."""
-        ...
-
 
 class LocalExecutor:
     """A pipeline and a sampler in this process; `tap` is the pipeline's, if it has one."""
@@ -106,20 +103,23 @@ class LocalExecutor:
         sampler: SamplingBackend,
         tap: RouteTap | None = None,
         memory: ExpertMemory | None = None,
+        masks: AnswerMasks | None = None,
     ) -> None:
-        """`memory`: of the experts that the runner uses, if they need not all be in memory."""
+        """`memory`: of the experts that the runner uses, if they need not all be in memory.
+        `masks`: for requests that may not take every token; None: there are none."""
         self.runner, self._sampler, self._tap, self._memory = runner, sampler, tap, memory
+        self._masks = masks
+        self.plan: StepPlan | None = None  # of the last step that was begun
 
     @property
     def expert_memory(self) -> MemoryStats | None:
         return None if self._memory is None else self._memory.stats
 
-    def expect_experts(self, needed_LE: Scores | None) -> None:
-        if self._memory is not None:
-            self._memory.hint(needed_LE)
-
     def run(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> StepOutcome:
         """See `StepExecutor.run`."""
+        self.plan = plan
+        if self._memory is not None:
+            self._memory.hint(plan.needed_LE)
         logits = self.runner.run(plan)
         choices = None if self._tap is None else self._tap.end(plan)
         rows, sampling, described, start = [], [], {}, 0
@@ -157,13 +157,31 @@ class LocalExecutor:
     def _sample(self, logits: Tensor, sequences: list[Sequence]) -> list[Sampled | RowFailure]:
         """One token for each; if sampling raises, row by row, and only the culprit fails."""
         try:
-            return list(self._sampler.sample(logits, sequences))
+            return self._sample_together(logits, sequences)
         except Exception as error:
             _log.exception("sampling failed with %d sequences", len(sequences))
             if len(sequences) == 1:
                 return [RowFailure(f"sampling failed: {error}")]
             alone = zip(logits.split(1), sequences, strict=True)
             return [token for row, sequence in alone for token in self._sample(row, [sequence])]
+
+    def _sample_together(
+        self, logits: Tensor, sequences: list[Sequence]
+    ) -> list[Sampled | RowFailure]:
+        """A row that may take no token fails; the others do not see it."""
+        if self._masks is None:
+            return list(self._sampler.sample(logits, sequences))
+        masked = self._masks.of(sequences)
+        if not masked.failures:
+            return list(self._sampler.sample(logits, sequences, masked.masks))
+        left = [row for row in range(len(sequences)) if row not in masked.failures]
+        fates: dict[int, Sampled | RowFailure] = {
+            row: RowFailure(why, is_of_request=True) for row, why in masked.failures.items()
+        }
+        if left:
+            tokens = self._sample(logits[left], [sequences[row] for row in left])
+            fates |= zip(left, tokens, strict=True)
+        return [fates[row] for row in range(len(sequences))]
 
     def _describe(
         self, sequence: Sequence, piece: SequenceSlice, logits: Tensor

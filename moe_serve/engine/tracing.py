@@ -6,15 +6,16 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from pathlib import Path
 
 from moe_serve.cache.model_identity import model_identity
 from moe_serve.config import EngineConfig, TraceConfig
 from moe_serve.engine.build import BuiltEngine
+from moe_serve.engine.placement_version import placement_version
 from moe_serve.engine.route_recorder import RouteRecorder
 from moe_serve.engine.route_records import RouteListeners
-from moe_serve.errors import ConfigError, TracingError
+from moe_serve.errors import CheckpointError, ConfigError, InvalidRequestError, TracingError
+from routing_predictor.capped_parts import earlier_parts
 from routing_predictor.errors import TraceError
 from routing_predictor.recording import RecordingStats, RecordingWriter, TraceHeader
 
@@ -63,26 +64,23 @@ class Tracing:
     def start(
         self, sample_rate: float | None = None, has_weights: bool | None = None
     ) -> TracingStatus:
-        """Begin a recording, in a new folder. Raises TracingError with why not."""
+        """Begin a recording, in a new folder. Raises TracingError with why not, and
+        InvalidRequestError for what never works; the status stays what it was then."""
+        config = self._config
+        rate = config.sample_rate if sample_rate is None else sample_rate
+        has_weights = config.weights if has_weights is None else has_weights
+        if not MIN_RATE <= rate <= 1.0:
+            raise InvalidRequestError(
+                f"sample_rate {rate:g} is not in [{MIN_RATE:g}, 1].", param="sample_rate"
+            )
         with self._lock:
-            if self._config.directory is None:
+            if config.directory is None:
                 raise TracingError("Nothing can be recorded: trace.directory is not configured.")
             if self._running is not None:
                 raise TracingError(f"A recording is running already, in {self._folder}.")
-            self._rate = self._config.sample_rate if sample_rate is None else sample_rate
-            self._has_weights = self._config.weights if has_weights is None else has_weights
-            if not MIN_RATE <= self._rate <= 1.0:
-                raise TracingError(f"sample_rate {self._rate:g} is not in [{MIN_RATE:g}, 1].")
-            header = replace(
-                self._read_header(),
-                has_weights=self._has_weights,
-                has_tokens=self._config.tokens,
-            )
-            try:
-                writer = self._open(Path(self._config.directory).expanduser(), header)
-            except TraceError as error:
-                raise TracingError(f"Nothing is recorded: {error}.") from None
-            recorder = RouteRecorder(writer, self._rate, has_weights=self._has_weights)
+            writer = self._open(Path(config.directory).expanduser(), self._header(has_weights))
+            recorder = RouteRecorder(writer, rate, has_weights=has_weights)
+            self._rate, self._has_weights = rate, has_weights
             self._past, self._last = _sum(self._past, self._last), RecordingStats()
             self._running, self._folder = _Running(writer, recorder), writer.folder
             self._routes.add(recorder)
@@ -120,6 +118,15 @@ class Tracing:
         running.recorder.end()
         self._last, self._running = running.writer.close(), None
 
+    def _header(self, has_weights: bool) -> TraceHeader:
+        """What it needs of the configuration may have gone since the server began."""
+        try:
+            header = self._read_header()
+        except (ConfigError, CheckpointError, OSError) as error:
+            why = str(error).rstrip(".")
+            raise InvalidRequestError(f"Nothing is recorded: {why}.", param=None) from None
+        return replace(header, has_weights=has_weights, has_tokens=self._config.tokens)
+
     def _open(self, directory: Path, header: TraceHeader) -> RecordingWriter:
         """A folder named for the time: by the second, and numbered within it."""
         name = time.strftime("%Y%m%d-%H%M%S", time.gmtime(self._clock()))
@@ -127,12 +134,16 @@ class Tracing:
         while folder.exists():
             number += 1
             folder = directory / f"{name}-{number}"
-        return RecordingWriter(
-            folder,
-            header,
-            part_bytes=min(self._config.part_bytes, self._config.max_bytes),
-            max_bytes=self._config.max_bytes,
-        )
+        try:
+            return RecordingWriter(
+                folder,
+                header,
+                part_bytes=min(self._config.part_bytes, self._config.max_bytes),
+                max_bytes=self._config.max_bytes,
+                earlier=earlier_parts(directory),
+            )
+        except TraceError as error:
+            raise TracingError(f"Nothing is recorded: {error}.") from None
 
 
 def make_tracing(
@@ -144,19 +155,13 @@ def make_tracing(
 
 def trace_header(built: BuiltEngine, config: EngineConfig, name: str) -> TraceHeader:
     """What traces of this engine say of it; reads samples of its weights."""
-    spec, placement = built.spec, config.cluster.placement
-    version = ""
-    if placement is not None:
-        try:
-            version = sha256(Path(placement).expanduser().read_bytes()).hexdigest()[:16]
-        except OSError as error:
-            raise ConfigError(f"{placement} cannot be read: {error.strerror}.") from None
+    spec = built.spec
     return TraceHeader(
         num_experts=spec.router.num_experts,
         layers=tuple(i for i, layer in enumerate(spec.layers) if layer.is_sparse),
         model=name,
         model_identity=model_identity(built.layout.folder).hex(),
-        placement_version=version,
+        placement_version=placement_version(config.cluster),
     )
 
 

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from moe_serve.engine.request import FinishReason, TokenLogprob
+from moe_serve.engine.request import FinishReason, TokenExperts, TokenLogprob
 from moe_serve.http.generation import Generation
 from moe_serve.http.logprob_format import MAX_INLINE_LOGPROBS, num_logprobs
+from moe_serve.http.routed_experts import IDS_PER_LOGPROB, num_expert_ids
 from moe_serve.http.sequence import Piece
 
 
@@ -21,6 +22,7 @@ class Choice:
     text_offsets: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    routed_experts: list[TokenExperts] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
@@ -36,6 +38,9 @@ class Choice:
         if delta.logprobs is not None:
             self.logprobs = self.logprobs or []
             self.logprobs += delta.logprobs
+        if delta.routed_experts is not None:
+            self.routed_experts = self.routed_experts or []
+            self.routed_experts += delta.routed_experts
         if piece.prompt_logprobs is not None:
             self.prompt_logprobs = piece.prompt_logprobs
         if delta.finish_reason is not None:
@@ -43,8 +48,9 @@ class Choice:
 
 
 async def written_answer(choices: Sequence[Choice], write: Callable[[], bytes]) -> bytes:
-    """What `write` returns; with many log probabilities it runs off the event loop."""
+    """What `write` returns; with many log probabilities or experts it runs off the event loop."""
     count = sum(num_logprobs(choice.logprobs, choice.prompt_logprobs) for choice in choices)
+    count += sum(num_expert_ids(choice.routed_experts) for choice in choices) // IDS_PER_LOGPROB
     return write() if count <= MAX_INLINE_LOGPROBS else await asyncio.to_thread(write)
 
 

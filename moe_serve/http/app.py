@@ -7,18 +7,46 @@ from fastapi import FastAPI
 from moe_serve import __version__
 from moe_serve.config import ServerConfig
 from moe_serve.engine.client import EngineClient
+from moe_serve.engine.grammar.gate import GrammarGate
+from moe_serve.engine.grammar.grammars import Grammars
+from moe_serve.engine.grammar.vocabulary import vocabulary_of
+from moe_serve.engine.placement_control import PlacementControl
 from moe_serve.engine.tracing import Tracing
+from moe_serve.http.access_log import AccessLog
+from moe_serve.http.assistant_formats import assistant_formats
 from moe_serve.http.auth import ApiKeyMiddleware
 from moe_serve.http.chat_routes import chat_router
 from moe_serve.http.completion_routes import completion_router
 from moe_serve.http.context import ServerContext
+from moe_serve.http.cors import ConfiguredCors
+from moe_serve.http.dashboard.board import Board
+from moe_serve.http.dashboard.facts import NO_FACTS, DashboardFacts
+from moe_serve.http.dashboard.routes import dashboard_router
 from moe_serve.http.edge import EdgeMiddleware
-from moe_serve.http.errors import HANDLED_ERRORS, handle_error
+from moe_serve.http.errors import HANDLED_ERRORS, error_handler
+from moe_serve.http.expert_collector import ExpertCollector
 from moe_serve.http.generation import GenerationService
+from moe_serve.http.hang_routes import hang_router
 from moe_serve.http.health_routes import health_router
+from moe_serve.http.host_check import HostMiddleware
+from moe_serve.http.info_routes import info_router
+from moe_serve.http.key_limits import KeyLimitMiddleware
+from moe_serve.http.key_ring import KeyRing
+from moe_serve.http.messages.routes import messages_router
 from moe_serve.http.metrics import ServerMetrics
 from moe_serve.http.model_routes import model_router
+from moe_serve.http.openapi import honest_openapi
+from moe_serve.http.operations import Operations
+from moe_serve.http.page_routes import add_page_routes
+from moe_serve.http.placement_routes import placement_router
+from moe_serve.http.render_routes import render_router
+from moe_serve.http.responses.routes import responses_router
 from moe_serve.http.served_model import ServedModel
+from moe_serve.http.server_collector import ServerCollector
+from moe_serve.http.span_export import SpanExport
+from moe_serve.http.span_middleware import SpanMiddleware
+from moe_serve.http.startup_routes import startup_router
+from moe_serve.http.token_routes import token_router
 from moe_serve.http.trace_routes import trace_router
 
 
@@ -27,26 +55,90 @@ def create_app(
     model: ServedModel,
     config: ServerConfig,
     tracing: Tracing | None = None,
+    placement: PlacementControl | None = None,
+    facts: DashboardFacts = NO_FACTS,
+    spans: SpanExport | None = None,
+    grammars: Grammars | None = None,
+    operations: Operations | None = None,
 ) -> FastAPI:
-    """The application for one engine and one model. `app.state.generations` is for the server."""
-    metrics = ServerMetrics(engine, model.name, tracing)
+    """The application for one engine and one model. `app.state` has what is for the server."""
+    operations = operations or Operations()
+    metrics = ServerMetrics(engine, model.name, tracing, placement, config.metrics_alias)
     generations = GenerationService(engine, model.tokenizer, metrics)
-    server = ServerContext(model=model, config=config, metrics=metrics, generations=generations)
+    gate = GrammarGate(grammars or _own_grammars(engine, model))
+    server = ServerContext(
+        model=model,
+        config=config,
+        metrics=metrics,
+        generations=generations,
+        gate=gate,
+        assistant=assistant_formats(model, config),
+    )
+    board = Board(server, placement, facts)
+    metrics.registry.register(ServerCollector(generations, model.name))
+    metrics.registry.register(
+        ExpertCollector(facts.experts, placement, model.name, has_each=config.expert_metrics)
+    )
     app = FastAPI(
         title="moe-serve",
+        lifespan=board.lifespan,
         version=__version__,
         docs_url=None,  # the pages of /docs come from a CDN
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.generations = generations
-    for make_router in (chat_router, completion_router, model_router, health_router):
-        app.include_router(make_router(server))
+    app.state.generations, app.state.gate, app.state.metrics = generations, gate, metrics
+    _add_routes(app, server)
     if tracing is not None:
         app.include_router(trace_router(tracing, config.max_body_bytes))
+    app.include_router(placement_router(placement))
+    app.include_router(dashboard_router(board))
+    app.include_router(startup_router(operations.startup))
+    if operations.hangs is not None:
+        app.include_router(hang_router(operations.hangs))
+    app.openapi = honest_openapi(app)  # type: ignore[method-assign]
     for kind in HANDLED_ERRORS:
-        app.add_exception_handler(kind, handle_error)
-    # The last one added is the outermost.
-    app.add_middleware(ApiKeyMiddleware, api_keys=config.api_keys, admin_keys=config.admin_keys)
-    app.add_middleware(EdgeMiddleware, metrics=metrics)
+        app.add_exception_handler(kind, error_handler(config.overload_status))
+    _add_middleware(app, config, metrics, AccessLog(operations.log.access_exclude), spans)
     return app
+
+
+def _add_routes(app: FastAPI, server: ServerContext) -> None:
+    for make_router in (
+        chat_router,
+        completion_router,
+        responses_router,
+        messages_router,
+        model_router,
+        token_router,
+        render_router,
+        info_router,
+        health_router,
+    ):
+        app.include_router(make_router(server))
+    add_page_routes(app)
+
+
+def _add_middleware(
+    app: FastAPI,
+    config: ServerConfig,
+    metrics: ServerMetrics,
+    access: AccessLog,
+    spans: SpanExport | None,
+) -> None:
+    """The last one added is the outermost."""
+    keys, admin_keys = KeyRing(config.api_keys, config.api_key_file), KeyRing(config.admin_keys)
+    app.add_middleware(KeyLimitMiddleware, config=config, count=metrics.count_rejection)
+    app.add_middleware(ApiKeyMiddleware, keys=keys, admin_keys=admin_keys)
+    app.add_middleware(HostMiddleware, allowed=config.allowed_hosts, has_keys=config.has_api_keys)
+    if config.cors_origins:
+        app.add_middleware(ConfiguredCors, origins=config.cors_origins)
+    app.add_middleware(EdgeMiddleware, metrics=metrics, access=access)
+    if spans is not None:
+        app.add_middleware(SpanMiddleware, spans=spans)
+
+
+def _own_grammars(engine: EngineClient, model: ServedModel) -> Grammars:
+    """Where the engine shares none."""
+    tokenizer, eos = model.tokenizer, frozenset(model.tokenizer.eos_token_ids)
+    return Grammars(lambda: vocabulary_of(tokenizer, engine.vocab_size, eos))

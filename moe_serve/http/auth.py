@@ -1,71 +1,71 @@
-"""API keys: every route needs one, except those that an orchestrator probes.
+"""API keys: every route needs one, except what an orchestrator probes and pages without data.
 
 What is under /admin needs an admin key instead, and is off where none is configured.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-from collections.abc import Sequence
-
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moe_serve.http.errors import ApiError
+from moe_serve.http.key_ring import KeyRing
+from moe_serve.http.page_files import PAGE_FILES
 
-OPEN_PATHS = frozenset({"/health/live", "/health/ready"})
+# What an orchestrator probes, and the dashboard's pages, which hold no data.
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", *PAGE_FILES})
 ADMIN_PREFIX = "/admin"
+KEY_IN_SCOPE = "moe_serve.api_key"  # where the digest of a request's key is
 
 
 class ApiKeyMiddleware:
     """Default-deny: a route that is added later is closed until it is named in OPEN_PATHS."""
 
-    def __init__(
-        self, app: ASGIApp, api_keys: Sequence[str], admin_keys: Sequence[str] = ()
-    ) -> None:
-        self._app = app
-        self._digests, self._admin_digests = _digests(api_keys), _digests(admin_keys)
+    def __init__(self, app: ASGIApp, keys: KeyRing, admin_keys: KeyRing) -> None:
+        self._app, self._keys, self._admin_keys = app, keys, admin_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._refusal(scope)
         if error is None:
             await self._app(scope, receive, send)
         else:
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        """Why the request goes no further; None: it does."""
+        """Why the request goes no further; None: it does, with its key's digest in the scope."""
         if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in OPEN_PATHS):
             return None
+        given = _given_key(Headers(scope=scope))
         if scope["path"].startswith(ADMIN_PREFIX):
-            if not self._admin_digests:
+            if self._admin_keys.is_empty:
                 return _admin_error()
-            is_let_in = _has_key(Headers(scope=scope), self._admin_digests)
-            return None if is_let_in else _key_error("admin")
-        if not self._digests or _has_key(Headers(scope=scope), self._digests):
+            return _key_error("admin") if self._admin_keys.find(given) is None else None
+        if self._keys.is_empty:
             return None
-        return _key_error("API")
+        scope[KEY_IN_SCOPE] = self._keys.find(given)
+        return _key_error("API") if scope[KEY_IN_SCOPE] is None else None
 
 
-def _digests(keys: Sequence[str]) -> list[bytes]:
-    return [hashlib.sha256(key.encode()).digest() for key in keys]
+def owner_of(request: Request) -> str:
+    """Who asks, as far as keys tell: the digest of the key; "" where none is needed."""
+    digest: bytes | None = request.scope.get(KEY_IN_SCOPE)
+    return "" if digest is None else digest.hex()
 
 
-def _has_key(headers: Headers, digests: Sequence[bytes]) -> bool:
-    """Whether it is one of these keys; takes as long whichever it is."""
+def _given_key(headers: Headers) -> bytes:
+    """As OpenAI's clients send it, or as Anthropic's do; empty: there is none."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
-        return False
-    digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
-    matches = [hmac.compare_digest(digest, known) for known in digests]
-    return any(matches)
+        key = headers.get("x-api-key", "")
+    return key.strip().encode("latin-1")
 
 
 def _key_error(kind: str) -> ApiError:
     return ApiError(
         401,
-        f"A valid {kind} key is needed: send it as 'Authorization: Bearer <key>'.",
+        f"A valid {kind} key is needed: send it as 'Authorization: Bearer <key>' or as "
+        "'X-Api-Key: <key>'.",
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer", "Connection": "close"},
     )

@@ -25,6 +25,14 @@ def batching_families(stats: PolicyStats, prefix: str, model_name: str) -> Itera
     )
     passed.add_metric([model_name], stats.num_passed_over)
     yield passed
+    if stats.num_learnt is not None:
+        learnt = CounterMetricFamily(
+            prefix + "predictor_learnt",
+            "Predictions that the predictor compared with what requests chose, and learnt from.",
+            labels=["model_name"],
+        )
+        learnt.add_metric([model_name], stats.num_learnt)
+        yield learnt
     is_on = stats.is_predictor_on
     single = {
         "activated_experts_predicted": (

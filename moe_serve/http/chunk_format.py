@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,16 +33,30 @@ class ResponseHead:
 class ChunkWriter:
     """Writes one-choice chunks around a fixed head: per token only the choice is encoded.
 
-    With `include_usage`, every chunk but the last says `"usage": null`, as OpenAI's do.
+    With `include_usage`, every chunk but the last says `"usage": null`, as OpenAI's do; with
+    `usage_now`, each has the usage so far instead.
     """
 
-    def __init__(self, head: ResponseHead, *, has_usage: bool) -> None:
+    def __init__(
+        self,
+        head: ResponseHead,
+        *,
+        has_usage: bool,
+        usage_now: Callable[[], Usage] | None = None,
+    ) -> None:
+        self._usage_now = usage_now
         self._head = msgspec.json.encode(head.fields())[:-1]
         tail = b'],"usage":null}' if has_usage else b"]}"
         self._start = b"data: " + self._head + b',"choices":['
         self._end = tail + b"\n\n"
 
-    def choice(self, choice_json: bytes) -> bytes:
+    def choice(self, choice_json: bytes, more: bytes = b"") -> bytes:
+        """`more` is further fields of the chunk, each with a comma in front."""
+        if self._usage_now is not None:
+            usage = msgspec.json.encode(usage_fields(self._usage_now()))
+            return self._start + choice_json + b"]" + more + b',"usage":' + usage + b"}\n\n"
+        if more:
+            return self._start + choice_json + b"]" + more + self._end[1:]
         return self._start + choice_json + self._end
 
     def usage(self, usage: Usage) -> bytes:

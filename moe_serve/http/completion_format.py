@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,9 @@ from moe_serve.http.answer import Choice
 from moe_serve.http.chunk_format import ChunkWriter, ResponseHead, usage_fields
 from moe_serve.http.generation import Usage
 from moe_serve.http.logprob_format import completion_logprobs
+from moe_serve.http.prompt_logprob_format import prompt_logprobs
 from moe_serve.http.prompts import Prompt
+from moe_serve.http.routed_experts import routed_fields, routed_json
 from moe_serve.http.sequence import Piece
 from moe_serve.text.detokenizer import make_detokenizer
 from moe_serve.text.text_stream import TextDelta
@@ -45,7 +47,11 @@ def echoed_prompt(prompt: Prompt, tokenizer: Tokenizer) -> EchoedPrompt:
 
 
 class CompletionFormat:
-    """Writes one answer. `echoes` has the prompt of each choice, or None without echo."""
+    """Writes one answer. `echoes` has the prompt of each choice, or None without echo.
+
+    `prompt_ids` has the ids of each choice's prompt, if they and those of the answer are wanted.
+    `has_prompt_logprobs`: those of the prompt come as a field of each choice, not with `echo`.
+    """
 
     def __init__(
         self,
@@ -54,27 +60,42 @@ class CompletionFormat:
         echoes: Sequence[EchoedPrompt | None],
         *,
         has_usage: bool = False,
+        usage_now: Callable[[], Usage] | None = None,
+        prompt_ids: Sequence[Sequence[int]] | None = None,
+        has_prompt_logprobs: bool = False,
     ) -> None:
+        self._prompt_ids = prompt_ids
+        self._has_prompt_logprobs = has_prompt_logprobs
         self._head = head
         self._tokenizer = tokenizer
         self._echoes = echoes
-        self._writer = ChunkWriter(head, has_usage=has_usage)
+        self._writer = ChunkWriter(head, has_usage=has_usage, usage_now=usage_now)
         self._started: set[int] = set()
 
     def events(self, piece: Piece) -> bytes:
         """The events of a stream: text, then the reason for the end."""
         delta, events = piece.delta, []
-        echo = None
+        echo, ids = None, self._new_ids(piece)
         if piece.index not in self._started:
             self._started.add(piece.index)
             echo = self._echoes[piece.index]
         text = (echo.text if echo else "") + delta.text
         logprobs = self._delta_logprobs(piece, echo)
-        if text or logprobs is not None:
-            events.append(self._chunk(piece.index, text, logprobs, None))
+        others = ids + routed_json(delta.routed_experts, delta.token_ids, self._tokenizer)
+        if text or logprobs is not None or others:
+            events.append(self._chunk(piece.index, text, logprobs, None, others))
         if delta.finish_reason is not None:
             events.append(self._chunk(piece.index, "", None, delta))
         return b"".join(events)
+
+    def _new_ids(self, piece: Piece) -> bytes:
+        """Further fields of a choice: its new tokens, and its prompt the first time."""
+        if self._prompt_ids is None or not piece.delta.token_ids:
+            return b""
+        ids = b',"token_ids":' + msgspec.json.encode(piece.delta.token_ids)
+        if piece.index in self._started:
+            return ids
+        return ids + b',"prompt_token_ids":' + msgspec.json.encode(self._prompt_ids[piece.index])
 
     def usage(self, usage: Usage) -> bytes:
         return self._writer.usage(usage)
@@ -91,7 +112,8 @@ class CompletionFormat:
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         assert choice.finish_reason is not None, "a collected choice has ended"
         echo = self._echoes[index]
-        has_logprobs = choice.logprobs is not None or choice.prompt_logprobs is not None
+        prompt_entries = None if self._has_prompt_logprobs else choice.prompt_logprobs
+        has_logprobs = choice.logprobs is not None or prompt_entries is not None
         logprobs = None
         if has_logprobs:  # as JSON at once: as objects, all choices would be too large
             fields = self._logprobs(
@@ -99,7 +121,7 @@ class CompletionFormat:
                 choice.logprobs or (),
                 choice.text_offsets,
                 echo,
-                choice.prompt_logprobs,
+                prompt_entries,
             )
             logprobs = msgspec.Raw(msgspec.json.encode(fields))
         return {
@@ -108,7 +130,24 @@ class CompletionFormat:
             "logprobs": logprobs,
             "finish_reason": choice.finish_reason.value,
             "stop_reason": choice.stop_reason,
+            **self._routed(choice),
+            **self._more_fields(index, choice),
         }
+
+    def _routed(self, choice: Choice) -> dict[str, msgspec.Raw]:
+        if choice.routed_experts is None:
+            return {}
+        return routed_fields(choice.routed_experts, choice.token_ids, self._tokenizer)
+
+    def _more_fields(self, index: int, choice: Choice) -> dict[str, Any]:
+        """Of a whole choice: what only some requests ask for."""
+        fields: dict[str, Any] = {}
+        if self._prompt_ids is not None:
+            fields["prompt_token_ids"] = self._prompt_ids[index]
+            fields["token_ids"] = choice.token_ids
+        if self._has_prompt_logprobs:
+            fields["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, self._tokenizer)
+        return fields
 
     def _delta_logprobs(self, piece: Piece, echo: EchoedPrompt | None) -> dict[str, Any] | None:
         delta = piece.delta
@@ -142,7 +181,12 @@ class CompletionFormat:
         )
 
     def _chunk(
-        self, index: int, text: str, logprobs: dict[str, Any] | None, end: TextDelta | None
+        self,
+        index: int,
+        text: str,
+        logprobs: dict[str, Any] | None,
+        end: TextDelta | None,
+        others: bytes = b"",
     ) -> bytes:
         reason = None if end is None or end.finish_reason is None else end.finish_reason.value
         stop = b""
@@ -151,4 +195,4 @@ class CompletionFormat:
         head = b'{"index":%d,"text":' % index + msgspec.json.encode(text)
         encoded = b"null" if logprobs is None else msgspec.json.encode(logprobs)
         tail = b',"logprobs":' + encoded + b',"finish_reason":' + msgspec.json.encode(reason)
-        return self._writer.choice(head + tail + stop + b"}")
+        return self._writer.choice(head + tail + stop + others + b"}")

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from fastapi import APIRouter, Request, Response
 
 from moe_serve.engine.request import GenerationRequest
+from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.http.admission import admit_params
 from moe_serve.http.answer import collect, written_answer
 from moe_serve.http.body import read_json_object
 from moe_serve.http.chunk_format import ResponseHead
@@ -18,9 +20,12 @@ from moe_serve.http.context import ServerContext
 from moe_serve.http.engine_requests import TokenLimits, build_engine_requests
 from moe_serve.http.generation import Generation
 from moe_serve.http.parameters import ignored_header
-from moe_serve.http.prompts import Prompt, completion_prompts
+from moe_serve.http.prompts import Prompt, completion_prompts, truncated
 from moe_serve.http.respond import request_body_schema, stream_response, whole_response
-from moe_serve.http.schemas import DEFAULT_COMPLETION_TOKENS, CompletionBody, parse_body
+from moe_serve.http.routed_requests import with_routed_experts
+from moe_serve.http.schemas import DEFAULT_COMPLETION_TOKENS, CompletionBody
+from moe_serve.http.served_model import ServedModel
+from moe_serve.http.strict_schema import parse_body
 from moe_serve.text.tokenizer import Tokenizer
 
 _MAX_INLINE_TOKENS = 2048
@@ -36,20 +41,29 @@ def completion_router(server: ServerContext) -> APIRouter:
         headers = ignored_header(body.check(is_strict=server.config.is_strict))
         server.model.check_name(body.model)
         tokenizer = server.model.tokenizer
-        prompts = await completion_prompts(body.prompt, server.model)
-        response_id = f"cmpl-{uuid.uuid4().hex}"
-        requests = _engine_requests(server, body, prompts, response_id)
+        params = await admit_params(server, body.sampling_params(), body.constraint()[1])
+        prompts = await _prompts(body, server.model)
+        internal_id = f"cmpl-{uuid.uuid4().hex}"
+        requests = _engine_requests(server, body, params, prompts, internal_id)
         echoes: list[EchoedPrompt | None] = [None] * len(requests)
         if body.echo:
             echoes = await _echoes(prompts, len(requests) // len(prompts), tokenizer)
         head = ResponseHead(
-            id=response_id,
+            id=f"cmpl-{body.request_id}" if body.request_id else internal_id,
             object="text_completion",
             created=int(time.time()),
             model=server.model.name,
         )
-        formatter = CompletionFormat(head, tokenizer, echoes, has_usage=body.has_usage_chunk)
         generation = server.generations.start(requests, is_prompt_only=body.is_prompt_only)
+        formatter = CompletionFormat(
+            head,
+            tokenizer,
+            echoes,
+            has_usage=body.has_usage_chunk,
+            usage_now=generation.usage if body.has_usage_in_chunks else None,
+            prompt_ids=_prompt_ids(requests) if body.return_token_ids else None,
+            has_prompt_logprobs=body.prompt_logprobs is not None,
+        )
         if body.stream:
             return stream_response(
                 generation,
@@ -64,16 +78,32 @@ def completion_router(server: ServerContext) -> APIRouter:
     return router
 
 
+async def _prompts(body: CompletionBody, model: ServedModel) -> list[Prompt]:
+    limit, max_len = body.truncate_prompt_tokens, model.max_model_len
+    prompts = await completion_prompts(body.prompt, model, has_limit=limit is None)
+    max_tokens = body.max_tokens or DEFAULT_COMPLETION_TOKENS
+    return [truncated(prompt, limit, max_len, max_tokens) for prompt in prompts]
+
+
+def _prompt_ids(requests: Sequence[GenerationRequest]) -> list[tuple[int, ...]]:
+    return [request.prompt_token_ids for request in requests]
+
+
 def _engine_requests(
-    server: ServerContext, body: CompletionBody, prompts: Sequence[Prompt], response_id: str
+    server: ServerContext,
+    body: CompletionBody,
+    params: SamplingParams,
+    prompts: Sequence[Prompt],
+    response_id: str,
 ) -> list[GenerationRequest]:
     limits = TokenLimits(
         max_model_len=server.model.max_model_len,
         vocab_size=server.generations.engine.vocab_size,
         default_max_tokens=DEFAULT_COMPLETION_TOKENS,
+        prompt_logprobs_field=body.prompt_logprobs_field,
     )
-    params, salt = body.sampling_params(), body.cache_salt or ""
-    return build_engine_requests(response_id, prompts, params, limits, salt)
+    requests = build_engine_requests(response_id, prompts, params, limits, body.cache_salt or "")
+    return with_routed_experts(requests, body, server)
 
 
 async def _echoes(

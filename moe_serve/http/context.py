@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_serve.config import ServerConfig
+from moe_serve.engine.grammar.gate import GrammarGate
+from moe_serve.http.assistant_formats import AssistantFormats
 from moe_serve.http.generation import GenerationService
 from moe_serve.http.metrics import ServerMetrics
 from moe_serve.http.served_model import ServedModel
@@ -16,3 +18,5 @@ class ServerContext:
     config: ServerConfig
     metrics: ServerMetrics
     generations: GenerationService
+    gate: GrammarGate  # for whatever an answer is to look like
+    assistant: AssistantFormats

@@ -14,7 +14,7 @@ T = TypeVar("T")
 async def wait_for_disconnect(receive: Receive) -> None:
     """Return when the client is gone. Only to be called once the body has been read."""
     while (await receive())["type"] != "http.disconnect":
-        pass
+        continue
 
 
 async def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:

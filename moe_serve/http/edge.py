@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from moe_serve.http.access_log import AccessLog
 from moe_serve.http.errors import internal_error
 from moe_serve.http.metrics import ServerMetrics
+from moe_serve.http.pace import Pace
+from moe_serve.logs import current_request
 
 _LOGGER = logging.getLogger(__name__)
 _MAX_REQUEST_ID_CHARS = 128
@@ -21,16 +25,18 @@ class EdgeMiddleware:
     The client's id is only echoed and logged; nothing is ever looked up by it.
     """
 
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics, access: AccessLog) -> None:
         self._app = app
-        self._metrics = metrics
+        self._metrics, self._access = metrics, access
+        self._pace = Pace()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _request_id(Headers(scope=scope))
+        request_id, begun = request_id_of(Headers(scope=scope)), time.monotonic()
         status: int | None = None
+        token = current_request.set(request_id)
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -40,16 +46,26 @@ class EdgeMiddleware:
             await send(message)
 
         try:
+            if not is_health_path(scope["path"]):
+                await self._pace.turn()
             await self._app(scope, receive, send_with_id)
         except Exception:  # the top of a request: whatever it was, the server lives on
-            _LOGGER.exception("request %s failed: %s", request_id, scope["path"][:200])
+            _LOGGER.exception("request %s failed: %r", request_id, scope["path"][:200])
             if status is None:
-                await internal_error().response()(scope, receive, send_with_id)
+                await internal_error().response(scope["path"])(scope, receive, send_with_id)
         finally:
-            self._metrics.count_http_request(scope["path"], status)
+            seconds = time.monotonic() - begun
+            self._metrics.count_http_request(scope["path"], status, seconds)
+            self._access.note(scope["method"], scope["path"], status, seconds, request_id)
+            current_request.reset(token)
 
 
-def _request_id(headers: Headers) -> str:
+def is_health_path(path: str) -> bool:
+    """They wait for nobody."""
+    return path.startswith("/health") or path == "/ping"
+
+
+def request_id_of(headers: Headers) -> str:
     """The client's id if it is short and printable, else a new one."""
     given = headers.get("x-request-id", "")
     is_usable = given.isascii() and given.isprintable() and len(given) <= _MAX_REQUEST_ID_CHARS

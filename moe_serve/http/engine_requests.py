@@ -22,6 +22,7 @@ class TokenLimits:
     vocab_size: int
     default_max_tokens: int | None
     max_tokens_field: str = "max_tokens"
+    prompt_logprobs_field: str = "prompt_logprobs"
 
 
 def build_engine_requests(
@@ -45,7 +46,7 @@ def build_engine_requests(
             param="n",
         )
     params.check_vocabulary(limits.vocab_size)
-    _check_prompt_logprobs(prompts, params)
+    _check_prompt_logprobs(prompts, params, limits)
     now = time.monotonic()
     requests: list[GenerationRequest] = []
     for prompt in prompts:
@@ -82,18 +83,21 @@ def _check_prompt(prompt: Prompt, limits: TokenLimits) -> None:
         )
 
 
-def _check_prompt_logprobs(prompts: Sequence[Prompt], params: SamplingParams) -> None:
+def _check_prompt_logprobs(
+    prompts: Sequence[Prompt], params: SamplingParams, limits: TokenLimits
+) -> None:
     """They are held in memory until the answer is written, unlike those of the answer's tokens."""
     if params.prompt_logprobs is None:
         return
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts) * params.n
     count = num_tokens * (params.prompt_logprobs + 1)
     if count > MAX_PROMPT_LOGPROBS:
+        field = limits.prompt_logprobs_field
         raise InvalidRequestError(
-            f"echo with logprobs = {params.prompt_logprobs} asks for {count} log probabilities of "
-            f"the prompt ({num_tokens} tokens in {len(prompts)} prompts and n = {params.n} choices,"
-            f" {params.prompt_logprobs + 1} each); at most {MAX_PROMPT_LOGPROBS} are allowed.",
-            param="logprobs",
+            f"{field} = {params.prompt_logprobs} asks for {count} log probabilities of the prompt "
+            f"({num_tokens} tokens in {len(prompts)} prompts and n = {params.n} choices, "
+            f"{params.prompt_logprobs + 1} each); at most {MAX_PROMPT_LOGPROBS} are allowed.",
+            param=field.rpartition(" ")[2],
         )
 
 

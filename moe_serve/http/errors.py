@@ -1,9 +1,12 @@
-"""Every error as one envelope: {"error": {"message", "type", "param", "code"}}, code a string."""
+"""Every error as one envelope: {"error": {"message", "type", "param", "code"}}, code a string.
+
+Under /v1/messages it is Anthropic's (`anthropic_errors.py`).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 from fastapi import Request, Response
@@ -14,9 +17,11 @@ from moe_serve.errors import (
     InvalidRequestError,
     ModelNotFoundError,
     MoeServeError,
+    RebalanceError,
     ServerOverloadedError,
     TracingError,
 )
+from moe_serve.http.anthropic_errors import anthropic_error, is_anthropic
 
 _NO_HEADERS: Mapping[str, str] = {}
 _ENGINE_RETRY_S = 5.0
@@ -47,7 +52,10 @@ class ApiError(Exception):
             return "rate_limit_error"
         return "server_error" if self.status >= 500 else "invalid_request_error"
 
-    def body(self) -> bytes:
+    def body(self, path: str = "") -> bytes:
+        """In the shape of the API that the path belongs to; OpenAI's where none is known."""
+        if is_anthropic(path):
+            return anthropic_error(self.status, self.message, self.code, self.param)
         error = {
             "message": self.message,
             "type": self.type,
@@ -56,9 +64,9 @@ class ApiError(Exception):
         }
         return msgspec.json.encode({"error": error})
 
-    def response(self) -> Response:
+    def response(self, path: str = "") -> Response:
         return Response(
-            self.body(), self.status, headers=self.headers, media_type="application/json"
+            self.body(path), self.status, headers=self.headers, media_type="application/json"
         )
 
 
@@ -76,12 +84,12 @@ def engine_dead_error() -> ApiError:
         503,
         "The engine has stopped; the server must be restarted.",
         code="engine_dead",
-        headers=_retry_headers(_ENGINE_RETRY_S),
+        headers=retry_headers(_ENGINE_RETRY_S),
     )
 
 
 def draining_error(message: str, retry_after_s: float = _ENGINE_RETRY_S) -> ApiError:
-    return ApiError(503, message, code="server_draining", headers=_retry_headers(retry_after_s))
+    return ApiError(503, message, code="server_draining", headers=retry_headers(retry_after_s))
 
 
 def to_api_error(error: Exception) -> ApiError:
@@ -97,18 +105,30 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, ServerOverloadedError):
         if error.is_draining:
             return draining_error(str(error), error.retry_after_s)
-        headers = {**_retry_headers(error.retry_after_s), "x-should-retry": "true"}
+        headers = {**retry_headers(error.retry_after_s), "x-should-retry": "true"}
         return ApiError(429, str(error), code="server_overloaded", headers=headers)
     if isinstance(error, TracingError):
         return ApiError(409, str(error), code="tracing_conflict")
+    if isinstance(error, RebalanceError):
+        return ApiError(409, str(error), code="rebalance_conflict")
     if isinstance(error, GenerationError):
         return ApiError(500, str(error), code="generation_failed")
     return internal_error()
 
 
-async def handle_error(request: Request, error: Exception) -> Response:
-    """FastAPI's exception handler for every kind of error that we know."""
-    return to_api_error(error).response()
+def error_handler(overload_status: int) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """FastAPI's exception handler for every kind of error that we know.
+
+    `overload_status` is the answer to what a full queue has no room for.
+    """
+
+    async def handle(request: Request, error: Exception) -> Response:
+        answer = to_api_error(error)
+        if answer.code == "server_overloaded":
+            answer.status = overload_status
+        return answer.response(request.url.path)
+
+    return handle
 
 
 HANDLED_ERRORS: tuple[type[Exception], ...] = (ApiError, HTTPException, MoeServeError)
@@ -128,7 +148,7 @@ def _from_http_exception(error: HTTPException) -> ApiError:
     return ApiError(error.status_code, str(error.detail), code="bad_request", headers=headers)
 
 
-def _retry_headers(retry_after_s: float) -> dict[str, str]:
+def retry_headers(retry_after_s: float) -> dict[str, str]:
     return {
         "Retry-After": str(max(1, math.ceil(retry_after_s))),
         "Retry-After-Ms": str(max(1, math.ceil(retry_after_s * 1000))),

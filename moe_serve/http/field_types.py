@@ -6,6 +6,7 @@ checking each, or collecting a million errors, would hold up the event loop for 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
@@ -13,7 +14,13 @@ import msgspec
 from pydantic import BeforeValidator, Field
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from moe_serve.engine.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS
+from moe_serve.engine.grammar.limits import MAX_CHOICES
+from moe_serve.engine.sampling_params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+)
 from moe_serve.errors import InvalidRequestError
 
 MAX_STOP_TOKEN_IDS = 128
@@ -38,7 +45,9 @@ def check_num_fields(value: Any) -> Any:
     return _check_size(value, Mapping, "fields", 0, MAX_FIELDS)
 
 
-def _at_most(noun: str, limit: int, at_least: int = 0) -> BeforeValidator:
+def at_most(noun: str, limit: int, at_least: int = 0) -> BeforeValidator:
+    """A list of so many items, counted before any is looked at."""
+
     def check(value: Any) -> Any:
         return _check_size(value, list, noun, at_least, limit)
 
@@ -90,25 +99,41 @@ Int = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 StopList = Annotated[
     list[str],
     Field(fail_fast=True),
-    _at_most("strings", MAX_STOP_STRINGS),
+    at_most("strings", MAX_STOP_STRINGS),
     BeforeValidator(_stop_to_list),
 ]
 StopTokenIds = Annotated[
     list[Int],
     Field(fail_fast=True, json_schema_extra={"maxItems": MAX_STOP_TOKEN_IDS}),
-    _at_most("ids", MAX_STOP_TOKEN_IDS),
+    at_most("ids", MAX_STOP_TOKEN_IDS),
+]
+AllowedTokenIds = Annotated[
+    list[Int],
+    Field(fail_fast=True, json_schema_extra={"maxItems": MAX_ALLOWED_TOKEN_IDS}),
+    at_most("ids", MAX_ALLOWED_TOKEN_IDS),
+]
+WordList = Annotated[
+    list[str],
+    Field(fail_fast=True, json_schema_extra={"maxItems": MAX_BAD_WORDS}),
+    at_most("strings", MAX_BAD_WORDS),
+]
+ChoiceList = Annotated[
+    list[str],
+    Field(fail_fast=True, json_schema_extra={"minItems": 1, "maxItems": MAX_CHOICES}),
+    at_most("choices", MAX_CHOICES, at_least=1),
 ]
 LogitBias = Annotated[dict[int, float], BeforeValidator(_string_keys_to_ids)]
 MessageList = Annotated[
     list[Message],
     Field(fail_fast=True, json_schema_extra={"minItems": 1, "maxItems": MAX_MESSAGES}),
-    _at_most("messages", MAX_MESSAGES, at_least=1),
+    at_most("messages", MAX_MESSAGES, at_least=1),
 ]
 CacheSalt = Annotated[
     str,
     Field(json_schema_extra={"minLength": 1, "maxLength": MAX_SALT_CHARS}),
     BeforeValidator(lambda value: _check_size(value, str, "characters", 1, MAX_SALT_CHARS)),
 ]
+RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")]
 Content = Annotated[str | list[Any], BeforeValidator(_check_content_type)]
 
 
@@ -123,7 +148,7 @@ def misfit(details: ErrorDetails) -> InvalidRequestError:
         )
     reason = _REASONS.get(kind)
     if reason is None:
-        reason = details["msg"][:300].replace("Input should be", "must be", 1)
+        reason = re.sub(r"^\w+ should ", "must ", details["msg"][:300])
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
     subject = param or "the body"
     return InvalidRequestError(

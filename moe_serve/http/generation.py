@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from moe_serve.engine.client import EngineClient
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.errors import ServerOverloadedError
 from moe_serve.http.errors import ApiError, draining_error, engine_dead_error
+from moe_serve.http.key_limits import KeyAccount, current_account
 from moe_serve.http.merged_queues import MergedQueues
 from moe_serve.http.metrics import ServerMetrics
 from moe_serve.http.prompt_logprobs import SharedPromptLogprobs
@@ -83,6 +85,7 @@ class Generation:
         for request_id, sequence in self._sequences.items():
             if not sequence.is_finished:
                 self._engine.abort(request_id)
+                sequence.abandon()
         self._on_close(self)
 
     def _push(self, request_id: str, deltas: list[TokenDelta]) -> Piece | None:
@@ -98,7 +101,10 @@ class Generation:
         return piece
 
     def _engine_error(self, delta: TokenDelta) -> ApiError:
-        """What went wrong goes to the log, not to the client."""
+        """What went wrong goes to the log, not to the client; but what it asked for does."""
+        if delta.is_of_request:
+            message = f"The answer cannot go on: {delta.error}."
+            return ApiError(400, message, code="constraint_failed")
         if not self._engine.stats().is_alive:
             return engine_dead_error()
         _LOGGER.error("request %s failed in the engine: %s", delta.request_id, delta.error)
@@ -121,7 +127,11 @@ class GenerationService:
         return len(self._open)
 
     def start(
-        self, requests: Sequence[GenerationRequest], *, is_prompt_only: bool = False
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        is_prompt_only: bool = False,
+        kept_ids: frozenset[int] = frozenset(),
     ) -> Generation:
         """Submit all or none. The caller must `close` the generation, whatever happens.
 
@@ -131,11 +141,24 @@ class GenerationService:
         stops = StopStrings(requests[0].params.stop)
         sequences = [
             SequenceProgress(
-                index, request, self._tokenizer, self._metrics, stops, is_prompt_only=is_prompt_only
+                index,
+                request,
+                self._tokenizer,
+                self._metrics,
+                stops,
+                is_prompt_only=is_prompt_only,
+                kept_ids=kept_ids,
             )
             for index, request in enumerate(requests)
         ]
-        generation = Generation(self.engine, sequences, queues, self._open.discard)
+        account = current_account()
+
+        def on_close(generation: Generation) -> None:
+            self._open.discard(generation)
+            if account is not None:
+                _charge(account, generation.usage())
+
+        generation = Generation(self.engine, sequences, queues, on_close)
         self._open.add(generation)
         return generation
 
@@ -161,3 +184,7 @@ class GenerationService:
         except ServerOverloadedError as error:
             self._metrics.count_rejection("draining" if error.is_draining else "queue_full")
             raise
+
+
+def _charge(account: KeyAccount, usage: Usage) -> None:
+    account.charge(usage.prompt_tokens + usage.completion_tokens, time.monotonic())

@@ -1,8 +1,9 @@
-"""GET /health/live, /health/ready and /metrics.
+"""GET /health/live, /health/ready, /health, /ping and /metrics.
 
-Live: the process should not be restarted. Ready: it wants new requests. A busy engine is live; one
-that has sequences to run but has not come round for a minute is not. While ranks are away that no
-step can do without, requests wait: live, but not ready.
+Live: the process should not be restarted. Ready: it wants new requests; /health and /ping are the
+same under the names that others use. A busy engine is live; one that has sequences to run but has
+not come round for `server.hang_report_s` is not. While ranks are away that no step can do without,
+requests wait: live, but not ready.
 """
 
 from __future__ import annotations
@@ -16,9 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from moe_serve.engine.client import EngineStats
 from moe_serve.http.context import ServerContext
 from moe_serve.http.errors import ApiError, draining_error, engine_dead_error
-
-STALL_S = 60.0
-OUTAGE_S = 1.0  # shorter ones are not worth a client's attention
+from moe_serve.http.readiness import OUTAGE_S
 
 
 class ProgressWatch:
@@ -48,19 +47,22 @@ def health_router(server: ServerContext) -> APIRouter:
     watch = ProgressWatch()
     engine = server.generations.engine
 
-    @router.get("/health/live")
-    async def live() -> dict[str, Any]:
-        stats = engine.stats()
-        if not stats.is_alive:
-            raise engine_dead_error()
+    def check_progress(stats: EngineStats) -> None:
         stalled_s = watch.stalled_for(stats, time.monotonic())
-        if stalled_s > STALL_S:
+        if stalled_s > server.config.hang_report_s:
             raise ApiError(
                 503,
                 f"The engine has made no step for {stalled_s:.0f} s with {stats.num_running} "
                 f"sequences running and {stats.num_waiting} waiting (step {stats.num_steps}).",
                 code="engine_stalled",
             )
+
+    @router.get("/health/live")
+    async def live() -> dict[str, Any]:
+        stats = engine.stats()
+        if not stats.is_alive:
+            raise engine_dead_error()
+        check_progress(stats)
         return {
             "status": "live",
             "num_steps": stats.num_steps,
@@ -68,6 +70,8 @@ def health_router(server: ServerContext) -> APIRouter:
             "num_waiting": stats.num_waiting,
         }
 
+    @router.get("/health")
+    @router.get("/ping")
     @router.get("/health/ready")
     async def ready() -> dict[str, Any]:
         stats = engine.stats()
@@ -82,10 +86,22 @@ def health_router(server: ServerContext) -> APIRouter:
                 "requests wait for them.",
                 code="ranks_away",
             )
-        return {"status": "ready", "model": server.model.name}
+        check_progress(stats)
+        return {
+            "status": "ready",
+            "model": server.model.name,
+            "last_error": _last_error(stats),
+        }
 
     @router.get("/metrics")
     async def metrics() -> Response:
         return Response(server.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     return router
+
+
+def _last_error(stats: EngineStats) -> dict[str, Any] | None:
+    """That there was one, and when: what it was is in the log, as anybody may ask."""
+    if stats.last_error_age_s is None:
+        return None
+    return {"code": "generation_failed", "seconds_ago": round(stats.last_error_age_s, 1)}

@@ -37,7 +37,7 @@ def completion_logprobs(
     """`choices[].logprobs` of a completion: parallel lists. The first prompt token has none."""
     return {
         "tokens": [tokenizer.token_text(token) for token in token_ids],
-        "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in entries],
+        "token_logprobs": [None if entry is None else finite(entry.logprob) for entry in entries],
         "top_logprobs": [_top_by_text(entry, tokenizer) for entry in entries],
         "text_offset": list(text_offsets),
     }
@@ -51,7 +51,7 @@ def _chat_entry(entry: TokenLogprob, tokenizer: Tokenizer) -> dict[str, Any]:
 def _chat_token(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
     return {
         "token": tokenizer.token_text(token_id),
-        "logprob": _finite(logprob),
+        "logprob": finite(logprob),
         "bytes": list(tokenizer.token_bytes(token_id)),
     }
 
@@ -62,9 +62,10 @@ def _top_by_text(entry: TokenLogprob | None, tokenizer: Tokenizer) -> dict[str, 
         return None
     top: dict[str, float] = {}
     for token, logprob in (*entry.top, (entry.token_id, entry.logprob)):
-        top.setdefault(tokenizer.token_text(token), _finite(logprob))
+        top.setdefault(tokenizer.token_text(token), finite(logprob))
     return top
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """What JSON can say."""
     return logprob if logprob >= _LOWEST else _LOWEST  # also for NaN

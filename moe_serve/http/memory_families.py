@@ -25,6 +25,11 @@ def memory_families(stats: MemoryStats, prefix: str, model_name: str) -> Iterato
         "read_bytes": ("Their bytes, packed.", stats.bytes_read),
         "prefetches": ("Of these, before they were needed.", stats.num_prefetched),
         "prefetch_hits": ("Of these, needed before they left.", stats.num_prefetch_hits),
+        "foretold": (
+            "Experts that the next-layer predictor said rows will need.",
+            stats.num_foretold,
+        ),
+        "foreseen": ("Of these, needed.", stats.num_foreseen),
         "passes": ("Passes over a layer's rows.", stats.num_passes),
         "wait_seconds": ("Time that layers waited for experts.", stats.wait_seconds),
     }

@@ -13,12 +13,21 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from moe_serve.config import MetricsAlias
 from moe_serve.engine.client import EngineClient
+from moe_serve.engine.placement_control import PlacementControl
 from moe_serve.engine.request import FinishReason
 from moe_serve.engine.tracing import Tracing
 from moe_serve.http.batching_families import batching_families
+from moe_serve.http.finished_sequence import FinishedSequence
+from moe_serve.http.key_limits import KeyRefusal
 from moe_serve.http.memory_families import memory_families
+from moe_serve.http.metrics_alias import with_alias
+from moe_serve.http.placement_families import placement_families
 from moe_serve.http.pool_families import pool_families
+from moe_serve.http.recent_requests import RecentRequests
+from moe_serve.http.request_families import RequestHistograms
+from moe_serve.http.step_families import step_families
 from moe_serve.http.trace_families import trace_families
 
 PREFIX = "moe_serve:"
@@ -27,26 +36,57 @@ _ROUTES = frozenset(
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/models",
+        "/health",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/chat/completions/render",
+        "/v1/completions/render",
+        "/v1/tokenize",
+        "/v1/detokenize",
+        "/tokenize",
+        "/detokenize",
+        "/version",
+        "/load",
         "/health/live",
         "/health/ready",
         "/metrics",
+        "/ping",
+        "/startup",
+        "/admin/hang",
         "/openapi.json",
+        "/admin/placement",
+        "/admin/placement/plan",
+        "/admin/placement/rebalance",
         "/admin/trace/start",
         "/admin/trace/stop",
         "/admin/trace/status",
+        "/dashboard",
+        "/dashboard/playground",
+        "/dashboard/state",
     }
 )
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+_LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
 _E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 
-RejectionReason = Literal["queue_full", "draining", "engine_dead"]
+_HTTP_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0, 600.0)
+
+RejectionReason = Literal["queue_full", "draining", "engine_dead"] | KeyRefusal
 
 
 class _Registry(CollectorRegistry):
     """Without the `_created` series, one for every counter and histogram that nobody reads."""
 
+    def __init__(self, alias: MetricsAlias) -> None:
+        super().__init__()
+        self._alias = alias
+
     def collect(self) -> Iterator[Metric]:
+        return with_alias(self._own(), PREFIX) if self._alias == "vllm" else self._own()
+
+    def _own(self) -> Iterator[Metric]:
         for metric in super().collect():
             metric.samples = [s for s in metric.samples if not s.name.endswith("_created")]
             yield metric
@@ -56,11 +96,17 @@ class ServerMetrics:
     """All metrics of one server, in a registry of its own."""
 
     def __init__(
-        self, engine: EngineClient, model_name: str, tracing: Tracing | None = None
+        self,
+        engine: EngineClient,
+        model_name: str,
+        tracing: Tracing | None = None,
+        placement: PlacementControl | None = None,
+        alias: MetricsAlias = "none",
     ) -> None:
-        self.registry = _Registry()
+        self.registry = _Registry(alias)
+        self.recent = RecentRequests()
         self._model_name = model_name
-        self.registry.register(_EngineCollector(engine, model_name, tracing))
+        self.registry.register(_EngineCollector(engine, model_name, tracing, placement))
         self._ttft = self._histogram(
             "time_to_first_token_seconds", "From the request to its first token.", _TTFT_BUCKETS
         )
@@ -70,6 +116,10 @@ class ServerMetrics:
         self._e2e = self._histogram(
             "e2e_request_latency_seconds", "From the request to its last token.", _E2E_BUCKETS
         )
+        self._lag = self._histogram(
+            "event_loop_lag_seconds", "How late a clock of the event loop ticks.", _LAG_BUCKETS
+        )
+        self._requests = RequestHistograms(self.registry, PREFIX, model_name)
         self._success = self._counter(
             "request_success", "Sequences that ended.", ["finished_reason"]
         )
@@ -77,26 +127,50 @@ class ServerMetrics:
             "admission_rejections", "Requests that were not accepted.", ["reason"]
         )
         self._http = self._counter("http_requests", "HTTP requests.", ["route", "status"])
+        self._http_seconds = Histogram(
+            PREFIX + "http_request_duration_seconds",
+            "From an HTTP request to the end of its answer.",
+            ["model_name", "route"],
+            registry=self.registry,
+            buckets=_HTTP_BUCKETS,
+        )
 
     def observe_first_token(self, seconds: float) -> None:
         self._ttft.observe(seconds)
+        self.recent.first_tokens.add(seconds)
 
     def observe_next_tokens(self, seconds: float, num_tokens: int) -> None:
         """`num_tokens` tokens came together, `seconds` after the ones before."""
+        self.recent.next_tokens.add(seconds / num_tokens, num_tokens)
         for _ in range(num_tokens):
             self._itl.observe(seconds / num_tokens)
 
+    def observe_finished(self, sequence: FinishedSequence) -> None:
+        """It has ended, and was told so. See also `count_abandoned`."""
+        self._requests.observe(sequence)
+        self.observe_end(sequence.ended - sequence.arrival, sequence.reason)
+
     def observe_end(self, seconds: float, reason: FinishReason) -> None:
         self._e2e.observe(seconds)
+        self.recent.ended(reason)
         self._success.labels(self._model_name, reason.value).inc()
+
+    def observe_loop_lag(self, seconds: float) -> None:
+        self._lag.observe(seconds)
+
+    def count_abandoned(self) -> None:
+        """A sequence whose client went away: how long it took says nothing."""
+        self._success.labels(self._model_name, FinishReason.ABORT.value).inc()
 
     def count_rejection(self, reason: RejectionReason) -> None:
         self._rejections.labels(self._model_name, reason).inc()
+        self.recent.num_rejected += 1
 
-    def count_http_request(self, path: str, status: int | None) -> None:
+    def count_http_request(self, path: str, status: int | None, seconds: float) -> None:
         """`status` None: the client went away before an answer."""
-        status_label = "none" if status is None else str(status)
-        self._http.labels(self._model_name, route_label(path), status_label).inc()
+        status_label, route = "none" if status is None else str(status), route_label(path)
+        self._http.labels(self._model_name, route, status_label).inc()
+        self._http_seconds.labels(self._model_name, route).observe(seconds)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
@@ -114,8 +188,14 @@ class ServerMetrics:
 class _EngineCollector(Collector):
     """Reads the engine's snapshot when Prometheus asks."""
 
-    def __init__(self, engine: EngineClient, model_name: str, tracing: Tracing | None) -> None:
-        self._engine, self._tracing = engine, tracing
+    def __init__(
+        self,
+        engine: EngineClient,
+        model_name: str,
+        tracing: Tracing | None,
+        placement: PlacementControl | None,
+    ) -> None:
+        self._engine, self._tracing, self._placement = engine, tracing, placement
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
@@ -153,6 +233,7 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
             counter.add_metric([self._model_name], value)
             yield counter
+        yield from step_families(stats, PREFIX, self._model_name)
         if stats.expert_memory is not None:
             yield from memory_families(stats.expert_memory, PREFIX, self._model_name)
         if stats.batching is not None:
@@ -161,10 +242,15 @@ class _EngineCollector(Collector):
             yield from pool_families(stats.pools, PREFIX, self._model_name)
         if self._tracing is not None:
             yield from trace_families(self._tracing.status(), PREFIX, self._model_name)
+        if self._placement is not None:
+            yield from placement_families(self._placement.status(), PREFIX, self._model_name)
 
 
 def route_label(path: str) -> str:
     """The route that a path belongs to; everything unknown is one label."""
     if path in _ROUTES:
         return path
-    return "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
+    for family in ("/v1/models/", "/v1/responses/", "/dashboard/assets/"):
+        if path.startswith(family):
+            return family + "{id}"
+    return "other"

@@ -19,10 +19,8 @@ from moe_serve.errors import InvalidRequestError
 IGNORED_FIELDS = frozenset(
     {
         "metadata",
-        "parallel_tool_calls",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "request_id",
         "safety_identifier",
         "service_tier",
         "store",
@@ -30,82 +28,52 @@ IGNORED_FIELDS = frozenset(
         "verbosity",
     }
 )
-IGNORED_MESSAGE_FIELDS = frozenset(
-    {"annotations", "id", "name", "reasoning", "reasoning_content", "refusal"}
-)
+IGNORED_MESSAGE_FIELDS = frozenset({"annotations", "id", "refusal"})
 
 # Known, but not served by this version: only the values that ask for nothing are accepted.
 UNSERVED_FIELDS: Mapping[str, tuple[Any, ...]] = {
-    "allowed_token_ids": ([],),
     "audio": (),
-    "bad_words": ([],),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
+    "custom_logit_processor": (),
+    "data_parallel_rank": (),
+    "documents": ([],),
+    "extra_key": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "grammar": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "json_schema": (),
+    "id_slot": (-1,),
     "length_penalty": (1,),
     "logits_processors": ([],),
     "modalities": (["text"],),
+    "no_stop_trim": (False,),
     "prediction": (),
-    "priority": (0,),
-    "prompt_logprobs": (),
-    "reasoning_effort": (),
-    "regex": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
+    "session_id": (),
+    "session_params": (),
+    "stream_reasoning": (True,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "truncate_prompt_tokens": (),
+    "thinking_token_budget": (-1,),
     "use_beam_search": (False,),
     "web_search_options": (),
 }
 UNSERVED_MESSAGE_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": (),
-    "tool_call_id": (),
-    "tool_calls": ([],),
 }
 
 _HEADER_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _MAX_HEADER_NAMES = 32
 
 
-def check_extra_fields(extras: Mapping[str, Any], *, is_strict: bool) -> list[str]:
-    """The names that had no effect, or InvalidRequestError for the first that may not be there."""
-    return _check(extras, IGNORED_FIELDS, UNSERVED_FIELDS, "", is_strict)
-
-
-def check_extra_message_fields(
-    extras: Mapping[str, Any], index: int, *, is_strict: bool
-) -> list[str]:
-    """The same for the fields of `messages[index]`."""
-    prefix = f"messages.{index}."
-    return _check(extras, IGNORED_MESSAGE_FIELDS, UNSERVED_MESSAGE_FIELDS, prefix, is_strict)
-
-
-def ignored_header(names: Iterable[str]) -> dict[str, str]:
-    """The header for the ignored names; names that do not fit into a header become "?"."""
-    shown = sorted({name if _HEADER_NAME.fullmatch(name) else "?" for name in names})
-    if not shown:
-        return {}
-    return {"X-Ignored-Parameters": ", ".join(shown[:_MAX_HEADER_NAMES])}
-
-
-def _check(
+def check_fields(
     extras: Mapping[str, Any],
     ignored: frozenset[str],
     unserved: Mapping[str, tuple[Any, ...]],
     prefix: str,
     is_strict: bool,
 ) -> list[str]:
+    """The names of `extras` that had no effect, or an error for the first that may not be there.
+
+    `unserved` has, for each known name, the values that ask for nothing.
+    """
     names: list[str] = []
     for name, value in extras.items():
         param = prefix + name[:100]
@@ -122,6 +90,27 @@ def _check(
         else:
             names.append(param)
     return names
+
+
+def check_extra_fields(extras: Mapping[str, Any], *, is_strict: bool) -> list[str]:
+    """The names that had no effect, or InvalidRequestError for the first that may not be there."""
+    return check_fields(extras, IGNORED_FIELDS, UNSERVED_FIELDS, "", is_strict)
+
+
+def check_extra_message_fields(
+    extras: Mapping[str, Any], index: int, *, is_strict: bool
+) -> list[str]:
+    """The same for the fields of `messages[index]`."""
+    prefix = f"messages.{index}."
+    return check_fields(extras, IGNORED_MESSAGE_FIELDS, UNSERVED_MESSAGE_FIELDS, prefix, is_strict)
+
+
+def ignored_header(names: Iterable[str]) -> dict[str, str]:
+    """The header for the ignored names; names that do not fit into a header become "?"."""
+    shown = sorted({name if _HEADER_NAME.fullmatch(name) else "?" for name in names})
+    if not shown:
+        return {}
+    return {"X-Ignored-Parameters": ", ".join(shown[:_MAX_HEADER_NAMES])}
 
 
 def _unserved(param: str, accepted: tuple[Any, ...]) -> InvalidRequestError:

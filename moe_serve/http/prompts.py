@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from moe_serve.engine.sampling_params import MAX_CHOICES
@@ -31,28 +31,53 @@ class Prompt:
 async def chat_prompt(body: ChatBody, model: ServedModel) -> Prompt:
     """Render the chat template and tokenize; the template writes the special tokens itself."""
     template = model.require_chat_template()
+    tools, options = body.template_tools(), body.template_options()
     has_prompt = body.add_generation_prompt is not False
+    has_text_arguments = bool(body.has_calls and template.has_text_arguments)
 
     def work() -> Prompt:
-        text = template.render(body.plain_messages(), add_generation_prompt=has_prompt)
-        _check_text_length(text, "messages", model)
+        messages = body.template_messages(has_text_arguments=has_text_arguments)
+        if body.continue_final_message:
+            text = template.render_to_continue(messages, tools=tools, options=options)
+        else:
+            text = template.render(
+                messages, add_generation_prompt=has_prompt, tools=tools, options=options
+            )
+        if body.truncate_prompt_tokens is None:
+            _check_text_length(text, "messages", model)
         token_ids = model.tokenizer.encode(text, add_special_tokens=False)
         return Prompt(token_ids=tuple(token_ids), text=text, param="messages")
 
     num_chars = sum(_num_chars(message.content) for message in body.messages)
-    return await _run(work, num_chars + 64 * len(body.messages))
+    return await _run(work, num_chars + 64 * len(body.messages) + 1024 * len(tools or ()))
 
 
-async def completion_prompts(value: Any, model: ServedModel) -> list[Prompt]:
-    """A string, a list of strings, a list of token ids, or a list of such lists."""
+async def text_prompt(text: str, model: ServedModel, *, add_special_tokens: bool) -> Prompt:
+    """A text by itself, which nobody wants to continue."""
+
+    def work() -> Prompt:
+        _check_text_length(text, "prompt", model)
+        token_ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return Prompt(token_ids=tuple(token_ids), text=text, param="prompt")
+
+    return await _run(work, len(text))
+
+
+async def completion_prompts(
+    value: Any, model: ServedModel, *, has_limit: bool = True
+) -> list[Prompt]:
+    """A string, a list of strings, a list of token ids, or a list of such lists.
+
+    `has_limit` False: what is too long for the context will be truncated.
+    """
     if isinstance(value, str):
-        return [await _run(lambda: _encode(value, "prompt", model), len(value))]
+        return [await _run(lambda: _encode(value, "prompt", model, has_limit), len(value))]
     if not isinstance(value, list):
         raise _bad_prompt("prompt")
     if not value:
         raise InvalidRequestError("prompt must not be empty.", param="prompt")
     if type(value[0]) is int:
-        return [_from_ids(value, "prompt", model)]
+        return [_from_ids(value, "prompt", model, has_limit)]
     if len(value) > MAX_CHOICES:
         raise InvalidRequestError(
             f"prompt holds {len(value)} prompts; at most {MAX_CHOICES} are allowed.",
@@ -60,16 +85,33 @@ async def completion_prompts(value: Any, model: ServedModel) -> list[Prompt]:
         )
     params = [f"prompt.{i}" for i in range(len(value))]
     if isinstance(value[0], list):
-        return [_from_ids(ids, param, model) for ids, param in zip(value, params, strict=True)]
+        pairs = zip(value, params, strict=True)
+        return [_from_ids(ids, param, model, has_limit) for ids, param in pairs]
     for text, param in zip(value, params, strict=True):
         if not isinstance(text, str):
             raise _bad_prompt(param)
 
     def work() -> list[Prompt]:
         pairs = zip(value, params, strict=True)
-        return [_encode(text, param, model) for text, param in pairs]
+        return [_encode(text, param, model, has_limit) for text, param in pairs]
 
     return await _run(work, sum(map(len, value)))
+
+
+def truncated(prompt: Prompt, limit: int | None, max_model_len: int, max_tokens: int) -> Prompt:
+    """The last `limit` tokens; -1 leaves room for `max_tokens` in the context."""
+    if limit is None:
+        return prompt
+    if limit >= max_model_len:
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens must be at most {max_model_len - 1}, one less than the "
+            f"context, got {limit}.",
+            param="truncate_prompt_tokens",
+        )
+    count = max(1, max_model_len - max_tokens) if limit == -1 else limit
+    if len(prompt.token_ids) <= count:
+        return prompt
+    return replace(prompt, token_ids=prompt.token_ids[-count:], text=None)
 
 
 def check_prompt_length(num_tokens: int, param: str, max_model_len: int) -> None:
@@ -94,14 +136,15 @@ def _check_text_length(text: str, param: str, model: ServedModel) -> None:
         )
 
 
-def _encode(text: str, param: str, model: ServedModel) -> Prompt:
-    _check_text_length(text, param, model)
+def _encode(text: str, param: str, model: ServedModel, has_limit: bool) -> Prompt:
+    if has_limit:
+        _check_text_length(text, param, model)
     return Prompt(token_ids=tuple(model.tokenizer.encode(text)), text=text, param=param)
 
 
-def _from_ids(ids: Any, param: str, model: ServedModel) -> Prompt:
+def _from_ids(ids: Any, param: str, model: ServedModel, has_limit: bool) -> Prompt:
     """Length first: it bounds the cost of looking at every id."""
-    if isinstance(ids, list):
+    if isinstance(ids, list) and has_limit:
         check_prompt_length(len(ids), param, model.max_model_len)
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
         raise _bad_prompt(param)
@@ -118,9 +161,9 @@ def _bad_prompt(param: str) -> InvalidRequestError:
     )
 
 
-def _num_chars(content: str | list[Any]) -> int:
+def _num_chars(content: str | list[Any] | None) -> int:
     """Parts are not worth counting: they take the way of a long text."""
-    return len(content) if isinstance(content, str) else _MAX_INLINE_CHARS + 1
+    return len(content or "") if not isinstance(content, list) else _MAX_INLINE_CHARS + 1
 
 
 async def _run(work: Callable[[], T], num_chars: int) -> T:

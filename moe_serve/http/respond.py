@@ -3,32 +3,55 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import json
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request, Response
-from pydantic import BaseModel
+from pydantic import TypeAdapter
 
 from moe_serve.http.disconnect import run_until_disconnect
-from moe_serve.http.generation import Generation, Usage
-from moe_serve.http.logprob_format import MAX_INLINE_LOGPROBS, num_logprobs
-from moe_serve.http.sequence import Piece
+from moe_serve.http.generation import Usage
+from moe_serve.http.logprob_format import MAX_INLINE_LOGPROBS
 from moe_serve.http.sse import SseResponse
 
 _CLIENT_CLOSED_REQUEST = 499
 
 
-class StreamFormat(Protocol):
+class Countable(Protocol):
+    """A piece of an answer, as far as its size goes."""
+
+    @property
+    def num_logprobs(self) -> int: ...
+
+
+AnyPiece = TypeVar("AnyPiece", bound=Countable)
+Written = TypeVar("Written", bound=Countable, contravariant=True)
+Made = TypeVar("Made", bound=Countable, covariant=True)
+
+
+class PieceStream(Protocol[Made]):
+    """What yields pieces: a Generation, or a ChatGeneration."""
+
+    def __aiter__(self) -> AsyncIterator[Sequence[Made]]: ...
+
+    def usage(self) -> Usage: ...
+
+    def close(self) -> None: ...
+
+
+class StreamFormat(Protocol[Written]):
     """Writes the events of a stream."""
 
-    def events(self, piece: Piece) -> bytes: ...
+    def events(self, piece: Written) -> bytes: ...
 
     def usage(self, usage: Usage) -> bytes: ...
 
 
 def stream_response(
-    generation: Generation,
-    formatter: StreamFormat,
+    generation: PieceStream[AnyPiece],
+    formatter: StreamFormat[AnyPiece],
     *,
     has_usage: bool,
     ping_s: float,
@@ -45,19 +68,19 @@ def stream_response(
     return SseResponse(events(), ping_s=ping_s, on_close=generation.close, headers=headers)
 
 
-async def _written_events(formatter: StreamFormat, pieces: Sequence[Piece]) -> bytes:
+async def _written_events(formatter: StreamFormat[AnyPiece], pieces: Sequence[AnyPiece]) -> bytes:
     """The events of what came together; the logprobs of a long prompt are written in a thread."""
 
     def write() -> bytes:
         return b"".join([formatter.events(piece) for piece in pieces])
 
-    count = sum(num_logprobs(piece.delta.logprobs, piece.prompt_logprobs) for piece in pieces)
+    count = sum(piece.num_logprobs for piece in pieces)
     return write() if count <= MAX_INLINE_LOGPROBS else await asyncio.to_thread(write)
 
 
 async def whole_response(
     answer: Coroutine[Any, Any, bytes],
-    generation: Generation,
+    generation: PieceStream[Countable],
     request: Request,
     headers: Mapping[str, str],
 ) -> Response:
@@ -71,7 +94,16 @@ async def whole_response(
     return Response(body, headers=dict(headers), media_type="application/json")
 
 
-def request_body_schema(schema: type[BaseModel]) -> dict[str, Any]:
-    """For openapi.json: the routes read the body themselves, so FastAPI does not know it."""
-    content = {"application/json": {"schema": schema.model_json_schema()}}
+def request_body_schema(schema: Any) -> dict[str, Any]:
+    """For openapi.json: the routes read the body themselves, so FastAPI does not know it.
+
+    `schema`: a pydantic model, or a union of some.
+    """
+    content = {"application/json": {"schema": json.loads(_json_schema(schema))}}
     return {"requestBody": {"required": True, "content": content}}
+
+
+@functools.cache
+def _json_schema(schema: Any) -> str:
+    """Several routes take the same body; each gets a copy, which FastAPI may change."""
+    return json.dumps(TypeAdapter[Any](schema).json_schema())

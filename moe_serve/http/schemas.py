@@ -1,30 +1,41 @@
 """What the generation routes accept. Types are checked here, ranges in SamplingParams.
 
-Strict: "1" is no integer and neither is true. Null is the same as leaving a field out. Fields that
-are not declared here are judged in `parameters.py`.
+Null is the same as leaving a field out. Fields that are not declared here are judged in
+`parameters.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field
 
 from moe_serve.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from moe_serve.errors import InvalidRequestError
+from moe_serve.http.chat_messages import ChatMessage, template_messages
 from moe_serve.http.field_types import (
+    AllowedTokenIds,
     CacheSalt,
-    Content,
     Int,
     LogitBias,
     MessageList,
+    RequestId,
     StopList,
     StopTokenIds,
-    check_num_fields,
-    misfit,
+    WordList,
 )
-from moe_serve.http.parameters import check_extra_fields, check_extra_message_fields
+from moe_serve.http.parameters import check_extra_fields
+from moe_serve.http.strict_schema import StrictSchema
+from moe_serve.http.structured import StructuredFields
+from moe_serve.http.template_options import ReasoningEffort, TemplateOptions, template_options
+from moe_serve.http.tool_fields import (
+    ToolChoice,
+    ToolDefinition,
+    ToolList,
+    check_tools,
+    tool_dicts,
+)
+from moe_serve.text.chat_template import join_text_parts
 
 DEFAULT_COMPLETION_TOKENS = 16
 _SAMPLING_FIELDS = (
@@ -44,31 +55,18 @@ _SAMPLING_FIELDS = (
     "n",
     "include_stop_str_in_output",
     "skip_special_tokens",
+    "allowed_token_ids",
+    "bad_words",
 )
 
 
-class _Schema(BaseModel):
-    model_config = ConfigDict(
-        extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=()
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_num_fields(cls, value: Any) -> Any:
-        return check_num_fields(value)
-
-
-class StreamOptions(_Schema):
+class StreamOptions(StrictSchema):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # accepted: nothing is padded
+    continuous_usage_stats: bool | None = None
 
 
-class ChatMessage(_Schema):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
-
-
-class GenerationBody(_Schema):
+class GenerationBody(StructuredFields):
     """The fields that both routes share."""
 
     model: str | None = None
@@ -83,6 +81,8 @@ class GenerationBody(_Schema):
     seed: Int | None = None
     stop: StopList | None = None
     stop_token_ids: StopTokenIds | None = None
+    allowed_token_ids: AllowedTokenIds | None = None
+    bad_words: WordList | None = None
     ignore_eos: bool | None = None
     min_tokens: Int | None = None
     n: Int | None = None
@@ -90,12 +90,23 @@ class GenerationBody(_Schema):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     cache_salt: CacheSalt | None = None
+    return_routed_experts: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    prompt_logprobs: Int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    return_token_ids: bool | None = None
+    truncate_prompt_tokens: Int | None = Field(default=None, ge=-1)
+    request_id: RequestId | None = None
+    priority: Int | None = None
 
     @property
     def has_usage_chunk(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def has_usage_in_chunks(self) -> bool:
+        options = self.stream_options
+        return self.has_usage_chunk and bool(options and options.continuous_usage_stats)
 
     def check(self, *, is_strict: bool) -> list[str]:
         """Checks across fields; returns the names of the fields that have no effect."""
@@ -104,6 +115,20 @@ class GenerationBody(_Schema):
                 f"best_of ({self.best_of}) must equal n ({self.n or 1}) or be left out.",
                 param="best_of",
                 code="unsupported_parameter",
+            )
+        if self.priority:
+            raise InvalidRequestError(
+                f"priority must be 0, got {self.priority}: requests are served as they arrive.",
+                param="priority",
+                code="unsupported_parameter",
+            )
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequestError(
+                "prompt_logprobs is only allowed without stream.", param="prompt_logprobs"
+            )
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequestError(
+                "truncate_prompt_tokens must be -1 or at least 1.", param="truncate_prompt_tokens"
             )
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError(
@@ -114,12 +139,13 @@ class GenerationBody(_Schema):
             extras = self.stream_options.model_extra or {}
             named = {f"stream_options.{name}": value for name, value in extras.items()}
             ignored += check_extra_fields(named, is_strict=is_strict)
-        return ignored
+        return ignored + check_extra_fields(self.unknown_parts(), is_strict=is_strict)
 
     def _sampling_params(self, **others: Any) -> SamplingParams:
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
         given = {name: value for name, value in given.items() if value is not None}
-        return SamplingParams(**given, **others)
+        constraint, _ = self.constraint()
+        return SamplingParams(**given, constraint=constraint, **others)
 
 
 class ChatBody(GenerationBody):
@@ -131,6 +157,50 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: Int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    echo: bool | None = None
+    tools: ToolList | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+
+    @property
+    def called_tools(self) -> list[ToolDefinition]:
+        """The tools that an answer may use; with tool_choice "none" the model sees none."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether an earlier answer called functions."""
+        return any(message.tool_calls for message in self.messages)
+
+    @property
+    def echoed(self) -> str:
+        """What `echo` puts in front of the answer: the content of a last assistant message."""
+        last = self.messages[-1]
+        if not self.echo or last.role != "assistant":
+            return ""
+        content = last.content or ""
+        return content if isinstance(content, str) else join_text_parts(content, "messages")
+
+    @property
+    def forces_call(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.tool_choice == "required" or self.named_tool is not None
+
+    @property
+    def named_tool(self) -> str | None:
+        """The function that the answer must call."""
+        return self.tool_choice["name"] if isinstance(self.tool_choice, dict) else None
+
+    @property
+    def is_thinking_off(self) -> bool:
+        """Whether the template is told that the model shall not think."""
+        options = self.template_options()
+        return any(options.get(name) is False for name in ("enable_thinking", "thinking"))
 
     @property
     def max_tokens_field(self) -> str:
@@ -142,27 +212,48 @@ class ChatBody(GenerationBody):
             raise InvalidRequestError(
                 "top_logprobs is only allowed with logprobs: true.", param="top_logprobs"
             )
+        check_tools(self.tools or [], self.tool_choice)
+        self._check_last_message()
         ignored = super().check(is_strict=is_strict)
         for i, message in enumerate(self.messages):
-            extras = message.model_extra or {}
-            ignored += check_extra_message_fields(extras, i, is_strict=is_strict)
+            ignored += message.check(i, is_strict=is_strict)
         return ignored
+
+    def _check_last_message(self) -> None:
+        if not self.continue_final_message:
+            return
+        if self.add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message and add_generation_prompt exclude each other.",
+                param="continue_final_message",
+            )
+        last = self.messages[-1]
+        if last.role != "assistant" or not last.content:
+            raise InvalidRequestError(
+                "continue_final_message needs a last message of the role assistant with content.",
+                param="continue_final_message",
+            )
+        if last.tool_calls:
+            raise InvalidRequestError(
+                "continue_final_message cannot go on behind tool_calls: send their results.",
+                param="continue_final_message",
+            )
 
     def sampling_params(self) -> SamplingParams:
         return self._sampling_params(
             max_tokens=getattr(self, self.max_tokens_field),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
-    def plain_messages(self) -> list[dict[str, Any]]:
-        """For the chat template; OpenAI's "developer" is what templates call "system"."""
-        return [
-            {
-                "role": "system" if message.role == "developer" else message.role,
-                "content": message.content,
-            }
-            for message in self.messages
-        ]
+    def template_messages(self, *, has_text_arguments: bool) -> list[dict[str, Any]]:
+        return template_messages(self.messages, has_text_arguments=has_text_arguments)
+
+    def template_tools(self) -> list[dict[str, Any]] | None:
+        return tool_dicts(self.called_tools) or None
+
+    def template_options(self) -> dict[str, Any]:
+        return template_options(self.chat_template_kwargs, self.reasoning_effort)
 
 
 class CompletionBody(GenerationBody):
@@ -189,23 +280,27 @@ class CompletionBody(GenerationBody):
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens (0).",
                 param="min_tokens",
             )
+        if self.logprobs is not None and self.echo and self.prompt_logprobs is not None:
+            raise InvalidRequestError(
+                "prompt_logprobs and echo with logprobs exclude each other.",
+                param="prompt_logprobs",
+            )
         return super().check(is_strict=is_strict)
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Asked for by their own field, or by echo with logprobs."""
+        return self.logprobs if self.echo and self.logprobs is not None else self.prompt_logprobs
+
+    @property
+    def prompt_logprobs_field(self) -> str:
+        """Which of the two asked."""
+        return "prompt_logprobs" if self.prompt_logprobs is not None else "echo with logprobs"
 
     def sampling_params(self) -> SamplingParams:
         """For a prompt-only request the engine makes one token, which is dropped later."""
         return self._sampling_params(
             max_tokens=1 if self.is_prompt_only else self.max_tokens,
             logprobs=self.logprobs,
-            prompt_logprobs=self.logprobs if self.echo else None,
+            prompt_logprobs=self.num_prompt_logprobs,
         )
-
-
-Body = TypeVar("Body", ChatBody, CompletionBody)
-
-
-def parse_body(schema: type[Body], content: Mapping[str, Any]) -> Body:
-    """The checked request, or InvalidRequestError that names the first wrong field."""
-    try:
-        return schema.model_validate(content)
-    except ValidationError as error:
-        raise misfit(error.errors(include_url=False, include_context=False)[0]) from None

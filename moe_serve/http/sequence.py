@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta, TokenLogprob
+from moe_serve.http.finished_sequence import FinishedSequence
+from moe_serve.http.logprob_format import num_logprobs
 from moe_serve.http.metrics import ServerMetrics
+from moe_serve.http.request_trace import current_trace
 from moe_serve.text.stop_strings import StopStrings
 from moe_serve.text.text_stream import TextDelta, TextStream
 from moe_serve.text.tokenizer import Tokenizer
@@ -20,6 +23,11 @@ class Piece:
     index: int
     delta: TextDelta
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+
+    @property
+    def num_logprobs(self) -> int:
+        """How many numbers there are to write."""
+        return num_logprobs(self.delta.logprobs, self.prompt_logprobs)
 
 
 class SequenceProgress:
@@ -34,14 +42,18 @@ class SequenceProgress:
         stops: StopStrings,
         *,
         is_prompt_only: bool,
+        kept_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.index = index
         self.request = request
         self.num_tokens = 0
         self.num_cached_tokens = 0
-        self._text = TextStream(tokenizer, request.params, stops)
+        self._text = TextStream(tokenizer, request.params, stops, kept_ids)
         self._metrics = metrics
         self._is_prompt_only = is_prompt_only
+        self._trace = current_trace()
+        self._started: float | None = None  # see FinishedSequence
+        self._first_time: float | None = None
         self._last_time: float | None = None
 
     @property
@@ -52,6 +64,7 @@ class SequenceProgress:
         """All deltas that arrived together become one piece."""
         joined = join_deltas(deltas)
         self.num_cached_tokens = max(self.num_cached_tokens, joined.num_cached_tokens)
+        self._started = self._started or joined.started_at
         delta = self._text.push(joined)
         if self._is_prompt_only and delta.finish_reason is not FinishReason.ERROR:
             delta = TextDelta(finish_reason=delta.finish_reason and FinishReason.LENGTH)
@@ -64,12 +77,35 @@ class SequenceProgress:
         since_arrival = now - self.request.arrival_time
         if num_tokens:
             if self._last_time is None:
+                self._first_time = now
                 self._metrics.observe_first_token(since_arrival)
             else:
                 self._metrics.observe_next_tokens(now - self._last_time, num_tokens)
             self._last_time = now
         if reason is not None:
-            self._metrics.observe_end(since_arrival, reason)
+            finished = self._finished(reason, now)
+            self._metrics.observe_finished(finished)
+            self._tell_trace(finished)
+
+    def abandon(self) -> None:
+        """Nobody waits for the rest. Called once, of a sequence that has not finished."""
+        self._metrics.count_abandoned()
+        self._tell_trace(self._finished(FinishReason.ABORT, time.monotonic()))
+
+    def _finished(self, reason: FinishReason, now: float) -> FinishedSequence:
+        return FinishedSequence(
+            request=self.request,
+            reason=reason,
+            num_tokens=self.num_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            started=self._started,
+            first_token=self._first_time,
+            ended=now,
+        )
+
+    def _tell_trace(self, finished: FinishedSequence) -> None:
+        if self._trace is not None:
+            self._trace.sequences.append(finished)
 
 
 def join_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
@@ -80,6 +116,7 @@ def join_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
         return deltas[0]
     first, last = deltas[0], deltas[-1]
     logprobs = [delta.logprobs for delta in deltas if delta.logprobs is not None]
+    experts = [delta.routed_experts for delta in deltas if delta.routed_experts is not None]
     return TokenDelta(
         request_id=first.request_id,
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
@@ -88,5 +125,8 @@ def join_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
         finish_reason=last.finish_reason,
         stop_token_id=last.stop_token_id,
         num_cached_tokens=max(delta.num_cached_tokens for delta in deltas),
+        started_at=next((d.started_at for d in deltas if d.started_at is not None), None),
         error=last.error,
+        routed_experts=tuple(entry for part in experts for entry in part) if experts else None,
+        is_of_request=last.is_of_request,
     )

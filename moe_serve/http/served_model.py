@@ -19,6 +19,7 @@ class ServedModel:
     chat_template: ChatTemplate | None
     created: int  # seconds since 1970
     max_model_len: int
+    ids_per_token: int = 0  # that routers choose: k in each layer with routed experts
     description: Mapping[str, str] = field(default_factory=dict)
 
     def check_name(self, name: str | None) -> None:

@@ -9,46 +9,60 @@ the engine has died       the same, and `run_server` raises: a dead engine must 
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
+import sys
 import time
 from collections.abc import Callable
 from types import FrameType
 
-import uvicorn
 from fastapi import FastAPI
 
 from moe_serve.config import ServerConfig
 from moe_serve.engine.client import EngineClient
 from moe_serve.errors import ConfigError, EngineDeadError
+from moe_serve.http.closing_server import ClosingServer
 from moe_serve.http.errors import ApiError, draining_error, engine_dead_error
 from moe_serve.http.generation import GenerationService
-from moe_serve.http.httptools_protocol import GuardedHttpToolsProtocol
+from moe_serve.http.loop_lag import LoopLag
+from moe_serve.http.metrics import ServerMetrics
+from moe_serve.http.tls import Tls
+from moe_serve.http.uvicorn_config import uvicorn_config
 
-_CUT_GRACE_S = 5  # for error events to reach their clients
-_KEEP_ALIVE_S = 65  # longer than the idle time of usual client pools and load balancers
 _ENGINE_CHECK_S = 1.0
+# The engine's thread and the event loop's take turns at the interpreter. With Python's 5 ms each
+# waits that long for the other one whenever a kernel or a socket has let go of it.
+_SWITCH_INTERVAL_S = 0.0005
 
 OnReady = Callable[[str, int], None]
 
 
 def run_server(
-    app: FastAPI, engine: EngineClient, config: ServerConfig, on_ready: OnReady | None = None
+    app: FastAPI,
+    engine: EngineClient,
+    config: ServerConfig,
+    on_ready: OnReady | None = None,
+    listener: socket.socket | None = None,
 ) -> None:
     """Serve until a signal comes. `on_ready` gets the host and the real port once both are bound.
 
+    `listener` is what `bind` gave, if the caller has bound already; it is closed at the end.
     Raises ConfigError if the address cannot be bound, EngineDeadError when the engine dies. The
     engine is the caller's to start and stop.
     """
-    with bind(config.host, config.port) as listener:
+    with listener or bind(config.host, config.port) as bound:
         server = DrainingServer(app, engine, config, on_ready)
-        server.run(sockets=[listener])
+        server.run(sockets=[bound])
     stats = engine.stats()
     if not stats.is_alive:
         raise EngineDeadError(f"the engine died: {stats.death or 'its thread is gone'}.")
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 takes any free one."""
+    """A socket that is bound and listens; port 0 takes any free one.
+
+    Only listening makes the port ours: two programs that start at once may both bind it.
+    """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -59,6 +73,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen()
     except OSError as error:
         listener.close()
         raise ConfigError(
@@ -67,7 +82,7 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-class DrainingServer(uvicorn.Server):
+class DrainingServer(ClosingServer):
     """uvicorn, except that a signal drains before the sockets close."""
 
     def __init__(
@@ -77,24 +92,15 @@ class DrainingServer(uvicorn.Server):
         config: ServerConfig,
         on_ready: OnReady | None = None,
     ) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                loop="auto",  # uvloop where it is installed
-                http=GuardedHttpToolsProtocol,
-                ws="none",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=_CUT_GRACE_S,
-            )
-        )
+        self._tls = Tls.of(config)
+        super().__init__(uvicorn_config(app, self._tls))
         self._engine = engine
         self._server_config = config
         self._on_ready = on_ready
         self._generations: GenerationService = app.state.generations
+        self._metrics: ServerMetrics = app.state.metrics
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._lag: LoopLag | None = None
         self._drain_deadline: float | None = None
         self._next_engine_check = 0.0
 
@@ -115,13 +121,26 @@ class DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        # What was loaded stays: to look through it again would hold all streams up for 150 ms.
+        gc.collect()
+        gc.freeze()
+        self._lag = LoopLag(self._loop, self._metrics.observe_loop_lag)
+        self._lag.start()
         await super().startup(sockets)
         if self._on_ready is not None and sockets:
             self._on_ready(self._server_config.host, sockets[0].getsockname()[1])
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._lag is not None:
+            self._lag.stop()
+        await super().shutdown(sockets)
+
     async def on_tick(self, counter: int) -> bool:
         """Every 100 ms."""
         now = time.monotonic()
+        if self._tls is not None:
+            self._tls.look()
         if now >= self._next_engine_check:
             self._next_engine_check = now + _ENGINE_CHECK_S
             if not self._engine.stats().is_alive:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from moe_serve.http.disconnect import cancel_all, wait_for_disconnect
-from moe_serve.http.errors import to_api_error
+from moe_serve.http.errors import ApiError, to_api_error
 
 _LOGGER = logging.getLogger(__name__)
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -19,6 +20,22 @@ PING = b": ping\n\n"
 
 def sse_event(json_bytes: bytes) -> bytes:
     return b"data: " + json_bytes + b"\n\n"
+
+
+def error_event(error: ApiError) -> bytes:
+    return sse_event(error.body())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SseStyle:
+    """What an API puts between and behind the events; as here, OpenAI's chat."""
+
+    write_error: Callable[[ApiError], bytes] = error_event
+    end: bytes = DONE_EVENT
+    ping: bytes = PING
+
+
+_CHAT_STYLE = SseStyle()
 
 
 class SseResponse(Response):
@@ -39,8 +56,10 @@ class SseResponse(Response):
         ping_s: float,
         on_close: Callable[[], None],
         headers: Mapping[str, str],
+        style: SseStyle = _CHAT_STYLE,
     ) -> None:
         self.status_code = 200
+        self._style = style
         self.background = None
         self.init_headers({**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._events = events
@@ -63,7 +82,7 @@ class SseResponse(Response):
                     break
                 # Nothing was sent for a whole interval, and nothing waits for a slow reader.
                 if self._num_sent == num_sent and not self._sending.locked():
-                    await self._send(send, PING)
+                    await self._send(send, self._style.ping)
             if streaming.done():
                 streaming.result()
         finally:
@@ -82,8 +101,9 @@ class SseResponse(Response):
             api_error = to_api_error(error)
             if api_error.code == "internal_error":
                 _LOGGER.exception("a stream failed")
-            await self._send(send, sse_event(api_error.body()))
-        await self._send(send, DONE_EVENT)
+            await self._send(send, self._style.write_error(api_error))
+        if self._style.end:
+            await self._send(send, self._style.end)
         await self._send(send, b"", is_end=True)
 
     async def _send(self, send: Send, chunk: bytes, *, is_end: bool = False) -> None:

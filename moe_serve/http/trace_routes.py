@@ -14,12 +14,23 @@ from moe_serve.http.auth import ADMIN_PREFIX
 from moe_serve.http.body import read_json_object
 
 _FIELDS = ("sample_rate", "weights")
+_START_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "sample_rate": {"type": ["number", "null"], "minimum": MIN_RATE, "maximum": 1},
+        "weights": {"type": ["boolean", "null"]},
+    },
+    "additionalProperties": False,
+}
+_START_BODY = {
+    "requestBody": {"required": True, "content": {"application/json": {"schema": _START_SCHEMA}}}
+}
 
 
 def trace_router(tracing: Tracing, max_body_bytes: int) -> APIRouter:
     router = APIRouter(prefix=f"{ADMIN_PREFIX}/trace")
 
-    @router.post("/start")
+    @router.post("/start", openapi_extra=_START_BODY)
     async def start(request: Request) -> dict[str, Any]:
         body = await read_json_object(request, max_body_bytes)
         rate, has_weights = _options(body)

@@ -47,10 +47,12 @@ class Advance:
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """The normed rows, for the shared expert, and what goes to the routed ones."""
+    """The normed rows, for the shared expert, and what goes to the routed ones. `foreseen_E`: what
+    the rows will probably need in the next layer, uint8 of 255, where somebody knows."""
 
     x_TD: Tensor
     rows: RoutedRows
+    foreseen_E: Tensor | None = None
 
 
 class AttentionStage:

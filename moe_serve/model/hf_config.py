@@ -22,13 +22,18 @@ class HFConfig:
     @classmethod
     def read(cls, folder: Path) -> HFConfig:
         path = folder / "config.json"
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        if not path.exists():
             raise CheckpointError(
                 f"{folder} has no config.json: give the folder of a checkpoint in Hugging Face "
                 "layout."
-            ) from None
+            )
+        return cls.of_file(path)
+
+    @classmethod
+    def of_file(cls, path: Path) -> HFConfig:
+        """A config.json under any name."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, OSError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from None
         if not isinstance(values, dict):

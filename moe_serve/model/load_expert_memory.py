@@ -27,8 +27,14 @@ class MemoryBudget:
 
     @classmethod
     def of(cls, config: ModelConfig) -> MemoryBudget | None:
+        """Raises ConfigError for what is no budget, in a config that was built in code."""
         if config.expert_memory_bytes is None:
             return None
+        if config.expert_memory_bytes < 1:
+            raise ConfigError(
+                f"model.expert_memory_bytes is {config.expert_memory_bytes}: give a positive "
+                "number of bytes, or None to keep all experts in memory."
+            )
         return cls(num_bytes=config.expert_memory_bytes, policy=config.expert_memory_policy)
 
 

@@ -32,6 +32,7 @@ from moe_serve.model.gather import (
 from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.load_attention import AttentionLoader
 from moe_serve.model.load_expert_memory import MemoryBudget, memory_stage
+from moe_serve.model.load_expert_room import room_stage
 from moe_serve.model.load_experts import ExpertLoader, expert_names
 from moe_serve.model.manifest import (
     Table,
@@ -155,12 +156,21 @@ class ModelLoader:
             held = [range(self.spec.router.num_experts)] * num_layers
         assert len(held) == num_layers, f"experts of {len(held)} layers, not {num_layers}"
         if budget is not None:
-            source = self._reader.copying()
-            tensors = ModelTensors(source, self.dtype, self.device, 0, progress=None)
-            experts = self._experts.with_tensors(tensors)
-            return memory_stage(self.spec, self.kernels, experts, held, budget)
+            return memory_stage(self.spec, self.kernels, self.live_experts(), held, budget)
         with ThreadPoolExecutor(self._num_threads) as pool:  # copying is what takes time
             return ExpertStage(list(pool.map(self._layer_banks, range(num_layers), held)))
+
+    def expert_room(self, held: Sequence[Collection[int]], num_slots: int) -> ExpertStage:
+        """As `expert_stage`, in slots: experts may be exchanged for others later. More slots than
+        `held` has experts are room for copies that are not used yet."""
+        arguments = (self.spec, self.kernels, self._experts, held, num_slots)
+        return room_stage(*arguments, self.device, self._num_threads)
+
+    def live_experts(self) -> ExpertLoader:
+        """Routed experts to be read while requests run: a disk's error is then an error, not the
+        end of the process. On any thread."""
+        tensors = ModelTensors(self._reader.copying(), self.dtype, self.device, 0, progress=None)
+        return self._experts.with_tensors(tensors)
 
     def expert_bank(self, layer: int, experts: Collection[int]) -> ExpertBank:
         """Some routed experts of a layer, at least one. May be called again for others."""

@@ -109,6 +109,11 @@ class ModelSpec:
         return len(self.layers)
 
     @property
+    def num_sparse_layers(self) -> int:
+        """Those with routed experts."""
+        return sum(layer.is_sparse for layer in self.layers)
+
+    @property
     def attention(self) -> AttentionShape:
         """The first layer's: heads and widths are the same in all."""
         return self.layers[0].attention

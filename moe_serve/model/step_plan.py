@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,10 +44,15 @@ class RouteAsk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """All micro-batches of a step, in the order in which their logits come back."""
+    """All micro-batches of a step, in the order in which their logits come back.
+
+    `needed_LE`: the probability that the step needs an expert, by the layers that have some; the
+    batch policy says so where an expert memory wants to know, for no other use.
+    """
 
     micro_batches: tuple[MicroBatch, ...]
     routes: RouteAsk | None = None
+    needed_LE: NDArray[np.float32] | None = field(default=None, compare=False)
 
     @property
     def slices(self) -> list[SequenceSlice]:

@@ -19,6 +19,7 @@ from moe_serve.pipeline.data_group import DataGroup
 from moe_serve.pipeline.frame_header import Exchange, Leg
 from moe_serve.pipeline.frame_layout import CompactLayout, FrameLayout
 from moe_serve.pipeline.frame_pool import FramePool
+from moe_serve.pipeline.next_layer import together
 from moe_serve.pipeline.row_split import RowSplit
 from moe_serve.pipeline.stage_log import StageLog
 from moe_serve.pipeline.step_shape import StepShape, combine_tag, dispatch_tag, exchange_order
@@ -97,6 +98,10 @@ class ExpertLoop:
         self._log.waited(since)
         self._layout.finish()
 
+    def use(self, split: RowSplit) -> None:
+        """Experts lie elsewhere from the next step on."""
+        self._split = split
+
     def close(self) -> None:
         """Let go of everything that refers to the group."""
         self._in.clear()
@@ -116,10 +121,11 @@ class ExpertLoop:
 
     def _arrivals(self, shape: StepShape, exchange: Exchange) -> list[Arrival]:
         """Of those who sent rows."""
-        arrivals = []
+        arrivals, foreseen = [], list[Tensor]()
         for sender in shape.senders(exchange.micro_batch):
             name, planned = self._names[sender], shape.planned(sender, exchange.micro_batch)
             since, start = time.perf_counter(), self._log.now()
+            self._log.enter(Stage.WAIT_DISPATCH, exchange.layer, exchange.micro_batch, name)
             self._in.wait(name, exchange.micro_batch)
             self._log.waited(since)
             self._log.add(Stage.WAIT_DISPATCH, exchange.layer, exchange.micro_batch, planned, start)
@@ -129,6 +135,10 @@ class ExpertLoop:
                 x_nD = frame.rows(self._wire, planned, num_rows)
                 ids, weights = frame.choices(self._wire, planned, num_rows)
                 arrivals.append(self._arrival(exchange.layer, sender, x_nD, ids, weights))
+                if self._wire.num_foreseen:
+                    foreseen.append(frame.foreseen(self._wire))
+        if self._wire.num_foreseen:
+            self._stage.foresee(exchange.layer, exchange.micro_batch, together(foreseen))
         return arrivals
 
     def _arrival(
@@ -157,6 +167,7 @@ class ExpertLoop:
             start = self._log.now()
             whole = parts[0] if len(parts) == 1 else _joined(parts)
             start = self._log.add(Stage.PACK, layer, micro_batch, sum(counts), start)
+            self._log.enter(Stage.EXPERTS, layer, micro_batch)
             sums_TD = self._stage.partial(layer, whole.x_TD, whole.expert_ids_TK, whole.weights_TK)
         except Exception as error:
             _log.exception("layer %d failed with %d rows", layer, sum(counts))

@@ -53,6 +53,10 @@ class GroupTransport:
         self._left: list[tuple[int, int]] = []  # exchanges that are not dispatched, in reverse
         self._told: set[str] = set()  # who has its frame of the one that is just dispatched
 
+    def use(self, split: RowSplit) -> None:
+        """Experts lie elsewhere from the next step on."""
+        self._split = split
+
     def begin(self, shape: StepShape) -> None:
         """A step: what it exchanges is known from here on."""
         self._shape = shape
@@ -68,7 +72,7 @@ class GroupTransport:
         expected = self._left[-1] if self._left else None
         assert expected == (layer, micro_batch), f"{(layer, micro_batch)} before {expected}"
         for name, part in zip(self._experts, self._parts(layer, routed), strict=True):
-            self._send(name, layer, micro_batch, part)
+            self._send(name, layer, micro_batch, part, routed.foreseen_E)
         self._left.pop()
         self._told.clear()
 
@@ -147,7 +151,9 @@ class GroupTransport:
         everything = RankRows(None, routed.x_TD, rows.expert_ids_TK, rows.weights_TK)
         return [everything] * len(self._experts)
 
-    def _send(self, name: str, layer: int, micro_batch: int, part: RankRows) -> None:
+    def _send(
+        self, name: str, layer: int, micro_batch: int, part: RankRows, foreseen_E: Tensor | None
+    ) -> None:
         planned, exchange = self._planned(micro_batch), self._exchange(layer, micro_batch)
         frame = self._out.get(name, micro_batch, self._wire.dispatch_bytes(planned))
         is_routed = self._split is not None
@@ -158,6 +164,7 @@ class GroupTransport:
             part.x_nD,
             part.expert_ids_nK if is_routed else None,
             part.weights_nK if is_routed else None,
+            foreseen_E,
         )
         self._begin_send(name, exchange, content)
         if part.x_nD.shape[0]:
@@ -180,6 +187,7 @@ class GroupTransport:
 
     def _receive(self, name: str, layer: int, micro_batch: int) -> tuple[CombineFrame, int]:
         since, start = time.perf_counter(), self._log.now()
+        self._log.enter(Stage.WAIT_COMBINE, layer, micro_batch, name)
         self._back.wait(name, micro_batch)
         self._log.waited(since)
         frame = self._back.peek(name, micro_batch)

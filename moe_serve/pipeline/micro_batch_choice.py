@@ -6,7 +6,8 @@ the cost model (calibrated, or measured while running), corrected by how the sam
 and the shortest is taken; at a tie the fewest.
 
 A choice never changes tokens, so one that looks nearly as good may be tried out: a few times when
-a batch size is new, then every 256 steps.
+a batch size is new, then after 16 steps, 32, and so on to every 256: a machine has slower and
+faster seconds, and what was measured in a slow one looks worse than it is.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ _TIE = 1.03  # a fewer cut is as good: estimates of steps scatter by more than t
 # Times the best estimate, by how often a choice was measured. What was never measured is tried out
 # unless it looks hopeless: one slow step costs less than a wrong estimate that nobody corrects.
 _WORTH_TRYING = (4.0, 2.0, 1.25)
-_WORTH_CHECKING = 1.1  # the same, of one that was
+_WORTH_CHECKING = 1.25  # the same, of one that was
 _NUM_TRIALS = len(_WORTH_TRYING)
-_STEPS_BETWEEN_CHECKS = 256
+_FIRST_CHECK, _LAST_CHECK = 16, 256  # steps since it was measured; each check doubles them
 _WEIGHT = 0.2  # of a new measurement in a correction
+_CHECK_WEIGHT = 0.5  # of one that comes after a while
 _MOST_SLOWER = 1.1  # than the estimate, that a new measurement counts as
 _MAX_PLANS = 4096
 
@@ -65,6 +67,8 @@ class _Record:
     def __init__(self, predict: Callable[[Sequence[BatchLoad]], tuple[float, ...]]) -> None:
         self._predict = predict
         self._measured: list[_Measured | None] = [None] * MAX_MICRO_BATCHES
+        self._steps_to_check = [_FIRST_CHECK] * MAX_MICRO_BATCHES
+        self._measured_at = [0] * MAX_MICRO_BATCHES
         self.num_steps = 0
 
     def count(self, index: int) -> int:
@@ -98,11 +102,13 @@ class _Record:
         scale = self._predict(loads)[index] / self._predict(old.loads)[index]
         expected_s = old.seconds * scale  # for these loads
         if old.count >= _NUM_TRIALS:
+            is_old = self.num_steps - self._measured_at[index] >= _FIRST_CHECK
             seconds = min(max(seconds, expected_s / 2), expected_s * _MOST_SLOWER)
-            seconds = expected_s + _WEIGHT * (seconds - expected_s)
+            seconds = expected_s + (_CHECK_WEIGHT if is_old else _WEIGHT) * (seconds - expected_s)
         else:
             seconds = min(expected_s, seconds)
         self._measured[index] = _Measured(tuple(loads), seconds, old.count + 1)
+        self._measured_at[index] = self.num_steps
 
     def to_try(self, seconds: tuple[float, ...], best: int) -> int | None:
         """The index of a choice that should be measured now."""
@@ -110,11 +116,14 @@ class _Record:
             count = self.count(index)
             if count < _NUM_TRIALS and estimate <= seconds[best] * _WORTH_TRYING[count]:
                 return index
-        if self.num_steps % _STEPS_BETWEEN_CHECKS:
-            return None
+        self._steps_to_check[best] = _FIRST_CHECK
         limit = seconds[best] * _WORTH_CHECKING
-        others = [i for i, s in enumerate(seconds) if s <= limit and i != best]
-        return min(others, key=self.count, default=None)
+        for index, estimate in enumerate(seconds):
+            age = self.num_steps - self._measured_at[index]
+            if index != best and estimate <= limit and age >= self._steps_to_check[index]:
+                self._steps_to_check[index] = min(2 * self._steps_to_check[index], _LAST_CHECK)
+                return index
+        return None
 
 
 class MicroBatchChooser:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from moe_serve.model.attention_stage import AttentionStage
 from moe_serve.model.graphed_attention_stage import GraphedAttentionStage
 from moe_serve.model.step_inputs import StepInputs
 from moe_serve.model.step_plan import StepPlan
+from moe_serve.pipeline.next_layer import NextLayer
 from moe_serve.pipeline.route_tap import RouteTap
 from moe_serve.pipeline.stage_log import StageLog
 from moe_serve.pipeline.timeline import NO_LAYER, Stage
@@ -48,10 +50,13 @@ class Pipeline:
         device: torch.device,
         log: StageLog | None = None,
         tap: RouteTap | None = None,
+        next_layer: NextLayer | None = None,
     ) -> None:
+        """`next_layer`: says what rows will need, to experts that need not all be in memory."""
         self._stage, self._transport, self._cache, self._device = stage, transport, cache, device
         self._log = StageLog() if log is None else log  # which begins and ends steps
         self._tap = RouteTap(stage.spec.router.num_experts) if tap is None else tap
+        self._next_layer = next_layer
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Tensor:
@@ -67,6 +72,7 @@ class Pipeline:
         )
         for index, flight in enumerate(self._landed(inputs)):
             clock, start = time.perf_counter(), self._log.now()
+            self._log.enter(Stage.LOGITS, NO_LAYER, index)
             parts.append(self._stage.logits(flight.hidden_TD, flight.inputs.logit_rows))
             self._log.add(Stage.LOGITS, NO_LAYER, index, len(parts[-1]), start)
             aside_s += time.perf_counter() - clock
@@ -112,16 +118,23 @@ class Pipeline:
         """A layer's attention; its rows leave for the experts, unless the layer is dense."""
         log, rows = self._log, flight.hidden_TD.shape[0]
         start = log.now()
+        log.enter(Stage.ATTENTION, layer, index)
         advance = self._stage.advance(layer, flight.hidden_TD, flight.inputs, self._cache)
         start = log.add(Stage.ATTENTION, layer, index, rows, start)
         flight.hidden_TD = advance.hidden_TD
-        if advance.routed is None:
+        routed = advance.routed
+        if routed is None:
             return
-        self._tap.take(index, advance.routed.rows)
-        self._transport.dispatch(layer, index, advance.routed)
+        self._tap.take(index, routed.rows)
+        log.enter(Stage.DISPATCH, layer, index)
+        if self._next_layer is not None:
+            ids_TK = routed.rows.expert_ids_TK
+            foreseen_E = self._next_layer.of(layer, index, flight.hidden_TD, ids_TK)
+            routed = replace(routed, foreseen_E=foreseen_E)
+        self._transport.dispatch(layer, index, routed)
         start = log.add(Stage.DISPATCH, layer, index, rows, start)
         flight.layer_away = layer
-        flight.shared_TD = self._stage.shared(layer, advance.routed.x_TD)
+        flight.shared_TD = self._stage.shared(layer, routed.x_TD)
         if flight.shared_TD is not None:
             log.add(Stage.SHARED, layer, index, rows, start)
 
@@ -131,6 +144,7 @@ class Pipeline:
             return
         layer, out_TD = flight.layer_away, self._transport.combine(flight.layer_away, index)
         start = self._log.now()
+        self._log.enter(Stage.COMBINE, layer, index)
         flight.hidden_TD = self._stage.add(flight.hidden_TD, out_TD, flight.shared_TD)
         flight.layer_away = flight.shared_TD = None
         self._log.add(Stage.COMBINE, layer, index, out_TD.shape[0], start)

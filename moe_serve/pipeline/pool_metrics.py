@@ -74,6 +74,15 @@ class TimelineMetrics:
     def pool(self, role: Role) -> PoolMetrics | None:
         return next((pool for pool in self.pools if pool.role is role), None)
 
+    def busy_ratios(self) -> dict[Track, float]:
+        """Of each rank of a pool: the share of the steps' time in which it worked."""
+        busy_ns: dict[Track, int] = {}
+        for total in self.stages:
+            if total.track.role is not Role.COORDINATOR:
+                own = 0 if total.stage in _NO_BUSY_STAGES else total.total_ns
+                busy_ns[total.track] = busy_ns.get(total.track, 0) + own
+        return {track: min(1.0, ns / max(1, self.elapsed_ns)) for track, ns in busy_ns.items()}
+
 
 @dataclass(frozen=True, slots=True)
 class StepBounds:

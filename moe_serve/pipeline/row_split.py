@@ -40,8 +40,8 @@ class RowSplit:
     ) -> None:
         """`ranks_of[layer][expert]`: the ranks, numbered 0 .. num_ranks - 1, that hold it.
         `device`: of the ids; None: the CPU."""
-        self._num_ranks = num_ranks
-        device = device or torch.device("cpu")
+        self._num_ranks, self._policy = num_ranks, policy
+        self._device = device = device or torch.device("cpu")
         self._turns = {layer: _Turns.of(layer, each, device) for layer, each in ranks_of.items()}
         is_choosing = policy != "round-robin" and device.type == "cpu"
         self._choices = {
@@ -49,6 +49,13 @@ class RowSplit:
             for layer, each in ranks_of.items()
             if is_choosing and any(len(ranks) > 1 for ranks in each)
         }
+
+    def with_layers(self, ranks_of: Mapping[int, Sequence[Sequence[int]]]) -> RowSplit:
+        """As this one, but for these layers; the others' tables are shared."""
+        split = RowSplit(ranks_of, self._num_ranks, self._device, self._policy)
+        kept = {layer: choice for layer, choice in self._choices.items() if layer not in ranks_of}
+        split._turns, split._choices = self._turns | split._turns, kept | split._choices
+        return split
 
     def split(self, layer: int, rows: RoutedRows) -> list[RankRows]:
         """One entry for each rank, in their order. On a GPU it waits: how many rows there are

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 
+from moe_serve.pipeline.operation import Operation
 from moe_serve.pipeline.timeline import (
     NO_LAYER,
     NO_MICRO_BATCH,
@@ -31,6 +32,7 @@ class StageLog:
         self.waited_s = 0.0  # for others, in this step
         self.layers_s = 0.0  # from the first layer's beginning to the last one's end, in this step
         self.began = time.perf_counter()
+        self.operation: Operation | None = None  # what goes on now; other threads may read it
 
     def begin(self, step: int) -> None:
         """A step starts."""
@@ -38,6 +40,18 @@ class StageLog:
         self._now = self._ring if is_on else NO_TIMELINE
         self._step, self.waited_s, self.began = step, 0.0, time.perf_counter()
         self._start = self.end = self._now.now()
+        self.enter(Stage.STEP)
+
+    def enter(
+        self,
+        stage: Stage,
+        layer: int = NO_LAYER,
+        micro_batch: int = NO_MICRO_BATCH,
+        peer: str = "",
+    ) -> None:
+        """A stage starts, or a wait for a peer: told if it does not end."""
+        now = time.perf_counter()
+        self.operation = Operation(self._step, stage, layer, micro_batch, peer, now)
 
     def now(self) -> int:
         """A stage's start, for `add`."""
@@ -58,6 +72,7 @@ class StageLog:
 
     def finish(self, rows: int) -> float:
         """The step has ended -> its seconds here."""
+        self.operation = None
         self._now.add(Stage.STEP, self._step, NO_LAYER, NO_MICRO_BATCH, rows, self._start)
         return time.perf_counter() - self.began
 

@@ -52,6 +52,7 @@ class LocalTransport:
         rows = routed.rows
         if self._wire is not None:
             rows = replace(rows, x_TD=as_received(self._wire, rows.x_TD))
+        self._stage.foresee(layer, micro_batch, routed.foreseen_E)
         self._results[micro_batch] = self._stage.run(layer, rows)
 
     def combine(self, layer: int, micro_batch: int) -> Tensor:

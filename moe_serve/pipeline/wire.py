@@ -2,11 +2,14 @@
 
 T rows planned for the exchange, n of them sent, K choices, D model width.
 
-    dispatch  [ header | ids [T, K] int32 | weights [T, K] fp32 | scales [T] fp32 | x [n, D] ]
+    dispatch  [ header | foreseen [E] uint8 | ids [T, K] int32 | weights [T, K] fp32 |
+                scales [T] fp32 | x [n, D] ]
     combine   [ header | row numbers [T] int32 | sums [n, D] fp64 or fp32 ]
 
 Sections before the last have room for all planned rows, so both sides know every offset from the
-step's plan; the last is sent as far as it is filled. Scales are there for fp8 rows only.
+step's plan; the last is sent as far as it is filled. Scales are there for fp8 rows only, `foreseen`
+where experts need not all be in memory and a predictor says which of them the micro-batch's rows
+will need next. Zeros: nothing is known. A frame without rows is a header.
 """
 
 from __future__ import annotations
@@ -33,6 +36,12 @@ class WireFormat:
     dtype: torch.dtype  # the model's
     row_dtype: torch.dtype
     sum_dtype: torch.dtype
+    num_foreseen: int = 0  # experts of which a dispatch says something; 0: nothing is foreseen
+
+    @property
+    def head_bytes(self) -> int:
+        """What a dispatch has before its choices."""
+        return HEADER_BYTES + _aligned(self.num_foreseen)
 
     @property
     def has_scales(self) -> bool:
@@ -59,6 +68,7 @@ def make_wire_format(
     dtype: torch.dtype,
     num_expert_ranks: int,
     wire_dtype: Literal["auto", "bf16", "fp8"] = "auto",
+    num_foreseen: int = 0,
 ) -> WireFormat:
     """The frames of a model. With one expert rank the sums are complete there: fp32 is exact."""
     named = {"auto": dtype, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -68,6 +78,7 @@ def make_wire_format(
         dtype=dtype,
         row_dtype=named[wire_dtype],
         sum_dtype=torch.float32 if num_expert_ranks == 1 else torch.float64,
+        num_foreseen=num_foreseen,
     )
 
 
@@ -110,7 +121,7 @@ class DispatchFrame(_Frame):
         size = 2 * _aligned(planned * wire.top_k * 4)
         if wire.has_scales:
             size += _aligned(planned * 4)
-        return HEADER_BYTES + size
+        return wire.head_bytes + size
 
     def write(
         self,
@@ -120,6 +131,7 @@ class DispatchFrame(_Frame):
         x_TD: Tensor,
         expert_ids_TK: Tensor | None,
         weights_TK: Tensor | None,
+        foreseen_E: Tensor | None = None,
     ) -> Tensor:
         """Fill in n rows -> what to send. Without ids: the expert side routes them."""
         num_rows = x_TD.shape[0]
@@ -127,6 +139,9 @@ class DispatchFrame(_Frame):
         end = self.offset_of_rows(wire, planned)
         if not num_rows:
             return self.first(HEADER_BYTES)
+        if wire.num_foreseen:
+            foreseen = self.foreseen(wire)
+            foreseen.zero_() if foreseen_E is None else foreseen.copy_(foreseen_E)
         if expert_ids_TK is not None and weights_TK is not None:
             ids, weights = self.choices(wire, planned, num_rows)
             ids.copy_(expert_ids_TK)
@@ -157,11 +172,15 @@ class DispatchFrame(_Frame):
         self._memory.received(self.offset_of_rows(wire, planned) + num_rows * wire.row_bytes)
         return num_rows
 
+    def foreseen(self, wire: WireFormat) -> Tensor:
+        """What the sender's rows will need in the next layer, uint8 [E] of 255; it has some."""
+        return self._section(HEADER_BYTES, 1, wire.num_foreseen, torch.uint8)[0]
+
     def choices(self, wire: WireFormat, planned: int, num_rows: int) -> tuple[Tensor, Tensor]:
         """Ids (int32, -1: elsewhere) and weights (fp32), [n, K] each."""
-        second = HEADER_BYTES + _aligned(planned * wire.top_k * 4)
+        second = wire.head_bytes + _aligned(planned * wire.top_k * 4)
         return (
-            self._section(HEADER_BYTES, num_rows, wire.top_k, torch.int32),
+            self._section(wire.head_bytes, num_rows, wire.top_k, torch.int32),
             self._section(second, num_rows, wire.top_k, torch.float32),
         )
 
@@ -175,7 +194,7 @@ class DispatchFrame(_Frame):
         return x_TD.to(wire.dtype)
 
     def _scales(self, wire: WireFormat, planned: int, num_rows: int) -> Tensor:
-        offset = HEADER_BYTES + 2 * _aligned(planned * wire.top_k * 4)
+        offset = wire.head_bytes + 2 * _aligned(planned * wire.top_k * 4)
         return self._section(offset, num_rows, 1, torch.float32)
 
 

@@ -15,8 +15,9 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+
+from moe_serve.text.template_limits import LimitedEnvironment
 
 
 class TemplateRefusedError(TemplateError):
@@ -89,9 +90,9 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
-def chat_environment() -> ImmutableSandboxedEnvironment:
+def chat_environment() -> LimitedEnvironment:
     """A new environment with the filters, globals and extensions that chat templates expect."""
-    environment = ImmutableSandboxedEnvironment(
+    environment = LimitedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = _tojson
@@ -102,4 +103,5 @@ def chat_environment() -> ImmutableSandboxedEnvironment:
         "namespace": _TemplateNamespace,
     }
     environment.globals.update(names)
+    environment.limit_filters()
     return environment

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from jinja2.exceptions import TemplateError
 
 from moe_serve.errors import CheckpointError, InvalidRequestError
 from moe_serve.text.chat_environment import TemplateRefusedError, chat_environment
+from moe_serve.text.template_limits import DEADLINE, TemplateTimeoutError
 from moe_serve.text.tokenizer import read_json_file
 
 MAX_RENDERED_CHARS = 8 * 1024 * 1024
@@ -34,6 +37,7 @@ class ChatTemplate:
             self._template = chat_environment().from_string(source)
         except TemplateError as error:
             raise CheckpointError(f"{name} is not a valid Jinja template: {error}.") from error
+        self.source = source
         self._special_tokens = dict(special_tokens or {})
         self._max_chars = max_chars
         self._max_seconds = max_seconds
@@ -57,24 +61,53 @@ class ChatTemplate:
             raise CheckpointError(f"{path}: chat_template must be a string or a list of them.")
         return cls(entry, special_tokens=special_tokens, name=f"chat_template in {path}")
 
+    def mentions(self, name: str) -> bool:
+        """Whether the template has this word anywhere: without it, the value has no effect."""
+        return re.search(rf"\b{re.escape(name)}\b", self.source) is not None
+
+    @cached_property
+    def has_text_arguments(self) -> bool:
+        """Whether the arguments of earlier calls must be JSON text: an object cannot be rendered,
+        or comes out as Python writes it."""
+        call = {"name": "f", "arguments": {"probe": "x"}}
+        calls = [{"id": "0" * 9, "type": "function", "function": call}]
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": "u"},
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            {"role": "tool", "tool_call_id": "0" * 9, "name": "f", "content": "c"},
+        ]
+        try:
+            return "'probe'" in self.render(messages)
+        except InvalidRequestError:
+            return True
+
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text. Raises InvalidRequestError if the template refuses or a limit is hit.
 
         Content is text, or a list of `{"type": "text", "text": ...}` parts (joined by newlines).
+        `options` are further names that the template may look at; they hide none of its own.
         """
         context: dict[str, Any] = {
+            **(options or {}),
             **self._special_tokens,
             "messages": [_with_plain_content(i, message) for i, message in enumerate(messages)],
             "add_generation_prompt": add_generation_prompt,
-            "tools": None,
+            "tools": tools,
             "documents": None,
         }
         try:
             return self._render_within_limits(context)
         except InvalidRequestError:
             raise
+        except TemplateTimeoutError:
+            raise self._late() from None
         except TemplateRefusedError as error:
             raise _refusal(f"The chat template refuses these messages: {error}") from error
         except Exception as error:  # a template is foreign code and can raise anything
@@ -83,18 +116,38 @@ class ChatTemplate:
                 f"The chat template failed on these messages: {kind}: {error}"
             ) from error
 
+    def render_to_continue(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text up to the end of the last message's content, for the model to go on."""
+        last = _with_plain_content(len(messages) - 1, messages[-1])["content"]
+        text = self.render(messages, add_generation_prompt=False, tools=tools, options=options)
+        for content in (last, last.strip()):
+            start = text.rfind(content)
+            if content and start >= 0:
+                return text[: start + len(content)]
+        raise _refusal("The chat template does not show the last message, so it cannot go on.")
+
     def _render_within_limits(self, context: dict[str, Any]) -> str:
         pieces: list[str] = []
         num_chars = 0
         deadline = time.monotonic() + self._max_seconds
+        DEADLINE.set(deadline)
         for piece in self._template.generate(context):
             pieces.append(piece)
             num_chars += len(piece)
             if num_chars > self._max_chars:
                 raise _refusal(f"The rendered chat is longer than {self._max_chars} characters.")
             if time.monotonic() > deadline:
-                raise _refusal(f"Rendering the chat took longer than {self._max_seconds:g} s.")
+                raise self._late()
         return "".join(pieces)
+
+    def _late(self) -> InvalidRequestError:
+        return _refusal(f"Rendering the chat took longer than {self._max_seconds:g} s.")
 
 
 def _with_plain_content(index: int, message: Mapping[str, Any]) -> dict[str, Any]:

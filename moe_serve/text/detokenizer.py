@@ -25,9 +25,14 @@ class Detokenizer(Protocol):
         ...
 
 
-def make_detokenizer(tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> Detokenizer:
-    """The detokenizer that fits the vocabulary's spelling."""
-    skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
+def make_detokenizer(
+    tokenizer: Tokenizer,
+    *,
+    skip_special_tokens: bool = True,
+    kept_ids: frozenset[int] = frozenset(),
+) -> Detokenizer:
+    """The detokenizer that fits the vocabulary's spelling; `kept_ids` are never skipped."""
+    skipped = tokenizer.special_token_ids - kept_ids if skip_special_tokens else frozenset[int]()
     if tokenizer.spelling is Spelling.BYTE_LEVEL:
         return ByteLevelDetokenizer(tokenizer, skipped)
     return WindowDetokenizer(tokenizer, skipped)

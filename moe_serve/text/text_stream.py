@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_serve.engine.request import FinishReason, TokenDelta, TokenLogprob
+from moe_serve.engine.request import FinishReason, TokenDelta, TokenExperts, TokenLogprob
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.text.detokenizer import make_detokenizer
 from moe_serve.text.stop_strings import StopStringMatcher, StopStrings
@@ -15,9 +15,9 @@ from moe_serve.text.tokenizer import Tokenizer
 class TextDelta:
     """New text of one sequence. `finish_reason` is set on the last delta only.
 
-    `token_ids`, `text_offsets` and `logprobs` (if asked for) have one entry per token that counts;
-    their text may be held back for a later delta. `text_offsets` say where each token's text begins
-    in the whole text (before a stop string is cut from its end).
+    `token_ids`, `text_offsets` and (if asked for) `logprobs` and `routed_experts` have an entry per
+    token that counts; their text may be held back for a later delta. `text_offsets` say where each
+    token's text begins in the whole text (before a stop string is cut from its end).
     `stop_reason` is the stop string or the id from `stop_token_ids` that ended it, else None.
     `is_stopped_by_text`: the engine does not know yet, the owner must abort the request there.
     """
@@ -26,6 +26,7 @@ class TextDelta:
     token_ids: tuple[int, ...] = ()
     text_offsets: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
+    routed_experts: tuple[TokenExperts, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     is_stopped_by_text: bool = False
@@ -35,14 +36,19 @@ class TextStream:
     """Detokenizes one sequence and ends it at a stop string, however the tokens are grouped.
 
     `stops` are `params.stop`, ready-made by an owner that has several sequences with the same ones.
+    `kept_ids` are special tokens that stay in the text whatever the parameters say.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, params: SamplingParams, stops: StopStrings | None = None
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        stops: StopStrings | None = None,
+        kept_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._params = params
         self._detokenizer = make_detokenizer(
-            tokenizer, skip_special_tokens=params.skip_special_tokens
+            tokenizer, skip_special_tokens=params.skip_special_tokens, kept_ids=kept_ids
         )
         self._matcher = StopStringMatcher(
             stops or StopStrings(params.stop), includes_stop=params.include_stop_str_in_output
@@ -76,6 +82,7 @@ class TextStream:
             token_ids=delta.token_ids,
             text_offsets=tuple(offsets),
             logprobs=delta.logprobs,
+            routed_experts=delta.routed_experts,
             finish_reason=delta.finish_reason,
             stop_reason=self._stop_reason(delta),
         )
@@ -91,12 +98,13 @@ class TextStream:
     ) -> TextDelta:
         """Tokens after the one that completed the stop string do not count."""
         self.is_finished = True
-        count = len(offsets)
+        count, experts = len(offsets), delta.routed_experts
         return TextDelta(
             text="".join(shown),
             token_ids=delta.token_ids[:count],
             text_offsets=tuple(offsets),
             logprobs=None if delta.logprobs is None else delta.logprobs[:count],
+            routed_experts=None if experts is None else experts[:count],
             finish_reason=FinishReason.STOP,
             stop_reason=self._matcher.matched,
             is_stopped_by_text=True,

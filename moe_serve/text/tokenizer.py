@@ -39,7 +39,8 @@ class Tokenizer:
         self.eos_token_ids = tuple(eos_token_ids)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
-        self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_ids = {token.content: i for i, token in added.items() if token.special}
+        self.special_token_ids = frozenset(self.special_ids.values())
         content = json.loads(backend.to_str())
         self.spelling = spelling_of(content["decoder"])
         self._max_bytes_per_token = max_bytes_per_token(content)

@@ -56,4 +56,7 @@ def detect(path: Path) -> str:
     if path.suffix == ".json":
         content = read_json(path)
         return "vllm" if isinstance(content, dict) and "snapshots" in content else "sglang"
-    raise TraceError(f"{path}: its name does not say what it is; say it with --from")
+    raise TraceError(
+        f"{path}: its name does not say what it is, as {', '.join(_BY_SUFFIX)}, .json or .jsonl "
+        "do; `moe-serve trace import` takes any name, with --from"
+    )

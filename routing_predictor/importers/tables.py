@@ -76,8 +76,13 @@ def as_array(value: Any, num_dimensions: int, what: str) -> NDArray[np.float64]:
         raise TraceError(f"{what} is not a table of numbers") from None
     if array.ndim != num_dimensions or not array.size:
         raise TraceError(f"{what} has the shape {array.shape}; {num_dimensions} dimensions wanted")
-    if not np.isfinite(array).all():
-        raise TraceError(f"{what} holds a number that is not finite")
+    wrong = ~np.isfinite(array)
+    if wrong.any():
+        first = tuple(int(index) for index in np.argwhere(wrong)[0])
+        raise TraceError(
+            f"{what} has {int(wrong.sum())} numbers that are not finite; the first is "
+            f"{array[first]} at {list(first)}"
+        )
     return array
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from .network import Shape
 from .vocabulary import END_OF_TEXT_ID, IM_END_ID, SPECIAL_TOKENS
 
-# Renders as corpus.render_chat does; system messages have the same form.
-CHAT_TEMPLATE = (
-    "{%- for message in messages %}\n"
-    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}\n"
-    "{%- endfor %}\n"
-    "{%- if add_generation_prompt %}\n"
-    "{{- '<|im_start|>assistant\\n' }}\n"
-    "{%- endif %}\n"
-)
+# Renders as corpus.render_chat does; system messages have the same form. With tools, these are
+# listed in the system message, which the model has never seen in training.
+CHAT_TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
 
 
 def model_config(shape: Shape, balance_weight: float) -> dict[str, object]:

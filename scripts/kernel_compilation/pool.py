@@ -14,15 +14,8 @@ from dataclasses import dataclass
 from kernel_compilation import cache
 from kernel_compilation.compilation import cache_key, compile_case
 from kernel_compilation.facts import CompiledFacts
+from kernel_compilation.job import Job
 from moe_kernels.gpu.compile_case import CompileCase, find_cases
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """Sorts as the table does."""
-
-    case: str
-    target: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,14 +42,14 @@ class Cluster:
 
     def connect(self, secret: ClusterSecret | None = None) -> Channel[Message]:
         port = self.listener.port
-        channel = connect("127.0.0.1", port, secret or self.secret, decoder(), 10)
+        channel = connect("127.0.0.1", port, secret or self.secret, decoder(), 60)
         self._channels.append(channel)
         return channel
 
     def pair(self) -> tuple[Channel[Message], Channel[Message]]:
         """(the connecting end, the accepting end)"""
         near = self.connect()
-        far = self.accepted.get(timeout=10)
+        far = self.accepted.get(timeout=60)
         self._channels.append(far)
         return near, far
 

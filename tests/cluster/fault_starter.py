@@ -16,7 +16,7 @@ from moe_serve.cluster.rank_name import RankName
 from moe_serve.cluster.secret import ClusterSecret
 from thread_starter import ThreadStarter
 
-_FREEZE_LIMIT_S = 60.0
+_FREEZE_LIMIT_S = 100.0
 
 
 class KilledError(BaseException):

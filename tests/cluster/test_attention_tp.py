@@ -17,7 +17,7 @@ from layouts import Answer, colocated, config, on_ranks, requests, serve
 from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.rank_name import RankName
 from moe_serve.cluster.secret import ClusterSecret
-from moe_serve.config import ClusterConfig, EngineConfig
+from moe_serve.config import ClusterConfig, EngineConfig, PipelineConfig
 from moe_serve.config_keys import check_engine_config
 from moe_serve.engine.request import TokenDelta
 from moe_serve.errors import ConfigError
@@ -109,6 +109,10 @@ def test_kernels_that_sum_by_shape_are_refused() -> None:
 def test_without_attention_ranks_there_is_nothing_to_split() -> None:
     with pytest.raises(ConfigError, match=r"attention_tp is 2, but there are no attention ranks"):
         check_engine_config(EngineConfig(cluster=ClusterConfig(attention_tp=2)))
+    with pytest.raises(ConfigError, match=r"placement is plan\.json, but one process has all exp"):
+        check_engine_config(EngineConfig(cluster=ClusterConfig(placement="plan.json")))
+    with pytest.raises(ConfigError, match=r"timeline is run\.json, but there are no ranks to rec"):
+        check_engine_config(EngineConfig(pipeline=PipelineConfig(timeline="run.json")))
 
 
 def test_processes_die_and_come_back_together() -> None:

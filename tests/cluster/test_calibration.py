@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from calibrations import cpu_calibration
+from moe_serve.cli.calibrate import us
 from moe_serve.cli.main import main
 from moe_serve.cluster.attention_timing import AttentionSample
 from moe_serve.cluster.calibration import fit_attention
-from moe_serve.cluster.calibration_file import read_calibration
+from moe_serve.cluster.calibration_file import read_calibration, write_calibration
 from moe_serve.cluster.expert_timing import ExpertSample, fit_experts, random_choices
 from moe_serve.cluster.measured_model import load_measured_model
 from moe_serve.cluster.model_facts import weight_bytes
@@ -36,6 +38,7 @@ def _threads_as_before() -> object:
 
 
 @pytest.mark.usefixtures("_threads_as_before")
+@pytest.mark.timeout(400)
 def test_calibrate_then_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "calibration.json"
     assert run("calibrate", "--quick", "--num-threads", "1", "--out", str(path)) == 0
@@ -64,15 +67,44 @@ def test_calibrate_then_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written, two = str(tmp_path / "here.json"), ("--devices", "2")
+    write_calibration(cpu_calibration(), Path(written))
     for arguments, message in (
         (["calibrate", "--device", "tpu"], "device cannot be 'tpu'"),
-        (["calibrate", "--out", str(tmp_path / "no" / "x.json")], "is not a folder"),
+        (["calibrate", "--out", str(tmp_path / "no" / "x.json")], "no is no folder"),
+        (["calibrate", "--out", str(tmp_path)], "cannot be written: it is a folder"),
         (["calibrate", str(tmp_path / "missing")], "is not a folder: give a local checkpoint"),
+        (["plan", "--calibration", written, *two, "--memory-bytes", "80GB"], "such as 80GiB"),
         (["plan", "--calibration", "missing.json", "--devices", "2"], "cannot read the calibr"),
     ):
         assert run(*arguments) == 2, arguments
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1, error
+
+
+def test_times_are_printed_without_exponents() -> None:
+    seconds = (0.0, 1.4448e-10, 4.8678e-06, 0.00010931, 0.0034957, 1.5)
+    assert [us(each) for each in seconds] == [
+        "0 \u00b5s",
+        "0.000144 \u00b5s",
+        "4.87 \u00b5s",
+        "109 \u00b5s",
+        "3,496 \u00b5s",
+        "1,500,000 \u00b5s",
+    ]
+
+
+def test_a_layout_that_cannot_be_used_has_no_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "here.json"
+    write_calibration(cpu_calibration(), path)
+    plan = ("plan", "--calibration", str(path), "--devices", "2", "--context", "512")
+    assert run(*plan, "--memory-bytes", "1KiB") == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" 2 repl")]
+    assert len(rows) == 1 and "for 1 sequence" in rows[0] and "0.00  " not in rows[0], rows
+    assert run(*plan, "--memory-bytes", "2GiB", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["request"]["memory_bytes"] == 2**31
 
 
 def test_weights_are_counted_as_the_file_has_them() -> None:

@@ -201,7 +201,7 @@ def test_half_open_connections_cost_a_time_out_and_no_more() -> None:
         channel.receive(10)
     channel.close()
     near.close()
-    with open_cluster(handshake_timeout_s=0.05) as cluster:
+    with open_cluster(handshake_timeout_s=1.0) as cluster:
         with socket.create_connection(("127.0.0.1", cluster.listener.port), 10) as connection:
             connection.sendall(MAGIC)
             while connection.recv(100):

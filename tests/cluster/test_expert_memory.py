@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from experts.memory.expectation import Hint
+from experts.memory.expert_memory import ExpertMemory
 from layouts import Answer, colocated, config, requests, serve
 from moe_serve.cluster.build import build_cluster
-from moe_serve.config import EngineConfig, MemoryPolicyName
+from moe_serve.cluster.cluster_model import read_spec
+from moe_serve.cluster.needed_experts import pack_needed, unpack_needed
+from moe_serve.config import BatchPolicyName, EngineConfig, MemoryPolicyName, PredictorConfig
 from moe_serve.engine.build import build_engine
+from moe_serve.engine.next_layer_prediction import check_next_layer
 from moe_serve.engine.request import GenerationRequest
 from moe_serve.errors import ConfigError
+from moe_serve.model.demo import demo_model_folder
 from moe_serve.model.safetensors_file import SafetensorsFile
 from thread_starter import ThreadStarter
 
@@ -67,6 +76,155 @@ def test_ranks(experts: int, wanted: list[GenerationRequest], resident: dict[str
         engine.close()
 
 
+@pytest.mark.parametrize("batch_policy", ["fifo", "expert-aware"])
+@pytest.mark.parametrize(("attention", "experts"), [(0, 0), (2, 2)])
+def test_requests_tell_what_they_will_need(
+    attention: int,
+    experts: int,
+    batch_policy: BatchPolicyName,
+    wanted: list[GenerationRequest],
+    resident: dict[str, Answer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In one process and on ranks, under any batch policy; the tokens stay."""
+    told: list[Hint | None] = []
+    hint = ExpertMemory.hint
+
+    def noted(memory: ExpertMemory, scores_LE: Hint | None) -> None:
+        told.append(scores_LE)
+        hint(memory, scores_LE)
+
+    monkeypatch.setattr(ExpertMemory, "hint", noted)
+    of = within(config(attention, experts, 1), ALL_BYTES // 2, "prefetch")
+    of = replace(
+        of,
+        predictor=PredictorConfig(path=str(demo_model_folder() / "predictor"), min_recall=0.0),
+        scheduler=replace(of.scheduler, batch_policy=batch_policy),
+    )
+    engine = (
+        build_cluster(of, make_starter=ThreadStarter).engine if experts else build_engine(of).engine
+    )
+    try:
+        assert serve(engine, wanted) == resident
+    finally:
+        engine.close()
+    known = [scores_LE for scores_LE in told if scores_LE is not None]
+    assert len(known) > len(told) / 2, f"{len(known)} hints in {len(told)} steps"
+    assert all(scores_LE.shape == (NUM_LAYERS, NUM_EXPERTS) for scores_LE in known)
+    assert all(scores_LE.min() >= 0 and scores_LE.max() <= 1 for scores_LE in known)
+    assert any(scores_LE.min() < 0.1 < 0.5 < scores_LE.max() for scores_LE in known)
+
+
+@pytest.mark.parametrize(
+    ("attention", "experts", "micro_batches", "router"),
+    [
+        (0, 0, 1, "auto"),
+        (0, 0, 2, "auto"),
+        (1, 1, 2, "auto"),
+        (2, 2, 2, "attention"),
+        (2, 2, 1, "experts"),
+    ],
+)
+def test_the_next_layer_is_foreseen(
+    attention: int,
+    experts: int,
+    micro_batches: int,
+    router: str,
+    wanted: list[GenerationRequest],
+    resident: dict[str, Answer],
+) -> None:
+    """By its trained predictor, on random prompts too: most of what is said comes. The tokens
+    stay."""
+    of = config(attention, experts, micro_batches, router=router)
+    of = foreseeing(within(of, ALL_BYTES // 2 // max(1, experts), "next-layer"))
+    engine = (
+        build_cluster(of, make_starter=ThreadStarter).engine if experts else build_engine(of).engine
+    )
+    try:
+        assert serve(engine, wanted) == resident
+        stats = engine.stats().expert_memory
+    finally:
+        engine.close()
+    assert stats is not None and stats.num_prefetch_hits > 0, f"{stats}"
+    assert 0.8 < stats.num_foreseen / stats.num_foretold <= 1, f"{stats}"
+    assert stats.num_foreseen > stats.num_needed / 2, f"{stats}"
+
+
+def test_a_bad_predictor_is_switched_off(
+    wanted: list[GenerationRequest], resident: dict[str, Answer], caplog: pytest.LogCaptureFixture
+) -> None:
+    """No predictor has a recall of all: the floor is out of reach."""
+    of = foreseeing(within(config(0, 0, 1), ALL_BYTES // 2, "next-layer"), min_recall=1.0)
+    engine = build_engine(of).engine
+    assert serve(engine, wanted) == resident
+    assert "the next-layer predictor is switched off: its recall is" in caplog.text
+    before = engine.stats().expert_memory
+    assert serve(engine, wanted) == resident
+    after = engine.stats().expert_memory
+    assert before is not None and after is not None
+    assert after.num_foretold == before.num_foretold < after.num_needed - before.num_needed
+
+
+@pytest.mark.parametrize(("attention", "experts"), [(0, 0), (1, 1)])
+def test_a_next_layer_predictor_that_does_not_fit_is_refused(
+    attention: int, experts: int, tmp_path: Path
+) -> None:
+    """Before anything is loaded, in one sentence: none, none there, another model's."""
+
+    def refusal(of: EngineConfig) -> str:
+        with pytest.raises(ConfigError) as caught:
+            if experts:
+                build_cluster(of, make_starter=ThreadStarter)
+            else:
+                build_engine(of)
+        return str(caught.value)
+
+    of = within(config(attention, experts, 1), ALL_BYTES, "next-layer")
+    start = "model.expert_memory_policy is 'next-layer', but "
+    assert refusal(of) == (
+        f"{start}predictor.path is null: give a folder with a next-layer predictor."
+    )
+    there = f"{tmp_path / 'next-layer.json'} is not there: no predictor lies in {tmp_path}."
+    assert refusal(foreseeing(of, tmp_path)) == start + there
+    card = (demo_model_folder() / "predictor" / "next-layer.json").read_text("utf-8")
+    other = json.loads(card) | {"model": "other", "model_identity": "ab" * 32}
+    (tmp_path / "next-layer.json").write_text(json.dumps(other), "utf-8")
+    named = "but the next-layer predictor is for the model other (abababababab), not for demo_model"
+    assert named in refusal(foreseeing(of, tmp_path))
+
+
+def test_a_model_whose_routers_it_cannot_know_is_refused() -> None:
+    """They add a bias to the choice: the largest logits are not what is chosen."""
+    folder = demo_model_folder()
+    spec = read_spec(folder)
+    biased = replace(spec, router=replace(spec.router, has_selection_bias=True))
+    of = foreseeing(within(config(0, 0, 1), ALL_BYTES, "next-layer"))
+    check_next_layer(of, folder, spec)
+    with pytest.raises(ConfigError, match=r"'next-layer', but demo_model .* a bias of the choice"):
+        check_next_layer(of, folder, biased)
+    check_next_layer(within(of, ALL_BYTES, "prefetch"), folder, biased)
+
+
+def foreseeing(
+    of: EngineConfig, folder: Path | None = None, min_recall: float = 0.2
+) -> EngineConfig:
+    """With a next-layer predictor and no other."""
+    path = demo_model_folder() / "predictor" if folder is None else folder
+    known = PredictorConfig(path=str(path), mode="off", min_recall=min_recall)
+    return replace(of, predictor=known)
+
+
+def test_what_is_needed_by_several_ranks_travels_as_bytes() -> None:
+    """By one of two attention ranks: 1 - (1 - p) (1 - q), to within 1 / 255."""
+    one, other = np.full((2, 3), 0.5, np.float32), np.full((2, 3), 0.2, np.float32)
+    packed = pack_needed([one, None, other])
+    assert len(packed) == 6
+    assert unpack_needed(packed, (2, 3)) == pytest.approx(np.full((2, 3), 0.6), abs=1 / 255)
+    assert pack_needed([None]) == b"" and unpack_needed(b"", (2, 3)) is None
+    assert pack_needed([np.zeros((129, 512), np.float32)]) == b"", "too much for a step's message"
+    assert unpack_needed(packed, (3, 3)) is None, "of another model"
+
+
 def test_an_expert_that_cannot_be_read_fails_a_step(
     wanted: list[GenerationRequest], resident: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +245,13 @@ def test_an_expert_that_cannot_be_read_fails_a_step(
     errors = {answer.error for answer in failed.values() if answer.error is not None}
     assert calls and errors, "a step failed"
     assert serve(engine, wanted) == resident
+
+
+@pytest.mark.parametrize("num_bytes", [0, -5])
+def test_no_budget_is_refused(num_bytes: int) -> None:
+    """In a configuration that no loader of configurations has seen."""
+    with pytest.raises(ConfigError, match=rf"^model.expert_memory_bytes is {num_bytes}: give a p"):
+        build_engine(within(config(0, 0, 1), num_bytes))
 
 
 def test_too_little_memory_is_refused_with_numbers() -> None:

@@ -231,7 +231,7 @@ def test_a_stale_rank_that_wakes(
     """It froze in a step, no signal reaches it, and the others went on without it: what it still
     sends goes to connections that are closed, and it ends."""
     faults.at(owner, function, faults.freeze, rank=rank, time=6)
-    with driven(faults, fault_config(2, 3, heartbeat_s=0.2, timeout_s=1.0)) as (drive, starter):
+    with driven(faults, fault_config(2, 3, heartbeat_s=0.5, timeout_s=1.0)) as (drive, starter):
         starter.can_kill = False
         stale = next(t for t in starter._threads if t.name == rank)
         assert drive.serve(WANTED) == expected, "a token changed"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from layouts import colocated, config, on_ranks, random_placement, requests, serve
@@ -31,7 +31,7 @@ def test_layouts(attention: int, experts: int, micro_batches: int) -> None:
 
 
 @settings(
-    max_examples=12,
+    max_examples=11,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
@@ -40,25 +40,42 @@ def test_layouts(attention: int, experts: int, micro_batches: int) -> None:
     attention=st.integers(1, 3),
     experts=st.integers(1, 4),
     micro_batches=st.sampled_from([1, 2, 3, 4, "auto"]),
-    router=st.sampled_from(["attention", "experts"]),
-    replica_choice=st.sampled_from(["round-robin", "fewest-activated", "least-tokens", "auto"]),
+    routing=st.sampled_from(
+        [
+            ("experts", "round-robin"),
+            ("attention", "round-robin"),
+            ("attention", "fewest-activated"),
+            ("attention", "least-tokens"),
+            ("attention", "lp"),
+            ("attention", "auto"),
+        ]
+    ),
     budget=st.integers(3, 80),
     count=st.integers(1, 11),
     seed=st.integers(0, 2**31),
+)
+@example(
+    attention=2,
+    experts=4,
+    micro_batches=2,
+    routing=("attention", "lp"),
+    budget=40,
+    count=8,
+    seed=7,
 )
 def test_any_layout(
     tmp_path: Path,
     attention: int,
     experts: int,
     micro_batches: int | str,
-    router: str,
-    replica_choice: str,
+    routing: tuple[str, str],
     budget: int,
     count: int,
     seed: int,
 ) -> None:
-    """Random placements with replicas, chosen by any policy, routers on either side, chunks of any
-    size."""
+    """Random placements with replicas, chosen by any policy, routers on either side (where copies
+    take turns), chunks of any size."""
+    router, replica_choice = routing
     file = tmp_path / f"{seed}.json"
     random_placement(file, range(NUM_LAYERS), NUM_EXPERTS, experts, seed)
     of = config(

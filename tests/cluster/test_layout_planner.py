@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from calibrations import GIB, cpu_calibration, gpu_calibration
@@ -115,6 +117,9 @@ def test_too_few_sequences_are_not_split() -> None:
     request = PlanRequest(num_devices=2, context=512, batch=2)
     for layout in plan_layouts(cpu_calibration(), request):
         assert bool(layout.reason) == (layout.num_micro_batches > 2), layout
+        if layout.reason:
+            needed = layout.num_micro_batches
+            assert layout.reason == f"2 sequences are too few: it takes {needed}"
 
 
 @pytest.mark.parametrize(
@@ -124,7 +129,9 @@ def test_too_few_sequences_are_not_split() -> None:
         (PlanRequest(num_devices=2, context=9999, batch=1), r"made-up takes 1 to 2048\."),
         (PlanRequest(num_devices=2, context=9, batch=1, rate=1.0), "a batch or a rate, not both"),
         (PlanRequest(num_devices=2, context=9, batch=0), "batch cannot be 0"),
-        (PlanRequest(num_devices=2, context=9, max_tpot_s=0.0), "max-tpot-ms must be greater"),
+        (PlanRequest(num_devices=2, context=9, max_tpot_s=0.0), "max-tpot-ms cannot be 0: it must"),
+        (PlanRequest(num_devices=2, context=9, max_tpot_s=math.nan), "max-tpot-ms cannot be nan"),
+        (PlanRequest(num_devices=2, context=9, rate=math.inf), "rate cannot be inf: it must be gr"),
         (PlanRequest(num_devices=2, context=9), "say what the layout is for"),
     ],
 )

@@ -43,7 +43,7 @@ def rejected(cluster: Cluster, num_expected: int) -> dict[str, int]:
     """The counts once `num_expected` handshakes are over (their threads count after closing)."""
     for thread in threading.enumerate():
         if thread.name == "control-handshake":
-            thread.join(10)
+            thread.join(60)
     counts = cluster.listener.num_rejected
     assert sum(counts.values()) == num_expected, f"rejected {counts}"
     return counts
@@ -95,7 +95,7 @@ def test_strangers_are_counted_by_reason(cluster: Cluster, data: bytes, reason: 
     assert rejected(cluster, 1) == {reason: 1}
     near, far = cluster.pair()
     near.send(Ping(1))
-    assert far.receive(5) == Ping(1)
+    assert far.receive(60) == Ping(1)
 
 
 def test_a_silent_stranger_times_out() -> None:
@@ -112,7 +112,7 @@ def test_a_trickling_stranger_times_out() -> None:
             try:
                 for byte in MAGIC * 1000:
                     connection.sendall(bytes([byte]))
-                    connection.settimeout(0.01)
+                    connection.settimeout(0.05)
                     try:
                         if not connection.recv(100):
                             break
@@ -131,7 +131,7 @@ def test_a_recorded_handshake_is_worth_nothing(cluster: Cluster) -> None:
         answer += cluster.secret.proof("connecting", challenge[4:], bytes(NONCE_BYTES))
         first.sendall(answer)
         assert len(first.recv(32)) == 32, "the true handshake failed"
-    cluster.accepted.get(timeout=10).close()
+    cluster.accepted.get(timeout=60).close()
     with stranger(cluster) as second:
         second.sendall(answer)
         read_to_end(second)
@@ -165,7 +165,7 @@ def test_two_hundred_silent_strangers_stop_nobody(
     cluster, _ = crowd
     near, far = cluster.pair()
     near.send(Ping(1))
-    assert far.receive(5) == Ping(1)
+    assert far.receive(60) == Ping(1)
     assert cluster.listener.num_pending <= 16
     assert set(cluster.listener.num_rejected) == {CROWDED_OUT}
 
@@ -186,18 +186,18 @@ def test_refusals_are_logged_once_a_second(
 
 
 def test_close_ends_pending_handshakes_and_frees_the_port() -> None:
-    num_before = psutil.Process().num_fds()
+    num_before, others = psutil.Process().num_fds(), set(threading.enumerate())
     with open_cluster(handshake_timeout_s=60) as cluster:
         near, far = cluster.pair()
         silent = stranger(cluster)
         cluster.listener.close()
         near.send(Ping(1))
-        assert far.receive(5) == Ping(1), "a channel handed over must stay open"
+        assert far.receive(60) == Ping(1), "a channel handed over must stay open"
         assert len(read_to_end(silent)) in (0, 36)
         with bound_socket("127.0.0.1", cluster.listener.port):
             pass
         silent.close()
-    for thread in threading.enumerate():
+    for thread in set(threading.enumerate()) - others:
         if thread.name.startswith("control-"):
-            thread.join(10)
+            thread.join(60)
     assert psutil.Process().num_fds() <= num_before, "descriptors leaked"

@@ -127,8 +127,8 @@ def test_who_waits_for_a_stuck_rank_is_not_given_up_with_it(
         return epoch.meet(join, me, *rest)
 
     monkeypatch.setattr(attention_rank, "meet", meet_but_one)
-    with FaultDrive(config(2, 1, timeout_s=0.5), ThreadStarter) as drive:
-        drive.coordinator._is_torn = True
+    with FaultDrive(config(2, 1, timeout_s=2.0), ThreadStarter) as drive:
+        drive.coordinator._torn_by = "the test"
         while drive.coordinator.epoch.number < 3:
             drive.engine.step()
         assert drive.hurt.detected.keys() == {"attention-0"}

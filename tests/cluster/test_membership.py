@@ -54,15 +54,15 @@ class Talkers:
 
     def stop(self) -> None:
         for thread in self._threads:
-            thread.join(10)
+            thread.join(60)
 
     def _talk(self, name: str) -> None:
         port, decoder = self._listener.port, msgspec.msgpack.Decoder(Order)
-        channel: Channel[Any] = connect("127.0.0.1", port, self._secret, decoder, 10)
+        channel: Channel[Any] = connect("127.0.0.1", port, self._secret, decoder, 60)
         theirs = versions() | ({"torch": self.torch[name]} if name in self.torch else {})
         channel.send(Hello(name=name, pid=1, host="127.0.0.1", versions=theirs))
         try:
-            while not isinstance(order := channel.receive(30), Stop):
+            while not isinstance(order := channel.receive(60), Stop):
                 self.orders.append((name, type(order).__name__))
                 if isinstance(order, Examine):
                     folder = self.folders.get(name, Path(order.folder))
@@ -180,15 +180,15 @@ def test_another_checkpoint_is_refused_by_name(scene: Scene) -> None:
 def test_who_came_and_was_not_let_in_yet_is_told_to_stop(scene: Scene) -> None:
     """Its hello lies in the inbox, or is still on its way."""
     port, decoder = scene.listener.port, msgspec.msgpack.Decoder(Order)
-    channel: Channel[Any] = connect("127.0.0.1", port, scene.talkers._secret, decoder, 10)
+    channel: Channel[Any] = connect("127.0.0.1", port, scene.talkers._secret, decoder, 60)
     channel.send(Hello(name="expert-0", pid=1, host="127.0.0.1", versions={}))
-    assert scene.membership.inbox.get(timeout=10).name == "expert-0"
+    assert scene.membership.inbox.get(timeout=60).name == "expert-0"
     scene.membership.close()
-    assert isinstance(channel.receive(10), Stop)
+    assert isinstance(channel.receive(60), Stop)
     with pytest.raises(ChannelClosedError):
-        channel.receive(10)
-    late: Channel[Any] = connect("127.0.0.1", port, scene.talkers._secret, decoder, 10)
+        channel.receive(60)
+    late: Channel[Any] = connect("127.0.0.1", port, scene.talkers._secret, decoder, 60)
     with pytest.raises(ChannelClosedError):
-        late.receive(10)
+        late.receive(60)
     channel.close()
     late.close()

@@ -169,7 +169,7 @@ SMALL = replace(SMALL, cache=CacheConfig(num_pages=14))
 SMALL = replace(SMALL, model=replace(SMALL.model, max_model_len=120))
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     attention=st.integers(1, 2),
     is_small=st.booleans(),

@@ -9,8 +9,9 @@ import pytest
 
 from experts.placement.plan import Placement, contiguous
 from experts.placement.plan_file import write_placement
-from moe_serve.cluster.cluster_model import placement_of, read_spec
-from moe_serve.config import ClusterConfig
+from moe_serve.cluster import cluster_model
+from moe_serve.cluster.cluster_model import ClusterModel, placement_of, read_spec
+from moe_serve.config import ClusterConfig, EngineConfig, ReplicaPolicyName
 from moe_serve.errors import ConfigError
 from moe_serve.model.demo import demo_model_folder
 from moe_serve.model.spec import ModelSpec
@@ -41,8 +42,22 @@ def test_as_the_file_says(spec: ModelSpec, tmp_path: Path) -> None:
     write_placement(plan, path)
     cluster = ClusterConfig(expert_ranks=2, placement=str(path))
     assert placement_of(cluster, spec) == plan
-    with pytest.raises(ConfigError, match=rf"experts on 2 ranks, not for .* {num_experts} on 3"):
+    with pytest.raises(ConfigError, match="is for 2 expert ranks and cluster.expert_ranks is 3"):
         placement_of(replace(cluster, expert_ranks=3), spec)
     path.unlink()
     with pytest.raises(ConfigError, match=r"cluster.placement: .*plan.json cannot be read"):
         placement_of(cluster, spec)
+
+
+@pytest.mark.parametrize("choice", ["fewest-activated", "least-tokens", "auto"])
+def test_copies_are_chosen_by_rows_where_one_side_routes_for_all(
+    choice: ReplicaPolicyName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Expert ranks on unlike machines may differ in a row's choice; other rows must not move."""
+    monkeypatch.setattr(cluster_model, "is_broadcast_worth", lambda *_: True)
+    one = ClusterConfig(attention_ranks=1, expert_ranks=1)
+    assert ClusterModel.read(EngineConfig(cluster=one)).is_routing_on_experts
+    chosen = replace(one, replica_choice=choice)
+    assert not ClusterModel.read(EngineConfig(cluster=chosen)).is_routing_on_experts
+    with pytest.raises(ConfigError, match=rf"replica_choice is '{choice}'.*use 'round-robin', or"):
+        ClusterModel.read(EngineConfig(cluster=replace(chosen, router="experts")))

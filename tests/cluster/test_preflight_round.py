@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import msgspec
@@ -68,16 +69,17 @@ def test_who_did_not_come_and_who_did_not_answer(folder: Path) -> None:
 
 def test_another_checkpoint_and_a_closed_port(folder: Path) -> None:
     round_ = new_round(folder)
-    with ProbePort("127.0.0.1") as port:
-        closed = port.port
-    for name in NAMES:
-        round_.came(hello(name, closed if name == "expert-0" else 0))
-    for name in NAMES:
-        round_.examined(name, over_the_wire(round_.order))
-    (folder / "model.safetensors").write_bytes(bytes(999))
-    round_.came(hello("expert-0", closed))  # restarted: its old answer is void
-    assert not round_.is_done
-    round_.examined("expert-0", over_the_wire(round_.order))
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound, but not listening
+        closed = unused.getsockname()[1]
+        for name in NAMES:
+            round_.came(hello(name, closed if name == "expert-0" else 0))
+        for name in NAMES:
+            round_.examined(name, over_the_wire(round_.order))
+        (folder / "model.safetensors").write_bytes(bytes(999))
+        round_.came(hello("expert-0", closed))  # restarted: its old answer is void
+        assert not round_.is_done
+        round_.examined("expert-0", over_the_wire(round_.order))
     texts = [str(problem) for problem in round_.problems(5)]
     assert len(texts) == 2, texts
     assert texts[0].startswith("the checkpoint's file model.safetensors has 999 bytes with hash")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 
@@ -24,19 +25,19 @@ def test_open_closed_and_silent_ports() -> None:
             "silent": full.getsockname()[1],
         }
         targets = [ProbeTarget(name, "127.0.0.1", number) for name, number in names.items()]
-        results = probe(targets, 0.2)
+        results = probe(targets, 2.0)
         waiting.close()
     failures = {result.target.name: result.failure for result in results}
     assert failures["open"] is None
     assert failures["closed"] == "Connection refused"
-    assert failures["silent"] == "no answer within 0.2 s (a firewall?)"
+    assert re.fullmatch(r"no answer within [12]\.\d s \(a firewall\?\)", failures["silent"] or "")
 
 
 def test_a_port_takes_many_and_leaves_nothing() -> None:
     me = psutil.Process()
     num_descriptors, num_threads = me.num_fds(), threading.active_count()
     with ProbePort("127.0.0.1") as port:
-        results = probe([ProbeTarget("a", "127.0.0.1", port.port)] * 50, 10)
+        results = probe([ProbeTarget("a", "127.0.0.1", port.port)] * 50, 60)
         assert [result.failure for result in results] == [None] * 50
     assert me.num_fds() <= num_descriptors, "descriptors leaked"
     assert threading.active_count() <= num_threads, "threads leaked"

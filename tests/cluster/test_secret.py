@@ -68,4 +68,8 @@ def test_a_worker_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_configuration_knows_the_variable() -> None:
-    load_config(flags={}, environ={CLUSTER_SECRET_VARIABLE: TEXT})
+    """It is no mistake in the environment, and no part of what is sent to ranks or printed."""
+    told = load_config(flags={}, environ={CLUSTER_SECRET_VARIABLE: TEXT})
+    assert told == load_config(flags={}, environ={}) and TEXT not in repr(told)
+    with pytest.raises(ConfigError, match=f"{CLUSTER_SECRET_VARIABLE}S"):
+        load_config(flags={}, environ={f"{CLUSTER_SECRET_VARIABLE}S": TEXT})

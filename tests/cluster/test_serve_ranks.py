@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +19,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ("--attention-ranks", "1", "--expert-ranks", "2", "--num-threads", "1")
-WAIT_S = 60.0
-HEARTBEAT_S = 0.4
+WAIT_S = 90.0
+HEARTBEAT_S = 1.5
+pytestmark = pytest.mark.timeout(400)
 
 
 @contextmanager
@@ -28,6 +30,7 @@ def serving() -> Iterator[subprocess.Popen[str]]:
     environ = {name: value for name, value in os.environ.items() if "MOE_SERVE" not in name}
     environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
     environ["MOE_SERVE_CLUSTER_HEARTBEAT_S"] = str(HEARTBEAT_S)
+    environ["MOE_SERVE_SERVER_DRAIN_TIMEOUT_S"] = str(WAIT_S)  # for slow machines
     with subprocess.Popen(
         [sys.executable, "-m", "moe_serve", "serve", "--port", "0", "--num-pages", "256", *FLAGS],
         cwd=ROOT,
@@ -47,6 +50,11 @@ def url_of(process: subprocess.Popen[str]) -> str:
     found = re.search(r"ready at (http://\S+)", process.stdout.readline())
     assert found is not None, f"the server ended: {process.stderr.read()}"
     return found[1]
+
+
+def complaints(said: str) -> list[str]:
+    """What the server wrote beside how its start went."""
+    return [line for line in said.splitlines() if " INFO moe_serve.startup: " not in line]
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -90,7 +98,7 @@ def test_ctrl_c_drains_and_leaves_nothing() -> None:
         assert '"finish_reason":"length"' in answer.text.replace(" ", ""), "it was cut"
         assert server.wait(WAIT_S) == 0
         assert server.stderr is not None
-        assert server.stderr.read() == "", "nothing to say about it"
+        assert complaints(server.stderr.read()) == [], "nothing to say about it"
         assert_all_end(ranks)
 
 
@@ -99,6 +107,7 @@ def test_ctrl_c_while_ranks_load() -> None:
     with serving() as server:
         while not ranks_of(server):
             assert server.poll() is None, "it ended by itself"
+            time.sleep(0.01)
         ranks = ranks_of(server)
         server.send_signal(signal.SIGINT)
         assert server.wait(WAIT_S) == 130
@@ -137,4 +146,4 @@ def test_a_coordinator_that_was_stopped_itself_loses_nobody() -> None:
         assert {rank.pid for rank in ranks_of(server)} == pids, "all are the same processes"
         server.send_signal(signal.SIGTERM)
         assert server.wait(WAIT_S) == 0
-        assert server.stderr is not None and server.stderr.read() == ""
+        assert server.stderr is not None and complaints(server.stderr.read()) == []

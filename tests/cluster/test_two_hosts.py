@@ -24,7 +24,7 @@ REASON = two_hosts.why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 90.0
+PATIENCE_S = 180.0
 PROMPTS = ("Once upon a time", "The capital of", "def main(", "1 + 1 =", "Es war einmal", "a")
 # Waits until the server is ready, then sends all requests at once and prints the texts.
 CLIENT = """
@@ -35,7 +35,7 @@ url, patience_s = sys.argv[1], float(sys.argv[2])
 requests = json.loads(sys.argv[3])
 def is_ready():
     try:
-        return httpx.get(url + "/health/ready", timeout=5).status_code == 200
+        return httpx.get(url + "/health/ready", timeout=60).status_code == 200
     except httpx.TransportError:
         return False
 deadline = time.monotonic() + patience_s
@@ -60,7 +60,7 @@ if node == "0":
         with connection:
             connection.sendall(f"hello {peer[0]}".encode())
 else:
-    for attempt in range(200):
+    for attempt in range(1200):
         try:
             with socket.create_connection((address, int(port)), 5) as connection:
                 print(f"{host} hears: {connection.recv(100).decode()}")
@@ -121,7 +121,7 @@ def test_nothing_is_left_after_a_failure() -> None:
 
 def test_ctrl_c_ends_both(tmp_path: Path) -> None:
     script = Path(two_hosts.__file__)
-    command = ["sh", "-c", 'echo up > "$1"; trap "echo drained; exit 0" TERM; sleep 1000 & wait']
+    command = ["sh", "-c", 'trap "echo drained; exit 0" TERM; echo up > "$1"; sleep 1000 & wait']
     process = subprocess.Popen(
         [sys.executable, str(script), *command, "sh", str(tmp_path / "{node}")],
         stdout=subprocess.PIPE,
@@ -130,7 +130,7 @@ def test_ctrl_c_ends_both(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     with contextlib.closing(process.stdout) if process.stdout else contextlib.nullcontext():
-        for _ in range(500):
+        for _ in range(3000):
             if all((tmp_path / node).exists() for node in "01"):
                 break
             threading.Event().wait(0.02)
@@ -209,7 +209,7 @@ class Launch:
     def __exit__(self, *_: object) -> None:
         self.processes[0].send_signal(signal.SIGTERM)
         try:
-            codes = [process.wait(60) for process in self.processes]
+            codes = [process.wait(120) for process in self.processes]
         finally:
             for process in self.processes:
                 process.kill()
@@ -217,7 +217,7 @@ class Launch:
         assert codes == [0, 0], self.output()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_launch_on_two_hosts_gives_the_tokens_of_one_process(tmp_path: Path) -> None:
     """Attention and an expert rank on one host, an expert rank on the other; the other host's
     agent is killed, which takes its rank along, and comes back."""
@@ -229,7 +229,7 @@ def test_launch_on_two_hosts_gives_the_tokens_of_one_process(tmp_path: Path) -> 
         assert launch.texts() == expected, "the other rank takes the experts over"
         launch.processes[1] = launch.start(hosts[1])
         until = "starting expert-0"
-        for _ in range(600):
+        for _ in range(1200):
             if launch.output().count(until) == 2:
                 break
             threading.Event().wait(0.1)

@@ -36,7 +36,7 @@ class ThreadShards:
 
     def close(self) -> None:
         for thread in self._threads:
-            thread.join(10.0)
+            thread.join(60.0)
             assert not thread.is_alive(), "a shard does not end"
 
     def _live(self, group: ShardGroup) -> None:
@@ -56,7 +56,7 @@ class ThreadStarter:
 
     def start(self, rank: RankName) -> None:
         decoder = msgspec.msgpack.Decoder(Order)
-        channel: Channel[Any] = connect(self._host, self._port, self._secret, decoder, 10.0)
+        channel: Channel[Any] = connect(self._host, self._port, self._secret, decoder, 60.0)
         self._channels[str(rank)] = channel
         thread = threading.Thread(target=self._live, args=(rank, channel), daemon=True)
         self._threads.append(thread)
@@ -73,7 +73,7 @@ class ThreadStarter:
 
     def stop(self) -> None:
         for thread in self._threads:
-            thread.join(10.0)
+            thread.join(60.0)
             assert not thread.is_alive(), "a rank does not end"
 
     def _live(self, rank: RankName, channel: Channel[Any]) -> None:

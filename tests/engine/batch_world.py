@@ -29,6 +29,7 @@ class Given:
         self._table, self.is_on = table, True
         self.recall: float | None = None
         self.has_predictor = False
+        self.num_learnt: int | None = None
 
     def refresh(self, waiting: Items[Sequence], running: Items[Sequence]) -> None:
         """Nothing changes."""
@@ -41,13 +42,18 @@ class World:
     """A policy, its table, and a clock that only moves when told."""
 
     def __init__(
-        self, *, max_passed_over: int = 8, max_age_s: float = 1e9, tolerance: float = 0.0
+        self,
+        *,
+        max_passed_over: int = 8,
+        max_age_s: float = 1e9,
+        tolerance: float = 0.0,
+        window: int = 256,
     ) -> None:
         self.cost, self.now = ConcaveCost(), 0.0
         self.table = SignatureTable(self.cost)
         self.source = Given(self.table)
         self.ageing = Ageing(max_passed_over, max_age_s, lambda: self.now)
-        bounds = Bounds(tolerance=tolerance)
+        bounds = Bounds(tolerance=tolerance, window=window)
         self.policy = ExpertAware(self.source, self.table, self.ageing, self.cost, bounds)
         self._ids = count()
 

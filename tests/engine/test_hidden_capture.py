@@ -13,6 +13,7 @@ from moe_serve.config import ModelConfig
 from moe_serve.engine.build import open_loader
 from moe_serve.engine.documents import Piece
 from moe_serve.engine.predictor_data import PredictorModel
+from moe_serve.errors import ConfigError
 from moe_serve.model.demo import demo_model_folder
 from moe_serve.model.step_plan import MicroBatch, RouteAsk, SequenceSlice, StepPlan
 from moe_serve.pipeline.pipeline import Pipeline
@@ -69,3 +70,29 @@ def test_captured_streams_lead_to_what_was_chosen(model: PredictorModel) -> None
         assert same.mean() > 0.99, f"layer {layer}, but for what bf16 rounds"
     embedded = model.embedding()[torch.from_numpy(trace.token_N).long()]
     torch.testing.assert_close(captured.before_attention_LTD[0], embedded.half())
+
+
+@pytest.mark.parametrize(
+    ("changes", "shape", "why"),
+    [
+        ({"has_selection_bias": True}, {}, "a bias of the choice"),
+        ({}, {"num_groups": 4, "num_groups_kept": 2}, "groups of experts"),
+    ],
+)
+def test_routers_that_choose_by_more_than_logits_are_refused(
+    model: PredictorModel,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, bool],
+    shape: dict[str, int],
+    why: str,
+) -> None:
+    router = model.spec.router
+    other = replace(router, shape=replace(router.shape, **shape), **changes)  # type: ignore[arg-type]
+    monkeypatch.setattr(model, "spec", replace(model.spec, router=other))
+    for refused in (
+        model.routers,
+        lambda: model.capture(PIECES, has_hidden=True, progress=lambda *_: None),
+    ):
+        with pytest.raises(ConfigError, match=rf"demo_model \(qwen3_moe\) has routers with {why}"):
+            refused()
+    assert model.capture(PIECES, has_hidden=False, progress=lambda *_: None).trace.num_tokens == 57

@@ -17,8 +17,8 @@ from moe_serve.engine.route_recorder import RouteRecorder
 from moe_serve.engine.route_records import RouteRecord
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.engine.tracing import Tracing, trace_header
-from moe_serve.errors import TracingError
-from routing_predictor.recording import TracedTokens
+from moe_serve.errors import ConfigError, InvalidRequestError, TracingError
+from routing_predictor.recording import TracedTokens, TraceHeader
 from routing_predictor.trace_file import read_traces
 
 CONFIG = EngineConfig(
@@ -102,8 +102,6 @@ def test_start_and_stop_answer_what_is_wrong(built: BuiltEngine, tmp_path: Path)
     traced = tracing(built, tmp_path)
     with pytest.raises(TracingError, match="No recording is running"):
         traced.stop()
-    with pytest.raises(TracingError, match=r"sample_rate 2 is not in \[0.0001, 1\]"):
-        traced.start(sample_rate=2.0)
     traced.start()
     with pytest.raises(TracingError, match="is running already, in .*19700101-000000"):
         traced.start()
@@ -111,6 +109,39 @@ def test_start_and_stop_answer_what_is_wrong(built: BuiltEngine, tmp_path: Path)
     traced.close()
     assert traced.start().folder == str(tmp_path / "19700101-000000-2")
     traced.close()
+
+
+def test_a_start_that_is_refused_changes_nothing(built: BuiltEngine, tmp_path: Path) -> None:
+    def placement_is_gone() -> TraceHeader:
+        raise ConfigError("p.json cannot be read: No such file or directory.")
+
+    before = tracing(built, tmp_path).status()
+    traced = tracing(built, tmp_path)
+    with pytest.raises(InvalidRequestError, match=r"sample_rate 2 is not in \[0.0001, 1\]"):
+        traced.start(sample_rate=2.0, has_weights=True)
+    assert traced.status() == before
+    config = TraceConfig(directory=str(tmp_path))
+    broken = Tracing(config, built.routes, placement_is_gone, lambda: 0.0)
+    with pytest.raises(InvalidRequestError, match=r"^Nothing is recorded: p.json cannot .*ory\.$"):
+        broken.start(sample_rate=0.5, has_weights=True)
+    assert broken.status() == before and not list(tmp_path.iterdir())
+
+
+def test_the_cap_is_of_all_recordings(built: BuiltEngine, tmp_path: Path) -> None:
+    """The oldest files go first, and nothing that no recording wrote."""
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "part-000000.safetensors").write_bytes(b"x" * 100_000)
+    for name in ("x", "y"):
+        traced = tracing(built, tmp_path, sample_rate=1.0, weights=True, max_bytes=64 * 1024)
+        folder = traced.start().folder
+        run(built, name, 10)
+        stats = traced.stop().recording
+        assert folder is not None and stats.num_parts == len(list(Path(folder).iterdir()))
+        parts = list(tmp_path.glob("1970*/part-*"))
+        size = sum(part.stat().st_size for part in parts)
+        assert 32 * 1024 < size <= 64 * 1024, "of all recordings"
+    assert stats.num_dropped_parts == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == [Path(folder).name, "notes"]
 
 
 def test_totals_go_on_over_recordings(built: BuiltEngine, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ PAGES = (4, 9, 1, 7, 2, 8, 3)
 
 
 @contextmanager
-def connected(count: int, timeout_s: float = 20.0) -> Iterator[list[ShardGroup]]:
+def connected(count: int, timeout_s: float = 60.0) -> Iterator[list[ShardGroup]]:
     """Shards of one process."""
     ends: list[dict[int, socket.socket]] = [{} for _ in range(count)]
     for a, b in combinations(range(count), 2):

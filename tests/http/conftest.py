@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,14 @@ from tokenizers import decoders, models, pre_tokenizers
 from moe_serve.config import ServerConfig
 from moe_serve.engine.client import EngineStats
 from moe_serve.engine.pool_stats import PoolStats
-from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta, TokenLogprob
+from moe_serve.engine.request import (
+    FinishReason,
+    GenerationRequest,
+    TokenDelta,
+    TokenExperts,
+    TokenLogprob,
+)
+from moe_serve.engine.step_tokens import StepTokens
 from moe_serve.errors import ServerOverloadedError
 from moe_serve.http.app import create_app
 from moe_serve.http.served_model import ServedModel
@@ -47,7 +54,8 @@ def byte_tokenizer() -> Tokenizer:
 class FakeEngine:
     """Plays a script: `script(request)` gives the answer's text, one byte token per step.
 
-    A test that sets `gate` decides when steps happen; else they follow each other at once.
+    A test that sets `gate` decides when steps happen; else they follow each other at once, or
+    `at_readers_pace`: a step waits until the one before is taken, and no two come together.
     """
 
     tokenizer: Tokenizer
@@ -55,6 +63,8 @@ class FakeEngine:
     max_model_len: int = 512
     vocab_size: int = 257
     step_s: float = 0.0
+    gate: asyncio.Event | None = None
+    at_readers_pace: bool = False
     max_requests: int = 1000
     error_after: int | None = None
     submitted: list[GenerationRequest] = field(default_factory=list)
@@ -67,6 +77,7 @@ class FakeEngine:
     last_turn_age_s: float | None = None
     pools: PoolStats | None = None
     outage_s: float = 0.0
+    step_tokens: StepTokens = StepTokens()
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[asyncio.Queue[TokenDelta]]:
         if self.is_draining:
@@ -84,9 +95,9 @@ class FakeEngine:
         return queues
 
     def abort(self, request_id: str) -> None:
-        self.aborted.append(request_id)
         if task := self.running.pop(request_id, None):
             task.cancel()
+        self.aborted.append(request_id)  # last: tests on other threads wait for it
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -106,6 +117,7 @@ class FakeEngine:
             last_turn_age_s=self.last_turn_age_s,
             pools=self.pools,
             outage_s=self.outage_s,
+            step_tokens=self.step_tokens,
         )
 
     def begin_drain(self) -> None:
@@ -114,8 +126,12 @@ class FakeEngine:
     async def _play(self, request: GenerationRequest, queue: asyncio.Queue[TokenDelta]) -> None:
         for delta in self._deltas(request):
             await asyncio.sleep(self.step_s)
+            if self.gate is not None:
+                await self.gate.wait()
             self.num_steps += 1
             queue.put_nowait(delta)
+            while self.at_readers_pace and not queue.empty():
+                await asyncio.sleep(0)
 
     def _deltas(self, request: GenerationRequest) -> Iterator[TokenDelta]:
         params = request.params
@@ -140,6 +156,8 @@ class FakeEngine:
                 finish_reason=reason if is_last else None,
                 stop_token_id=token if is_stop else None,
                 num_cached_tokens=3,
+                routed_experts=(_experts(i),) if request.wants_routed_experts else None,
+                started_at=request.arrival_time + 1e-6,
             )
             if i == 0 and params.prompt_logprobs is not None:
                 rest = [_logprob(t, params.prompt_logprobs) for t in request.prompt_token_ids[1:]]
@@ -147,6 +165,11 @@ class FakeEngine:
             yield delta
             if is_last:
                 return
+
+
+def _experts(place: int) -> TokenExperts:
+    """Two layers, two of them each; the answer's token `place` can be told by them."""
+    return TokenExperts(bytes([place, 100, 101, place]), 2, 2)
 
 
 def _logprob(token: int, num_top: int) -> TokenLogprob:
@@ -171,12 +194,12 @@ class LiveServer:
 
     def __enter__(self) -> LiveServer:
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(60)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.shut_down()
-        self._thread.join(15)
+        self._thread.join(60)
         self._listener.close()
         assert not self._thread.is_alive(), "the server did not end"
 
@@ -185,10 +208,46 @@ class LiveServer:
         with contextlib.suppress(RuntimeError):  # the loop has ended already
             self.server._loop.call_soon_threadsafe(self.server.begin_shutdown)
 
+    def open_gate(self) -> None:
+        assert self.server._loop is not None
+        self.server._loop.call_soon_threadsafe(self.engine.gate.set)
+
     def _on_ready(self, host: str, port: int) -> None:
         assert host == "127.0.0.1"
         self.port = port
         self._ready.set()
+
+
+class _VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """Its clock stands still while there is work, and jumps to the next timer when there is none:
+    what happens in which order does not depend on the machine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = 0.0
+        selector: Any = self._selector  # type: ignore[attr-defined]
+        select = selector.select
+
+        def select_at_once(timeout: float | None = None) -> Any:
+            assert timeout is not None, "nothing will ever happen"
+            self._now += timeout
+            return select(0)
+
+        selector.select = select_at_once
+
+    def time(self) -> float:
+        return self._now
+
+
+@pytest.fixture
+def run_in_virtual_time() -> Callable[[Coroutine[Any, Any, Any]], Any]:
+    """As `asyncio.run`, for what neither leaves the thread nor the process."""
+
+    def run(main: Coroutine[Any, Any, Any]) -> Any:
+        with contextlib.closing(_VirtualTimeLoop()) as loop:
+            return loop.run_until_complete(main)
+
+    return run
 
 
 @pytest.fixture
@@ -231,11 +290,39 @@ def client(make_app: Callable[..., FastAPI]) -> Iterator[TestClient]:
 
 
 @pytest.fixture
+def start_served(
+    tokenizer: Tokenizer,
+) -> Iterator[Callable[..., tuple[TestClient, FakeEngine]]]:
+    """A client and its engine for a chat template, and perhaps a tokenizer, of the test's own."""
+    apps: list[FastAPI] = []
+
+    def start(
+        template: str, own: Tokenizer | None = None, **config: Any
+    ) -> tuple[TestClient, FakeEngine]:
+        used = own or tokenizer
+        engine = FakeEngine(used, vocab_size=used.vocab_size, max_model_len=2048)
+        chat_template = ChatTemplate(template)
+        model = replace(tiny_model(used), chat_template=chat_template, max_model_len=2048)
+        apps.append(create_app(engine, model, ServerConfig(**config)))
+        return TestClient(apps[-1]), engine
+
+    yield start
+    for app in apps:
+        app.state.gate.close()
+
+
+@pytest.fixture
 def start_live(engine: FakeEngine) -> Callable[[FastAPI], LiveServer]:
     def start(app: FastAPI) -> LiveServer:
-        return LiveServer(app, engine, ServerConfig(drain_timeout_s=5.0))
+        return LiveServer(app, engine, ServerConfig(drain_timeout_s=30.0))
 
     return start
+
+
+@pytest.fixture
+def live_server() -> type[LiveServer]:
+    """For a configuration that the server needs too, not only the application."""
+    return LiveServer
 
 
 @pytest.fixture
@@ -245,12 +332,18 @@ def live(make_app: Callable[..., FastAPI], start_live: Any) -> Iterator[LiveServ
 
 
 @pytest.fixture(scope="session")
+def serve_live() -> Callable[[FastAPI, Any], LiveServer]:
+    """Any application and engine, on a port."""
+    return lambda app, engine: LiveServer(app, engine, ServerConfig(drain_timeout_s=30.0))
+
+
+@pytest.fixture(scope="session")
 def new_server() -> Callable[[], LiveServer]:
     """Servers with an engine of their own, for tests that share one."""
 
     def new() -> LiveServer:
         engine = FakeEngine(byte_tokenizer())
         app = create_app(engine, tiny_model(engine.tokenizer), ServerConfig())
-        return LiveServer(app, engine, ServerConfig(drain_timeout_s=5.0))
+        return LiveServer(app, engine, ServerConfig(drain_timeout_s=30.0))
 
     return new

@@ -121,7 +121,7 @@ def test_logprobs(client: TestClient, engine: Any, is_stream: bool) -> None:
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_stop_string_cuts_and_aborts(client: TestClient, engine: Any, is_stream: bool) -> None:
     engine.script = lambda request: "one two STOP three"
-    engine.step_s = 0.002
+    engine.at_readers_pace = True
     if is_stream:
         choices = [chunk["choices"][0] for chunk in stream(client, stop=["STOP"])]
         text, end = "".join(c["delta"].get("content", "") for c in choices), choices[-1]

@@ -122,7 +122,7 @@ def test_logprobs_without_echo(client: TestClient) -> None:
 
 
 def test_stream_offsets_continue(client: TestClient, engine: Any) -> None:
-    engine.step_s = 0.001
+    engine.at_readers_pace = True
     engine.script = lambda request: "añb"
     parts = [c["logprobs"] for c in streamed(client, logprobs=1, echo=True) if c["logprobs"]]
     offsets = [offset for part in parts for offset in part["text_offset"]]

@@ -14,6 +14,7 @@ from moe_serve.errors import InvalidRequestError
 from moe_serve.http.engine_requests import TokenLimits, build_engine_requests
 from moe_serve.http.prompt_logprobs import SharedPromptLogprobs
 from moe_serve.http.prompts import Prompt
+from moe_serve.http.schemas import CompletionBody
 from moe_serve.http.sequence import Piece
 from moe_serve.text.text_stream import TextDelta
 
@@ -64,8 +65,22 @@ def test_their_number_is_limited() -> None:
     message = r"logprobs = 20 asks for 2016000 .* \(96000 tokens in 1 prompts and n = 48 choices"
     with pytest.raises(InvalidRequestError, match=message) as caught:
         requests_for(1, 2000, n=48, logprobs=20, prompt_logprobs=20)
-    assert caught.value.param == "logprobs"
+    assert caught.value.param == "prompt_logprobs"
+    assert str(caught.value).startswith("prompt_logprobs = 20")
     requests_for(1, 2000, n=48, logprobs=20)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"prompt_logprobs": 20}, "prompt_logprobs"),
+        ({"prompt_logprobs": 20, "logprobs": 2}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 20}, "echo with logprobs"),
+    ],
+)
+def test_a_refusal_names_the_field_that_asked(fields: dict[str, Any], name: str) -> None:
+    body = CompletionBody.model_validate({"prompt": "a", **fields})
+    assert body.prompt_logprobs_field == name
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

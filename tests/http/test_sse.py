@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -38,7 +38,9 @@ async def one_event(delay_s: float) -> AsyncIterator[bytes]:
 
 
 @pytest.mark.parametrize(("delay_s", "num_pings"), [(0.05, 1), (0.015, 0)])
-def test_no_ping_follows_the_end(delay_s: float, num_pings: int) -> None:
+def test_no_ping_follows_the_end(
+    delay_s: float, num_pings: int, run_in_virtual_time: Callable[..., Any]
+) -> None:
     """The reader stops; a ping comes before the event or finds it waiting; the reader goes on."""
 
     async def scenario() -> list[bytes]:
@@ -57,12 +59,14 @@ def test_no_ping_follows_the_end(delay_s: float, num_pings: int) -> None:
         assert closed == [True]
         return server.bodies
 
-    bodies = asyncio.run(scenario())
+    bodies = run_in_virtual_time(scenario())
     pings = [b": ping\n\n"] * num_pings
     assert bodies == [b"", *pings, b"data: 1\n\n", b"data: [DONE]\n\n", b""]
 
 
-def test_a_second_cancellation_does_not_skip_on_close() -> None:
+def test_a_second_cancellation_does_not_skip_on_close(
+    run_in_virtual_time: Callable[..., Any],
+) -> None:
     async def stubborn() -> AsyncIterator[bytes]:
         try:
             yield b"data: 1\n\n"
@@ -85,4 +89,4 @@ def test_a_second_cancellation_does_not_skip_on_close() -> None:
             await answering
         return closed
 
-    assert asyncio.run(scenario()) == [True]
+    assert run_in_virtual_time(scenario()) == [True]

@@ -12,6 +12,7 @@ from moe_serve.config import ServerConfig, TraceConfig
 from moe_serve.engine.client import EngineClient
 from moe_serve.engine.route_records import RouteListeners
 from moe_serve.engine.tracing import Tracing
+from moe_serve.errors import ConfigError
 from moe_serve.http.app import create_app
 from moe_serve.http.served_model import ServedModel
 from routing_predictor.recording import TraceHeader
@@ -68,6 +69,25 @@ def test_start_status_stop(admin: TestClient, tmp_path: Path) -> None:
         assert f'moe_serve:{name}_total{{model_name="tiny"}} 0.0' in metrics
     assert not admin.post("/admin/trace/stop", headers=ADMIN).json()["is_recording"]
     assert admin.post("/admin/trace/stop", headers=ADMIN).status_code == 409
+
+
+def test_a_configuration_that_is_wrong_by_now_is_told(
+    engine: EngineClient, model: ServedModel, tmp_path: Path
+) -> None:
+    """The placement's file is gone, say: 400, and nothing is recorded."""
+
+    def gone() -> TraceHeader:
+        raise ConfigError("plan.json cannot be read: No such file or directory.")
+
+    tracing = Tracing(TraceConfig(directory=str(tmp_path)), RouteListeners(), gone)
+    config = ServerConfig(admin_keys=("root",))
+    with TestClient(create_app(engine, model, config, tracing)) as client:
+        before = client.get("/admin/trace/status", headers=ADMIN).json()
+        answer = client.post("/admin/trace/start", json={"sample_rate": 1}, headers=ADMIN)
+        assert answer.status_code == 400
+        told = "Nothing is recorded: plan.json cannot be read: No such file or directory."
+        assert answer.json()["error"]["message"] == told
+        assert client.get("/admin/trace/status", headers=ADMIN).json() == before
 
 
 @pytest.mark.parametrize(

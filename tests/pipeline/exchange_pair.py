@@ -33,6 +33,11 @@ class Sums:
 
     def __init__(self) -> None:
         self.failing_layer: int | None = None
+        self.foreseen: list[tuple[int, int, list[int] | None]] = []
+
+    def foresee(self, layer: int, micro_batch: int, following_E: Tensor | None) -> None:
+        told = None if following_E is None else following_E.tolist()
+        self.foreseen.append((layer, micro_batch, told))
 
     def partial(self, layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         if layer == self.failing_layer:
@@ -102,20 +107,23 @@ def pair(
     *,
     num_experts: int,
     make_group: Callable[..., DataGroup] = DataGroup,
+    num_foreseen: int = 0,
 ) -> Iterator[Pair]:
     names = [f"expert-{index}" for index in range(num_experts)]
     members, store = ["attention-0", *names], HashStore()
 
     def group(me: str, peers: list[str]) -> DataGroup:
         return make_group(
-            members, me, peers, store, epoch=1, host="127.0.0.1", timeout_s=5.0, device=CPU
+            members, me, peers, store, epoch=1, host="127.0.0.1", timeout_s=60.0, device=CPU
         )
 
     with ThreadPoolExecutor(num_experts + 1) as pool:
         met = [pool.submit(group, name, ["attention-0"]) for name in names]
         mine = group("attention-0", names)
-        groups = [future.result(10.0) for future in met]
-        wire: WireFormat = make_wire_format(WIDTH, TOP_K, torch.float32, num_experts)
+        groups = [future.result(60.0) for future in met]
+        wire: WireFormat = make_wire_format(
+            WIDTH, TOP_K, torch.float32, num_experts, num_foreseen=num_foreseen
+        )
         owner = [[expert * num_experts // NUM_EXPERTS] for expert in range(NUM_EXPERTS)]
         split = RowSplit(dict.fromkeys(LAYERS, owner), num_experts)
         stages = [Sums() for _ in names]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
-from exchange_pair import LAYERS, pair, routed, whole_step
+from exchange_pair import LAYERS, NUM_EXPERTS, expected, pair, routed, whole_step
 from moe_serve.pipeline.data_group import DataGroup
 from moe_serve.pipeline.frame_header import Exchange, HeaderLog, WireError
 from moe_serve.pipeline.frame_layout import CompactLayout, FrameLayout, MaskedLayout
@@ -77,6 +78,39 @@ def test_an_expert_rank_that_fails_is_heard_of(make_layout: Make) -> None:
         assert "no such luck" in ranks.loops[1].failure
         ranks.stages[1].failing_layer = None
         whole_step(ranks, 1, [20, 1])
+
+
+@pytest.mark.parametrize("link", list(GROUPS))
+def test_what_is_foreseen_travels_with_the_rows(make_layout: Make, link: str) -> None:
+    """Of each micro-batch; the last layer's says nothing. A step that fails has no rows."""
+    said = torch.tensor([7, 0, 255, 1], dtype=torch.uint8)
+    with pair(
+        make_layout, num_experts=2, make_group=GROUPS[link], num_foreseen=NUM_EXPERTS
+    ) as ranks:
+        transport = ranks.transport
+
+        def act() -> None:
+            for layer in LAYERS[:2]:
+                for micro_batch, count in enumerate([30, 40]):
+                    sent = routed(count, 5 * layer + micro_batch)
+                    known = None if layer == 1 else said + micro_batch
+                    transport.dispatch(layer, micro_batch, replace(sent, foreseen_E=known))
+                    got = transport.combine(layer, micro_batch)
+                    assert torch.equal(got, expected(layer, sent)), f"layer {layer}"
+            transport.abandon()
+
+        ranks.step(0, [30, 40], act)
+        for stage in ranks.stages:
+            known = [told for _, _, told in stage.foreseen if told is not None and any(told)]
+            assert known == [[7, 0, 255, 1], [8, 1, 0, 2]], f"{stage.foreseen}"
+            places = [(layer, micro_batch) for layer, micro_batch, _ in stage.foreseen]
+            assert places == [(layer, micro_batch) for layer in LAYERS for micro_batch in (0, 1)]
+
+
+def test_nothing_is_foreseen_where_nobody_says(make_layout: Make) -> None:
+    with pair(make_layout, num_experts=1) as ranks:
+        whole_step(ranks, 0, [3])
+        assert ranks.stages[0].foreseen == []
 
 
 def test_headers_are_checked_after_the_step() -> None:

@@ -166,6 +166,22 @@ def test_a_first_estimate_that_is_far_off_turns_nobody_away(slower: float) -> No
     assert timings[choice.num_micro_batches].seconds <= 1.05 * best, choice.explain()
 
 
+def test_what_was_tried_in_a_slow_second_is_tried_again() -> None:
+    """While two micro-batches were tried, steps took 1.45 times as long."""
+    costs, loads = MACHINES["balanced"], [BatchLoad.decode(64, 100)]
+    chooser, timings = MicroBatchChooser(OnlineCosts(NUM_LAYERS), RANKS), all_timings(costs, loads)
+    best = min(timings, key=lambda m: timings[m].seconds)
+    taken = []
+    for step in range(100):
+        choice = chooser.choose(loads)
+        taken.append(choice.num_micro_batches)
+        is_slow = step < 16 and choice.num_micro_batches != 1
+        chooser.observe(loads, choice, scaled(timings[taken[-1]], 1.45 if is_slow else 1.0))
+    assert 1 in taken[16:24], f"the slow second misled nobody: {taken}"
+    right = [timings[m].seconds <= 1.05 * timings[best].seconds for m in taken[60:]]
+    assert sum(right) >= 36, taken
+
+
 def test_a_chunk_and_decodes_in_one_step() -> None:
     costs = MACHINES["balanced"]
     load = BatchLoad(

@@ -231,7 +231,7 @@ def test_token_lines(tmp_path: Path) -> None:
         ("a.json", "{}", "has no routed_experts|give --num-layers"),
         ("a.json", '{"logical_count": [[1, "x"]]}', "is not a table of numbers"),
         ("a.json", '{"logical_count": [[0, 0]]}', "all counts are 0"),
-        ("a.json", '{"logical_count": [[-1, 2]]}', "negative or not finite"),
+        ("a.json", '{"logical_count": [[-1, 2]]}', "negative, not finite or above"),
         ("a.json", '{"snapshots": []}', "has no record of a load"),
         ("a.jsonl", "", "is empty"),
         ("a.jsonl", "[1]", "is no JSON object"),

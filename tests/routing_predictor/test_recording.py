@@ -9,8 +9,14 @@ import numpy as np
 import pytest
 
 from routing_predictor import recording
+from routing_predictor.capped_parts import earlier_parts
 from routing_predictor.errors import TraceError
-from routing_predictor.recording import RecordingWriter, TracedTokens, TraceHeader
+from routing_predictor.recording import (
+    RecordingStats,
+    RecordingWriter,
+    TracedTokens,
+    TraceHeader,
+)
 from routing_predictor.trace import DECODE, PREFILL
 from routing_predictor.trace_file import part_files, read_traces
 
@@ -69,6 +75,31 @@ def test_the_oldest_parts_are_dropped(tmp_path: Path) -> None:
     assert files[0].name == f"part-{stats.num_dropped_parts:06}.safetensors"
     trace = read_traces(files)
     assert trace.position_N[-1] == 199 and (np.diff(trace.position_N) == 1).all()
+
+
+def test_earlier_recordings_count_and_go_first(tmp_path: Path) -> None:
+    def record(name: str, count: int, max_bytes: int) -> RecordingStats:
+        earlier = earlier_parts(tmp_path)
+        writer = RecordingWriter(
+            tmp_path / name, HEADER, part_bytes=1, max_bytes=max_bytes, earlier=earlier,
+            is_patient=True,
+        )  # fmt: skip
+        for step in range(count):
+            writer.add([tokens("r1", step, 1)])
+        return writer.close()
+
+    names = ["20260101-000000-10", "20260101-000000-9", "20260102-000000"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "part-000000.safetensors").write_bytes(b"kept")
+    for name in names[:2]:
+        assert record(name, 3, 2**20).num_parts == 3
+    size = earlier_parts(tmp_path)[0].size
+    stats = record(names[2], 4, 5 * size + size // 2)
+    assert (stats.num_parts, stats.num_dropped_parts) == (4, 5)
+    assert not (tmp_path / names[1]).exists(), "the ninth of that second came before the tenth"
+    left = [f"{part.path.parent.name}/{part.path.name}" for part in earlier_parts(tmp_path)]
+    assert left[0] == f"{names[0]}/part-000002.safetensors" and len(left) == 5
+    assert (tmp_path / "mine" / "part-000000.safetensors").read_bytes() == b"kept"
 
 
 def test_a_slow_disk_loses_tokens_and_never_waits(

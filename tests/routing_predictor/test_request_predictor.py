@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from routing_predictor import predictor_file
 from routing_predictor.card import PredictorCard, PredictorKind, read_card
 from routing_predictor.errors import PredictorError, TraceError
 from routing_predictor.fitting import Fit, Recipe, Task, fit
@@ -172,7 +173,13 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     write_predictor(tmp_path, CARD, RequestMLP(24, 2, 6, 16))
     load()
     write_predictor(tmp_path, replace(CARD, sizes={**CARD.sizes, "hidden": 32}), torch.nn.Module())
-    with pytest.raises(PredictorError, match="no tensor mean_F, the card implies"):
+    with pytest.raises(PredictorError, match="no tensor first.weight, the card implies"):
+        load()
+    write_predictor(tmp_path, CARD, RequestMLP(24, 2, 6, 16))
+    card = json.loads((tmp_path / "request.json").read_text())
+    card["sizes"]["hidden"] = 2**45  # nobody may allocate what only a card says
+    (tmp_path / "request.json").write_text(json.dumps(card))
+    with pytest.raises(PredictorError, match=rf"\[16, 24\] first.weight, .* \[{2**45}, 24\]"):
         load()
     (tmp_path / "request.safetensors").write_bytes(b"\x01")
     with pytest.raises(PredictorError, match="cannot be read as a safetensors file"):
@@ -182,6 +189,21 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     write_predictor(tmp_path, CARD, broken)
     with pytest.raises(PredictorError, match="last.bias holds values that are not finite"):
         load()
+
+
+def test_what_cannot_be_written_whole_leaves_the_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_predictor(tmp_path, CARD, RequestMLP(24, 2, 6, 16))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(card: PredictorCard, path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(predictor_file, "write_card", full)
+    with pytest.raises(PredictorError, match="cannot be written: No space left on device"):
+        write_predictor(tmp_path, replace(CARD, model="new"), RequestMLP(24, 2, 6, 16))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,16 @@ from routing_predictor.errors import PredictorError
 from routing_predictor.fitting import Recipe
 from routing_predictor.layer_data import predicted_pairs
 from routing_predictor.layer_rivals import (
-    choice_probability,
     judged_previous_token,
     truth_of_tokens,
 )
 from routing_predictor.predictor_file import load_layer_predictors, write_predictor
-from routing_predictor.router_residual import RouterResidual, RouterWeights, context_of
+from routing_predictor.router_residual import (
+    RouterResidual,
+    RouterWeights,
+    choice_probability,
+    context_of,
+)
 from routing_predictor.texts import RoutedTexts
 from routing_predictor.train_layers import LayerData, LayerPredictors, ranked_loss, train_layer
 
@@ -47,9 +51,9 @@ def test_untrained_it_is_the_frozen_router() -> None:
 
 
 def test_context_is_of_the_tokens_before_in_the_same_text() -> None:
-    table = torch.eye(3) * 3**0.5 / 3**0.5
-    token, position = torch.tensor([0, 1, 2, 1]), torch.tensor([0, 1, 0, 1])
-    rows = context_of(table, token, position, 2) * table.square().mean().sqrt()
+    hidden, position = torch.eye(3)[[0, 1, 2, 1]] * 7.0, torch.tensor([0, 1, 0, 1])
+    rows = context_of(hidden, position, 2) / 3**0.5  # of mean square 1, whatever their length
+    rows = rows.round(decimals=3)
     assert rows[:, :3].tolist() == [[0, 0, 0], [1, 0, 0], [0, 0, 0], [0, 0, 1]]
     assert not rows[:, 3:].any(), "no text has three tokens"
 

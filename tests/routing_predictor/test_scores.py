@@ -96,7 +96,12 @@ def test_logistic_regression_finds_a_rule() -> None:
     chosen = (features[:, 0] > 0).astype(int)
     count = np.zeros((300, 1, 4), dtype=np.int64)
     count[np.arange(300), 0, chosen] = 2  # experts 2 and 3 are never used
-    scores = logistic_regression(features[:200], count[:200], features[200:])
+    told: list[tuple[str, float]] = []
+    seen, unseen = features[:200], features[200:]
+    scores = logistic_regression(
+        seen, count[:200], unseen, progress=lambda *said: told.append(said)
+    )
+    assert told == [("logistic regression on 200 prefixes, layer 1 of 1", 0.0)]
     assert scores.shape == (100, 1, 4)
     leaning = scores[:, 0, 1] - scores[:, 0, 0]
     assert np.corrcoef(leaning, features[200:, 0])[0, 1] > 0.9

@@ -76,6 +76,10 @@ GOOD = {
         ({"expert_ids": None}, None, {}, "the tensor expert_ids is missing"),
         ({"position": np.zeros(3, np.int32)}, None, {}, "position_N has the shape"),
         ({"phase": np.zeros((24, 1), np.uint8)}, None, {}, "phase is uint8"),
+        ({"phase": np.full(24, 2, np.uint8)}, None, {}, "phase goes from 2 to 2; 0 is"),
+        ({"phase": np.full(24, 256, np.int32)}, None, {}, "phase goes from 256 to 256"),
+        ({"position": np.arange(24)[::-1].copy()}, None, {}, "'r0' has position 22 after 23"),
+        ({"position": np.zeros(24, np.int32)}, None, {}, "position 0 after 0; positions"),
     ],
 )
 def test_damage_is_said(

@@ -1,4 +1,4 @@
-"""The demonstration model's server under load: many streams, overload, and a minute of disorder."""
+"""The demonstration model's server under load: many streams, overload, and disorder."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import asyncio
 import os
 import random
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,6 +17,9 @@ import openai
 import pytest
 
 MODEL = "moe-serve-demo"
+DISORDER_S = 20.0  # at least; benchmarks/soak.py has the long one
+PATIENCE_S = 500.0  # of a client that wants its answer
+pytestmark = pytest.mark.timeout(600)  # for slow machines
 StartServer = Callable[..., Any]
 
 
@@ -44,18 +49,18 @@ async def stream_tokens(
 
 def test_64_streams_at_once_none_fails(start_server: StartServer) -> None:
     server = start_server()
-    assert server.seconds_to_ready < 30, "it is under 10 s on an idle machine"
     rng = random.Random(1)
     prompts = [[rng.randrange(3, 4096) for _ in range(rng.randint(16, 700))] for _ in range(64)]
 
     async def main() -> list[int]:
-        async with client_of(server, max_retries=0, timeout=120) as client:
+        async with client_of(server, max_retries=0, timeout=PATIENCE_S) as client:
             return await asyncio.gather(*(stream_tokens(client, p, 24) for p in prompts))
 
     assert asyncio.run(main()) == [24] * 64
     server.wait_until_idle()
     body = {"prompt": prompts[0], "max_tokens": 1}
-    usage = httpx.post(f"{server.url}/v1/completions", json=body, trust_env=False).json()["usage"]
+    url = f"{server.url}/v1/completions"
+    usage = httpx.post(url, json=body, trust_env=False, timeout=PATIENCE_S).json()["usage"]
     num_cached = usage["prompt_tokens_details"]["cached_tokens"]
     assert len(prompts[0]) - 16 <= num_cached < len(prompts[0]), "the pages of the first answer"
     assert server.metric("prefix_cache_hits_total") >= num_cached
@@ -76,7 +81,7 @@ def test_four_times_overload_is_refused_politely(start_server: StartServer) -> N
         return "finished"
 
     async def main() -> Counter[str]:
-        async with client_of(server, max_retries=0, timeout=120) as client:
+        async with client_of(server, max_retries=0, timeout=PATIENCE_S) as client:
             return Counter(await asyncio.gather(*(one(client) for _ in range(128))))
 
     results = asyncio.run(main())
@@ -86,12 +91,38 @@ def test_four_times_overload_is_refused_politely(start_server: StartServer) -> N
     assert server.metric("admission_rejections_total") == results["429"]
 
 
-async def one_disorderly_client(url: str, rng: random.Random, deadline: float) -> Counter[str]:
+def test_sigterm_with_100_streams_lets_all_finish(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    """Those that run and those that wait for a seat: nobody is cut, and the status is 0."""
+    config = tmp_path / "patient.yaml"
+    config.write_text("server: {drain_timeout_s: 500}\n", "utf-8")  # for slow machines
+    server = start_server("--config", str(config))
+
+    async def main() -> list[int]:
+        async with client_of(server, max_retries=0, timeout=PATIENCE_S) as client:
+            streams = [
+                asyncio.create_task(stream_tokens(client, [7 + i] * 40, 100)) for i in range(100)
+            ]
+            num_open = 0.0
+            while num_open < 100:
+                await asyncio.sleep(0.02)
+                names = ("num_requests_running", "num_requests_waiting")
+                num_open = sum([await asyncio.to_thread(server.metric, name) for name in names])
+                assert not any(stream.done() for stream in streams), "too late for the signal"
+            server.process.send_signal(signal.SIGTERM)
+            return await asyncio.gather(*streams)
+
+    assert asyncio.run(main()) == [100] * 100
+    assert server.process.wait(timeout=120) == 0
+
+
+async def one_disorderly_client(
+    url: str, rng: random.Random, seen: Counter[str], is_enough: Callable[[], bool]
+) -> None:
     """Requests of all kinds, many of them abandoned at a random moment."""
-    seen: Counter[str] = Counter()
-    loop = asyncio.get_running_loop()
-    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
-        while loop.time() < deadline:
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, trust_env=False) as client:
+        while not is_enough():
             body = {
                 "prompt": [rng.randrange(3, 4096) for _ in range(rng.randint(1, 300))],
                 "max_tokens": rng.randint(1, 80),
@@ -101,7 +132,7 @@ async def one_disorderly_client(url: str, rng: random.Random, deadline: float) -
                 "stop": rng.choice([None, "the", [" a", "\n"]]),
                 "logprobs": rng.choice([None, 2]),
             }
-            if rng.random() < 0.1:
+            if rng.random() < 0.2:
                 body["temperature"] = -1
             try:
                 patience = rng.choice([0.02, 0.1, 0.3, 60])
@@ -111,23 +142,21 @@ async def one_disorderly_client(url: str, rng: random.Random, deadline: float) -
                 seen[str(response.status_code)] += 1
             except asyncio.TimeoutError:
                 seen["abandoned"] += 1
-    return seen
 
 
 def open_descriptors(server: Any) -> int:
     return len(os.listdir(f"/proc/{server.process.pid}/fd"))
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors in /proc")
-def test_a_minute_of_disorder_leaves_nothing(start_server: StartServer) -> None:
+def test_disorder_leaves_nothing(start_server: StartServer) -> None:
     # 420 pages: about 20 of the longer requests, so that preemption happens too.
     server = start_server("--num-pages", "420", "--max-queued-requests", "40")
     reference = {"prompt": "Once upon a time", "max_tokens": 30, "temperature": 1, "seed": 4}
 
     def answer() -> str:
         response = httpx.post(
-            f"{server.url}/v1/completions", json=reference, timeout=60, trust_env=False
+            f"{server.url}/v1/completions", json=reference, timeout=PATIENCE_S, trust_env=False
         )
         text: str = response.json()["choices"][0]["text"]
         return text
@@ -136,16 +165,26 @@ def test_a_minute_of_disorder_leaves_nothing(start_server: StartServer) -> None:
     server.wait_until_idle()
     num_descriptors = open_descriptors(server)
 
-    async def main() -> Counter[str]:
-        deadline = asyncio.get_running_loop().time() + 60
-        clients = (one_disorderly_client(server.url, random.Random(i), deadline) for i in range(24))
-        return sum(await asyncio.gather(*clients), Counter())
+    seen, end = Counter[str](), time.monotonic() + DISORDER_S
 
-    seen = asyncio.run(main())
+    def is_enough() -> bool:
+        """However slow the machine is, there was some of everything."""
+        has_all = min(seen[key] for key in ("200", "400", "abandoned")) > 20
+        return has_all and time.monotonic() > end
+
+    async def main() -> None:
+        randoms = (random.Random(i) for i in range(24))
+        clients = (one_disorderly_client(server.url, rng, seen, is_enough) for rng in randoms)
+        await asyncio.gather(*clients)
+
+    asyncio.run(main())
     assert set(seen) <= {"200", "400", "429", "abandoned"}, seen
-    assert min(seen[key] for key in ("200", "400", "abandoned")) > 20, seen
     server.wait_until_idle()
+    for _ in range(600):
+        if open_descriptors(server) <= num_descriptors + 2:
+            break
+        time.sleep(0.1)
     assert open_descriptors(server) <= num_descriptors + 2, "a connection was left open"
     assert answer() == before
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(timeout=30) == 0, "the idle engine's integrity check passed too"
+    assert server.process.wait(timeout=120) == 0, "the idle engine's integrity check passed too"

@@ -17,6 +17,7 @@ class Told:
 
     is_on, has_predictor = True, False
     recall: float | None = None
+    num_learnt: int | None = None
 
     def refresh(self, waiting: Items[Sequence], running: Items[Sequence]) -> None:
         """Nothing to do."""

@@ -13,6 +13,8 @@ from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.request import GenerationRequest
 from moe_serve.engine.sampling_params import SamplingParams
 
+TOLD = ", told"  # ends the name of an engine whose requests tell what they will need
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
@@ -39,6 +41,7 @@ class Outcome:
     megabytes_read_per_token: Interval
     prefetched: int
     prefetch_hits: int
+    read_over_untold: Interval | None = None  # bytes over the same policy's that is told nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,10 @@ def run_rounds(
         first, *others = (each[-1].answers for each in turns.values())
         assert all(answers == first for answers in others), "a memory changed tokens"
     with_memory = [name for name in engines if turns[name][-1].stats.budget_bytes]
-    return [_outcome(name, each[1:], turns[with_memory[0]][1:]) for name, each in turns.items()]
+    return [
+        _outcome(name, each[1:], turns[with_memory[0]][1:], turns.get(name.removesuffix(TOLD)))
+        for name, each in turns.items()
+    ]
 
 
 def _turn(engine: DrivenEngine, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> _Turn:
@@ -86,7 +92,13 @@ def _turn(engine: DrivenEngine, prompts: Sequence[tuple[int, ...]], num_tokens: 
     return _Turn(len(prompts) * num_tokens / seconds, seconds, stats, answers)
 
 
-def _outcome(name: str, turns: list[_Turn], first: list[_Turn]) -> Outcome:
+def _outcome(
+    name: str, turns: list[_Turn], first: list[_Turn], untold: list[_Turn] | None
+) -> Outcome:
+    read = None
+    if untold is not None and name.endswith(TOLD):
+        pairs = zip(turns, untold[1:], strict=True)
+        read = interval([a.stats.bytes_read / max(1, b.stats.bytes_read) for a, b in pairs])
     tokens = sum(len(answer) for answer in turns[0].answers.values())
     return Outcome(
         name=name,
@@ -100,6 +112,7 @@ def _outcome(name: str, turns: list[_Turn], first: list[_Turn]) -> Outcome:
         megabytes_read_per_token=interval([turn.stats.bytes_read / tokens / 1e6 for turn in turns]),
         prefetched=sum(turn.stats.num_prefetched for turn in turns),
         prefetch_hits=sum(turn.stats.num_prefetch_hits for turn in turns),
+        read_over_untold=read,
     )
 
 

@@ -1,24 +1,27 @@
 """Whole engines on one model: 1A1E with each m and with `auto`, beside one process of two threads.
 
 Both are loaded at once and take turns: in each the same prompts are read and a few tokens of each
-generated; who waits sleeps. The pair is one, whatever its cut, so that nothing else differs.
+generated; who waits sleeps. The pair is one, whatever its cut, so that nothing else differs. A
+round has a turn of everyone, in an order of its own: what ran just before makes a turn slower.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.pingpong.behind import Behind, Rounds, behind_best, seconds_of
 from harness.pingpong.switched_chooser import SwitchedChooser
 from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.rank_name import RankName
 from moe_serve.cluster.rank_starter import LocalStarter
 from moe_serve.cluster.secret import ClusterSecret
-from moe_serve.cluster.stopwatch import usual
 from moe_serve.config import (
     CacheConfig,
     ClusterConfig,
@@ -32,8 +35,6 @@ from moe_serve.engine.request import GenerationRequest
 from moe_serve.engine.sampling_params import SamplingParams
 
 COLOCATED = "colocated"
-
-
 CUTS = (1, 2, 3, 4, "auto")
 STEPS_PER_TURN = 8  # that count; the prompts' step and the one after do not
 
@@ -57,6 +58,8 @@ class EngineTimes:
     batch: int
     context: int
     seconds: dict[str, float]
+    auto_behind: Behind
+    auto_cuts: dict[int, int]  # micro-batches -> steps of `auto` that had them
     has_equal_tokens: bool
 
     def best_fixed(self) -> tuple[str, float]:
@@ -115,14 +118,18 @@ def time_engines(
         turns.run(str(cut))
     for _ in range(-(-num_warm // STEPS_PER_TURN)):
         turns.run("auto")
-    turns.seconds.clear()
+    engines.chooser.chosen.clear()
+    names, order = [COLOCATED, *map(str, CUTS)], random.Random(batch)
+    rounds: Rounds = []
     for _ in range(-(-num_steps // STEPS_PER_TURN)):
-        for name in (COLOCATED, *map(str, CUTS)):
-            turns.run(name)
+        order.shuffle(names)
+        rounds.append({name: turns.run(name) for name in names})
     return EngineTimes(
         batch=batch,
         context=num_prompt + num_new_tokens(),
-        seconds={name: usual(each) for name, each in turns.seconds.items()},
+        seconds={name: seconds_of(rounds, name) for name in (COLOCATED, *map(str, CUTS))},
+        auto_behind=behind_best(rounds, "auto", [str(cut) for cut in CUTS[:-1]]),
+        auto_cuts=dict(sorted(Counter(engines.chooser.chosen).items())),
         has_equal_tokens=all(each == turns.tokens[COLOCATED] for each in turns.tokens.values()),
     )
 
@@ -132,11 +139,10 @@ class _Turns:
 
     def __init__(self, engines: LoadedEngines, batch: int, num_prompt: int) -> None:
         self._engines, self._batch, self._num_prompt = engines, batch, num_prompt
-        self.seconds: dict[str, list[float]] = {}
         self.tokens: dict[str, dict[str, list[int]]] = {}
 
-    def run(self, name: str) -> None:
-        """Prompts, one step that does not count, and those that do."""
+    def run(self, name: str) -> list[float]:
+        """Prompts, one step that does not count, and the seconds of those that do."""
         engine, chooser = self._engines.pair, self._engines.chooser
         if name == COLOCATED:
             engine = self._engines.colocated
@@ -148,8 +154,8 @@ class _Turns:
         assert len(tokens) == self._batch, f"{name} has read {len(tokens)} prompts"
         taken_s = [_step(engine, tokens) for _ in range(1 + STEPS_PER_TURN)]
         assert not engine.num_running, f"{name}: {engine.num_running} sequences go on"
-        self.seconds.setdefault(name, []).extend(taken_s[1:])
         self.tokens[name] = tokens
+        return taken_s[1:]
 
 
 def _config(model: Path, max_batch: int, context: int, *, is_pair: bool) -> EngineConfig:

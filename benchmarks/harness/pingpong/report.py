@@ -103,11 +103,7 @@ class PairReport:
             measured=f"{ratio:.2f}x",
             is_met=ratio >= 0.9,
         )
-        behind = {
-            times.batch: times.seconds["auto"] / times.best_fixed()[1] - 1
-            for times in self.engines
-            if "auto" in times.seconds and times.batch <= 128
-        }
+        behind = {t.batch: t.auto_behind.share for t in self.engines if t.batch <= 128}
         if behind:
             worst = max(behind, key=lambda batch: behind[batch])
             yield Verdict(

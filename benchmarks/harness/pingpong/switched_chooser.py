@@ -21,11 +21,14 @@ class SwitchedChooser:
         self._auto: MicroBatchChooser | None = None
         self._fixed = [Choice(m, (), "predicted best") for m in range(1, MAX_MICRO_BATCHES + 1)]
         self.cuts: int | None = None
+        self.chosen: list[int] = []  # by `auto`
 
     def choose(self, loads: Sequence[BatchLoad]) -> Choice:
         if self.cuts is None:
             assert self._auto is not None, "no cluster was built with this chooser"
-            return self._auto.choose(loads)
+            choice = self._auto.choose(loads)
+            self.chosen.append(choice.num_micro_batches)
+            return choice
         most = max(load.num_sequences for load in loads)
         return self._fixed[min(self.cuts, most) - 1]
 

@@ -87,15 +87,18 @@ def _points(title: str, found: Ablation, points: Sequence[Point]) -> Table:
 def _engines(engines: Sequence[EngineTimes]) -> Table:
     names = list(engines[0].seconds)
     heads = [name if name in (COLOCATED, "auto") else f"m = {name}" for name in names]
-    table = _table("batch", *heads, "best over colocated", "auto behind best", title="ms per step")
+    table = _table(
+        "batch", *heads, "best over colocated", "auto behind best", "its m", title="ms per step"
+    )
     for times in engines:
         _, best_s = times.best_fixed()
-        auto_s = times.seconds.get("auto")
+        behind = times.auto_behind
         table.add_row(
             str(times.batch),
             *[f"{1e3 * times.seconds[name]:.2f}" for name in names],
             f"{times.seconds[COLOCATED] / best_s:.2f}x",
-            "" if auto_s is None else f"{auto_s / best_s - 1:+.1%}",
+            f"{behind.share:+.1%} [{behind.low:+.1%}, {behind.high:+.1%}]",
+            " ".join(f"{m}:{count}" for m, count in times.auto_cuts.items()),
         )
     return table
 

@@ -1,1 +1,1 @@
-"""Ranks killed at random under load: the parts of `soak.py`."""
+"""The parts of `fault_soak.py` (load, damage, served) and of `soak.py` (served and the others)."""

@@ -34,9 +34,11 @@ class Usage:
 class Served:
     """`moe-serve serve` with the demonstration model on a free port. Leave the `with` to end it."""
 
-    def __init__(self, attention: int, experts: int, heartbeat_s: float) -> None:
+    def __init__(
+        self, attention: int, experts: int, heartbeat_s: float, num_pages: int = 512
+    ) -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the server
-        flags = ["--port", "0", "--num-threads", "1", "--num-pages", "512"]
+        flags = ["--port", "0", "--num-threads", "1", "--num-pages", str(num_pages)]
         if attention:
             flags += ["--attention-ranks", str(attention), "--expert-ranks", str(experts)]
         environment = child_environment() | {"MOE_SERVE_CLUSTER_HEARTBEAT_S": str(heartbeat_s)}

@@ -89,7 +89,7 @@ def read_cluster_file(path: Path) -> ClusterFile:
 
 def parse_cluster_file(text: str, source: str) -> ClusterFile:
     try:
-        _refuse_doubled_keys(yaml.compose(text, Loader=yaml.SafeLoader), source)
+        refuse_doubled_keys(yaml.compose(text, Loader=yaml.SafeLoader), source)
         cluster = msgspec.convert(yaml.safe_load(text), ClusterFile)
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
@@ -191,7 +191,7 @@ def _check(cluster: ClusterFile, source: str) -> None:
         )
 
 
-def _refuse_doubled_keys(node: yaml.Node | None, source: str) -> None:
+def refuse_doubled_keys(node: yaml.Node | None, source: str) -> None:
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
@@ -200,7 +200,7 @@ def _refuse_doubled_keys(node: yaml.Node | None, source: str) -> None:
                 place = f"{source}:{key.start_mark.line + 1}"
                 raise ConfigError(f"{name} is set twice ({place}).")
             seen.add(name)
-            _refuse_doubled_keys(value, source)
+            refuse_doubled_keys(value, source)
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            _refuse_doubled_keys(item, source)
+            refuse_doubled_keys(item, source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 
@@ -15,20 +16,26 @@ class Ageing:
         self._since: dict[int, float] = {}
         self.num_passed_over = 0
 
-    def see(self, sequence_ids: Iterable[int]) -> None:
-        """They wait; their age starts the first time."""
-        now = self._clock()
-        for key in sequence_ids:
-            self._since.setdefault(key, now)
+    def see(self, newest_first: Iterable[int], first: Iterable[int] = ()) -> None:
+        """Who waits; an age starts the first time. Of the newest as far as there are new ones: they
+        come at the end. `first`: those in front, where somebody may come back to."""
+        now, since = self._clock(), self._since
+        for key in newest_first:
+            if key in since:
+                break
+            since[key] = now
+        for key in first:
+            since.setdefault(key, now)
 
-    def first_urgent(self, sequence_ids: Iterable[int]) -> int | None:
-        """The index of the first of these that can wait no longer."""
+    def urgent(self, sequence_ids: Iterable[int]) -> list[int]:
+        """The indices of those of these that can wait no longer."""
         start, most, passed = self._clock() - self._max_age_s, self._max_passed, self._passed
-        for index, key in enumerate(sequence_ids):
-            since = self._since.get(key)
-            if passed.get(key, 0) >= most or (since is not None and since <= start):
-                return index
-        return None
+        since, never = self._since, math.inf
+        return [
+            index
+            for index, key in enumerate(sequence_ids)
+            if passed.get(key, 0) >= most or since.get(key, never) <= start
+        ]
 
     def pass_over(self, sequence_ids: Iterable[int]) -> None:
         """A later one goes before these."""

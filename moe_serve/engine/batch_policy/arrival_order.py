@@ -28,11 +28,18 @@ class ArrivalOrder:
         """In order of arrival."""
         return waiting
 
+    def is_next(self, sequence: Sequence) -> bool:
+        """Nobody starts before one that came earlier."""
+        return True
+
     def started(self, sequence: Sequence) -> None:
         """Nothing to do."""
 
     def split(self, slices: list[SequenceSlice], max_micro_batches: int) -> tuple[MicroBatch, ...]:
         return self.splitter(slices, max_micro_batches)
+
+    def needed(self, slices: list[SequenceSlice]) -> None:
+        """Nothing is known of experts."""
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         """Nothing is kept."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
 
-_MOST_CERTAIN = 0.999
+MOST_CERTAIN = 0.999
 
 
 def sums_by_group(x_RD: Floats, group_R: NDArray[np.int64], num_groups: int) -> Floats:
@@ -37,7 +37,7 @@ class ConcaveCost:
         """x of probabilities."""
         if self.capacity > 1:
             return signatures_RD.astype(np.float32)
-        certain = np.minimum(signatures_RD, np.float32(_MOST_CERTAIN))
+        certain = np.minimum(signatures_RD, np.float32(MOST_CERTAIN))
         return np.asarray(-np.log1p(-certain), dtype=np.float32)
 
     def total(self, sums_xD: Floats) -> Floats:

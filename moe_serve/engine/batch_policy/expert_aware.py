@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from moe_serve.engine.batch_policy.ageing import Ageing
 from moe_serve.engine.batch_policy.concave_cost import ConcaveCost, Floats
+from moe_serve.engine.batch_policy.expected_experts import ExpectedExperts
 from moe_serve.engine.batch_policy.limits import SizeLimits
 from moe_serve.engine.batch_policy.longest_first import split
 from moe_serve.engine.batch_policy.policy import PolicyStats
@@ -55,6 +56,11 @@ class SignatureSource(Protocol):
     @property
     def has_predictor(self) -> bool: ...
 
+    @property
+    def num_learnt(self) -> int | None:
+        """Predictions that were learnt from; None: nothing is learnt."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
@@ -65,12 +71,46 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
+class _Queue:
+    """Those who wait, in order of arrival, W of them; filled while they are offered."""
+
+    sequences: list[Sequence]
+    is_open_W: NDArray[np.bool_]  # not offered yet
+    is_waiting_W: NDArray[np.bool_]  # not started; not for a page that somebody else computes
+
+    @classmethod
+    def of(cls, sequences: list[Sequence]) -> _Queue:
+        count = len(sequences)
+        return cls(sequences, np.ones(count, dtype=np.bool_), np.ones(count, dtype=np.bool_))
+
+    def is_kept_back(self, index: int) -> bool:
+        """Whether it was offered, and found no pages."""
+        return bool(self.is_waiting_W[index] and not self.is_open_W[index])
+
+    def in_order(self, urgent: list[int], costs_W: Floats) -> Iterator[int]:
+        """Those who are open: who can wait no longer, then who costs least; ties by arrival."""
+        yield from (index for index in urgent if self.is_open_W[index])
+        if self.is_open_W.any():  # most often the first one starts, and nothing need be sorted
+            yield int(np.where(self.is_open_W, costs_W, np.inf).argmin())
+            order = np.argsort(costs_W, kind="stable")
+            yield from order[self.is_open_W[order]].tolist()
+
+
+@dataclass(frozen=True, slots=True)
 class _Offer:
-    """Who may start now, in which group, and who came earlier and still waits."""
+    """Who may start now, in which group, and whom it goes before."""
 
     sequence: Sequence
     group: int
-    earlier: tuple[int, ...]
+    index: int  # in the queue
+    is_urgent: bool
+    queue: _Queue
+
+    @property
+    def earlier(self) -> list[int]:
+        """Those who came before it and still wait, though they could have been chosen."""
+        before = np.flatnonzero(self.queue.is_waiting_W[: self.index])
+        return [self.queue.sequences[place].id for place in before]
 
 
 class ExpertAware:
@@ -84,7 +124,11 @@ class ExpertAware:
         cost: ConcaveCost,
         bounds: Bounds,
         loads: RankLoads | None = None,
+        expected: ExpectedExperts | None = None,
     ) -> None:
+        """`loads`: of expert ranks, where they are known; `expected`: where there is an expert
+        memory that wants to know."""
+        self._expected = expected
         self._source, self._table, self._ageing = source, table, ageing
         self._cost, self._bounds, self._loads = cost, bounds, loads
         self._splits: dict[int, StandingSplit] = {}  # by the number of groups
@@ -95,7 +139,7 @@ class ExpertAware:
     def prepare(self, waiting: Items[Sequence], running: Items[Sequence]) -> None:
         """See `BatchPolicy.prepare`."""
         window = list(itertools.islice(waiting, self._bounds.window))
-        self._ageing.see(s.id for s in window)
+        self._ageing.see((s.id for s in reversed(waiting)), (s.id for s in window))
         self._source.refresh(window, running)
 
     def candidates(self, waiting: Items[Sequence], running: Items[Sequence]) -> Iterator[Sequence]:
@@ -111,6 +155,15 @@ class ExpertAware:
         yield from self._by_cost(window[len(preempted) :], running)
         yield from itertools.islice(waiting, len(window), None)
 
+    def is_next(self, sequence: Sequence) -> bool:
+        """See `BatchPolicy.is_next`. Only who is first, or can wait no longer: a later one that
+        was chosen for its experts and finds no pages keeps nobody back, and is passed over."""
+        offer = self._offer
+        if offer is None or offer.sequence is not sequence or offer.is_urgent:
+            return True
+        offer.queue.is_waiting_W[offer.index] = True
+        return not offer.queue.is_waiting_W[: offer.index].any()
+
     def started(self, sequence: Sequence) -> None:
         """See `BatchPolicy.started`."""
         offer, self._offer = self._offer, None
@@ -123,6 +176,7 @@ class ExpertAware:
         """See `BatchPolicy.split`."""
         num_groups = min(max_micro_batches, len(slices))
         if num_groups < 2 or not self._source.is_on or not len(self._table):
+            self._activated = self._alone(slices)
             return split(slices, max_micro_batches)
         single = [s for s in slices if len(s.token_ids) == 1]
         groups: list[list[SequenceSlice]] = [[] for _ in range(num_groups)]
@@ -139,6 +193,10 @@ class ExpertAware:
         self._num_groups, self._activated = num_groups, standing.cost_total * self._table.scale
         return tuple(MicroBatch(tuple(group)) for group in groups if group)
 
+    def needed(self, slices: list[SequenceSlice]) -> Floats | None:
+        """See `BatchPolicy.needed`."""
+        return None if self._expected is None else self._expected.of(slices)
+
     def forget(self, sequence_ids: Iterable[int]) -> None:
         gone = list(sequence_ids)
         self._source.forget(gone)
@@ -154,28 +212,31 @@ class ExpertAware:
             activated_experts=self._activated if source.is_on else None,
             recall=source.recall,
             is_predictor_on=source.is_on if source.has_predictor else None,
+            num_learnt=source.num_learnt,
         )
 
     def _by_cost(self, waiting: list[Sequence], running: Items[Sequence]) -> Iterator[Sequence]:
-        standing = self._standing(self._num_groups)
+        """Nothing that decides changes until somebody starts, so the order stands until then."""
+        standing, queue = self._standing(self._num_groups), _Queue.of(waiting)
         sums_GD, sizes_G = standing.sums([s.id for s in running])
-        x_WD, costs_W = self._table.rows([s.id for s in waiting]), None
-        while waiting:
-            group = int(sizes_G.argmin())
-            if costs_W is None:
+        ids = [s.id for s in waiting]
+        x_WD = self._table.rows(ids)
+        while queue.is_open_W.any():
+            group, urgent = int(sizes_G.argmin()), self._ageing.urgent(ids)
+            if any(queue.is_kept_back(index) for index in urgent):
+                return
+            costs_W = np.zeros(len(waiting), dtype=np.float32)  # an empty group: who came first
+            if sizes_G[group]:
                 costs_W = self._cost.total(sums_GD[group] + x_WD)
-            index = self._ageing.first_urgent(s.id for s in waiting)
-            if index is None and sizes_G[group]:
-                index = int(costs_W.argmin())
-            index = index or 0  # an empty group takes who came first
-            sequence, x_D = waiting.pop(index), x_WD[index]
-            x_WD, costs_W = np.delete(x_WD, index, axis=0), np.delete(costs_W, index)
-            self._offer = _Offer(sequence, group, tuple([s.id for s in waiting[:index]]))
-            yield sequence
-            if sequence.is_running:
-                sums_GD[group] += x_D
-                sizes_G[group] += 1
-                costs_W = None  # else who is offered next adds what was computed already
+            for index in queue.in_order(urgent, costs_W):
+                sequence = waiting[index]
+                queue.is_open_W[index] = queue.is_waiting_W[index] = False
+                self._offer = _Offer(sequence, group, index, index in urgent, queue)
+                yield sequence
+                if sequence.is_running:
+                    sums_GD[group] += x_WD[index]
+                    sizes_G[group] += 1
+                    break
 
     def _prompts(self, balanced: tuple[MicroBatch, ...]) -> list[list[SequenceSlice]]:
         """The slices of several tokens: as the balanced split has them, or, if they are most of
@@ -191,6 +252,13 @@ class ExpertAware:
             return groups
         spare = int(self._bounds.tolerance * num_tokens / len(balanced))
         return self._loads.place(prompts, signatures, len(balanced), spare)
+
+    def _alone(self, slices: list[SequenceSlice]) -> float | None:
+        """Expected activated experts of a step that is not split; None: nothing is known."""
+        if not slices or not len(self._table):
+            return None
+        sums_GD, _ = self._fixed([slices])
+        return float(self._cost.total(sums_GD)[0]) * self._table.scale
 
     def _standing(self, num_groups: int) -> StandingSplit:
         if num_groups not in self._splits:

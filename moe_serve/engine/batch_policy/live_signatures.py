@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.engine.batch_policy.concave_cost import Floats
+from moe_serve.engine.batch_policy.live_learning import LiveLearning
 from moe_serve.engine.batch_policy.signature_table import SignatureTable
 from moe_serve.engine.route_records import RouteRecord
 from moe_serve.engine.sequence import Sequence
@@ -25,7 +26,7 @@ from routing_predictor.history import ChoiceHistory
 from routing_predictor.recall_guard import RecallGuard
 from routing_predictor.request_predictor import RequestPredictor
 
-_SHARE_S = 1e-3  # of a step
+_SHARE_S = 1e-3  # of a step, of all engines of a server
 _LARGEST_PREFIX = 512  # tokens that a predictor is given
 _WEIGHT = 0.2  # of a new measurement of its time
 _DECODE_STRIDE = 4  # of a request's decode steps, one in so many is observed
@@ -39,6 +40,7 @@ class FollowedPredictor:
     predictor: RequestPredictor
     guard: RecallGuard
     is_acting: bool  # False: it is measured only
+    learning: LiveLearning | None = None  # None: it stays as it was trained
 
 
 class LiveSignatures:
@@ -52,14 +54,17 @@ class LiveSignatures:
         num_experts: int,
         followed: FollowedPredictor | None,
         refresh_tokens: int,
+        num_engines: int = 1,
     ) -> None:
+        """`num_engines` share this, and the time."""
         self._table, self._followed, self._refresh = table, followed, refresh_tokens
         self._history = ChoiceHistory(num_experts)
         self._made_at: dict[int, int] = {}  # sequence id -> its tokens when its signature was made
         self._is_due: set[int] = set()  # more is known of them than when it was made
         self._predicted: dict[int, Floats] = {}  # [L, E], of those that a predictor was asked for
         self._best: dict[int, NDArray[np.bool_]] = {}  # [L, E]: the K best of what was predicted
-        self._seconds_each = _SHARE_S / 4
+        self._share_s = _SHARE_S / num_engines
+        self._seconds_each = _SHARE_S / 4  # until it is measured
 
     @property
     def is_on(self) -> bool:
@@ -74,9 +79,20 @@ class LiveSignatures:
     def has_predictor(self) -> bool:
         return self._followed is not None
 
+    @property
+    def num_learnt(self) -> int | None:
+        learning = self._learning
+        return None if learning is None else learning.num_learnt
+
+    @property
+    def _learning(self) -> LiveLearning | None:
+        return None if self._followed is None else self._followed.learning
+
     def refresh(self, waiting: Items[Sequence], running: Items[Sequence]) -> None:
         """See `SignatureSource.refresh`."""
-        most = max(1, int(_SHARE_S / self._seconds_each))
+        if self._learning is not None:
+            self._learning.learn()
+        most = max(1, int(self._share_s / self._seconds_each))
         due = []
         for sequence in self._due(waiting, running):
             due.append(sequence)
@@ -111,6 +127,8 @@ class LiveSignatures:
         self._history.forget(gone)
         self._table.forget(gone)
         self._is_due.difference_update(gone)
+        if self._learning is not None:
+            self._learning.end(gone)
         for key in gone:
             for known in (self._made_at, self._predicted, self._best):
                 known.pop(key, None)
@@ -132,8 +150,10 @@ class LiveSignatures:
             prefixes = [np.array(s.token_ids[-_LARGEST_PREFIX:], np.int64) for s in sequences]
             predicted = self._followed.predictor.predict(prefixes)
             self._predicted |= dict(zip(keys, predicted, strict=True))
-            for key in keys:
+            for key, predicted_LE in zip(keys, predicted, strict=True):
                 self._best.pop(key, None)
+                if self._learning is not None:
+                    self._learning.predicted(key, predicted_LE)
             prior = predicted if self._followed.is_acting else None
         self._made_at |= {s.id: s.num_tokens for s in sequences}
         self._is_due.difference_update(keys)
@@ -142,7 +162,8 @@ class LiveSignatures:
             self._table.put(keys, signatures)
 
     def _measure(self, records: list[RouteRecord]) -> None:
-        """Recall at K: of what tokens chose after a prediction, how much was among its K best."""
+        """Recall at K: of what tokens chose after a prediction, how much was among its K best. And
+        the predictor may learn from it."""
         if self._followed is None:
             return
         shares, num_tokens = 0.0, 0
@@ -157,6 +178,8 @@ class LiveSignatures:
             layers = np.arange(len(best_LE))[:, None]
             shares += float(best_LE[layers, ids_NLK].mean()) * len(ids_NLK)
             num_tokens += len(ids_NLK)
+            if self._learning is not None:
+                self._learning.chose(record.sequence_id, ids_NLK)
         if num_tokens:
             self._followed.guard.measure(shares / num_tokens, num_tokens)
 

@@ -1,4 +1,5 @@
-"""A policy that knows nothing of experts, with a predictor beside it that is only measured."""
+"""A policy that knows nothing of experts, with a predictor beside it that is measured, and tells an
+expert memory what it expects."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from collections.abc import Sequence as Items
 from dataclasses import replace
 
 from moe_serve.engine.batch_policy.arrival_order import ArrivalOrder
+from moe_serve.engine.batch_policy.concave_cost import Floats
+from moe_serve.engine.batch_policy.expected_experts import ExpectedExperts
 from moe_serve.engine.batch_policy.expert_aware import SignatureSource
 from moe_serve.engine.batch_policy.policy import PolicyStats
 from moe_serve.engine.sequence import Sequence
@@ -17,8 +20,15 @@ from moe_serve.model.step_plan import MicroBatch, SequenceSlice
 class Observed:
     """Implements BatchPolicy: does what `plain` does."""
 
-    def __init__(self, plain: ArrivalOrder, source: SignatureSource, window: int) -> None:
+    def __init__(
+        self,
+        plain: ArrivalOrder,
+        source: SignatureSource,
+        window: int,
+        expected: ExpectedExperts | None = None,
+    ) -> None:
         self._plain, self._source, self._window = plain, source, window
+        self._expected = expected
 
     def prepare(self, waiting: Items[Sequence], running: Items[Sequence]) -> None:
         """See `BatchPolicy.prepare`."""
@@ -27,15 +37,27 @@ class Observed:
     def candidates(self, waiting: Items[Sequence], running: Items[Sequence]) -> Iterable[Sequence]:
         return self._plain.candidates(waiting, running)
 
+    def is_next(self, sequence: Sequence) -> bool:
+        return self._plain.is_next(sequence)
+
     def started(self, sequence: Sequence) -> None:
         """Nothing to do."""
 
     def split(self, slices: list[SequenceSlice], max_micro_batches: int) -> tuple[MicroBatch, ...]:
         return self._plain.split(slices, max_micro_batches)
 
+    def needed(self, slices: list[SequenceSlice]) -> Floats | None:
+        """See `BatchPolicy.needed`."""
+        return None if self._expected is None else self._expected.of(slices)
+
     def forget(self, sequence_ids: Iterable[int]) -> None:
         self._source.forget(sequence_ids)
 
     def stats(self) -> PolicyStats:
         source = self._source
-        return replace(self._plain.stats(), recall=source.recall, is_predictor_on=source.is_on)
+        return replace(
+            self._plain.stats(),
+            recall=source.recall,
+            is_predictor_on=source.is_on,
+            num_learnt=source.num_learnt,
+        )

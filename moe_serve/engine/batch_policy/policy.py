@@ -7,6 +7,9 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moe_serve.engine.sequence import Sequence
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
 
@@ -22,6 +25,7 @@ class PolicyStats:
     activated_experts: float | None = None  # expected in the last step's micro-batches, all layers
     recall: float | None = None  # of the predictor, as measured; None: not measured
     is_predictor_on: bool | None = None  # None: there is none
+    num_learnt: int | None = None  # predictions that it learnt from; None: it does not learn
 
 
 def sum_of(each: Items[PolicyStats], past: Items[PolicyStats] = ()) -> PolicyStats | None:
@@ -46,7 +50,12 @@ class BatchPolicy(Protocol):
 
     def candidates(self, waiting: Items[Sequence], running: Items[Sequence]) -> Iterable[Sequence]:
         """Who waits, in the order in which they may start. Whoever takes one says `started` before
-        asking for the next, and takes nobody behind one that lacks pages."""
+        asking for the next, and asks `is_next` of one that lacks pages."""
+        ...
+
+    def is_next(self, sequence: Sequence) -> bool:
+        """Whether the candidate that was given last, which lacks pages, keeps all others back:
+        else others take what it waits for, again and again."""
         ...
 
     def started(self, sequence: Sequence) -> None:
@@ -55,6 +64,11 @@ class BatchPolicy(Protocol):
 
     def split(self, slices: list[SequenceSlice], max_micro_batches: int) -> tuple[MicroBatch, ...]:
         """A step's slices in at most so many micro-batches, none of them empty."""
+        ...
+
+    def needed(self, slices: list[SequenceSlice]) -> NDArray[np.float32] | None:
+        """[L, E]: the probability that these need an expert, for an expert memory; None: nobody
+        wants to know, or nobody does."""
         ...
 
     def forget(self, sequence_ids: Iterable[int]) -> None:

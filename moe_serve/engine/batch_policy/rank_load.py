@@ -12,20 +12,29 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.plan import Placement
+from experts.placement.plan import Placement, RanksOf
 from moe_serve.engine.batch_policy.concave_cost import Floats
 from moe_serve.model.step_plan import SequenceSlice
 
 
 class RankLoads:
-    """A placement, as what a signature costs each rank."""
+    """The placement in force, as what a signature costs each rank."""
 
     def __init__(self, placement: Placement) -> None:
-        layers = sorted(placement.ranks_of)
-        shape = (len(layers), placement.num_experts, placement.num_ranks)
+        shape = (len(placement.ranks_of), placement.num_experts, placement.num_ranks)
         self._share_LEK = np.zeros(shape, dtype=np.float32)
-        for row, layer in enumerate(layers):
-            for expert, ranks in enumerate(placement.ranks_of[layer]):
+        self._ranks_of: dict[int, RanksOf] = {}
+        self.use(placement)
+
+    def use(self, placement: Placement) -> None:
+        """Experts lie like this from now on. Costs as much as there are layers that change."""
+        for row, layer in enumerate(sorted(placement.ranks_of)):
+            experts = placement.ranks_of[layer]
+            if self._ranks_of.get(layer) == experts:
+                continue
+            self._ranks_of[layer] = experts
+            self._share_LEK[row] = 0.0
+            for expert, ranks in enumerate(experts):
                 self._share_LEK[row, expert, list(ranks)] = 1 / max(1, len(ranks))
 
     def of(self, signature: Floats, num_tokens: int) -> NDArray[np.float32]:

@@ -9,12 +9,12 @@ L layers, E experts, R rows, D dimensions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 
 import numpy as np
 
-from moe_serve.engine.batch_policy.concave_cost import ConcaveCost, Floats
+from moe_serve.engine.batch_policy.concave_cost import MOST_CERTAIN, ConcaveCost, Floats
 
 _FIRST_CHOICE = 16  # signatures seen
 _LAST_CHOICE = 4096
@@ -29,6 +29,7 @@ class SignatureTable:
         self._slots: dict[int, int] = {}
         self._free: list[int] = []
         self._full = np.zeros((0, 0), dtype=np.float32)  # [slots, L * E]
+        self._spared = np.zeros((0, 0), dtype=np.float32)  # log(1 - full), once it is asked for
         self._x = np.zeros((0, 0), dtype=np.float32)  # [slots, D]
         self._stamps = np.zeros(0, dtype=np.int64)
         self._dimensions = np.zeros(0, dtype=np.int64)
@@ -58,6 +59,8 @@ class SignatureTable:
         )
         slots = [self._slot(key) for key in sequence_ids]
         self._full[slots] = flat
+        if self._spared.shape == self._full.shape:
+            self._spared[slots] = _log_spared(flat)
         self._num_seen += len(slots)
         self._clock += 1
         self._stamps[slots] = self._clock
@@ -85,6 +88,23 @@ class SignatureTable:
         """[L * E], as it was put."""
         slot = self._slots.get(sequence_id)
         return None if slot is None else self._full[slot]
+
+    def needed(self, num_tokens: Mapping[int, int]) -> Floats | None:
+        """[L * E]: the probability that one of so many tokens of each sequence chooses an expert:
+        1 - prod (1 - p). None while there is no signature.
+
+        Worked example, p of two sequences 0.5 and 0.2, one token of the first and two of the
+        second: 1 - 0.5 * 0.8 * 0.8.
+        """
+        known = [key for key in num_tokens if key in self._slots]
+        if not known:
+            return None
+        if self._spared.shape != self._full.shape:  # the first time, or the table has grown
+            self._spared = _log_spared(self._full)
+        rest = self._spared[[self._slots[key] for key in known]]
+        counts = np.array([num_tokens[key] for key in known], dtype=np.float32)
+        log = counts @ rest + (sum(num_tokens.values()) - counts.sum()) * rest.mean(axis=0)
+        return np.asarray(1 - np.exp(log), dtype=np.float32)
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         """Unknown ones are ignored."""
@@ -121,3 +141,7 @@ class SignatureTable:
         self._dimensions = np.sort(order[: len(self._dimensions)])
         self._x = self._cost.features(self._full[:, self._dimensions])
         self._stamps[slots] = self._clock
+
+
+def _log_spared(full: Floats) -> Floats:
+    return np.asarray(np.log(1 - np.minimum(full, np.float32(MOST_CERTAIN))))

@@ -30,7 +30,7 @@ FAKE_SERVER = """#!/bin/sh
 echo "secret ${#MOE_SERVE_CLUSTER_SECRET} key $MOE_SERVE_SERVER_API_KEYS in $(pwd)"
 echo "$@"
 case $FAKE_HOST in
-  *fails) exit 3 ;;
+  *fails) until [ -e a-waits ]; do sleep 0.05; done; exit 3 ;;
   *waits) trap 'echo drained; exit 0' TERM; touch "$FAKE_HOST"; sleep 1000 & wait ;;
 esac
 """
@@ -43,7 +43,7 @@ def shell(name: str, script: str, **options: str) -> HostCommand:
 
 def run(*commands: HostCommand) -> tuple[int, list[str]]:
     lines: list[str] = []
-    return run_on_hosts(commands, lines.append, stop_timeout_s=10.0), lines
+    return run_on_hosts(commands, lines.append, stop_timeout_s=60.0), lines
 
 
 def test_output_has_the_hosts_name() -> None:
@@ -149,7 +149,7 @@ def test_sigterm_drains_every_host(tmp_path: Path) -> None:
     )
     assert process.stdout is not None
     with process.stdout:
-        for _ in range(1000):
+        for _ in range(4000):
             if all((tmp_path / host).exists() for host in ("a-waits", "b-waits")):
                 break
             threading.Event().wait(0.02)

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from batch_world import decode
 from layouts import colocated, config, on_ranks, requests, serve
 from moe_serve.config import BatchPolicyName, PipelineConfig, SchedulerConfig
 from moe_serve.engine.batch_policy.concave_cost import ConcaveCost
+from moe_serve.engine.batch_policy.expected_experts import ExpectedExperts
 from moe_serve.engine.batch_policy.live_signatures import FollowedPredictor, LiveSignatures
 from moe_serve.engine.batch_policy.signature_table import SignatureTable
 from moe_serve.engine.build import build_engine
@@ -100,9 +102,11 @@ def record_of(key: int, experts: tuple[int, int], start: int = 20, count: int = 
     )
 
 
-def live(followed: FollowedPredictor | None) -> tuple[LiveSignatures, SignatureTable]:
+def live(
+    followed: FollowedPredictor | None, num_engines: int = 1
+) -> tuple[LiveSignatures, SignatureTable]:
     table = SignatureTable(ConcaveCost())
-    return LiveSignatures(table, NUM_EXPERTS, followed, refresh_tokens=4), table
+    return LiveSignatures(table, NUM_EXPERTS, followed, 4, num_engines), table
 
 
 def test_history_is_known_once_a_prompt_is_read() -> None:
@@ -136,6 +140,18 @@ def test_a_predictor_knows_who_waits_and_is_asked_again_later() -> None:
     assert sum(predictor.sizes) == 3
 
 
+@pytest.mark.parametrize(("num_engines", "num_first"), [(1, 4), (2, 2), (8, 1)])
+def test_engines_share_the_time(num_engines: int, num_first: int) -> None:
+    """Each refreshes in every step, and all of them together have a millisecond."""
+    predictor = Constant()
+    followed = FollowedPredictor(
+        predictor=predictor, guard=RecallGuard(GuardLimits(min_recall=0.3)), is_acting=True
+    )
+    source, _ = live(followed, num_engines)
+    source.refresh([sequence_of(key) for key in range(20)], [])
+    assert predictor.sizes == [num_first]
+
+
 def test_what_a_predictor_has_read_is_not_counted_for_it() -> None:
     """A prompt that is read in two chunks, after a prediction that saw all of it."""
     guard = RecallGuard(GuardLimits(min_recall=0.3))
@@ -147,6 +163,32 @@ def test_what_a_predictor_has_read_is_not_counted_for_it() -> None:
     assert source.recall is None
     source.take([record_of(0, (4, 5), 20, 1)])
     assert source.recall == 0.0
+
+
+def test_what_a_step_needs_follows_from_its_sequences() -> None:
+    """1 - prod (1 - p), each token like a coming one; who is not known yet is as the others are."""
+    table = SignatureTable(ConcaveCost())
+    known_RLE = np.zeros((2, NUM_LAYERS, NUM_EXPERTS), dtype=np.float32)
+    known_RLE[0, 1, 3], known_RLE[1, 1, 3], known_RLE[1, 0, 5] = 0.5, 0.2, 1.0
+    is_on = True
+    expected = ExpectedExperts(table, NUM_EXPERTS, lambda: is_on)
+    assert expected.of(decode([0, 1])) is None, "nothing is known"
+    table.put([0, 1], known_RLE)
+    needed_LE = expected.of([*decode([0]), *decode([1], num_tokens=2)])
+    assert needed_LE is not None and needed_LE.shape == (NUM_LAYERS, NUM_EXPERTS)
+    assert needed_LE[1, 3] == pytest.approx(1 - 0.5 * 0.8 * 0.8)
+    assert needed_LE[0, 5] == pytest.approx(1.0, abs=1e-5) and needed_LE.sum() < 1.7
+    other_LE = expected.of(decode([0, 7]))
+    assert other_LE is not None and other_LE[1, 3] == pytest.approx(1 - 0.5 * 0.5)
+    assert expected.of(decode([7])) is None, "nobody in the step is known"
+    rng = np.random.default_rng(0)
+    for count in (3, 90):  # newer signatures, and more of them than the table had room for
+        signatures_RLE = rng.random((count, NUM_LAYERS, NUM_EXPERTS), dtype=np.float32) * 0.3
+        table.put(list(range(count)), signatures_RLE)
+        grown_LE = expected.of(decode(range(count)))
+        assert grown_LE == pytest.approx(1 - np.prod(1 - signatures_RLE, axis=0), abs=1e-5)
+    is_on = False
+    assert expected.of(decode([0])) is None, "the guard has switched the predictor off"
 
 
 def test_a_predictor_that_is_wrong_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from batch_world import NUM_EXPERTS, World, decode, of_domain
@@ -14,6 +16,17 @@ def test_the_load_of_a_signature() -> None:
     loads = RankLoads(contiguous([1, 3], NUM_EXPERTS, 2))
     expected = [[10 * 4 * 0.5, 10 * 4 * 0.02]] * 2
     assert np.allclose(loads.of(of_domain(0).ravel(), 10), expected)
+
+
+def test_it_follows_the_placement() -> None:
+    before = contiguous([1, 3], NUM_EXPERTS, 2)
+    others = tuple((1 - ranks[0],) for ranks in before.ranks_of[3])
+    after = replace(before, ranks_of={1: before.ranks_of[1], 3: others})
+    signature = np.linspace(0, 1, 2 * NUM_EXPERTS, dtype=np.float32)
+    loads = RankLoads(before)
+    loads.use(after)
+    assert np.array_equal(loads.of(signature, 5), RankLoads(after).of(signature, 5))
+    assert not np.array_equal(loads.of(signature, 5), RankLoads(before).of(signature, 5))
 
 
 def test_prompts_of_one_domain_are_taken_apart() -> None:

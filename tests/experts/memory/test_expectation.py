@@ -12,18 +12,33 @@ from experts.memory.transitions import Transitions
 def test_what_is_sure_comes_by_its_distance() -> None:
     """Three layers in a circle, after a visit of layer 1: layer 2 is next, then 0, then 1."""
     expectation = Expectation(3, 4)
-    expectation.hint(np.ones((3, 4)))
-    expectation.visit(1, np.zeros(4, dtype=bool))
+    for layer in [0, 1, 2] * 99 + [0, 1]:
+        expectation.visit(layer, np.ones(4, dtype=bool))
     assert expectation.distances().tolist() == [2, 3, 1]
-    assert np.allclose(expectation.visits_until()[:, 0], [2, 3, 1])
+    assert np.allclose(expectation.visits_until()[:, 0], [2, 3, 1], atol=1e-3)
 
 
 def test_half_a_chance_is_a_round_later() -> None:
-    """1 of 2 visits: d + L (1 - p) / p = 1 + 2 visits; one that never came is far away."""
+    """1 of 2 visits, as nothing is known yet: d + L (1 - p) / p = 1 + 2 visits; who never came in
+    many visits is far away."""
     expectation = Expectation(2, 2)
-    expectation.hint(np.array([[0.5, 0.0], [1.0, 1.0]]))
-    until_LE = expectation.visits_until()
-    assert until_LE[0, 0] == 3 and until_LE[0, 1] > 1000
+    assert expectation.visits_until()[0].tolist() == [3, 3]
+    for layer in [0, 1] * 99:
+        expectation.visit(layer, np.array([True, False]))
+    assert expectation.visits_until()[0, 1] > 1000
+
+
+def test_a_hint_counts_half_until_nobody_knows() -> None:
+    expectation = Expectation(2, 2)
+    for layer in [0, 1] * 99:
+        expectation.visit(layer, np.array([True, False]))
+    history = expectation.probability.copy()
+    expectation.hint(np.array([[0.0, 0.8], [1.0, 1.0]]))
+    assert expectation.probability == pytest.approx(np.array([[0.5, 0.4], [1.0, 0.5]]), abs=1e-3)
+    expectation.visit(0, np.array([True, False]))
+    assert expectation.probability[0] == pytest.approx([0.5, 0.4], abs=1e-3), "it is held"
+    expectation.hint(None)
+    assert expectation.probability == pytest.approx(history, abs=1e-3)
 
 
 def test_history_forgets() -> None:
@@ -43,6 +58,41 @@ def test_a_prediction_that_comes_too_late_is_dropped() -> None:
     assert np.array_equal(expectation.probability, before), "layer 1 has been visited already"
     expectation.predict(1, np.array([0.9, 0.8]))
     assert expectation.probability[2].tolist() == [0.9, 0.8]
+
+
+def test_what_is_foreseen_counts_until_its_rows_come() -> None:
+    """Two micro-batches in layer 0 need something of layer 1: together, and then the second's."""
+    expectation = Expectation(3, 2)
+    for layer in [0, 1, 2] * 99:
+        expectation.visit(layer, np.array([True, False]))
+    history = expectation.probability.copy()
+    for micro_batch, needed in enumerate([[0.5, 0.6], [0.0, 0.5]]):
+        assert expectation.foresee(0, micro_batch, np.array(needed)) is None, "nobody said before"
+        expectation.visit(0, np.array([True, False]))
+    assert expectation.probability[1] == pytest.approx([0.5, 0.8])
+    came = expectation.foresee(1, 0, np.array([0.1, 0.2]))
+    assert came is not None and came.tolist() == [0.5, 0.6]
+    assert expectation.probability[1] == pytest.approx([0.5, 0.8]), "until its visit"
+    expectation.visit(1, np.array([True, False]))
+    assert expectation.probability[1].tolist() == [0.0, 0.5], "of the second"
+    assert expectation.probability[2] == pytest.approx([0.1, 0.2])
+    expectation.foresee(1, 1, None)
+    expectation.visit(1, np.array([True, False]))
+    assert expectation.probability[1] == pytest.approx(history[1], abs=1e-3)
+    expectation.hint(None)  # the next step; this one failed on its way
+    assert expectation.probability == pytest.approx(history, abs=1e-3)
+    assert expectation.foresee(2, 0, np.array([1.0, 1.0])) is None
+    assert expectation.probability[0] == pytest.approx(history[0], abs=1e-3), "another step's"
+
+
+def test_who_is_not_needed_now_comes_as_often_as_ever() -> None:
+    """Layer 1 is next, of 2. A popular expert that is not foreseen comes a round later; a strange
+    one that is, at once, and by the half chance that it is not, a round later."""
+    expectation = Expectation(2, 3)
+    for layer in [0, 1] * 99 + [0]:
+        expectation.visit(layer, np.array([True, False, False]))
+    expectation.foresee(0, 0, np.array([0.0, 1.0, 0.5]))
+    assert expectation.visits_until()[1] == pytest.approx([3, 1, 3], abs=0.01)
 
 
 def test_transitions_are_learnt() -> None:

@@ -91,7 +91,7 @@ def test_frequency_keeps_what_comes_again_and_again() -> None:
     assert store.read.count((0, 0)) == 1, "expert 0 stays"
 
 
-@pytest.mark.parametrize("policy", ["lru", "frequency", "prefetch", "predicted"])
+@pytest.mark.parametrize("policy", ["lru", "frequency", "prefetch", "predicted", "next-layer"])
 @pytest.mark.parametrize("num_slots", [2, 3, 7, 18])
 def test_passes_change_no_bit(num_slots: int, policy: MemoryPolicyName) -> None:
     """Also where a layer needs more than fits. The whole memory is the standard."""
@@ -159,7 +159,7 @@ def test_a_hint_is_read_ahead() -> None:
     hint_LE[1, 2:4] = hint_LE[2, 4:6] = 1.0
     memory.hint(hint_LE)
     wanted, waited = {(1, 2), (1, 3), (2, 4), (2, 5)}, threading.Event()
-    for _ in range(200):
+    for _ in range(6000):
         if wanted <= set(store.read):
             break
         waited.wait(0.01)
@@ -172,20 +172,55 @@ def test_a_hint_is_read_ahead() -> None:
     memory.close()
 
 
-def test_its_thread_ends_with_the_memory() -> None:
-    def threads() -> int:
-        return sum(thread.name == "expert-memory" for thread in threading.enumerate())
+def test_what_is_foreseen_is_read_ahead() -> None:
+    """Of the next layer, whatever its history; and counted, when its rows come."""
+    store = Store()
+    memory, layers = memory_of(store, 4, "next-layer")
+    for _ in range(30):  # four slots for these
+        run(layers[0], [[0, 1]])
+        run(layers[1], [[0, 1]])
+    foreseen_E = np.array([0, 0, 255, 250, 100, 0], dtype=np.uint8)
+    memory.foresee(0, 0, foreseen_E)
+    run(layers[0], [[0, 1]])
+    wanted, waited = {(1, 2), (1, 3)}, threading.Event()
+    for _ in range(200):
+        if wanted <= set(store.read):
+            break
+        waited.wait(0.01)
+    assert wanted <= set(store.read) and (1, 4) not in store.read, f"read {store.read}"
+    before = memory.stats
+    memory.foresee(1, 0, None)
+    run(layers[1], [[2, 4]])
+    since = memory.stats.minus(before)
+    assert (since.num_foretold, since.num_foreseen) == (2, 1), f"{since}"
+    assert since.num_prefetch_hits == since.num_hits + since.num_late == 1, f"{since}"
+    memory.foresee(2, 0, np.zeros(NUM_EXPERTS, np.uint8))
+    assert memory.stats.num_foretold == before.num_foretold + 2, "zeros say nothing"
+    memory.close()
 
-    before = threads()
+
+def test_others_do_not_listen() -> None:
+    memory, layers = memory_of(Store(), 4, "predicted")
+    for _ in range(2):
+        memory.foresee(0, 0, np.full(NUM_EXPERTS, 255, np.uint8))
+        run(layers[0], [[0]])
+        memory.foresee(1, 0, None)
+        run(layers[1], [[0]])
+    assert memory.stats.num_foretold == 0
+    memory.close()
+
+
+def test_its_thread_ends_with_the_memory() -> None:
+    def threads() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "expert-memory"}
+
+    before = threads()  # of other tests, which may end meanwhile
     memory, layers = memory_of(Store(), 2, "predicted")
     run(layers[0], [[0, 1]])
-    assert threads() > before
+    (own,) = threads() - before
     del memory, layers
-    for _ in range(100):
-        if threads() == before:
-            break
-        threading.Event().wait(0.02)
-    assert threads() == before, "the thread keeps nothing alive"
+    own.join(60)
+    assert not own.is_alive(), "the thread keeps nothing alive"
 
 
 def test_an_interrupted_read_leaves_no_slot_behind() -> None:

@@ -37,7 +37,11 @@ def test_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"format": "eplb"}, 'does not say "format": "moe-serve placement"'),
+        (
+            {"format": "eplb"},
+            'is no placement of moe-serve: it does not say "format": "moe-serve placement"; '
+            "`moe-serve place --out FILE` writes one, and with --current PLAN --max-moves 0 it",
+        ),
         ({"version": 2}, "version is 2; 1 is read"),
         ({"more": 1}, r"missing \(\[\]\) or unknown \(\['more'\]\)"),
         ({"layers": []}, "layers are not an object"),
@@ -63,7 +67,7 @@ def test_refused(changes: dict[str, Any], complaint: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("text", ["{", "[1]", "\x00", '{"a": 1, "a": 2}', "[" * 100_000])
 def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(text)
-    with pytest.raises(PlacementError, match=r"plan\.json"):
+    with pytest.raises(PlacementError, match=r"plan\.json is .* with --current PLAN --max-moves 0"):
         read_placement(tmp_path / "plan.json")
     with pytest.raises(PlacementError, match="cannot be read: No such file"):
         read_placement(tmp_path / "none.json")

@@ -14,7 +14,13 @@ from experts.placement.fewest_activated import FewestActivated
 from experts.placement.least_tokens import LeastTokens, poured
 from experts.placement.replica_choice import LayerChoice, ReplicaPolicy
 
-POLICIES: tuple[ReplicaPolicy, ...] = ("round-robin", "fewest-activated", "least-tokens", "auto")
+POLICIES: tuple[ReplicaPolicy, ...] = (
+    "round-robin",
+    "fewest-activated",
+    "least-tokens",
+    "lp",
+    "auto",
+)
 Ranks = list[list[int]]
 
 
@@ -89,7 +95,7 @@ def test_pouring_levels(levels: list[int], amount: int) -> None:
 def test_auto_goes_by_rows_of_an_expert() -> None:
     ranks_of = [[0, 1], [0, 1]]
     few, many = np.array([[0, 1]] * 4), np.array([[0, 1]] * 16)
-    for ids_TK, policy in ((few, "fewest-activated"), (many, "least-tokens")):
+    for ids_TK, policy in ((few, "fewest-activated"), (many, "lp")):
         want = LayerChoice(policy, 0, ranks_of).ranks(ids_TK)  # type: ignore[arg-type]
         assert np.array_equal(LayerChoice("auto", 0, ranks_of).ranks(ids_TK), want), policy
     assert not np.array_equal(

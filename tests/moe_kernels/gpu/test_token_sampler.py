@@ -6,6 +6,7 @@ import itertools
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -18,6 +19,7 @@ from torch import Tensor
 from moe_kernels.choice import choose_kernels
 from moe_kernels.gpu.sampling.tops import likeliest
 from moe_kernels.gpu.transfers import download, upload
+from moe_kernels.token_mask import TokenMasks
 from moe_serve.config import CacheConfig, EngineConfig, ModelConfig
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.kernel_sampler import KernelSampler
@@ -158,6 +160,33 @@ def test_the_hosts_tokens(rows: list[Row], device: torch.device) -> None:
             ties = tokens_at_ties(adjusted[row], sequence)
             assert {found[row].token_id, expected[row].token_id} <= ties, f"{told}, not of {ties}"
         check_scores(found[row], logits[row], params.logprobs)
+
+
+def test_masked_rows(device: torch.device) -> None:
+    """The host's tokens again, of the tokens that a mask leaves; free rows have no mask."""
+    drawn = SamplingParams(max_tokens=None, seed=1, top_k=5, repetition_penalty=1.3, logprobs=2)
+    params = (PLAIN, drawn, PLAIN, drawn)
+    kinds = ("usual", "usual", "nan", "usual")
+    rows = [(p, [1, 9], [9], i, k) for i, (p, k) in enumerate(zip(params, kinds, strict=True))]
+    sequences, logits = [make_sequence(row) for row in rows], make_logits(rows)
+    allowed = [range(2), range(31, 150, 9), range(130, 132)]
+    is_free = np.zeros((3, 160), np.bool_)
+    for row, tokens in zip(is_free, allowed, strict=True):
+        row[list(tokens)] = True
+    bits = np.packbits(is_free, axis=1, bitorder="little").view(np.uint32)
+    masks = TokenMasks(np.array([0, 1, 2]), bits)
+    backend = make_sampler(EOS, choose_kernels(device, torch.float32, "triton"))
+    found = backend.sample(logits.to(device), sequences, masks)
+    expected = Sampler(EOS).sample(logits, sequences, masks)
+    assert (
+        [s.is_valid for s in found] == [s.is_valid for s in expected] == [True, True, False, True]
+    )
+    for row in (0, 1, 3):
+        assert found[row].token_id == expected[row].token_id
+    assert found[0].token_id in allowed[0] and found[1].token_id in allowed[1]
+    check_scores(found[1], logits[1], 2)
+    alone = backend.sample(logits[3:4].to(device), sequences[3:4])
+    assert alone == found[3:4], "a free row does not see the others' masks"
 
 
 def test_prompts_are_described_as_on_the_host(device: torch.device) -> None:

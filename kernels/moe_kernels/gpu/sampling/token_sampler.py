@@ -1,6 +1,6 @@
 """A step's sampling on the device: one copy there, kernels, one copy back.
 
-S rows, V tokens, M entries, R scored rows, N likeliest tokens.
+S rows, V tokens, M entries, C masked rows, R scored rows, N likeliest tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from moe_kernels.gpu.sampling.logits_api import adjust, score_tokens, uniform
 from moe_kernels.gpu.sampling.rows import Adjustments, SamplingRows
 from moe_kernels.gpu.sampling.tops import likeliest
 from moe_kernels.gpu.transfers import download, upload
+from moe_kernels.token_mask import ban_others_on_device
 from moe_kernels.token_sampler import SampledStep, SamplingStep, ScoredTokens
 
 
@@ -31,6 +32,12 @@ class GpuTokenSampler:
         if adjustments is not None:
             adjusted_SV = logits_SV.clone()
             adjust(adjusted_SV, adjustments)
+        if step.masks is not None:
+            adjusted_SV = logits_SV.clone() if adjustments is None else adjusted_SV
+            bits_CW = step.masks.bits_CW.view(np.int32)
+            ban_others_on_device(
+                adjusted_SV, *upload((step.masks.rows_C, bits_CW), logits_SV.device)
+            )
         sampled = sample(adjusted_SV, rows)
         if not len(step.scored_rows_R):
             tokens_S, is_valid_S = download((sampled.tokens_S, sampled.is_valid_S))

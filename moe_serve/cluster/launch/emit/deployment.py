@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
+from moe_serve import __version__
 from moe_serve.cluster.launch.endpoint import Endpoint
 from moe_serve.cluster.launch.environment import DEFAULT_PORT
 from moe_serve.cluster.launch.launch_command import LaunchCommand
@@ -26,8 +29,10 @@ class Deployment:
     http_port: int = 8000
     num_devices: int = 0  # accelerators that each node needs
     variables: Mapping[str, str] = field(default_factory=dict)  # settings without a flag
-    image: str = "moe-serve:latest"  # of the containers
+    image: str | None = None  # of the containers; None: ours of this version
     model_claim: str | None = None  # a PersistentVolumeClaim that holds the model
+    drain_timeout_s: float = 30.0
+    probe_scheme: Literal["HTTP", "HTTPS"] | None = "HTTP"  # None: probes have no certificate
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -39,6 +44,16 @@ class Deployment:
     @property
     def control_port(self) -> int:
         return DEFAULT_PORT if self.coordinator is None else self.coordinator.port
+
+    @property
+    def container_image(self) -> str:
+        """As docs/deploy.md builds them: every node must have the same version."""
+        return self.image or f"moe-serve:{__version__}-{'cuda' if self.num_devices else 'cpu'}"
+
+    @property
+    def stop_timeout_s(self) -> int:
+        """From SIGTERM to the kill: the drain, and a minute for the nodes to take their leave."""
+        return math.ceil(self.drain_timeout_s) + 60
 
     def fixed_coordinator(self, emitted: str) -> Endpoint:
         if self.coordinator is None:

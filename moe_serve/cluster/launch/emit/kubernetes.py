@@ -20,12 +20,16 @@ Manifest = dict[str, Any]
 
 SECRET_KEY = "cluster-secret"  # in the Secret: of the control connections
 API_KEYS_KEY = "api-keys"  # of HTTP clients, with commas
+ADMIN_KEYS_KEY = "admin-keys"  # for /admin; may be left out
+_USER = 10001  # of our images
+_PRE_STOP_S = 5  # until the Service has stopped sending
 _NODE_0 = "moe-serve/node-0"
 _HEADER = """\
 # {name} on {num_nodes} nodes. The secrets first, once:
 #
 #     kubectl create secret generic {name} \\
-#       --from-literal={secret}="$(openssl rand -hex 32)" --from-literal={keys}=KEY,KEY
+#       --from-literal={secret}="$(openssl rand -hex 32)" --from-literal={keys}=KEY,KEY \\
+#       --from-literal={admin}=KEY     # without this one /admin is off
 #     kubectl apply -f {name}.yaml
 #
 """
@@ -46,6 +50,7 @@ def kubernetes_files(deployment: Deployment, kind: KubernetesKind) -> Mapping[st
         num_nodes=deployment.num_nodes,
         secret=SECRET_KEY,
         keys=API_KEYS_KEY,
+        admin=ADMIN_KEYS_KEY,
     )
     if kind == "leader-worker-set":
         header += _LWS
@@ -111,28 +116,42 @@ def _stateful_set(deployment: Deployment) -> Manifest:
 
 
 def _pod(deployment: Deployment, arguments: tuple[str, ...], *, is_node_0: bool | None) -> Manifest:
-    """`is_node_0` is None where one template makes all pods: then it has no readiness probe.
+    """`is_node_0` is None where one template makes all pods: then it has no probes.
 
-    Without `enableServiceLinks: false` Kubernetes would set variables such as
-    MOE_SERVE_SERVICE_HOST for a Service named moe-serve, which look like settings and are unknown.
+    All pods wait alike before SIGTERM: an agent leaves when the drain's time is over. Without
+    `enableServiceLinks: false` Kubernetes would set variables such as MOE_SERVE_SERVICE_HOST for a
+    Service named moe-serve, which look like settings and are unknown.
     """
     ports = [{"name": "control", "containerPort": deployment.control_port}]
     container: Manifest = {
         "name": "moe-serve",
-        "image": deployment.image,
+        "image": deployment.container_image,
         # $(NAME) would be replaced by the variable; $$ is a dollar.
         "command": ["moe-serve", *(word.replace("$", "$$") for word in arguments)],
         "env": _environment(deployment),
         "ports": ports,
         "resources": _resources(deployment),
-        "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
+        "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(_PRE_STOP_S)]}}},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": [
+            {"name": "cache", "mountPath": "/var/cache/moe-serve"},
+            {"name": "temporary", "mountPath": "/tmp"},
+            {"name": "shared-memory", "mountPath": "/dev/shm"},
+        ],
     }
-    volumes: list[Manifest] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
+    volumes: list[Manifest] = [
+        {"name": "cache", "emptyDir": {}},
+        {"name": "temporary", "emptyDir": {}},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+    ]
     if is_node_0 is not False:
         ports.append({"name": "http", "containerPort": deployment.http_port})
-    if is_node_0:
-        probe = {"path": "/health/ready", "port": "http"}
-        container["readinessProbe"] = {"httpGet": probe, "periodSeconds": 5}
+    if is_node_0 and deployment.probe_scheme is not None:
+        container |= _probes(deployment.probe_scheme)
     if deployment.model_claim is not None:
         folder = str(PurePosixPath(deployment.command.model or "/models/model").parent)
         container["volumeMounts"].append({"name": "model", "mountPath": folder, "readOnly": True})
@@ -141,20 +160,45 @@ def _pod(deployment: Deployment, arguments: tuple[str, ...], *, is_node_0: bool 
     return {
         "enableServiceLinks": False,
         "automountServiceAccountToken": False,
-        "terminationGracePeriodSeconds": 90,
+        "terminationGracePeriodSeconds": _PRE_STOP_S + deployment.stop_timeout_s,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": _USER,
+            "runAsGroup": _USER,
+            "fsGroup": _USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
         "containers": [container],
         "volumes": volumes,
     }
 
 
+def _probes(scheme: str) -> Manifest:
+    """Live from when the port is open, also while it waits for the nodes and loads: how long that
+    may take is `cluster.start_timeout_s`."""
+    live = {"path": "/health/live", "port": "http", "scheme": scheme}
+    ready = {**live, "path": "/health/ready"}
+    return {
+        "startupProbe": {"httpGet": live, "periodSeconds": 5, "failureThreshold": 60},
+        "livenessProbe": {
+            "httpGet": live,
+            "periodSeconds": 20,
+            "timeoutSeconds": 5,
+            "failureThreshold": 3,
+        },
+        "readinessProbe": {"httpGet": ready, "periodSeconds": 5, "timeoutSeconds": 3},
+    }
+
+
 def _environment(deployment: Deployment) -> list[Manifest]:
     plain = [{"name": name, "value": value} for name, value in deployment.variables.items()]
-    secrets = {
-        "MOE_SERVE_CLUSTER_SECRET": SECRET_KEY,
-        "MOE_SERVE_SERVER_API_KEYS": API_KEYS_KEY,
+    secrets: dict[str, Manifest] = {
+        "MOE_SERVE_CLUSTER_SECRET": {"key": SECRET_KEY},
+        "MOE_SERVE_SERVER_API_KEYS": {"key": API_KEYS_KEY},
+        "MOE_SERVE_SERVER_ADMIN_KEYS": {"key": ADMIN_KEYS_KEY, "optional": True},
     }
     return plain + [
-        {"name": name, "valueFrom": {"secretKeyRef": {"name": deployment.name, "key": key}}}
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": deployment.name, **key}}}
         for name, key in secrets.items()
     ]
 

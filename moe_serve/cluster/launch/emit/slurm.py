@@ -17,10 +17,13 @@ _SCRIPT = """\
 # {name} on {num_nodes} nodes: sbatch {name}.sbatch
 #
 # Clients reach the first node of the job on port {http_port}: squeue --me, or the top of the log.
+# To end it: scancel --signal=TERM JOB, which drains; scancel alone kills what is not done after
+# the cluster's KillWait (30 s). At its time limit the job drains too, by --signal.
 #SBATCH --job-name={name}
 #SBATCH --nodes={num_nodes}
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
+#SBATCH --signal=TERM@{stop}
 {gpus}#SBATCH --output={name}-%j.log
 set -euo pipefail
 
@@ -49,6 +52,7 @@ def slurm_files(deployment: Deployment) -> Mapping[str, str]:
         name=deployment.name,
         num_nodes=deployment.num_nodes,
         http_port=deployment.http_port,
+        stop=deployment.stop_timeout_s,
         gpus=f"#SBATCH --gpus-per-node={gpus}\n" if gpus else "",
         exports="".join(f"{line}\n" for line in exports),
         command=shlex.join(("moe-serve", *deployment.command.arguments())),

@@ -19,20 +19,33 @@ Wants=network-online.target
 
 [Service]
 Type=exec
-# A user that may read the model; moe-serve must be on this PATH.
+# Root, until you name a user that may read the model; moe-serve must be on this PATH.
 #User=moe-serve
 #Environment=PATH=/opt/moe-serve/bin:/usr/bin:/bin
 EnvironmentFile={secrets}
 {variables}ExecStart={command}
+# Built kernels stay in /var/cache/moe-serve.
+CacheDirectory=moe-serve
+CacheDirectoryMode=0700
+Environment=XDG_CACHE_HOME=%C HOME=%C/moe-serve TRITON_CACHE_DIR=%C/moe-serve/triton
+
+# Without a limit on starts: a node that waits for the others may need many.
 Restart=on-failure
 RestartSec=5
-# SIGTERM drains: running requests are finished first.
+# 2 is a user's mistake, such as an unknown key: trying again does not help.
+RestartPreventExitStatus=2
+# Stopped while it loads, it ends with 143; while it serves, it drains and ends with 0.
+SuccessExitStatus=143
+# SIGTERM drains for server.drain_timeout_s ({drain:g} s); the main process ends its ranks itself.
 KillMode=mixed
-TimeoutStopSec=90
+TimeoutStopSec={stop}
+
 LimitNOFILE=65536
 LimitMEMLOCK=infinity
+UMask=0077
 NoNewPrivileges=yes
 PrivateTmp=yes
+ProtectSystem=full
 
 [Install]
 WantedBy=multi-user.target
@@ -43,6 +56,8 @@ _EXAMPLE = """\
 MOE_SERVE_CLUSTER_SECRET=
 # Keys that HTTP clients send, with commas; needed where server.host is not a loopback address.
 MOE_SERVE_SERVER_API_KEYS=
+# For the routes under /admin; empty: those are off.
+MOE_SERVE_SERVER_ADMIN_KEYS=
 """
 
 
@@ -65,6 +80,8 @@ def systemd_files(deployment: Deployment) -> Mapping[str, str]:
             num_nodes=deployment.num_nodes,
             secrets=secrets,
             variables=variables,
+            drain=deployment.drain_timeout_s,
+            stop=deployment.stop_timeout_s,
             command=" ".join(quote(word).replace("$", "$$") for word in command),
         )
     return files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
 import shutil
@@ -22,7 +23,9 @@ from moe_serve.cluster.launch.endpoint import Endpoint
 from moe_serve.cluster.launch.environment import detect_node
 from moe_serve.cluster.launch.launch_command import LaunchCommand
 from moe_serve.errors import ConfigError
+from moe_serve.http.auth import OPEN_PATHS
 
+ROOT = Path(__file__).resolve().parents[4]
 # Everything that a shell, systemd or Kubernetes could mistake for something else.
 ODD = '/models/it\'s $HOME 100% "of" $(x) \\ ü'
 COMMAND = LaunchCommand(
@@ -209,12 +212,13 @@ def test_pods_take_their_secrets_by_reference(kind: KubernetesKind) -> None:
         (container,) = pod["spec"]["containers"]
         entries = {entry["name"]: entry for entry in container["env"]}
         for name, key in (
-            ("MOE_SERVE_CLUSTER_SECRET", "cluster-secret"),
-            ("MOE_SERVE_SERVER_API_KEYS", "api-keys"),
+            ("MOE_SERVE_CLUSTER_SECRET", {"key": "cluster-secret"}),
+            ("MOE_SERVE_SERVER_API_KEYS", {"key": "api-keys"}),
+            ("MOE_SERVE_SERVER_ADMIN_KEYS", {"key": "admin-keys", "optional": True}),
         ):
             assert entries[name] == {
                 "name": name,
-                "valueFrom": {"secretKeyRef": {"name": "pair", "key": key}},
+                "valueFrom": {"secretKeyRef": {"name": "pair", **key}},
             }
         assert entries["MOE_SERVE_SCHEDULER_MAX_NUM_SEQS"]["value"] == "64"
         assert pod["spec"]["enableServiceLinks"] is False, "else MOE_SERVE_PORT and the like appear"
@@ -253,11 +257,62 @@ def test_a_leader_is_ready_when_the_server_is() -> None:
     pods = pods_of("leader-worker-set")
     (leader,) = pods["leader"]["spec"]["containers"]
     (worker,) = pods["worker"]["spec"]["containers"]
-    assert leader["readinessProbe"]["httpGet"] == {"path": "/health/ready", "port": "http"}
-    assert "readinessProbe" not in worker
+    probes = {"startupProbe": "live", "livenessProbe": "live", "readinessProbe": "ready"}
+    for probe, route in probes.items():
+        asked = {"path": f"/health/{route}", "port": "http", "scheme": "HTTP"}
+        assert leader[probe]["httpGet"] == asked and f"/health/{route}" in OPEN_PATHS
+        assert probe not in worker
     assert leader["command"] == worker["command"], "the same command on every node"
     environ = {"LWS_LEADER_ADDRESS": "pair-0.pair", "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"}
     assert detect_node(environ, "pair-0-1").node_rank == 1
+
+
+@pytest.mark.parametrize(("scheme", "asked"), [("HTTPS", ["HTTPS"] * 3), (None, [])])
+def test_probes_speak_as_the_server_does(scheme: Any, asked: list[str]) -> None:
+    deployment = dataclasses.replace(DEPLOYMENT, probe_scheme=scheme)
+    (text,) = kubernetes_files(deployment, "leader-worker-set").values()
+    leader = next(yaml.safe_load_all(text))["spec"]["leaderWorkerTemplate"]["leaderTemplate"]
+    (container,) = leader["spec"]["containers"]
+    probes = [value for key, value in container.items() if key.endswith("Probe")]
+    assert [probe["httpGet"]["scheme"] for probe in probes] == asked
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pods_are_held_as_those_of_deploy(kind: KubernetesKind) -> None:
+    """The one-host manifests are written by hand; what is emitted must not be laxer."""
+    text = (ROOT / "deploy" / "kubernetes" / "gpu.yaml").read_text("utf-8")
+    by_hand = yaml.safe_load(text)["spec"]["template"]["spec"]
+    (ours,) = by_hand["containers"]
+    for pod in pods_of(kind).values():
+        (container,) = pod["spec"]["containers"]
+        assert pod["spec"]["securityContext"] == by_hand["securityContext"]
+        assert container["securityContext"] == ours["securityContext"]
+        assert container["lifecycle"] == ours["lifecycle"]
+        assert container["image"] == ours["image"]
+        writable = {m["mountPath"] for m in ours["volumeMounts"] if not m.get("readOnly")}
+        assert writable <= {mount["mountPath"] for mount in container["volumeMounts"]}
+
+
+def test_units_are_ended_as_that_of_deploy() -> None:
+    by_hand = (ROOT / "deploy" / "systemd" / "moe-serve.service").read_text("utf-8").splitlines()
+    emitted = systemd_files(DEPLOYMENT)["pair-1.service"].splitlines()
+    shared = (
+        "Type=", "Restart=", "RestartSec=", "RestartPreventExitStatus=", "SuccessExitStatus=",
+        "KillMode=", "CacheDirectory=", "CacheDirectoryMode=", "LimitNOFILE=", "UMask=",
+        "NoNewPrivileges=", "PrivateTmp=", "Environment=XDG_CACHE_HOME=",
+    )  # fmt: skip
+    for key in shared:
+        (expected,) = (line for line in by_hand if line.startswith(key))
+        assert [line for line in emitted if line.startswith(key)] == [expected], key
+
+
+def test_who_is_asked_to_end_has_time_to_drain() -> None:
+    deployment = dataclasses.replace(DEPLOYMENT, drain_timeout_s=120.5)
+    assert "TimeoutStopSec=181\n" in systemd_files(deployment)["pair-0.service"]
+    assert "#SBATCH --signal=TERM@181\n" in slurm_files(deployment)["pair.sbatch"]
+    for kind in KINDS:
+        (text,) = kubernetes_files(deployment, kind).values()
+        assert set(re.findall(r"terminationGracePeriodSeconds: (\d+)", text)) == {"186"}
 
 
 @pytest.mark.parametrize("files", [shell_files, systemd_files])

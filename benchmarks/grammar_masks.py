@@ -1,0 +1,118 @@
+"""What a constraint costs: compiling it, and the mask of one row for every token of an answer.
+
+    python benchmarks/grammar_masks.py
+    python benchmarks/grammar_masks.py --vocabulary 150000
+
+A larger vocabulary than the demonstration model's is made of pairs of its tokens: of the right
+size, but of no real model. The masks are put on random logits by the host's sampler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+
+import numpy as np
+import torch
+
+from harness.environment import describe_environment
+from moe_kernels.token_mask import TokenMasks, ban_others, num_words
+from moe_serve.engine.constraint import Constraint
+from moe_serve.engine.grammar.compiler import compile_constraint
+from moe_serve.engine.grammar.matcher import SequenceMatcher
+from moe_serve.engine.grammar.vocabulary import Vocabulary, vocabulary_of
+from moe_serve.model.demo import demo_model_folder
+from moe_serve.text.assistant.lead import thinking_lead
+from moe_serve.text.assistant.spelling import Spelling
+from moe_serve.text.tokenizer import Tokenizer
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+ANSWER = '{"name": "The king of the bells and of the river", "age": 42, "tags": ["red", "blue"]}'
+THOUGHT = "The king of the bells and of the river is 42, so much is said. " * 20 + "</think>"
+LEAD = thinking_lead("<think>", "</think>", Spelling({}), is_open=True, has_layout=True)
+CASES = (
+    ("json_object", Constraint("json_object"), ANSWER),
+    ("json_schema", Constraint("json_schema", json.dumps(PERSON)), ANSWER),
+    ("thought, then", Constraint("json_schema", json.dumps(PERSON), LEAD), THOUGHT + ANSWER),
+    ("regex", Constraint("regex", "[a-z ]{20,200}"), "the king of the bells and of the river"),
+    ("choice", Constraint("choice", json.dumps([f"item {i}" for i in range(200)])), "item 77"),
+)
+
+
+def vocabulary(size: int) -> tuple[Vocabulary, Tokenizer]:
+    tokenizer = Tokenizer.load(demo_model_folder())
+    own = vocabulary_of(tokenizer, tokenizer.vocab_size, frozenset(tokenizer.eos_token_ids))
+    rng, tokens = np.random.default_rng(0), dict.fromkeys(own.tokens)
+    while len(tokens) < size:
+        left, right = rng.integers(3, len(own.tokens), 2)
+        tokens.setdefault(own.tokens[left] + own.tokens[right])
+    return Vocabulary(tuple(tokens)[: max(size, 1)], own.special_ids, own.eos_ids), tokenizer
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Time constraints and their masks.")
+    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--runs", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    words, tokenizer = vocabulary(options.vocabulary)
+    size, clock = len(words.tokens), time.perf_counter()
+    assert words.tokenizer is not None, "made here, so that no case pays for it"
+    made = time.perf_counter() - clock
+    about = describe_environment()
+    print(f"{about['cpu']}, {about['cores']} cores; {size} tokens, ready in {1e3 * made:.0f} ms")
+    print(f"{'constraint':<14}{'compile ms':>12}{'mask us: median':>18}{'p99':>8}{'max':>8}")
+    for name, constraint, answer in CASES:
+        ids = tokenizer.encode(answer, add_special_tokens=False)
+        compile_ms, masks_us = _walk(constraint, words, ids, options.runs)
+        p99 = float(np.percentile(masks_us, 99))
+        columns = f"{statistics.median(masks_us):>18.0f}{p99:>8.0f}{max(masks_us):>8.0f}"
+        print(f"{name:<14}{compile_ms:>12.1f}{columns}")
+    print(f"put on logits: {_ban(size, 1):.0f} us for 1 row, {_ban(size, 16):.0f} us for 16")
+    return 0
+
+
+def _walk(
+    constraint: Constraint, words: Vocabulary, ids: list[int], runs: int
+) -> tuple[float, list[float]]:
+    """Milliseconds to compile (median), and microseconds of every mask on the way."""
+    compiled, masks = [], []
+    for _ in range(runs):
+        clock = time.perf_counter()
+        matcher = SequenceMatcher(compile_constraint(constraint, words).deep_copy())
+        compiled.append(1e3 * (time.perf_counter() - clock))
+        for count in range(len(ids) + 1):
+            bits_W = np.zeros(num_words(len(words.tokens)), np.uint32)
+            clock = time.perf_counter()
+            why = matcher.fill(ids[:count], bits_W)
+            masks.append(1e6 * (time.perf_counter() - clock))
+            assert why is None, f"{constraint} after {ids[:count]}: {why}"
+    return statistics.median(compiled), masks
+
+
+def _ban(vocab_size: int, num_rows: int) -> float:
+    """Microseconds of the copy of the logits and the ban."""
+    logits_SV = torch.randn(num_rows, vocab_size)
+    bits = np.full((num_rows, num_words(vocab_size)), 0x55555555, np.uint32)
+    masks, seconds = TokenMasks(np.arange(num_rows), bits), []
+    for _ in range(20):
+        clock = time.perf_counter()
+        ban_others(logits_SV.clone(), masks)
+        seconds.append(time.perf_counter() - clock)
+    return 1e6 * statistics.median(seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

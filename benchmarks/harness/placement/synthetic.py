@@ -1,0 +1,70 @@
+"""Loads made up after what was measured on DeepSeek-V3, with a written seed.
+
+S scenarios, L layers, E experts, F domains.
+
+Zipf: expert of rank r has weight r^-0.8, in random order, and a million choices are drawn; it
+overstates skew. Workloads: each layer has a common popularity (log-normal) and each of four domains
+(say code, chat, mathematics, other languages) its own on top; a workload mixes domains unevenly and
+is prefill or decode, which shift some experts as well. So the hottest expert has 5 to 10 times the
+mean, workloads are 0.03 to 0.2 apart in total variation, and those of a kind are near each other.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experts.placement.loads import ExpertLoads
+
+Floats = NDArray[np.float64]
+SEED = 20240601
+_COMMON, _DOMAIN, _PHASE = 0.70, 0.60, 0.15  # standard deviations of logarithms
+_NUM_DOMAINS = 4
+_NUM_DRAWS = 2_000_000
+
+
+def zipf_loads(num_layers: int, num_experts: int, exponent: float = 0.8) -> ExpertLoads:
+    """One scenario."""
+    random = np.random.default_rng(SEED)
+    weights_E = 1.0 / np.arange(1, num_experts + 1) ** exponent
+    counts_LE = np.stack(
+        [
+            random.multinomial(1_000_000, random.permutation(weights_E / weights_E.sum()))
+            for _ in range(num_layers)
+        ]
+    )
+    return _loads(counts_LE[None].astype(np.float64))
+
+
+def workloads(num_scenarios: int, num_layers: int, num_experts: int) -> ExpertLoads:
+    """Half of them prefill, half decode."""
+    random = np.random.default_rng(SEED)
+    common_LE = random.normal(0, _COMMON, (num_layers, num_experts))
+    domains_FLE = random.normal(0, _DOMAIN, (_NUM_DOMAINS, num_layers, num_experts))
+    phase_LE = random.normal(0, _PHASE, (num_layers, num_experts))
+    popularity_FLE = np.exp(common_LE + domains_FLE)
+    popularity_FLE /= popularity_FLE.sum(axis=2, keepdims=True)
+    counts = []
+    for scenario in range(num_scenarios):
+        mix_F = random.dirichlet(np.full(_NUM_DOMAINS, 0.8))
+        sign = 1.0 if scenario % 2 else -1.0
+        share_LE = np.einsum("f,fle->le", mix_F, popularity_FLE) * np.exp(sign * phase_LE)
+        share_LE /= share_LE.sum(axis=1, keepdims=True)
+        counts.append([random.multinomial(_NUM_DRAWS, share_E) for share_E in share_LE])
+    return _loads(np.array(counts, dtype=np.float64))
+
+
+def distances(loads: ExpertLoads) -> Floats:
+    """[S, S]: total variation between two scenarios, the mean over layers: the share of choices
+    that would have to go to another expert."""
+    shares_SLE = loads.shares_SLE()
+    return np.stack(
+        [np.abs(shares_SLE - shares_LE).sum(axis=2).mean(axis=1) / 2 for shares_LE in shares_SLE]
+    )
+
+
+def _loads(counts_SLE: Floats) -> ExpertLoads:
+    names = tuple(f"{('decode', 'prefill')[s % 2]} {s // 2}" for s in range(len(counts_SLE)))
+    return ExpertLoads(
+        counts_SLE=counts_SLE, layers=tuple(range(counts_SLE.shape[1])), scenarios=names
+    )

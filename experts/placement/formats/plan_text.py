@@ -1,0 +1,70 @@
+"""A plan's text, whatever wrote it: which format it is, and how it is read and written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from experts.placement.errors import NotAPlanError, PlacementError
+from experts.placement.formats import ascend, csv_table, sglang, trtllm, vllm
+from experts.placement.formats.engine_plan import EnginePlan, PlanFacts, check_size
+from experts.placement.plan import Placement
+from experts.placement.plan_file import FORMAT, parse_placement, without_repeats
+
+OURS = "moe-serve"
+WRITERS: Mapping[str, Callable[[Placement, PlanFacts], str]] = {
+    sglang.NAME: sglang.render,
+    vllm.NAME: vllm.render,
+    trtllm.NAME: trtllm.render,
+    ascend.NAME: ascend.render,
+    csv_table.NAME: csv_table.render,
+}
+
+
+def parse_text(text: str, facts: PlanFacts) -> EnginePlan:
+    """JSON or CSV; for YAML see `parse_content`. Raises PlacementError, NotAPlanError."""
+    if text.lstrip().startswith(csv_table.HEADER[0]):
+        return _sized(csv_table.parse(text, facts))
+    try:
+        content = json.loads(text, object_pairs_hook=without_repeats)
+    except PlacementError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise NotAPlanError(f"It is neither JSON nor a table of experts ({error}).") from None
+    return parse_content(content, facts)
+
+
+def parse_content(content: Any, facts: PlanFacts) -> EnginePlan:
+    """What a JSON or YAML file, or a recording, held. Raises PlacementError, NotAPlanError."""
+    return _sized(_parsed(content, facts))
+
+
+def _sized(plan: EnginePlan) -> EnginePlan:
+    placement = plan.placement
+    check_size(len(placement.ranks_of), placement.num_experts, placement.num_ranks)
+    return plan
+
+
+def _parsed(content: Any, facts: PlanFacts) -> EnginePlan:
+    if not isinstance(content, dict):
+        raise NotAPlanError("It is no object, as every plan is.")
+    if content.get("format") == FORMAT:
+        return EnginePlan(format=OURS, placement=parse_placement(content))
+    if sglang.KEY in content:
+        return sglang.parse(content, facts)
+    if "layer_list" in content:
+        return ascend.parse(content, facts)
+    if "record_type" in content:
+        return vllm.parse(content, facts)
+    if trtllm.ASSIGNMENTS in content:
+        return trtllm.parse(content, facts)
+    keys = ", ".join(map(repr, list(content)[:6]))
+    raise NotAPlanError(f"It has the keys of no known plan ({keys or 'none'}).")
+
+
+def render_plan(name: str, placement: Placement, facts: PlanFacts) -> str:
+    """As the engine `name` takes it. Raises PlacementError."""
+    if name not in WRITERS:
+        raise PlacementError(f"{name!r} is no format of plans: they are {', '.join(WRITERS)}.")
+    return WRITERS[name](placement, facts)

@@ -1,0 +1,72 @@
+"""SGLang's `--init-expert-location FILE.json`.
+
+    {"physical_to_logical_map": [[0, 1, 2, 0], ...]}
+
+A row for each decoder layer, dense ones too (whatever is in theirs is not looked at). The server
+takes no other key, wants `--ep-num-redundant-experts` equal to slots minus experts, and slots that
+divide by `--ep-size`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from experts.placement.errors import PlacementError
+from experts.placement.formats.engine_plan import (
+    EnginePlan,
+    PlanFacts,
+    as_slots,
+    check_keys,
+    plan_of_slots,
+    slots_of_plan,
+)
+from experts.placement.plan import Placement
+
+NAME, KEY = "sglang", "physical_to_logical_map"
+
+
+def parse(content: Any, facts: PlanFacts) -> EnginePlan:
+    """Raises PlacementError."""
+    rows = check_keys(content, [KEY])[KEY]
+    if not isinstance(rows, list) or not rows:
+        raise PlacementError(f"{KEY} is not a list of layers.")
+    num_layers = facts.num_layers
+    if num_layers is not None and len(rows) != num_layers:
+        raise PlacementError(
+            f"{KEY} has {len(rows)} rows and the model {num_layers} layers: every layer has one, "
+            "dense ones too."
+        )
+    layers = facts.layers if facts.layers is not None else tuple(range(len(rows)))
+    if max(layers) >= len(rows):
+        raise PlacementError(
+            f"{KEY} has {len(rows)} rows, and layer {max(layers)} has experts: every layer has a "
+            "row, dense ones too."
+        )
+    all_slots = {layer: as_slots(row, f"Row {layer}") for layer, row in enumerate(rows)}
+    widths = {len(row) for row in all_slots.values()}
+    if len(widths) > 1:
+        raise PlacementError(f"{KEY} has rows of {min(widths)} and of {max(widths)} slots.")
+    return plan_of_slots({layer: all_slots[layer] for layer in layers}, facts, NAME)
+
+
+def render(placement: Placement, facts: PlanFacts) -> str:
+    """One row a line. Dense layers get experts in their order, from the start again for replicas.
+
+    Raises PlacementError where the number of the model's layers is not known.
+    """
+    slots = slots_of_plan(placement, NAME)
+    if facts.num_layers is None or facts.layers is None:
+        raise PlacementError(
+            "SGLang wants a row for every layer of the model, dense ones too: name the model, its "
+            "number of layers, or its dense layers."
+        )
+    if set(slots) != set(facts.layers) or max(slots) >= facts.num_layers:
+        raise PlacementError(
+            f"The plan has {len(slots)} layers up to {max(slots)}; the model has {facts.num_layers}"
+            f", {len(facts.layers)} of them with routed experts."
+        )
+    num_slots = len(next(iter(slots.values())))
+    nothing = [slot % placement.num_experts for slot in range(num_slots)]
+    rows = [json.dumps(slots.get(layer, nothing)) for layer in range(facts.num_layers)]
+    return f'{{"{KEY}": [\n' + ",\n".join(rows) + "\n]}\n"

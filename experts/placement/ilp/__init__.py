@@ -1,0 +1,1 @@
+"""The integer program of a layer, by HiGHS, and what it proves."""

@@ -1,0 +1,72 @@
+"""How often each expert of each layer was chosen, under one workload or several.
+
+S scenarios (workloads, or windows of one), L layers with routed experts, E experts of a layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experts.placement.errors import PlacementError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLoads:
+    """Counts of choices, checked when made; a layer that nobody used in a scenario is all zero.
+
+    Scenarios may differ in size by any factor: solvers scale each layer of each to a sum of 1.
+    """
+
+    counts_SLE: NDArray[np.float64]
+    layers: tuple[int, ...]  # the model's numbers of the L layers
+    scenarios: tuple[str, ...]  # names, each once
+
+    def __post_init__(self) -> None:
+        shape = self.counts_SLE.shape
+        if len(shape) != 3 or 0 in shape:
+            raise PlacementError(
+                f"Loads have the shape {shape}; scenarios x layers x experts is wanted."
+            )
+        if (len(self.scenarios), len(self.layers)) != shape[:2]:
+            raise PlacementError(
+                f"Loads of {shape[0]} scenarios and {shape[1]} layers come with "
+                f"{len(self.scenarios)} names and {len(self.layers)} layer numbers."
+            )
+        for what, names in (("scenario", self.scenarios), ("layer", self.layers)):
+            if len(set(names)) < len(names):
+                raise PlacementError(f"One {what} is there twice: {list(names)}.")
+        self._check_counts()
+
+    def _check_counts(self) -> None:
+        for what, bad_SLE in (
+            ("not a finite number", ~np.isfinite(self.counts_SLE)),
+            ("negative", self.counts_SLE < 0),
+        ):
+            if bad_SLE.any():
+                scenario, layer, expert = np.argwhere(bad_SLE)[0]
+                raise PlacementError(
+                    f"{int(bad_SLE.sum())} loads are {what}; the first is "
+                    f"{self.counts_SLE[scenario, layer, expert]} of expert {expert} in layer "
+                    f"{self.layers[layer]} of {self.scenarios[scenario]}."
+                )
+        unused_S = ~self.counts_SLE.any(axis=(1, 2))
+        if unused_S.any():
+            name = self.scenarios[int(np.argmax(unused_S))]
+            raise PlacementError(f"No expert was chosen in {name}: every load is 0.")
+
+    @property
+    def num_experts(self) -> int:
+        """E, of every layer."""
+        return int(self.counts_SLE.shape[2])
+
+    def shares_SLE(self) -> NDArray[np.float64]:  # noqa: N802
+        """Counts scaled to a sum of 1 in every layer; even shares in a layer without choices."""
+        totals_SL1 = self.counts_SLE.sum(axis=2, keepdims=True)
+        return np.where(
+            totals_SL1 > 0,
+            self.counts_SLE / np.maximum(totals_SL1, np.finfo(np.float64).tiny),
+            1.0 / self.num_experts,
+        )

@@ -1,0 +1,89 @@
+"""The Expert Parallelism Load Balancer that DeepSeek published, from its description.
+
+Global: replicas go to the expert whose copy weighs most, copies to the lightest device that has
+room, heaviest first. Hierarchical: groups of experts to nodes, replicas inside each node, copies to
+its devices. Both know equal devices and one load vector, and may put an expert twice on a device.
+
+L layers, E experts, P slots, n things in m packs. Plain loops on purpose: it is what a planner's
+time is compared with.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experts.placement.errors import PlacementError
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+def eplb_slots(
+    load_LE: Floats, *, num_slots: int, num_groups: int, num_nodes: int, num_devices: int
+) -> Ints:
+    """[L, P]: the expert in each slot, devices in order. Groups that do not divide over the nodes
+    are not looked at, as if there were one group and one node."""
+    num_experts = load_LE.shape[1]
+    if num_groups % num_nodes:
+        num_groups, num_nodes = 1, 1
+    for what, count, parts in (
+        ("experts", num_experts, num_groups),
+        ("slots", num_slots, num_devices),
+        ("devices", num_devices, num_nodes),
+    ):
+        if count % parts:
+            raise PlacementError(f"EPLB needs {count} {what} to divide by {parts}.")
+    return np.stack(
+        [
+            _layer(load_E, num_slots, num_groups, num_nodes, num_devices)
+            for load_E in load_LE.tolist()
+        ]
+    )
+
+
+def _layer(
+    load_E: list[float], num_slots: int, num_groups: int, num_nodes: int, num_devices: int
+) -> Ints:
+    group_size = len(load_E) // num_groups
+    group_loads = [
+        sum(load_E[group * group_size : (group + 1) * group_size]) for group in range(num_groups)
+    ]
+    slots: list[int] = []
+    for groups in packed(group_loads, num_nodes):
+        # In the order of packing, which decides between equals.
+        experts = [group * group_size + i for group in groups for i in range(group_size)]
+        loads = [load_E[expert] for expert in experts]
+        copies = replicated(loads, num_slots // num_nodes)
+        counts = np.bincount(copies, minlength=len(experts))
+        weights = [loads[local] / float(counts[local]) for local in copies]
+        for pack in packed(weights, num_devices // num_nodes):
+            slots += [experts[copies[copy]] for copy in pack]
+    return np.array(slots, dtype=np.int64)
+
+
+def packed(weights: list[float], num_packs: int) -> list[list[int]]:
+    """Packs of equal size: the heaviest thing to the lightest pack that has room.
+
+    Worked example, weights 5, 4, 2, 1 in 2 packs: [0, 3] and [1, 2].
+    """
+    size = len(weights) // num_packs
+    packs: list[list[int]] = [[] for _ in range(num_packs)]
+    loads = [0.0] * num_packs
+    for thing in sorted(range(len(weights)), key=lambda index: -weights[index]):
+        open_packs = (pack for pack in range(num_packs) if len(packs[pack]) < size)
+        lightest = min(open_packs, key=loads.__getitem__)
+        packs[lightest].append(thing)
+        loads[lightest] += weights[thing]
+    return packs
+
+
+def replicated(loads: list[float], num_copies: int) -> list[int]:
+    """What each copy is of: one of everything, then of what weighs most a copy."""
+    copies = list(range(len(loads)))
+    counts = [1] * len(loads)
+    for _ in range(num_copies - len(loads)):
+        heaviest = max(range(len(loads)), key=lambda thing: loads[thing] / counts[thing])
+        counts[heaviest] += 1
+        copies.append(heaviest)
+    return copies

@@ -1,0 +1,117 @@
+"""Two runs side by side: differences, and how sure they are where requests were saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_serve.bench.bootstrap import change_intervals
+from moe_serve.bench.record import RequestRecord
+from moe_serve.bench.report import Report
+from moe_serve.bench.samples import Samples, itl_of
+
+_STATISTICS = ("mean", "p50", "p99")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One row. `change` is (b - a) / a; the interval of it holds 95% of the resamples."""
+
+    label: str
+    unit: str
+    a: float | None
+    b: float | None
+    is_less_better: bool
+    interval: tuple[float, float] | None = None
+
+    @property
+    def change(self) -> float | None:
+        if self.a is None or self.b is None or self.a == 0 or self.unit == "%":
+            return None
+        return self.b / self.a - 1
+
+    @property
+    def verdict(self) -> str:
+        """better or worse if the interval leaves no doubt, else nothing."""
+        if self.interval is None or self.interval[0] <= 0 <= self.interval[1]:
+            return ""
+        return "better" if (self.interval[1] < 0) == self.is_less_better else "worse"
+
+
+def compare(a: Report, b: Report, seed: int = 0) -> list[Difference]:
+    rng = np.random.default_rng(seed)
+    return [*_rates(a, b), *_latencies(a, b, rng)]
+
+
+def differing_settings(a: Report, b: Report) -> list[str]:
+    """What of the workloads is not the same, as "name: a, b": the runs may not compare."""
+    names = sorted({*a.workload, *b.workload} - {"mode", "is_open"})
+    found = []
+    for name in ("model", *names):
+        old = a.model if name == "model" else a.workload.get(name)
+        new = b.model if name == "model" else b.workload.get(name)
+        if old != new:
+            found.append(f"{name}: {old}, {new}")
+    old, new = (report.summary.goodput and report.summary.goodput.slo for report in (a, b))
+    if old != new:
+        found.append(f"slo: {old} against {new}; goodput is not compared")
+    return found
+
+
+def _rates(a: Report, b: Report) -> list[Difference]:
+    """A rate has no interval: a run has one value of it."""
+    x, y = a.summary, b.summary
+    rows = [
+        Difference(label="answered", unit="", a=x.num_ok, b=y.num_ok, is_less_better=False),
+        Difference(label="failed", unit="", a=x.num_failed, b=y.num_failed, is_less_better=True),
+    ]
+    rates = [
+        ("requests/s", x.requests_per_s, y.requests_per_s),
+        ("output tokens/s", x.output_tok_s, y.output_tok_s),
+        ("input tokens/s", x.input_tok_s, y.input_tok_s),
+    ]
+    if x.goodput is not None and y.goodput is not None and x.goodput.slo == y.goodput.slo:
+        rates.append(("goodput, requests/s", x.goodput.requests_per_s, y.goodput.requests_per_s))
+    for label, old, new in rates:
+        rows.append(Difference(label=label, unit="", a=old, b=new, is_less_better=False))
+    share = Difference(
+        label="prompt tokens cached", unit="%", is_less_better=False,
+        a=None if x.cached_share is None else 100 * x.cached_share,
+        b=None if y.cached_share is None else 100 * y.cached_share,
+    )  # fmt: skip
+    return rows if share.a is None and share.b is None else [*rows, share]
+
+
+def _latencies(a: Report, b: Report, rng: np.random.Generator) -> list[Difference]:
+    rows = []
+    for label, name in (("TTFT", "ttft"), ("TPOT", "tpot"), ("ITL", "itl"), ("end to end", "e2e")):
+        old = getattr(a.summary, f"{name}_ms")
+        new = getattr(b.summary, f"{name}_ms")
+        if old is None and new is None:
+            continue
+        groups = _groups(a.records, name), _groups(b.records, name)
+        intervals = change_intervals(*groups, rng) if all(groups) else {}
+        for statistic in _STATISTICS:
+            rows.append(
+                Difference(
+                    label=f"{label} {statistic}",
+                    unit="ms",
+                    a=None if old is None else getattr(old, statistic),
+                    b=None if new is None else getattr(new, statistic),
+                    is_less_better=True,
+                    interval=intervals.get(statistic),
+                )
+            )
+    return rows
+
+
+def _groups(records: Sequence[RequestRecord], name: str) -> list[np.ndarray]:
+    """The values of each request: the gaps of one answer are not independent of each other."""
+    ok = [record for record in records if record.is_ok]
+    if name == "itl":
+        groups = [itl_of([record]) for record in ok]
+        return [group for group in groups if len(group)]
+    values = getattr(Samples.of(ok), f"{name}_R")
+    return [np.array([value]) for value in values]

@@ -1,0 +1,62 @@
+"""How a request looks on the wire: which route, and the JSON around the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from moe_serve.bench.request import Prompt
+from moe_serve.errors import BenchError
+
+EndpointName = Literal["completions", "chat"]
+
+# What the measurement itself decides.
+_OWN_FIELDS = frozenset({"model", "prompt", "messages", "stream", "stream_options", "n", "best_of"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """The same for every request of a run. `extra` comes last; a null in it takes a field out."""
+
+    name: EndpointName
+    model: str
+    is_stream: bool = True
+    ignore_eos: bool = True  # so that answers have the length that was asked for
+    counts_each_event: bool = False  # ask for usage in every event (not all servers know it)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if taken := _OWN_FIELDS & self.extra.keys():
+            raise BenchError(f"--body may not set {', '.join(sorted(taken))}: bench sets it.")
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self.name == "chat" else "/v1/completions"
+
+    def body(self, prompt: Prompt, max_tokens: int) -> bytes:
+        fields: dict[str, Any] = {"model": self.model, **self._prompt(prompt)}
+        fields |= {"max_tokens": max_tokens, "temperature": 0}
+        if self.ignore_eos:
+            fields["ignore_eos"] = True
+        if self.is_stream:
+            options = {"include_usage": True}
+            if self.counts_each_event:
+                options["continuous_usage_stats"] = True
+            fields |= {"stream": True, "stream_options": options}
+        fields |= self.extra
+        return msgspec.json.encode({k: v for k, v in fields.items() if v is not None})
+
+    def _prompt(self, prompt: Prompt) -> dict[str, Any]:
+        is_messages = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
+        if self.name == "completions":
+            if is_messages:
+                raise BenchError("the workload has messages: they take --endpoint chat.")
+            return {"prompt": prompt}
+        if is_messages:
+            return {"messages": prompt}
+        if not isinstance(prompt, str):
+            raise BenchError("the workload has token ids: they take --endpoint completions.")
+        return {"messages": [{"role": "user", "content": prompt}]}

@@ -1,0 +1,169 @@
+"""The parts of a run that send requests: the warm-up, and the load that is measured."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
+
+from moe_serve.bench.client import Client, Progress
+from moe_serve.bench.client_health import ClientHealth, HealthMeter
+from moe_serve.bench.driver import Collected, closed_loop, open_loop
+from moe_serve.bench.endpoint import Endpoint
+from moe_serve.bench.plan import RunPlan
+from moe_serve.bench.prompts import PromptMaker, TextScale
+from moe_serve.bench.record import RequestRecord
+from moe_serve.bench.request import Ready
+from moe_serve.bench.workload import Workload
+from moe_serve.errors import BenchServerError
+
+_MADE_AHEAD_TOKENS = 20_000_000  # prompts of a run that are all made before it starts
+_WARM_UP_SEED = 0x5EED  # its prompts are others than the run's
+_WARM_UP_TOKENS = 8
+
+OnStart = Callable[[Progress, "int | None"], None]
+
+
+class WallTimer:
+    """Seconds since it was made, or since `restart`."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    def restart(self) -> None:
+        self._start = time.perf_counter()
+
+    def now(self) -> float:
+        return time.perf_counter() - self._start
+
+    async def sleep_until(self, at_s: float) -> None:
+        delay = at_s - self.now()
+        await asyncio.sleep(max(0.0, delay))
+
+
+class Load:
+    """The measured part, with what it leaves behind."""
+
+    def __init__(
+        self, plan: RunPlan, requests: Iterator[Ready], timer: WallTimer, max_in_flight: int
+    ) -> None:
+        self.collected = Collected()
+        self.is_interrupted = False
+        self.num_unfinished = 0
+        self.progress = Progress()
+        self.health: ClientHealth | None = None
+        self._plan, self._requests = plan, requests
+        self._timer, self._max_in_flight = timer, max_in_flight
+
+    @property
+    def records(self) -> list[RequestRecord]:
+        return self.collected.records
+
+    async def run(self, client: Client, on_start: OnStart | None) -> None:
+        self.progress = client.progress = Progress()
+        workload = self._plan.workload
+        if on_start is not None:
+            on_start(self.progress, workload.planned)
+        meter = HealthMeter()
+        watch = asyncio.ensure_future(meter.watch())
+        self._timer.restart()
+        main = asyncio.ensure_future(self._loop(client))
+        loop = asyncio.get_running_loop()
+        with suppress(NotImplementedError, RuntimeError):  # not in the main thread
+            loop.add_signal_handler(signal.SIGINT, main.cancel)
+        try:
+            await main
+        except asyncio.CancelledError:
+            if not main.cancelled():
+                raise
+            self.is_interrupted = True
+        finally:
+            watch.cancel()
+            with suppress(NotImplementedError, RuntimeError):
+                loop.remove_signal_handler(signal.SIGINT)
+        self.num_unfinished = self.progress.num_sent - len(self.records)
+        self.health = meter.result(self.records, is_open=workload.is_open)
+
+    async def _loop(self, client: Client) -> None:
+        workload = self._plan.workload
+        if workload.concurrency is None:
+            await open_loop(
+                client,
+                self._requests,
+                self.collected,
+                self._timer,
+                max_in_flight=self._max_in_flight,
+            )
+        else:
+            await closed_loop(
+                client,
+                self._requests,
+                self.collected,
+                self._timer,
+                concurrency=workload.concurrency,
+                duration_s=workload.duration_s,
+            )
+
+
+def make_requests(workload: Workload, endpoint: Endpoint, maker: PromptMaker) -> Iterator[Ready]:
+    """Made before the run where they fit into memory, else each when its turn comes."""
+
+    def made() -> Iterator[Ready]:
+        for slot in workload.slots():
+            yield Ready(
+                index=slot.index,
+                at_s=slot.at_s,
+                output_tokens=slot.output_tokens,
+                body=endpoint.body(maker.prompt(slot), slot.output_tokens),
+            )
+
+    if workload.planned is None and not workload.is_open:
+        return made()  # as many as the time allows
+    num_tokens = 0
+    for slot in workload.slots():
+        num_tokens += slot.prompt_tokens
+        if num_tokens > _MADE_AHEAD_TOKENS:
+            return made()
+    return iter(list(made()))
+
+
+async def warm_up(
+    plan: RunPlan, endpoint: Endpoint, client: Client, timer: WallTimer, scale: TextScale | None
+) -> None:
+    """The first requests of the workload with other words and short answers, all at once.
+
+    With the run's own words the server's prefix cache would know them already.
+    """
+    workload = plan.workload
+    num = plan.num_warm_up
+    if num is None:
+        num = min(workload.concurrency or 8, workload.planned or 8, 32)
+    if num == 0:
+        return
+    seed = workload.seed ^ _WARM_UP_SEED
+    maker = PromptMaker(kind=plan.data, seed=seed, vocab_size=plan.vocab_size, scale=scale)
+    slots = [
+        replace(slot, blocks=(), prompt=None, prompt_tokens=slot.prompt_tokens or 64)
+        for slot in islice(workload.slots(), num)
+    ]
+    requests = [
+        Ready(
+            index=i,
+            at_s=0.0,
+            output_tokens=_WARM_UP_TOKENS,
+            body=endpoint.body(maker.prompt(slot), _WARM_UP_TOKENS),
+        )
+        for i, slot in enumerate(slots)
+    ]
+    collected = Collected()
+    await closed_loop(client, iter(requests), collected, timer, concurrency=max(1, len(requests)))
+    failed = [record for record in collected.records if not record.is_ok]
+    if failed and len(failed) == len(requests):
+        detail = f"{failed[0].error}: {failed[0].detail}"
+        hint = " (servers that do not know ignore_eos take --no-ignore-eos)"
+        is_refused = "ignore_eos" in detail or "nrecognized" in detail
+        raise BenchServerError(f"the warm-up failed: {detail}{hint if is_refused else ''}")

@@ -1,0 +1,100 @@
+"""The table of one run, for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from moe_serve.bench.report import Report
+from moe_serve.bench.server_metrics import ServerSide
+from moe_serve.bench.spread import Spread
+
+
+def print_report(console: Console, report: Report) -> None:
+    console.print(Text(f"{report.model} at {report.url}: {report.workload['mode']}"), style="bold")
+    facts = Table.grid(padding=(0, 2))
+    for name, value in report_facts(report):
+        facts.add_row(name, Text(value))
+    console.print(facts)
+    if latency_rows(report):
+        console.print(_latencies(report))
+    for note in report.notes:
+        console.print(Text(f"note: {note}"), style="yellow")
+
+
+def report_facts(report: Report) -> Iterator[tuple[str, str]]:
+    s = report.summary
+    if source := report.workload.get("source"):
+        yield "source", str(source)
+    text = f"{s.num_ok} answered, {s.num_failed} failed in {s.duration_s:.1f} s"
+    if report.is_interrupted:
+        text += f"; interrupted with {s.num_unfinished} in flight, which count nowhere"
+    yield "requests", text
+    for kind, times in s.errors.items():
+        yield "", f"{times} x {kind}: {s.error_examples.get(kind, '')[:120]}"
+    yield "requests/s", f"{s.requests_per_s:.2f}; at most {s.peak_in_flight} in flight"
+    unit = "tokens" if s.has_usage else "events"
+    yield "output", f"{s.output_tok_s:,.1f} {unit}/s ({s.output_tokens:,} {unit})"
+    if s.has_usage:
+        text = f"{s.input_tok_s:,.1f} tokens/s ({s.prompt_tokens:,} tokens)"
+        if s.cached_share is not None:
+            text += f", {s.cached_share:.1%} of them from the server's cache"
+        yield "input", text
+    if s.goodput is not None:
+        good = s.goodput
+        yield "goodput", f"{good.requests_per_s:.2f} requests/s, {good.share:.1%} met {good.slo}"
+    yield "client", _client(report)
+    yield "seed", str(report.workload.get("seed"))
+    if report.server is not None:
+        yield "server", "; ".join(server_facts(report.server))
+
+
+def _client(report: Report) -> str:
+    health = report.health
+    text = f"{health.cpu:.0%} of a core"
+    if health.loop_lag is not None:
+        text += f", event loop late by {health.loop_lag.p99:.1f} ms (p99)"
+    if health.lateness is not None:
+        text += f", requests sent late by {health.lateness.p99:.1f} ms (p99)"
+    return text
+
+
+def server_facts(server: ServerSide) -> list[str]:
+    facts = [f"{server.num_steps:.0f} steps of {server.tokens_per_step:.1f} tokens"]
+    if server.prefix_hit_rate is not None:
+        facts.append(f"prefix hits {server.prefix_hit_rate:.1%}")
+    if server.experts_needed_per_step is not None:
+        facts.append(f"{server.experts_needed_per_step:.1f} experts needed per step, all layers")
+    if server.expert_hit_rate is not None:
+        facts.append(f"{server.expert_hit_rate:.1%} of them in memory")
+    if server.predicted_experts_per_step is not None:
+        facts.append(f"{server.predicted_experts_per_step:.0f} experts predicted for the last step")
+    for count, num in server.steps_by_micro_batches.items():
+        facts.append(f"{num:.0f} steps with {count} micro-batch{'' if count == '1' else 'es'}")
+    if server.placement_switches is not None:
+        facts.append(f"{server.placement_switches:.0f} switches of the placement")
+    if server.num_preemptions:
+        facts.append(f"{server.num_preemptions:.0f} preemptions")
+    return facts
+
+
+def latency_rows(report: Report) -> list[tuple[str, Spread]]:
+    s = report.summary
+    rows = [("TTFT", s.ttft_ms), ("TPOT", s.tpot_ms), ("ITL", s.itl_ms), ("end to end", s.e2e_ms)]
+    if report.is_open:
+        rows[1:1] = [("TTFT from sending", s.ttft_sent_ms)]
+        rows.append(("end to end from sending", s.e2e_sent_ms))
+    return [(name, spread) for name, spread in rows if spread is not None]
+
+
+def _latencies(report: Report) -> Table:
+    table = Table("milliseconds")
+    for name in ("mean", "p50", "p90", "p95", "p99", "max"):
+        table.add_column(name, justify="right")
+    for name, spread in latency_rows(report):
+        values = (spread.mean, spread.p50, spread.p90, spread.p95, spread.p99, spread.max)
+        table.add_row(name, *(f"{value:,.2f}" for value in values))
+    return table

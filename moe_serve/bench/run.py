@@ -1,0 +1,169 @@
+"""One run against one server: probe, warm up, load, report."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import fields, replace
+from datetime import datetime, timezone
+
+from moe_serve import __version__
+from moe_serve.bench.client import Client
+from moe_serve.bench.client_health import allow_open_files
+from moe_serve.bench.connection import Target
+from moe_serve.bench.endpoint import Endpoint
+from moe_serve.bench.load import Load, OnStart, WallTimer, make_requests, warm_up
+from moe_serve.bench.plan import RunPlan
+from moe_serve.bench.prompts import PromptMaker
+from moe_serve.bench.report import Report
+from moe_serve.bench.samples import Samples
+from moe_serve.bench.server_metrics import Metrics, ServerSide
+from moe_serve.bench.server_probe import ServerProbe
+from moe_serve.bench.spread import quantiles_ms
+from moe_serve.bench.summary import notes_of, summarize
+from moe_serve.bench.timeline import RunTimeline
+from moe_serve.bench.trace_cut import TraceCut
+from moe_serve.bench.workload import Workload
+from moe_serve.errors import BenchError
+
+_SPARE_FILES = 64  # what the process has open besides its connections
+_DEFAULT_IN_FLIGHT = 10_000
+
+
+async def run_bench(plan: RunPlan, on_start: OnStart | None = None) -> Report:
+    """`on_start` gets the counters when the load begins. Ctrl-C ends the load, not the report."""
+    target = Target.of(plan.url)
+    max_in_flight, notes = _allowed_in_flight(plan)
+    async with ServerProbe(target, plan.api_key, plan.timeout_s) as probe:
+        endpoint = plan.endpoint
+        if not endpoint.model:
+            endpoint = replace(endpoint, model=await probe.model())
+        scale = None
+        if plan.data == "words" and _has_made_prompts(plan.workload):
+            scale = await probe.text_scale(replace(endpoint, is_stream=False), plan.workload.seed)
+            if scale is None:
+                notes.append("the server gives no usage: one word is taken for one token.")
+        timer = WallTimer()
+        client = Client(
+            target,
+            path=endpoint.path,
+            api_key=plan.api_key,
+            is_stream=endpoint.is_stream,
+            timeout_s=plan.timeout_s,
+            now=timer.now,
+        )
+        maker = PromptMaker(
+            kind=plan.data, seed=plan.workload.seed, vocab_size=plan.vocab_size, scale=scale
+        )
+        try:
+            await warm_up(plan, endpoint, client, timer, scale)
+            before = await probe.metrics()
+            load = Load(plan, make_requests(plan.workload, endpoint, maker), timer, max_in_flight)
+            await load.run(client, on_start)
+        finally:
+            client.close()
+        return _report(plan, endpoint, load, notes, (before, await probe.metrics()))
+
+
+def _allowed_in_flight(plan: RunPlan) -> tuple[int, list[str]]:
+    """How many connections there may be; says so where the system allows fewer than wanted."""
+    closed = plan.workload.concurrency
+    wanted = closed or plan.max_in_flight or _DEFAULT_IN_FLIGHT
+    allowed = allow_open_files(wanted + _SPARE_FILES) - _SPARE_FILES
+    if allowed >= wanted:
+        return wanted, []
+    text = f"the system allows {allowed + _SPARE_FILES} open files (`ulimit -Hn`)"
+    if closed is not None or plan.max_in_flight is not None or allowed < 1:
+        raise BenchError(f"{wanted} requests at once need {wanted + _SPARE_FILES}, but {text}.")
+    return allowed, [f"{text}: more than {allowed} requests at once wait in the client."]
+
+
+def _has_made_prompts(workload: Workload) -> bool:
+    if workload.trace is not None:
+        return any(row.prompt is None for row in workload.trace.rows)
+    return not workload.files
+
+
+def _report(
+    plan: RunPlan,
+    endpoint: Endpoint,
+    load: Load,
+    notes: list[str],
+    metrics: tuple[Metrics, Metrics],
+) -> Report:
+    assert load.health is not None, "the load has run"
+    workload, records = plan.workload, load.records
+    summary = summarize(
+        records,
+        slo=plan.slo,
+        num_unfinished=load.num_unfinished,
+        peak_in_flight=load.progress.peak_in_flight,
+    )
+    samples = Samples.of(records)
+    notes = notes + notes_of(
+        summary, shares_prompts=workload.shares_prompts, ignores_eos=endpoint.ignore_eos
+    )
+    return Report(
+        url=plan.url,
+        model=endpoint.model,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        moe_serve_version=__version__,
+        workload=_workload_json(plan, endpoint),
+        client=describe_client(),
+        summary=summary,
+        health=load.health,
+        timeline=RunTimeline.of(records, summary.duration_s),
+        quantiles_ms={
+            "ttft": quantiles_ms(samples.ttft_R),
+            "tpot": quantiles_ms(samples.tpot_R),
+            "itl": quantiles_ms(samples.itl_G),
+            "e2e": quantiles_ms(samples.e2e_R),
+        },
+        server=ServerSide.between(*metrics),
+        notes=notes + load.health.warnings(),
+        is_interrupted=load.is_interrupted,
+        records=tuple(records),
+    )
+
+
+def _workload_json(plan: RunPlan, endpoint: Endpoint) -> dict[str, object]:
+    workload, arrivals = plan.workload, plan.workload.arrivals
+    return {
+        "mode": workload.mode,
+        "is_open": workload.is_open,
+        "seed": workload.seed,
+        "concurrency": workload.concurrency,
+        "rate": arrivals and arrivals.rate,
+        "burstiness": arrivals and arrivals.burstiness,
+        "source": workload.source,
+        **_trace_json(workload.cut),
+        "num_trace_rows": None if workload.trace is None else len(workload.trace.rows),
+        "num_file_prompts": len(workload.files) or None,
+        "prompt_tokens": None if workload.source else str(workload.prompt_tokens),
+        "output_tokens": None if workload.cut else str(workload.output_tokens),
+        "prefix_tokens": workload.prefixes.num_tokens,
+        "num_prefixes": workload.prefixes.num_prefixes,
+        "num_requests": workload.num_requests,
+        "duration_s": workload.duration_s,
+        "data": plan.data,
+        "endpoint": endpoint.name,
+        "is_stream": endpoint.is_stream,
+        "ignore_eos": endpoint.ignore_eos,
+        "body": dict(endpoint.extra),
+        "timeout_s": plan.timeout_s,
+    }
+
+
+def _trace_json(cut: TraceCut | None) -> dict[str, object]:
+    names = [item.name for item in fields(TraceCut) if item.name != "max_requests"]
+    return {f"trace_{name}": None if cut is None else getattr(cut, name) for name in names}
+
+
+def describe_client() -> dict[str, str]:
+    """The machine that sends."""
+    return {
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "cores": str(os.cpu_count()),
+        "python": platform.python_version(),
+    }

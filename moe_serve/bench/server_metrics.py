@@ -1,0 +1,98 @@
+"""What a moe-serve server says of itself at /metrics, before and after a run.
+
+Other servers have other names, and nothing is reported of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_PREFIX = "moe_serve:"
+_SAMPLE = re.compile(r"([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\d+)?")
+_LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics:
+    """One page: (name, labels in order) -> value."""
+
+    values: Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
+
+    @classmethod
+    def parse(cls, page: str) -> Metrics:
+        """Lines that are no samples are left out: the page is not ours."""
+        values = {}
+        for line in page.splitlines():
+            match = _SAMPLE.fullmatch(line.strip())
+            if match is None or not match[1].startswith(_PREFIX):
+                continue
+            try:
+                value = float(match[3])
+            except ValueError:
+                continue
+            labels = tuple((m[1], m[2]) for m in _LABEL.finditer(match[2] or ""))
+            values[match[1].removeprefix(_PREFIX), labels] = value
+        return cls(values=values)
+
+    def total(self, name: str) -> float | None:
+        """Summed over labels; None if there is no such sample."""
+        found = [value for (key, _), value in self.values.items() if key == name]
+        return sum(found) if found else None
+
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        sums: dict[str, float] = {}
+        for (key, labels), value in self.values.items():
+            if key == name and (text := dict(labels).get(label)) is not None:
+                sums[text] = sums.get(text, 0.0) + value
+        return sums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSide:
+    """Differences over the run. None: the server does not count it, or as it runs has no such."""
+
+    num_steps: float
+    tokens_per_step: float  # generated and computed prompt tokens together
+    prefix_hit_rate: float | None  # of the prompt tokens that were looked up
+    num_preemptions: float
+    experts_needed_per_step: float | None  # by a server with an expert memory: all layers
+    expert_hit_rate: float | None  # of these, in memory
+    predicted_experts_per_step: float | None  # by a batch policy, of the last step only
+    placement_switches: float | None  # by a server that moves its experts
+    steps_by_micro_batches: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def between(cls, before: Metrics, after: Metrics) -> ServerSide | None:
+        """None if this is no moe-serve server, or if it did nothing."""
+
+        def grown(name: str) -> float | None:
+            first, last = before.total(name), after.total(name)
+            return None if last is None else last - (first or 0.0)
+
+        num_steps = grown("engine_steps_total")
+        if not num_steps or num_steps < 0:  # below 0: it was restarted
+            return None
+        tokens = (grown("generation_tokens_total") or 0) + (grown("prompt_tokens_total") or 0)
+        needed = grown("expert_memory_needed_total")
+        old_steps = before.by_label("pipeline_steps_total", "micro_batches")
+        new_steps = after.by_label("pipeline_steps_total", "micro_batches")
+        steps = {count: num - old_steps.get(count, 0.0) for count, num in new_steps.items()}
+        return cls(
+            num_steps=num_steps,
+            tokens_per_step=tokens / num_steps,
+            prefix_hit_rate=_share(
+                grown("prefix_cache_hits_total"), grown("prefix_cache_queries_total")
+            ),
+            num_preemptions=grown("num_preemptions_total") or 0.0,
+            experts_needed_per_step=None if needed is None else needed / num_steps,
+            expert_hit_rate=_share(grown("expert_memory_hits_total"), needed),
+            predicted_experts_per_step=after.total("activated_experts_predicted"),
+            placement_switches=grown("placement_version"),
+            steps_by_micro_batches={count: num for count, num in sorted(steps.items()) if num > 0},
+        )
+
+
+def _share(part: float | None, whole: float | None) -> float | None:
+    return part / whole if part is not None and whole else None

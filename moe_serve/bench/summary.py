@@ -1,0 +1,145 @@
+"""A run in figures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from moe_serve.bench.record import RequestRecord
+from moe_serve.bench.samples import Samples
+from moe_serve.bench.slo import Goodput, Slo
+from moe_serve.bench.spread import Spread
+
+_MANY_TOKENS_PER_EVENT = 1.2
+_SHORT_ANSWERS = 0.9
+_MUCH_CACHED = 0.05
+_CHANCE_TOKENS = 8  # first words that prompts share by chance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Latencies are of answered requests, from when they were due; `*_sent` from when they went
+    out, which differs in an open loop only. None where there is nothing to measure.
+    """
+
+    duration_s: float  # from the start to the last end
+    num_ok: int
+    num_failed: int
+    num_unfinished: int  # in flight when the run was interrupted
+    peak_in_flight: int
+    prompt_tokens: int
+    output_tokens: int
+    wanted_tokens: int  # what the answered requests asked for
+    cached_tokens: int | None  # prompt tokens that the server had already
+    has_usage: bool  # else output tokens are events, and prompt tokens are not known
+    tokens_per_event: float | None
+    has_event_usage: bool  # the server said with each event how many tokens it had made
+    ttft_ms: Spread | None
+    tpot_ms: Spread | None
+    itl_ms: Spread | None
+    e2e_ms: Spread | None
+    ttft_sent_ms: Spread | None
+    e2e_sent_ms: Spread | None
+    goodput: Goodput | None = None
+    errors: dict[str, int] = field(default_factory=dict)  # kind -> times
+    error_examples: dict[str, str] = field(default_factory=dict)  # kind -> what was said first
+
+    @property
+    def requests_per_s(self) -> float:
+        return self._rate(self.num_ok)
+
+    @property
+    def input_tok_s(self) -> float:
+        return self._rate(self.prompt_tokens)
+
+    @property
+    def output_tok_s(self) -> float:
+        return self._rate(self.output_tokens)
+
+    @property
+    def error_rate(self) -> float:
+        num_ended = self.num_ok + self.num_failed
+        return self.num_failed / num_ended if num_ended else 0.0
+
+    @property
+    def cached_share(self) -> float | None:
+        """Of the prompt tokens."""
+        if self.cached_tokens is None or not self.prompt_tokens:
+            return None
+        return self.cached_tokens / self.prompt_tokens
+
+    def _rate(self, num: int) -> float:
+        return num / self.duration_s if self.duration_s > 0 else 0.0
+
+
+def summarize(
+    records: Sequence[RequestRecord],
+    *,
+    slo: Slo | None = None,
+    num_unfinished: int = 0,
+    peak_in_flight: int = 0,
+) -> Summary:
+    ok = [record for record in records if record.is_ok]
+    failed = [record for record in records if not record.is_ok]
+    duration = max((record.end_s for record in records), default=0.0)
+    due, sent = Samples.of(records), Samples.of(records, is_from_start=True)
+    cached = [r.cached_tokens for r in ok if r.cached_tokens is not None]
+    num_events = sum(record.num_events for record in ok)
+    output_tokens = sum(record.counted_tokens for record in ok)
+    examples: dict[str, str] = {}
+    for record in failed:
+        examples.setdefault(record.error or "", record.detail)
+    return Summary(
+        duration_s=duration,
+        num_ok=len(ok),
+        num_failed=len(failed),
+        num_unfinished=num_unfinished,
+        peak_in_flight=peak_in_flight,
+        prompt_tokens=sum(record.prompt_tokens or 0 for record in ok),
+        output_tokens=output_tokens,
+        wanted_tokens=sum(record.wanted_tokens for record in ok),
+        cached_tokens=sum(cached) if cached else None,
+        has_usage=bool(ok) and all(record.output_tokens is not None for record in ok),
+        tokens_per_event=output_tokens / num_events if num_events else None,
+        has_event_usage=any(record.gap_tokens for record in ok),
+        ttft_ms=Spread.of(due.ttft_R),
+        tpot_ms=Spread.of(due.tpot_R),
+        itl_ms=Spread.of(due.itl_G),
+        e2e_ms=Spread.of(due.e2e_R),
+        ttft_sent_ms=Spread.of(sent.ttft_R),
+        e2e_sent_ms=Spread.of(sent.e2e_R),
+        goodput=None if slo is None else Goodput.of(slo, records, duration),
+        errors=dict(Counter(record.error or "" for record in failed).most_common()),
+        error_examples=examples,
+    )
+
+
+def notes_of(summary: Summary, *, shares_prompts: bool, ignores_eos: bool) -> list[str]:
+    """What a reader of the figures should know, in sentences; empty if all is as it seems."""
+    notes = []
+    if summary.num_ok and not summary.has_usage:
+        notes.append(
+            "the server gives no usage: output tokens are events, of which each may hold several, "
+            "and prompt tokens are not known."
+        )
+    per_event = summary.tokens_per_event or 0.0
+    if summary.has_usage and per_event > _MANY_TOKENS_PER_EVENT and not summary.has_event_usage:
+        notes.append(
+            f"an event holds {per_event:.2f} tokens: ITL is between events, TPOT is per token "
+            "(--event-usage asks for the number with each event)."
+        )
+    share = summary.cached_share
+    is_chance = (summary.cached_tokens or 0) < _CHANCE_TOKENS * summary.num_ok
+    if share is not None and share > _MUCH_CACHED and not (shares_prompts or is_chance):
+        notes.append(
+            f"{share:.0%} of the prompt tokens came from the server's prefix cache although the "
+            "workload shares none: it has seen these prompts before; take another --seed."
+        )
+    if summary.wanted_tokens and summary.output_tokens < _SHORT_ANSWERS * summary.wanted_tokens:
+        why = "the server ended them early" if ignores_eos else "models stop when they are done"
+        notes.append(
+            f"answers have {summary.output_tokens / summary.wanted_tokens:.0%} of the tokens that "
+            f"were asked for: {why}."
+        )
+    return notes

@@ -1,0 +1,136 @@
+"""What is sent and when: lengths or a trace, prompts, and the way requests arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+
+from moe_serve.bench.arrivals import GammaArrivals
+from moe_serve.bench.lengths import Lengths
+from moe_serve.bench.prompt_file import FilePrompt
+from moe_serve.bench.request import Block, Slot
+from moe_serve.bench.trace_cut import TraceCut
+from moe_serve.bench.trace_rows import Trace
+
+_TIMES, _LENGTHS = 3, 4  # streams of random numbers; 1 and 2 are the prompts'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPrefixes:
+    """Each prompt begins with one of `num_prefixes` texts of `num_tokens`, before its own."""
+
+    num_tokens: int = 0
+    num_prefixes: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """The same slots for the same seed. One of `concurrency`, `arrivals` and a trace's own times.
+
+    Ends after `num_requests`, with the trace, or when `duration_s` is over, whatever comes first.
+    """
+
+    seed: int
+    concurrency: int | None = None  # a closed loop
+    arrivals: GammaArrivals | None = None  # an open loop
+    trace: Trace | None = None  # lengths, and the times where neither of the above is given
+    cut: TraceCut | None = None  # what was done to the trace already
+    files: tuple[FilePrompt, ...] = ()
+    source: str | None = None  # the name of the trace's file or the prompts'
+    prompt_tokens: Lengths = field(default_factory=lambda: Lengths(low=512, high=512))
+    output_tokens: Lengths = field(default_factory=lambda: Lengths(low=64, high=64))
+    prefixes: SharedPrefixes = field(default_factory=SharedPrefixes)
+    num_requests: int | None = None
+    duration_s: float | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self.concurrency is None
+
+    @property
+    def mode(self) -> str:
+        """In words, for tables."""
+        if self.concurrency is not None:
+            return f"closed loop, {self.concurrency} at once"
+        if self.arrivals is None:
+            return "open loop, times of the trace"
+        burstiness = self.arrivals.burstiness
+        kind = "Poisson" if burstiness == 1 else f"gamma, burstiness {burstiness:g}"
+        return f"open loop, {self.arrivals.rate:g} requests/s ({kind})"
+
+    @property
+    def planned(self) -> int | None:
+        """How many requests there are at most; None if only the time ends them."""
+        if self.trace is None or self.trace_repeats:
+            return self.num_requests
+        return min(len(self.trace.rows), self.num_requests or len(self.trace.rows))
+
+    @property
+    def trace_repeats(self) -> bool:
+        """Without its times a trace is a stock of lengths, which may be used again."""
+        return self.trace is not None and (self.concurrency, self.arrivals) != (None, None)
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether a prefix cache is meant to find something."""
+        has_blocks = self.trace is not None and any(row.blocks for row in self.trace.rows)
+        return has_blocks or self.prefixes.num_tokens > 0 or bool(self.files)
+
+    def slots(self) -> Iterator[Slot]:
+        times = self._times()
+        rng = np.random.default_rng([self.seed, _LENGTHS])
+        for index in count():
+            if self.planned is not None and index >= self.planned:
+                return
+            slot = self._slot(index, rng)
+            at_s = next(times) if times is not None else slot.at_s
+            if self.is_open and self.duration_s is not None and at_s >= self.duration_s:
+                return
+            yield Slot(
+                index=index,
+                at_s=at_s,
+                prompt_tokens=slot.prompt_tokens,
+                output_tokens=slot.output_tokens,
+                blocks=slot.blocks,
+                prompt=slot.prompt,
+            )
+
+    def _times(self) -> Iterator[float] | None:
+        if self.arrivals is None:
+            return None
+        return self.arrivals.times(np.random.default_rng([self.seed, _TIMES]))
+
+    def _slot(self, index: int, rng: np.random.Generator) -> Slot:
+        if self.trace is not None:
+            row = self.trace.rows[index % len(self.trace.rows)]
+            return Slot(
+                index=index,
+                at_s=row.at_s,
+                prompt_tokens=row.prompt_tokens,
+                output_tokens=row.output_tokens,
+                blocks=row.blocks,
+                prompt=row.prompt,
+            )
+        num_output = self.output_tokens.draw(rng)
+        if self.files:
+            line = self.files[index % len(self.files)]
+            return Slot(
+                index=index,
+                at_s=0.0,
+                prompt_tokens=0,
+                output_tokens=line.output_tokens or num_output,
+                prompt=line.prompt,
+            )
+        num_own = self.prompt_tokens.draw(rng)
+        shared = self.prefixes.num_tokens
+        which = int(rng.integers(self.prefixes.num_prefixes))
+        return Slot(
+            index=index,
+            at_s=0.0,
+            prompt_tokens=num_own + shared,
+            output_tokens=num_output,
+            blocks=(Block(key=f"shared {which}", num_tokens=shared),) if shared else (),
+        )

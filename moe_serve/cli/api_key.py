@@ -1,0 +1,10 @@
+"""The key that a command sends, given as itself or as the file that holds it."""
+
+from __future__ import annotations
+
+from moe_serve.config_sources import read_secret_file
+
+
+def sent_key(text: str | None) -> str | None:
+    """@FILE stands for the first key in that file. Raises ConfigError."""
+    return read_secret_file(text[1:])[0] if text is not None and text.startswith("@") else text

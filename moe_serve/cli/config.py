@@ -1,0 +1,49 @@
+"""`moe-serve config`: what a server would be configured with, and where each value comes from."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_serve.config_sources import DEFAULT_SOURCE, LoadedConfig, load_config
+
+config = typer.Typer(no_args_is_help=True)
+
+
+@config.callback()
+def _group() -> None:
+    """What a server would be configured with."""
+
+
+@config.command()
+def show(
+    config_file: Annotated[
+        Path | None, typer.Option("--config", help="YAML file, see configs/serve.yaml.")
+    ] = None,
+    changed: Annotated[
+        bool, typer.Option("--changed", help="Only what is not the default.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
+) -> None:
+    """Print every key with its value and its source. Secrets are counted, never shown."""
+    loaded = load_config(flags={}, environ=os.environ, file=config_file)
+    entries = tuple(
+        entry for entry in loaded.entries if not changed or entry.source != DEFAULT_SOURCE
+    )
+    if as_json:
+        document = {
+            entry.key.path: {
+                "value": entry.shown if entry.key.is_secret else entry.value,
+                "source": entry.source,
+            }
+            for entry in entries
+        }
+        typer.echo(json.dumps(document, indent=2))
+    elif entries:
+        typer.echo(LoadedConfig(config=loaded.config, entries=entries).to_yaml(), nl=False)
+    else:
+        typer.echo("# every key has its default")

@@ -1,0 +1,91 @@
+"""What the system allows a server: descriptors, processes, shared memory, a port, a clock."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import resource
+import shutil
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+Fact = str | int | float | bool | None | list[str]
+SHARED_MEMORY = Path("/dev/shm")
+CLOCK_SOURCE = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
+_TIME_ERROR = 5  # what adjtimex answers while the clock is not synchronised
+_TIMEX_BYTES = 1024  # more than the structure has anywhere
+
+
+def limits() -> Mapping[str, Fact]:
+    """Of this process and its children. None: no limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return {
+        "open_files": _bound(soft),
+        "open_files_hard": _bound(hard),
+        "processes": _bound(processes),
+        "locked_memory_bytes": _bound(locked),
+        **_shared_memory(),
+    }
+
+
+def network(host: str, port: int) -> Mapping[str, Fact]:
+    """Whether the server could listen where it is configured to."""
+    return {
+        "host_name": socket.gethostname(),
+        "listen": f"{host}:{port}",
+        "port": _port(host, port),
+    }
+
+
+def clock() -> Mapping[str, Fact]:
+    """Deadlines of a cluster are of the monotonic clock; certificates and logs need the time."""
+    source = None
+    with contextlib.suppress(OSError):
+        source = CLOCK_SOURCE.read_text("utf-8").strip()
+    return {
+        "utc": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
+        "source": source,
+        "synchronised": _is_synchronised(),
+    }
+
+
+def _bound(value: int) -> int | None:
+    return None if value == resource.RLIM_INFINITY else value
+
+
+def _shared_memory() -> Mapping[str, Fact]:
+    """Where attention and expert ranks of one host put their frames."""
+    try:
+        usage = shutil.disk_usage(SHARED_MEMORY)
+    except OSError:
+        return {"shared_memory_bytes": None, "shared_memory_free_bytes": None}
+    return {"shared_memory_bytes": usage.total, "shared_memory_free_bytes": usage.free}
+
+
+def _port(host: str, port: int) -> str:
+    if port == 0:
+        return "any free one"
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        is_taken = error.errno == errno.EADDRINUSE
+        return "taken by another program" if is_taken else f"not usable: {error.strerror}"
+    return "free"
+
+
+def _is_synchronised() -> bool | None:
+    """As the kernel says; None where it cannot be asked."""
+    with contextlib.suppress(OSError, AttributeError):
+        answer = int(ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES)))
+        return None if answer < 0 else answer != _TIME_ERROR
+    return None

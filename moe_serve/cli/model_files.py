@@ -1,0 +1,56 @@
+"""What of a model's folder the HTTP side needs: read before the weights are, so that what is wrong
+with it is said at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_serve.config import Config
+from moe_serve.engine.async_engine import AsyncEngine
+from moe_serve.engine.build import BuiltEngine, model_folder
+from moe_serve.http.served_model import ServedModel
+from moe_serve.text.chat_template import ChatTemplate
+from moe_serve.text.tokenizer import Tokenizer
+
+_DEMO_MODEL_NAME = "moe-serve-demo"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    folder: Path
+    name: str  # that requests ask for
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+
+    @classmethod
+    def load(cls, config: Config) -> ModelFiles:
+        """Raises what Tokenizer and ChatTemplate raise."""
+        folder, name = model_folder(config.engine.model), config.server.served_model_name
+        tokenizer = Tokenizer.load(folder)
+        return cls(
+            folder=folder,
+            name=name or (_DEMO_MODEL_NAME if config.engine.model.path is None else folder.name),
+            tokenizer=tokenizer,
+            chat_template=ChatTemplate.load(folder, special_tokens=tokenizer.special_tokens),
+        )
+
+    @property
+    def is_named_otherwise(self) -> bool:
+        """Neither as its folder nor as the demonstration model."""
+        return self.name not in (self.folder.name, _DEMO_MODEL_NAME)
+
+    def served(
+        self, engine: AsyncEngine, built: BuiltEngine, description: Mapping[str, str]
+    ) -> ServedModel:
+        return ServedModel(
+            name=self.name,
+            tokenizer=self.tokenizer,
+            chat_template=self.chat_template,
+            created=int(time.time()),
+            max_model_len=engine.max_model_len,
+            ids_per_token=built.spec.router.top_k * built.spec.num_sparse_layers,
+            description=description,
+        )

@@ -1,0 +1,43 @@
+"""The server's application over an engine in this process, with no socket: for `run-batch`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from fastapi import FastAPI
+from rich.console import Console
+
+from moe_serve.cli.model_files import ModelFiles
+from moe_serve.cli.ready import loading_bar
+from moe_serve.cli.service import BuildEngine
+from moe_serve.cluster.any_engine import build_any_engine
+from moe_serve.config import Config, ServerConfig
+from moe_serve.engine.async_engine import AsyncEngine
+from moe_serve.http.app import create_app
+from moe_serve.logs import set_up_logs
+
+
+@contextlib.contextmanager
+def offline_app(config: Config, build: BuildEngine = build_any_engine) -> Iterator[FastAPI]:
+    """Loads the model, and lets go of it at the end. Nobody else can reach it: it needs no key."""
+    set_up_logs(config.log)
+    files = ModelFiles.load(config)
+    with loading_bar(Console(stderr=True)) as progress:
+        built = build(config.engine, progress)
+    engine = AsyncEngine(built, config.engine.scheduler)
+    try:
+        server = ServerConfig(  # only what shapes answers
+            is_strict=config.server.is_strict,
+            max_body_bytes=config.server.max_body_bytes,
+            tool_parser=config.server.tool_parser,
+            reasoning_parser=config.server.reasoning_parser,
+            grammar_in_reasoning=config.server.grammar_in_reasoning,
+        )
+        app = create_app(engine, files.served(engine, built, {}), server, grammars=built.grammars)
+        try:
+            yield app
+        finally:
+            app.state.gate.close()
+    finally:
+        engine.close()

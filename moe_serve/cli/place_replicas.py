@@ -1,0 +1,130 @@
+"""Whether replicas are worth their memory: the same problem with fewer of them, or with more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experts.placement.balance import objective_of
+from experts.placement.copies import copies_of
+from experts.placement.errors import PlacementError
+from experts.placement.problem import PlacementProblem
+from experts.placement.solution import Solution
+from experts.placement.steps import StepBalance
+
+_WORTH, _OF_MEMORY = 0.01, 0.1  # the largest load falls by 1%, and by a tenth of the memory
+_AS_GOOD = 1.005  # of the objective: fewer replicas that come so near would do
+
+Ints = NDArray[np.int64]
+Solve = Callable[[PlacementProblem], Solution]
+Step = Callable[[Ints], StepBalance | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaTrial:
+    """One number of replicas in a layer."""
+
+    num_replicas: int
+    objective: float
+    step: float | None  # balancedness of single steps
+    more_memory: float  # than without replicas, as a part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaVerdict:
+    """Trials ascend by replicas; one of them is the plan."""
+
+    trials: list[ReplicaTrial]
+    sentence: str
+
+
+def judge_replicas(
+    problem: PlacementProblem, copies_LED: Ints, solve: Solve, step: Step
+) -> ReplicaVerdict | None:
+    """None where devices differ, so that it is not said who would have fewer slots."""
+    slots = {device.num_slots for device in problem.devices.devices}
+    if len(slots) != 1:
+        return None
+    num_devices, num_experts = len(problem.devices), problem.loads.num_experts
+    (now,) = slots
+    least = -(-num_experts // num_devices)
+    wanted = sorted({least, *(now - less for less in (1, 2, 4, 8) if now - less > least), now})
+    if now == least and now < num_experts:
+        wanted.append(now + 1)
+    trials = []
+    for per_device in wanted:
+        found = copies_LED if per_device == now else _other(problem, per_device, solve)
+        if found is not None:
+            num_replicas, steps = per_device * num_devices - num_experts, step(found)
+            trials.append(
+                ReplicaTrial(
+                    num_replicas=num_replicas,
+                    objective=objective_of(problem, found),
+                    step=None if steps is None else steps.even,
+                    more_memory=num_replicas / num_experts,
+                )
+            )
+    num_replicas = now * num_devices - num_experts
+    return ReplicaVerdict(trials=trials, sentence=_sentence(trials, num_replicas))
+
+
+def _other(problem: PlacementProblem, per_device: int, solve: Solve) -> Ints | None:
+    """None where no plan has so many slots."""
+    devices = tuple(
+        replace(device, num_slots=per_device, memory_bytes=None)
+        for device in problem.devices.devices
+    )
+    try:
+        other = replace(
+            problem,
+            devices=replace(problem.devices, devices=devices),
+            move=None,
+        )
+        return copies_of(solve(other).placement, problem.loads.layers)
+    except PlacementError:
+        return None
+
+
+def _sentence(trials: list[ReplicaTrial], num_replicas: int) -> str:
+    """Of the largest load of a device, which is what a layer waits for."""
+    first, plan = trials[0], next(t for t in trials if t.num_replicas == num_replicas)
+    if plan is first:
+        if len(trials) == 1:
+            return "Replicas were not tried."
+        more = trials[-1]
+        gain = 1.0 - more.objective / plan.objective
+        worth = "worth" if _pays(gain, more) else "not worth"
+        return (
+            f"No replicas: {more.num_replicas} a layer ({more.more_memory:.1%} more memory) would "
+            f"lower the largest load by {gain:.1%}, from {plan.objective:.3f} to "
+            f"{more.objective:.3f} times the mean{_of_steps(plan, more)}: {worth} it."
+        )
+    gain = 1.0 - plan.objective / first.objective
+    fall = (
+        f"{num_replicas} replicas a layer ({plan.more_memory:.1%} more memory) lower the largest "
+        f"load by {gain:.1%}, from {first.objective:.3f} to {plan.objective:.3f} times the mean"
+        f"{_of_steps(first, plan)}"
+    )
+    if not _pays(gain, plan):
+        return f"{fall}: not worth their memory."
+    enough = next(t for t in trials if t.objective <= plan.objective * _AS_GOOD)
+    if enough.num_replicas < num_replicas:
+        return (
+            f"{fall}: worth it, but {enough.num_replicas} would do ({enough.objective:.3f}, for "
+            f"{enough.more_memory:.1%} more memory)."
+        )
+    return f"{fall}: worth their memory."
+
+
+def _pays(gain: float, trial: ReplicaTrial) -> bool:
+    """Memory for replicas is memory that the KV cache does not get."""
+    return gain >= max(_WORTH, _OF_MEMORY * trial.more_memory)
+
+
+def _of_steps(before: ReplicaTrial, after: ReplicaTrial) -> str:
+    if before.step is None or after.step is None:
+        return ""
+    return f" (balancedness of single steps: {before.step:.3f} to {after.step:.3f})"

@@ -1,0 +1,53 @@
+"""Solvers by the names that the command line has for them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from experts.placement.references.eplb_solver import Eplb
+from experts.placement.references.plain import Linear, RoundRobin
+from experts.placement.search.solver import Search
+from moe_serve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from experts.placement.solution import Solver
+    from moe_serve.cli.place_order import Posed
+
+
+def make_solver(name: str, posed: Posed, *, thorough: bool = False) -> Solver:
+    """`thorough`: the search uses all the time it is given."""
+    if name == "search":
+        return Search(thorough=thorough)
+    if name == "ilp":
+        from experts.placement.ilp.solver import IlpSolver
+
+        return IlpSolver(Search())
+    if name == "linear":
+        return Linear()
+    if name == "round-robin":
+        return RoundRobin()
+    return Eplb(groups_of(posed), hierarchical=name == "eplb-hierarchical")
+
+
+def fan_out_solver(base: Solver, posed: Posed, slack: float) -> Solver:
+    """Few nodes of a token, from the plan that `base` makes. Raises ConfigError."""
+    if posed.workloads.tokens is None:
+        raise ConfigError(
+            "--objective fan-out needs the choices of single tokens: give traces with --trace, all "
+            "of the same top-k, and no tables of loads."
+        )
+    from experts.placement.affinity.solver import FanOutOptions, FanOutSolver
+
+    return FanOutSolver(posed.workloads.tokens, base, FanOutOptions(cap=slack))
+
+
+def engine_default(posed: Posed) -> str:
+    """What SGLang and vLLM run by themselves: by groups where these divide over the nodes."""
+    num_nodes, groups = posed.problem.devices.num_nodes, groups_of(posed)
+    return "eplb-hierarchical" if num_nodes > 1 and groups % num_nodes == 0 else "eplb"
+
+
+def groups_of(posed: Posed) -> int:
+    """Of experts, as asked for or as the model's router has them; 1: none."""
+    grouping = posed.problem.grouping
+    return posed.model.num_groups if grouping is None else grouping.num_groups

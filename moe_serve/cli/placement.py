@@ -1,0 +1,84 @@
+"""`moe-serve placement`: where the experts of a running server lie, and moving them now."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from moe_serve.cli.admin_client import URL, AdminClient, AdminKey, Url
+from moe_serve.cli.wide_console import wide_console
+from moe_serve.errors import RebalanceError
+
+_STATUS = frozenset({"mode", "state", "version", "balance", "last", "num_plans"})
+_PLAN = frozenset({"format", "num_ranks", "layers"})
+_POLL_S = 0.2
+
+placement = typer.Typer(no_args_is_help=True)
+
+
+@placement.command()
+def status(url: Url = URL, admin_key: AdminKey = None) -> None:
+    """Which placement is in force, how balanced it is, and what came of the last plan."""
+    _print(_client(url, admin_key).ask("GET", "placement", _STATUS))
+
+
+@placement.command()
+def rebalance(
+    url: Url = URL,
+    admin_key: AdminKey = None,
+    wait: Annotated[bool, typer.Option(help="Until it is known what came of it.")] = True,
+) -> None:
+    """Plan now by what was chosen lately, and move experts if that is worth it."""
+    client = _client(url, admin_key)
+    found = client.ask("POST", "placement/rebalance", _STATUS)
+    while wait and found["state"] != "idle":
+        time.sleep(_POLL_S)
+        found = client.ask("GET", "placement", _STATUS)
+    _print(found)
+
+
+@placement.command()
+def save(
+    file: Annotated[Path, typer.Argument(help="Where to; for serve's --placement.")],
+    url: Url = URL,
+    admin_key: AdminKey = None,
+) -> None:
+    """Write the placement in force into a file, so that a restarted server begins with it."""
+    content = _client(url, admin_key).ask("GET", "placement/plan", _PLAN)
+    try:
+        file.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise RebalanceError(f"{file} cannot be written: {error.strerror}.") from None
+    typer.echo(f"{file}: {len(content['layers'])} layers on {content['num_ranks']} expert ranks")
+
+
+def _client(url: str, key: str | None) -> AdminClient:
+    return AdminClient(url=url, key=key, error=RebalanceError)
+
+
+def _print(found: Mapping[str, Any]) -> None:
+    table = Table.grid(padding=(0, 2))
+    table.add_row("re-balance", found["mode"])
+    table.add_row("state", found["state"])
+    table.add_row("placement", f"version {found['version']}, {found['age_s']:.0f} s old")
+    figures = {name: value for name, value in found["balance"].items() if value is not None}
+    shown = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
+    table.add_row("balancedness", shown or "not known yet")
+    table.add_row("counted", f"{found['num_counted_tokens']} tokens since the last plan")
+    table.add_row(
+        "moved", f"{found['num_copies']} copies, {found['num_bytes'] / 2**20:.4g} MiB were read"
+    )
+    before, during = found["before_p99_s"], found["during_p99_s"]
+    if before is not None and during is not None:
+        table.add_row("p99 step", f"{1e3 * before:.1f} ms, {1e3 * during:.1f} ms during the move")
+    plans = {name: count for name, count in found["num_plans"].items() if count}
+    table.add_row("plans", ", ".join(f"{name} {count}" for name, count in plans.items()) or "none")
+    if found["last"] is not None:
+        table.add_row("the last", f"{found['last']['outcome']}: {found['last']['text']}")
+    wide_console().print(table)

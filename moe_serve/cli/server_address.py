@@ -1,0 +1,36 @@
+"""The server that a command is to talk to, and what each request to it carries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import httpx
+
+from moe_serve.errors import ConfigError
+
+_LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    url: httpx.URL  # without /v1
+    headers: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, url: str, api_key: str | None) -> ServerAddress:
+        """With or without /v1. Raises ConfigError."""
+        try:
+            parsed = httpx.URL(url.rstrip("/").removesuffix("/v1"))
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"{url} is not a URL: {error}.") from error
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise ConfigError(f"{url} is not a URL such as http://127.0.0.1:8000.")
+        if api_key is not None and not api_key.isascii():
+            raise ConfigError("the API key holds a character that cannot be sent.")
+        return cls(parsed, {} if api_key is None else {"Authorization": f"Bearer {api_key}"})
+
+    @property
+    def uses_proxies(self) -> bool:
+        """Those of the environment: never on the way to this machine."""
+        return self.url.host not in _LOOPBACK_HOSTS

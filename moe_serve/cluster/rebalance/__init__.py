@@ -1,0 +1,1 @@
+"""Experts that move between ranks while these serve: measured, planned, copied, switched."""

@@ -1,0 +1,209 @@
+"""From one placement to another while steps go on: copies beside them, a switch between two.
+
+idle -> copying -> switch -> copying (the next round) -> switch -> idle
+           '-- somebody is lost, joins, cannot read or takes too long: dropped -> idle
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from experts.placement.plan import Placement
+from moe_serve.cluster.messages import (
+    DropPlacement,
+    Order,
+    Staged,
+    StagePlacement,
+    SwitchPlacement,
+)
+from moe_serve.cluster.rebalance.current_placement import CurrentPlacement
+from moe_serve.cluster.rebalance.rounds import Round, rounds
+from moe_serve.cluster.rebalance.step_times import StepTimes
+from moe_serve.cluster.roster import Phase, Roster
+
+_log = logging.getLogger(__name__)
+
+_SLACK, _LEAST_S = 10.0, 60.0  # a round may take so many times as long as its bytes should, and so
+
+SendOrder = Callable[[str, Order], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveEnd:
+    """What came of a move; `why`: it was called off, in its present round."""
+
+    why: str | None
+    num_rounds: int  # that ended with a switch
+    num_copies: int  # of them
+    seconds: float
+    is_refused: bool = False  # it did not begin: somebody is away, or the placement is another
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoverLimits:
+    """What ranks may do for a move."""
+
+    room: int  # copies that each can take beside what it has
+    bytes_per_s: float  # that each reads
+    expert_bytes: int  # at most, of one expert
+
+
+@dataclass(frozen=True, slots=True)
+class _Proposal:
+    """A plan in rounds, and the version from which they go."""
+
+    base: int
+    rounds: list[Round]
+
+
+@dataclass(slots=True)
+class _Move:
+    """A plan that is being carried out."""
+
+    left: deque[Round]  # the first is being made ready
+    began: float
+    number: int = 0  # of its placement; 0: nobody was told of one
+    waiting: set[str] = field(default_factory=set)  # ranks that are not ready for it
+    deadline: float = 0.0
+    num_rounds: int = 0  # that are over
+    num_moved: int = 0  # copies of these
+
+
+class Mover:
+    """Used by the engine thread, between steps; `propose`, `is_moving` and the counts by any."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        send: SendOrder,
+        current: CurrentPlacement,
+        limits: MoverLimits,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._roster, self._send, self._current = roster, send, current
+        self._limits, self._clock = limits, clock
+        self._proposals: queue.SimpleQueue[_Proposal] = queue.SimpleQueue()
+        self._numbers = itertools.count(1)
+        self._move: _Move | None = None
+        self.on_end: Callable[[MoveEnd], None] = lambda end: None
+        self.times = StepTimes()
+        self.num_bytes = 0  # read by ranks, since the start
+        self.num_copies = 0  # that were switched to
+
+    def propose(self, target: Placement) -> None:
+        """Somebody would rather have this placement. On any thread, which does the arithmetic.
+        Raises PlacementError if ranks have not room for it."""
+        version = self._current.version
+        found = rounds(version.placement, target, self._limits.room)
+        self._proposals.put(_Proposal(version.number, found))
+
+    @property
+    def is_moving(self) -> bool:
+        return self._move is not None
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `advance` has something to do although no rank said anything."""
+        return self._move is None and not self._proposals.empty()
+
+    def heard(self, name: str, staged: Staged) -> None:
+        """A rank is ready, or cannot be."""
+        move = self._move
+        if move is None or staged.placement != move.number or name not in move.waiting:
+            return  # of a move that was called off
+        self.num_bytes += staged.num_bytes
+        if staged.why is not None:
+            self.call_off(f"{name} could not read an expert: {staged.why}")
+            return
+        move.waiting.discard(name)
+
+    def advance(self) -> None:
+        """Whatever can be done now, between two steps, with every rank of the epoch at its place:
+        begin a move, or switch."""
+        if self._move is None and not self._proposals.empty():
+            self._begin(self._proposals.get())
+            return
+        move = self._move
+        if move is None:
+            return
+        if not move.waiting:
+            self._switch(move)
+        elif self._clock() > move.deadline:
+            names = ", ".join(sorted(move.waiting))
+            self.call_off(f"{names} did not read its experts in time")
+
+    def call_off(self, why: str) -> None:
+        """Nothing comes of the round under way: everybody serves by the placement in force. What
+        rounds before it have changed stays."""
+        move = self._move
+        if move is None:
+            return
+        for state in self._roster.present():
+            self._send(str(state.name), DropPlacement())
+        self._end(move, why)
+
+    def _begin(self, proposal: _Proposal) -> None:
+        self._move = move = _Move(left=deque(proposal.rounds), began=self._clock())
+        away = [str(s.name) for s in self._roster.all() if s.phase is not Phase.SERVING]
+        if away:
+            self._end(move, f"{', '.join(away)} is away", is_refused=True)
+        elif proposal.base != self._current.version.number:
+            self._end(move, "experts have moved since the plan was made", is_refused=True)
+        else:
+            self.times.begin()
+            self._stage(move)
+
+    def _stage(self, move: _Move) -> None:
+        """Tell everybody of the next round."""
+        if not move.left:
+            self._end(move, None)
+            return
+        following = move.left[0]
+        move.number = next(self._numbers)
+        move.waiting = set(self._roster.states)
+        move.deadline = self._clock() + self._seconds_allowed(following.most_copies)
+        for state in self._roster.all():
+            is_expert = state.name.role == "expert"
+            order = StagePlacement(
+                placement=move.number,
+                ranks_of=following.ranks_of,
+                held=following.held[state.name.index] if is_expert else {},
+                gained=following.gained[state.name.index] if is_expert else {},
+                bytes_per_s=self._limits.bytes_per_s,
+            )
+            self._send(str(state.name), order)
+
+    def _seconds_allowed(self, num_copies: int) -> float:
+        limits = self._limits
+        return _LEAST_S + _SLACK * num_copies * limits.expert_bytes / limits.bytes_per_s
+
+    def _switch(self, move: _Move) -> None:
+        """The point of no return: from here on this is the placement, whoever is lost."""
+        ended = move.left.popleft()
+        self._current.switch(move.number, ended.placement)
+        for name in self._roster.states:
+            self._send(name, SwitchPlacement(placement=move.number))
+        move.num_rounds += 1
+        move.num_moved += ended.num_copies
+        self.num_copies += ended.num_copies
+        _log.info("placement %d: %d copies moved", move.number, ended.num_copies)
+        self._stage(move)
+
+    def _end(self, move: _Move, why: str | None, *, is_refused: bool = False) -> None:
+        self._move = None
+        if move.number:
+            self.times.end()
+        end = MoveEnd(
+            why=why,
+            num_rounds=move.num_rounds,
+            num_copies=move.num_moved,
+            seconds=self._clock() - move.began,
+            is_refused=is_refused,
+        )
+        self.on_end(end)

@@ -1,0 +1,114 @@
+"""Which tokens a step's sequences may take next: constraints, allowed tokens, and bad words.
+
+C rows that are not free, W words of 32 tokens each (on a little-endian machine).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_kernels.token_mask import TokenMasks, num_words
+from moe_serve.engine.grammar.grammars import Grammars
+from moe_serve.engine.grammar.matcher import SequenceMatcher
+from moe_serve.engine.sequence import Sequence
+from moe_serve.errors import InvalidGrammarError
+
+_NOTHING_LEFT = "its parameters together allow no token here"
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedRows:
+    """`masks`: None where every row is free. `failures`: row -> why it can take no token."""
+
+    masks: TokenMasks | None = None
+    failures: dict[int, str] = field(default_factory=dict)
+
+
+class AnswerMasks:
+    """Of one model. A sequence's mask depends on its own tokens and request only."""
+
+    def __init__(
+        self, vocab_size: int, eos_token_ids: frozenset[int], grammars: Grammars | None = None
+    ) -> None:
+        self._grammars, self._eos = grammars, sorted(eos_token_ids)
+        self._any_W = _bits(range(vocab_size), num_words(vocab_size))
+
+    def of(self, sequences: Rows[Sequence]) -> MaskedRows:
+        """One mask for each row that is not free."""
+        rows = [row for row, sequence in enumerate(sequences) if _is_masked(sequence)]
+        if not rows:
+            return MaskedRows()
+        bits_CW = np.empty((len(rows), len(self._any_W)), np.uint32)
+        failures: dict[int, str] = {}
+        for bits_W, row in zip(bits_CW, rows, strict=True):
+            if (why := self._fill(sequences[row], bits_W)) is not None:
+                failures[row] = why
+        return MaskedRows(TokenMasks(np.array(rows, np.int64), bits_CW), failures)
+
+    def _fill(self, sequence: Sequence, bits_W: NDArray[np.uint32]) -> str | None:
+        """The mask of one row; or why it is empty."""
+        params = sequence.request.params
+        bits_W[:] = self._any_W
+        if params.constraint is not None:
+            bits_W[:] = 0
+            answer = sequence.token_ids[sequence.num_prompt_tokens :]
+            try:
+                why = self._matcher(sequence).fill(answer, bits_W)
+            except InvalidGrammarError as error:
+                why = str(error)
+            if why is not None:
+                return why
+            if not _without(bits_W, self._eos).any():
+                return None  # it is complete: there is nothing to wait for or to choose from
+        if params.allowed_token_ids:
+            bits_W &= _bits(params.allowed_token_ids, len(bits_W))
+        banned = list(_bad_tokens(sequence))
+        if sequence.is_short:
+            banned += [*self._eos, *params.stop_token_ids]
+        elif params.ignore_eos and params.constraint is not None:
+            banned += self._eos
+        bits_W[:] = _without(bits_W, banned)
+        return None if bits_W.any() else _NOTHING_LEFT
+
+    def _matcher(self, sequence: Sequence) -> SequenceMatcher:
+        """The sequence's own, made when it is first asked for."""
+        if sequence.matcher is None:
+            constraint = sequence.request.params.constraint
+            assert constraint is not None, f"{sequence.request.request_id} has no constraint"
+            if self._grammars is None:
+                raise InvalidGrammarError("This engine follows no grammars.")
+            sequence.matcher = SequenceMatcher(self._grammars.matcher(constraint))
+        return sequence.matcher
+
+
+def _is_masked(sequence: Sequence) -> bool:
+    params = sequence.request.params
+    return bool(params.constraint or params.allowed_token_ids or params.bad_word_ids)
+
+
+def _bad_tokens(sequence: Sequence) -> Iterable[int]:
+    """Tokens that would complete a bad word in the answer."""
+    num_prompt, tokens = sequence.num_prompt_tokens, sequence.token_ids
+    for word in sequence.request.params.bad_word_ids:
+        start = len(tokens) - len(word) + 1
+        if start >= num_prompt and tuple(tokens[start:]) == word[:-1]:
+            yield word[-1]
+
+
+def _bits(tokens: Iterable[int], num: int) -> NDArray[np.uint32]:
+    is_there = np.zeros(num * 32, np.bool_)
+    is_there[np.fromiter(tokens, np.int64)] = True
+    bits_W: NDArray[np.uint32] = np.packbits(is_there, bitorder="little").view(np.uint32)
+    return bits_W
+
+
+def _without(bits_W: NDArray[np.uint32], tokens: Iterable[int]) -> NDArray[np.uint32]:
+    rest: NDArray[np.uint32] = bits_W.copy()
+    for token in tokens:
+        rest[token >> 5] &= ~np.uint32(1 << (token & 31))
+    return rest

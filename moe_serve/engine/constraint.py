@@ -1,0 +1,45 @@
+"""What an answer must look like: a grammar that every sampled token has to follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from moe_serve.errors import InvalidGrammarError
+
+MAX_SOURCE_CHARS = 65_536
+ANSWER = "@answer"  # in a lead
+
+ConstraintKind = Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf"]
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """`source` is text: the schema as JSON, the pattern, the choices as a JSON list of strings, or
+    the grammar (`lark` is llguidance's dialect, `gbnf` llama.cpp's). Nothing for `json_object`.
+
+    `lead`: what comes before that, such as reasoning: a Lark grammar in which `@answer` stands for
+    the rest. Empty: nothing does."""
+
+    kind: ConstraintKind
+    source: str = ""
+    lead: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(ConstraintKind):
+            kinds = ", ".join(get_args(ConstraintKind))
+            raise InvalidGrammarError(
+                f"The kind of a constraint must be one of {kinds}, got {self.kind!r:.100}."
+            )
+        for name, text in (("source", self.source), ("lead", self.lead)):
+            if not isinstance(text, str):
+                raise InvalidGrammarError(
+                    f"The {name} of a constraint must be a string, got {text!r:.100}."
+                )
+            if len(text) > MAX_SOURCE_CHARS:
+                raise InvalidGrammarError(
+                    f"The {name} of a constraint must have at most {MAX_SOURCE_CHARS} characters, "
+                    f"got {len(text)}."
+                )
+        if self.lead and ANSWER not in self.lead:
+            raise InvalidGrammarError(f"The lead of a constraint must go on to {ANSWER}.")

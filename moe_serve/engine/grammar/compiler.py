@@ -1,0 +1,108 @@
+"""From a constraint to something that follows it, with the library's own limits."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import llguidance
+from llguidance.gbnf_to_lark import any_to_lark
+
+from moe_serve.engine.constraint import ANSWER, Constraint
+from moe_serve.engine.grammar.limits import MAX_REASON_CHARS, parser_limits
+from moe_serve.engine.grammar.vocabulary import Vocabulary
+from moe_serve.errors import InvalidGrammarError
+
+# Between the parts of JSON: a space, or a new line and its indent. Without a bound, a model that is
+# at a loss writes spaces to the end.
+_WHITESPACE = r"(\x20|\x0D?\x0A[\x20\x09]{0,24})"
+_KINDS = {
+    "json_object": "JSON object",
+    "json_schema": "JSON schema",
+    "regex": "regular expression",
+    "choice": "list of choices",
+    "lark": "Lark grammar",
+    "gbnf": "GBNF grammar",
+}
+
+
+def compile_constraint(constraint: Constraint, vocabulary: Vocabulary) -> llguidance.LLMatcher:
+    """Raises InvalidGrammarError if it is none, is too large, or allows nothing at all. What comes
+    behind a lead is compiled by itself too, as a lead allows something whatever follows."""
+    grammar = grammar_of(constraint)
+    matcher = _compiled(constraint, grammar, vocabulary)
+    if not constraint.lead:
+        return matcher
+    answer = {**json.loads(grammar)["grammars"][0], "name": ANSWER.removeprefix("@")}
+    led = {"grammars": [{"lark_grammar": constraint.lead}, answer]}
+    return _compiled(constraint, json.dumps(led), vocabulary)
+
+
+def _compiled(constraint: Constraint, grammar: str, vocabulary: Vocabulary) -> llguidance.LLMatcher:
+    matcher = llguidance.LLMatcher(
+        vocabulary.tokenizer, grammar, log_level=0, limits=parser_limits()
+    )
+    if not matcher.is_error():
+        first = matcher.deep_copy()
+        mask = first.compute_bitmask()
+        if not first.is_error() and any(mask):
+            return matcher
+        raise refusal(constraint, first.get_error() or "it allows no token at all")
+    raise refusal(constraint, matcher.get_error())
+
+
+def grammar_of(constraint: Constraint) -> str:
+    """In the library's own words, without its lead."""
+    source = constraint.source
+    try:
+        if constraint.kind == "json_object":
+            return _of_schema('{"type":"object"}')
+        if constraint.kind == "json_schema":
+            return _of_schema(source)
+        if constraint.kind == "regex":
+            return llguidance.LLMatcher.grammar_from_regex(source)
+        if constraint.kind == "choice":
+            choices = [json.dumps(text, ensure_ascii=False) for text in json.loads(source)]
+            return _of_lark("start: " + " | ".join(choices))
+        return _of_lark(lark_of(constraint).source)
+    except ValueError as error:
+        raise refusal(constraint, str(error)) from None
+
+
+def lark_of(constraint: Constraint) -> Constraint:
+    """A GBNF grammar in Lark; anything else as it is. Run where a runaway can be ended."""
+    if constraint.kind != "gbnf":
+        return constraint
+    try:
+        return replace(constraint, kind="lark", source=any_to_lark(constraint.source))
+    except RecursionError:
+        raise refusal(constraint, "it is nested too deeply") from None
+    except Exception as error:  # the converter raises what it likes
+        raise refusal(constraint, str(error)) from None
+
+
+def refusal(constraint: Constraint, reason: str) -> InvalidGrammarError:
+    """One sentence, with the beginning of the library's reason."""
+    lines = reason.partition("<state>")[0].split("\n")
+    first = lines[0]
+    if "regex parse error" in first:  # the reason comes last, after a drawing
+        first = next((line for line in reversed(lines) if line.startswith("error:")), first)
+    if first.startswith("NoExtension"):
+        first = "it allows no answer at all, such as one that only refers to itself"
+    shown = re.sub(r"\s+", " ", first).strip().rstrip(".")
+    if len(shown) > MAX_REASON_CHARS:
+        shown = shown[:MAX_REASON_CHARS] + "..."
+    return InvalidGrammarError(
+        f"This {_KINDS[constraint.kind]} cannot be used: {shown or 'no reason is known'}."
+    )
+
+
+def _of_schema(schema: str) -> str:
+    return llguidance.LLMatcher.grammar_from_json_schema(
+        schema, overrides={"whitespace_pattern": _WHITESPACE}
+    )
+
+
+def _of_lark(grammar: str) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": grammar}]})

@@ -1,0 +1,32 @@
+"""How large a constraint may be, and what compiling and following it may take.
+
+The library's own limits are counted in its work, not in seconds, so a grammar that one process has
+compiled within them another one compiles too.
+"""
+
+from __future__ import annotations
+
+import llguidance
+
+MAX_DEPTH = 64  # of brackets
+MAX_NODES = 10_000  # values and keys of a schema
+MAX_CHOICES = 1024
+MAX_REASON_CHARS = 200  # of the library's words in an error
+
+COMPILE_TIMEOUT_S = 2.0  # usually a few ms
+WORKER_BYTES = 1 << 30  # of address space
+MAX_WAITING = 64  # constraints nobody has compiled yet, in the queue for the worker
+MAX_KEPT = 128  # compiled grammars; some 200 KB each, more for large ones
+MAX_VERDICTS = 4096  # digests of constraints that were judged, and why they are refused
+
+
+def parser_limits() -> llguidance.LLParserLimits:
+    """Of one grammar: its size, and what a single step of following it may cost."""
+    return llguidance.LLParserLimits(
+        max_grammar_size=200_000,
+        max_lexer_states=16_000,  # 1 to 2 KB each
+        initial_lexer_fuel=1_000_000,  # about 20 ms
+        step_lexer_fuel=200_000,  # about 15 ms
+        step_max_items=50_000,  # about 3 ms
+        verbose_errors=False,
+    )

@@ -1,0 +1,28 @@
+"""One sequence's way through its grammar: what may come next, after the answer so far."""
+
+from __future__ import annotations
+
+import llguidance
+import numpy as np
+from numpy.typing import NDArray
+
+
+class SequenceMatcher:
+    """Kept with a sequence by whoever samples it. It reads the answer's tokens when it is asked:
+    after a preemption it goes on, and on another rank it catches up."""
+
+    __slots__ = ("_matcher", "_num_read")
+
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+        self._matcher, self._num_read = matcher, 0
+
+    def fill(self, answer: list[int], bits_W: NDArray[np.uint32]) -> str | None:
+        """Set a bit for each token that may follow the answer; or say why none can."""
+        self._matcher.consume_tokens(answer[self._num_read :])
+        self._num_read = len(answer)
+        if not self._matcher.is_error():
+            self._matcher.unsafe_compute_mask_ptr(bits_W.ctypes.data, bits_W.nbytes)
+        if not self._matcher.is_error():
+            return None if bits_W.any() else "its grammar allows no token here"
+        why = self._matcher.get_error().partition("<state>")[0].split("\n")[0][:200]
+        return f"its grammar cannot be followed further: {why}"

@@ -1,0 +1,73 @@
+"""What can be said of a constraint without compiling it: its size, its depth, its shape."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from moe_serve.engine.constraint import Constraint
+from moe_serve.engine.grammar.compiler import refusal
+from moe_serve.engine.grammar.limits import MAX_CHOICES, MAX_DEPTH, MAX_NODES
+
+_OPEN, _CLOSE = "([{", ")]}"
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_ESCAPE = re.compile(r"\\.", re.DOTALL)
+
+
+def check_source(constraint: Constraint) -> None:
+    """Cheap, on any thread. Raises InvalidGrammarError."""
+    source, kind = constraint.source, constraint.kind
+    depth = _depth(constraint)
+    if depth > MAX_DEPTH:
+        raise refusal(constraint, f"its brackets are nested {depth} deep, at most {MAX_DEPTH} are")
+    if kind == "json_object":
+        return
+    if not source.strip():
+        raise refusal(constraint, "it is empty")
+    if kind not in ("json_schema", "choice"):
+        return
+    try:
+        value = json.loads(source)
+    except ValueError as error:
+        raise refusal(constraint, f"it is not valid JSON: {error}") from None
+    if kind == "choice":
+        _check_choices(constraint, value)
+    elif not isinstance(value, dict | bool):
+        raise refusal(constraint, "it must be an object")
+    elif (count := _num_nodes(value)) > MAX_NODES:
+        raise refusal(constraint, f"it has {count} values, at most {MAX_NODES} are allowed")
+
+
+def _check_choices(constraint: Constraint, value: Any) -> None:
+    if not isinstance(value, list) or not all(isinstance(choice, str) for choice in value):
+        raise refusal(constraint, "it must be a list of strings")
+    if not 1 <= len(value) <= MAX_CHOICES:
+        raise refusal(constraint, f"it must hold 1 to {MAX_CHOICES} choices, got {len(value)}")
+    if not any(value):
+        raise refusal(constraint, "it has no choice but the empty one")
+
+
+def _depth(constraint: Constraint) -> int:
+    """Of brackets outside of strings and escapes."""
+    is_json = constraint.kind in ("json_schema", "choice")
+    depth = deepest = 0
+    for char in (_STRING if is_json else _ESCAPE).sub("", constraint.source):
+        if char in _OPEN:
+            depth += 1
+            deepest = max(deepest, depth)
+        elif char in _CLOSE and depth:
+            depth -= 1
+    return deepest
+
+
+def _num_nodes(value: Any) -> int:
+    count, rest = 0, [value]
+    while rest:
+        item = rest.pop()
+        count += 1
+        if isinstance(item, dict):
+            rest += item.values()
+        elif isinstance(item, list):
+            rest += item
+    return count

@@ -1,0 +1,37 @@
+"""A model's routers as the predictors between layers need them."""
+
+from __future__ import annotations
+
+from moe_serve.errors import ConfigError
+from moe_serve.model.loader import ModelLoader
+from moe_serve.model.spec import ModelSpec
+from routing_predictor.router_residual import RouterWeights
+
+
+def layer_routers(loader: ModelLoader) -> list[RouterWeights]:
+    """Norm and router of each layer with routed experts, in fp32, on the loader's device."""
+    spec = loader.spec
+    return [
+        RouterWeights(
+            layer=layer,
+            norm_D=weights["moe_norm"].float(),
+            norm_eps=spec.norm_eps,
+            weight_ED=weights["router"],
+            bias_E=weights.get("router_bias"),
+        )
+        for layer, each in enumerate(spec.layers)
+        if each.is_sparse
+        for weights in [loader.router_weights(layer)]
+    ]
+
+
+def check_routers(spec: ModelSpec, name: str) -> None:
+    """A predictor between layers knows logits only, the k largest of which must be chosen. Raises
+    ConfigError for a model (`name`: of its folder) with other routers."""
+    router = spec.router
+    if router.has_selection_bias or router.shape.num_groups > 1:
+        why = "a bias of the choice" if router.has_selection_bias else "groups of experts"
+        raise ConfigError(
+            f"{name} ({spec.family}) has routers with {why}, and next-layer and "
+            "pre-attention predictors know logits only: train and judge a request predictor."
+        )

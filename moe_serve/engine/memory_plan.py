@@ -1,0 +1,98 @@
+"""What memory a server will take, process by process, reckoned before any weight is read.
+
+Weights are the model's shapes in the dtype they are held in; a kernel's own packing of them, torch,
+and what a step computes in come on top. So a plan that does not fit will not run, and one that just
+fits may not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moe_serve.errors import ConfigError
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessMemory:
+    """Bytes of one process: the server's, or a rank's. `kv_bytes` of `num_pages` KV pages."""
+
+    name: str
+    device: str
+    weights: int
+    kv_bytes: int = 0
+    num_pages: int = 0
+    buffers: int = 0  # of rows on their way between attention and experts
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_bytes + self.buffers
+
+    def __str__(self) -> str:
+        parts = [f"weights {gib(self.weights)}"]
+        if self.kv_bytes:
+            parts.append(f"{self.num_pages} KV pages {gib(self.kv_bytes)}")
+        if self.buffers:
+            parts.append(f"dispatch buffers {gib(self.buffers)}")
+        return f"{self.name} on {self.device}: {', '.join(parts)}, in all {gib(self.total)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Free bytes of one memory, and which processes share it."""
+
+    name: str
+    free: int
+    users: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """All processes, and the memories of this machine that could be looked at."""
+
+    processes: tuple[ProcessMemory, ...]
+    rooms: tuple[Room, ...]
+
+    def needed(self, room: Room) -> int:
+        return sum(process.total for process in self.processes if process.name in room.users)
+
+    def lines(self) -> list[str]:
+        """For the log."""
+        rooms = [
+            f"{room.name}: {gib(self.needed(room))} of {gib(room.free)} that are free"
+            for room in self.rooms
+        ]
+        return [str(process) for process in self.processes] + rooms
+
+    def check(self) -> None:
+        """Raises ConfigError where the processes cannot fit."""
+        for room in self.rooms:
+            if self.needed(room) > room.free:
+                raise ConfigError(self._refusal(room))
+
+    def _refusal(self, room: Room) -> str:
+        users = [process for process in self.processes if process.name in room.users]
+        weights, kv_bytes = sum(p.weights for p in users), sum(p.kv_bytes for p in users)
+        buffers = sum(p.buffers for p in users)
+        pages = sum(p.num_pages for p in users)
+        return (
+            f"the model does not fit: weights take {gib(weights)}, {pages} KV pages "
+            f"{gib(kv_bytes)} and dispatch buffers {gib(buffers)}, {gib(self.needed(room))} in all,"
+            f" and {room.name} has {gib(room.free)} free: {_advice(users)}."
+        )
+
+
+def _advice(users: Sequence[ProcessMemory]) -> str:
+    kv_bytes = sum(process.kv_bytes for process in users)
+    if kv_bytes > sum(process.weights for process in users):
+        return "give the KV cache less (cache.num_pages, cache.memory_bytes, model.max_model_len)"
+    return (
+        "keep fewer experts in memory (model.expert_memory_bytes), give the KV cache less "
+        "(cache.num_pages), or use ranks on more machines (moe-serve launch)"
+    )
+
+
+def gib(count: int) -> str:
+    return f"{count / _GIB:.2f} GiB" if count >= _GIB / 10 else f"{count / 2**20:.1f} MiB"

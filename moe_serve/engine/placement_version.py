@@ -1,0 +1,22 @@
+"""What traces and predictors call a placement: a hash of its file."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from pathlib import Path
+
+from moe_serve.config import ClusterConfig
+from moe_serve.errors import ConfigError
+
+_NUM_DIGITS = 16
+
+
+def placement_version(cluster: ClusterConfig) -> str:
+    """Empty where there is no file. Raises ConfigError for one that cannot be read."""
+    if cluster.placement is None:
+        return ""
+    try:
+        content = Path(cluster.placement).expanduser().read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{cluster.placement} cannot be read: {error.strerror}.") from None
+    return sha256(content).hexdigest()[:_NUM_DIGITS]

@@ -1,0 +1,94 @@
+"""What each rank did in one step, for those who look at it: times from the step's beginning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_serve.pipeline.timeline import RECORD_DTYPE, WAITING, Records, Stage
+
+MAX_SPANS = 6000  # of a step that is shown; of a large model on many ranks the first layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One stage. `kind`: its name, or "wait"."""
+
+    start_ms: float
+    end_ms: float
+    kind: str
+    layer: int | None
+    micro_batch: int | None
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTrack:
+    """One rank, or one process."""
+
+    name: str
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimeline:
+    """The newest step that was recorded on all ranks."""
+
+    number: int
+    duration_ms: float
+    micro_batches: int
+    why: str  # so many
+    tracks: tuple[StepTrack, ...]
+    num_left_out: int = 0  # spans beyond MAX_SPANS
+
+
+def step_timeline(number: int, tracks: Mapping[str, Records], why: str) -> StepTimeline | None:
+    """Of the records of one step, by rank, on one clock; None: none of them is a whole step."""
+    steps = [records[records["stage"] == Stage.STEP] for records in tracks.values()]
+    whole = np.concatenate([np.empty(0, RECORD_DTYPE), *steps])
+    if not len(whole):
+        return None
+    start_ns, end_ns = int(whole["start_ns"].min()), int(whole["end_ns"].max())
+    spans = {name: records[records["stage"] != Stage.STEP] for name, records in tracks.items()}
+    kept = _first_layers(spans)
+    batches = [int(records["micro_batch"].max()) for records in spans.values() if len(records)]
+    return StepTimeline(
+        number=number,
+        duration_ms=(end_ns - start_ns) / 1e6,
+        micro_batches=max(batches, default=0) + 1,
+        why=why,
+        tracks=tuple(
+            StepTrack(name=name, spans=tuple(_span(row, start_ns) for row in records.tolist()))
+            for name, records in kept.items()
+        ),
+        num_left_out=_count(spans) - _count(kept),
+    )
+
+
+def _first_layers(tracks: Mapping[str, Records]) -> Mapping[str, Records]:
+    """As many layers as MAX_SPANS hold; what is of no layer stays."""
+    if _count(tracks) <= MAX_SPANS:
+        return tracks
+    layers = np.concatenate([records["layer"] for records in tracks.values()])
+    most = int(np.sort(layers)[MAX_SPANS])  # the layer that does not fit any more
+    return {name: records[records["layer"] < most] for name, records in tracks.items()}
+
+
+def _count(tracks: Mapping[str, Records]) -> int:
+    return sum(len(records) for records in tracks.values())
+
+
+def _span(row: tuple[int, int, int, int, int, int, int], zero_ns: int) -> Span:
+    """In the order of RECORD_DTYPE."""
+    start_ns, end_ns, _, rows, layer, number, micro_batch = row
+    stage = Stage(number)
+    return Span(
+        start_ms=round((start_ns - zero_ns) / 1e6, 4),
+        end_ms=round((end_ns - zero_ns) / 1e6, 4),
+        kind="wait" if stage in WAITING else stage.label,
+        layer=None if layer < 0 else layer,
+        micro_batch=None if micro_batch < 0 else micro_batch,
+        rows=rows,
+    )

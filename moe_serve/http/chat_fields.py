@@ -1,0 +1,52 @@
+"""What the routes on top of the chat share: fields that a chat judges, and names of their own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from moe_serve.errors import ContextLengthError, InvalidRequestError
+
+# Fields of a chat that other vendors' APIs lack; judged by the chat's own schema.
+CHAT_FIELDS = (
+    "cache_salt",
+    "chat_template_kwargs",
+    "frequency_penalty",
+    "ignore_eos",
+    "logit_bias",
+    "min_p",
+    "min_tokens",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "top_k",
+)
+
+
+def own_ignored(ignored: Sequence[str], names: Mapping[str, str]) -> list[str]:
+    """The fields that a chat does not heed, in the names of a route. Its messages are not those
+    that were sent, so which of them it was is left out."""
+    own = _renaming(names)
+    return [own(re.sub(r"^messages\.\d+\.", "messages.", name)) for name in ignored]
+
+
+@contextmanager
+def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """What a chat says of its fields, in the names of a route: {"messages": "input"}."""
+    own = _renaming(names)
+    try:
+        yield
+    except InvalidRequestError as error:
+        param = error.param and own(error.param)
+        if isinstance(error, ContextLengthError):
+            raise ContextLengthError(own(str(error)), param=param) from error
+        raise InvalidRequestError(own(str(error)), param=param, code=error.code) from error
+
+
+def _renaming(names: Mapping[str, str]) -> Callable[[str], str]:
+    longest_first = sorted(names, key=len, reverse=True)
+    pattern = re.compile(rf"\b({'|'.join(map(re.escape, longest_first))})\b")
+    return lambda text: pattern.sub(lambda found: names[found[0]], text)

@@ -1,0 +1,144 @@
+"""A chat as every chat-like route runs it: a ChatBody in, pieces of assistant messages out.
+
+/v1/chat/completions is the plainest user; other routes translate their request into a ChatBody and
+write what comes in their own shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+
+from moe_serve.engine.request import FinishReason, TokenLogprob
+from moe_serve.http.admission import admit_params
+from moe_serve.http.assistant_formats import forced, led
+from moe_serve.http.context import ServerContext
+from moe_serve.http.engine_requests import TokenLimits, build_engine_requests
+from moe_serve.http.generation import Generation, Usage
+from moe_serve.http.prompts import Prompt, chat_prompt, truncated
+from moe_serve.http.routed_requests import with_routed_experts
+from moe_serve.http.schemas import ChatBody
+from moe_serve.http.sequence import Piece
+from moe_serve.text.assistant.delta import NOTHING, AssistantDelta, joined
+from moe_serve.text.assistant.parser import AssistantParser
+
+TOOL_CALLS = "tool_calls"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatPiece:
+    """What is new in one choice. `raw` has the tokens and the text before it was parsed.
+
+    `finish_reason` is set on the choice's last piece: a value of FinishReason, or "tool_calls" in
+    place of "stop" when the message has calls.
+    """
+
+    raw: Piece
+    delta: AssistantDelta
+    finish_reason: str | None = None
+
+    @property
+    def index(self) -> int:
+        return self.raw.index
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.raw.delta.token_ids
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        return self.raw.delta.logprobs
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        return self.raw.delta.stop_reason
+
+    @property
+    def num_logprobs(self) -> int:
+        return self.raw.num_logprobs
+
+
+class ChatGeneration:
+    """Yields the new pieces of all choices as they come; `close` ends what still runs.
+
+    `hides_reasoning`: it is generated and counted, but not shown. `echoed` is put in front of
+    each choice's content. `ignored` names the request's fields that this model does not heed.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        prompt: Prompt,
+        parsers: Sequence[AssistantParser],
+        *,
+        hides_reasoning: bool = False,
+        echoed: str = "",
+        ignored: Sequence[str] = (),
+    ) -> None:
+        self.prompt = prompt
+        self.ignored = ignored
+        self._echoed = dict.fromkeys(range(len(parsers)), echoed) if echoed else {}
+        self.num_choices = len(parsers)
+        self._hides_reasoning = hides_reasoning
+        self._generation = generation
+        self._parsers = parsers
+        self._has_calls = [False] * len(parsers)
+
+    async def __aiter__(self) -> AsyncIterator[list[ChatPiece]]:
+        async for pieces in self._generation:
+            yield [self._parsed(piece) for piece in pieces]
+
+    def usage(self) -> Usage:
+        return self._generation.usage()
+
+    def close(self) -> None:
+        """Harmless when all has finished, or when called again."""
+        self._generation.close()
+
+    def _parsed(self, piece: Piece) -> ChatPiece:
+        parser, reason = self._parsers[piece.index], piece.delta.finish_reason
+        delta = parser.push(piece.delta.text) if piece.delta.text else NOTHING
+        if reason is not None:
+            delta = joined(delta, parser.finish())
+        if piece.index in self._echoed:
+            delta = replace(delta, content=self._echoed.pop(piece.index) + delta.content)
+        if delta.reasoning and self._hides_reasoning:
+            delta = replace(delta, reasoning="")
+        if delta.calls:
+            self._has_calls[piece.index] = True
+        name = None if reason is None else reason.value
+        if reason is FinishReason.STOP and self._has_calls[piece.index]:
+            name = TOOL_CALLS
+        return ChatPiece(raw=piece, delta=delta, finish_reason=name)
+
+
+async def start_chat(server: ServerContext, body: ChatBody, response_id: str) -> ChatGeneration:
+    """Render, tokenize and submit a checked body. The caller must `close` what it gets."""
+    model, tokenizer = server.model, server.model.tokenizer
+    ignored = server.assistant.check(body, model)
+    params = body.sampling_params()
+    prompt = await chat_prompt(body, model)
+    plan = server.assistant.plan(body, prompt.text or "")
+    is_forced, special = body.forces_call, tokenizer.special_ids
+    shaped = forced(params, body, plan, special) if is_forced else led(params, plan, special)
+    params = await admit_params(server, shaped, "tools" if is_forced else body.constraint()[1])
+    limit, max_len = body.truncate_prompt_tokens, model.max_model_len
+    prompt = truncated(prompt, limit, max_len, params.max_tokens or 1)
+    limits = TokenLimits(
+        max_model_len=max_len,
+        vocab_size=server.generations.engine.vocab_size,
+        default_max_tokens=None,
+        max_tokens_field=body.max_tokens_field,
+    )
+    salt = body.cache_salt or ""
+    requests = build_engine_requests(response_id, [prompt], params, limits, salt)
+    requests = with_routed_experts(requests, body, server)
+    kept_ids = frozenset(special[marker] for marker in plan.markers if marker in special)
+    return ChatGeneration(
+        server.generations.start(requests, kept_ids=kept_ids),
+        prompt,
+        [plan.make() for _ in requests],
+        hides_reasoning=body.include_reasoning is False,
+        echoed=body.echoed,
+        ignored=ignored,
+    )

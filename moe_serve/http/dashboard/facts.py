@@ -1,0 +1,84 @@
+"""What a dashboard is told once, when the server starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moe_serve.config import EngineConfig
+from moe_serve.engine.build import BuiltEngine
+from moe_serve.engine.expert_load import INTERVAL_S, ExpertLoad
+from moe_serve.engine.layout import Layout
+from moe_serve.engine.step_timeline import StepTimeline
+
+GRAPHED_INTERVAL_S = 2.0  # a step that is counted is not replayed as a CUDA graph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictorFacts:
+    """The predictor of requests' experts, as configured."""
+
+    kind: str
+    floor: float  # of its recall
+    is_followed: bool  # False: it is measured only
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DashboardFacts:
+    """Whatever is None, this server has not, or does not tell."""
+
+    layout: str = "one process"
+    max_running: int | None = None
+    max_waiting: int | None = None
+    experts: ExpertLoad | None = None
+    predictor: PredictorFacts | None = None
+    last_step: Callable[[], StepTimeline | None] | None = None
+
+
+NO_FACTS = DashboardFacts()
+
+
+def dashboard_facts(built: BuiltEngine, config: EngineConfig) -> DashboardFacts:
+    """Of an engine, whose routing is counted from here on."""
+    return DashboardFacts(
+        layout=layout_line(built.layout),
+        max_running=config.scheduler.max_num_seqs * max(1, built.layout.attention_ranks),
+        max_waiting=config.scheduler.max_queued_requests,
+        experts=_counted(built),
+        predictor=_predictor(config),
+        last_step=built.last_step,
+    )
+
+
+def layout_line(layout: Layout) -> str:
+    """`one process`, or `2 attention ranks, 1 expert rank`."""
+    if not layout.attention_ranks:
+        return "one process"
+    pools = ((layout.attention_ranks, "attention"), (layout.expert_ranks, "expert"))
+    line = ", ".join(f"{n} {pool} rank{'' if n == 1 else 's'}" for n, pool in pools)
+    tp = layout.attention_tp
+    return line if tp == 1 else f"{line}, {tp} shards for each attention rank"
+
+
+def _counted(built: BuiltEngine) -> ExpertLoad | None:
+    spec = built.spec
+    if not spec.num_sparse_layers:
+        return None
+    is_graphed = built.layout.device.startswith("cuda") and not built.layout.attention_ranks
+    load = ExpertLoad(
+        [number for number, layer in enumerate(spec.layers) if layer.is_sparse],
+        spec.router.num_experts,
+        spec.router.top_k,
+        interval_s=GRAPHED_INTERVAL_S if is_graphed else INTERVAL_S,
+    )
+    built.routes.add(load)
+    return load
+
+
+def _predictor(config: EngineConfig) -> PredictorFacts | None:
+    wanted = config.predictor
+    if wanted.path is None or wanted.mode == "off":
+        return None
+    kind = "request predictor that goes on learning" if wanted.learn else "request predictor"
+    is_followed = wanted.mode == "act"
+    return PredictorFacts(kind=kind, floor=wanted.min_recall, is_followed=is_followed)

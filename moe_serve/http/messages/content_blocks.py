@@ -1,0 +1,107 @@
+"""The answer as content blocks, and the events of a stream as they grow.
+
+One block is open at a time: content_block_start, deltas, content_block_stop.
+
+    reasoning   thinking   thinking_delta
+    content     text       text_delta
+    a call      tool_use   input_json_delta
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from moe_serve.text.assistant.delta import AssistantDelta, CallDelta
+
+Event = dict[str, Any]
+Block = dict[str, Any]
+# Of each kind of block: its field that grows, the delta's type and the delta's field.
+_GROWTH: Mapping[str, tuple[str, str, str]] = {
+    "thinking": ("thinking", "thinking_delta", "thinking"),
+    "text": ("text", "text_delta", "text"),
+    "tool_use": ("input", "input_json_delta", "partial_json"),
+}
+
+
+class ContentBlocks:
+    """Takes deltas, gives events; `blocks` are those that have ended."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self._open: Block | None = None
+        self._parts: list[str] = []
+        self._call_index = -1
+
+    def push(self, delta: AssistantDelta) -> list[Event]:
+        events: list[Event] = []
+        begun = self._call_index  # the rest of its call comes first: text ends its block
+        for call in delta.calls:
+            if call.index == begun:
+                events += self._call(call)
+        if delta.reasoning:
+            events += self._begin_if_other({"type": "thinking", "thinking": "", "signature": ""})
+            events.append(self._grow(delta.reasoning))
+        if delta.content:
+            events += self._begin_if_other({"type": "text", "text": ""})
+            events.append(self._grow(delta.content))
+        for call in delta.calls:
+            if call.index != begun:
+                events += self._call(call)
+        return events
+
+    def finish(self) -> list[Event]:
+        """End the open block. An answer without any gets an empty text."""
+        events: list[Event] = []
+        if self._open is None and not self.blocks:
+            events += self._begin({"type": "text", "text": ""})
+        return events + self._end()
+
+    def _call(self, delta: CallDelta) -> list[Event]:
+        events: list[Event] = []
+        if delta.index != self._call_index:
+            assert delta.index == self._call_index + 1, "calls come one after the other"
+            self._call_index = delta.index
+            block: Block = {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
+            events += self._end() + self._begin(block)
+        if delta.arguments:
+            events.append(self._grow(delta.arguments))
+        return events
+
+    def _begin_if_other(self, block: Block) -> list[Event]:
+        if self._open is not None and self._open["type"] == block["type"]:
+            return []
+        return self._end() + self._begin(block)
+
+    def _begin(self, block: Block) -> list[Event]:
+        self._open, self._parts = block, []
+        index = len(self.blocks)
+        return [{"type": "content_block_start", "index": index, "content_block": block}]
+
+    def _grow(self, text: str) -> Event:
+        assert self._open is not None, "only an open block grows"
+        self._parts.append(text)
+        _, kind, field = _GROWTH[self._open["type"]]
+        delta = {"type": kind, field: text}
+        return {"type": "content_block_delta", "index": len(self.blocks), "delta": delta}
+
+    def _end(self) -> list[Event]:
+        if self._open is None:
+            return []
+        index, kind = len(self.blocks), self._open["type"]
+        text = "".join(self._parts)
+        grown = call_input(text) if kind == "tool_use" else text
+        self.blocks.append({**self._open, _GROWTH[kind][0]: grown})
+        self._open = None
+        return [{"type": "content_block_stop", "index": index}]
+
+
+def call_input(arguments: str) -> dict[str, Any]:
+    """The object of a call. A text that is none (the call was cut) is its only field, `_raw`."""
+    try:
+        value = msgspec.json.decode(arguments or "{}")
+    except msgspec.DecodeError:
+        return {"_raw": arguments}
+    return value if isinstance(value, dict) else {"_raw": arguments}

@@ -1,0 +1,83 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from moe_serve.errors import ContextLengthError
+from moe_serve.http.body import read_json_object
+from moe_serve.http.chat_fields import own_ignored, renamed_fields
+from moe_serve.http.chat_generation import ChatGeneration, start_chat
+from moe_serve.http.context import ServerContext
+from moe_serve.http.messages.body import CountTokensBody, MessagesBody
+from moe_serve.http.messages.run import PATH, STYLE, MessageRun
+from moe_serve.http.messages.to_chat import OWN_IGNORED, OWN_NAMES, translate
+from moe_serve.http.parameters import ignored_header
+from moe_serve.http.prompts import chat_prompt
+from moe_serve.http.respond import request_body_schema, whole_response
+from moe_serve.http.schemas import ChatBody
+from moe_serve.http.sse import SseResponse
+from moe_serve.http.strict_schema import parse_body
+
+
+def messages_router(server: ServerContext) -> APIRouter:
+    router = APIRouter(prefix=PATH)
+    is_strict = server.config.is_strict
+
+    @router.post("", openapi_extra=request_body_schema(MessagesBody))
+    async def create_message(request: Request) -> Response:
+        content = await read_json_object(request, server.config.max_body_bytes)
+        translated = translate(parse_body(MessagesBody, content), is_strict=is_strict)
+        server.model.check_name(translated.chat.model)
+        message_id = f"msg_{uuid.uuid4().hex}"
+        with renamed_fields(OWN_NAMES):
+            chat, is_cut = await _start(server, translated.chat, message_id)
+        run = MessageRun(message_id, server.model.name, chat, is_cut_by_context=is_cut)
+        headers = ignored_header([*translated.ignored, *own_ignored(chat.ignored, OWN_IGNORED)])
+        if translated.chat.stream:
+            ping_s = server.config.sse_ping_s
+            return SseResponse(
+                run.events(), ping_s=ping_s, on_close=chat.close, headers=headers, style=STYLE
+            )
+        return await whole_response(_whole(run), chat, request, headers)
+
+    @router.post("/count_tokens", openapi_extra=request_body_schema(CountTokensBody))
+    async def count_tokens(request: Request, response: Response) -> dict[str, Any]:
+        content = await read_json_object(request, server.config.max_body_bytes)
+        translated = translate(parse_body(CountTokensBody, content), is_strict=is_strict)
+        server.model.check_name(translated.chat.model)
+        with renamed_fields(OWN_NAMES):
+            unheeded = server.assistant.check(translated.chat, server.model)
+            ignored = [*translated.ignored, *own_ignored(unheeded, OWN_IGNORED)]
+            response.headers.update(ignored_header(ignored))
+            prompt = await chat_prompt(translated.chat, server.model)
+        return {"input_tokens": len(prompt.token_ids)}
+
+    return router
+
+
+async def _start(
+    server: ServerContext, body: ChatBody, message_id: str
+) -> tuple[ChatGeneration, bool]:
+    """The chat, and whether the context leaves less room than max_tokens.
+
+    Clients of this API must send max_tokens, and send numbers that fit models of long contexts:
+    then the answer may take what room there is.
+    """
+    try:
+        return await start_chat(server, body, message_id), False
+    except ContextLengthError as error:
+        if error.param != body.max_tokens_field:
+            raise
+    shorter = body.model_copy(update={"max_tokens": None})
+    return await start_chat(server, shorter, message_id), True
+
+
+async def _whole(run: MessageRun) -> bytes:
+    async for _ in run.events():
+        continue
+    return msgspec.json.encode(run.result)

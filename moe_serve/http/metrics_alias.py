@@ -1,0 +1,65 @@
+"""The same values under vLLM's names, for dashboards and rules that were made for it.
+
+`moe_serve:num_requests_running{model_name="m"}` is also
+`vllm:num_requests_running{model_name="m",engine="0"}`. Only what means the same is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client.core import Metric
+
+ALIAS_PREFIX = "vllm:"
+ENGINE_LABEL = {"engine": "0"}  # all attention ranks are one engine to clients
+SAME_AS_VLLM = frozenset(
+    {
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "cache_config_info",
+        "prompt_tokens",
+        "generation_tokens",
+        "num_preemptions",
+        "prefix_cache_queries",
+        "prefix_cache_hits",
+        "request_success",
+        "admission_rejections",
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+        "request_prefill_time_seconds",
+        "request_decode_time_seconds",
+        "request_inference_time_seconds",
+        "request_time_per_output_token_seconds",
+        "request_prompt_tokens",
+        "request_generation_tokens",
+        "request_params_n",
+        "request_params_max_tokens",
+        "iteration_tokens_total",
+    }
+)
+
+
+def with_alias(metrics: Iterable[Metric], prefix: str) -> Iterator[Metric]:
+    """Each metric, and after it its copy if it has one."""
+    for metric in metrics:
+        yield metric
+        suffix = metric.name.removeprefix(prefix)
+        if suffix in SAME_AS_VLLM:
+            yield _copy(metric, prefix)
+
+
+def _copy(metric: Metric, prefix: str) -> Metric:
+    copy = Metric(
+        ALIAS_PREFIX + metric.name.removeprefix(prefix), metric.documentation, metric.type
+    )
+    copy.samples = [
+        sample._replace(
+            name=ALIAS_PREFIX + sample.name.removeprefix(prefix),
+            labels={**sample.labels, **ENGINE_LABEL},
+        )
+        for sample in metric.samples
+    ]
+    return copy

@@ -1,0 +1,29 @@
+// What the experts of an answer's tokens have in common. A token's experts: one list of ids a layer.
+
+/** Mean over layers of the shared part of two tokens' experts, 0 to 1. */
+export function similarity(one, other) {
+  const shares = one.map((ids, layer) => {
+    const others = new Set(other[layer] ?? []);
+    return ids.filter((id) => others.has(id)).length / Math.max(1, ids.length);
+  });
+  return shares.reduce((sum, share) => sum + share, 0) / Math.max(1, shares.length);
+}
+
+/** How often each layer's experts were chosen by the first `numTokens` tokens. */
+export function countChoices(tokens, numTokens, numLayers, numExperts) {
+  const counts = Array.from({ length: numLayers }, () => new Array(numExperts).fill(0));
+  for (const layers of tokens.slice(0, numTokens)) {
+    layers.forEach((ids, layer) => ids.forEach((id) => {
+      counts[layer][id] += 1;
+    }));
+  }
+  return counts;
+}
+
+/** Layers, and one more than the highest id, of these tokens. */
+export function extentOf(tokens) {
+  const numLayers = Math.max(0, ...tokens.map((layers) => layers.length));
+  let highest = -1;
+  for (const layers of tokens) for (const ids of layers) for (const id of ids) highest = Math.max(highest, id);
+  return { numLayers, numExperts: highest + 1 };
+}

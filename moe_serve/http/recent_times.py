@@ -1,0 +1,68 @@
+"""How long things took lately: percentiles of the last minute, in bounded memory.
+
+A second's times are counted in buckets that grow by 5%, so a percentile is right to 2.5%.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+WINDOW_S = 60
+_GROWTH = math.log(1.05)
+_LEAST_S = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Percentiles:
+    """In milliseconds."""
+
+    p50: float
+    p90: float
+    p99: float
+    count: int
+
+
+class RecentTimes:
+    """Any thread may add and look."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._seconds: deque[tuple[int, Counter[int]]] = deque()
+
+    def add(self, seconds: float, count: int = 1) -> None:
+        """So many things took this long each."""
+        bucket = round(math.log(max(_LEAST_S, seconds)) / _GROWTH)
+        now = int(self._clock())
+        with self._lock:
+            if not self._seconds or self._seconds[-1][0] != now:
+                self._seconds.append((now, Counter()))
+                while self._seconds[0][0] <= now - WINDOW_S:
+                    self._seconds.popleft()
+            self._seconds[-1][1][bucket] += count
+
+    def look(self, window_s: int = WINDOW_S) -> Percentiles | None:
+        """Of the last seconds; None: nothing was added."""
+        oldest, total = int(self._clock()) - window_s, Counter[int]()
+        with self._lock:
+            for second, counts in self._seconds:
+                if second > oldest:
+                    total.update(counts)
+        if not total:
+            return None
+        p50, p90, p99 = (_percentile(total, share) for share in (0.5, 0.9, 0.99))
+        return Percentiles(p50=p50, p90=p90, p99=p99, count=total.total())
+
+
+def _percentile(counts: Counter[int], share: float) -> float:
+    left = math.ceil(share * counts.total())
+    for bucket in sorted(counts):
+        left -= counts[bucket]
+        if left <= 0:
+            return round(1000 * math.exp(bucket * _GROWTH), 3)
+    raise AssertionError(f"no bucket holds the share {share} of {counts.total()}")

@@ -1,0 +1,95 @@
+"""What the server writes to its standard error: lines of text, or one JSON object a line.
+
+A record that was made while a request was served carries that request's id.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import logging
+import sys
+import threading
+from datetime import datetime, timezone
+from types import TracebackType
+from typing import TextIO
+
+from moe_serve.config import LogConfig
+
+TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+ACCESS_LOG = "moe_serve.http.access"
+STARTUP_LOG = "moe_serve.startup"
+RANK_LOG = "moe_serve.ranks"  # what ranks write, with the rank's name before it
+_TOLD = (STARTUP_LOG, RANK_LOG, "moe_serve.cluster.rebalance")  # from INFO on
+
+_log = logging.getLogger("moe_serve")
+current_request: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
+
+
+class StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to what is the standard error then, not to what it was when the log was set up."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+def set_up_logs(config: LogConfig) -> None:
+    """For the whole process; again: instead of before. The access log has a switch of its own."""
+    handler, root = StderrHandler(), logging.getLogger()
+    is_json = config.format == "json"
+    handler.setFormatter(JsonFormatter() if is_json else logging.Formatter(TEXT_FORMAT))
+    root.handlers = [h for h in root.handlers if not isinstance(h, StderrHandler)] + [handler]
+    root.setLevel(config.level.upper())
+    for name in _TOLD:
+        logging.getLogger(name).setLevel(min(logging.INFO, logging.getLogger().level))
+    logging.getLogger(ACCESS_LOG).setLevel(logging.INFO if config.access else logging.CRITICAL)
+    if config.level == "debug":  # a line for each event of each socket
+        logging.getLogger("asyncio").setLevel(logging.INFO)
+    logging.captureWarnings(is_json)
+    if is_json:  # what Python itself would write as text
+        sys.excepthook = _log_uncaught
+        threading.excepthook = _log_uncaught_in_thread
+        sys.unraisablehook = _log_unraisable
+
+
+def is_json_log() -> bool:
+    """Whether what is written besides the log should be in it: a reader expects objects only."""
+    return any(isinstance(h.formatter, JsonFormatter) for h in logging.getLogger().handlers)
+
+
+class JsonFormatter(logging.Formatter):
+    """time, level, logger, message; request_id, exception and what `extra` gave where there is."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(
+                timespec="milliseconds"
+            ),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if request_id := current_request.get():
+            entry["request_id"] = request_id
+        entry |= getattr(record, "fields", {})
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False, default=str)
+
+
+def _log_uncaught(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    _log.critical("uncaught: %r", error, exc_info=(kind, error, trace))
+
+
+def _log_uncaught_in_thread(uncaught: threading.ExceptHookArgs) -> None:
+    error, name = uncaught.exc_value, uncaught.thread.name if uncaught.thread else "?"
+    if error is not None:  # None: SystemExit, which ends a thread only
+        _log.critical("uncaught in thread %s: %r", name, error, exc_info=error)
+
+
+def _log_unraisable(ignored: sys.UnraisableHookArgs) -> None:
+    where = ignored.err_msg or "exception ignored in"
+    _log.error("%s %r: %r", where, ignored.object, ignored.exc_value, exc_info=ignored.exc_value)

@@ -1,0 +1,82 @@
+"""What a micro-batch's rows will need in the next layer with routed experts, said by a predictor.
+
+T rows, E experts, K choices per row, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from routing_predictor.recall_guard import RecallGuard
+from routing_predictor.router_residual import choice_odds
+from routing_predictor.train_layers import LayerPredictors
+
+_MAX_ROWS = 32  # of a micro-batch that are looked at
+_EVERY = 16  # steps, in one of which recall is measured
+_ONE = 255  # a probability of 1, as foresight travels
+
+
+class NextLayer:
+    """Looks at the residual stream on its way, for an expert memory to read ahead; changes nothing.
+
+    Below the guard's floor it says nothing, and looks only in the steps in which it is measured.
+    """
+
+    def __init__(
+        self, predictors: LayerPredictors, layers: Sequence[int], top_k: int, guard: RecallGuard
+    ) -> None:
+        """`layers`: those with routed experts, in their order."""
+        assert predictors.targets == tuple(layers[1:]), f"predictors of {predictors.targets}"
+        self._predictors, self._top_k, self._guard = predictors, top_k, guard
+        self._first, self._following = layers[0], dict(zip(layers, layers[1:], strict=False))
+        self._said: dict[int, tuple[int, Tensor]] = {}  # by micro-batch: layer and top K, [T, K]
+        self._num_steps = 0
+
+    @property
+    def _is_measuring(self) -> bool:
+        return self._num_steps % _EVERY == 1
+
+    def of(
+        self, layer: int, micro_batch: int, hidden_TD: Tensor, expert_ids_TK: Tensor
+    ) -> Tensor | None:
+        """Of rows that enter a layer's router, and what it chose -> uint8 [E], of 255 the
+        probability that the next layer needs an expert; None: nothing is said."""
+        if layer == self._first and micro_batch == 0:
+            self._num_steps += 1
+        num_rows, said = hidden_TD.shape[0], self._said.pop(micro_batch, None)
+        if not num_rows or not (self._guard.is_on or self._is_measuring):
+            return None
+        some = slice(None, None, -(-num_rows // _MAX_ROWS))
+        if said is not None and said[0] == layer:  # else of a step that failed
+            self._measure(said[1], expert_ids_TK[some])
+        following = self._following.get(layer)
+        if following is None:
+            return None
+        logits_TE = self._predictors.predict(following, hidden_TD[some])
+        if self._is_measuring:
+            self._said[micro_batch] = (following, logits_TE.topk(self._top_k).indices)
+        if not self._guard.is_on:
+            return None
+        return self._needed(logits_TE, num_rows)
+
+    def _needed(self, logits_TE: Tensor, num_rows: int) -> Tensor:
+        """By one of the rows: 1 - prod (1 - p), where others are like those that were looked at."""
+        spared_TE = F.softplus(choice_odds(logits_TE, self._top_k))  # - log (1 - p)
+        share = -num_rows / len(logits_TE)
+        return (torch.expm1(spared_TE.sum(0) * share) * -_ONE).round().to(torch.uint8)
+
+    def _measure(self, said_TK: Tensor, chosen_TK: Tensor) -> None:
+        hits = (said_TK[:, :, None] == chosen_TK[:, None]).sum()
+        self._guard.measure(float(hits) / chosen_TK.numel(), len(chosen_TK))
+
+
+def together(parts: Sequence[Tensor]) -> Tensor | None:
+    """Of several micro-batches' rows, each as `NextLayer.of` says it, uint8 [E]."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    spared_PE = 1 - torch.stack(list(parts)).float() / _ONE
+    return ((1 - spared_PE.prod(0)) * _ONE).round().to(torch.uint8)

@@ -1,0 +1,146 @@
+"""Grammars that make a model call a function in its own format (llguidance's Lark dialect)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from moe_serve.text.assistant import deepseek, glm, harmony, hermes, mistral, qwen_xml
+from moe_serve.text.assistant.spelling import Spelling, quoted, text_up_to
+from moe_serve.text.assistant.tool import Tool
+from moe_serve.text.assistant.typed_arguments import is_text
+
+MAX_CALLS = 16  # of one forced answer
+# Without it a model that is at a loss writes white space to the end.
+_LAYOUT = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
+
+WriteCalls = Callable[[Sequence[Tool], Spelling, bool], list[str]]
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    layout = {**schema, "x-guidance": _LAYOUT}
+    return "%json " + json.dumps(layout, ensure_ascii=False)
+
+
+def hermes_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list[str]:
+    rules = _alternatives(tools, is_parallel, '"\\n"')
+    for i, tool in enumerate(tools):
+        head = quoted(f'\n{{"name": {quoted(tool.name)}, "arguments": ')
+        tail = quoted("}\n")
+        rules.append(f"call_{i}: {spell(hermes.OPEN)} {head} args_{i} {tail} {spell(hermes.CLOSE)}")
+        rules.append(f"args_{i}: {json_rule(tool.parameters)}")
+    return rules
+
+
+def mistral_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list[str]:
+    """The newer form if the vocabulary has its marker, else the older one, a list."""
+    is_newer = mistral.ARGS in spell.special_ids
+    rules = _alternatives(tools, is_parallel, "" if is_newer else '", "')
+    if not is_newer:
+        rules[0] = f'start: {spell(mistral.CALLS)} "[" calls "]"'
+    for i, tool in enumerate(tools):
+        if is_newer:
+            parts = [spell(mistral.CALLS), quoted(tool.name), spell(mistral.ARGS), f"args_{i}"]
+        else:
+            head = f'{{"name": {quoted(tool.name)}, "arguments": '
+            parts = [quoted(head), f"args_{i}", '"}"']
+        rules.append(f"call_{i}: {' '.join(parts)}")
+        rules.append(f"args_{i}: {json_rule(tool.parameters)}")
+    return rules
+
+
+def deepseek_v3_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list[str]:
+    heads = [f"{tool.name}\n```json\n" for tool in tools]
+    return _deepseek_calls(tools, spell, is_parallel, ("function", heads, "\n```"))
+
+
+def deepseek_v31_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list[str]:
+    return _deepseek_calls(tools, spell, is_parallel, (None, [], ""))
+
+
+def _deepseek_calls(
+    tools: Sequence[Tool],
+    spell: Spelling,
+    is_parallel: bool,
+    form: tuple[str | None, list[str], str],
+) -> list[str]:
+    kind, heads, tail = form
+    rules = _alternatives(tools, is_parallel, '"\\n"' if kind else "")
+    rules[0] = f"start: {spell(deepseek.CALLS_BEGIN)} calls {spell(deepseek.CALLS_END)}"
+    for i, tool in enumerate(tools):
+        parts = [spell(deepseek.CALL_BEGIN), quoted(kind or tool.name), spell(deepseek.SEPARATOR)]
+        parts += [quoted(heads[i])] if heads else []
+        parts += [f"args_{i}", *([quoted(tail)] if tail else []), spell(deepseek.CALL_END)]
+        rules.append(f"call_{i}: {' '.join(parts)}")
+        rules.append(f"args_{i}: {json_rule(tool.parameters)}")
+    return rules
+
+
+def harmony_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list[str]:
+    """One call, which ends the answer."""
+    rules = _alternatives(tools, False, "")
+    for i, tool in enumerate(tools):
+        head = quoted(f"commentary to=functions.{tool.name} ")
+        parts = [spell(harmony.CHANNEL), head, spell(harmony.CONSTRAIN), '"json"']
+        rules.append(f"call_{i}: {' '.join(parts)} {spell(harmony.MESSAGE)} args_{i}")
+        rules.append(f"args_{i}: {json_rule(tool.parameters)}")
+    return rules
+
+
+def qwen_xml_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list[str]:
+    rules = _alternatives(tools, is_parallel, '"\\n"')
+    for i, tool in enumerate(tools):
+        head, tail = quoted(f"\n<function={tool.name}>\n"), quoted(qwen_xml.END_FUNCTION + "\n")
+        names = " ".join(_argument_names(i, tool))
+        opening, closing = spell(qwen_xml.OPEN), spell(qwen_xml.CLOSE)
+        rules.append(f"call_{i}: {opening} {head} {names} {tail} {closing}")
+        for k, key in enumerate(tool.properties):
+            rules.append(f"arg_{i}_{k}: {quoted(f'<parameter={key}>' + chr(10))} value_{i}_{k}")
+            end = f"\n{qwen_xml.END_PARAMETER}\n"
+            rules += _value_rules(f"value_{i}_{k}", tool, key, end, spell)
+    return rules
+
+
+def glm_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list[str]:
+    rules = _alternatives(tools, is_parallel, '"\\n"')
+    for i, tool in enumerate(tools):
+        names = " ".join(_argument_names(i, tool))
+        head = quoted(tool.name + "\n")
+        rules.append(f"call_{i}: {spell(glm.OPEN)} {head} {names} {spell(glm.CLOSE)}")
+        for k, key in enumerate(tool.properties):
+            parts = [spell(glm.KEY), quoted(key), spell(glm.END_KEY), '"\\n"', spell(glm.VALUE)]
+            rules.append(f'arg_{i}_{k}: {" ".join(parts)} value_{i}_{k} "\\n"')
+            rules += _value_rules(f"value_{i}_{k}", tool, key, glm.END_VALUE, spell)
+    return rules
+
+
+def _alternatives(tools: Sequence[Tool], is_parallel: bool, between: str) -> list[str]:
+    """One call of any function; with `is_parallel` up to MAX_CALLS."""
+    names = " | ".join(f"call_{i}" for i in range(len(tools)))
+    more = f" ({between} call){{0,{MAX_CALLS - 1}}}" if is_parallel else ""
+    return ["start: calls", f"calls: call{more}", f"call: {names}"]
+
+
+def _argument_names(index: int, tool: Tool) -> list[str]:
+    """In the order of the schema; what is not required may be left out."""
+    required = tool.required
+    return [
+        f"arg_{index}_{k}" + ("" if key in required else "?")
+        for k, key in enumerate(tool.properties)
+    ]
+
+
+def _value_rules(name: str, tool: Tool, key: str, end: str, spell: Spelling) -> list[str]:
+    schema = tool.properties[key]
+    if is_text(schema) and isinstance(schema.get("enum"), list):
+        options = " | ".join(quoted(option) for option in schema["enum"])
+        return [f"{name}: ({options}) {spell(end)}"]
+    if is_text(schema):
+        return text_up_to(name, end, spell)
+    defined = {part: tool.parameters[part] for part in _DEFINITIONS if part in tool.parameters}
+    value = {**defined, **schema} if isinstance(schema, Mapping) else defined
+    return [f"{name}: json_{name} {spell(end)}", f"json_{name}: {json_rule(value)}"]
+
+
+_DEFINITIONS = ("$defs", "definitions")

@@ -1,0 +1,257 @@
+"""The formats that are known by name, and how a request's parser is put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+from moe_serve.text.assistant import call_grammar, deepseek, glm, harmony, hermes, mistral, qwen_xml
+from moe_serve.text.assistant.lead import harmony_lead, thinking_lead
+from moe_serve.text.assistant.outbox import Outbox, new_call_id
+from moe_serve.text.assistant.parser import AssistantParser, PlainParser
+from moe_serve.text.assistant.spelling import Spelling
+from moe_serve.text.assistant.thinking import ThinkingParser
+from moe_serve.text.assistant.tool import Tool
+
+MakeToolParser = Callable[[Outbox, Mapping[str, Tool]], AssistantParser]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFormat:
+    """How a family of models writes calls. `markers` may be special tokens, and are then kept."""
+
+    markers: tuple[str, ...]
+    make: MakeToolParser
+    write_calls: call_grammar.WriteCalls
+    make_id: Callable[[], str] = new_call_id
+    is_harmony: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningFormat:
+    """The markers around the reasoning. `is_open`: it begins without one, if the prompt does not
+    say otherwise. `is_off`: the request does not want any."""
+
+    opening: str = "<think>"
+    closing: str = "</think>"
+    is_open: bool = False
+    is_harmony: bool = False
+    is_off: bool = False
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return harmony.MARKERS if self.is_harmony else (self.opening, self.closing)
+
+    def within(self, begun: str) -> ReasoningFormat:
+        """For an answer that goes on after this text."""
+        is_open = self.opening in begun and self.closing not in begun
+        return replace(self, is_open=is_open)
+
+    def is_open_after(self, prompt: str) -> bool:
+        """Whether an answer to this prompt begins with reasoning, or with its opening marker."""
+        end = prompt[-64:].rstrip()
+        if end.endswith(self.opening):
+            return True
+        return self.is_open and not end.endswith(self.closing)
+
+    def is_over_after(self, prompt: str) -> bool:
+        """Whether the answer itself comes next, as nothing may open the reasoning any more."""
+        if self.is_harmony or self.is_open_after(prompt):
+            return False
+        return self.is_off or prompt[-64:].rstrip().endswith(self.closing)
+
+    def is_part_of(self, grammar: str) -> bool:
+        """Whether a grammar says itself what comes after the reasoning."""
+        return (harmony.MESSAGE if self.is_harmony else self.closing) in grammar
+
+
+def _harmony_parser(outbox: Outbox, _: Mapping[str, Tool]) -> AssistantParser:
+    return harmony.HarmonyParser(outbox, has_tools=True, has_reasoning=True)
+
+
+def _deepseek(has_code_block: bool) -> MakeToolParser:
+    return lambda out, _: deepseek.DeepSeekParser(out, has_code_block=has_code_block)
+
+
+_DEEPSEEK_MARKERS = (
+    *(deepseek.CALLS_BEGIN, deepseek.CALLS_END),
+    *(deepseek.CALL_BEGIN, deepseek.CALL_END, deepseek.SEPARATOR),
+)
+_HERMES = ToolFormat(
+    markers=(hermes.OPEN, hermes.CLOSE),
+    make=lambda out, _: hermes.HermesParser(out),
+    write_calls=call_grammar.hermes_calls,
+)
+_QWEN_XML = ToolFormat(
+    markers=(qwen_xml.OPEN, qwen_xml.CLOSE),
+    make=qwen_xml.QwenXmlParser,
+    write_calls=call_grammar.qwen_xml_calls,
+)
+_GLM = ToolFormat(
+    markers=(glm.OPEN, glm.CLOSE, glm.KEY, glm.END_KEY, glm.VALUE, glm.END_VALUE),
+    make=glm.GlmParser,
+    write_calls=call_grammar.glm_calls,
+)
+_HARMONY = ToolFormat(
+    markers=harmony.MARKERS,
+    make=_harmony_parser,
+    write_calls=call_grammar.harmony_calls,
+    is_harmony=True,
+)
+TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    "hermes": _HERMES,
+    "qwen3": _HERMES,
+    "qwen3_coder": _QWEN_XML,
+    "qwen3_xml": _QWEN_XML,
+    "deepseek_v3": ToolFormat(
+        markers=_DEEPSEEK_MARKERS,
+        make=_deepseek(True),
+        write_calls=call_grammar.deepseek_v3_calls,
+    ),
+    "deepseek_v31": ToolFormat(
+        markers=_DEEPSEEK_MARKERS,
+        make=_deepseek(False),
+        write_calls=call_grammar.deepseek_v31_calls,
+    ),
+    "glm45": _GLM,
+    "glm47": _GLM,
+    "mistral": ToolFormat(
+        markers=(mistral.CALLS, mistral.CALL_ID, mistral.ARGS),
+        make=lambda out, _: mistral.MistralParser(out),
+        write_calls=call_grammar.mistral_calls,
+        make_id=mistral.new_mistral_id,
+    ),
+    "openai": _HARMONY,
+    "gpt-oss": _HARMONY,
+}
+_THINK = ReasoningFormat()
+_CHANNELS = ReasoningFormat(is_harmony=True)
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
+    "deepseek_r1": ReasoningFormat(is_open=True),
+    "deepseek_v3": _THINK,
+    "qwen3": _THINK,
+    "glm45": _THINK,
+    "mistral": ReasoningFormat(opening="[THINK]", closing="[/THINK]"),
+    "openai_gptoss": _CHANNELS,
+    "gpt-oss": _CHANNELS,
+}
+
+
+def tool_format_of(template: str) -> str | None:
+    """The name of the format that a chat template shows, by the markers in its text."""
+    if harmony.CHANNEL in template and harmony.MESSAGE in template:
+        return "openai"
+    if deepseek.CALL_BEGIN in template:
+        return "deepseek_v3" if "```json" in template else "deepseek_v31"
+    for marker, name in (
+        (glm.KEY, "glm45"),
+        (qwen_xml.FUNCTION, "qwen3_coder"),
+        (mistral.CALLS, "mistral"),
+        (hermes.OPEN, "hermes"),
+    ):
+        if marker in template:
+            return name
+    return None
+
+
+def reasoning_format_of(template: str) -> str | None:
+    """Likewise. Whether reasoning has begun is then told by the end of each prompt."""
+    if harmony.CHANNEL in template and harmony.MESSAGE in template:
+        return "openai_gptoss"
+    if "[THINK]" in template:
+        return "mistral"
+    return "qwen3" if "</think>" in template else None
+
+
+class GrammarScope(Enum):
+    """What a request's grammar tells of."""
+
+    ALL = auto()  # the text from its first token on: nothing is reasoning
+    ANSWER = auto()  # what follows the reasoning, to the letter
+    JSON = auto()  # likewise, and line breaks between the two are layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParserPlan:
+    """What the parsers of one request do; each choice gets its own from `make`.
+
+    `tools` None: nothing is taken for a call. `prompt` is the text that the answers continue.
+    `scope`: of the request's own grammar; None without one, or if it has reasoning in it.
+    """
+
+    tool_format: ToolFormat | None
+    reasoning_format: ReasoningFormat | None
+    tools: Mapping[str, Tool] | None = None
+    max_calls: int | None = None
+    prompt: str = ""
+    scope: GrammarScope | None = None
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """What must not be left out of the text, also where it is a special token."""
+        formats = (self._called_format, self.reasoning_format)
+        return frozenset(marker for form in formats if form is not None for marker in form.markers)
+
+    def make(self) -> AssistantParser:
+        called, reasoning = self._called_format, self.reasoning_format
+        make_id = new_call_id if called is None else called.make_id
+        outbox = Outbox(make_id, self.max_calls)
+        is_harmony = bool(reasoning and reasoning.is_harmony)
+        if is_harmony or (called is not None and called.is_harmony):
+            return harmony.HarmonyParser(
+                outbox, has_tools=called is not None, has_reasoning=is_harmony
+            )
+        answer = PlainParser() if called is None else called.make(outbox, self.tools or {})
+        if reasoning is None or self.scope is GrammarScope.ALL:
+            return answer
+        return ThinkingParser(
+            answer,
+            reasoning.opening,
+            reasoning.closing,
+            is_open=reasoning.is_open_after(self.prompt),
+            keeps_space=self.scope is GrammarScope.ANSWER,
+        )
+
+    def forced_grammar(self, called: Sequence[Tool], special_ids: Mapping[str, int]) -> str:
+        """A grammar under which the answer is one or more calls of these functions."""
+        assert self.tool_format is not None, "calls are forced in a known format"
+        is_parallel = self.max_calls is None
+        rules = self.tool_format.write_calls(called, Spelling(special_ids), is_parallel)
+        return "\n".join(rules) + "\n"
+
+    def call_lead(self, special_ids: Mapping[str, int]) -> str:
+        """A grammar of what may come, or must, before forced calls; "" for nothing."""
+        assert self.tool_format is not None, "calls are forced in a known format"
+        spell, reasoning = Spelling(special_ids), self.reasoning_format
+        if self.tool_format.is_harmony:
+            is_off = reasoning is not None and reasoning.is_off
+            return harmony_lead(spell, has_analysis=not is_off, is_final=False)
+        if reasoning is None or reasoning.is_harmony or reasoning.is_over_after(self.prompt):
+            return ""
+        return self._thinking_lead(reasoning, spell)
+
+    def answer_lead(self, special_ids: Mapping[str, int]) -> str:
+        """Likewise before an answer that follows a grammar."""
+        spell, reasoning = Spelling(special_ids), self.reasoning_format
+        if reasoning is None or self.scope in (None, GrammarScope.ALL):
+            return ""
+        if reasoning.is_harmony:
+            return harmony_lead(spell, has_analysis=not reasoning.is_off, is_final=True)
+        called = self._called_format
+        if called is not None and called.is_harmony:
+            return ""  # one parser does both, and knows no other reasoning
+        return self._thinking_lead(reasoning, spell)
+
+    def _thinking_lead(self, reasoning: ReasoningFormat, spell: Spelling) -> str:
+        return thinking_lead(
+            reasoning.opening,
+            reasoning.closing,
+            spell,
+            is_open=reasoning.is_open_after(self.prompt),
+            has_layout=self.scope is not GrammarScope.ANSWER,
+        )
+
+    @property
+    def _called_format(self) -> ToolFormat | None:
+        return None if self.tools is None else self.tool_format

@@ -1,0 +1,128 @@
+"""What a parser has found and not yet handed out."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+from moe_serve.text.assistant.delta import NOTHING, AssistantDelta, CallDelta
+
+
+def new_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+class HeldSpace:
+    """Passes text on, but holds white space at its end back until more text follows."""
+
+    def __init__(self, sink: Callable[[str], object], spaces: str | None = None) -> None:
+        self._sink = sink
+        self._spaces = spaces  # the characters that count; None: all white space
+        self._held: list[str] = []
+
+    def push(self, text: str) -> None:
+        body = text.rstrip(self._spaces)
+        if body:
+            self.flush()
+            self._sink(body)
+        if len(body) < len(text):
+            self._held.append(text[len(body) :])
+
+    def flush(self) -> None:
+        for space in self._held:
+            self._sink(space)
+        self._held = []
+
+    def drop(self) -> None:
+        self._held = []
+
+
+class Outbox:
+    """Collects content, reasoning and calls; `take` hands them out as one delta.
+
+    White space between content and a call, and after a call, is layout and is dropped. Calls beyond
+    `max_calls` are dropped too.
+    """
+
+    def __init__(
+        self, make_id: Callable[[], str] = new_call_id, max_calls: int | None = None
+    ) -> None:
+        self._make_id = make_id
+        self._max_calls = max_calls
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[CallDelta] = []
+        self._arguments: list[str] = []
+        self._tail = HeldSpace(self._content.append)
+        self._num_calls = 0
+        self._is_after_call = False
+        self._has_arguments = False
+
+    def content(self, text: str) -> None:
+        if self._is_after_call:
+            text = text.lstrip()
+            self._is_after_call = not text
+        if text:
+            self._tail.push(text)
+
+    def reasoning(self, text: str) -> None:
+        self._reasoning.append(text)
+
+    def begin_call(self, name: str, call_id: str | None = None) -> None:
+        self._tail.drop()
+        self._num_calls += 1
+        self._has_arguments = False
+        if not self._is_dropped:
+            call_id = call_id or self._make_id()
+            self._calls.append(CallDelta(index=self._num_calls - 1, id=call_id, name=name))
+
+    def arguments(self, text: str) -> None:
+        """More of the arguments of the call that began last."""
+        self._has_arguments = self._has_arguments or bool(text)
+        if text and not self._is_dropped:
+            self._arguments.append(text)
+
+    def end_call(self) -> None:
+        """A call without arguments gets an empty object, so that it is JSON."""
+        if not self._has_arguments:
+            self.arguments("{}")
+        self._close_arguments()
+        self._is_after_call = True
+
+    def flush(self) -> None:
+        """No more text will come."""
+        self._tail.flush()
+
+    def take(self) -> AssistantDelta:
+        """What has come since the last time."""
+        self._close_arguments()
+        if not (self._content or self._reasoning or self._calls):
+            return NOTHING
+        delta = AssistantDelta(
+            content="".join(self._content),
+            reasoning="".join(self._reasoning),
+            calls=tuple(self._calls),
+        )
+        self._content.clear()
+        self._reasoning.clear()
+        self._calls.clear()
+        return delta
+
+    @property
+    def _is_dropped(self) -> bool:
+        return self._max_calls is not None and self._num_calls > self._max_calls
+
+    def _close_arguments(self) -> None:
+        """Arguments of one call that came together become one delta, with the name if it is new."""
+        if not self._arguments:
+            return
+        text, index = "".join(self._arguments), self._num_calls - 1
+        self._arguments.clear()
+        if self._calls and self._calls[-1].index == index:
+            last = self._calls.pop()
+            call = CallDelta(
+                index=index, id=last.id, name=last.name, arguments=last.arguments + text
+            )
+        else:
+            call = CallDelta(index=index, arguments=text)
+        self._calls.append(call)

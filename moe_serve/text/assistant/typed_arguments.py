@@ -1,0 +1,75 @@
+"""Arguments that a model writes as bare text between tags, as JSON of the types of the schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+from moe_serve.text.assistant.outbox import Outbox
+from moe_serve.text.assistant.reader import Reader
+from moe_serve.text.assistant.tool import Tool
+
+_WORDS = {"True": "true", "False": "false", "None": "null"}  # as Python writes them
+
+
+class TypedArguments:
+    """Puts out `{"key": value, ...}` of one call, a text as it comes and other values whole."""
+
+    def __init__(self, reader: Reader, outbox: Outbox, tool: Tool | None) -> None:
+        self._reader = reader
+        self._out = outbox
+        self._properties: Mapping[str, Any] = {} if tool is None else tool.properties
+        self._num_arguments = 0
+
+    def read(self, key: str, ends: Sequence[str]) -> Generator[None, None, bool]:
+        """The value up to one of the markers; whether that came."""
+        self._out.arguments(("{" if self._num_arguments == 0 else ", ") + _encoded(key) + ": ")
+        self._num_arguments += 1
+        if is_text(self._properties.get(key)):
+            self._out.arguments('"')
+            end = yield from self._reader.until(ends, self._put_text)
+            if end:
+                self._out.arguments('"')
+            return bool(end)
+        parts: list[str] = []
+        end = yield from self._reader.until(ends, parts.append)
+        self._out.arguments(_value(self._properties.get(key), "".join(parts)))
+        return bool(end)
+
+    def close(self) -> None:
+        if self._num_arguments:
+            self._out.arguments("}")
+
+    def _put_text(self, text: str) -> None:
+        self._out.arguments(_encoded(text)[1:-1])
+
+
+def is_text(schema: Any) -> bool:
+    """Whether a value of this schema is always a string."""
+    if not isinstance(schema, Mapping):
+        return False
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return kind == "string"
+    options = schema.get("enum")
+    return isinstance(options, list) and all(isinstance(option, str) for option in options)
+
+
+def _value(schema: Any, text: str) -> str:
+    """JSON as it is, what is no JSON as a string."""
+    stripped = text.strip()
+    stripped = _WORDS.get(stripped, stripped)
+    try:
+        json.loads(stripped, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return _encoded(text)
+    return stripped
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(name)
+
+
+def _encoded(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,1 @@
+"""The drawings of the documentation, each made by a function here."""

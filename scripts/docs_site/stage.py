@@ -1,0 +1,63 @@
+"""What the site is built from: the repository's Markdown where it lies, and the generated pages.
+
+The folders are those of the repository, so that links between pages hold on the site and in the
+tree alike. Linked files that are no Markdown come along; links to folders become plain words.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import shutil
+from pathlib import Path
+
+from docs_site import api_reference, cli_reference
+
+ROOT = Path(__file__).resolve().parents[2]
+OTHERS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")
+GENERATED = {
+    "docs/api-reference.md": api_reference.render,
+    "docs/cli-reference.md": cli_reference.render,
+}
+_LINK = re.compile(r"\[(?P<words>[^\[\]]*)\]\((?P<target>[^)#\s]+)(?:#[^)\s]*)?\)")
+
+
+def stage(folder: Path) -> None:
+    """Fill an empty folder with what the site shows."""
+    shutil.copytree(ROOT / "docs", folder / "docs", dirs_exist_ok=True)
+    for name in OTHERS:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    for name, render in GENERATED.items():
+        (folder / name).write_text(render(), "utf-8")
+    for page in sorted(folder.rglob("*.md")):
+        name = page.relative_to(folder).as_posix()
+        text = page.read_text("utf-8")
+        for target in linked(text, name):
+            if (ROOT / target).is_file() and not (folder / target).exists():
+                (folder / target).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / target, folder / target)
+        page.write_text(without_folder_links(text, name), "utf-8")
+
+
+def linked(text: str, page: str) -> list[str]:
+    """The paths in the repository that a page links to."""
+    paths = [_path(match["target"], page) for match in _LINK.finditer(text)]
+    return [path for path in paths if path is not None]
+
+
+def without_folder_links(text: str, page: str) -> str:
+    """Folders have no page: their links become the words that they were on."""
+
+    def replace(match: re.Match[str]) -> str:
+        path = _path(match["target"], page)
+        return match["words"] if path is not None and (ROOT / path).is_dir() else match[0]
+
+    return _LINK.sub(replace, text)
+
+
+def _path(target: str, page: str) -> str | None:
+    """None: a link to another site."""
+    if ":" in target or target.startswith("/"):
+        return None
+    return posixpath.normpath(posixpath.join(posixpath.dirname(page), target))

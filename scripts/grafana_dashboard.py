@@ -1,0 +1,113 @@
+"""The Grafana dashboard of deploy/grafana, from the table of its panels.
+
+    python scripts/grafana_dashboard.py            print it
+    python scripts/grafana_dashboard.py --write    write deploy/grafana/moe-serve.json
+
+tests/test_deploy_metrics.py holds the file to this output, and each name in it to what the server
+exposes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from grafana_panels import ROWS, Panel, query_text
+
+ROOT = Path(__file__).resolve().parents[1]
+FILE = ROOT / "deploy" / "grafana" / "moe-serve.json"
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+WIDTH, PANEL_WIDTH, PANEL_HEIGHT = 24, 8, 8
+
+
+def dashboard() -> dict[str, Any]:
+    return {
+        "uid": "moe-serve",
+        "title": "moe-serve",
+        "description": "Written by scripts/grafana_dashboard.py.",
+        "tags": ["moe-serve"],
+        "schemaVersion": 39,
+        "version": 1,
+        "editable": True,
+        "graphTooltip": 1,
+        "refresh": "15s",
+        "time": {"from": "now-1h", "to": "now"},
+        "templating": {"list": _variables()},
+        "panels": _panels(),
+    }
+
+
+def render() -> str:
+    return json.dumps(dashboard(), indent=1) + "\n"
+
+
+def _variables() -> list[dict[str, Any]]:
+    """The data source, and the servers that are shown: all, unless somebody chooses."""
+    variables: list[dict[str, Any]] = [
+        {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
+    ]
+    for name, label in (("model_name", "Model"), ("instance", "Server")):
+        query = f"label_values(moe_serve:num_requests_running, {name})"
+        variables.append(
+            {
+                "name": name,
+                "label": label,
+                "type": "query",
+                "datasource": SOURCE,
+                "query": {"query": query, "refId": name},
+                "refresh": 2,
+                "sort": 1,
+                "multi": True,
+                "includeAll": True,
+                "current": {"text": "All", "value": "$__all"},
+            }
+        )
+    return variables
+
+
+def _panels() -> list[dict[str, Any]]:
+    """Rows below each other, three panels side by side."""
+    placed: list[dict[str, Any]] = []
+    y = 0
+    for title, panels in ROWS.items():
+        place = {"x": 0, "y": y, "w": WIDTH, "h": 1}
+        placed.append({"type": "row", "title": title, "collapsed": False, "gridPos": place})
+        y += 1
+        for i, panel in enumerate(panels):
+            line, column = divmod(i, WIDTH // PANEL_WIDTH)
+            placed.append(_panel(panel, column * PANEL_WIDTH, y + line * PANEL_HEIGHT))
+        y += PANEL_HEIGHT * -(-len(panels) * PANEL_WIDTH // WIDTH)
+    for number, item in enumerate(placed, start=1):
+        item["id"] = number
+    return placed
+
+
+def _panel(panel: Panel, x: int, y: int) -> dict[str, Any]:
+    return {
+        "type": "timeseries",
+        "title": panel.title,
+        "description": panel.about,
+        "datasource": SOURCE,
+        "gridPos": {"x": x, "y": y, "w": PANEL_WIDTH, "h": PANEL_HEIGHT},
+        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
+        "options": {"legend": {"displayMode": "list", "placement": "bottom"}},
+        "targets": [
+            {"refId": chr(ord("A") + i), "expr": query_text(query), "legendFormat": legend}
+            for i, (legend, query) in enumerate(panel.queries.items())
+        ],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The Grafana dashboard of deploy/grafana.")
+    parser.add_argument("--write", action="store_true", help="write deploy/grafana/moe-serve.json")
+    if parser.parse_args().write:
+        FILE.write_text(render(), "utf-8")
+    else:
+        print(render(), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Records and reports with what a test cares for."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from moe_serve.bench.client_health import ClientHealth
+from moe_serve.bench.record import RequestRecord
+from moe_serve.bench.report import Report
+from moe_serve.bench.samples import Samples
+from moe_serve.bench.spread import quantiles_ms
+from moe_serve.bench.summary import summarize
+from moe_serve.bench.timeline import RunTimeline
+
+
+def record(**fields: Any) -> RequestRecord:
+    """Answered with one token; the last one came when the gaps say."""
+    values: dict[str, Any] = {
+        "index": 0, "scheduled_s": 0.0, "started_s": 0.0, "first_s": 1.0, "end_s": 2.0,
+        "prompt_tokens": 5, "output_tokens": 1,
+    }  # fmt: skip
+    values |= fields
+    if "last_s" not in values and values["first_s"] is not None:
+        values["last_s"] = values["first_s"] + sum(values.get("gaps_s", array("d")))
+    return RequestRecord(**values)
+
+
+def report(records: Sequence[RequestRecord], **fields: Any) -> Report:
+    summary = summarize(records, peak_in_flight=2)
+    samples = Samples.of(records)
+    values: dict[str, Any] = {
+        "url": "http://host:1",
+        "model": "m",
+        "created": "2026-01-01T00:00:00+00:00",
+        "moe_serve_version": "0",
+        "workload": {"mode": "closed loop, 2 at once", "is_open": False, "seed": 1},
+        "client": {"cores": "2"},
+        "summary": summary,
+        "health": ClientHealth(cpu=0.1, loop_lag=None, lateness=None),
+        "timeline": RunTimeline.of(records, summary.duration_s),
+        "quantiles_ms": {
+            "ttft": quantiles_ms(samples.ttft_R),
+            "tpot": quantiles_ms(samples.tpot_R),
+            "itl": quantiles_ms(samples.itl_G),
+            "e2e": quantiles_ms(samples.e2e_R),
+        },
+        "records": tuple(records),
+    }
+    return Report(**values | fields)

@@ -1,0 +1,33 @@
+"""A short run of `benchmarks/fault_soak.py`: its own figures are what is asserted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.environment import child_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.timeout(600)  # soaks for 15 s, and starts processes seven times over
+def test_random_kills_under_load(tmp_path: Path) -> None:
+    """Three kills within seconds of each other: nothing hangs, leaks, fails or is wrong."""
+    report = tmp_path / "soak.json"
+    command = [
+        sys.executable, "benchmarks/fault_soak.py", "--minutes", "0.25",
+        "--kills", "3", "--seed", "11", "--attention-ranks", "2", "--expert-ranks", "2",
+        "--clients", "4", "--questions", "8", "--heartbeat", "0.5", "--json", str(report),
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=ROOT, env=child_environment(1), capture_output=True, text=True, timeout=550
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(report.read_text("utf-8"))
+    assert figures["num_wrong"] == figures["num_failed"] == 0
+    assert len(figures["blows"]) == 3 and figures["num_answers"] > 0
+    assert figures["num_losses_logged"] >= 3, "the ranks were hurt"

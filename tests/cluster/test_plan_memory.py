@@ -1,0 +1,154 @@
+"""What memory a server will take, before it reads a weight."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_serve.cluster import plan_memory as module
+from moe_serve.cluster.plan_memory import plan_memory
+from moe_serve.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
+from moe_serve.engine import free_memory
+from moe_serve.engine.build import build_engine
+from moe_serve.engine.free_memory import free_bytes
+from moe_serve.engine.memory_plan import MemoryPlan, ProcessMemory, Room, gib
+from moe_serve.errors import ConfigError
+
+PUBLISHED = sorted((Path(__file__).parents[2] / "configs" / "models").glob("*.json"))
+CPU = ModelConfig(device="cpu", num_threads=1)
+GIB = 2**30
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """So many bytes are free on this machine."""
+
+    def set_free(count: int) -> None:
+        monkeypatch.setattr(module, "free_bytes", lambda _: count)
+
+    return set_free
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Callable[[str], ModelConfig]:
+    def make(name: str) -> ModelConfig:
+        (path,) = [path for path in PUBLISHED if path.stem == name]
+        shutil.copy(path, tmp_path / "config.json")
+        return replace(CPU, path=str(tmp_path))
+
+    return make
+
+
+def test_one_process_is_as_planned() -> None:
+    """The pages are those that the engine then has, and the weights those of the files."""
+    config = EngineConfig(model=CPU, cache=CacheConfig(num_pages=300))
+    plan, built = plan_memory(config), build_engine(config)
+    (server,) = plan.processes
+    assert (server.num_pages, server.kv_bytes) == (300, built.layout.kv_bytes)
+    stored = sum(p.stat().st_size for p in built.layout.folder.glob("*.safetensors"))
+    assert stored * 0.99 < server.weights <= stored
+    (room,) = plan.rooms
+    assert plan.needed(room) == server.total
+    assert any("300 KV pages" in line for line in plan.lines())
+
+
+def test_ranks_share_out_the_model(free: Callable[[int], None]) -> None:
+    free(64 * GIB)
+    alone = plan_memory(EngineConfig(model=CPU)).processes[0]
+    cluster = ClusterConfig(attention_ranks=2, expert_ranks=3)
+    plan = plan_memory(EngineConfig(model=CPU, cluster=cluster))
+    names = ["attention-0", "attention-1", "expert-0", "expert-1", "expert-2"]
+    assert [process.name for process in plan.processes] == names
+    attention, experts = plan.processes[0], plan.processes[2:]
+    assert attention.weights + sum(rank.weights for rank in experts) == alone.weights
+    assert all(rank.kv_bytes == 0 < rank.buffers for rank in experts)
+    assert 3 * experts[0].buffers == 2 * attention.buffers, "3 peers of one, 2 of the other"
+    assert "dispatch buffers" in str(experts[0])
+    limited = replace(CPU, expert_memory_bytes=1000)
+    bounded = plan_memory(EngineConfig(model=limited, cluster=cluster))
+    assert [rank.weights for rank in bounded.processes[2:]] == [1000] * 3
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
+def test_published_models(
+    path: Path, published: Callable[[str], ModelConfig], free: Callable[[int], None]
+) -> None:
+    """From their configs alone; on 16 GiB either it fits or it is refused in one sentence."""
+    free(16 * GIB)
+    model = replace(published(path.stem), max_model_len=4096)
+    plan = plan_memory(EngineConfig(model=model, cache=CacheConfig(memory_bytes=64 * GIB)))
+    assert plan.processes[0].weights > 0
+    with pytest.raises(ConfigError, match=r"this machine has 16\.00 GiB free: .*\.$") as caught:
+        plan.check()
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_said_where_it_does_not_fit(free: Callable[[int], None]) -> None:
+    def refusal(config: EngineConfig) -> str:
+        with pytest.raises(ConfigError) as caught:
+            plan_memory(config).check()
+        return str(caught.value)
+
+    free(8 * 2**20)  # the weights alone are 31 MiB
+    said = refusal(EngineConfig(model=CPU))
+    assert "weights take 31.4 MiB" in said and "has 8.0 MiB free" in said
+    assert "model.expert_memory_bytes" in said
+    free(64 * 2**20)
+    said = refusal(EngineConfig(model=CPU, cache=CacheConfig(num_pages=4096)))
+    assert "4096 KV pages 0.19 GiB" in said and "give the KV cache less" in said
+    small = EngineConfig(model=CPU, cache=CacheConfig(num_pages=256))
+    plan_memory(small).check()
+    cluster = ClusterConfig(attention_ranks=4, expert_ranks=1)
+    assert "1024 KV pages" in refusal(replace(small, cluster=cluster)), "all ranks are here"
+    plan = plan_memory(replace(small, cluster=cluster), has_local_ranks=False)
+    assert plan.rooms == ()
+    plan.check()
+
+
+def test_pages_for_not_even_one_request(free: Callable[[int], None]) -> None:
+    free(2**40)
+    with pytest.raises(ConfigError, match="does not hold one request of max_model_len"):
+        plan_memory(EngineConfig(model=CPU, cache=CacheConfig(num_pages=2)))
+
+
+def test_a_room_is_checked_with_its_own_users() -> None:
+    processes = tuple(ProcessMemory(name=n, device="cuda", weights=10) for n in ("a", "b"))
+    rooms = tuple(Room(name=f"GPU {n}", free=10, users=(n,)) for n in ("a", "b"))
+    MemoryPlan(processes=processes, rooms=rooms).check()
+    with pytest.raises(ConfigError, match="GPU b has"):
+        MemoryPlan(processes=processes, rooms=(rooms[0], replace(rooms[1], free=9))).check()
+    assert (gib(GIB), gib(3 * 2**20)) == ("1.00 GiB", "3.0 MiB")
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("0::/pod/it", ("memory.max", "memory.current", "inactive_file")),
+        (
+            "4:memory:/pod/it",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
+    ],
+)
+def test_a_containers_limit_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, names: tuple[str, str, str]
+) -> None:
+    root = tmp_path / "memory" if "memory" in line else tmp_path
+    pod = root / "pod"
+    (pod / "it").mkdir(parents=True)
+    for place, most in ((pod, "5000"), (pod / "it", str(2**63 - 4096))):
+        (place / names[0]).write_text(most)
+        (place / names[1]).write_text("4000\n")
+        (place / "memory.stat").write_text(f"anon 1\n{names[2]} 1500\n")
+    texts = {"/proc/self/cgroup": f"9:cpu:/x\n{line}\n"}
+    plain = free_memory._text
+    monkeypatch.setattr(free_memory, "_text", lambda p: texts.get(str(p)) or plain(p))
+    monkeypatch.setattr(free_memory, "_CGROUPS", tmp_path)
+    assert free_bytes(torch.device("cpu")) == 5000 - (4000 - 1500)
+    (pod / names[0]).write_text("max\n")
+    assert free_bytes(torch.device("cpu")) > 2**20

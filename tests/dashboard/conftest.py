@@ -1,0 +1,45 @@
+"""One browser for all tests of the pages, and made-up servers for them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from selenium import webdriver
+
+from fake_server import FakeServer, running
+from headless_chromium import (
+    browser_paths,
+    console_errors,
+    requested_urls,
+    set_view,
+    start_chromium,
+)
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[webdriver.Chrome]:
+    if browser_paths() is None:
+        pytest.skip("no chromium and chromedriver on this machine")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        driver = start_chromium(Path(profile))
+        yield driver
+        driver.quit()
+
+
+@pytest.fixture
+def browser(chromium: webdriver.Chrome) -> webdriver.Chrome:
+    """The browser as new: no key, no theme, nothing in its logs."""
+    set_view(chromium, 1280, 900)
+    console_errors(chromium)
+    requested_urls(chromium)
+    return chromium
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeServer]:
+    """Each on a port of its own: what the browser stores for one is not seen by another."""
+    with running(FakeServer()) as server:
+        yield server

@@ -1,0 +1,151 @@
+"""Made-up answers of GET /dashboard/state, for what no real server shows on demand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+NUM_LAYERS, NUM_EXPERTS, TOP_K = 6, 16, 2
+HISTORY_S = 120
+
+
+def fake_state(now: float, started: float, *, num_ranks: int = 3) -> dict[str, Any]:
+    """A busy server with one attention rank and `num_ranks - 1` expert ranks."""
+    return {
+        "server": {
+            "name": "moe-serve",
+            "version": "0.0.test",
+            "model": "made-up",
+            "started": started,
+            "uptime_s": now - started,
+            "is_ready": True,
+            "layout": f"1 attention rank, {num_ranks - 1} expert ranks",
+        },
+        "now": now,
+        "requests": {
+            "running": 12,
+            "waiting": 3,
+            "oldest_waiting_s": 4.2,
+            "finished_total": 12_345,
+            "failed_total": 1,
+            "rejected_total": 2,
+            "max_running": 64,
+            "max_waiting": 256,
+        },
+        "tokens": {"prompt_total": 1_234_567, "generated_total": 890_123},
+        "latency": {
+            "window_s": 60,
+            "ttft_ms": {"p50": 41.2, "p90": 88.0, "p99": 140.9, "count": 210},
+            "tpot_ms": {"p50": 7.9, "p90": 9.8, "p99": 15.1, "count": 198},
+        },
+        "kv": {
+            "page_tokens": 16,
+            "tiers": [
+                {"name": "memory", "pages": 1000, "used": 420, "cached": 130},
+                {"name": "disk", "pages": 8000, "used": 900, "cached": 0},
+            ],
+            "prefix_hit_rate": 0.4,
+        },
+        "experts": _experts(),
+        "expert_memory": {"resident_bytes": 3 * 2**30, "hit_rate": 0.91},
+        "ranks": _ranks(num_ranks),
+        "placement": {
+            "version": 3,
+            "balance": 0.93,
+            "num_replicas": 2,
+            "age_s": 312.0,
+            "last_move": "2 experts of layer 1 from expert-0 to expert-1",
+        },
+        "predictor": {"kind": "request", "recall": 0.62, "floor": 0.2, "is_acting": True},
+        "step": _step(num_ranks),
+        "history": _history(now),
+        "events": [
+            {"seq": 1, "time": started, "kind": "started", "text": "The server is ready."},
+            {"seq": 2, "time": now - 300, "kind": "rebalanced", "text": "2 experts moved."},
+        ],
+    }
+
+
+def idle_state(now: float, started: float) -> dict[str, Any]:
+    """One process that has had no request yet: everything that may be null is."""
+    state = fake_state(now, started, num_ranks=3)
+    state["server"]["layout"] = "one process"
+    state["requests"] = dict.fromkeys(state["requests"], 0) | {"max_running": 64}
+    state["latency"] = {"window_s": 60, "ttft_ms": None, "tpot_ms": None}
+    state["kv"] = {"page_tokens": 16, "tiers": [], "prefix_hit_rate": None}
+    state["experts"]["num_tokens"] = 0
+    state["experts"]["load"] = [[0] * NUM_EXPERTS for _ in range(NUM_LAYERS)]
+    state["experts"]["activated_mean"] = None
+    state |= dict.fromkeys(("expert_memory", "placement", "predictor", "step"))
+    state["ranks"] = []
+    state["history"] = {"interval_s": 1, **{name: [] for name in state["history"]["_names"]}}
+    state["events"] = []
+    return state
+
+
+def _experts() -> dict[str, Any]:
+    load = [
+        [round(100 * (1.1 + math.sin(3.1 * layer + 1.7 * e)) ** 2) for e in range(NUM_EXPERTS)]
+        for layer in range(NUM_LAYERS)
+    ]
+    load[2][5] = 4000
+    load[3][7] = 0
+    return {
+        "num_layers": NUM_LAYERS,
+        "num_experts": NUM_EXPERTS,
+        "top_k": TOP_K,
+        "window_s": 60,
+        "num_tokens": 8421,
+        "load": load,
+        "activated_mean": [9.5 + layer / 2 for layer in range(NUM_LAYERS)],
+    }
+
+
+def _ranks(num_ranks: int) -> list[dict[str, Any]]:
+    expert_loads = [0.57, 0.43, 0.0, 0.0][: num_ranks - 1]
+    ranks = [{"name": "attention-0", "kind": "attention", "load": 1.0, "busy": 0.71}]
+    for i, load in enumerate(expert_loads):
+        ranks.append({"name": f"expert-{i}", "kind": "expert", "load": load, "busy": 0.4 + 0.1 * i})
+    return [{**rank, "phase": "serving", "restarts": 0} for rank in ranks]
+
+
+def _step(num_ranks: int) -> dict[str, Any]:
+    """Two micro-batches: one is with the experts while the other has its attention."""
+    attention, experts = [], []
+    for layer in range(NUM_LAYERS):
+        for micro_batch in range(2):
+            start = 0.6 * (2 * layer + micro_batch)
+            where = {"layer": layer, "micro_batch": micro_batch}
+            attention += [
+                {"start_ms": start, "end_ms": start + 0.4, "kind": "attention", **where},
+                {"start_ms": start + 0.4, "end_ms": start + 0.47, "kind": "dispatch", **where},
+                {"start_ms": start + 0.47, "end_ms": start + 0.6, "kind": "wait_combine", **where},
+            ]
+            experts.append(
+                {"start_ms": start + 0.5, "end_ms": start + 1.0, "kind": "experts", **where}
+            )
+    tracks = [{"name": "attention-0", "spans": attention}]
+    tracks += [{"name": f"expert-{i}", "spans": experts} for i in range(num_ranks - 1)]
+    return {
+        "number": 77,
+        "duration_ms": 7.9,
+        "micro_batches": 2,
+        "why": "planned",
+        "tracks": tracks,
+    }
+
+
+def _history(now: float) -> dict[str, Any]:
+    ages = range(HISTORY_S - 1, -1, -1)
+    waves = [math.sin(age / 9) for age in ages]
+    columns: dict[str, list[float | None]] = {
+        "t": [now - age for age in ages],
+        "running": [12 + round(4 * wave) for wave in waves],
+        "waiting": [max(0, round(4 * wave)) for wave in waves],
+        "prompt_per_s": [900 + 300 * wave for wave in waves],
+        "generated_per_s": [1500 + 200 * wave for wave in waves],
+        "ttft_ms": [None if i % 7 == 0 else 45 + 20 * wave for i, wave in enumerate(waves)],
+        "tpot_ms": [None if i % 5 == 0 else 8 + wave for i, wave in enumerate(waves)],
+        "kv_used": [420 + 50 * wave for wave in waves],
+    }
+    return {"interval_s": 1, "_names": list(columns), **columns}

@@ -1,0 +1,102 @@
+"""The files of the pages: a closed set, open to all, under a policy that lets nothing else in."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from moe_serve.http.auth import ApiKeyMiddleware
+from moe_serve.http.dashboard import board
+from moe_serve.http.key_ring import KeyRing
+from moe_serve.http.page_files import FOLDER, PAGE_FILES
+from moe_serve.http.page_routes import add_page_routes
+
+PAGES = ("/dashboard", "/dashboard/playground")
+
+
+@pytest.fixture
+def client() -> TestClient:
+    app = FastAPI(redirect_slashes=False)
+    add_page_routes(app)
+    keys = KeyRing(("secret",))
+    app.add_middleware(ApiKeyMiddleware, keys=keys, admin_keys=KeyRing(()))
+    return TestClient(app)
+
+
+def test_every_file_is_served_without_a_key(client: TestClient) -> None:
+    assert set(PAGES) < PAGE_FILES.keys()
+    on_disk = {path.name for path in FOLDER.iterdir() if path.is_file()}
+    assert len(PAGE_FILES) == len(on_disk), "a file in pages/ is of a kind that is not served"
+    for path in PAGE_FILES:
+        answer = client.get(path)
+        assert answer.status_code == 200, path
+        policy = answer.headers["content-security-policy"]
+        assert policy.startswith("default-src 'self';") and "unsafe" not in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["cache-control"] == "no-cache"
+        known = {"if-none-match": f'"other", W/{answer.headers["etag"]}'}
+        again = client.get(path, headers=known)
+        assert (again.status_code, again.content) == (304, b""), path
+        assert client.head(path).headers["content-length"] == str(len(answer.content))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/dashboard/",
+        "/dashboard/state",
+        "/dashboard/assets",
+        "/dashboard/assets/",
+        "/dashboard/assets/dashboard.html",
+        "/dashboard/assets/../page_files.py",
+        "/dashboard/assets/..%2fpage_files.py",
+        "/dashboard/assets/%2e%2e%2fapp.py",
+        "/dashboard/assets//etc/passwd",
+        "/dashboard/assets/base.css%00.js",
+        "/dashboard/assets/BASE.CSS",
+        "/dashboard\\assets\\base.css",
+        "/dashboard/playground/assets/base.css",
+    ],
+)
+def test_nothing_else_is(client: TestClient, path: str) -> None:
+    assert client.get(path).status_code == 401
+    assert client.get(path, headers={"Authorization": "Bearer secret"}).status_code == 404
+
+
+def test_pages_name_only_files_of_the_set() -> None:
+    """No address of another host, and no name that is not served."""
+    names = {path.rpartition("/")[2] for path in PAGE_FILES}
+    for path in sorted(FOLDER.iterdir()):
+        words = path.read_text("utf-8")
+        for host in re.findall(r"https?://[^\"'\s]+", words):
+            assert host == "http://www.w3.org/2000/svg", f"{path.name}: {host}"
+        assets = re.findall(r"assets/([\w.]+)", words) + re.findall(r'from "\./(\w+\.js)"', words)
+        assert set(assets) <= names, path.name
+
+
+def test_no_text_becomes_markup_and_files_are_small() -> None:
+    forbidden = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(")
+    for path in sorted(FOLDER.glob("*.js")):
+        words = path.read_text("utf-8")
+        assert not forbidden.search(words), path.name
+        assert len(words.splitlines()) <= 350, path.name
+
+
+def test_every_kind_of_event_has_its_colour() -> None:
+    folder = Path(board.__file__).parent
+    source = "".join((folder / f"{name}.py").read_text() for name in ("board", "event_watch"))
+    tones = (FOLDER / "events_panel.js").read_text().partition("TONES = {")[2].partition("}")[0]
+    coloured = set(re.findall(r"(\w+):", tones))
+    assert set(re.findall(r'\.add\(\s*"(\w+)"', source)) <= coloured
+    assert all(f'"{kind}"' in source for kind in coloured)
+
+
+def test_wheels_take_the_files() -> None:
+    """hatchling takes what lies in a package, unless .gitignore names it."""
+    root = Path(__file__).parents[2]
+    ignored = (root / ".gitignore").read_text("utf-8").split()
+    assert not [path.name for path in FOLDER.iterdir() if f"*{path.suffix}" in ignored]

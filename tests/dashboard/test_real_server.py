@@ -1,0 +1,73 @@
+"""The pages of the real server with the demonstration model, in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+from headless_chromium import console_errors
+from own_port import port_of_ones_own
+from page_checks import num_updates, run_script, status, text, wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_LAYERS, TOP_K = 6, 4
+
+
+@contextlib.contextmanager
+def serving(port: int) -> Iterator[str]:
+    """The server's address; it is killed at the end, as by a crash."""
+    environ = {name: value for name, value in os.environ.items() if "MOE_SERVE" not in name}
+    environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
+    command = [sys.executable, "-m", "moe_serve", "serve", "--num-threads", "1"]
+    command += ["--api-key", "secret", "--port", str(port)]
+    process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        found = re.search(r"ready at (http://\S+)", process.stdout.readline())
+        assert found is not None, f"the server ended with {process.wait()}"
+        yield found[1]
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.timeout(400)
+def test_a_chat_shows_on_both_pages_and_a_crash_is_survived(browser: webdriver.Chrome) -> None:
+    port = port_of_ones_own()
+    with serving(port) as url:
+        browser.get(f"{url}/dashboard/playground")
+        wait_for(browser, lambda: browser.find_elements(By.ID, "api-key"), "the question")
+        browser.find_element(By.ID, "api-key").send_keys("secret", Keys.ENTER)
+        wait_for(browser, lambda: status(browser) == "moe-serve-demo", "the model's name")
+        browser.find_element(By.ID, "prompt").send_keys("Tell me a story.", Keys.ENTER)
+        wait_for(browser, lambda: "ended: " in text(browser, ".figures"), "the answer")
+        tokens = browser.find_elements(By.CLASS_NAME, "token")
+        assert f"{len(tokens)} token" in text(browser, ".figures")
+        run_script(browser, "arguments[0].focus()", tokens[-1])
+        layers = re.findall(r"^layer \d+: (.*)$", text(browser, ".tooltip"), re.M)
+        assert [len(ids.split(", ")) for ids in layers] == [TOP_K] * NUM_LAYERS
+        browser.get(f"{url}/dashboard")  # in the same tab: the key is known
+        wait_for(browser, lambda: "never chosen" in text(browser, "#experts"), "the experts' load")
+        assert text(browser, "#tile-finished") == "1"
+        assert "No ranks: this server runs in one process." in text(browser, "#ranks")
+    wait_for(browser, lambda: "no answer since" in status(browser), "the page notices")
+    seen = num_updates(browser)
+    with serving(port):
+        wait_for(browser, lambda: num_updates(browser) > seen, "it goes on")
+        wait_for(browser, lambda: text(browser, "#tile-finished") == "0", "the new process")
+        assert "No token in the last 60 s" in text(browser, "#experts")
+    # 503: the new process has the port, and loads.
+    expected = ("401", "503", "ERR_CONNECTION", "ERR_EMPTY_RESPONSE", "ERR_INCOMPLETE")
+    errors = [e for e in console_errors(browser) if not any(word in e for word in expected)]
+    assert errors == []

@@ -1,0 +1,70 @@
+"""When sequences start, and how many tokens steps have: what /metrics shows of the engine."""
+
+from __future__ import annotations
+
+import time
+
+from fake_runner import FakeRunner
+from moe_serve.config import SchedulerConfig
+from moe_serve.engine.engine import Engine
+from moe_serve.engine.request import GenerationRequest
+from moe_serve.engine.sampler import Sampler
+from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.step_executor import LocalExecutor
+
+
+def make_engine(num_pages: int, max_num_seqs: int) -> Engine:
+    return Engine(
+        LocalExecutor(FakeRunner(), Sampler(frozenset())),
+        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_batched_tokens=64),
+        num_pages=num_pages,
+        micro_batches=1,
+        max_model_len=num_pages * 16,
+        eos_token_ids=frozenset(),
+    )
+
+
+def request(name: str, num_prompt: int, max_tokens: int) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=name,
+        prompt_token_ids=tuple(1 + i % 7 for i in range(num_prompt)),
+        params=SamplingParams(temperature=0.0, max_tokens=max_tokens),
+    )
+
+
+def starts(engine: Engine) -> dict[str, set[float | None]]:
+    """Of each request, as its deltas say."""
+    found: dict[str, set[float | None]] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            found.setdefault(delta.request_id, set()).add(delta.started_at)
+    return found
+
+
+def test_every_delta_says_when_its_sequence_started() -> None:
+    engine = make_engine(num_pages=8, max_num_seqs=1)
+    before = time.monotonic()
+    engine.add(request("a", 3, 4))
+    engine.add(request("b", 3, 4))
+    found = starts(engine)
+    (first,), (second,) = found["a"], found["b"]
+    assert first is not None and second is not None
+    assert before <= first < second <= time.monotonic(), "b had to wait for a's seat"
+
+
+def test_a_preempted_sequence_keeps_its_start() -> None:
+    engine = make_engine(num_pages=4, max_num_seqs=2)
+    engine.add(request("a", 20, 30))
+    engine.add(request("b", 20, 30))
+    found = starts(engine)
+    assert engine.stats().num_preemptions > 0
+    assert all(len(times) == 1 for times in found.values())
+
+
+def test_the_tokens_of_steps_are_counted() -> None:
+    engine = make_engine(num_pages=8, max_num_seqs=2)
+    engine.add(request("a", 5, 3))
+    starts(engine)
+    counted = engine.stats().step_tokens
+    assert counted.num_tokens == 5 + 2, "the last token is never computed"
+    assert counted.num_steps[:2] == (2, 1) and sum(counted.num_steps) == 3

@@ -1,0 +1,88 @@
+"""The split of rows over copies: by hand, against all sets of ranks, and against HiGHS."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experts.placement.errors import PlacementError
+from experts.placement.lp_split import LpSplit, least_busiest
+
+Ranks = list[list[int]]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Ranks, list[int]]:
+    num_ranks, num_experts = draw(st.integers(1, 5)), draw(st.integers(1, 9))
+    some = st.lists(st.integers(0, num_ranks - 1), min_size=1, max_size=num_ranks, unique=True)
+    ranks_of = draw(st.lists(some, min_size=num_experts, max_size=num_experts))
+    counts = draw(st.lists(st.integers(0, 40), min_size=num_experts, max_size=num_experts))
+    return ranks_of, counts
+
+
+def loads_of(ranks_of: Ranks, counts: list[int]) -> list[int]:
+    """Of each rank, under the split."""
+    quotas = LpSplit(ranks_of).quotas(np.array(counts))
+    loads = [0] * (1 + max(rank for ranks in ranks_of for rank in ranks))
+    for expert, ranks in enumerate(ranks_of):
+        quota = quotas.get(expert, [counts[expert]] if len(ranks) == 1 else [0] * len(ranks))
+        assert sum(quota) == counts[expert] and min(quota) >= 0, f"expert {expert}: {quota}"
+        for rank, rows in zip(ranks, quota, strict=True):
+            loads[rank] += rows
+    return loads
+
+
+def least_by_sets(ranks_of: Ranks, counts: list[int]) -> int:
+    """Rows that must be on a set of ranks, over its ranks, rounded up: the most of all sets."""
+    num_ranks = 1 + max(rank for ranks in ranks_of for rank in ranks)
+    sets = (
+        set(chosen)
+        for size in range(1, num_ranks + 1)
+        for chosen in itertools.combinations(range(num_ranks), size)
+    )
+    return max(
+        -(-sum(c for c, ranks in zip(counts, ranks_of, strict=True) if chosen >= {*ranks}) // n)
+        for chosen in sets
+        for n in [len(chosen)]
+    )
+
+
+@settings(max_examples=80, derandomize=True, deadline=None)
+@given(case=cases())
+def test_the_busiest_rank_has_the_least_that_can_be(case: tuple[Ranks, list[int]]) -> None:
+    ranks_of, counts = case
+    loads = loads_of(ranks_of, counts)
+    assert max(loads) == least_by_sets(ranks_of, counts), f"{loads}"
+
+
+def test_by_hand() -> None:
+    quotas = LpSplit([[0], [0, 1], [1, 2]]).quotas(np.array([6, 3, 9]))
+    assert quotas == {1: [0, 3], 2: [3, 6]}
+    ids_TK = np.array([[0, 1]] * 3 + [[2, 0]] * 3 + [[2, -1]] * 6)
+    ranks_TK = LpSplit([[0], [0, 1], [1, 2]]).ranks(ids_TK)
+    assert ranks_TK[:3].tolist() == [[0, 1]] * 3
+    assert ranks_TK[3:, 0].tolist() == [1] * 3 + [2] * 6 and (ranks_TK[6:, 1] == -1).all()
+
+
+def test_rows_go_along_a_path_of_copies() -> None:
+    """Rank 0 is full, and only through ranks 1 and 2 can rows of it end on rank 3."""
+    ranks_of = [[0], [0, 1], [1], [1, 2], [2], [2, 3]]
+    assert loads_of(ranks_of, [8, 8, 0, 8, 0, 8]) == [8, 8, 8, 8]
+
+
+def test_a_whole_number_program_meets_highs() -> None:
+    rng = np.random.default_rng(5)
+    ranks_of = [[int(r) for r in rng.choice(8, 1 + (e < 16), replace=False)] for e in range(48)]
+    counts_E = rng.zipf(1.5, 48).clip(0, 300)
+    least = least_busiest(counts_E.astype(float), ranks_of, np.ones(8))
+    assert max(loads_of(ranks_of, counts_E.tolist())) == int(np.ceil(least - 1e-6))
+
+
+def test_speeds_count_where_rows_divide() -> None:
+    assert least_busiest(np.array([9.0]), [[0, 1]], np.array([1.0, 2.0])) == pytest.approx(3.0)
+    with pytest.raises(PlacementError, match="one copy of every expert"):
+        least_busiest(np.array([9.0, 1.0]), [[0, 1], []], np.array([1.0, 2.0]))

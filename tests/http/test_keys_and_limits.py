@@ -1,0 +1,214 @@
+"""Keys from a file that changes, and how much one key may ask for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from moe_serve.config import ServerConfig
+from moe_serve.errors import ConfigError
+from moe_serve.http import key_ring
+from moe_serve.http.key_limits import Allowance, KeyAccount
+from moe_serve.http.key_ring import KeyRing
+
+MakeApp = Callable[..., FastAPI]
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is looked at for every key."""
+    monkeypatch.setattr(key_ring, "_LOOK_S", 0.0)
+
+
+def write(path: Path, text: str) -> None:
+    """As an editor does: another file takes the name."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    os.replace(new, path)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_a_file_of_keys_is_read_again(make_app: MakeApp, tmp_path: Path, eager: None) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# team one\none\n\ntwo\n")
+    client = TestClient(make_app(api_keys=("fixed",), api_key_file=str(file)))
+
+    def statuses(*keys: str) -> list[int]:
+        return [client.get("/v1/models", headers=bearer(key)).status_code for key in keys]
+
+    assert statuses("fixed", "one", "two", "three", "# team one", "") == [200] * 3 + [401] * 3
+    write(file, "two\nthree\n")
+    assert statuses("fixed", "one", "two", "three") == [200, 401, 200, 200]
+    assert client.get("/v1/models", headers={"X-Api-Key": "two"}).status_code == 200
+    assert client.get("/v1/models", headers={"X-Api-Key": "one"}).status_code == 401
+
+
+def test_half_a_file_changes_nothing(
+    tmp_path: Path, eager: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("secret-one\n")
+    ring = KeyRing((), str(file))
+    for text in ("# nobody\n", ""):
+        write(file, text)
+        assert ring.find(b"secret-one") is not None
+    file.unlink()
+    assert ring.find(b"secret-one") is not None
+    assert caplog.text.count("the API keys stay as they were") == 3
+    assert "secret-one" not in caplog.text
+    write(file, "secret-two\n")
+    assert ring.find(b"secret-one") is None and ring.find(b"secret-two") is not None
+    with pytest.raises(ConfigError, match="cannot read the API keys"):
+        KeyRing((), str(tmp_path / "missing"))
+
+
+def test_keys_of_any_length_are_compared(make_app: MakeApp) -> None:
+    client = TestClient(make_app(api_keys=("k" * 32,)))
+    for key in ("k", "k" * 31, "k" * 33, "k" * 5000):
+        assert client.get("/v1/models", headers=bearer(key)).status_code == 401
+    assert client.get("/v1/models", headers=bearer("k" * 32)).status_code == 200
+
+
+def test_an_allowance_comes_back_evenly() -> None:
+    allowance = Allowance(60, now=0.0)
+    for _ in range(60):
+        assert allowance.seconds_until(1, 0.0) == 0.0
+        allowance.spend(1, 0.0)
+    assert allowance.seconds_until(1, 0.0) == pytest.approx(1.0)
+    assert allowance.seconds_until(1, 1.0) == 0.0
+    assert allowance.left(1000.0) == 60.0, "no more than a minute's worth"
+    allowance.spend(90, 1000.0)
+    assert allowance.seconds_until(1, 1000.0) == pytest.approx(31.0)
+
+
+def test_an_account_says_what_is_used_up() -> None:
+    config = ServerConfig(key_max_concurrent=1, key_requests_per_minute=2, key_tokens_per_minute=10)
+    account = KeyAccount(config, 0.0)
+
+    def reason(now: float) -> str | None:
+        refused = account.begin(now)
+        return None if refused is None else refused.reason
+
+    assert reason(0.0) is None
+    assert reason(0.0) == "key_concurrent"
+    account.end()
+    account.charge(100, 0.0)
+    assert reason(0.0) == "key_tokens"
+    assert reason(600.0) is None
+    account.end()
+    assert reason(600.0) is None
+    account.end()
+    assert reason(600.0) == "key_requests"
+
+
+def test_requests_per_minute_by_key(make_app: MakeApp) -> None:
+    client = TestClient(make_app(api_keys=("one", "two"), key_requests_per_minute=2))
+
+    def ask(key: str, **fields: Any) -> httpx.Response:
+        return client.post("/v1/completions", json={"prompt": "hi", **fields}, headers=bearer(key))
+
+    assert [ask("one").status_code for _ in range(2)] == [200, 200]
+    refused = ask("one", stream=True)
+    error = refused.json()["error"]
+    assert refused.status_code == 429
+    assert (error["code"], error["type"]) == ("rate_limit_exceeded", "rate_limit_error")
+    assert "its 2 requests of a minute" in error["message"]
+    assert 1 <= int(refused.headers["retry-after"]) <= 30
+    assert refused.headers["x-should-retry"] == "true"
+    assert ask("two").status_code == 200, "another key has its own"
+    assert ask("wrong").status_code == 401, "who is not let in is not counted"
+    assert client.get("/v1/models", headers=bearer("one")).status_code == 200
+    messages = client.post("/v1/messages", json={}, headers={"x-api-key": "one"})
+    assert messages.status_code == 429 and messages.json()["type"] == "error"
+    text = client.get("/metrics", headers=bearer("two")).text
+    assert 'admission_rejections_total{model_name="tiny",reason="key_requests"} 2.0' in text
+    assert "one" not in text.split(), "no key is a label"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "hi"}),
+        ("/detokenize", {"tokens": [1]}),
+        ("/v1/tokenize", {"prompt": "hi"}),
+        ("/v1/chat/completions/render", {"messages": [{"role": "user", "content": "hi"}]}),
+    ],
+)
+def test_what_generates_nothing_counts_too(
+    make_app: MakeApp, path: str, body: dict[str, Any]
+) -> None:
+    client = TestClient(
+        make_app(api_keys=("one", "two"), admin_keys=("chief",), key_requests_per_minute=2)
+    )
+    asked = [client.post(path, json=body, headers=bearer("one")) for _ in range(3)]
+    assert [answer.status_code for answer in asked] == [200, 200, 429]
+    assert asked[2].json()["error"]["code"] == "rate_limit_exceeded"
+    assert client.post(path, json=body, headers=bearer("two")).status_code == 200
+    for _ in range(3):  # no key of a client, and no limit of one
+        admin = client.post("/admin/placement/rebalance", headers=bearer("chief"))
+        assert admin.status_code not in (401, 429)
+    cancelled = client.post("/v1/responses/resp_1/cancel", headers=bearer("one"))
+    assert cancelled.status_code == 404, "cancelling makes room"
+
+
+def test_tokens_are_charged_when_an_answer_ends(make_app: MakeApp) -> None:
+    client = TestClient(make_app(api_keys=("one",), key_tokens_per_minute=40))
+    body = {"prompt": "x" * 30, "max_tokens": 8, "n": 3}  # 30 + 3 times at most 6 tokens
+    assert client.post("/v1/completions", json=body, headers=bearer("one")).status_code == 200
+    refused = client.post("/v1/completions", json=body, headers=bearer("one"))
+    assert refused.status_code == 429
+    assert "has used its 40 tokens a minute" in refused.json()["error"]["message"]
+
+
+def test_open_requests_of_a_key(make_app: MakeApp, engine: Any) -> None:
+    """Two streams are open; a third waits for nobody. Afterwards there is room again."""
+    engine.gate = asyncio.Event()
+    app = make_app(key_max_concurrent=2)
+
+    async def run() -> tuple[list[int], int]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            body = {"prompt": "hi", "stream": True}
+            asked = [
+                asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(3)
+            ]
+            await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            engine.gate.set()
+            answers = await asyncio.gather(*asked)
+            later = await client.post("/v1/completions", json=body)
+        return sorted(answer.status_code for answer in answers), later.status_code
+
+    assert asyncio.run(run()) == ([200, 200, 429], 200)
+
+
+@pytest.mark.parametrize(("fields", "status"), [({}, 429), ({"overload_status": 503}, 503)])
+def test_the_status_of_a_full_queue(
+    make_app: MakeApp, engine: Any, fields: dict[str, int], status: int
+) -> None:
+    engine.max_requests = 0
+    client = TestClient(make_app(**fields))
+    response = client.post("/v1/completions", json={"prompt": "hi"})
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == "server_overloaded"
+    assert response.headers["retry-after"] == "1"
+
+
+def test_keys_are_never_logged(make_app: MakeApp, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    client = TestClient(make_app(api_keys=("swordfish",)))
+    for key in ("swordfish", "swordfish2"):
+        client.post("/v1/completions?key=swordfish", json={"prompt": "a"}, headers=bearer(key))
+    ours = [r.getMessage() for r in caplog.records if r.name.startswith(("moe_serve", "uvicorn"))]
+    assert not any("swordfish" in line for line in ours)

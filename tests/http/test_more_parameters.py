@@ -1,0 +1,118 @@
+"""Parameters that peers have and OpenAI does not: ids, prompts' log probabilities, truncation."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+BOTH = ("/v1/chat/completions", "/v1/completions")
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+PROMPT = "<user>hi\n<assistant>"
+
+
+def post(client: TestClient, route: str, **fields: Any) -> Any:
+    body = CHAT if route == BOTH[0] else {"prompt": PROMPT}
+    response = client.post(route, json={**body, **fields})
+    assert response.status_code == 200, response.text
+    return response
+
+
+def events(response: Any) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in response.text.split("\n\n")[:-2]]
+
+
+@pytest.mark.parametrize("route", BOTH)
+def test_token_ids(client: TestClient, engine: Any, route: str) -> None:
+    body = post(client, route, return_token_ids=True, n=2).json()
+    prompt_ids = list(engine.submitted[0].prompt_token_ids)
+    for choice in body["choices"]:
+        assert engine.tokenizer.decode(choice["token_ids"]) == "Hello"
+        assert choice.get("prompt_token_ids", body.get("prompt_token_ids")) == prompt_ids
+    chunks = events(post(client, route, return_token_ids=True, stream=True))
+    choices = [chunk["choices"][0] for chunk in chunks]
+    ids = [token for choice in choices for token in choice.get("token_ids", ())]
+    assert engine.tokenizer.decode(ids) == "Hello"
+    first = chunks[0] if route == BOTH[0] else choices[0]
+    assert first["prompt_token_ids"] == prompt_ids
+    assert sum("prompt_token_ids" in json.dumps(chunk) for chunk in chunks) == 1
+    assert "token_ids" not in post(client, route).text
+
+
+@pytest.mark.parametrize("route", BOTH)
+def test_prompt_logprobs(client: TestClient, engine: Any, route: str) -> None:
+    body = post(client, route, prompt_logprobs=1, n=2).json()
+    prompt_ids = engine.submitted[0].prompt_token_ids
+    for choice in body["choices"]:
+        entries = body["prompt_logprobs"] if route == BOTH[0] else choice["prompt_logprobs"]
+        assert len(entries) == len(prompt_ids)
+        assert entries[0] is None
+        token = str(prompt_ids[1])
+        text = engine.tokenizer.token_text(prompt_ids[1])
+        assert entries[1][token] == {"logprob": -0.5, "rank": 1, "decoded_token": text}
+        assert choice["logprobs"] is None
+
+
+@pytest.mark.parametrize("route", BOTH)
+def test_the_usage_so_far_in_every_chunk(client: TestClient, route: str) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events(post(client, route, stream=True, stream_options=options))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == 6
+    assert all(chunk["usage"]["prompt_tokens"] == len(PROMPT) for chunk in chunks)
+
+
+@pytest.mark.parametrize("route", BOTH)
+def test_truncation_keeps_the_end(client: TestClient, engine: Any, route: str) -> None:
+    post(client, route, truncate_prompt_tokens=5)
+    assert engine.tokenizer.decode(engine.submitted[-1].prompt_token_ids) == PROMPT[-5:]
+    post(client, route, truncate_prompt_tokens=400)
+    assert engine.tokenizer.decode(engine.submitted[-1].prompt_token_ids) == PROMPT
+    long: dict[str, Any] = {"prompt": "x" * 900}
+    if route == BOTH[0]:
+        long = {"messages": [{"role": "user", "content": "x" * 900}]}
+    post(client, route, truncate_prompt_tokens=-1, max_tokens=12, **long)
+    assert len(engine.submitted[-1].prompt_token_ids) == 500
+
+
+@pytest.mark.parametrize("route", BOTH)
+def test_the_request_id_is_shown_and_the_engine_has_its_own(
+    client: TestClient, engine: Any, route: str
+) -> None:
+    body = post(client, route, request_id="abc-1", priority=0).json()
+    assert body["id"].endswith("cmpl-abc-1")
+    assert "abc-1" not in engine.submitted[-1].request_id
+
+
+def test_the_last_message_goes_on(client: TestClient, engine: Any) -> None:
+    messages = [*CHAT["messages"], {"role": "assistant", "content": "Well, "}]
+    fields: dict[str, Any] = {"messages": messages, "continue_final_message": True}
+    choice = post(client, BOTH[0], **fields).json()["choices"][0]
+    assert engine.tokenizer.decode(engine.submitted[-1].prompt_token_ids).endswith(
+        "<assistant>Well, "
+    )
+    assert choice["message"]["content"] == "Hello"
+    choice = post(client, BOTH[0], **fields, echo=True).json()["choices"][0]
+    assert choice["message"]["content"] == "Well, Hello"
+    chunks = events(post(client, BOTH[0], **fields, echo=True, stream=True))
+    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    assert text == "Well, Hello"
+
+
+@pytest.mark.parametrize(
+    ("last", "more"),
+    [
+        ({"role": "user", "content": "x"}, {}),
+        ({"role": "assistant", "content": ""}, {}),
+        ({"role": "assistant", "content": "x"}, {"add_generation_prompt": True}),
+        ({"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}, {}),
+    ],
+)
+def test_what_cannot_go_on(client: TestClient, last: dict[str, Any], more: dict[str, Any]) -> None:
+    body = {"messages": [last], "continue_final_message": True, **more}
+    response = client.post(BOTH[0], json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "continue_final_message"

@@ -1,0 +1,162 @@
+"""The routes of live balancing: with an admin key, and with a reason where nothing can move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from starlette.testclient import TestClient
+
+from experts.placement.plan import Placement, contiguous
+from moe_serve.cli.main import main
+from moe_serve.config import ServerConfig
+from moe_serve.engine.client import EngineClient
+from moe_serve.engine.placement_control import (
+    OUTCOMES,
+    BalanceFigures,
+    LastPlan,
+    PlacementBrief,
+    PlacementControl,
+    PlacementStatus,
+    RebalanceState,
+)
+from moe_serve.errors import RebalanceError
+from moe_serve.http.app import create_app
+from moe_serve.http.served_model import ServedModel
+
+ADMIN = {"Authorization": "Bearer root"}
+IDLE = PlacementStatus(
+    mode="manual",
+    state="idle",
+    version=2,
+    age_s=12.5,
+    num_counted_tokens=3000,
+    balance=BalanceFigures(before=0.7, predicted=0.95, achieved=0.9),
+    last=LastPlan(outcome="moved", text="5 copies in 2 rounds"),
+    num_plans=dict.fromkeys(OUTCOMES, 0) | {"moved": 1},
+    num_copies=5,
+    num_bytes=5 * 2**20,
+    before_p99_s=0.010,
+    during_p99_s=0.012,
+)
+
+
+class FakeControl:
+    """Plans for two looks, and then it is done."""
+
+    def __init__(self) -> None:
+        self.left = 0
+
+    @property
+    def state(self) -> RebalanceState:
+        return "planning" if self.left else "idle"
+
+    def status(self) -> PlacementStatus:
+        self.left = max(0, self.left - 1)
+        return replace(IDLE, state="planning") if self.left else IDLE
+
+    def brief(self) -> PlacementBrief:
+        return PlacementBrief(
+            state=self.state,
+            version=IDLE.version,
+            age_s=IDLE.age_s,
+            last=IDLE.last,
+            num_plans=IDLE.num_plans,
+        )
+
+    def plan(self) -> Placement:
+        return contiguous([1], 4, 2)
+
+    def rebalance(self) -> PlacementStatus:
+        if self.left:
+            raise RebalanceError("A re-balance is under way already.")
+        self.left = 3
+        return self.status()
+
+
+MakeClient = Callable[[PlacementControl | None], TestClient]
+
+
+@pytest.fixture
+def client_of(engine: EngineClient, model: ServedModel) -> MakeClient:
+    def make(control: PlacementControl | None) -> TestClient:
+        config = ServerConfig(admin_keys=("root",))
+        return TestClient(create_app(engine, model, config, placement=control))
+
+    return make
+
+
+def test_status_plan_and_rebalance(client_of: MakeClient) -> None:
+    with client_of(FakeControl()) as client:
+        for method, path in (("GET", ""), ("GET", "/plan"), ("POST", "/rebalance")):
+            assert client.request(method, f"/admin/placement{path}").status_code == 401
+        found = client.get("/admin/placement", headers=ADMIN).json()
+        assert (found["version"], found["balance"]["achieved"]) == (2, 0.9)
+        plan = client.get("/admin/placement/plan", headers=ADMIN).json()
+        assert plan["layers"] == {"1": [[0], [0], [1], [1]]}
+        begun = client.post("/admin/placement/rebalance", headers=ADMIN)
+        assert begun.status_code == 200 and begun.json()["state"] == "planning"
+        again = client.post("/admin/placement/rebalance", headers=ADMIN)
+        assert again.status_code == 409
+        assert again.json()["error"]["message"] == "A re-balance is under way already."
+
+
+def test_a_server_without_ranks_says_so(client_of: MakeClient) -> None:
+    with client_of(None) as client:
+        answer = client.post("/admin/placement/rebalance", headers=ADMIN)
+        assert answer.status_code == 409 and "no expert ranks" in answer.json()["error"]["message"]
+        assert "placement_version" not in client.get("/metrics").text
+
+
+def test_metrics(client_of: MakeClient) -> None:
+    with client_of(FakeControl()) as client:
+        text = client.get("/metrics").text
+    for line in (
+        'placement_version{model_name="tiny"} 2.0',
+        'placement_age_seconds{model_name="tiny"} 12.5',
+        'placement_moving{model_name="tiny"} 0.0',
+        'placement_copies_total{model_name="tiny"} 5.0',
+        'placement_copied_bytes_total{model_name="tiny"} 5.24288e+06',
+        'placement_plans_total{model_name="tiny",outcome="moved"} 1.0',
+        'placement_plans_total{model_name="tiny",outcome="gain"} 0.0',
+        'placement_balancedness{kind="predicted",model_name="tiny"} 0.95',
+        'placement_step_p99_seconds{model_name="tiny",when="during"} 0.012',
+    ):
+        assert f"moe_serve:{line}" in text, line
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["placement", *arguments])
+    assert isinstance(exit_info.value.code, int)
+    return exit_info.value.code
+
+
+def test_the_command(
+    client_of: MakeClient,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: object,
+) -> None:
+    client = client_of(FakeControl())
+
+    def opened(**named: object) -> TestClient:
+        client.headers = named["headers"]  # type: ignore[assignment]
+        return client
+
+    monkeypatch.setattr("httpx.Client", opened)
+    assert run("rebalance", "--admin-key", "root") == 0
+    shown = capsys.readouterr().out
+    assert "moved: 5 copies in 2 rounds" in shown and "predicted 0.950" in shown
+    assert "10.0 ms, 12.0 ms during the move" in shown
+    assert run("save", f"{tmp_path}/plan.json", "--admin-key", "root") == 0
+    assert run("status", "--admin-key", "wrong") == 2
+    assert "valid admin key" in capsys.readouterr().err
+    assert run("save", f"{tmp_path}/no/plan.json", "--admin-key", "root") == 2
+    assert "cannot be written: No such file" in capsys.readouterr().err
+
+
+def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("status", "--url", "http://127.0.0.1:9") == 1
+    assert "no server answers at http://127.0.0.1:9" in capsys.readouterr().err

@@ -1,0 +1,171 @@
+"""Structured output of a model that reasons first: the demonstration model with a template that
+opens the reasoning, and a token that closes it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from moe_serve.config import CacheConfig, EngineConfig, ModelConfig, ServerConfig
+from moe_serve.engine.async_engine import AsyncEngine
+from moe_serve.engine.build import build_engine
+from moe_serve.http.app import create_app
+from moe_serve.http.served_model import ServedModel
+from moe_serve.model.demo import demo_model_folder
+from moe_serve.text.chat_template import ChatTemplate
+from moe_serve.text.tokenizer import Tokenizer
+
+CLOSING_ID = 1
+SOON = {str(CLOSING_ID): 10}  # it closes within some ten tokens
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+    "{{ '<think>\n\n</think>\n\n' if enable_thinking is false else '<think>\n' }}"
+)
+ASK = [{"role": "user", "content": "Is water wet?"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"answer": {"enum": ["yes", "no"]}, "sure": {"type": "boolean"}},
+    "required": ["answer", "sure"],
+    "additionalProperties": False,
+}
+BY_SCHEMA = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+PATTERNS: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": BY_SCHEMA}, r'\{\s*"answer"\s*:\s*"(yes|no)"\s*,\s*"sure"[^}]*\}'),
+    ({"structured_outputs": {"regex": "\n? [ab]{3}"}}, "\n? [ab]{3}"),
+    ({"guided_choice": [" north", "south\n"]}, " north|south\n"),
+    ({"ebnf": 'root ::= "<" [0-9]{1,3} ">"'}, "<[0-9]{1,3}>"),
+    ({"guided_grammar": 'start: "x" %json {"enum": [1, 22]}'}, "x(1|22)"),
+]
+
+
+@pytest.fixture(scope="module", params=["special", "ordinary"])
+def served(
+    request: pytest.FixtureRequest, serve_live: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[httpx.Client]:
+    """The closing marker is a token, special or as Qwen3 and DeepSeek R1 have it."""
+    folder = tmp_path_factory.mktemp("reasoning") / "demo"
+    shutil.copytree(demo_model_folder(), folder, ignore=shutil.ignore_patterns("predictor"))
+    content = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    for token in content["added_tokens"]:
+        if token["id"] == CLOSING_ID:
+            token |= {"content": "</think>", "special": request.param == "special"}
+    content["model"]["vocab"]["</think>"] = content["model"]["vocab"].pop("<|im_start|>")
+    (folder / "tokenizer.json").write_text(json.dumps(content), "utf-8")
+    config = EngineConfig(model=ModelConfig(path=str(folder)), cache=CacheConfig(num_pages=256))
+    tokenizer, built = Tokenizer.load(folder), build_engine(config)
+    assert tokenizer.encode("</think>") == [CLOSING_ID]
+    engine = AsyncEngine(built, config.scheduler)
+    model = ServedModel(
+        name="demo",
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate(TEMPLATE),
+        created=0,
+        max_model_len=engine.max_model_len,
+    )
+    app = create_app(engine, model, ServerConfig(), grammars=built.grammars)
+    with serve_live(app, engine) as live, httpx.Client(base_url=live.url, timeout=60) as client:
+        yield client
+    app.state.gate.close()
+    engine.close()
+
+
+def post(served: httpx.Client, route: str, **fields: Any) -> Any:
+    limit = "max_output_tokens" if route == "/v1/responses" else "max_tokens"
+    response = served.post(route, json={limit: 300, "temperature": 1, **fields})
+    assert response.status_code == 200, response.text
+    return response
+
+
+def chat(served: httpx.Client, **fields: Any) -> list[Any]:
+    fields = {"messages": ASK, "seed": 1, "logit_bias": SOON, **fields}
+    choices: list[Any] = post(served, "/v1/chat/completions", **fields).json()["choices"]
+    return choices
+
+
+@pytest.mark.parametrize(("fields", "pattern"), PATTERNS, ids=lambda value: str(value)[:16])
+def test_every_kind_after_the_reasoning(
+    served: httpx.Client, fields: dict[str, Any], pattern: str
+) -> None:
+    choices = chat(served, n=4, **fields)
+    for choice in choices:
+        assert re.fullmatch(pattern, choice["message"]["content"]), choice
+        assert choice["finish_reason"] == "stop"
+    thoughts = [choice["message"].get("reasoning", "") for choice in choices]
+    assert any(len(thought) > 10 for thought in thoughts)
+    assert not any("</think>" in thought for thought in thoughts)
+
+
+def test_a_stream_has_the_same(served: httpx.Client) -> None:
+    fields = {"response_format": BY_SCHEMA, "logprobs": True}
+    (whole,) = chat(served, **fields)
+    message, response = (
+        whole["message"],
+        post(
+            served,
+            "/v1/chat/completions",
+            **{"messages": ASK, "seed": 1, "logit_bias": SOON, "stream": True, **fields},
+        ),
+    )
+    events = [json.loads(line[6:]) for line in response.text.split("\n\n")[:-2]]
+    choices = [event["choices"][0] for event in events if event["choices"]]
+    for name in ("reasoning", "reasoning_content", "content"):
+        assert "".join(c["delta"].get(name) or "" for c in choices) == message[name]
+    logprobs = [entry for c in choices for entry in (c["logprobs"] or {}).get("content", [])]
+    assert logprobs == whole["logprobs"]["content"]
+    assert "</think>" in [entry["token"] for entry in logprobs]
+    assert json.loads(message["content"])["answer"] in ("yes", "no")
+
+
+def test_cut_in_the_reasoning(served: httpx.Client) -> None:
+    never = {str(CLOSING_ID): -100}
+    (choice,) = chat(served, max_tokens=12, logit_bias=never, response_format=BY_SCHEMA)
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["content"] == "" and choice["message"]["reasoning"]
+
+
+def test_without_reasoning_the_grammar_holds_at_once(served: httpx.Client) -> None:
+    for fields in (
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"reasoning_effort": "none"},
+        {"separate_reasoning": False},
+    ):
+        (choice,) = chat(served, logit_bias={}, response_format=BY_SCHEMA, max_tokens=60, **fields)
+        assert set(json.loads(choice["message"]["content"])) == {"answer", "sure"}
+        assert "reasoning" not in choice["message"]
+    answer = post(served, "/v1/completions", prompt="Hm.<think>\n", guided_choice=["yes"]).json()
+    assert answer["choices"][0]["text"] == "yes"
+
+
+def test_responses_and_messages_reason_first_too(served: httpx.Client) -> None:
+    form = {"type": "json_schema", "schema": SCHEMA}
+    fields = {"seed": 2, "logit_bias": SOON}
+    response = post(
+        served,
+        "/v1/responses",
+        input="Is water wet?",
+        text={"format": {**form, "name": "answer"}},
+        **fields,
+    ).json()
+    reasoning, message = response["output"]
+    assert (reasoning["type"], message["type"]) == ("reasoning", "message")
+    assert set(json.loads(message["content"][0]["text"])) == {"answer", "sure"}
+    blocks = post(
+        served, "/v1/messages", messages=ASK, output_config={"format": form}, **fields
+    ).json()["content"]
+    assert [block["type"] for block in blocks] == ["thinking", "text"]
+    assert set(json.loads(blocks[1]["text"])) == {"answer", "sure"}
+
+
+def test_a_schema_that_allows_nothing_is_refused_before_any_reasoning(
+    served: httpx.Client,
+) -> None:
+    body = {"messages": ASK, "guided_json": {"$ref": "#"}}
+    response = served.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "invalid_grammar"

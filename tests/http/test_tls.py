@@ -1,0 +1,235 @@
+"""HTTPS with certificates that change while the server runs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from moe_serve.cli.batch_target import BatchTarget
+from moe_serve.cli.chat_client import ChatClient
+from moe_serve.cli.top_source import TopSource
+from moe_serve.config import ServerConfig
+from moe_serve.errors import ConfigError
+from moe_serve.http import closing_server, tls
+from moe_serve.http.app import create_app
+from moe_serve.http.tls import Tls
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes them")
+
+
+def make_pair(folder: Path, name: str) -> tuple[Path, Path]:
+    """A certificate of its own for localhost, and its key."""
+    cert, key = folder / f"{name}.crt", folder / f"{name}.key"
+    command = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
+        f"-subj /CN={name} -addext subjectAltName=DNS:localhost,IP:127.0.0.1 "
+        f"-keyout {key} -out {cert}"
+    )
+    subprocess.run(command.split(), check=True, capture_output=True)
+    return cert, key
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Path]]:
+    folder = tmp_path_factory.mktemp("pairs")
+    return [make_pair(folder, name) for name in ("first", "second")]
+
+
+def subject(port: int) -> str:
+    """Whose certificate a new connection gets."""
+    pem = ssl.get_server_certificate(("127.0.0.1", port))
+    text = subprocess.run(
+        ["openssl", "x509", "-noout", "-subject"], input=pem, text=True, capture_output=True
+    )
+    return text.stdout.strip().rpartition("=")[2].strip()
+
+
+def put(source: Path, target: Path) -> None:
+    new = target.with_suffix(".new")
+    shutil.copy(source, new)
+    os.replace(new, target)
+
+
+def test_a_new_certificate_is_taken_and_a_broken_one_is_not(
+    pairs: list[tuple[Path, Path]],
+    tmp_path: Path,
+    engine: Any,
+    model: Any,
+    live_server: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(tls, "_LOOK_S", 0.0)
+    cert, key = tmp_path / "server.crt", tmp_path / "server.key"
+    shutil.copy(pairs[0][0], cert)
+    shutil.copy(pairs[0][1], key)
+    config = ServerConfig(ssl_certfile=str(cert), ssl_keyfile=str(key))
+    with live_server(create_app(engine, model, config), engine, config) as live:
+        trust = ssl.create_default_context(cafile=pairs[0][0])
+        with httpx.Client(base_url=f"https://127.0.0.1:{live.port}", verify=trust) as client:
+            answer = client.post("/v1/completions", json={"prompt": "hi"})
+            assert answer.json()["choices"][0]["text"] == "Hello"
+            assert subject(live.port) == "first"
+            cert.write_text("no certificate")
+            wait_until(lambda: "stays as it was" in caplog.text)
+            assert subject(live.port) == "first"
+            put(pairs[1][0], cert)  # with the key of the other one
+            wait_until(lambda: caplog.text.count("stays as it was") >= 2)
+            assert subject(live.port) == "first"
+            put(pairs[1][1], key)
+            wait_until(lambda: subject(live.port) == "second")
+            assert client.get("/health").status_code == 200, "an open connection goes on"
+        with pytest.raises(httpx.ConnectError):  # who trusted the first only
+            httpx.get(f"https://127.0.0.1:{live.port}/health", verify=trust)
+    assert "PRIVATE" not in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of what is left behind
+def test_a_handshake_that_never_ends_delays_no_shutdown(
+    pairs: list[tuple[Path, Path]],
+    engine: Any,
+    model: Any,
+    live_server: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cert, key = pairs[0]
+    config = ServerConfig(ssl_certfile=str(cert), ssl_keyfile=str(key))
+    with live_server(create_app(engine, model, config), engine, config) as live:
+        silent = socket.create_connection(("127.0.0.1", live.port))
+        assert subject(live.port) == "first", "so the one before it is taken in as well"
+        live.server.servers = [Listener(server) for server in live.server.servers]
+    assert "timeout graceful shutdown exceeded" not in caplog.text
+    silent.close()
+
+
+def test_an_idle_connection_delays_no_shutdown(
+    pairs: list[tuple[Path, Path]],
+    engine: Any,
+    model: Any,
+    live_server: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is in a client's pool: nobody reads there that the server closes it."""
+    cert, key = pairs[0]
+    config = ServerConfig(ssl_certfile=str(cert), ssl_keyfile=str(key))
+    trust = ssl.create_default_context(cafile=cert)
+    client = httpx.Client(verify=trust)
+    with live_server(create_app(engine, model, config), engine, config) as live:
+        assert client.get(f"https://127.0.0.1:{live.port}/health").status_code == 200
+    assert "timeout graceful shutdown exceeded" not in caplog.text
+    client.close()
+
+
+def test_what_has_not_arrived_is_not_cut() -> None:
+    ours, theirs = socket.socketpair()
+    transport = SimpleNamespace(
+        get_extra_info=lambda _: ours, get_write_buffer_size=lambda: transport.unsent, unsent=0
+    )
+    assert closing_server._has_arrived(transport)  # type: ignore[arg-type]
+    transport.unsent = 1
+    assert not closing_server._has_arrived(transport)  # type: ignore[arg-type]
+    transport.unsent = 0
+    ours.sendall(b"not read yet")
+    assert not closing_server._has_arrived(transport)  # type: ignore[arg-type]
+    theirs.recv(100)
+    assert closing_server._has_arrived(transport)  # type: ignore[arg-type]
+    ours.close()
+    assert not closing_server._has_arrived(transport), "not told"  # type: ignore[arg-type]
+    theirs.close()
+
+
+class Listener:
+    """Waits for all its connections, as those of Python 3.12 and later do."""
+
+    def __init__(self, server: asyncio.Server) -> None:
+        self.close = server.close
+
+    async def wait_closed(self) -> None:
+        await asyncio.Event().wait()
+
+
+def test_our_commands_say_whom_they_do_not_trust(
+    pairs: list[tuple[Path, Path]],
+    engine: Any,
+    model: Any,
+    live_server: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cert, key = pairs[0]
+    config = ServerConfig(ssl_certfile=str(cert), ssl_keyfile=str(key))
+
+    async def check_batch(url: str) -> None:
+        async with BatchTarget(url) as target:
+            await target.check()
+
+    def ask(url: str) -> None:
+        with ChatClient(url, None) as chat:
+            chat.model()
+
+    def look(url: str) -> None:
+        with TopSource(url, None) as source:
+            source.fetch()
+
+    asks = (ask, look, lambda url: asyncio.run(check_batch(url)))
+    with live_server(create_app(engine, model, config), engine, config) as live:
+        for command in asks:
+            with pytest.raises(Exception, match="is not trusted here: set SSL_CERT_FILE"):
+                command(f"https://127.0.0.1:{live.port}")
+        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+        for command in asks:
+            command(f"https://127.0.0.1:{live.port}")
+    monkeypatch.setenv("SSL_CERT_FILE", str(cert.parent / "nowhere.crt"))
+    with pytest.raises(ConfigError, match="SSL_CERT_FILE or SSL_CERT_DIR cannot be read: No such"):
+        ask("https://127.0.0.1:1")
+
+
+def test_clients_must_show_a_certificate(
+    pairs: list[tuple[Path, Path]], engine: Any, model: Any, live_server: Callable[..., Any]
+) -> None:
+    (cert, key), (client_cert, client_key) = pairs
+    config = ServerConfig(
+        ssl_certfile=str(cert), ssl_keyfile=str(key), ssl_ca_certs=str(client_cert)
+    )
+    with live_server(create_app(engine, model, config), engine, config) as live:
+        url = f"https://127.0.0.1:{live.port}/health"
+        nobody = ssl.create_default_context(cafile=cert)
+        with pytest.raises(httpx.TransportError):
+            httpx.get(url, verify=nobody)
+        known = ssl.create_default_context(cafile=cert)
+        known.load_cert_chain(client_cert, client_key)
+        assert httpx.get(url, verify=known).status_code == 200
+
+
+def test_files_that_cannot_be_used(pairs: list[tuple[Path, Path]], tmp_path: Path) -> None:
+    (cert, key), (_, other) = pairs
+    for paths in ((tmp_path / "missing", None), (key, None), (cert, None), (cert, other)):
+        texts = [None if path is None else str(path) for path in paths]
+        with pytest.raises(ConfigError, match=f"cannot be used .*{paths[0]}"):
+            Tls.of(ServerConfig(ssl_certfile=texts[0], ssl_keyfile=texts[1]))
+    with pytest.raises(ConfigError, match=r"there is no server\.ssl_certfile"):
+        Tls.of(ServerConfig(ssl_keyfile=str(key)))
+    encrypted = tmp_path / "encrypted.key"
+    command = f"openssl ec -in {key} -aes128 -passout pass:x -out {encrypted}"
+    subprocess.run(command.split(), check=True, capture_output=True)
+    with pytest.raises(ConfigError, match="encrypted, which is not supported"):
+        Tls.of(ServerConfig(ssl_certfile=str(cert), ssl_keyfile=str(encrypted)))
+    assert Tls.of(ServerConfig()) is None
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)

@@ -1,0 +1,32 @@
+"""Layers whose experts have moved, in tables of their own: the rows go as in tables made anew."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+
+from experts.placement.replica_choice import ReplicaPolicy
+from experts.routed_rows import RoutedRows
+from moe_serve.pipeline.row_split import RowSplit
+
+T, K, E, R = 24, 2, 6, 3
+SINGLE = [[0], [0], [1], [1], [2], [2]]
+SPREAD = [[0, 1, 2], [0], [1], [1, 2], [2], [2, 0]]
+
+
+@pytest.mark.parametrize("policy", get_args(ReplicaPolicy))
+def test_with_layers(policy: ReplicaPolicy) -> None:
+    """Layer 0 stays, layer 1 gets replicas, layer 2 loses them."""
+    before = {0: SPREAD, 1: SINGLE, 2: SPREAD}
+    changes = {1: SPREAD, 2: SINGLE}
+    changed = RowSplit(before, R, policy=policy).with_layers(changes)
+    anew = RowSplit(before | changes, R, policy=policy)
+    generator = torch.Generator().manual_seed(1)
+    ids_TK = torch.stack([torch.randperm(E, generator=generator)[:K] for _ in range(T)])
+    rows = RoutedRows(torch.randn(T, 4, generator=generator), ids_TK, torch.rand(T, K))
+    for layer in before:
+        for part, expected in zip(changed.split(layer, rows), anew.split(layer, rows), strict=True):
+            assert torch.equal(part.expert_ids_nK, expected.expert_ids_nK)
+            assert torch.equal(part.x_nD, expected.x_nD)

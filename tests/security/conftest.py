@@ -1,0 +1,22 @@
+"""One real server for all tests; after each it must be unharmed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from real_server import RealServer, running
+
+
+@pytest.fixture(scope="session")
+def shared_server() -> Iterator[RealServer]:
+    with running() as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_server: RealServer) -> Iterator[RealServer]:
+    """Every test that uses it also asserts that the next client finds everything as it was."""
+    yield shared_server
+    shared_server.check_unharmed()

@@ -1,0 +1,58 @@
+"""Patterns and schemas that cost their compiler much: refused in time, and kept in bounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moe_serve.engine.grammar.limits import MAX_KEPT, MAX_VERDICTS
+from real_server import CHAT, TEXT, RealServer
+
+PATTERNS = (
+    r"(a+)+b",
+    r"(a|a)*b",
+    r"(a{1,1000}){1,1000}",
+    r"((a{0,100}){0,100}){0,100}",
+    r"(.*a){25}",
+    r"(?=a)b",
+    r"(a)\1",
+    "(" * 5000,
+    "a" * 100_000,
+    r"[\u0000-\U0010ffff]{100000}",
+    "",
+)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern[:20])
+def test_a_pattern_ends_or_is_refused(server: RealServer, pattern: str) -> None:
+    """CVE-2026-55574, PYSEC-2026-3933 (the second engine had no limit): by every way in."""
+    schema = {"type": "string", "pattern": pattern}
+    ways: list[tuple[str, dict[str, Any]]] = [
+        (TEXT, {"structured_outputs": {"regex": pattern}}),
+        (CHAT, {"structured_outputs": {"regex": pattern}}),
+        (CHAT, {"response_format": {"type": "json_schema",
+                                    "json_schema": {"name": "x", "schema": schema}}}),
+        (CHAT, {"structured_outputs": {"grammar": f"start: /{pattern}/"}}),
+    ]  # fmt: skip
+    for route, fields in ways:
+        response = server.post(route, **fields)
+        assert response.status_code in (200, 400), response.text
+
+
+def test_schemas_that_are_never_the_same_are_not_all_kept(server: RealServer) -> None:
+    """CVE-2025-29770, GHSA-hf3c-wxg2-49q9: the cache of grammars has a bound."""
+    gate: Any = server.app.state.gate
+    for number in range(MAX_KEPT + 40):
+        schema = {"type": "object", "properties": {f"f{number}": {"enum": [number]}}}
+        response = server.post(
+            CHAT,
+            max_tokens=1,
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": schema},
+            },
+        )
+        assert response.status_code == 200, response.text
+    assert len(gate.grammars) <= MAX_KEPT
+    assert len(gate) <= MAX_VERDICTS

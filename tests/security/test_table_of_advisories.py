@@ -1,0 +1,31 @@
+"""docs/security.md names a test for every advisory: each of them must exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMED = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
+
+
+def test_every_test_that_the_table_names_exists() -> None:
+    named = NAMED.findall((ROOT / "docs" / "security.md").read_text("utf-8"))
+    assert len(named) > 50
+    missing = [
+        f"{path}::{name}"
+        for path, name in named
+        if f"def {name}(" not in (ROOT / path).read_text("utf-8")
+    ]
+    assert missing == []
+
+
+def test_every_advisory_that_a_test_names_is_in_the_table() -> None:
+    """Ids are shortened in a row after the first one of their year: the number is looked for."""
+    table = (ROOT / "docs" / "security.md").read_text("utf-8")
+    ids = {
+        found
+        for path in (ROOT / "tests" / "security").glob("test_*.py")
+        for found in re.findall(r"(?:CVE|PYSEC)-\d{4}-\d+", path.read_text("utf-8"))
+    }
+    assert sorted(one for one in ids if f"-{one.rsplit('-', 1)[1]}" not in table) == []
