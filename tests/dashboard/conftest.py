@@ -31,7 +31,11 @@ def chromium() -> Iterator[webdriver.Chrome]:
 
 @pytest.fixture
 def browser(chromium: webdriver.Chrome) -> webdriver.Chrome:
-    """The browser as new: no key, no theme, nothing in its logs."""
+    """The browser as new: no key, no theme, nothing in its logs, and off the last test's page.
+
+    That page would go on asking its server, which has ended, into this test's log.
+    """
+    chromium.get("about:blank")
     set_view(chromium, 1280, 900)
     console_errors(chromium)
     requested_urls(chromium)
