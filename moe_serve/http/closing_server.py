@@ -43,8 +43,11 @@ class ClosingServer(uvicorn.Server):
 
 def _has_arrived(transport: asyncio.Transport) -> bool:
     """Whether the client's machine has all that was written; False where that is not told."""
+    connected: socket.socket | None = transport.get_extra_info("socket")
+    if connected is None:  # it is gone, of which its protocol will be told in the loop's next turn
+        return False
     unsent = bytearray(4)
     with contextlib.suppress(OSError, ValueError):
-        fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, unsent)
+        fcntl.ioctl(connected.fileno(), termios.TIOCOUTQ, unsent)
         return not any(unsent) and not transport.get_write_buffer_size()
     return False

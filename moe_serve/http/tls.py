@@ -19,13 +19,18 @@ class Tls:
 
     Raises ConfigError where the files cannot be used. A changed file that cannot be used is logged,
     and the certificate stays as it was: also while only one of two files has been replaced.
+
+    What is loaded into a context joins what is there: certificates with keys of another kind, and
+    authorities. So each version has a context of its own, which connections of `context` are given.
     """
 
     def __init__(self, certfile: str, keyfile: str | None, ca_certs: str | None) -> None:
         self._certfile, self._keyfile, self._ca_certs = certfile, keyfile, ca_certs
         self._watch = FileWatch(path for path in (certfile, keyfile, ca_certs) if path is not None)
         self._next_look = 0.0
+        self._newest = self._new_context()
         self.context = self._new_context()
+        self.context.sni_callback = self._give_newest
 
     @classmethod
     def of(cls, config: ServerConfig) -> Tls | None:
@@ -49,20 +54,19 @@ class Tls:
         if not self._watch.has_changed():
             return
         try:
-            self._new_context()  # first aside: a failure must not leave half of it in use
-            self._load_into(self.context)
+            self._newest = self._new_context()
         except ConfigError as error:
             _LOGGER.error("the TLS certificate stays as it was: %s", error)
         else:
             _LOGGER.warning("new connections get the certificate that %s has now", self._certfile)
 
+    def _give_newest(self, connection: ssl.SSLObject, *_: object) -> None:
+        """Called in each handshake, also where the client names no host."""
+        connection.context = self._newest
+
     def _new_context(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        self._load_into(context)
-        return context
-
-    def _load_into(self, context: ssl.SSLContext) -> None:
         try:
             context.load_cert_chain(self._certfile, self._keyfile, password=_no_password)
             if self._ca_certs is not None:
@@ -74,6 +78,7 @@ class Tls:
             raise ConfigError(
                 f"the certificate or key for HTTPS cannot be used ({files}): {reason}."
             ) from error
+        return context
 
 
 def _no_password() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import socket
@@ -29,11 +30,14 @@ from moe_serve.http.tls import Tls
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes them")
 
 
-def make_pair(folder: Path, name: str) -> tuple[Path, Path]:
+EC = "ec -pkeyopt ec_paramgen_curve:prime256v1"
+
+
+def make_pair(folder: Path, name: str, kind: str = EC) -> tuple[Path, Path]:
     """A certificate of its own for localhost, and its key."""
     cert, key = folder / f"{name}.crt", folder / f"{name}.key"
     command = (
-        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
+        f"openssl req -x509 -newkey {kind} -nodes -days 2 "
         f"-subj /CN={name} -addext subjectAltName=DNS:localhost,IP:127.0.0.1 "
         f"-keyout {key} -out {cert}"
     )
@@ -96,6 +100,61 @@ def test_a_new_certificate_is_taken_and_a_broken_one_is_not(
     assert "PRIVATE" not in caplog.text
 
 
+def test_a_certificate_of_another_kind_takes_the_place_of_the_old_one(
+    pairs: list[tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A context has room for one of each kind, and would go on showing the old one."""
+    monkeypatch.setattr(tls, "_LOOK_S", 0.0)
+    rsa = make_pair(tmp_path, "rsa", "rsa:2048")
+    for old, new in ((pairs[0], rsa), (rsa, pairs[0])):
+        cert, key = tmp_path / "server.crt", tmp_path / "server.key"
+        put(old[0], cert)
+        put(old[1], key)
+        served = Tls(str(cert), str(key), None)
+        shake_hands(served.context, old[0])
+        put(new[0], cert)
+        put(new[1], key)
+        served.look()
+        shake_hands(served.context, new[0])
+
+
+def test_an_authority_that_is_taken_away_lets_nobody_in(
+    pairs: list[tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls, "_LOOK_S", 0.0)
+    (cert, key), other = pairs
+    authorities = tmp_path / "authorities.crt"
+    put(cert, authorities)
+    served = Tls(str(cert), str(key), str(authorities))
+    shake_hands(served.context, cert, pairs[0])
+    with pytest.raises(ssl.SSLCertVerificationError):
+        shake_hands(served.context, cert, other)
+    put(other[0], authorities)
+    served.look()
+    shake_hands(served.context, cert, other)
+    with pytest.raises(ssl.SSLCertVerificationError):
+        shake_hands(served.context, cert, pairs[0])
+
+
+def shake_hands(
+    context: ssl.SSLContext, trusted: Path, shown: tuple[Path, Path] | None = None
+) -> None:
+    """A client's handshake, without a socket; raises what the one or the other side minds."""
+    trust = ssl.create_default_context(cafile=trusted)
+    if shown is not None:
+        trust.load_cert_chain(*shown)
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = context.wrap_bio(to_server, to_client, server_side=True)
+    client = trust.wrap_bio(to_client, to_server, server_hostname="localhost")
+    sides = [client, server]
+    for _ in range(10):
+        for side in list(sides):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+                sides.remove(side)
+    assert not sides, "the handshake does not end"
+
+
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of what is left behind
 def test_a_handshake_that_never_ends_delays_no_shutdown(
     pairs: list[tuple[Path, Path]],
@@ -147,6 +206,8 @@ def test_what_has_not_arrived_is_not_cut() -> None:
     assert closing_server._has_arrived(transport)  # type: ignore[arg-type]
     ours.close()
     assert not closing_server._has_arrived(transport), "not told"  # type: ignore[arg-type]
+    transport.get_extra_info = lambda _: None  # its protocol is told in the loop's next turn
+    assert not closing_server._has_arrived(transport)  # type: ignore[arg-type]
     theirs.close()
 
 
