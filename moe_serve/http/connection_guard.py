@@ -3,7 +3,8 @@
     head   the request line and headers: MAX_HEAD_BYTES, and HEAD_TIMEOUT_S from its first byte
            (of a new connection: from the start) to its last. What a parser has taken in at once
            (256 KiB at most) may be over before it is counted.
-    write  a client that takes nothing of what it is sent is gone after WRITE_TIMEOUT_S
+    write  a client that is sent something must take all but a little of it within WRITE_TIMEOUT_S,
+           or of a large answer LEAST_TAKEN_BYTES in each: else it is gone
 
 The limits of bodies are in body.py. What idles between two requests is closed by uvicorn.
 """
@@ -20,6 +21,7 @@ from moe_serve.http.errors import ApiError
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 20.0
 WRITE_TIMEOUT_S = 60.0
+LEAST_TAKEN_BYTES = 48 * 1024  # from where a transport pauses writing to where it goes on
 _LINGER_S = 2.0  # to read on after a refusal: closing at once could take the answer back
 
 
@@ -65,8 +67,7 @@ class ConnectionGuard:
 
     def stall_writing(self) -> None:
         if self._write_timer is None and self._transport is not None:
-            abort = self._transport.abort  # close would wait for what is not being read
-            self._write_timer = self._loop.call_later(self._write_timeout_s, abort)
+            self._await_reader(self._transport)
 
     def resume_writing(self) -> None:
         if self._write_timer is not None:
@@ -93,6 +94,19 @@ class ConnectionGuard:
         else:
             transport.close()
 
+    def _await_reader(self, transport: asyncio.Transport) -> None:
+        most = transport.get_write_buffer_size() - LEAST_TAKEN_BYTES
+        self._write_timer = self._loop.call_later(
+            self._write_timeout_s, self._look_at_reader, transport, most
+        )
+
+    def _look_at_reader(self, transport: asyncio.Transport, most: int) -> None:
+        self._write_timer = None
+        if transport.get_write_buffer_size() > most:
+            transport.abort()  # close would wait for what is not being read
+        else:
+            self._await_reader(transport)
+
     def _head_is_late(self) -> None:
         self._head_timer = None
         self._on_late_head()
@@ -110,6 +124,14 @@ def large_head_error() -> ApiError:
 
 def malformed_error() -> ApiError:
     return ApiError(400, "This is not a valid HTTP/1.1 request.", code="invalid_http")
+
+
+def upgrade_error() -> ApiError:
+    message = (
+        "A request with a body may not ask for another protocol: send it as HTTP/1.1, without an "
+        "Upgrade header."
+    )
+    return ApiError(400, message, code="upgrade_with_body")
 
 
 def _response_bytes(error: ApiError, headers: Iterable[tuple[bytes, bytes]]) -> bytes:

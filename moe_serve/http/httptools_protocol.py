@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any, ClassVar
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from moe_serve.http.connection_guard import (
     HEAD_TIMEOUT_S,
@@ -15,10 +16,12 @@ from moe_serve.http.connection_guard import (
     large_head_error,
     late_head_error,
     malformed_error,
+    upgrade_error,
 )
+from moe_serve.http.errors import ApiError
 
 
-class _LargeHeadError(Exception):
+class _RefusedHeadError(Exception):
     """Raised inside the parser, which then stops; uvicorn asks for a 400."""
 
 
@@ -38,8 +41,9 @@ class GuardedHttpToolsProtocol(HttpToolsProtocol):
         )
         self._has_begun = False  # a head, which has not ended
         self._is_in_body = False
-        self._is_head_large = False
+        self._refusal: ApiError | None = None  # what is wrong, where it is known
         self._num_head_bytes = 0  # in the chunks that follow the one with the head's first byte
+        self._served: RequestResponseCycle | None = None  # `cycle` may be one that waits behind it
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -48,6 +52,9 @@ class GuardedHttpToolsProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._guard.close()
         super().connection_lost(exc)
+        if self._served is not None and not self._served.response_complete:
+            self._served.disconnected = True
+            self._served.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         if self._guard.is_refused:
@@ -57,7 +64,7 @@ class GuardedHttpToolsProtocol(HttpToolsProtocol):
         self._num_head_bytes += len(data)
         super().data_received(data)  # back to 0 where a head begins
         if self._has_begun and self._num_head_bytes > MAX_HEAD_BYTES:
-            self._is_head_large = True
+            self._refusal = large_head_error()
             self.send_400_response("")
 
     def on_message_begin(self) -> None:
@@ -70,8 +77,9 @@ class GuardedHttpToolsProtocol(HttpToolsProtocol):
         self._guard.end_head()
         num_bytes = sum(len(name) + len(value) + 4 for name, value in self.headers)
         if num_bytes + len(self.url) > MAX_HEAD_BYTES:
-            self._is_head_large = True
-            raise _LargeHeadError
+            self._refuse_head(large_head_error())
+        if self.parser.should_upgrade() and any(_is_of_body(*header) for header in self.headers):
+            self._refuse_head(upgrade_error())  # the parser takes no body for one of this request
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -83,8 +91,12 @@ class GuardedHttpToolsProtocol(HttpToolsProtocol):
         if self._is_answering:  # nothing can be said in the middle of an answer
             self.transport.close()
             return
-        error = large_head_error() if self._is_head_large else malformed_error()
+        error = self._refusal or malformed_error()
         self._guard.refuse(error, self.server_state.default_headers)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
+        self._served = cycle
+        super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
 
     def pause_writing(self) -> None:
         self._guard.stall_writing()
@@ -98,6 +110,13 @@ class GuardedHttpToolsProtocol(HttpToolsProtocol):
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """None: HTTP lets a server go on as if nobody had asked, and clients ask by default."""
+
+    def _refuse_head(self, error: ApiError) -> None:
+        self._refusal = error
+        raise _RefusedHeadError
+
     def _end_late_head(self) -> None:
         if self._is_answering:  # it is the answer that keeps the connection open
             self._guard.begin_head()
@@ -105,3 +124,8 @@ class GuardedHttpToolsProtocol(HttpToolsProtocol):
             self._guard.refuse(late_head_error(), self.server_state.default_headers)
         else:
             self.transport.close()
+
+
+def _is_of_body(name: bytes, value: bytes) -> bool:
+    """Whether the header says that a body follows."""
+    return name == b"transfer-encoding" or (name == b"content-length" and value.strip() != b"0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -9,12 +10,13 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
-from moe_serve.http.connection_guard import MAX_HEAD_BYTES
+from moe_serve.http.connection_guard import LEAST_TAKEN_BYTES, MAX_HEAD_BYTES, ConnectionGuard
 from moe_serve.http.httptools_protocol import GuardedHttpToolsProtocol
 
 GET = b"GET /health/live HTTP/1.1\r\nHost: x\r\n"
@@ -191,3 +193,69 @@ def test_a_reader_that_does_not_read_is_cut(guarded: Any, monkeypatch: pytest.Mo
         assert engine.running == {}
         connections = guarded.server.server_state.connections
         wait_until(lambda: not connections, "the connection is kept")
+
+
+@pytest.mark.parametrize("less, cut_at", [(LEAST_TAKEN_BYTES, None), (LEAST_TAKEN_BYTES - 1, 60.0)])
+def test_a_reader_of_a_large_answer_is_cut_only_if_it_takes_little(
+    run_in_virtual_time: Any, less: int, cut_at: float | None
+) -> None:
+    """It may need an hour for all of it."""
+    cuts: list[float] = []
+    unsent = [200 * LEAST_TAKEN_BYTES]
+    transport: Any = SimpleNamespace(
+        abort=lambda: cuts.append(asyncio.get_running_loop().time()),
+        get_write_buffer_size=lambda: unsent[0],
+    )
+
+    async def read() -> None:
+        loop = asyncio.get_running_loop()
+        guard = ConnectionGuard(loop, lambda: None, head_timeout_s=1.0, write_timeout_s=60.0)
+        guard.open(transport)
+        guard.end_head()
+        guard.stall_writing()
+        for _ in range(60):
+            await asyncio.sleep(59.9)
+            unsent[0] -= less
+            await asyncio.sleep(0.1)
+        guard.resume_writing()
+        await asyncio.sleep(100.0)
+
+    run_in_virtual_time(read())
+    assert [round(at, 1) for at in cuts] == ([] if cut_at is None else [cut_at])
+
+
+def test_a_client_that_leaves_ends_its_request_also_with_others_behind_it(guarded: Any) -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 5, "stream": True}).encode()
+    post = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n" % len(body) + body
+    )
+    guarded.engine.gate = asyncio.Event()  # never set: only the client's leaving ends it
+    try:
+        with connection(guarded) as raw:
+            raw.sendall(post + GET + b"\r\n")
+            wait_until(lambda: bool(guarded.engine.running), "it does not run")
+        wait_until(lambda: bool(guarded.engine.aborted), "the generation goes on for nobody")
+    finally:
+        guarded.open_gate()
+        guarded.engine.gate = None
+
+
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+
+
+def test_an_upgrade_is_not_heeded(guarded: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with connection(guarded) as raw:
+        raw.sendall(GET + UPGRADE + b"\r\n")
+        assert raw.recv(65536).startswith(b"HTTP/1.1 200")
+    assert "upgrade" not in caplog.text.lower(), "some clients ask for it each time"
+
+
+@pytest.mark.parametrize(
+    "framing", [b"Content-Length: 2\r\n\r\n{}", b"Transfer-Encoding: chunked\r\n\r\n"]
+)
+def test_an_upgrade_beside_a_body_is_said_to_be_one(guarded: Any, framing: bytes) -> None:
+    """The parser takes what follows for another protocol: the body would be empty."""
+    with connection(guarded) as raw:
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + UPGRADE + framing)
+        assert error_code(read_all(raw), 400) == "upgrade_with_body"
