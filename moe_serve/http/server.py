@@ -68,7 +68,7 @@ def bind(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, proto)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter of labels that no name can have
         raise ConfigError(f"server.host: {host!r} is not an address here ({error}).") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -265,5 +265,6 @@ def test_a_taken_port_is_a_config_error() -> None:
             ConfigError, match=rf"server\.port: cannot listen on 127\.0\.0\.1:{port}"
         ):
             bind("127.0.0.1", port)
-    with pytest.raises(ConfigError, match=r"server\.host: 'no such host' is not an address"):
-        bind("no such host", 0)
+    for host in ("no such host", "two..dots", "x" * 64 + ".example"):
+        with pytest.raises(ConfigError, match=rf"server\.host: '{host}' is not an address"):
+            bind(host, 0)

@@ -57,6 +57,13 @@ def _call(call_id: str, name: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": "{}"}}
 
 
+def test_a_refusal_is_its_text() -> None:
+    parts = [{"type": "refusal", "refusal": "no", "text": None}, _part("output_text")]
+    items, _ = input_items([{"role": "assistant", "content": parts}], is_strict=True)
+    (message,) = chat_messages(items)
+    assert message["content"].split("\n")[0] == "no"
+
+
 def test_the_output_of_an_answer_is_input_for_the_next() -> None:
     output = OutputItems()
     output.push(AssistantDelta(reasoning="hm"))

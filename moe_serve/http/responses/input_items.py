@@ -186,7 +186,8 @@ def _tool_call(item: Item) -> dict[str, Any]:
 def _text(content: str | list[Any]) -> str:
     if isinstance(content, str):
         return content
-    return "\n".join(part.get("text", part.get("refusal", "")) for part in content)
+    fields = ("refusal" if part["type"] == "refusal" else "text" for part in content)
+    return "\n".join(part[field] for part, field in zip(content, fields, strict=True))
 
 
 def _reasoning_text(item: Item) -> str:
