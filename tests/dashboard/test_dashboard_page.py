@@ -217,6 +217,25 @@ def test_the_keyboard_reads_charts(browser: webdriver.Chrome, fake: FakeServer) 
     assert "running: " in text(browser, ".tooltip")
 
 
+def test_what_is_read_of_a_step_ends_with_it(browser: webdriver.Chrome, fake: FakeServer) -> None:
+    open_dashboard(browser, fake.url)
+    timeline = browser.find_element(By.CSS_SELECTOR, "#step canvas")
+    timeline.send_keys(Keys.ARROW_RIGHT)
+    seen = num_updates(browser)
+    wait_for(browser, lambda: num_updates(browser) > seen + 1, "two updates of the same step")
+    timeline.send_keys(Keys.ARROW_RIGHT)
+    assert text(browser, ".tooltip").startswith("attention-0: dispatch\n")
+
+    def next_step(now: float, started: float) -> dict[str, Any]:
+        state = fake_state(now, started)
+        state["step"]["number"] += 1
+        return state
+
+    fake.make_state = next_step
+    wait_for(browser, lambda: "step 78" in text(browser, "#step"), "the next step")
+    assert not browser.find_element(By.CLASS_NAME, "tooltip").is_displayed()
+
+
 def test_a_held_step_stays(browser: webdriver.Chrome, fake: FakeServer) -> None:
     open_dashboard(browser, fake.url)
     browser.find_element(By.XPATH, "//button[text()='Hold']").click()

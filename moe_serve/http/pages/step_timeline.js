@@ -55,9 +55,10 @@ export class StepTimeline {
     document.addEventListener("themechange", () => this.draw());
   }
 
+  /** What is read is of one step: it ends with it, and its words too. */
   update(step) {
+    if (step.number !== this.#step?.number) this.#pick(null);
     this.#step = step;
-    this.#read = null;
     this.draw();
   }
 
