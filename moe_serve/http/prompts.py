@@ -10,8 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import msgspec
+
 from moe_serve.engine.sampling_params import MAX_CHOICES
 from moe_serve.errors import ContextLengthError, InvalidRequestError
+from moe_serve.http.chat_messages import ChatMessage
 from moe_serve.http.schemas import ChatBody
 from moe_serve.http.served_model import ServedModel
 
@@ -48,8 +51,8 @@ async def chat_prompt(body: ChatBody, model: ServedModel) -> Prompt:
         token_ids = model.tokenizer.encode(text, add_special_tokens=False)
         return Prompt(token_ids=tuple(token_ids), text=text, param="messages")
 
-    num_chars = sum(_num_chars(message.content) for message in body.messages)
-    return await _run(work, num_chars + 64 * len(body.messages) + 1024 * len(tools or ()))
+    num_chars = sum(_num_chars(message) for message in body.messages)
+    return await _run(work, num_chars + len(msgspec.json.encode(tools)))
 
 
 async def text_prompt(text: str, model: ServedModel, *, add_special_tokens: bool) -> Prompt:
@@ -161,9 +164,16 @@ def _bad_prompt(param: str) -> InvalidRequestError:
     )
 
 
-def _num_chars(content: str | list[Any] | None) -> int:
-    """Parts are not worth counting: they take the way of a long text."""
-    return len(content or "") if not isinstance(content, list) else _MAX_INLINE_CHARS + 1
+def _num_chars(message: ChatMessage) -> int:
+    """All that a template may write of it, and something for the message itself. Parts are not
+    worth counting: they take the way of a long text."""
+    if isinstance(message.content, list):
+        return _MAX_INLINE_CHARS + 1
+    texts = [message.content, message.reasoning, message.reasoning_content]
+    texts += [message.name, message.tool_call_id]
+    for call in message.tool_calls or ():
+        texts += [call.id, call.function.arguments]
+    return 64 + sum(len(text or "") for text in texts)
 
 
 async def _run(work: Callable[[], T], num_chars: int) -> T:

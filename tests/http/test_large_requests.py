@@ -20,6 +20,10 @@ from moe_serve.http.strict_schema import parse_body
 MANY = 500_000
 USER = {"role": "user", "content": "a"}
 
+LONG = "x" * 5000
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": LONG}}
+TOOL = {"type": "function", "function": {"name": "f", "description": LONG}}
+
 
 def names(count: int = MANY) -> dict[str, Any]:
     return {str(i): [] for i in range(count)}
@@ -161,3 +165,36 @@ def test_many_logprobs_are_written_off_the_event_loop(
     client.post(route, json={**body, "n": 1, "max_tokens": 2, "stream": False})
     assert writers == loop_threads
     assert answer.MAX_INLINE_LOGPROBS == respond.MAX_INLINE_LOGPROBS
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [USER, {"role": "assistant", "content": "a", "reasoning_content": LONG}]},
+        {"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}]},
+        {"messages": [USER], "tools": [TOOL]},
+        {"messages": [{"role": "user", "content": LONG}]},
+    ],
+    ids=["reasoning", "arguments", "tools", "content"],
+)
+def test_long_chats_are_tokenized_off_the_event_loop(
+    start_served: Any, fields: dict[str, Any]
+) -> None:
+    """Wherever in the request their text is."""
+    template = "{% for m in messages %}{{ m }}{% endfor %}{{ tools }}<tool_call>"
+    client, engine = start_served(template)
+    encoders, loops = [], []
+    real_submit, real_encode = engine.submit, engine.tokenizer.encode
+
+    def encode(*arguments: Any, **options: Any) -> Any:
+        encoders.append(threading.get_ident())
+        return real_encode(*arguments, **options)
+
+    def submit(requests: Any) -> Any:
+        loops.append(threading.get_ident())
+        return real_submit(requests)
+
+    engine.submit, engine.tokenizer.encode = submit, encode
+    body = {**fields, "max_tokens": 1, "truncate_prompt_tokens": 8}
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
+    assert encoders[0] != loops[0]
