@@ -6,7 +6,8 @@
     write  a client that is sent something must take all but a little of it within WRITE_TIMEOUT_S,
            or of a large answer LEAST_TAKEN_BYTES in each: else it is gone
 
-The limits of bodies are in body.py. What idles between two requests is closed by uvicorn.
+The limits of bodies are in body.py. What idles between two requests is closed by uvicorn, also if
+the rest of the first one's body still comes.
 """
 
 from __future__ import annotations

@@ -68,6 +68,7 @@ class GuardedHttpToolsProtocol(HttpToolsProtocol):
             self.send_400_response("")
 
     def on_message_begin(self) -> None:
+        self._unset_keepalive_if_required()
         self._has_begun, self._num_head_bytes = True, 0
         self._guard.begin_head()
         super().on_message_begin()
@@ -93,6 +94,12 @@ class GuardedHttpToolsProtocol(HttpToolsProtocol):
             return
         error = self._refusal or malformed_error()
         self._guard.refuse(error, self.server_state.default_headers)
+
+    def _unset_keepalive_if_required(self) -> None:
+        """Not by the rest of a body whose request was answered: nothing would set it again."""
+        is_answered = self.cycle is not None and self.cycle.response_complete
+        if not (self._is_in_body and is_answered) or self.transport.is_closing():
+            super()._unset_keepalive_if_required()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
         self._served = cycle

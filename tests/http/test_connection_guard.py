@@ -259,3 +259,34 @@ def test_an_upgrade_beside_a_body_is_said_to_be_one(guarded: Any, framing: bytes
     with connection(guarded) as raw:
         raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + UPGRADE + framing)
         assert error_code(read_all(raw), 400) == "upgrade_with_body"
+
+
+@pytest.mark.parametrize("rest", [b"x", b"xx"], ids=["a part", "the end"])
+def test_the_rest_of_a_body_keeps_no_connection_open(
+    guarded: Any, monkeypatch: pytest.MonkeyPatch, rest: bytes
+) -> None:
+    """It comes behind the answer, and nothing comes behind it."""
+    monkeypatch.setattr(guarded.server.config, "timeout_keep_alive", 0.3)
+    with connection(guarded) as raw:
+        raw.sendall(GET + b"Content-Length: 2\r\n\r\n")
+        assert raw.recv(65536).startswith(b"HTTP/1.1 200")
+        raw.sendall(rest)
+        read_all(raw)
+
+
+def test_the_rest_of_a_body_and_the_next_request(
+    guarded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the connection's idle time ends with it."""
+    monkeypatch.setattr(guarded.server.config, "timeout_keep_alive", 0.3)
+    guarded.engine.step_s = 0.2  # for longer than that
+    body = json.dumps({"prompt": "a", "max_tokens": 4}).encode()
+    post = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n" % len(body) + body
+    )
+    with connection(guarded) as raw:
+        raw.sendall(GET + b"Content-Length: 2\r\n\r\n")
+        assert raw.recv(65536).startswith(b"HTTP/1.1 200")
+        raw.sendall(b"xx" + post)
+        assert b'"text":"Hell"' in read_all(raw)
