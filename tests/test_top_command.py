@@ -101,6 +101,8 @@ def test_the_hottest_experts() -> None:
     loads = layer_loads(Answer({"load": [[1, 3], [0, 0], [9, 0]]}))
     assert hottest_line(loads) == "hottest: 2/0 100%  0/1 75%  0/0 25%  2/1 0%"
     assert [round(load.unevenness, 2) for load in loads] == [1.5, 0.0, 2.0]
+    named = layer_loads(Answer({"load": [[1, 3], [9, 0]], "layers": [3, 4]}))
+    assert hottest_line(named) == "hottest: 4/0 100%  3/1 75%  3/0 25%  4/1 0%"
 
 
 def test_pages_that_are_away() -> None:

@@ -18,7 +18,7 @@ _SIDE = 34  # columns beside a strip
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerLoad:
-    layer: int
+    layer: int  # its number in the model
     rows: tuple[float, ...]  # of each expert
     activated: float | None  # experts that a step reads
 
@@ -30,12 +30,13 @@ class LayerLoad:
 
 
 def layer_loads(experts: Answer) -> list[LayerLoad]:
-    activated = experts.numbers("activated_mean")
+    activated, layers = experts.numbers("activated_mean"), experts.numbers("layers")
     found = []
-    for layer, rows in enumerate(experts.at("load").items):
+    for i, rows in enumerate(experts.at("load").items):
         numbers = tuple(rows.numbers())
         if numbers:
-            mean = activated[layer] if layer < len(activated) else None
+            mean = activated[i] if i < len(activated) else None
+            layer = int(layers[i]) if i < len(layers) else i
             found.append(LayerLoad(layer=layer, rows=numbers, activated=mean))
     return found
 

@@ -92,6 +92,7 @@ def _experts() -> dict[str, Any]:
     load[3][7] = 0
     return {
         "num_layers": NUM_LAYERS,
+        "layers": list(range(NUM_LAYERS)),
         "num_experts": NUM_EXPERTS,
         "top_k": TOP_K,
         "window_s": 60,

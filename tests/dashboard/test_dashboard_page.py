@@ -217,6 +217,24 @@ def test_the_keyboard_reads_charts(browser: webdriver.Chrome, fake: FakeServer) 
     assert "running: " in text(browser, ".tooltip")
 
 
+def test_layers_have_their_numbers_in_the_model(
+    browser: webdriver.Chrome, fake: FakeServer
+) -> None:
+    """The first three have no experts; the load's first row is of layer 3."""
+
+    def make_state(now: float, started: float) -> dict[str, Any]:
+        state = fake_state(now, started)
+        state["experts"]["layers"] = [layer + 3 for layer in state["experts"]["layers"]]
+        return state
+
+    fake.make_state = make_state
+    open_dashboard(browser, fake.url)
+    assert "Busiest: layer 5, expert 5 with" in text(browser, "#experts")
+    heat_map = browser.find_element(By.CSS_SELECTOR, "#experts canvas")
+    heat_map.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_DOWN)
+    assert text(browser, ".tooltip").startswith("Layer 4, expert 0\n")
+
+
 def test_what_is_read_of_a_step_ends_with_it(browser: webdriver.Chrome, fake: FakeServer) -> None:
     open_dashboard(browser, fake.url)
     timeline = browser.find_element(By.CSS_SELECTOR, "#step canvas")

@@ -51,38 +51,39 @@ export class ExpertsPanel {
     this.map.update({
       numRows: experts.load.length,
       numColumns: experts.num_experts,
+      layerOf: (row) => experts.layers[row],
       colourOf: (row, column) => diverging(placeAroundMean(this.#ratio(row, this.#order[row][column]))),
       label: `Expert load, layer by expert. ${summaryOf(experts)}`,
     });
   }
 
-  #ratio(layer, expert) {
-    const row = this.#experts.load[layer];
-    const mean = sum(row) / row.length;
-    return mean === 0 ? 1 : row[expert] / mean;
+  #ratio(row, expert) {
+    const load = this.#experts.load[row];
+    const mean = sum(load) / load.length;
+    return mean === 0 ? 1 : load[expert] / mean;
   }
 
-  #words(layer, column) {
-    const expert = this.#order[layer][column];
-    const row = this.#experts.load[layer];
-    const activated = this.#experts.activated_mean?.[layer];
+  #words(row, column) {
+    const expert = this.#order[row][column];
+    const load = this.#experts.load[row];
+    const activated = this.#experts.activated_mean?.[row];
     return [
-      `Layer ${layer}, expert ${expert}`,
-      `${count(row[expert])} rows, ${times(this.#ratio(layer, expert))} its layer's mean`,
-      activated === undefined ? "" : `${activated.toFixed(1)} of ${row.length} experts activated per step in this layer`,
+      `Layer ${this.#experts.layers[row]}, expert ${expert}`,
+      `${count(load[expert])} rows, ${times(this.#ratio(row, expert))} its layer's mean`,
+      activated === undefined ? "" : `${activated.toFixed(1)} of ${load.length} experts activated per step in this layer`,
     ].filter((line) => line);
   }
 }
 
 /** "24 tokens counted in the last 60 s. Busiest: ..." */
-export function summaryOf({ load, num_tokens: numTokens, window_s: windowS, activated_mean: activated }) {
-  let busiest = { ratio: 0, layer: 0, expert: 0 };
+export function summaryOf({ load, layers, num_tokens: numTokens, window_s: windowS, activated_mean: activated }) {
+  let busiest = { ratio: 0, layer: layers[0], expert: 0 };
   let numIdle = 0;
-  load.forEach((row, layer) => {
+  load.forEach((row, i) => {
     const mean = sum(row) / row.length;
     row.forEach((rows, expert) => {
       if (rows === 0) numIdle += 1;
-      if (mean > 0 && rows / mean > busiest.ratio) busiest = { ratio: rows / mean, layer, expert };
+      if (mean > 0 && rows / mean > busiest.ratio) busiest = { ratio: rows / mean, layer: layers[i], expert };
     });
   });
   const numCells = load.length * (load[0]?.length ?? 0);

@@ -33,9 +33,9 @@ export class HeatMap {
     document.addEventListener("themechange", () => this.draw());
   }
 
-  /** `colourOf(row, column)`; `isMarked(row, column)` draws a frame around the cell. */
-  update({ numRows, numColumns, colourOf, isMarked = () => false, label }) {
-    this.#grid = { numRows, numColumns, colourOf, isMarked };
+  /** `colourOf(row, column)`; `isMarked(row, column)` draws a frame around the cell; `layerOf(row)`. */
+  update({ numRows, numColumns, colourOf, isMarked = () => false, layerOf = (row) => row, label }) {
+    this.#grid = { numRows, numColumns, colourOf, isMarked, layerOf };
     if (label) this.canvas.setAttribute("aria-label", label);
     this.draw();
     if (this.#cell !== null && this.#isInside(this.#cell)) this.#tell();
@@ -100,7 +100,7 @@ export class HeatMap {
   }
 
   #axes(pen) {
-    const { numRows, numColumns } = this.#grid;
+    const { numRows, numColumns, layerOf } = this.#grid;
     pen.fillStyle = colour("muted");
     pen.font = `12px ${getComputedStyle(document.documentElement).fontFamily}`;
     pen.textAlign = "right";
@@ -108,7 +108,7 @@ export class HeatMap {
     const rowStep = Math.ceil(15 / this.#rowHeight);
     for (let row = 0; row < numRows; row += rowStep) {
       const y = Math.max(HALF_LINE, (row + 0.5) * this.#rowHeight); // the first row may be lower than its name
-      pen.fillText(`L${row}`, LEFT - 6, y);
+      pen.fillText(`L${layerOf(row)}`, LEFT - 6, y);
     }
     pen.textAlign = "center";
     pen.textBaseline = "alphabetic";
