@@ -58,7 +58,7 @@ def _given_key(headers: Headers) -> bytes:
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
         key = headers.get("x-api-key", "")
-    return key.strip().encode("latin-1")
+    return key.strip(" \t").encode("latin-1")  # a character of UTF-8 may end as other blanks do
 
 
 def _key_error(kind: str) -> ApiError:

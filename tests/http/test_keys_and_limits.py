@@ -81,6 +81,15 @@ def test_keys_of_any_length_are_compared(make_app: MakeApp) -> None:
     assert client.get("/v1/models", headers=bearer("k" * 32)).status_code == 200
 
 
+@pytest.mark.parametrize("key", ["clé", "voilà", "Å"])
+def test_keys_may_be_any_text(make_app: MakeApp, key: str) -> None:
+    """In a header they are UTF-8: "à" and "Å" end with bytes that are blanks in Latin-1."""
+    client = TestClient(make_app(api_keys=(key,)))
+    for headers in ({"Authorization": f"Bearer  {key} "}, {"X-Api-Key": f" {key}"}):
+        sent = {name: value.encode() for name, value in headers.items()}
+        assert client.get("/v1/models", headers=sent).status_code == 200
+
+
 def test_an_allowance_comes_back_evenly() -> None:
     allowance = Allowance(60, now=0.0)
     for _ in range(60):
