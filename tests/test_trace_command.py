@@ -184,3 +184,6 @@ def test_wrong_prompts(tmp_path: Path, name: str, content: str, message: str) ->
 def test_prompts(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n\ntwo\n", encoding="utf-8")
     assert read_prompts(tmp_path / "a.txt") == [TracePrompt("one"), TracePrompt("two")]
+    text = json.dumps({"prompt": "a\u2028b"}, ensure_ascii=False)
+    (tmp_path / "b.jsonl").write_text(f"{text}\n", encoding="utf-8")
+    assert read_prompts(tmp_path / "b.jsonl") == [TracePrompt("a\u2028b")]

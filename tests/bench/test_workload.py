@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from moe_serve.bench.arrivals import GammaArrivals
+from moe_serve.bench.endpoint import Endpoint
 from moe_serve.bench.lengths import Lengths
 from moe_serve.bench.prompt_file import FilePrompt, read_prompts
 from moe_serve.bench.prompts import PromptMaker, TextScale
@@ -188,8 +189,17 @@ class TestPrompts:
             FilePrompt(prompt=[{}]),
         )
         text = path.with_suffix(".txt")
-        text.write_text("one\ntwo\n")
-        assert [line.prompt for line in read_prompts(text)] == ["one", "two"]
+        text.write_text("one\r\ntwo\x0c2\n")
+        assert [line.prompt for line in read_prompts(text)] == ["one", "two\x0c2"]
+
+    def test_a_line_ends_where_json_lines_end(self, tmp_path: Path) -> None:
+        path, prompt = tmp_path / "p.jsonl", "one\u2028line\x85"
+        path.write_text(json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n", "utf-8")
+        assert read_prompts(path) == (FilePrompt(prompt=prompt),)
+
+    def test_half_a_surrogate_pair_is_refused(self) -> None:
+        with pytest.raises(BenchError, match=r"half of a surrogate pair \(such as \\ud83d\)"):
+            Endpoint(name="completions", model="m").body("\ud83d", 1)
 
     @pytest.mark.parametrize("line", ["{", "{}", '{"prompt": []}', '{"prompt": [true]}', "3"])
     def test_no_prompt(self, tmp_path: Path, line: str) -> None:
