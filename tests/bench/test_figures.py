@@ -205,6 +205,7 @@ moe_serve:expert_memory_hits_total{model_name="m"} 600.0
 moe_serve:pipeline_steps_total{micro_batches="1",model_name="m",reason="small"} 15.0
 moe_serve:pipeline_steps_total{micro_batches="2",model_name="m",reason="a"} 10.0
 moe_serve:pipeline_steps_total{micro_batches="2",model_name="m",reason="b"} 5.0
+moe_serve:activated_experts_predicted{model_name="m"} NaN
 """
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import time
 from itertools import islice
 from pathlib import Path
 
@@ -117,11 +118,34 @@ class TestTraces:
             ("a.jsonl", '{"at_s": 1}\n', "line 1 of .* is no request"),
             ("a.jsonl", "[]\n", "line 1"),
             ("a.csv.xz", "no xz", "cannot unpack"),
+            ("a.csv", AZURE[:40] + f'1,2,"{"9" * 200_000}"\n', "is not CSV: field larger than"),
         ],
     )
     def test_refused(self, tmp_path: Path, name: str, content: str, message: str) -> None:
         with pytest.raises(BenchError, match=message):
             read_trace(self.write(tmp_path, name, content))
+
+
+    def test_a_broken_archive_is_refused(self, tmp_path: Path) -> None:
+        lines = "".join(f"{i},{i * 7919 % 1000 + 1},3\n" for i in range(500))
+        packed = bytearray(gzip.compress((AZURE[:40] + lines).encode()))
+        packed[40:60] = bytes(byte ^ 0x5A for byte in packed[40:60])
+        (tmp_path / "a.csv.gz").write_bytes(packed)
+        with pytest.raises(BenchError, match="cannot unpack .*a.csv.gz"):
+            read_trace(tmp_path / "a.csv.gz")
+
+    def test_times_without_a_zone_do_not_depend_on_the_machine(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")  # an hour came twice that night
+        time.tzset()
+        try:
+            night = "2023-10-29 01:30:00,5,5\n2023-10-29 03:30:00,5,5\n"
+            trace = read_trace(self.write(tmp_path, "a.csv", AZURE[:40] + night))
+        finally:
+            monkeypatch.undo()
+            time.tzset()
+        assert [row.at_s for row in trace.rows] == [0.0, 7200.0]
 
 
 ROWS = tuple(
