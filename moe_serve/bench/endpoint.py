@@ -51,8 +51,8 @@ class Endpoint:
             return msgspec.json.encode({k: v for k, v in fields.items() if v is not None})
         except UnicodeEncodeError:
             raise BenchError(
-                "a prompt, --model or --body holds half of a surrogate pair (such as \\ud83d), which "
-                "is no text: take it out."
+                "a prompt, --model or --body holds half of a surrogate pair (such as \\ud83d), "
+                "which is no text: take it out."
             ) from None
 
     def _prompt(self, prompt: Prompt) -> dict[str, Any]:

@@ -289,8 +289,10 @@ class TestCommand:
             (["--url", "http://h", "--rate", "1", "--body", '{"n": 2}'], "may not set n"),
             (["--url", "http://h", "--rate", "1", "--api-key", "a\r\nb"], "API key"),
             (["--url", "http://h", "--rate", "1", "--save-requests"], "takes --json"),
-            (["--url", "http://h", "--rate", "1", "--no-stream", "--slo", "e2e=1s,ttft=1s"],
-             "--no-stream does not measure"),
+            (
+                ["--url", "http://h", "--rate", "1", "--no-stream", "--slo", "e2e=1s,ttft=1s"],
+                "--no-stream does not measure",
+            ),
             (["--url", "http://127.0.0.1:1", "--rate", "1", "--peer-url", "h:1"], "h:1 is not a"),
             (["--url", "http://h", "--rate", "1", "--json", "/no/such/x.json"], "cannot write"),
             (["compare", "/no/a.json", "/no/b.json"], "cannot read"),

@@ -134,6 +134,14 @@ def test_timeline_by_hand() -> None:
     assert (sum(line.sent_B), line.sent_B[0], line.failed_B[-1]) == (2, 1, 1)
 
 
+def test_the_last_end_is_on_the_timeline() -> None:
+    """300 bins of this length, rounded, end a little before the run does."""
+    end = 30.12991495747874
+    assert 300 * (end / 300) < end
+    line = RunTimeline.of([record(first_s=None, end_s=end, error="timeout")], end)
+    assert sum(line.failed_B) == 1
+
+
 class TestCompare:
     def test_rows(self) -> None:
         slow = [record(index=i, first_s=2.0 + i / 100, end_s=5.0) for i in range(30)]

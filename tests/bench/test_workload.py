@@ -6,6 +6,7 @@ import gzip
 import json
 import lzma
 import time
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -125,7 +126,6 @@ class TestTraces:
         with pytest.raises(BenchError, match=message):
             read_trace(self.write(tmp_path, name, content))
 
-
     def test_a_broken_archive_is_refused(self, tmp_path: Path) -> None:
         lines = "".join(f"{i},{i * 7919 % 1000 + 1},3\n" for i in range(500))
         packed = bytearray(gzip.compress((AZURE[:40] + lines).encode()))
@@ -170,6 +170,12 @@ class TestTraceCut:
     def test_blocks_end_with_the_prompt(self) -> None:
         row = TraceCut(max_prompt=60).of(Trace(rows=ROWS)).rows[0]
         assert [block.num_tokens for block in row.blocks] == [50, 10]
+
+    def test_a_prompt_of_the_trace_itself_is_not_cut(self) -> None:
+        own = tuple(replace(row, prompt="own words") for row in ROWS)
+        cut = TraceCut(max_prompt=60)
+        assert cut.num_cut(Trace(rows=own)) == 0
+        assert cut.of(Trace(rows=own)).rows[0].prompt == "own words"
 
     def test_nothing_left(self) -> None:
         with pytest.raises(BenchError, match=r"ends after 3\.0 s: --trace-start 9"):
@@ -255,6 +261,12 @@ class TestWorkload:
     def test_trace_as_a_stock_of_lengths(self) -> None:
         workload = Workload(seed=1, concurrency=3, trace=Trace(rows=ROWS), num_requests=6)
         assert [s.prompt_tokens for s in workload.slots()] == [100, 200, 300, 400, 100, 200]
+
+    def test_prompts_of_a_trace_may_share_what_nobody_sees(self) -> None:
+        rows = tuple(replace(row, blocks=()) for row in ROWS)
+        assert not Workload(seed=1, trace=Trace(rows=rows)).shares_prompts
+        own = (*rows, replace(rows[0], prompt="a chat's history"))
+        assert Workload(seed=1, trace=Trace(rows=own)).shares_prompts
 
     def test_rate_for_a_time(self) -> None:
         arrivals = GammaArrivals(rate=100.0, burstiness=0.0)
