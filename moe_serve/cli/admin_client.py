@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from moe_serve.bench.plain_text import plain
 from moe_serve.config_sources import ADMIN_KEY_VARIABLE, read_secret_file
 from moe_serve.errors import MoeServeError
 
@@ -19,6 +20,7 @@ AdminKey = Annotated[
     ),
 ]
 URL = "http://127.0.0.1:8000"
+_LONGEST = 2000  # of what a server says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,6 @@ class AdminClient:
 
 def _message(content: Any) -> str:
     try:
-        return str(content["error"]["message"])
+        return plain(str(content["error"]["message"]), _LONGEST)
     except (LookupError, TypeError):
         return "it does not say why."
