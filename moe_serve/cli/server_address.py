@@ -26,8 +26,13 @@ class ServerAddress:
             raise ConfigError(f"{url} is not a URL: {error}.") from error
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise ConfigError(f"{url} is not a URL such as http://127.0.0.1:8000.")
-        if api_key is not None and not api_key.isascii():
-            raise ConfigError("the API key holds a character that cannot be sent.")
+        # Nor a line break, with which a secret made by `echo` ends: refused by httpx, the whole key
+        # would stand in the message.
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise ConfigError(
+                "the API key holds a character that cannot be sent, such as a line break at the "
+                "end."
+            )
         return cls(parsed, {} if api_key is None else {"Authorization": f"Bearer {api_key}"})
 
     @property
