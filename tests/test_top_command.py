@@ -232,6 +232,8 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no server answers at http://127.0.0.1:1" in capsys.readouterr().err
     assert run("top", "--url", "nonsense") == 2
     assert "is not a URL such as" in capsys.readouterr().err
+    assert run("top", "--url", "http://127..0.1:8") == 2
+    assert "http://127..0.1:8 is not a URL: " in capsys.readouterr().err
 
 
 class _Server(http.server.BaseHTTPRequestHandler):

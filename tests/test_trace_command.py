@@ -137,6 +137,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: Capture) -> None:
         (("import", tmp_path / "back.npz", "--out", tmp_path / "x"), "has position 1 after 2"),
         (("import", prompts, "--from", "word", "--out", tmp_path / "x"), "word is no format"),
         (("status", "--url", "ftp://nowhere"), "is not a URL"),
+        (("status", "--url", "http://127..0.1:8"), "is not a URL"),
         (("start", "--sample-rate", "nan"), "--sample-rate nan is no share"),
     ]
     for arguments, message in cases:

@@ -41,10 +41,11 @@ class AdminClient:
         """The server's answer, which has these fields. Not reached: exit code 1."""
         import httpx
 
+        from moe_serve.cli.server_address import parse_url
         from moe_serve.cli.server_trust import no_connection, trusted
 
         try:
-            base = httpx.URL(self.url.rstrip("/").removesuffix("/v1"))
+            base = parse_url(self.url)
             is_local = base.host in ("127.0.0.1", "localhost", "::1")
             with httpx.Client(
                 headers=self._headers(), timeout=60.0, verify=trusted(), trust_env=not is_local

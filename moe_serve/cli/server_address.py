@@ -21,7 +21,7 @@ class ServerAddress:
     def parse(cls, url: str, api_key: str | None) -> ServerAddress:
         """With or without /v1. Raises ConfigError."""
         try:
-            parsed = httpx.URL(url.rstrip("/").removesuffix("/v1"))
+            parsed = parse_url(url)
         except httpx.InvalidURL as error:
             raise ConfigError(f"{url} is not a URL: {error}.") from error
         if parsed.scheme not in ("http", "https") or not parsed.host:
@@ -39,3 +39,14 @@ class ServerAddress:
     def uses_proxies(self) -> bool:
         """Those of the environment: never on the way to this machine."""
         return self.url.host not in _LOOPBACK_HOSTS
+
+
+def parse_url(text: str) -> httpx.URL:
+    """Without /v1. Raises httpx.InvalidURL, also for a host such as 127..0.1, which is no name: of
+    that httpx says nothing until it connects, and then it is a UnicodeError."""
+    url = httpx.URL(text.rstrip("/").removesuffix("/v1"))
+    try:
+        url.host.encode("idna")
+    except UnicodeError:
+        raise httpx.InvalidURL(f"{url.host} is no name of a host") from None
+    return url
