@@ -182,6 +182,12 @@ class TestCompare:
         for name, (low, high) in single.items():
             assert many[name][1] - many[name][0] == pytest.approx(high - low, rel=0.3), name
 
+    def test_events_are_not_compared_with_tokens(self) -> None:
+        a, b = report([record(output_tokens=8)]), report([record(output_tokens=None)])
+        assert differing_settings(a, a) == [] == differing_settings(b, b)
+        (said,) = differing_settings(a, b)
+        assert said.startswith("what output and TPOT count: tokens, events")
+
     def test_what_differs(self) -> None:
         a = report([record()])
         b = replace(a, model="other", workload={**a.workload, "seed": 9})
