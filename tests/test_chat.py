@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from moe_serve.cli import chat as chat_module
+from moe_serve.cli import chat_client
 from moe_serve.cli.chat import Conversation, chat
 from moe_serve.cli.chat_client import AnswerTiming, ChatClient, ChatError, ChatOptions, Message
 from moe_serve.cli.main import main
@@ -70,6 +72,21 @@ def test_an_answer_streams_and_is_timed() -> None:
     assert "first after " in timing.summary()
 
 
+def test_the_speed_is_of_all_tokens_that_were_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reasoning is not shown; its tokens are in the usage, so its time counts too."""
+    clock = iter(range(100))
+    thought = {"choices": [{"index": 0, "delta": {"reasoning_content": "hm"}}]}
+    usage = {"choices": [], "usage": {"completion_tokens": 9}}
+    answer = events(thought, thought, piece("a"), piece("b"), usage)
+    ticking = SimpleNamespace(perf_counter=lambda: float(next(clock)))
+    monkeypatch.setattr(chat_client, "time", ticking)
+    timing = AnswerTiming()
+    with client_of(ScriptedServer(httpx.Response(200, content=answer))) as client:
+        said = client.answer("tiny", [Message(role="user", content="hi")], ChatOptions(), timing)
+        assert list(said) == ["a", "b"]
+    assert timing.summary() == "9 tokens, 2.7 tokens/s, first after 1000 ms"
+
+
 def test_turns_are_remembered_until_reset(capsys: Capture) -> None:
     answers = [httpx.Response(200, content=events(piece(text))) for text in ("A\x1b[2J", "B", "C")]
     server = ScriptedServer(*answers)
@@ -93,6 +110,9 @@ def test_turns_are_remembered_until_reset(capsys: Capture) -> None:
         (httpx.Response(200, content=b"data: {nonsense\n\n"), "not JSON"),
         (httpx.Response(200, content=b"data: {}\n\n"), "ended before the answer did"),
         (httpx.Response(200, content=events({"error": {"message": "it broke"}})), "it broke"),
+        (httpx.Response(200, content=events({"error": "it broke"})), "answer: it broke"),
+        (httpx.Response(200, content=events({"choices": ["x"]})), "an event of another kind"),
+        (httpx.Response(400, json={"error": {"message": "a\x1b[2Jb\nc"}}), r": a \[2Jb c$"),
     ],
 )
 def test_a_refused_turn_leaves_no_trace(response: httpx.Response, message: str) -> None:
@@ -127,14 +147,14 @@ def test_talk_takes_commands(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -
         httpx.Response(200, content=events(piece("A"))),
         httpx.Response(400, json={"error": {"message": "too long"}}),
     )
-    typed = iter(["hi", "not \udcff text", "/reset", "", "/what", "hi again", "/exit"])
+    typed = iter(["hi", "not \udcff text", "/reset", "", "/what", "/[/b]", "hi again", "/exit"])
     monkeypatch.setattr("builtins.input", lambda _: next(typed))
     conversation = conversation_of(server)
     chat_module._talk(conversation)
     assert server.bodies[1]["messages"] == [{"role": "user", "content": "hi again"}]
     captured = capsys.readouterr()
     assert captured.out == "A\n"
-    for text in ("forgotten", "/what is no command", "too long", "are not UTF-8"):
+    for text in ("forgotten", "/what is no command", "/[/b] is no", "too long", "are not UTF-8"):
         assert text in captured.err
 
 
@@ -157,6 +177,7 @@ def test_piped_text_is_one_message(monkeypatch: pytest.MonkeyPatch, capsys: Capt
         (["--url", "127.0.0.1"], 2, "is not a URL such as"),
         (["--message", ""], 2, "there is no message"),
         (["--api-key", "schlüssel"], 2, "a character that cannot be sent"),
+        (["--api-key", "key\n"], 2, "a character that cannot be sent, such as a line break"),
     ],
 )
 def test_what_goes_wrong_is_one_line_and_an_exit_code(

@@ -184,6 +184,7 @@ def test_print_config_without_flags_is_the_default(capsys: Capture, tmp_path: Pa
         (["serve", "--host", "0.0.0.0"], "no API key is set: add --api-key KEY"),
         (["serve", "--host", "example.invalid"], "open to other machines, but no API key"),
         (["serve", "--host", "999.1.1.1.1", "--api-key", "k"], "is no address"),
+        (["serve", "--host", "127..0.1", "--api-key", "k"], "127..0.1 is no address"),
         (["serve", "--host", "192.0.2.1", "--api-key", "k"], "does not have that address"),
         (["chat", "--api-key", "@missing"], "cannot read the API keys in missing"),
     ],

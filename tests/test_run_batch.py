@@ -221,6 +221,12 @@ def test_two_runs_do_not_write_to_one_file(tmp_path: Path) -> None:
         BatchOutput(tmp_path / "out")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has /dev/full")
+def test_a_full_disk_ends_the_run_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"/dev/full does not take a row: No space left.*again\."):
+        answered([line("a")], Path("/dev/full"))
+
+
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = tmp_path / "in.jsonl", str(tmp_path / "out")
     source.write_bytes(line("a"))
@@ -237,6 +243,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["-i", str(source), "-o", out, "--url", "nonsense"], 2, "is not a URL such as"),
         (["-i", str(source), "-o", out, "--url", "http://h", "--model", "m"], 2, "--url asks a"),
         (["-i", str(source), "-o", out, "--url", "http://127.0.0.1:1"], 1, "no server answers"),
+        (["-i", str(source), "-o", out, "--url", "http://h", "--api-key", "k\n"], 2, "line break"),
     ):
         assert run(*arguments) == code, arguments
         assert message in capsys.readouterr().err, arguments

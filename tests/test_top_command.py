@@ -84,6 +84,30 @@ def source_of(answer: Callable[[httpx.Request], httpx.Response]) -> TopSource:
     return TopSource("http://server/v1", "key", httpx.MockTransport(answer))
 
 
+def test_servers_behind_one_address_are_asked_once_more_and_not_for_ever() -> None:
+    """A load balancer that sends each request to the other of two servers."""
+    num_asked = 0
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal num_asked
+        num_asked += 1
+        return httpx.Response(200, json=state(started=float(num_asked % 2)))
+
+    with source_of(answer) as source:
+        for expected in (1, 3, 5):
+            assert source.fetch().at("requests").is_there
+            assert num_asked == expected
+
+
+def test_metrics_without_a_name_of_the_model() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        is_page = request.url.path == "/metrics"
+        return httpx.Response(200 if is_page else 404, text="moe_serve:engine_steps_total 5\n")
+
+    with source_of(answer) as source:
+        assert source.fetch().text("server", "model") == "?"
+
+
 def test_a_strip_of_experts() -> None:
     strip = heat_strip([0, 1, 2, 4, 16], width=9)
     assert strip.plain == " ▁▁▂█"
@@ -210,6 +234,8 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no server answers at http://127.0.0.1:1" in capsys.readouterr().err
     assert run("top", "--url", "nonsense") == 2
     assert "is not a URL such as" in capsys.readouterr().err
+    assert run("top", "--url", "http://127..0.1:8") == 2
+    assert "http://127..0.1:8 is not a URL: " in capsys.readouterr().err
 
 
 class _Server(http.server.BaseHTTPRequestHandler):

@@ -137,6 +137,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: Capture) -> None:
         (("import", tmp_path / "back.npz", "--out", tmp_path / "x"), "has position 1 after 2"),
         (("import", prompts, "--from", "word", "--out", tmp_path / "x"), "word is no format"),
         (("status", "--url", "ftp://nowhere"), "is not a URL"),
+        (("status", "--url", "http://127..0.1:8"), "is not a URL"),
         (("start", "--sample-rate", "nan"), "--sample-rate nan is no share"),
     ]
     for arguments, message in cases:
@@ -184,3 +185,6 @@ def test_wrong_prompts(tmp_path: Path, name: str, content: str, message: str) ->
 def test_prompts(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n\ntwo\n", encoding="utf-8")
     assert read_prompts(tmp_path / "a.txt") == [TracePrompt("one"), TracePrompt("two")]
+    text = json.dumps({"prompt": "a\u2028b"}, ensure_ascii=False)
+    (tmp_path / "b.jsonl").write_text(f"{text}\n", encoding="utf-8")
+    assert read_prompts(tmp_path / "b.jsonl") == [TracePrompt("a\u2028b")]

@@ -16,6 +16,8 @@ from moe_serve.errors import BenchStreamError
 
 MAX_BODY_BYTES = 64 * 2**20
 _SHOWN_BYTES = 300
+# What decoding raises: bytes that are no UTF-8 and lists a thousand deep are no DecodeError.
+_NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class _Message(msgspec.Struct):
@@ -152,7 +154,7 @@ class Answer:
                 return
             try:
                 chunk = msgspec.json.decode(event, type=_Chunk)
-            except msgspec.DecodeError as error:
+            except _NO_JSON as error:
                 self.fail(at, "broken answer", f"{error}: {_shown(event)}")
                 return
             if chunk.error is not None:
@@ -192,7 +194,7 @@ class Answer:
     def _read_whole(self, at: float) -> None:
         try:
             answer = msgspec.json.decode(bytes(self._content), type=_Chunk)
-        except msgspec.DecodeError as error:
+        except _NO_JSON as error:
             self.fail(at, "broken answer", f"{error}: {_shown(bytes(self._content))}")
             return
         if answer.error is not None or not answer.choices:
@@ -212,7 +214,7 @@ class Answer:
 
 def _shown(content: bytes) -> str:
     """The message of an error envelope, or the beginning of what came."""
-    with contextlib.suppress(msgspec.DecodeError):
+    with contextlib.suppress(*_NO_JSON):
         answer = msgspec.json.decode(content)
         inner = answer.get("error", answer) if isinstance(answer, dict) else answer
         if isinstance(inner, dict) and isinstance(inner.get("message"), str):

@@ -11,6 +11,7 @@ from moe_serve.bench.bootstrap import change_intervals
 from moe_serve.bench.record import RequestRecord
 from moe_serve.bench.report import Report
 from moe_serve.bench.samples import Samples, itl_of
+from moe_serve.bench.summary import Summary
 
 _STATISTICS = ("mean", "p50", "p99")
 
@@ -54,10 +55,18 @@ def differing_settings(a: Report, b: Report) -> list[str]:
         new = b.model if name == "model" else b.workload.get(name)
         if old != new:
             found.append(f"{name}: {old}, {new}")
+    old, new = (_unit(report.summary) for report in (a, b))
+    if old != new:
+        found.append(f"what output and TPOT count: {old}, {new}; these rows do not compare")
     old, new = (report.summary.goodput and report.summary.goodput.slo for report in (a, b))
     if old != new:
         found.append(f"slo: {old} against {new}; goodput is not compared")
     return found
+
+
+def _unit(summary: Summary) -> str:
+    """Of a server that gives no usage events are counted; each may hold several tokens."""
+    return "tokens" if summary.has_usage or not summary.num_ok else "events"
 
 
 def _rates(a: Report, b: Report) -> list[Difference]:

@@ -47,7 +47,13 @@ class Endpoint:
                 options["continuous_usage_stats"] = True
             fields |= {"stream": True, "stream_options": options}
         fields |= self.extra
-        return msgspec.json.encode({k: v for k, v in fields.items() if v is not None})
+        try:
+            return msgspec.json.encode({k: v for k, v in fields.items() if v is not None})
+        except UnicodeEncodeError:
+            raise BenchError(
+                "a prompt, --model or --body holds half of a surrogate pair (such as \\ud83d), "
+                "which is no text: take it out."
+            ) from None
 
     def _prompt(self, prompt: Prompt) -> dict[str, Any]:
         is_messages = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)

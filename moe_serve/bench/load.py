@@ -41,8 +41,11 @@ class WallTimer:
         return time.perf_counter() - self._start
 
     async def sleep_until(self, at_s: float) -> None:
-        delay = at_s - self.now()
-        await asyncio.sleep(max(0.0, delay))
+        """Never less: uvloop's timers are of whole milliseconds and fire up to one too early, and
+        what is sent before it is due would have a latency that is too short."""
+        await asyncio.sleep(max(0.0, at_s - self.now()))
+        while (delay := at_s - self.now()) > 0:
+            await asyncio.sleep(delay)
 
 
 class Load:

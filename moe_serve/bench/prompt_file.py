@@ -21,7 +21,8 @@ class FilePrompt:
 
 def read_prompts(path: Path) -> tuple[FilePrompt, ...]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not `splitlines`: JSON may hold U+2028 and the like in a string.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise BenchError(
             f"cannot read {path}: {getattr(error, 'strerror', None) or error}."

@@ -5,6 +5,7 @@ Other servers have other names, and nothing is reported of them.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ class Metrics:
 
     @classmethod
     def parse(cls, page: str) -> Metrics:
-        """Lines that are no samples are left out: the page is not ours."""
+        """Lines that are no samples, or have no number, are left out: the page is not ours."""
         values = {}
         for line in page.splitlines():
             match = _SAMPLE.fullmatch(line.strip())
@@ -32,6 +33,8 @@ class Metrics:
                 value = float(match[3])
             except ValueError:
                 continue
+            if not math.isfinite(value):
+                continue  # Prometheus's word for "not known"; JSON has none
             labels = tuple((m[1], m[2]) for m in _LABEL.finditer(match[2] or ""))
             values[match[1].removeprefix(_PREFIX), labels] = value
         return cls(values=values)

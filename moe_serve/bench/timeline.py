@@ -28,6 +28,7 @@ class RunTimeline:
         bin_s = max(_MIN_BIN_S, duration_s / _MAX_BINS)
         num_bins = max(1, int(np.ceil(duration_s / bin_s)))
         edges = np.arange(num_bins + 1) * bin_s
+        edges[-1] = max(edges[-1], duration_s)  # rounded, it may lie before the last end
         at, tokens = _tokens(records)
         ends = np.array([r.end_s for r in records if not r.is_ok])
         starts = np.array([r.started_s for r in records])

@@ -32,9 +32,10 @@ class TraceCut:
         return replace(trace, rows=tuple(self._row(row, first) for row in rows))
 
     def num_cut(self, trace: Trace) -> int:
-        """Requests of the part that --max-prompt or --max-output made shorter."""
+        """Requests of the part that --max-prompt or --max-output made shorter. A prompt that the
+        trace itself holds is sent as it is."""
         return sum(
-            _is_above(row.prompt_tokens * self.scale_prompt, self.max_prompt)
+            (not row.prompt and _is_above(row.prompt_tokens * self.scale_prompt, self.max_prompt))
             or _is_above(row.output_tokens * self.scale_output, self.max_output)
             for row in self._part(trace)
         )

@@ -7,9 +7,10 @@ import gzip
 import json
 import lzma
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import datetime, timezone
 from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
@@ -59,10 +60,12 @@ def read_trace(path: Path) -> Trace:
             found = list(_json_rows(file, path) if is_json else _csv_rows(file, path))
     except OSError as error:
         raise BenchError(f"cannot read {path}: {error.strerror or error}.") from None
-    except (EOFError, lzma.LZMAError) as error:
+    except (EOFError, lzma.LZMAError, zlib.error) as error:
         raise BenchError(f"cannot unpack {path}: {error}.") from None
     except UnicodeDecodeError:
         raise BenchError(f"{path} is not text in UTF-8.") from None
+    except csv.Error as error:
+        raise BenchError(f"{path} is not CSV: {error}.") from None
     rows = [row for row in found if row.prompt_tokens > 0 and row.output_tokens > 0]
     if not rows:
         raise BenchError(f"{path} has no request with a prompt and an answer.")
@@ -109,15 +112,17 @@ def _column(names: Sequence[str], known: Sequence[str], path: Path) -> str:
 
 
 def _seconds(text: str) -> float:
-    """A number of seconds, or a date and time with any number of decimals."""
+    """A number of seconds, or a date and time with any number of decimals, of UTC if it does not
+    say: the clocks of the machine that replays may be changed in the middle of the trace."""
     try:
         seconds = float(text)
     except ValueError:
         whole, _, rest = text.strip().partition(".")
         decimals = rest[: len(rest) - len(rest.lstrip("0123456789"))]
         zone = rest[len(decimals) :].replace("Z", "+00:00")
-        moment = datetime.fromisoformat(whole + zone).timestamp()
-        seconds = moment + (float(f"0.{decimals}") if decimals else 0.0)
+        moment = datetime.fromisoformat(whole + zone)
+        moment = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
+        seconds = moment.timestamp() + (float(f"0.{decimals}") if decimals else 0.0)
     if not math.isfinite(seconds):
         raise ValueError(text)
     return seconds

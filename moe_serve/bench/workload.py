@@ -76,8 +76,9 @@ class Workload:
     @property
     def shares_prompts(self) -> bool:
         """Whether a prefix cache is meant to find something."""
-        has_blocks = self.trace is not None and any(row.blocks for row in self.trace.rows)
-        return has_blocks or self.prefixes.num_tokens > 0 or bool(self.files)
+        rows = () if self.trace is None else self.trace.rows
+        may_share = any(row.blocks or row.prompt is not None for row in rows)
+        return may_share or self.prefixes.num_tokens > 0 or bool(self.files)
 
     def slots(self) -> Iterator[Slot]:
         times = self._times()

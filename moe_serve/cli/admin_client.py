@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from moe_serve.bench.plain_text import plain
 from moe_serve.config_sources import ADMIN_KEY_VARIABLE, read_secret_file
 from moe_serve.errors import MoeServeError
 
@@ -19,6 +20,7 @@ AdminKey = Annotated[
     ),
 ]
 URL = "http://127.0.0.1:8000"
+_LONGEST = 2000  # of what a server says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +41,11 @@ class AdminClient:
         """The server's answer, which has these fields. Not reached: exit code 1."""
         import httpx
 
+        from moe_serve.cli.server_address import parse_url
         from moe_serve.cli.server_trust import no_connection, trusted
 
         try:
-            base = httpx.URL(self.url.rstrip("/").removesuffix("/v1"))
+            base = parse_url(self.url)
             is_local = base.host in ("127.0.0.1", "localhost", "::1")
             with httpx.Client(
                 headers=self._headers(), timeout=60.0, verify=trusted(), trust_env=not is_local
@@ -77,6 +80,6 @@ class AdminClient:
 
 def _message(content: Any) -> str:
     try:
-        return str(content["error"]["message"])
+        return plain(str(content["error"]["message"]), _LONGEST)
     except (LookupError, TypeError):
         return "it does not say why."

@@ -50,7 +50,13 @@ class BatchOutput:
     def append(self, row: BatchRow) -> None:
         """One write: a reader, or an end by force, sees a row whole or not at all."""
         content = row.to_json()
-        written = os.write(self._file, content)
+        try:
+            written = os.write(self._file, content)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} does not take a row: {error.strerror}. What is written stays: make "
+                "room, and run the same command again."
+            ) from error
         if written < len(content):
             os.truncate(self._file, os.fstat(self._file).st_size - written)
             raise ConfigError(f"the disk took {written} of {len(content)} bytes of a row: full?")

@@ -99,20 +99,20 @@ def _run(
     html: Path | None,
     max_error_rate: float,
 ) -> None:
+    from moe_serve.bench.connection import Target
     from moe_serve.bench.html_page import write_page
-    from moe_serve.bench.report_table import print_report
-    from moe_serve.cli.wide_console import wide_console
 
     _check_writable(json, html)
-    reports = [_measure(plan)]
-    if peer_url is not None and not reports[0].is_interrupted:
-        reports.append(_measure(replace(plan, url=peer_url)))
-    for number, report in enumerate(reports):
-        print_report(wide_console(), report)
-        if json is not None:
-            path = json if number == 0 else json.with_stem(f"{json.stem}-peer")
-            report.write(path, has_records=save_requests)
-            typer.echo(f"report: {path}")
+    runs = [(plan.url, json)]
+    if peer_url is not None:
+        Target.of(peer_url)  # before the first run, whose figures take their time
+        runs.append((peer_url, json and json.with_stem(f"{json.stem}-peer")))
+    reports: list[Report] = []
+    for url, path in runs:
+        reports.append(_measure(replace(plan, url=url)))
+        _keep(reports[-1], path, save_requests)  # the next run may end in an error
+        if reports[-1].is_interrupted:
+            break
     if len(reports) == 2:
         _show_pair(reports[0], reports[1], html)
     elif html is not None:
@@ -122,6 +122,16 @@ def _run(
         raise typer.Exit(EXIT_INTERRUPTED)
     if any(_is_bad(report, max_error_rate) for report in reports):
         raise typer.Exit(EXIT_ERRORS)
+
+
+def _keep(report: Report, path: Path | None, has_records: bool) -> None:
+    from moe_serve.bench.report_table import print_report
+    from moe_serve.cli.wide_console import wide_console
+
+    print_report(wide_console(), report)
+    if path is not None:
+        report.write(path, has_records=has_records)
+        typer.echo(f"report: {path}")
 
 
 def _is_bad(report: Report, max_error_rate: float) -> bool:

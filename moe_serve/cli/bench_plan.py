@@ -36,7 +36,6 @@ def plan_of(given: Mapping[str, Any]) -> RunPlan:
     if key is not None and key.startswith("@"):
         key = read_secret_file(key[1:])[0]
     _check_key(key)
-    slo = given["slo"]
     return RunPlan(
         url=given["url"],
         workload=_workload(given),
@@ -54,7 +53,7 @@ def plan_of(given: Mapping[str, Any]) -> RunPlan:
         timeout_s=given["timeout"],
         num_warm_up=given["warmup"],
         max_in_flight=given["max_in_flight"],
-        slo=None if slo is None else Slo.parse(slo),
+        slo=_slo(given["slo"], is_stream=given["stream"]),
     )
 
 
@@ -88,6 +87,16 @@ def _check(given: Mapping[str, Any]) -> None:
         changed += [n for n in ("max_prompt", "max_output") if given[n] is not None]
         if changed:
             raise BenchError(f"--{changed[0].replace('_', '-')} belongs to --trace.")
+
+
+def _slo(text: str | None, *, is_stream: bool) -> Slo | None:
+    """What is not measured would be met by every answer."""
+    slo = None if text is None else Slo.parse(text)
+    if slo is not None and not is_stream and (slo.ttft_s, slo.tpot_s) != (None, None):
+        raise BenchError(
+            f"--slo {text} has limits that --no-stream does not measure: leave ttft and tpot out."
+        )
+    return slo
 
 
 def _check_key(key: str | None) -> None:

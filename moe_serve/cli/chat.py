@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from moe_serve.bench.plain_text import plain
 from moe_serve.cli.chat_client import AnswerTiming, ChatClient, ChatError, ChatOptions, Message
 from moe_serve.config_sources import API_KEY_VARIABLE, read_secret_file
 from moe_serve.errors import ConfigError
@@ -109,7 +110,8 @@ def chat(
 
 def _talk(conversation: Conversation) -> None:
     """Turn after turn until Ctrl-D or /exit. A refused turn is reported, and can be asked anew."""
-    _err.print(f"{conversation.model} at {conversation.client.url}. {HELP}", style="dim")
+    name = plain(conversation.model)
+    _err.print(f"{name} at {conversation.client.url}. {HELP}", style="dim", markup=False)
     while True:
         try:
             text = input("> ").strip()
@@ -125,7 +127,7 @@ def _talk(conversation: Conversation) -> None:
             conversation.reset()
             _err.print("The conversation is forgotten.", style="dim")
         elif text.startswith("/"):
-            _err.print(f"{text.split()[0]} is no command. {HELP}", style="dim")
+            _err.print(f"{text.split()[0]} is no command. {HELP}", style="dim", markup=False)
         elif text:
             try:
                 conversation.ask(text)

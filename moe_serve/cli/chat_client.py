@@ -13,10 +13,13 @@ from typing import Any
 
 import httpx
 
+from moe_serve.bench.plain_text import plain
 from moe_serve.cli.server_address import ServerAddress
 from moe_serve.cli.server_trust import no_connection, trusted
 
 MIN_TIMED_TOKENS = 8  # fewer may come in one piece, and their rate would say nothing
+_LONGEST = 2000  # of what a server says
+_TOKENS = ("content", "reasoning", "reasoning_content", "tool_calls", "refusal")  # of a delta
 
 
 class ChatError(Exception):
@@ -122,10 +125,11 @@ class ChatClient:
                     response.read()
                 self._raise_for_status(response)
                 for event in sse_events(response.iter_lines()):
-                    text = _text_of(event, timing)
-                    if text:
+                    delta = _delta_of(event, timing)
+                    if any(delta.get(name) for name in _TOKENS):
                         timing.last_s = time.perf_counter() - start
                         timing.first_s = timing.first_s or timing.last_s
+                    if text := str(delta.get("content") or ""):
                         yield text
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
@@ -140,7 +144,7 @@ class ChatClient:
         if not response.is_error:
             return
         try:
-            message = str(response.json()["error"]["message"])
+            message = plain(str(response.json()["error"]["message"]), _LONGEST)
         except (ValueError, LookupError, TypeError):
             message = response.reason_phrase
         raise ChatError(f"the server refused ({response.status_code}): {message}")
@@ -162,16 +166,27 @@ def sse_events(lines: Iterator[str]) -> Iterator[Mapping[str, Any]]:
         try:
             event = json.loads(data)
         except ValueError as error:
-            raise ChatError(f"the server sent an event that is not JSON: {data[:80]}") from error
+            raise ChatError(
+                f"the server sent an event that is not JSON: {plain(data, 80)}"
+            ) from error
         if isinstance(event, dict):
             yield event
     raise ChatError("the connection ended before the answer did.")
 
 
-def _text_of(event: Mapping[str, Any], timing: AnswerTiming) -> str:
+def _delta_of(event: Mapping[str, Any], timing: AnswerTiming) -> Mapping[str, Any]:
+    """What the event adds to the answer; its usage, which has the tokens of all kinds, is noted."""
     if error := event.get("error"):
-        raise ChatError(f"the server ended the answer: {error.get('message', error)}")
-    if usage := event.get("usage"):
-        timing.num_tokens = int(usage["completion_tokens"])
-    choices = event.get("choices") or [{}]
-    return str((choices[0].get("delta") or {}).get("content") or "")
+        said = error.get("message", error) if isinstance(error, dict) else error
+        raise ChatError(f"the server ended the answer: {plain(str(said), _LONGEST)}")
+    try:
+        if isinstance(number := (event.get("usage") or {}).get("completion_tokens"), int):
+            timing.num_tokens = number
+        choices = event.get("choices") or [{}]
+        delta: Mapping[str, Any] = choices[0].get("delta") or {}
+        delta.get("content")
+    except (AttributeError, LookupError, TypeError):
+        raise ChatError(
+            f"the server sent an event of another kind: {plain(str(event), 80)}"
+        ) from None
+    return delta

@@ -42,6 +42,8 @@ def check_can_listen(server: ServerConfig) -> None:
             probe.bind(address)
     except socket.gaierror as error:
         raise ConfigError(f"server.host {server.host} is no address: {error.strerror}.") from error
+    except UnicodeError as error:  # an empty label, as in 127..0.1, or one that is too long
+        raise ConfigError(f"server.host {server.host} is no address: it is no name.") from error
     except OSError as error:
         reasons = {
             errno.EADDRINUSE: "another program listens there; stop it, or choose --port",

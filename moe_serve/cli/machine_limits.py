@@ -80,6 +80,8 @@ def _port(host: str, port: int) -> str:
     except OSError as error:
         is_taken = error.errno == errno.EADDRINUSE
         return "taken by another program" if is_taken else f"not usable: {error.strerror}"
+    except UnicodeError:  # an empty label, as in 127..0.1, or one that is too long
+        return "not usable: the host is no name"
     return "free"
 
 

@@ -21,16 +21,32 @@ class ServerAddress:
     def parse(cls, url: str, api_key: str | None) -> ServerAddress:
         """With or without /v1. Raises ConfigError."""
         try:
-            parsed = httpx.URL(url.rstrip("/").removesuffix("/v1"))
+            parsed = parse_url(url)
         except httpx.InvalidURL as error:
             raise ConfigError(f"{url} is not a URL: {error}.") from error
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise ConfigError(f"{url} is not a URL such as http://127.0.0.1:8000.")
-        if api_key is not None and not api_key.isascii():
-            raise ConfigError("the API key holds a character that cannot be sent.")
+        # Nor a line break, with which a secret made by `echo` ends: refused by httpx, the whole key
+        # would stand in the message.
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise ConfigError(
+                "the API key holds a character that cannot be sent, such as a line break at the "
+                "end."
+            )
         return cls(parsed, {} if api_key is None else {"Authorization": f"Bearer {api_key}"})
 
     @property
     def uses_proxies(self) -> bool:
         """Those of the environment: never on the way to this machine."""
         return self.url.host not in _LOOPBACK_HOSTS
+
+
+def parse_url(text: str) -> httpx.URL:
+    """Without /v1. Raises httpx.InvalidURL, also for a host such as 127..0.1, which is no name: of
+    that httpx says nothing until it connects, and then it is a UnicodeError."""
+    url = httpx.URL(text.rstrip("/").removesuffix("/v1"))
+    try:
+        url.host.encode("idna")
+    except UnicodeError:
+        raise httpx.InvalidURL(f"{url.host} is no name of a host") from None
+    return url

@@ -69,10 +69,11 @@ class TopSource:
 
     def _with_events(self, state: Answer) -> Answer:
         started, before = state.number("server", "started"), self._started
-        self._started = started
         if before is not None and started != before:  # its events are numbered anew
-            self._since, self._events = 0, []
+            # Once: behind a load balancer every answer may be of another server.
+            self._since, self._events, self._started = 0, [], None
             return self.fetch()
+        self._started = started
         news = state.at("events").items
         self._events = [*self._events, *(event.content for event in news)][-MAX_EVENTS:]
         self._since = int(max((event.number("seq") or 0 for event in news), default=self._since))
@@ -85,7 +86,8 @@ class TopSource:
             raise self._strange()
         before, self._before = self._before, (now, metrics)
         self.is_plain = True
-        model = next((dict(labels)["model_name"] for _, labels in metrics.values), "?")
+        names = (dict(labels).get("model_name") for _, labels in metrics.values)
+        model = next(filter(None, names), "?")
         return Answer(_state_of(model, metrics, now, before))
 
     def _get(self, path: str) -> httpx.Response:

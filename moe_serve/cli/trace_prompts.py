@@ -21,7 +21,8 @@ def read_prompts(path: Path) -> list[TracePrompt]:
     """A file whose name ends in .jsonl holds objects {"prompt": ..., "label": ...}; any other one
     prompt on each line that is not empty. Raises InvalidRequestError."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not `splitlines`: JSON may hold U+2028 and the like in a string.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise _wrong(f"{path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:

@@ -50,7 +50,8 @@ def read_json(path: Path) -> Any:
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a file with one on each line."""
     entries = []
-    for number, line in enumerate(read_text(path).splitlines(), 1):
+    # Not `splitlines`: JSON may hold U+2028 and the like in a string.
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             entry = parse_json(line, f"{path}:{number}")
             if not isinstance(entry, dict):

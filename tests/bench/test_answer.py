@@ -109,6 +109,8 @@ class TestErrors:
             (b'data: {"choices": 3}\n\n', "broken answer", "array"),
             (DONE, "broken answer", "no choices"),
             (event({"error": {"message": "it broke"}}) + DONE, "error in stream", "it broke"),
+            (b'data: {"choices": [{"text": "\xff"}]}\n\n' + DONE, "broken answer", "invalid start"),
+            (b'data: {"error": ' + b"[" * 100_000 + b"\n\n", "broken answer", "recursion depth"),
         ],
     )
     def test_in_a_stream(self, body: bytes, kind: str, detail: str) -> None:
@@ -121,6 +123,10 @@ class TestErrors:
         body = json.dumps({"error": {"message": "too many"}}).encode()
         record = read((2.0, body), status=429)
         assert (record.error, record.detail, record.end_s) == ("HTTP 429", "too many", 2.0)
+
+    def test_a_status_whose_body_is_no_utf_8(self) -> None:
+        record = read((2.0, b'{"error": {"message": "\xff"}}'), status=500)
+        assert record.error == "HTTP 500" and "message" in record.detail, record
 
     def test_what_a_server_says_does_not_steer_the_terminal(self) -> None:
         body = json.dumps({"error": {"message": "red\x1b[31m\nand more"}}).encode()
@@ -178,6 +184,11 @@ class TestConnection:
     def test_a_body_without_length_ends_with_the_connection(self) -> None:
         record = through_http([b"HTTP/1.1 200 OK\r\n\r\n" + text_events(["a", "b"])])
         assert record.is_ok and record.output_tokens == 2, record
+
+    def test_bytes_that_are_no_text_at_the_end_of_a_connection(self) -> None:
+        """What is raised there nobody would see, and the request would wait for its timeout."""
+        record = through_http([b'HTTP/1.1 200 OK\r\n\r\ndata: {"error": "\xff"}'])
+        assert record.error == "broken answer", record
 
     @pytest.mark.parametrize(
         ("content", "kind"),

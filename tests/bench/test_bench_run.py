@@ -220,6 +220,23 @@ class TestCommand:
             assert run_cli(*command) == 0
             assert "95% interval" in capsys.readouterr().out
 
+    def test_a_peer_that_fails_takes_no_figures_along(
+        self, tmp_path: Path, capsys: Capture
+    ) -> None:
+        def refusing(path: str, body: Mapping[str, Any]) -> Reply:
+            return Reply([http(500, b"{}")])
+
+        report = tmp_path / "a.json"
+        with running(FakeServer()) as server, running(FakeServer(refusing)) as peer:
+            code = run_cli(
+                "--url", server.url, "--peer-url", peer.url, "--concurrency", "1", "--requests",
+                "3", "--data", "tokens", "--json", str(report),
+            )  # fmt: skip
+        printed = capsys.readouterr()
+        assert code == 1 and "the warm-up failed: HTTP 500" in printed.err
+        assert "3 answered, 0 failed" in printed.out and read_report(report).summary.num_ok == 3
+        assert not (tmp_path / "a-peer.json").exists()
+
     def test_a_comparison_says_that_the_traces_were_not_the_same(
         self, tmp_path: Path, capsys: Capture
     ) -> None:
@@ -272,6 +289,11 @@ class TestCommand:
             (["--url", "http://h", "--rate", "1", "--body", '{"n": 2}'], "may not set n"),
             (["--url", "http://h", "--rate", "1", "--api-key", "a\r\nb"], "API key"),
             (["--url", "http://h", "--rate", "1", "--save-requests"], "takes --json"),
+            (
+                ["--url", "http://h", "--rate", "1", "--no-stream", "--slo", "e2e=1s,ttft=1s"],
+                "--no-stream does not measure",
+            ),
+            (["--url", "http://127.0.0.1:1", "--rate", "1", "--peer-url", "h:1"], "h:1 is not a"),
             (["--url", "http://h", "--rate", "1", "--json", "/no/such/x.json"], "cannot write"),
             (["compare", "/no/a.json", "/no/b.json"], "cannot read"),
         ],

@@ -6,10 +6,13 @@ import asyncio
 import heapq
 from collections.abc import Iterator
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 
+from moe_serve.bench import load
 from moe_serve.bench.driver import Collected, closed_loop, open_loop
+from moe_serve.bench.load import WallTimer
 from moe_serve.bench.record import RequestRecord
 from moe_serve.bench.request import Ready
 
@@ -101,6 +104,26 @@ def drive_open(
         return sender, sorted(collected.records, key=lambda record: record.index)
 
     return asyncio.run(run())
+
+
+def test_a_timer_that_fires_early_sends_nothing_before_it_is_due(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As uvloop's: whole milliseconds, up to one too soon."""
+    now, slept = 0.0, []
+
+    async def sleep(delay: float) -> None:
+        nonlocal now
+        now += max(delay - 0.0007, delay / 2)
+        slept.append(delay)
+
+    monkeypatch.setattr(load, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(load, "asyncio", SimpleNamespace(sleep=sleep))
+    timer = WallTimer()
+    for at_s in (0.25, 0.2501, 0.25):  # the last is due already: others get their turn all the same
+        num_slept = len(slept)
+        asyncio.run(timer.sleep_until(at_s))
+        assert timer.now() >= at_s and len(slept) > num_slept
 
 
 def test_closed_loop_keeps_its_number_in_flight() -> None:

@@ -134,6 +134,14 @@ def test_timeline_by_hand() -> None:
     assert (sum(line.sent_B), line.sent_B[0], line.failed_B[-1]) == (2, 1, 1)
 
 
+def test_the_last_end_is_on_the_timeline() -> None:
+    """300 bins of this length, rounded, end a little before the run does."""
+    end = 30.12991495747874
+    assert 300 * (end / 300) < end
+    line = RunTimeline.of([record(first_s=None, end_s=end, error="timeout")], end)
+    assert sum(line.failed_B) == 1
+
+
 class TestCompare:
     def test_rows(self) -> None:
         slow = [record(index=i, first_s=2.0 + i / 100, end_s=5.0) for i in range(30)]
@@ -174,6 +182,12 @@ class TestCompare:
         for name, (low, high) in single.items():
             assert many[name][1] - many[name][0] == pytest.approx(high - low, rel=0.3), name
 
+    def test_events_are_not_compared_with_tokens(self) -> None:
+        a, b = report([record(output_tokens=8)]), report([record(output_tokens=None)])
+        assert differing_settings(a, a) == [] == differing_settings(b, b)
+        (said,) = differing_settings(a, b)
+        assert said.startswith("what output and TPOT count: tokens, events")
+
     def test_what_differs(self) -> None:
         a = report([record()])
         b = replace(a, model="other", workload={**a.workload, "seed": 9})
@@ -205,6 +219,7 @@ moe_serve:expert_memory_hits_total{model_name="m"} 600.0
 moe_serve:pipeline_steps_total{micro_batches="1",model_name="m",reason="small"} 15.0
 moe_serve:pipeline_steps_total{micro_batches="2",model_name="m",reason="a"} 10.0
 moe_serve:pipeline_steps_total{micro_batches="2",model_name="m",reason="b"} 5.0
+moe_serve:activated_experts_predicted{model_name="m"} NaN
 """
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import time
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 from moe_serve.bench.arrivals import GammaArrivals
+from moe_serve.bench.endpoint import Endpoint
 from moe_serve.bench.lengths import Lengths
 from moe_serve.bench.prompt_file import FilePrompt, read_prompts
 from moe_serve.bench.prompts import PromptMaker, TextScale
@@ -116,11 +119,33 @@ class TestTraces:
             ("a.jsonl", '{"at_s": 1}\n', "line 1 of .* is no request"),
             ("a.jsonl", "[]\n", "line 1"),
             ("a.csv.xz", "no xz", "cannot unpack"),
+            ("a.csv", AZURE[:40] + f'1,2,"{"9" * 200_000}"\n', "is not CSV: field larger than"),
         ],
     )
     def test_refused(self, tmp_path: Path, name: str, content: str, message: str) -> None:
         with pytest.raises(BenchError, match=message):
             read_trace(self.write(tmp_path, name, content))
+
+    def test_a_broken_archive_is_refused(self, tmp_path: Path) -> None:
+        lines = "".join(f"{i},{i * 7919 % 1000 + 1},3\n" for i in range(500))
+        packed = bytearray(gzip.compress((AZURE[:40] + lines).encode()))
+        packed[40:60] = bytes(byte ^ 0x5A for byte in packed[40:60])
+        (tmp_path / "a.csv.gz").write_bytes(packed)
+        with pytest.raises(BenchError, match="cannot unpack .*a.csv.gz"):
+            read_trace(tmp_path / "a.csv.gz")
+
+    def test_times_without_a_zone_do_not_depend_on_the_machine(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")  # an hour came twice that night
+        time.tzset()
+        try:
+            night = "2023-10-29 01:30:00,5,5\n2023-10-29 03:30:00,5,5\n"
+            trace = read_trace(self.write(tmp_path, "a.csv", AZURE[:40] + night))
+        finally:
+            monkeypatch.undo()
+            time.tzset()
+        assert [row.at_s for row in trace.rows] == [0.0, 7200.0]
 
 
 ROWS = tuple(
@@ -145,6 +170,12 @@ class TestTraceCut:
     def test_blocks_end_with_the_prompt(self) -> None:
         row = TraceCut(max_prompt=60).of(Trace(rows=ROWS)).rows[0]
         assert [block.num_tokens for block in row.blocks] == [50, 10]
+
+    def test_a_prompt_of_the_trace_itself_is_not_cut(self) -> None:
+        own = tuple(replace(row, prompt="own words") for row in ROWS)
+        cut = TraceCut(max_prompt=60)
+        assert cut.num_cut(Trace(rows=own)) == 0
+        assert cut.of(Trace(rows=own)).rows[0].prompt == "own words"
 
     def test_nothing_left(self) -> None:
         with pytest.raises(BenchError, match=r"ends after 3\.0 s: --trace-start 9"):
@@ -188,8 +219,17 @@ class TestPrompts:
             FilePrompt(prompt=[{}]),
         )
         text = path.with_suffix(".txt")
-        text.write_text("one\ntwo\n")
-        assert [line.prompt for line in read_prompts(text)] == ["one", "two"]
+        text.write_text("one\r\ntwo\x0c2\n")
+        assert [line.prompt for line in read_prompts(text)] == ["one", "two\x0c2"]
+
+    def test_a_line_ends_where_json_lines_end(self, tmp_path: Path) -> None:
+        path, prompt = tmp_path / "p.jsonl", "one\u2028line\x85"
+        path.write_text(json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n", "utf-8")
+        assert read_prompts(path) == (FilePrompt(prompt=prompt),)
+
+    def test_half_a_surrogate_pair_is_refused(self) -> None:
+        with pytest.raises(BenchError, match=r"half of a surrogate pair \(such as \\ud83d\)"):
+            Endpoint(name="completions", model="m").body("\ud83d", 1)
 
     @pytest.mark.parametrize("line", ["{", "{}", '{"prompt": []}', '{"prompt": [true]}', "3"])
     def test_no_prompt(self, tmp_path: Path, line: str) -> None:
@@ -221,6 +261,12 @@ class TestWorkload:
     def test_trace_as_a_stock_of_lengths(self) -> None:
         workload = Workload(seed=1, concurrency=3, trace=Trace(rows=ROWS), num_requests=6)
         assert [s.prompt_tokens for s in workload.slots()] == [100, 200, 300, 400, 100, 200]
+
+    def test_prompts_of_a_trace_may_share_what_nobody_sees(self) -> None:
+        rows = tuple(replace(row, blocks=()) for row in ROWS)
+        assert not Workload(seed=1, trace=Trace(rows=rows)).shares_prompts
+        own = (*rows, replace(rows[0], prompt="a chat's history"))
+        assert Workload(seed=1, trace=Trace(rows=own)).shares_prompts
 
     def test_rate_for_a_time(self) -> None:
         arrivals = GammaArrivals(rate=100.0, burstiness=0.0)

@@ -78,17 +78,19 @@ def test_sglang_per_token() -> None:
 
 def test_sglang_answers(tmp_path: Path) -> None:
     parts = [np.arange(n * 6, dtype="<i4").reshape(n, 3, 2) % 8 for n in (4, 2)]
-    entries = [
+    entries: list[dict[str, object]] = [
         {
+            "text": "one\u2028answer",
             "meta_info": {
                 "routed_experts": base64.b64encode(p.tobytes()).decode(),
                 "prompt_tokens": 3,
-            }
+            },
         }
         for p in parts
     ]
     path = tmp_path / "answers.jsonl"
-    path.write_text("\n".join(map(json.dumps, entries)))
+    lines = [json.dumps(entry, ensure_ascii=False) for entry in entries]
+    path.write_text("\n".join(lines), encoding="utf-8")
     found = trace(path, num_layers=3, top_k=2)
     assert found.request_N.tolist() == [0, 0, 0, 0, 1, 1]
     assert found.phase_N.tolist() == [PREFILL] * 3 + [DECODE] + [PREFILL] * 2
