@@ -102,6 +102,6 @@ def call_input(arguments: str) -> dict[str, Any]:
     """The object of a call. A text that is none (the call was cut) is its only field, `_raw`."""
     try:
         value = msgspec.json.decode(arguments or "{}")
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return {"_raw": arguments}
     return value if isinstance(value, dict) else {"_raw": arguments}
