@@ -25,7 +25,7 @@ def check_source(constraint: Constraint) -> None:
         raise refusal(constraint, f"its brackets are nested {depth} deep, at most {MAX_DEPTH} are")
     if kind == "json_object":
         return
-    if not source.strip():
+    if not (source if kind == "regex" else source.strip()):  # a pattern may be a line break
         raise refusal(constraint, "it is empty")
     if kind not in ("json_schema", "choice"):
         return

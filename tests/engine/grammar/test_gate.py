@@ -95,6 +95,19 @@ def test_a_string_without_an_end_is_looked_at_once() -> None:
     assert STRING.sub("", '{"[\\"[": ["\\\\", "[') == "{: [, "
 
 
+@pytest.mark.parametrize(
+    ("constraint", "answer"),
+    [
+        (Constraint("regex", "\n"), b"\n"),
+        (Constraint("choice", json.dumps(["a\x7f", "\x00"])), b"a\x7f"),
+        (Constraint("choice", json.dumps(['\\u0041"\u2028'])), '\\u0041"\u2028'.encode()),
+    ],
+)
+def test_unusual_characters(gate: GrammarGate, constraint: Constraint, answer: bytes) -> None:
+    matcher = gate.grammars.matcher(gate.check(constraint))
+    assert matcher.try_consume_tokens(list(answer)) == len(answer) and matcher.is_accepting()
+
+
 def test_patterns_that_backtrackers_fear_are_fine(gate: GrammarGate) -> None:
     pattern = Constraint("regex", "(a+)+b")
     assert gate.check(pattern) == pattern
