@@ -166,6 +166,18 @@ class LLM:
         Raises InvalidRequestError before anything runs if a prompt or parameter is wrong, and
         GenerationError if a request failed inside the engine.
         """
+        return self._generate(prompts, params, cache_salt, use_progress_bar, continues=True)
+
+    def _generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        cache_salt: str,
+        use_progress_bar: bool,
+        *,
+        continues: bool,
+    ) -> list[RequestOutput]:
+        """`continues`: the answers go on where the text of the prompts ends."""
         listed = as_prompts(prompts)
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(listed)
@@ -179,7 +191,8 @@ class LLM:
             raise InvalidRequestError(
                 f"cache_salt must be a string, got {cache_salt!r}.", param="cache_salt"
             )
-        jobs = [self._job(prompt, p, cache_salt) for prompt, p in zip(listed, each, strict=True)]
+        pairs = zip(listed, each, strict=True)
+        jobs = [self._job(prompt, p, cache_salt, continues) for prompt, p in pairs]
         for job in jobs:
             for answer in job.answers:
                 self._engine.add(answer.request)
@@ -213,11 +226,9 @@ class LLM:
             )
         text = template.render(messages, add_generation_prompt=True)
         ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return self.generate(
-            [ids], params, cache_salt=cache_salt, use_progress_bar=use_progress_bar
-        )[0]
+        return self._generate([ids], params, cache_salt, use_progress_bar, continues=False)[0]
 
-    def _job(self, prompt: Prompt, params: SamplingParams, cache_salt: str) -> Job:
+    def _job(self, prompt: Prompt, params: SamplingParams, cache_salt: str, continues: bool) -> Job:
         is_text = isinstance(prompt, str)
         ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         self._check(ids, params)
@@ -236,7 +247,7 @@ class LLM:
                     arrival_time=time.monotonic(),
                     cache_salt=cache_salt,
                 ),
-                TextStream(self.tokenizer, params),
+                TextStream(self.tokenizer, params, follows=ids[-1] if continues else None),
             )
             for choice in range(params.n)
         ]

@@ -68,17 +68,22 @@ def texts_of(trace: RoutingTrace) -> RoutedTexts:
     )
 
 
+def check_two_documents(num_documents: int) -> None:
+    """Raises TraceError where there are fewer."""
+    if num_documents < 2:
+        raise TraceError(
+            f"{num_documents} document cannot be split: training wants some to learn from and "
+            "others to stop by; give two at least"
+        )
+
+
 def split_documents(texts: RoutedTexts, share: float, seed: int) -> tuple[RoutedTexts, RoutedTexts]:
     """Requests of `share` of the documents (one at least) last, of the others first.
 
     Raises TraceError where there are fewer than two documents.
     """
     documents = np.unique(texts.document)
-    if len(documents) < 2:
-        raise TraceError(
-            f"{len(documents)} document cannot be split: training wants some to learn from and "
-            "others to stop by; give two at least"
-        )
+    check_two_documents(len(documents))
     shuffled = np.random.default_rng(seed).permutation(documents)
     held_out = shuffled[: max(1, round(share * len(documents)))]
     is_held_out = np.isin(texts.document, held_out)

@@ -35,7 +35,7 @@ class AnswerMasks:
     def __init__(
         self, vocab_size: int, eos_token_ids: frozenset[int], grammars: Grammars | None = None
     ) -> None:
-        self._grammars, self._eos = grammars, sorted(eos_token_ids)
+        self._vocab_size, self._grammars, self._eos = vocab_size, grammars, sorted(eos_token_ids)
         self._any_W = _bits(range(vocab_size), num_words(vocab_size))
 
     def of(self, sequences: Rows[Sequence]) -> MaskedRows:
@@ -67,7 +67,8 @@ class AnswerMasks:
                 return None  # it is complete: there is nothing to wait for or to choose from
         if params.allowed_token_ids:
             bits_W &= _bits(params.allowed_token_ids, len(bits_W))
-        banned = list(_bad_tokens(sequence))
+        # A tokenizer may know more tokens than the model, which makes none of those.
+        banned = [token for token in _bad_tokens(sequence) if token < self._vocab_size]
         if sequence.is_short:
             banned += [*self._eos, *params.stop_token_ids]
         elif params.ignore_eos and params.constraint is not None:

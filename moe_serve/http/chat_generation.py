@@ -135,7 +135,9 @@ async def start_chat(server: ServerContext, body: ChatBody, response_id: str) ->
     requests = with_routed_experts(requests, body, server)
     kept_ids = frozenset(special[marker] for marker in plan.markers if marker in special)
     return ChatGeneration(
-        server.generations.start(requests, kept_ids=kept_ids),
+        server.generations.start(
+            requests, kept_ids=kept_ids, continues=bool(body.continue_final_message)
+        ),
         prompt,
         [plan.make() for _ in requests],
         hides_reasoning=body.include_reasoning is False,

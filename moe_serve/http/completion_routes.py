@@ -54,7 +54,9 @@ def completion_router(server: ServerContext) -> APIRouter:
             created=int(time.time()),
             model=server.model.name,
         )
-        generation = server.generations.start(requests, is_prompt_only=body.is_prompt_only)
+        generation = server.generations.start(
+            requests, is_prompt_only=body.is_prompt_only, continues=True
+        )
         formatter = CompletionFormat(
             head,
             tokenizer,

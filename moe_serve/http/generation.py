@@ -132,10 +132,12 @@ class GenerationService:
         *,
         is_prompt_only: bool = False,
         kept_ids: frozenset[int] = frozenset(),
+        continues: bool = False,
     ) -> Generation:
         """Submit all or none. The caller must `close` the generation, whatever happens.
 
         The requests are those of one HTTP request, so they have their stop strings in common.
+        `continues`: the answers go on where the text of the prompts ends.
         """
         queues = self._submit(requests)
         stops = StopStrings(requests[0].params.stop)
@@ -148,6 +150,7 @@ class GenerationService:
                 stops,
                 is_prompt_only=is_prompt_only,
                 kept_ids=kept_ids,
+                continues=continues,
             )
             for index, request in enumerate(requests)
         ]

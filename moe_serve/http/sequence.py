@@ -43,12 +43,15 @@ class SequenceProgress:
         *,
         is_prompt_only: bool,
         kept_ids: frozenset[int] = frozenset(),
+        continues: bool = False,
     ) -> None:
+        """`continues`: the text of the prompt."""
         self.index = index
         self.request = request
         self.num_tokens = 0
         self.num_cached_tokens = 0
-        self._text = TextStream(tokenizer, request.params, stops, kept_ids)
+        follows = request.prompt_token_ids[-1] if continues else None
+        self._text = TextStream(tokenizer, request.params, stops, kept_ids, follows)
         self._metrics = metrics
         self._is_prompt_only = is_prompt_only
         self._trace = current_trace()

@@ -19,6 +19,7 @@ from moe_serve.text.tokenizer import read_json_file
 
 MAX_RENDERED_CHARS = 8 * 1024 * 1024
 MAX_RENDER_SECONDS = 10.0
+_MARK = "(the last message ends here)"
 
 
 class ChatTemplate:
@@ -123,14 +124,23 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text up to the end of the last message's content, for the model to go on."""
-        last = _with_plain_content(len(messages) - 1, messages[-1])["content"]
-        text = self.render(messages, add_generation_prompt=False, tools=tools, options=options)
-        for content in (last, last.strip()):
-            start = text.rfind(content)
-            if content and start >= 0:
-                return text[: start + len(content)]
-        raise _refusal("The chat template does not show the last message, so it cannot go on.")
+        """The prompt text up to the end of the last message's content, for the model to go on.
+
+        What the template writes behind it shows when something is appended to the content: to look
+        for the content itself would find a "<" in the "<|im_end|>" behind it.
+        """
+        last = _with_plain_content(len(messages) - 1, messages[-1])
+        marked = {**last, "content": last["content"] + _MARK}
+        text, marked_text = (
+            self.render(
+                [*messages[:-1], message], add_generation_prompt=False, tools=tools, options=options
+            )
+            for message in (last, marked)
+        )
+        _, mark, behind = marked_text.rpartition(_MARK)
+        if not (mark and text.endswith(behind)):
+            raise _refusal("The chat template does not show the last message, so it cannot go on.")
+        return text.removesuffix(behind)
 
     def _render_within_limits(self, context: dict[str, Any]) -> str:
         pieces: list[str] = []

@@ -1,7 +1,8 @@
 """Token ids to text, one token at a time, at a cost that does not grow with the text.
 
 Invariant of every detokenizer: the concatenation of what `push` and `flush` return equals decoding
-all ids at once. A character whose bytes are spread over tokens comes out when it is complete.
+all ids at once; after a token that they follow, what those ids add to the text. A character whose
+bytes are spread over tokens comes out when it is complete.
 """
 
 from __future__ import annotations
@@ -30,12 +31,22 @@ def make_detokenizer(
     *,
     skip_special_tokens: bool = True,
     kept_ids: frozenset[int] = frozenset(),
+    follows: int | None = None,
 ) -> Detokenizer:
-    """The detokenizer that fits the vocabulary's spelling; `kept_ids` are never skipped."""
+    """The detokenizer that fits the vocabulary's spelling; `kept_ids` are never skipped. `follows`:
+    the last token of a text that goes on; None: a text begins here."""
     skipped = tokenizer.special_token_ids - kept_ids if skip_special_tokens else frozenset[int]()
     if tokenizer.spelling is Spelling.BYTE_LEVEL:
         return ByteLevelDetokenizer(tokenizer, skipped)
-    return WindowDetokenizer(tokenizer, skipped)
+    return WindowDetokenizer(tokenizer, skipped, _context_of(follows, tokenizer))
+
+
+def _context_of(follows: int | None, tokenizer: Tokenizer) -> list[int]:
+    """A text begins behind a special token; and a part of a character has no text of its own."""
+    if follows is None or follows in tokenizer.special_token_ids:
+        return []
+    is_part = tokenizer.is_byte_token(follows) and not tokenizer.token_bytes(follows).isascii()
+    return [] if is_part else [follows]
 
 
 class ByteLevelDetokenizer:
@@ -66,10 +77,12 @@ class WindowDetokenizer:
     because the decoder judges such a run as a whole.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skipped: frozenset[int], context: list[int] | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
-        self._context: list[int] = []
+        self._context: list[int] = context or []
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:

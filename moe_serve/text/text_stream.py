@@ -36,7 +36,8 @@ class TextStream:
     """Detokenizes one sequence and ends it at a stop string, however the tokens are grouped.
 
     `stops` are `params.stop`, ready-made by an owner that has several sequences with the same ones.
-    `kept_ids` are special tokens that stay in the text whatever the parameters say.
+    `kept_ids` are special tokens that stay in the text whatever the parameters say. `follows`: the
+    last token of a text that this sequence continues, whose first space then counts.
     """
 
     def __init__(
@@ -45,10 +46,14 @@ class TextStream:
         params: SamplingParams,
         stops: StopStrings | None = None,
         kept_ids: frozenset[int] = frozenset(),
+        follows: int | None = None,
     ) -> None:
         self._params = params
         self._detokenizer = make_detokenizer(
-            tokenizer, skip_special_tokens=params.skip_special_tokens, kept_ids=kept_ids
+            tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            kept_ids=kept_ids,
+            follows=follows,
         )
         self._matcher = StopStringMatcher(
             stops or StopStrings(params.stop), includes_stop=params.include_stop_str_in_output

@@ -6,7 +6,11 @@ import json
 from typing import Any
 
 import pytest
+import tokenizers
 from starlette.testclient import TestClient
+from tokenizers import decoders, models, normalizers
+
+from moe_serve.text.tokenizer import Tokenizer
 
 
 def post(client: TestClient, **fields: Any) -> Any:
@@ -135,3 +139,31 @@ def test_stop_token_id_is_the_stop_reason(client: TestClient, engine: Any) -> No
     token = engine.tokenizer.encode("l")[0]
     choice = choices_of(client, stop_token_ids=[token])[0]
     assert (choice["text"], choice["stop_reason"]) == ("He", token)
+
+
+def spaced_tokenizer() -> Tokenizer:
+    """As Mixtral's: "▁" is a space, and the first space of a text is not told."""
+    tokens = [*(f"<0x{byte:02X}>" for byte in range(256)), "<|end|>", "▁", *"abHelo"]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<|end|>"])
+    return Tokenizer(backend, eos_token_ids=[256])
+
+
+def test_the_first_space_of_what_goes_on_is_told(start_served: Any) -> None:
+    """A completion continues the prompt's text, and a chat may the last message's."""
+    template = "{% for m in messages %}{{ m.content }}b{% endfor %}"
+    client, engine = start_served(template, spaced_tokenizer())
+    engine.script = lambda request: " Hello"
+    assert choices_of(client)[0]["text"] == " Hello"
+    (echoed,) = choices_of(client, echo=True, logprobs=1)
+    assert echoed["text"] == "ab Hello" == "".join(echoed["logprobs"]["tokens"][:-1])
+    assert "".join(choice["text"] for choice in streamed(client)) == " Hello"
+    asked = {"model": "tiny", "messages": [{"role": "assistant", "content": "a"}]}
+    for fields, text in (({}, "Hello"), ({"continue_final_message": True}, " Hello")):
+        body = client.post("/v1/chat/completions", json=asked | fields).json()
+        assert body["choices"][0]["message"]["content"] == text

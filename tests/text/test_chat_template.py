@@ -98,6 +98,23 @@ def test_a_slow_template_is_stopped() -> None:
         ChatTemplate(source, max_seconds=0.2).render(CHAT)
 
 
+@pytest.mark.parametrize("content", ["I am", "<", "m", "im_end", "a ", "assistant", "user\n\n"])
+def test_a_message_goes_on_where_its_content_ends(content: str) -> None:
+    """Also where the template has the same text behind it, or trims it."""
+    chat = [*CHAT, {"role": "assistant", "content": content}]
+    before = "<|im_start|>user\nlast<|im_end|>\n<|im_start|>assistant\n"
+    template = ChatTemplate(TEMPLATES["chatml"])
+    assert template.render_to_continue(chat).endswith(before + content)
+    trimming = ChatTemplate(TEMPLATES["chatml"].replace("m['content']", "(m['content'] | trim)"))
+    assert trimming.render_to_continue(chat).endswith(before + content.strip())
+
+
+def test_a_message_that_is_not_shown_cannot_go_on() -> None:
+    for source in ("{{ messages[0].content }}", "{{ messages[-1].content | upper }}", "x"):
+        with pytest.raises(InvalidRequestError, match="does not show the last message"):
+            ChatTemplate(source).render_to_continue(CHAT)
+
+
 def test_loading(tmp_path: Path) -> None:
     assert ChatTemplate.load(tmp_path) is None
     config = {

@@ -66,6 +66,32 @@ def test_pieces_join_to_the_whole_text(name: str, data: st.DataObject) -> None:
     assert text == tokenizer.decode(ids, skip_special_tokens=skips), f"{ids=}"
 
 
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_a_text_goes_on_behind_its_last_token(data: st.DataObject) -> None:
+    """The decoder strips the first space of a text only; bytes make a character with those in front
+    of them only where they are one."""
+    tokenizer = TOKENIZERS["byte-fallback"]
+    ids = st.integers(0, tokenizer.vocab_size - 2)  # but for the special token
+    last = data.draw(ids.filter(lambda i: tokenizer.token_bytes(i).isascii()))
+    answer = data.draw(st.lists(ids, max_size=12))
+    detokenizer = make_detokenizer(tokenizer, follows=last)
+    text = "".join(detokenizer.push(token) for token in answer) + detokenizer.flush()
+    before = tokenizer.decode([last])
+    assert text == tokenizer.decode([last, *answer])[len(before) :], f"{last=} {answer=}"
+
+
+def test_where_a_text_begins_its_first_space_goes() -> None:
+    tokenizer = TOKENIZERS["byte-fallback"]
+    tokens = ("▁the", "a", "<0x0A>", "<0xC3>", SPECIAL)
+    vocab = tokenizer._backend.get_vocab()
+    the, a, newline, part, special = (vocab[token] for token in tokens)
+    for follows, text in ((a, " the"), (newline, " the"), (part, "the"), (special, "the")):
+        assert make_detokenizer(tokenizer, follows=follows).push(the) == text
+    assert make_detokenizer(tokenizer).push(the) == "the"
+    assert make_detokenizer(TOKENIZERS["byte-level"], follows=0).push(0) == "!"
+
+
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=80, deadline=None)
 @given(text=st.text(max_size=30))

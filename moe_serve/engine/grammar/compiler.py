@@ -64,7 +64,8 @@ def grammar_of(constraint: Constraint) -> str:
             return llguidance.LLMatcher.grammar_from_regex(source)
         if constraint.kind == "choice":
             choices = [json.dumps(text, ensure_ascii=False) for text in json.loads(source)]
-            return _of_lark("start: " + " | ".join(choices))
+            lark = "start: " + " | ".join(choices)
+            return _of_lark(lark.replace("\x7f", r"\u007f"))  # Lark's strings hold no DEL
         return _of_lark(lark_of(constraint).source)
     except ValueError as error:
         raise refusal(constraint, str(error)) from None

@@ -11,7 +11,9 @@ from moe_serve.engine.grammar.compiler import refusal
 from moe_serve.engine.grammar.limits import MAX_CHOICES, MAX_DEPTH, MAX_NODES
 
 _OPEN, _CLOSE = "([{", ")]}"
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+# To its end, or to that of the text: a string that is looked for in vain is looked for again from
+# every quote in it.
+STRING = re.compile(r'"[^"\\]*(?:\\.?[^"\\]*)*"?', re.DOTALL)
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
 
 
@@ -23,7 +25,7 @@ def check_source(constraint: Constraint) -> None:
         raise refusal(constraint, f"its brackets are nested {depth} deep, at most {MAX_DEPTH} are")
     if kind == "json_object":
         return
-    if not source.strip():
+    if not (source if kind == "regex" else source.strip()):  # a pattern may be a line break
         raise refusal(constraint, "it is empty")
     if kind not in ("json_schema", "choice"):
         return
@@ -52,7 +54,7 @@ def _depth(constraint: Constraint) -> int:
     """Of brackets outside of strings and escapes."""
     is_json = constraint.kind in ("json_schema", "choice")
     depth = deepest = 0
-    for char in (_STRING if is_json else _ESCAPE).sub("", constraint.source):
+    for char in (STRING if is_json else _ESCAPE).sub("", constraint.source):
         if char in _OPEN:
             depth += 1
             deepest = max(deepest, depth)

@@ -93,11 +93,15 @@ def qwen_xml_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) ->
     for i, tool in enumerate(tools):
         head, tail = quoted(f"\n<function={tool.name}>\n"), quoted(qwen_xml.END_FUNCTION + "\n")
         names = " ".join(_argument_names(i, tool))
-        opening, closing = spell(qwen_xml.OPEN), spell(qwen_xml.CLOSE)
-        rules.append(f"call_{i}: {opening} {head} {names} {tail} {closing}")
+        begin, close = spell(qwen_xml.OPEN), spell(qwen_xml.CLOSE)
+        rules.append(f"call_{i}: {begin} {head} {names} {tail} {close}")
         for k, key in enumerate(tool.properties):
-            rules.append(f"arg_{i}_{k}: {quoted(f'<parameter={key}>' + chr(10))} value_{i}_{k}")
-            end = f"\n{qwen_xml.END_PARAMETER}\n"
+            opening = quoted(f"{qwen_xml.PARAMETER}{key}>\n")
+            rules.append(f'arg_{i}_{k}: {opening} value_{i}_{k} "\\n"')
+            # A text ends with the marker, a line break before it or not: that is where a parser
+            # ends it.
+            before = "" if _is_free_text(tool.properties[key]) else "\n"
+            end = before + qwen_xml.END_PARAMETER
             rules += _value_rules(f"value_{i}_{k}", tool, key, end, spell)
     return rules
 
@@ -133,14 +137,18 @@ def _argument_names(index: int, tool: Tool) -> list[str]:
 
 def _value_rules(name: str, tool: Tool, key: str, end: str, spell: Spelling) -> list[str]:
     schema = tool.properties[key]
-    if is_text(schema) and isinstance(schema.get("enum"), list):
+    if _is_free_text(schema):
+        return text_up_to(name, end, spell)
+    if is_text(schema):
         options = " | ".join(quoted(option) for option in schema["enum"])
         return [f"{name}: ({options}) {spell(end)}"]
-    if is_text(schema):
-        return text_up_to(name, end, spell)
     defined = {part: tool.parameters[part] for part in _DEFINITIONS if part in tool.parameters}
     value = {**defined, **schema} if isinstance(schema, Mapping) else defined
     return [f"{name}: json_{name} {spell(end)}", f"json_{name}: {json_rule(value)}"]
+
+
+def _is_free_text(schema: Any) -> bool:
+    return is_text(schema) and not isinstance(schema.get("enum"), list)
 
 
 _DEFINITIONS = ("$defs", "definitions")

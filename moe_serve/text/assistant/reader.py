@@ -200,12 +200,15 @@ class Reader:
 
 
 def decoded_string(text: str) -> str | None:
-    """The text of a JSON string; None if it is none."""
+    """The text of a JSON string; None if it is none. Half of a surrogate pair, which no answer can
+    be encoded with, becomes U+FFFD."""
     try:
         value = json.loads(text, strict=False)
     except ValueError:
         return None
-    return value if isinstance(value, str) else None
+    if not isinstance(value, str):
+        return None
+    return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def is_json_scalar(text: str) -> bool:

@@ -127,6 +127,8 @@ def test_bad_words_end_with_the_token_that_would_complete_them(masks: AnswerMask
     assert allowed(masks.of([sequence(bad_word_ids=words)])) == everything - {7}
     assert allowed(masks.of([sequence((A, B), bad_word_ids=words)])) == everything - {7, C}
     assert allowed(masks.of([sequence((B, A), bad_word_ids=words)])) == everything - {7}
+    beyond = ((A, len(TOKENS)), (10_000,), (A, 7))
+    assert allowed(masks.of([sequence((A,), bad_word_ids=beyond)])) == everything - {7}
     # The prompt ends with A: only the answer counts.
     assert allowed(masks.of([sequence((B,), bad_word_ids=words)])) == everything - {7}
 

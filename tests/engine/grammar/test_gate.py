@@ -17,12 +17,14 @@ from moe_serve.engine.grammar.gate import GrammarGate
 from moe_serve.engine.grammar.grammars import Grammars, digest
 from moe_serve.engine.grammar.guard import Guard
 from moe_serve.engine.grammar.limits import MAX_WAITING
+from moe_serve.engine.grammar.source_check import STRING
 from moe_serve.engine.grammar.vocabulary import Vocabulary
 from moe_serve.errors import InvalidGrammarError, ServerOverloadedError
 
 BYTES = Vocabulary(tuple(bytes([i]) for i in range(256)) + (b"<end>",), frozenset({256}), (256,))
 RUNAWAY = Constraint("regex", "(x{3000}){1000}")  # takes seconds on any machine
 LEAD = 'start: thought @answer\nthought[suffix="."]: /(?s:.*)/\n'
+UNENDED = '"' + '\\"' * 2000  # a string that nothing but escaped quotes follow
 LOOP = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
 
 
@@ -58,6 +60,7 @@ WRONG = [
     (Constraint("json_schema", '{"not":{}}'), "not"),
     (Constraint("json_schema", '{"type":"nothing"}'), "nothing"),
     (Constraint("json_schema", nested(2000)), "4000 deep, at most 64"),
+    (Constraint("json_schema", UNENDED), "Unterminated string"),
     (Constraint("json_schema", json.dumps({"enum": [0] * 10_001})), "at most 10000"),
     (Constraint("regex", ""), "empty"),
     (Constraint("regex", "(a"), "unclosed group"),
@@ -83,6 +86,26 @@ def test_one_sentence_says_what_is_wrong(
     assert caught.value.code == "invalid_grammar"
     again = pytest.raises(InvalidGrammarError, gate.check, constraint)
     assert str(again.value) == message
+
+
+def test_a_string_without_an_end_is_looked_at_once() -> None:
+    """Its every quote would be looked for an end of its own: 64 KB held the process for 15 s."""
+    for source in (UNENDED, '"' + "\\" * 2001, '"a'):
+        assert STRING.findall(source) == [source]
+    assert STRING.sub("", '{"[\\"[": ["\\\\", "[') == "{: [, "
+
+
+@pytest.mark.parametrize(
+    ("constraint", "answer"),
+    [
+        (Constraint("regex", "\n"), b"\n"),
+        (Constraint("choice", json.dumps(["a\x7f", "\x00"])), b"a\x7f"),
+        (Constraint("choice", json.dumps(['\\u0041"\u2028'])), '\\u0041"\u2028'.encode()),
+    ],
+)
+def test_unusual_characters(gate: GrammarGate, constraint: Constraint, answer: bytes) -> None:
+    matcher = gate.grammars.matcher(gate.check(constraint))
+    assert matcher.try_consume_tokens(list(answer)) == len(answer) and matcher.is_accepting()
 
 
 def test_patterns_that_backtrackers_fear_are_fine(gate: GrammarGate) -> None:

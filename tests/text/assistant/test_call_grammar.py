@@ -86,6 +86,23 @@ def test_a_forced_answer_is_a_call(vocabulary: Vocabulary, name: str) -> None:
             assert arguments.get("unit", "C") in ("C", "F")
 
 
+@pytest.mark.parametrize("value", ["Oslo\n", "Oslo", "\n", "", "a < b\n</param\n"])
+def test_a_forced_text_ends_where_its_parser_ends_it(vocabulary: Vocabulary, value: str) -> None:
+    """Also where a model leaves out the line break before the marker."""
+    text = Tool("f", {"properties": {"a": {"type": "string"}}, "required": ["a"]})
+    plan = ParserPlan(
+        tool_format=TOOL_FORMATS["qwen3_coder"], reasoning_format=None, tools={"f": text}
+    )
+    answer = (
+        f"<tool_call>\n<function=f>\n<parameter=a>\n{value}</parameter>\n</function>\n</tool_call>"
+    )
+    follower = compile_constraint(forced(plan, [text], {}), vocabulary)
+    ids = tokenizers.Tokenizer.from_file(VOCABULARY).encode(answer, add_special_tokens=False).ids
+    assert follower.try_consume_tokens(ids) == len(ids) and follower.is_accepting()
+    (call,) = plan.make().push(answer).calls
+    assert json.loads(call.arguments) == {"a": value.removesuffix("\n")}
+
+
 @pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
 def test_reasoning_and_special_tokens_fit_every_format(vocabulary: Vocabulary, name: str) -> None:
     """With markers that are special tokens the grammar names their ids."""

@@ -123,6 +123,17 @@ CASES: list[tuple[str, str, Found]] = [
         '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
         found(calls=[("f", '{"a": 1}')]),
     ),
+    # half of a surrogate pair cannot be sent on; a whole one can, and so can its escape
+    (
+        "hermes",
+        '<tool_call>{"name": "f\\ud800", "arguments": "{\\"a\\": \\"\\udc00\\ud83d\\ude00\\"}"}',
+        found(calls=[("f\ufffd", '{"a": "\ufffd\U0001f600"}')]),
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}',
+        found(calls=[("f", '{"a": "\\ud800"}')]),
+    ),
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', found(calls=[("f", "{}")])),
     ("hermes", '<tool_call>{"id": [1], "name": "f"}', found(calls=[("f", "{}")])),
     # broken: content, nothing lost
