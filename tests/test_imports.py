@@ -45,6 +45,7 @@ LEAVES: Mapping[str, frozenset[str]] = {
     # The lazy public names.
     "moe_serve": frozenset({"moe_serve.llm", "moe_serve.outputs", "moe_serve.engine"}),
     "moe_serve.errors": frozenset(),
+    "moe_serve.child_python": frozenset(),
     "moe_serve.config": frozenset({"moe_serve.errors"}),
     "moe_serve.logs": frozenset({"moe_serve.config"}),
     "moe_serve.text": frozenset({"moe_serve.errors"}),

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from experts.routed_rows import RoutedRows
+from moe_serve.child_python import module_command
 from moe_serve.cluster.stopwatch import usual
 from moe_serve.cluster.store import connect_store, serve_store
 from moe_serve.errors import ConfigError
@@ -87,7 +88,7 @@ def time_exchanges(setup: ExchangeSetup) -> list[ExchangeSample]:
     """Raises ConfigError if the second process cannot be reached."""
     store = serve_store(_HOST, 0, _START_TIMEOUT_S)
     setup = replace(setup, port=store.port)
-    command = [sys.executable, "-m", __name__, json.dumps(asdict(setup))]
+    command = module_command(__name__, json.dumps(asdict(setup)))
     peer = subprocess.Popen(command)
     try:
         store.wait(["ready"])  # it imports for seconds; a group's meeting is shorter

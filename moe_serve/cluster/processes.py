@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from moe_serve.child_python import module_command
 from moe_serve.cluster.output_pump import Output, OutputPump
 from moe_serve.errors import ClusterError
 from moe_serve.logs import RANK_LOG, is_json_log
@@ -34,7 +35,7 @@ _POLL_S = 0.01
 
 def worker_command(*arguments: str) -> tuple[str, ...]:
     """This Python, running the worker. Secrets go through the environment, never in here."""
-    return (sys.executable, "-m", WORKER_MODULE, *arguments)
+    return module_command(WORKER_MODULE, *arguments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

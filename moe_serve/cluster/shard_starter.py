@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from moe_serve.child_python import module_command
 from moe_serve.cluster.attention_shard import shard_name
 from moe_serve.config_sources import CLUSTER_SECRET_VARIABLE
 from moe_serve.errors import ClusterError
@@ -50,11 +50,11 @@ class ProcessShardStarter:
     def start(self, order: StartShard) -> None:
         descriptors = {index: s.fileno() for index, s in order.sockets.items()}
         links = ",".join(f"{index}:{number}" for index, number in descriptors.items())
-        command = [
-            sys.executable, "-m", "moe_serve.cluster.attention_shard",
-            "--name", order.rank, "--index", str(order.shard.index),
-            "--links", links, "--timeout", str(order.timeout_s),
-        ]  # fmt: skip
+        command = module_command(
+            "moe_serve.cluster.attention_shard",
+            *("--name", order.rank, "--index", str(order.shard.index)),
+            *("--links", links, "--timeout", str(order.timeout_s)),
+        )
         environment = {k: v for k, v in os.environ.items() if k != CLUSTER_SECRET_VARIABLE}
         try:
             process = subprocess.Popen(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable
 
 import msgspec
 
 from experts.placement.errors import PlacementError
+from moe_serve.child_python import module_command
 from moe_serve.cluster.rebalance.plan_job import SECONDS, PlanAnswer, PlanJob
 
 Plan = Callable[[PlanJob], PlanAnswer]  # raises PlacementError
@@ -21,7 +21,7 @@ def plan_in_process(job: PlanJob) -> PlanAnswer:
     """Start one, and wait for its answer; raises PlacementError if none comes."""
     try:
         ended = subprocess.run(
-            [sys.executable, "-m", _MODULE],
+            module_command(_MODULE),
             input=msgspec.msgpack.encode(job),
             capture_output=True,
             timeout=SECONDS + _SLACK_S,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 
 import msgspec
 
+from moe_serve.child_python import module_command
 from moe_serve.engine.constraint import Constraint
 from moe_serve.engine.grammar.compiler import refusal
 from moe_serve.engine.grammar.frames import Compile, Verdict, Words, receive, send
@@ -19,7 +19,7 @@ from moe_serve.errors import MoeServeError
 _log = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 60.0
-_COMMAND = (sys.executable, "-m", "moe_serve.engine.grammar.worker")
+_COMMAND = module_command("moe_serve.engine.grammar.worker")
 
 
 class GuardError(MoeServeError):
