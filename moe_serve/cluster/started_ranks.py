@@ -64,7 +64,11 @@ class StartedRanks:
         self._listener: Listener[Any] = Listener(
             cluster.host, cluster.port, self._secret, decoder, self._membership.admit
         )
-        store = serve_store(cluster.host, 0, cluster.timeout_s)
+        try:
+            store = serve_store(cluster.host, 0, cluster.timeout_s)
+        except BaseException:
+            self._listener.close()
+            raise
         self._place: MeetingPlace | None = MeetingPlace(store, cluster.host)  # holds the store
 
     def start(self, make_starter: MakeStarter, progress: LoadProgress | None) -> None:
