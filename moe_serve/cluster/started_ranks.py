@@ -81,7 +81,11 @@ class StartedRanks:
             ExpectedRank(name=name, node=starter.place_of(state.name))
             for name, state in self._roster.states.items()
         ]
-        preflight = PreflightRound(expected, self._model.folder, cluster.host)
+        try:
+            preflight = PreflightRound(expected, self._model.folder, cluster.host)
+        except BaseException:
+            starter.stop()  # from its start on the membership does that
+            raise
         self._membership.start(starter, preflight, cluster.start_timeout_s, progress)
         loaded = {name: state.loaded for name, state in self._roster.states.items()}
         gpus = {name: "" if found is None else found.gpu for name, found in loaded.items()}
