@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from moe_serve import __version__
 from moe_serve.cluster.channel import Channel, connect
 from moe_serve.cluster.launch import node_agent
 from moe_serve.cluster.launch.agent_messages import (
@@ -18,11 +19,14 @@ from moe_serve.cluster.launch.agent_messages import (
     Dismiss,
     KillRank,
     NodeAlive,
+    NodeHello,
     RankEnded,
     StartRank,
 )
 from moe_serve.cluster.launch.node_agent import NodeAgent
+from moe_serve.cluster.launch.node_layout import fill_nodes
 from moe_serve.cluster.launch.node_ranks import NodeRanks
+from moe_serve.cluster.launch.node_starter import NodeStarter
 from moe_serve.cluster.listener import Listener
 from moe_serve.cluster.secret import new_secret
 from moe_serve.errors import ClusterError
@@ -118,3 +122,17 @@ def test_a_rank_that_cannot_make_way_is_an_exit(monkeypatch: pytest.MonkeyPatch)
     (ended,) = ranks.ended()
     ranks.stop()
     assert (ended.start, ended.why) == (2, f"did not start: {STUCK}")
+
+
+def test_an_agent_that_comes_while_node_0_ends_is_dismissed(
+    ends: tuple[Channel[Any], Channel[Any]],
+) -> None:
+    """Its handshake was under way when the launch ended: it would wait for orders."""
+    near, far = ends
+    starter = NodeStarter(fill_nodes(1, 1, 2), StuckRanks())
+    near.send(
+        NodeHello(node_rank=1, num_nodes=2, hostname="h", host="127.0.0.1", version=__version__)
+    )
+    starter.stop()
+    starter.admit(far)
+    assert near.receive(PATIENCE_S) == Dismiss()
