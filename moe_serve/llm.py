@@ -36,6 +36,7 @@ from moe_serve.config import (
 )
 from moe_serve.config_keys import check_engine_config
 from moe_serve.engine.bad_words import with_bad_word_ids
+from moe_serve.engine.build import model_folder
 from moe_serve.engine.client import EngineStats
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.grammar.gate import GrammarGate
@@ -108,10 +109,12 @@ class LLM:
                 placement=placement,
             ),
         )
-        built = build_any_engine(check_engine_config(config, "LLM"))
+        checked = check_engine_config(config, "LLM")
+        # First: what may be missing is told before weights are read, and before ranks run.
+        self._tokenizer: Tokenizer | None = Tokenizer.load(model_folder(checked.model))
+        built = build_any_engine(checked)
         self._open_engine: DrivenEngine | None = built.engine
         self.layout = built.layout
-        self._tokenizer: Tokenizer | None = Tokenizer.load(self.layout.folder)
         assert built.grammars is not None, "an engine of a checkpoint knows its vocabulary"
         self._gate = GrammarGate(built.grammars)
         self._ids = itertools.count()

@@ -289,6 +289,7 @@ class AttentionRank:
         )
 
     def _failed(self, order: RunStep, why: str, peer: str | None) -> StepFailed:
+        self._log.give_up()
         if self._shards is not None:
             self._shards.group.abandon()
         return StepFailed(epoch=order.epoch, step=order.step, why=why, peer=peer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -40,19 +41,18 @@ def build_cluster(
     """
     clock = time.monotonic()
     model = ClusterModel.read(config)
-    ranks, routes = StartedRanks(model), RouteListeners()
-    loads = RankLoads(model.placement)
-    ranks.current.on_switch(loads.use)
+    routes, loads = RouteListeners(), RankLoads(model.placement)
     make_policy = policy_maker(config, model.folder, model.spec, routes, loads)
     check_next_layer(config, model.folder, model.spec)
-    watch = watch_for(config, model)
-    try:
+    with contextlib.ExitStack() as opened:  # what is closed again where something is refused
+        watch = watch_for(config, model)
+        opened.callback(watch.close)
+        ranks = StartedRanks(model)
+        opened.callback(ranks.close)
+        ranks.current.on_switch(loads.use)
         ranks.start(make_starter, progress)
         engine = ranks.engine(watch, routes, make_policy, plan)
-    except BaseException:
-        ranks.close()
-        watch.close()
-        raise
+        opened.pop_all()
     layout = _layout(model, ranks.first_loaded, time.monotonic() - clock)
     eos = eos_token_ids_of(model.folder, model.spec)
     return BuiltEngine(

@@ -75,9 +75,7 @@ class ClusterModel:
 
     def slots_per_layer(self) -> list[int]:
         """Of each expert rank: copies that it may have in a layer, whatever moves."""
-        spare = self.config.cluster.rebalance_spare_slots
-        held = [self.placement.held_by(rank) for rank in range(self.placement.num_ranks)]
-        return [max(map(len, of_rank.values())) + spare for of_rank in held]
+        return slots_per_layer(self.placement, self.config.cluster)
 
     def configure(self, name: RankName, in_force: PlacementVersion) -> Configure:
         """What a rank loads."""
@@ -90,17 +88,24 @@ class ClusterModel:
             router_on_experts=self.is_routing_on_experts,
             is_recording=self.config.pipeline.timeline is not None,
             placement=in_force.number,
-            num_slots=self._num_slots(name.index) if is_expert else 0,
+            num_slots=num_slots(self.placement, self.config, name.index) if is_expert else 0,
         )
 
-    def _num_slots(self, rank: int) -> int:
-        """For its experts of all layers, and for a round of copies; 0: they stay, or a memory
-        takes care of them."""
-        cluster = self.config.cluster
-        if cluster.rebalance == "off" or self.config.model.expert_memory_bytes is not None:
-            return 0
-        layers = len(self.placement.ranks_of)
-        return layers * self.slots_per_layer()[rank] + cluster.rebalance_max_moves
+
+def slots_per_layer(placement: Placement, cluster: ClusterConfig) -> list[int]:
+    """See `ClusterModel.slots_per_layer`; by the placement at the start."""
+    held = [placement.held_by(rank) for rank in range(placement.num_ranks)]
+    return [max(map(len, of_rank.values())) + cluster.rebalance_spare_slots for of_rank in held]
+
+
+def num_slots(placement: Placement, config: EngineConfig, rank: int) -> int:
+    """For an expert rank's experts of all layers, and for a round of copies; 0: they stay, or a
+    memory takes care of them."""
+    cluster = config.cluster
+    if cluster.rebalance == "off" or config.model.expert_memory_bytes is not None:
+        return 0
+    each = slots_per_layer(placement, cluster)[rank]
+    return len(placement.ranks_of) * each + cluster.rebalance_max_moves
 
 
 def check_replica_choice(cluster: ClusterConfig) -> None:

@@ -218,4 +218,5 @@ class ExpertRank:
         return choose_experts(self._loader.kernels, self._spec.router, router, x_TD)
 
     def _failed(self, order: ServeStep, why: str, peer: str | None) -> StepFailed:
+        self._log.give_up()
         return StepFailed(epoch=order.epoch, step=order.step, why=why, peer=peer)

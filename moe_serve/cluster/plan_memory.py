@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
+from experts.placement.plan import Placement
 from moe_serve.cache.sizing import num_pages
-from moe_serve.cluster.cluster_model import placement_of, read_spec
+from moe_serve.cluster.cluster_model import num_slots, placement_of, read_spec
 from moe_serve.cluster.model_facts import WeightBytes, weight_bytes
 from moe_serve.config import PAGE_SIZE, EngineConfig
 from moe_serve.engine.build import device_of, max_model_len_of, model_folder
@@ -95,11 +96,16 @@ class _Planner:
             ProcessMemory(
                 name=f"expert-{index}",
                 device=self.device.type,
-                weights=self._held(each * sum(map(len, placement.held_by(index).values()))),
+                weights=self._held(each * self._num_experts(placement, index)),
                 buffers=self._buffers() * cluster.attention_ranks,
             )
             for index in range(cluster.expert_ranks)
         ]
+
+    def _num_experts(self, placement: Placement, rank: int) -> int:
+        """That an expert rank has memory for, in all layers."""
+        held = sum(map(len, placement.held_by(rank).values()))
+        return num_slots(placement, self.config, rank) or held
 
     def _held(self, num_bytes: int) -> int:
         limit = self.config.model.expert_memory_bytes

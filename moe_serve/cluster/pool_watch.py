@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +26,8 @@ from moe_serve.pipeline.micro_batch_choice import MAX_MICRO_BATCHES, Choice, Mic
 from moe_serve.pipeline.online_costs import OnlineCosts, StepTiming
 from moe_serve.pipeline.timeline import Role, Track, decode_records
 from moe_serve.pipeline.timeline_file import TimelineWriter
+
+_log = logging.getLogger(__name__)
 
 _MAX_OPEN = 8  # steps whose expert ranks have not all told of them
 
@@ -146,10 +149,17 @@ class PoolWatch:
         return self._recent.last_step()
 
     def close(self) -> None:
-        """End the timeline."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        """End the timeline. A disk that failed keeps nobody from ending too."""
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        try:
+            writer.close()
+        except OSError as error:
+            why = error.strerror or error
+            _log.warning(
+                "the timeline %s is not whole, it could not be written: %s", writer.path, why
+            )
 
     def _end_memory(self, name: str) -> None:
         counted = self._memories.pop(name)

@@ -107,11 +107,10 @@ class LocalProcesses:
 
         Only of those that have come as far as listening to the signal: it ends others.
         """
-        with self._lock:
+        with self._lock:  # nobody buries them meanwhile
             asked = {name: self._running[name] for name in names if name in self._running}
-        for item in asked.values():
-            if not _has_ended(item.process):
-                item.process.send_signal(STACKS_SIGNAL)
+            for item in asked.values():
+                _signal(item.process, STACKS_SIGNAL)
         time.sleep(_STACKS_WAIT_S)
         return {name: item.output.tail for name, item in asked.items()}
 
@@ -171,7 +170,7 @@ class LocalProcesses:
         with self._lock:
             stopping, self._running = self._running, {}
         for item in stopping.values():
-            item.process.terminate()
+            _signal(item.process, signal.SIGTERM)
         deadline = time.monotonic() + timeout_s
         while not all(_has_ended(item.process) for item in stopping.values()):
             if time.monotonic() >= deadline:
@@ -204,6 +203,13 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
         return process.poll() is not None
     options = os.WEXITED | os.WNOHANG | os.WNOWAIT
     return os.waitid(os.P_PID, process.pid, options) is not None
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Not Popen's way, which reaps a process that has ended: then nobody can ask whether it has."""
+    if not _has_ended(process):
+        with contextlib.suppress(ProcessLookupError):  # where asking has reaped it
+            os.kill(process.pid, number)
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:

@@ -64,7 +64,11 @@ class StartedRanks:
         self._listener: Listener[Any] = Listener(
             cluster.host, cluster.port, self._secret, decoder, self._membership.admit
         )
-        store = serve_store(cluster.host, 0, cluster.timeout_s)
+        try:
+            store = serve_store(cluster.host, 0, cluster.timeout_s)
+        except BaseException:
+            self._listener.close()
+            raise
         self._place: MeetingPlace | None = MeetingPlace(store, cluster.host)  # holds the store
 
     def start(self, make_starter: MakeStarter, progress: LoadProgress | None) -> None:
@@ -77,7 +81,11 @@ class StartedRanks:
             ExpectedRank(name=name, node=starter.place_of(state.name))
             for name, state in self._roster.states.items()
         ]
-        preflight = PreflightRound(expected, self._model.folder, cluster.host)
+        try:
+            preflight = PreflightRound(expected, self._model.folder, cluster.host)
+        except BaseException:
+            starter.stop()  # from its start on the membership does that
+            raise
         self._membership.start(starter, preflight, cluster.start_timeout_s, progress)
         loaded = {name: state.loaded for name, state in self._roster.states.items()}
         gpus = {name: "" if found is None else found.gpu for name, found in loaded.items()}

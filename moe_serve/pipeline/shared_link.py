@@ -103,14 +103,28 @@ class SharedLink:
         return _Sent()
 
     def _notify(self, notice: bytes, descriptors: list[int], operation: object) -> None:
-        """The socket holds hundreds of notices, and few are under way at a time."""
-        try:
-            if descriptors:
-                socket.send_fds(self._socket, [notice], descriptors)
-            else:
-                self._socket.sendall(notice)
-        except OSError as error:
-            raise PeerLostError(self._peer, operation, error.strerror or str(error)) from None
+        """The socket holds hundreds of notices. A peer that gets no rows answers none, so whoever
+        sends may be ahead of it by as many."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                if descriptors:
+                    socket.send_fds(self._socket, [notice], descriptors)
+                else:
+                    self._socket.send(notice)  # so few bytes go whole, or not at all
+                return
+            except BlockingIOError:
+                self._wait_for_room(deadline, operation)
+            except OSError as error:
+                raise PeerLostError(self._peer, operation, error.strerror or str(error)) from None
+
+    def _wait_for_room(self, deadline: float, operation: object) -> None:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT)
+        remaining_ms = (deadline - time.monotonic()) * 1000
+        if remaining_ms <= 0 or not poll.poll(remaining_ms):
+            why = f"it has not read for {self._timeout_s:g} s"
+            raise PeerLostError(self._peer, operation, why)
 
     def receive(self, buffer: Tensor, tag: int, operation: object) -> Transfer:
         """See `Link.receive`."""

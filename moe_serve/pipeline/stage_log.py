@@ -76,6 +76,10 @@ class StageLog:
         self._now.add(Stage.STEP, self._step, NO_LAYER, NO_MICRO_BATCH, rows, self._start)
         return time.perf_counter() - self.began
 
+    def give_up(self) -> None:
+        """The step has failed: nothing goes on any more."""
+        self.operation = None
+
     def take(self) -> bytes:
         """What was recorded since the last call."""
         return self._now.take()

@@ -52,7 +52,7 @@ class TimelineWriter:
 
     def __init__(self, path: Path, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         """Raises OSError where the file cannot be made."""
-        self.zero_ns = time.perf_counter_ns()
+        self.zero_ns, self.path = time.perf_counter_ns(), path
         self._file: BinaryIO = path.open("wb")
         self._num_bytes_left = max_bytes - _RESERVED_BYTES
         self._is_full = False

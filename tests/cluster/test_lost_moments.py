@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 from fault_drive import FaultDrive, undisturbed
 from layouts import config, requests
 from moe_serve.cluster import attention_rank, epoch
+from moe_serve.cluster.attention_rank import AttentionRank
+from moe_serve.cluster.expert_rank import ExpertRank
 from moe_serve.cluster.flight import Flight
-from moe_serve.cluster.messages import FinitePages, Join, StepDone
+from moe_serve.cluster.messages import FinitePages, Join, StepDone, StepFailed
 from moe_serve.cluster.rank_name import RankName
 from moe_serve.engine.request import FinishReason, TokenDelta
 from moe_serve.engine.sequence import Sequence
@@ -21,7 +24,9 @@ from moe_serve.engine.step_executor import LocalExecutor, StepOutcome
 from moe_serve.errors import ClusterError
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.data_group import DataGroup
+from moe_serve.pipeline.expert_loop import ExpertLoop
 from moe_serve.pipeline.shard_group import ShardLostError
+from moe_serve.pipeline.step_shape import StepShape
 from moe_serve.pipeline.transfer import PeerLostError
 from thread_starter import ThreadStarter
 
@@ -187,3 +192,33 @@ def test_who_fails_with_others_and_kills_ranks_alone_does_not_go_on_for_ever(
         "6 attention ranks were lost while they computed its next token"
     )
     assert answers == {name: expected[name] for name in answers}
+
+
+def test_after_a_step_that_failed_a_rank_is_at_nothing(
+    drive: FaultDrive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its heartbeats go into reports of hangs, where it would seem to hang in that step."""
+    run, is_first = ExpertLoop.run, itertools.count()
+    left: list[tuple[str, object]] = []
+
+    def lose_once(loop: ExpertLoop, shape: StepShape) -> None:
+        if next(is_first) == 5:
+            raise PeerLostError("attention-0", "dispatch", "the test says so")
+        run(loop, shape)
+
+    def noted(handle: Any) -> Any:
+        def handled(rank: Any, order: object) -> Any:
+            report = handle(rank, order)
+            if isinstance(report, StepFailed):
+                left.append((str(rank._name), rank.operation))
+            return report
+
+        return handled
+
+    monkeypatch.setattr(ExpertLoop, "run", lose_once)
+    for role in (AttentionRank, ExpertRank):
+        monkeypatch.setattr(role, "handle", noted(role.handle))
+    wanted = requests(4, VOCAB_SIZE)
+    assert drive.serve(wanted) == undisturbed(OF, wanted)
+    assert {name.split("-")[0] for name, _ in left} == {"attention", "expert"}
+    assert [operation for _, operation in left] == [None] * len(left)

@@ -6,12 +6,16 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from moe_serve.cluster import plan_memory as module
+from moe_serve.cluster.cluster_model import ClusterModel
 from moe_serve.cluster.plan_memory import plan_memory
+from moe_serve.cluster.rank_name import RankName
+from moe_serve.cluster.rebalance.current_placement import PlacementVersion
 from moe_serve.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
 from moe_serve.engine import free_memory
 from moe_serve.engine.build import build_engine
@@ -72,6 +76,28 @@ def test_ranks_share_out_the_model(free: Callable[[int], None]) -> None:
     limited = replace(CPU, expert_memory_bytes=1000)
     bounded = plan_memory(EngineConfig(model=limited, cluster=cluster))
     assert [rank.weights for rank in bounded.processes[2:]] == [1000] * 3
+
+
+def test_slots_for_experts_that_move_are_planned(free: Callable[[int], None]) -> None:
+    """Each expert rank of two has 16 of 32 experts in 6 layers, and room for more."""
+    free(64 * GIB)
+    cluster = ClusterConfig(attention_ranks=1, expert_ranks=2)
+
+    def weights(**moving: Any) -> list[int]:
+        of = EngineConfig(model=CPU, cluster=replace(cluster, **moving))
+        return [rank.weights for rank in plan_memory(of).processes[1:]]
+
+    (each, _) = weights()
+    expert = each // (6 * 16)
+    moving: dict[str, Any] = {
+        "rebalance": "manual",
+        "rebalance_spare_slots": 3,
+        "rebalance_max_moves": 5,
+    }
+    assert weights(**moving) == [expert * (6 * (16 + 3) + 5)] * 2
+    model = ClusterModel.read(EngineConfig(model=CPU, cluster=replace(cluster, **moving)))
+    in_force = PlacementVersion(number=0, placement=model.placement, since=0.0)
+    assert model.configure(RankName("expert", 1), in_force).num_slots == 6 * (16 + 3) + 5
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)

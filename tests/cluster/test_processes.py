@@ -125,6 +125,17 @@ def test_stop_all_asks_first_and_forces_then(started: Started) -> None:
     assert started.processes.exited() == [], "an ordered end is no failure"
 
 
+def test_who_has_ended_already_can_be_stopped_and_asked(started: Started) -> None:
+    """A rank that died a moment ago must not keep the others from being ended."""
+    pid = started.run("dead", FAIL)
+    started.run("alive", WAIT)
+    started.wait_for("[alive] ready")
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it is there to be reaped
+    assert started.processes.stacks(["dead"]).keys() == {"dead"}
+    codes = {item.name: item.returncode for item in started.processes.stop_all(60.0)}
+    assert codes == {"dead": 3, "alive": -signal.SIGTERM}
+
+
 def test_what_a_worker_leaves_behind_ends_with_it(started: Started) -> None:
     """A compiler, say. It would also hold the output pipe open."""
     started.run("expert 0", LEAVE_A_CHILD)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 
 from moe_serve import LLM, SamplingParams
+from moe_serve import llm as llm_module
+from moe_serve.config import EngineConfig
+from moe_serve.engine.build import BuiltEngine
 from moe_serve.errors import (
     CheckpointError,
     ConfigError,
@@ -108,3 +114,17 @@ def test_wrong_settings(tiny: str) -> None:
         LLM(tiny, max_model_len=513)
     with pytest.raises(ConfigError, match="2 pages"):
         LLM(tiny, num_pages=2)
+
+
+def test_without_a_tokenizer_no_rank_is_started(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has the LLM then, and could close it: its ranks would run as long as the process."""
+    shutil.copy(Path(tiny) / "config.json", tmp_path)
+
+    def build(_: EngineConfig) -> BuiltEngine:
+        raise AssertionError("it was loaded")
+
+    monkeypatch.setattr(llm_module, "build_any_engine", build)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json does not exist"):
+        LLM(str(tmp_path), attention_ranks=1, expert_ranks=1)

@@ -25,6 +25,7 @@ from moe_serve.cluster.launch.endpoint import Endpoint
 from moe_serve.cluster.launch.environment import NodeEnvironment, NodeFlags, detect_node
 from moe_serve.cluster.launch.node_layout import NodeLayout, explicit_layout
 from moe_serve.cluster.rank_name import RankName
+from moe_serve.config_keys import SECRETS
 from moe_serve.errors import ConfigError
 
 
@@ -184,11 +185,13 @@ def _check(cluster: ClusterFile, source: str) -> None:
         ):
             raise ConfigError(f"node {node.name} has a negative rank or device ({source}).")
     explicit_layout([node.ranks for node in cluster.nodes], source)
-    keys = cluster.settings.get("server.api_keys")
-    if isinstance(keys, list) and any(not str(key).startswith("@") for key in keys):
-        raise ConfigError(
-            f"serve.server.api_keys holds a key in plain text ({source}); write @FILE instead."
-        )
+    for name in sorted(SECRETS):
+        keys = cluster.settings.get(name)
+        told = keys if isinstance(keys, list) else [] if keys is None else [keys]
+        if any(not str(key).startswith("@") for key in told):
+            raise ConfigError(
+                f"serve.{name} holds a key in plain text ({source}); write @FILE instead."
+            )
 
 
 def refuse_doubled_keys(node: yaml.Node | None, source: str) -> None:

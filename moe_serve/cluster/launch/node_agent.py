@@ -6,7 +6,9 @@ Kubernetes, Slurm) starts it again, whereupon it says hello again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import time
 
 import msgspec
@@ -41,10 +43,11 @@ class NodeAgent:
     def __init__(self, channel: Channel[AgentMessage], ranks: NodeRanks) -> None:
         self._channel, self._ranks = channel, ranks
         self._stop_at_s: float | None = None
-        self._last_alive_s = 0.0
+        self._ended = threading.Event()
 
     def run(self) -> None:
         """Until dismissed or stopped; raises ClusterError when node 0 is lost or refuses us."""
+        threading.Thread(target=self._beat, name="node-alive", daemon=True).start()
         try:
             while self._stop_at_s is None or time.monotonic() < self._stop_at_s:
                 order = self._channel.receive(_PERIOD_S)
@@ -58,6 +61,7 @@ class NodeAgent:
             raise ClusterError(f"node 0 is lost: {error}") from error
         finally:
             self._ranks.stop()
+            self._ended.set()
             self._channel.close()
 
     def stop(self, grace_s: float = 0.0) -> None:
@@ -74,17 +78,27 @@ class NodeAgent:
             _log.info("starting %s-%d", order.role, order.index)
             self._ranks.start(order)
         elif isinstance(order, KillRank):
-            self._ranks.kill(order)
+            self._kill(order)
         elif isinstance(order, Welcome):
             _log.info("node 0 has taken this node in")
+
+    def _kill(self, order: KillRank) -> None:
+        try:
+            self._ranks.kill(order)
+        except ClusterError as error:  # node 0 has closed its connection: it can do no harm
+            _log.error("%s", error)
 
     def _report(self) -> None:
         for ended in self._ranks.ended():
             self._channel.send(ended)
-        now = time.monotonic()
-        if now - self._last_alive_s >= ALIVE_PERIOD_S:
-            self._last_alive_s = now
-            self._channel.send(NodeAlive())
+
+    def _beat(self) -> None:
+        """On a thread of its own: a process that holds much memory takes its time to end, and the
+        node is not lost meanwhile."""
+        with contextlib.suppress(ChannelClosedError):
+            while not self._ended.is_set():
+                self._channel.send(NodeAlive())
+                self._ended.wait(ALIVE_PERIOD_S)
 
 
 def connect_agent(

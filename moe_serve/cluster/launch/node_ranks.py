@@ -37,10 +37,10 @@ class NodeRanks:
     def start(self, order: StartRank) -> None:
         """What keeps it from starting is told by `ended`: who gave the order may be far away."""
         name = RankName(order.role, order.index)
-        self._processes.kill(str(name))
         self._starts[str(name)] = order
         coordinator = f"{order.coordinator_host}:{order.coordinator_port}"  # IPv6 without brackets
         try:
+            self._processes.kill(str(name))
             self._processes.start(
                 str(name),
                 self._command(

@@ -162,11 +162,18 @@ class NodeStarter:
 
     def _take_in(self, node: RemoteNode) -> None:
         number = node.hello.node_rank
+        orders, before = list[StartRank](), None
         with self._changed:
-            before = self._nodes.get(number)
-            self._nodes[number] = node
-            names = {str(rank) for rank in self.layout.nodes[number]}
-            orders = [order for name, order in self._wanted.items() if name in names]
+            is_late = self._is_stopped
+            if not is_late:
+                before = self._nodes.get(number)
+                self._nodes[number] = node
+                names = {str(rank) for rank in self.layout.nodes[number]}
+                orders = [order for name, order in self._wanted.items() if name in names]
+        if is_late:  # it came while we ended, which nobody else tells it
+            node.send(Dismiss())
+            node.close()
+            return
         if before is not None:
             before.close()
         node.send(Welcome())

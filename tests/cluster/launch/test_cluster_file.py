@@ -94,6 +94,8 @@ def test_flags_win_over_the_file() -> None:
         ("expert_ranks: [0]", "expert_ranks: [0, 1], devices: [0]", "2 ranks and 1 devices"),
         ("expert_ranks: [0]", "expert_ranks: [0], expert_ranks: [1]", "set twice .pair.yaml:5"),
         ("name: pair", "name: pair\nserve: {server: {api_keys: [k]}}", "write @FILE"),
+        ("name: pair", "name: pair\nserve: {server: {api_keys: k}}", "server.api_keys holds a key"),
+        ("name: pair", "name: pair\nserve: {server: {admin_keys: ['@f', k]}}", "server.admin_keys"),
         ("name: pair", "name: pair\nserve: {server: 1}", "serve"),
         ("name: pair", "name: [", "is not valid YAML"),
         (SMALL, "name: pair\ncoordinator: {host: h}\nnodes: []", "has no node"),

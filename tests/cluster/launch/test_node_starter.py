@@ -283,8 +283,11 @@ def test_another_version_is_refused(nodes: Nodes) -> None:
 def test_a_stranger_is_no_node(nodes: Nodes) -> None:
     with pytest.raises(ClusterError, match="node 1 does not find node 0 .* secrets differ"):
         connect_agent(nodes.environment(1), "h", ClusterSecret("x" * 40), PATIENCE_S)
+    listener = nodes.starter._listener
+    assert listener is not None
+    until(lambda: listener.num_rejected, "the handshake is counted, after it has ended")
     with pytest.raises(ClusterError, match="Refused connections: 1, as the cluster secrets differ"):
-        nodes.starter.wait_for_nodes(1.0)  # the handshake is counted after it has ended
+        nodes.starter.wait_for_nodes(0.1)
 
 
 def test_a_worker_that_cannot_start_is_an_exit(nodes: Nodes, tmp_path: Path) -> None:

@@ -126,8 +126,7 @@ def _pod(deployment: Deployment, arguments: tuple[str, ...], *, is_node_0: bool 
     container: Manifest = {
         "name": "moe-serve",
         "image": deployment.container_image,
-        # $(NAME) would be replaced by the variable; $$ is a dollar.
-        "command": ["moe-serve", *(word.replace("$", "$$") for word in arguments)],
+        "command": ["moe-serve", *map(_verbatim, arguments)],
         "env": _environment(deployment),
         "ports": ports,
         "resources": _resources(deployment),
@@ -191,7 +190,9 @@ def _probes(scheme: str) -> Manifest:
 
 
 def _environment(deployment: Deployment) -> list[Manifest]:
-    plain = [{"name": name, "value": value} for name, value in deployment.variables.items()]
+    plain = [
+        {"name": name, "value": _verbatim(value)} for name, value in deployment.variables.items()
+    ]
     secrets: dict[str, Manifest] = {
         "MOE_SERVE_CLUSTER_SECRET": {"key": SECRET_KEY},
         "MOE_SERVE_SERVER_API_KEYS": {"key": API_KEYS_KEY},
@@ -201,6 +202,11 @@ def _environment(deployment: Deployment) -> list[Manifest]:
         {"name": name, "valueFrom": {"secretKeyRef": {"name": deployment.name, **key}}}
         for name, key in secrets.items()
     ]
+
+
+def _verbatim(word: str) -> str:
+    """$(NAME) would be replaced by the variable, in a command and in a value; $$ is a dollar."""
+    return word.replace("$", "$$")
 
 
 def _resources(deployment: Deployment) -> Manifest:

@@ -253,6 +253,16 @@ def test_every_pod_finds_its_node() -> None:
     assert {port["containerPort"] for port in container["ports"]} == {7000, 9000}
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_pods_get_variables_as_they_stand(kind: KubernetesKind) -> None:
+    """Kubernetes replaces $(NAME) in values too, and makes one dollar of two."""
+    deployment = dataclasses.replace(DEPLOYMENT, variables={"MOE_SERVE_PREDICTOR_PATH": ODD})
+    (text,) = kubernetes_files(deployment, kind).values()
+    (found,) = set(re.findall(r"name: MOE_SERVE_PREDICTOR_PATH\n\s+value: (.+)\n", text))
+    value = re.sub(r"\$(\$|\(\w+\))", lambda m: "$" * (m[1] == "$"), yaml.safe_load(found))
+    assert value == ODD
+
+
 def test_a_leader_is_ready_when_the_server_is() -> None:
     pods = pods_of("leader-worker-set")
     (leader,) = pods["leader"]["spec"]["containers"]

@@ -1,0 +1,97 @@
+"""Where a cluster cannot start, nothing of it goes on listening."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layouts import config, requests, serve
+from moe_serve.cluster import build, started_ranks
+from moe_serve.cluster.build import build_cluster
+from moe_serve.errors import CheckpointError, ClusterError, ConfigError
+from moe_serve.pipeline.timeline_file import TimelineWriter
+from thread_starter import ThreadStarter
+
+OF = config(1, 1)
+
+
+class Stopped(ThreadStarter):
+    """Counts how often it was stopped."""
+
+    num_stops = 0
+
+    def stop(self) -> None:
+        self.num_stops += 1
+        super().stop()
+
+
+@pytest.fixture(autouse=True)
+def _nobody_goes_on_listening() -> Iterator[None]:
+    """Or a second attempt, with a better configuration, finds its port in use by the first."""
+    before = threading.enumerate()
+    yield
+    left = [thread.name for thread in threading.enumerate() if thread not in before]
+    assert "control-listener" not in left
+
+
+def raising(error: Exception) -> Any:
+    def fail(*_: Any) -> None:
+        raise error
+
+    return fail
+
+
+def test_a_configuration_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "check_next_layer", raising(ConfigError("the test refuses it")))
+    with pytest.raises(ConfigError, match="the test refuses it"):
+        build_cluster(OF)
+
+
+def test_a_timeline_cannot_be_written() -> None:
+    with pytest.raises(ConfigError, match="cannot write"):
+        build_cluster(replace(OF, pipeline=replace(OF.pipeline, timeline="/nowhere/at/all.json")))
+
+
+def test_there_is_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(started_ranks, "serve_store", raising(ClusterError("no store")))
+    with pytest.raises(ClusterError, match="no store"):
+        build_cluster(OF)
+
+
+def test_a_checkpoint_that_cannot_be_read_stops_the_starter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On many nodes it has taken agents in by then: they would wait for ever."""
+    made: list[Stopped] = []
+
+    def make(*arguments: Any) -> Stopped:
+        made.append(Stopped(*arguments))
+        return made[0]
+
+    monkeypatch.setattr(started_ranks, "PreflightRound", raising(CheckpointError("unreadable")))
+    with pytest.raises(CheckpointError, match="unreadable"):
+        build_cluster(OF, make_starter=make)
+    assert made[0].num_stops == 1
+
+
+def test_a_timeline_on_a_full_disk_keeps_nobody_from_ending(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "run.json"
+    of = replace(OF, pipeline=replace(OF.pipeline, timeline=str(path)))
+    engine = build_cluster(of, make_starter=ThreadStarter).engine
+    monkeypatch.setattr(TimelineWriter, "_write_batch", fail)
+    try:
+        serve(engine, requests(2, 4096))
+    finally:
+        engine.close()
+    assert f"the timeline {path} is not whole, it could not be written: No space" in caplog.text
