@@ -79,8 +79,9 @@ def parse_placement(content: Any) -> Placement:
         raise PlacementError("Its layers are not an object of layer number to experts.")
     layers = {}
     for key, experts in content["layers"].items():
-        if not (key.isascii() and key.isdigit() and key == str(int(key))):
-            raise PlacementError(f"{key!r} is not the number of a layer.")
+        is_number = key.isascii() and key.isdigit() and len(key) < 10
+        if not is_number or key != str(int(key)):
+            raise PlacementError(f"{key[:20]!r} is not the number of a layer.")
         layers[int(key)] = _experts(key, experts)
     numbers = {key: content[key] for key in ("num_ranks", "num_experts")}
     for key, value in numbers.items():
