@@ -75,11 +75,16 @@ def split_documents(texts: RoutedTexts, share: float, seed: int) -> tuple[Routed
     """
     documents = np.unique(texts.document)
     if len(documents) < 2:
-        raise TraceError(
-            f"{len(documents)} document cannot be split: training wants some to learn from and "
-            "others to stop by; give two at least"
-        )
+        raise one_document(len(documents))
     shuffled = np.random.default_rng(seed).permutation(documents)
     held_out = shuffled[: max(1, round(share * len(documents)))]
     is_held_out = np.isin(texts.document, held_out)
     return texts.choose(np.flatnonzero(~is_held_out)), texts.choose(np.flatnonzero(is_held_out))
+
+
+def one_document(count: int) -> TraceError:
+    """What is said where documents cannot be split."""
+    return TraceError(
+        f"{count} document cannot be split: training wants some to learn from and others to stop "
+        "by; give two at least"
+    )

@@ -18,7 +18,7 @@ from routing_predictor.pools import PrefixPools
 from routing_predictor.prefix_samples import HORIZON
 from routing_predictor.request_mlp import NUM_HIDDEN
 from routing_predictor.router_residual import NUM_CONTEXT
-from routing_predictor.texts import PIECE, texts_of
+from routing_predictor.texts import PIECE, one_document, texts_of
 from routing_predictor.trace import RoutingTrace
 from routing_predictor.train_layers import LayerPredictors, Loss, train_layer
 from routing_predictor.train_request import pooled, train_request
@@ -117,10 +117,14 @@ def layer_source(model: PredictorModel, captured: Captured) -> LayerSource:
 
 
 def held_out_tokens(trace: RoutingTrace) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Tokens of every twentieth document, by which training stops."""
+    """Tokens of every twentieth document, by which training stops. Raises TraceError where there
+    are fewer than two documents."""
     names = np.array([name.split(PIECE)[0] for name in trace.request_ids])
     document = np.unique(names, return_inverse=True)[1][trace.request_N]
-    every = min(_HELD_OUT_EVERY, int(document.max()) + 1)
+    num_documents = int(document.max()) + 1
+    if num_documents < 2:
+        raise one_document(num_documents)
+    every = min(_HELD_OUT_EVERY, num_documents)
     is_held_out: np.ndarray[Any, np.dtype[np.bool_]] = document % every == 0
     return is_held_out
 
