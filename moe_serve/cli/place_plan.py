@@ -22,7 +22,7 @@ from moe_serve.cli.place_plans import write_text
 from moe_serve.cli.place_report import make_report
 from moe_serve.cli.place_report_tables import print_report
 from moe_serve.cli.place_solve import Interrupts, solve
-from moe_serve.cli.place_solvers import fan_out_solver, make_solver
+from moe_serve.cli.place_solvers import check_limits, fan_out_solver, make_solver
 from moe_serve.errors import ConfigError
 
 
@@ -65,6 +65,7 @@ class PlanOrder:
 def pose(order: PlanOrder) -> Posed:
     """Reads every file. Raises ConfigError, CheckpointError, TraceError, PlacementError."""
     posed = order.problem.pose()
+    check_limits(order.solver, posed)
     if order.export is not None:
         _check_export(order.export[0], posed)
     return posed
