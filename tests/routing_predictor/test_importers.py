@@ -97,6 +97,9 @@ def test_sglang_answers(tmp_path: Path) -> None:
         trace(path)
     with pytest.raises(TraceError, match="96 bytes are not int32 of 5 layers x 2 choices"):
         trace(path, num_layers=5, top_k=2)
+    (tmp_path / "none.json").write_text("[]")
+    with pytest.raises(TraceError, match="it holds no answers"):
+        trace(tmp_path / "none.json", num_layers=3, top_k=2)
     none = base64.b64encode(np.array([3, -1], "<i4").tobytes()).decode()
     path.write_text(json.dumps({"meta_info": {"routed_experts": none}}))
     with pytest.raises(TraceError, match="expert ids from -1 to 3, of 256 experts"):
@@ -242,6 +245,7 @@ def test_token_lines(tmp_path: Path) -> None:
     [
         ("a.json", "{", "is not JSON"),
         ("a.json", "{}", "has no routed_experts|give --num-layers"),
+        ("a.json", "[]", "give --num-layers"),
         ("a.json", '{"logical_count": [[1, "x"]]}', "is not a table of numbers"),
         ("a.json", '{"logical_count": [[0, 0]]}', "all counts are 0"),
         ("a.json", '{"logical_count": [[-1, 2]]}', "negative, not finite or above"),

@@ -55,6 +55,7 @@ def test_by_hand(tmp_path: Path) -> None:
         ({"layers": {"1": [[0], [2], [1]]}}, "puts expert 1 on rank 2; ranks are 0 to 1"),
         ({"num_ranks": "2"}, "num_ranks is '2', not a number"),
         ({"num_experts": 0, "layers": {}}, "0 experts on 2 ranks"),
+        ({"layers": {}}, "It has no layers"),
     ],
 )
 def test_refused(changes: dict[str, Any], complaint: str, tmp_path: Path) -> None:
