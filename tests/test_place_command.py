@@ -293,6 +293,21 @@ def test_check_with_a_part_of_the_model(tmp_path: Path, capsys: Capture) -> None
     assert "how many experts" not in capsys.readouterr().out
 
 
+def test_copies_that_eplb_doubles_are_told(tmp_path: Path, capsys: Capture) -> None:
+    """Expert 0 gets five of ten copies for two devices; a placement has two of them."""
+    path, plan = tmp_path / "hot.csv", tmp_path / "plan.jsonl"
+    path.write_text("100,30,1,1,1,1\n")
+    asked = ("--load", path, "--devices", 2, "--replicas", 4, "--quick", "--export", "vllm", plan)
+    assert run(*asked, "--solver", "eplb") == 0
+    printed = capsys.readouterr().out
+    num_redundant = json.loads(plan.read_text())["num_redundant_experts"]
+    assert f"num_redundant_experts {num_redundant} of --eplb-config" in printed
+    assert f"{4 - num_redundant} copies lay beside another of their expert" in printed
+    assert run(*asked) == 0
+    printed = capsys.readouterr().out
+    assert "num_redundant_experts 4 of --eplb-config" in printed and "beside" not in printed
+
+
 def test_replicas_that_a_plan_needs_anyway(tmp_path: Path, capsys: Capture) -> None:
     """Five experts on two equal devices: one replica is the least, which is not none."""
     path, figures = tmp_path / "five.csv", tmp_path / "figures.json"
