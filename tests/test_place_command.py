@@ -20,8 +20,8 @@ from experts.placement.plan import contiguous
 from experts.placement.plan_file import read_placement, write_placement
 from experts.placement.problem import PlacementProblem
 from experts.placement.search.solver import Search
-from experts.placement.solution import Progress, Solution
-from moe_serve.cli import place_order, place_plan
+from experts.placement.solution import Progress, Solution, Solver
+from moe_serve.cli import place_compare, place_order, place_plan
 from moe_serve.cli.main import app, main
 from moe_serve.cli.many_files import spread
 from moe_serve.cluster.cluster_model import placement_of, read_spec
@@ -240,6 +240,26 @@ def test_ctrl_c_writes_the_best_so_far(
     assert "ending with the best so far" in printed.err and "held out" not in printed.out
     read_placement(out).check_fits([0, 1, 2], 16, 4)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_in_a_comparison_is_told(
+    loads: list[Path], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = place_compare.make_solver
+
+    class Interrupted(Search):
+        def solve(self, problem: PlacementProblem, **rest: Any) -> Solution:
+            signal.raise_signal(signal.SIGINT)
+            return super().solve(problem, **rest)
+
+    def make(name: str, posed: place_order.Posed) -> Solver:
+        return Interrupted() if name == "search" else usual(name, posed)
+
+    monkeypatch.setattr(place_compare, "make_solver", make)
+    assert run("compare", "--load", *loads, "--devices", 4) == 130
+    printed = capsys.readouterr()
+    assert "round-robin" in printed.out and "ending with the best so far" in printed.err
+    assert "interrupted: plans of the search are the best so far" in printed.out
 
 
 def test_ctrl_c_before_a_plan_says_so(
