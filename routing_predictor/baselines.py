@@ -64,6 +64,9 @@ def logistic_regression(
         share_SE = count_SLE[:, layer] / count_SLE[:, layer].sum(-1, keepdims=True)
         chosen = (rng.random((_NUM_DRAWS, num_samples, 1)) > share_SE.cumsum(-1)).sum(-1)
         chosen = chosen.clip(0, num_experts - 1)
+        if chosen.min() == chosen.max():  # a regression needs two
+            scores[:, layer, chosen.min()] = 1.0
+            continue
         model = LogisticRegression(C=_INVERSE_PENALTY, max_iter=_MAX_ITERATIONS)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # what 40 steps give is taken

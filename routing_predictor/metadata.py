@@ -7,6 +7,7 @@ facts    one JSON object with everything else
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -74,7 +75,8 @@ def write_tensors(
         aside.write_bytes(content)
         os.replace(aside, path)
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where no folder is, nothing can be removed either
+            aside.unlink(missing_ok=True)
         raise TraceError(f"{path} cannot be written: {error.strerror}") from None
     return len(content)
 

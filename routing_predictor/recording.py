@@ -132,7 +132,8 @@ class RecordingWriter:
 
     def close(self) -> RecordingStats:
         """Write what is left, and wait for it."""
-        self._hand_over()
+        self._full.put(self._open)  # however busy the disk is: it is waited for anyway
+        self._open, self._open_bytes = [], 0
         self._full.put(None)
         self._thread.join()
         if self._is_patient and not self._num_made:

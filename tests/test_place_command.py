@@ -20,8 +20,8 @@ from experts.placement.plan import contiguous
 from experts.placement.plan_file import read_placement, write_placement
 from experts.placement.problem import PlacementProblem
 from experts.placement.search.solver import Search
-from experts.placement.solution import Progress, Solution
-from moe_serve.cli import place_order, place_plan
+from experts.placement.solution import Progress, Solution, Solver
+from moe_serve.cli import place_compare, place_order, place_plan
 from moe_serve.cli.main import app, main
 from moe_serve.cli.many_files import spread
 from moe_serve.cluster.cluster_model import placement_of, read_spec
@@ -242,6 +242,26 @@ def test_ctrl_c_writes_the_best_so_far(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_ctrl_c_in_a_comparison_is_told(
+    loads: list[Path], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = place_compare.make_solver
+
+    class Interrupted(Search):
+        def solve(self, problem: PlacementProblem, **rest: Any) -> Solution:
+            signal.raise_signal(signal.SIGINT)
+            return super().solve(problem, **rest)
+
+    def make(name: str, posed: place_order.Posed) -> Solver:
+        return Interrupted() if name == "search" else usual(name, posed)
+
+    monkeypatch.setattr(place_compare, "make_solver", make)
+    assert run("compare", "--load", *loads, "--devices", 4) == 130
+    printed = capsys.readouterr()
+    assert "round-robin" in printed.out and "ending with the best so far" in printed.err
+    assert "interrupted: plans of the search are the best so far" in printed.out
+
+
 def test_ctrl_c_before_a_plan_says_so(
     loads: list[Path], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +295,50 @@ def test_check_names_what_does_not_fit(tmp_path: Path, capsys: Capture) -> None:
     assert "more than are allowed (['comment'])" in capsys.readouterr().out
     assert run("check", tmp_path / "none.json") == 2
     assert "cannot be read: No such file" in capsys.readouterr().err
+
+
+def test_check_with_a_part_of_the_model(tmp_path: Path, capsys: Capture) -> None:
+    """Layers alone, or experts alone: what is said is compared, and what is not is told."""
+    plan = tmp_path / "plan.json"
+    write_placement(contiguous([1, 2], 4, 2), plan)
+    layers = ("check", plan, "--num-layers", 3, "--dense-layers")
+    assert run(*layers, "0-1") == 1
+    assert "not of the model are [1]" in capsys.readouterr().out
+    assert run("check", plan, "--num-experts", 7) == 1
+    assert "for 4 experts on 2 ranks, not for the model's 7" in capsys.readouterr().out
+    assert run(*layers, "0") == 0
+    printed = capsys.readouterr().out
+    assert "fits: " in printed and "how many experts a layer has was not checked" in printed
+    assert run(*layers, "0", "--num-experts", 4) == 0
+    assert "how many experts" not in capsys.readouterr().out
+
+
+def test_copies_that_eplb_doubles_are_told(tmp_path: Path, capsys: Capture) -> None:
+    """Expert 0 gets five of ten copies for two devices; a placement has two of them."""
+    path, plan = tmp_path / "hot.csv", tmp_path / "plan.jsonl"
+    path.write_text("100,30,1,1,1,1\n")
+    asked = ("--load", path, "--devices", 2, "--replicas", 4, "--quick", "--export", "vllm", plan)
+    assert run(*asked, "--solver", "eplb") == 0
+    printed = capsys.readouterr().out
+    num_redundant = json.loads(plan.read_text())["num_redundant_experts"]
+    assert f"num_redundant_experts {num_redundant} of --eplb-config" in printed
+    assert f"{4 - num_redundant} copies lay beside another of their expert" in printed
+    assert run(*asked) == 0
+    printed = capsys.readouterr().out
+    assert "num_redundant_experts 4 of --eplb-config" in printed and "beside" not in printed
+
+
+def test_replicas_that_a_plan_needs_anyway(tmp_path: Path, capsys: Capture) -> None:
+    """Five experts on two equal devices: one replica is the least, which is not none."""
+    path, figures = tmp_path / "five.csv", tmp_path / "figures.json"
+    path.write_text("5,4,3,2,1\n")
+    assert run("--load", path, "--devices", 2, "--replicas", 1, "--json", figures) == 0
+    sentence = json.loads(figures.read_text())["replicas"]["sentence"]
+    assert sentence.startswith("1 replica: 3 a layer (40.0% more memory) would lower"), sentence
+    assert run("--load", path, "--devices", 2, "--replicas", 3, "--json", figures) == 0
+    sentence = json.loads(figures.read_text())["replicas"]["sentence"]
+    assert sentence.startswith("3 replicas a layer (40.0% more memory) lower"), sentence
+    assert " with 1 to " in sentence
 
 
 def test_check_of_what_is_no_plan(loads: list[Path], tmp_path: Path, capsys: Capture) -> None:
@@ -347,12 +411,15 @@ def mistakes(folder: Path) -> list[tuple[tuple[Any, ...], str]]:
         ("twice", "nodes: [{devices: 2}]\nnodes: []"),
         ("none", "nodes: []"),
         ("speed", "nodes: [{devices: 2, speed: 0}]"),
+        ("endless", "nodes: [{devices: 2, memory_gib: .inf}]"),
+        ("nan", "nodes: [{devices: [{memory_gib: .nan}]}]"),
         ("broken", "nodes: [{"),
     ):
         (folder / f"{name}.yaml").write_text(text)
     (folder / "no.name").write_text("1,2,3,4\n")
     (folder / "bytes.json").write_bytes(b"\xff\xfe")
     write_placement(contiguous([0, 1], 4, 4), folder / "of4.json")
+    write_placement(contiguous([0, 1], 4, 2), folder / "of2.json")
     two = ("--devices", 2)
     cluster = lambda name: (*day, "--cluster", folder / f"{name}.yaml")  # noqa: E731
     return [
@@ -384,6 +451,8 @@ def mistakes(folder: Path) -> list[tuple[tuple[Any, ...], str]]:
         (cluster("twice"), "nodes is set twice"),
         (cluster("none"), "there is a node"),
         (cluster("speed"), "speed is 0.0; it is above 0"),
+        (cluster("endless"), "memory_gib is inf; it is above 0 and finite"),
+        (cluster("nan"), "memory_gib is nan; it is above 0 and finite"),
         (cluster("broken"), "is not valid YAML"),
         (cluster("absent"), "cannot read the cluster file"),
         ((*cluster("uneven"), "--replicas", 1), "are 5 slots of a layer, and the devices of"),
@@ -406,6 +475,22 @@ def mistakes(folder: Path) -> list[tuple[tuple[Any, ...], str]]:
         ((*day, *two, "--max-moves", 2), "name it with --current"),
         ((*day, *two, "--current", folder / "of4.json"), "for 4 experts on 4 ranks, not for"),
         ((*day, *two, "--current", good), "good.csv holds recorded loads, and is no plan"),
+        ((*day, *two, "--solver", "linear", "--pin", "0@1"), "--solver linear looks at no --pin:"),
+        (
+            (
+                *day,
+                *two,
+                "--solver",
+                "eplb",
+                "--groups",
+                2,
+                "--current",
+                folder / "of2.json",
+                "--max-moves",
+                0,
+            ),
+            "--solver eplb looks at no --max-moves, no --groups: leave that out, or plan with",
+        ),
         ((*day, *two, "--balance", "activated"), "needs top-k"),
         ((*day, *two, "--seconds", "inf"), "--seconds inf is no time"),
         ((*day, *two, "--top-k", 5), "cannot choose 5 of 4 experts"),

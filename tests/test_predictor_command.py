@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from moe_serve.engine.request_prediction import open_request_predictor
 from moe_serve.errors import ConfigError
 from moe_serve.model.demo import demo_model_folder
 from moe_serve.text.tokenizer import Tokenizer
+from routing_predictor.trace import RoutingTrace
 from routing_predictor.trace_file import write_trace
 
 TEXT = "The bill was read twice and sent to the committee. " * 8
@@ -103,6 +105,38 @@ def test_a_trace_trains_and_is_judged(texts: Path, tmp_path: Path, capsys: Captu
     printed = capsys.readouterr().out
     assert "MLP on the history" in printed and "decaying histogram" in printed
     assert run("evaluate", "--trace", str(path), "--drop-label", "") == 0
+
+
+def test_what_cannot_be_learnt_from_is_told(tmp_path: Path, capsys: Capture) -> None:
+    """One document, and traces of another model that do not say so."""
+    (tmp_path / "one.txt").write_text(TEXT)
+    arguments = ("--texts", str(tmp_path / "one.txt"), "--out", str(tmp_path / "out"))
+    for kind in ("next-layer", "pre-attention", "request"):
+        assert run("train", kind, *arguments, "--max-tokens", "100") == 2
+        assert "1 document cannot be split" in capsys.readouterr().err
+    ids = np.tile(np.arange(4), (80, 6, 1)).astype(np.uint8)
+    good = RoutingTrace(
+        expert_ids_NLK=ids,
+        request_N=np.repeat([0, 1], 40).astype(np.int32),
+        position_N=np.tile(np.arange(40), 2).astype(np.int32),
+        phase_N=np.zeros(80, dtype=np.uint8),
+        token_N=np.arange(80, dtype=np.int32),
+        num_experts=32,
+        layers=tuple(range(6)),
+        request_ids=("a", "b"),
+    )
+    path = tmp_path / "trace.safetensors"
+    for trace, message in (
+        (replace(good, token_N=np.full(80, 10**6, np.int32)), "token ids from 1000000 to 1000000"),
+        (replace(good, num_experts=64), "of 64 experts in 6 layers, top-4, and the model demo_m"),
+        (replace(good, layers=tuple(range(1, 7))), "or numbers its layers otherwise"),
+        (replace(good, expert_ids_NLK=ids[:, :, :2]), "of 32 experts in 6 layers, top-2, and"),
+    ):
+        write_trace(trace, path)
+        assert run("train", "request", "--trace", str(path), "--out", str(tmp_path / "out")) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1, error
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: Capture) -> None:
     write_trace(make_trace(), trace)
     (tmp_path / "cut.safetensors").write_bytes(trace.read_bytes()[:100])
     np.savez(tmp_path / "back.npz", ids=np.zeros((3, 1, 1), np.int64), pos=np.array([0, 2, 1]))
+    np.save(tmp_path / "a.npy", np.zeros((1, 1, 1), np.int64))
     (tmp_path / "left.parts").mkdir()
     cases: list[tuple[tuple[object, ...], str]] = [
         (("record", "--prompts", prompts, "--out", trace), "is there already"),
@@ -135,6 +136,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: Capture) -> None:
         (("import", prompts, "--out", trace), "is there already"),
         (("record", "--prompts", prompts, "--out", tmp_path / "left.safetensors"), "left.parts is"),
         (("import", tmp_path / "back.npz", "--out", tmp_path / "x"), "has position 1 after 2"),
+        (("import", tmp_path / "a.npy", "--out", prompts / "x"), "cannot be written: Not a dir"),
         (("import", prompts, "--from", "word", "--out", tmp_path / "x"), "word is no format"),
         (("status", "--url", "ftp://nowhere"), "is not a URL"),
         (("status", "--url", "http://127..0.1:8"), "is not a URL"),

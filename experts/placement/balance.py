@@ -48,9 +48,11 @@ class Balancedness:
     excess: float  # mean over layers of (largest - mean) / mean: 0 is perfect
 
     @classmethod
-    def of(cls, loads_LD: Array) -> Balancedness:
-        """Layers count alike, whatever their tokens."""
-        mean_L, most_L = loads_LD.mean(axis=1), loads_LD.max(axis=1)
+    def of(cls, loads_LD: Array, speed_D: Array | None = None) -> Balancedness:
+        """Loads over speeds; their mean is all load over all speed, what each device would have,
+        were they even. None: all are as fast. Layers count alike, whatever their tokens."""
+        weighed_LD = loads_LD if speed_D is None else loads_LD * (speed_D / speed_D.mean())
+        mean_L, most_L = weighed_LD.mean(axis=1), loads_LD.max(axis=1)
         ratio_L = mean_L / most_L
         return cls(
             mean=float(ratio_L.mean()),
@@ -67,8 +69,9 @@ def balancedness(
 ) -> dict[str, Balancedness]:
     """By scenario."""
     loads_SLD = device_loads(problem, copies_LED)
+    speed_D = np.array([device.speed for device in problem.devices.devices])
     return {
-        name: Balancedness.of(loads_LD)
+        name: Balancedness.of(loads_LD, speed_D)
         for name, loads_LD in zip(problem.loads.scenarios, loads_SLD, strict=True)
     }
 

@@ -49,7 +49,7 @@ def _apart_or_together(down_Sn: Floats, slots_m: Ints, speed_m: Floats) -> Float
     others_m = np.cumsum(np.sort(slots_m[slots_m > 0]) - 1)
     fastest_m = np.cumsum(-np.sort(-speed_m))
     most_S = np.zeros(len(down_Sn))
-    for i in range(1, len(others_m) + 1):
+    for i in range(1, min(len(others_m), down_Sn.shape[1]) + 1):
         apart_S = down_Sn[:, :i].sum(axis=1)
         if is_full:
             apart_S = apart_S + _coldest(down_Sn, int(others_m[i - 1]))

@@ -56,6 +56,14 @@ class ExpertLoads:
         if unused_S.any():
             name = self.scenarios[int(np.argmax(unused_S))]
             raise PlacementError(f"No expert was chosen in {name}: every load is 0.")
+        with np.errstate(over="ignore"):
+            is_beyond_SL = ~np.isfinite(self.counts_SLE.sum(axis=2))
+        if is_beyond_SL.any():
+            scenario, layer = np.argwhere(is_beyond_SL)[0]
+            raise PlacementError(
+                f"The loads of layer {self.layers[layer]} of {self.scenarios[scenario]} add up to "
+                f"more than {np.finfo(np.float64).max:.2g}: divide them all by one number."
+            )
 
     @property
     def num_experts(self) -> int:

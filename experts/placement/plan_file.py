@@ -73,20 +73,22 @@ def parse_placement(content: Any) -> Placement:
     if content.get("version") != VERSION:
         raise PlacementError(f"Its version is {content.get('version')!r}; {VERSION} is read.")
     if content.keys() != _KEYS:
-        missing, more = sorted(_KEYS - content.keys()), sorted(content.keys() - _KEYS)
+        missing, more = sorted(_KEYS - content.keys()), sorted(map(str, content.keys() - _KEYS))
         raise PlacementError(f"Keys are missing ({missing}) or unknown ({more}).")
     if not isinstance(content["layers"], dict):
         raise PlacementError("Its layers are not an object of layer number to experts.")
     layers = {}
     for key, experts in content["layers"].items():
-        if not (key.isascii() and key.isdigit() and key == str(int(key))):
-            raise PlacementError(f"{key!r} is not the number of a layer.")
+        if not _is_layer(key):
+            raise PlacementError(f"{str(key)[:20]!r} is not the number of a layer, as text.")
         layers[int(key)] = _experts(key, experts)
     numbers = {key: content[key] for key in ("num_ranks", "num_experts")}
     for key, value in numbers.items():
         if not _is_number(value):
             raise PlacementError(f"{key} is {value!r}, not a number.")
     placement = Placement(**numbers, ranks_of=layers)
+    if not layers:
+        raise PlacementError("It has no layers.")
     if placement.lost:
         first = placement.lost[0]
         raise PlacementError(
@@ -105,6 +107,12 @@ def _experts(layer: str, experts: Any) -> RanksOf:
                 f"Layer {layer}, expert {expert}: {ranks!r} is not a list of rank numbers."
             )
     return tuple(map(tuple, experts))
+
+
+def _is_layer(key: Any) -> bool:
+    """In YAML a key may be anything."""
+    is_short = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10
+    return is_short and key == str(int(key))
 
 
 def _is_number(value: Any) -> bool:

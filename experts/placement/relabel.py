@@ -19,23 +19,31 @@ from experts.placement.token_choices import TokenChoices
 _MAX_SWEEPS = 20
 
 
-def relabelled(placement: Placement, choices: TokenChoices, devices: Devices) -> Placement:
+def relabelled(
+    placement: Placement,
+    choices: TokenChoices,
+    devices: Devices,
+    slots_LD: NDArray[np.int64] | None = None,
+) -> Placement:
     """Layer by layer the assignment of bundles to devices whose rows cross nodes least, with the
-    layers beside as they are, until none gets better. Knows no pins, groups or budget of moves."""
+    layers beside as they are, until none gets better. Knows no pins, groups or budget of moves.
+    `slots_LD`: where memory is shared over the layers, what it leaves a device in each."""
     placement.check_fits(choices.layers, choices.num_experts, len(devices))
     device_LNK = [
         placement.assign(layer, choices.expert_ids_NLK[:, index].astype(np.int64))
         for index, layer in enumerate(choices.layers)
     ]
     neighbours = Neighbours(device_LNK, [len(devices)] * len(device_LNK))
-    node_D, kind_D = node_of(devices), kind_of(devices)
+    if slots_LD is None:
+        slots_LD = np.zeros((len(choices.layers), len(devices)), dtype=np.int64)
+    node_D, kinds_LD = node_of(devices), kinds_of(devices, slots_LD)
     label_LD = [np.arange(len(devices)) for _ in choices.layers]
     for sweep in range(_MAX_SWEEPS):
         has_changed = False
         for index, before_D in enumerate(label_LD):
             nodes = [node_D[label_D] for label_D in label_LD]
             cost_DM = neighbours.crossing(index, nodes, devices.num_nodes, is_first=sweep == 0)
-            after_D = best_labels(cost_DM[:, node_D], before_D, kind_D)
+            after_D = best_labels(cost_DM[:, node_D], before_D, kinds_LD[index])
             has_changed |= not np.array_equal(before_D, after_D)
             label_LD[index] = after_D
         if not has_changed:
@@ -71,7 +79,12 @@ def node_of(devices: Devices) -> NDArray[np.int64]:
     return np.array([device.node for device in devices.devices], dtype=np.int64)
 
 
-def kind_of(devices: Devices) -> NDArray[np.int64]:
-    """By device: equal numbers may trade all that they hold."""
-    kinds = [(each.num_slots, each.speed, each.memory_bytes) for each in devices.devices]
-    return np.array([kinds.index(kind) for kind in kinds], dtype=np.int64)
+def kinds_of(devices: Devices, slots_LD: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[L, D]: equal numbers may trade all that they hold in a layer. Memory may leave devices that
+    are alike different slots of it."""
+    alike = [(each.num_slots, each.speed, each.memory_bytes) for each in devices.devices]
+    kinds_LD = []
+    for slots_D in slots_LD.tolist():
+        kinds = list(zip(alike, slots_D, strict=True))
+        kinds_LD.append([kinds.index(kind) for kind in kinds])
+    return np.array(kinds_LD, dtype=np.int64)

@@ -151,7 +151,8 @@ def compare(
     """All references beside the plan: the same figures, on the same loads."""
     from moe_serve.cli.place_compare import run_compare
 
-    run_compare(context.params)
+    if not run_compare(context.params):
+        raise typer.Exit(_EXIT_INTERRUPTED)
 
 
 @place.command(cls=ManyFilesCommand)

@@ -9,7 +9,8 @@ from typing import Any
 import typer
 
 from experts.placement.errors import NotAPlanError, PlacementError
-from experts.placement.formats.engine_plan import EnginePlan
+from experts.placement.formats.engine_plan import EnginePlan, PlanFacts
+from experts.placement.plan import Placement
 from moe_serve.cli.place_cluster import ClusterDevices
 from moe_serve.cli.place_model import ModelFacts
 from moe_serve.cli.place_order import device_order, model_order
@@ -32,11 +33,7 @@ def run_check(parameters: Mapping[str, Any]) -> bool:
     known = model.plan_facts(num_devices, parameters["num_experts"])
     try:
         plan = read_plan(path, known)
-        if known.layers is not None and known.num_experts is not None:
-            placement = plan.placement
-            placement.check_fits(
-                known.layers, known.num_experts, num_devices or placement.num_ranks
-            )
+        _check_fits(plan.placement, known)
     except NotAPlanError:
         raise
     except PlacementError as error:
@@ -49,9 +46,19 @@ def run_check(parameters: Mapping[str, Any]) -> bool:
         typer.echo(f"and {len(faults) - _NUM_SHOWN} more like these")
     if not faults:
         typer.echo(f"fits: {path}: {_told(plan, model)}")
-        for note in _notes(plan, cluster, model):
+        for note in _notes(plan, cluster, model, known.num_experts):
             typer.echo(f"note: {note}")
     return not faults
+
+
+def _check_fits(placement: Placement, known: PlanFacts) -> None:
+    """What is not known is as the plan has it. Raises PlacementError."""
+    is_whole = known.layers is not None and known.num_experts is not None
+    placement.check_fits(
+        tuple(placement.ranks_of) if known.layers is None else known.layers,
+        known.num_experts or placement.num_experts,
+        (known.num_devices if is_whole else None) or placement.num_ranks,  # or `_faults` tells it
+    )
 
 
 def _faults(plan: EnginePlan, cluster: ClusterDevices | None, model: ModelFacts) -> list[str]:
@@ -98,7 +105,9 @@ def _told(plan: EnginePlan, model: ModelFacts) -> str:
     return words + "."
 
 
-def _notes(plan: EnginePlan, cluster: ClusterDevices | None, model: ModelFacts) -> list[str]:
+def _notes(
+    plan: EnginePlan, cluster: ClusterDevices | None, model: ModelFacts, num_experts: int | None
+) -> list[str]:
     notes = []
     if plan.num_doubled:
         notes.append(
@@ -117,4 +126,6 @@ def _notes(plan: EnginePlan, cluster: ClusterDevices | None, model: ModelFacts) 
         notes.append("memory was not checked: give --model or --bytes-per-expert.")
     if model.sparse is None:
         notes.append("no model was given: its layers and experts were not checked.")
+    elif num_experts is None:
+        notes.append("how many experts a layer has was not checked: give --model or --num-experts.")
     return notes

@@ -154,6 +154,11 @@ def _devices_of(cluster: PlacementCluster, source: str) -> ClusterDevices:
     nodes = [node.entries for node in cluster.nodes]
     if not nodes or not all(nodes):
         raise ConfigError(f"{source}: each node has a device at least, and there is a node.")
+    for memory_gib in (entry.memory_gib for node in nodes for entry in node):
+        if memory_gib is not None and not 0 < memory_gib < float("inf"):
+            raise ConfigError(
+                f"{source}: memory_gib is {memory_gib}; it is above 0 and finite, or left out."
+            )
     return ClusterDevices(
         entries=tuple(entry for node in nodes for entry in node),
         nodes=tuple(number for number, node in enumerate(nodes) for _ in node),

@@ -9,6 +9,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from experts.placement.errors import PlacementError
 from experts.placement.limits import Grouping
 from experts.placement.problem import PlacementProblem
@@ -22,8 +24,8 @@ from moe_serve.cli.place_tables import judged_tables, legend, scenario_table
 from moe_serve.cli.wide_console import wide_console
 
 
-def run_compare(parameters: Mapping[str, Any]) -> None:
-    """Raises ConfigError, PlacementError."""
+def run_compare(parameters: Mapping[str, Any]) -> bool:
+    """False: interrupted, with the plans so far. Raises ConfigError, PlacementError."""
     path: Path | None = parameters["as_json"]
     check_output(path)
     posed = ProblemOrder.of(parameters).pose()
@@ -47,6 +49,9 @@ def run_compare(parameters: Mapping[str, Any]) -> None:
             "unsolved": unsolved,
         }
         write_text(path, json.dumps(document, indent=1) + "\n")
+    if interrupts.has_come:
+        typer.echo("interrupted: plans of the search are the best so far")
+    return not interrupts.has_come
 
 
 def _problems(posed: Posed) -> list[tuple[str, PlacementProblem]]:

@@ -22,7 +22,7 @@ from moe_serve.cli.place_plans import write_text
 from moe_serve.cli.place_report import make_report
 from moe_serve.cli.place_report_tables import print_report
 from moe_serve.cli.place_solve import Interrupts, solve
-from moe_serve.cli.place_solvers import fan_out_solver, make_solver
+from moe_serve.cli.place_solvers import check_limits, fan_out_solver, make_solver
 from moe_serve.errors import ConfigError
 
 
@@ -65,6 +65,7 @@ class PlanOrder:
 def pose(order: PlanOrder) -> Posed:
     """Reads every file. Raises ConfigError, CheckpointError, TraceError, PlacementError."""
     posed = order.problem.pose()
+    check_limits(order.solver, posed)
     if order.export is not None:
         _check_export(order.export[0], posed)
     return posed
@@ -108,7 +109,13 @@ def _write(order: PlanOrder, posed: Posed, solution: Solution) -> list[str]:
     if order.export is not None:
         name, path = order.export
         write_text(path, render_plan(name, solution.placement, posed.plan_facts))
-        lines.append(f"the plan for {name} is in {path}; {_needed(name, posed)}")
+        lines.append(f"the plan for {name} is in {path}; {_needed(name, solution.placement)}")
+    if lines and solution.copies_LED is not None:
+        num_doubled = int((solution.copies_LED - 1).clip(min=0).sum())
+        lines.append(
+            f"{num_doubled} copies lay beside another of their expert on a device: what is written "
+            "leaves them out, so its loads may differ from the figures above"
+        )
     return lines
 
 
@@ -140,12 +147,13 @@ def _filled(devices: Devices, num_experts: int, layers: tuple[int, ...]) -> Plac
     return Placement(num_ranks=len(devices), num_experts=num_experts, ranks_of=ranks_of)
 
 
-def _needed(name: str, posed: Posed) -> str:
+def _needed(name: str, placement: Placement) -> str:
     """How the engine is told of it."""
-    num_replicas = posed.problem.num_replicas
+    ranks_of = next(iter(placement.ranks_of.values()))
+    num_replicas = sum(map(len, ranks_of)) - placement.num_experts
     return {
         "sglang": f"it goes with --ep-num-redundant-experts {num_replicas} --ep-size "
-        f"{len(posed.problem.devices)} and an --ep-dispatch-algorithm",
+        f"{placement.num_ranks} and an --ep-dispatch-algorithm",
         "vllm": f"it goes with num_redundant_experts {num_replicas} of --eplb-config",
         "trtllm": "it is moe_config.load_balancer",
         "ascend": "it is eplb_config.expert_map_path of --additional-config",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -81,7 +82,8 @@ def write_text(path: Path, text: str) -> None:
         aside.write_text(text, encoding="utf-8")
         os.replace(aside, path)
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a name that is too long cannot be removed either
+            aside.unlink(missing_ok=True)
         raise ConfigError(f"{path} cannot be written: {error.strerror}.") from None
 
 

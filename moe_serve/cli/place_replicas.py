@@ -14,6 +14,7 @@ from experts.placement.errors import PlacementError
 from experts.placement.problem import PlacementProblem
 from experts.placement.solution import Solution
 from experts.placement.steps import StepBalance
+from moe_serve.cli.counted import counted
 
 _WORTH, _OF_MEMORY = 0.01, 0.1  # the largest load falls by 1%, and by a tenth of the memory
 _AS_GOOD = 1.005  # of the objective: fewer replicas that come so near would do
@@ -95,33 +96,35 @@ def _sentence(trials: list[ReplicaTrial], num_replicas: int) -> str:
         if len(trials) == 1:
             return "Replicas were not tried."
         more = trials[-1]
-        gain = 1.0 - more.objective / plan.objective
-        worth = "worth" if _pays(gain, more) else "not worth"
+        gain, added = 1.0 - more.objective / plan.objective, more.more_memory - plan.more_memory
+        worth = "worth" if _pays(gain, added) else "not worth"
+        now = counted(num_replicas, "replica") if num_replicas else "No replicas"
         return (
-            f"No replicas: {more.num_replicas} a layer ({more.more_memory:.1%} more memory) would "
+            f"{now}: {more.num_replicas} a layer ({added:.1%} more memory) would "
             f"lower the largest load by {gain:.1%}, from {plan.objective:.3f} to "
             f"{more.objective:.3f} times the mean{_of_steps(plan, more)}: {worth} it."
         )
-    gain = 1.0 - plan.objective / first.objective
+    gain, added = 1.0 - plan.objective / first.objective, plan.more_memory - first.more_memory
+    others = f" with {first.num_replicas}" if first.num_replicas else ""
     fall = (
-        f"{num_replicas} replicas a layer ({plan.more_memory:.1%} more memory) lower the largest "
-        f"load by {gain:.1%}, from {first.objective:.3f} to {plan.objective:.3f} times the mean"
-        f"{_of_steps(first, plan)}"
+        f"{num_replicas} replicas a layer ({added:.1%} more memory) lower the largest "
+        f"load by {gain:.1%}, from {first.objective:.3f}{others} to {plan.objective:.3f} times the "
+        f"mean{_of_steps(first, plan)}"
     )
-    if not _pays(gain, plan):
+    if not _pays(gain, added):
         return f"{fall}: not worth their memory."
     enough = next(t for t in trials if t.objective <= plan.objective * _AS_GOOD)
     if enough.num_replicas < num_replicas:
         return (
             f"{fall}: worth it, but {enough.num_replicas} would do ({enough.objective:.3f}, for "
-            f"{enough.more_memory:.1%} more memory)."
+            f"{enough.more_memory - first.more_memory:.1%} more memory)."
         )
     return f"{fall}: worth their memory."
 
 
-def _pays(gain: float, trial: ReplicaTrial) -> bool:
+def _pays(gain: float, added: float) -> bool:
     """Memory for replicas is memory that the KV cache does not get."""
-    return gain >= max(_WORTH, _OF_MEMORY * trial.more_memory)
+    return gain >= max(_WORTH, _OF_MEMORY * added)
 
 
 def _of_steps(before: ReplicaTrial, after: ReplicaTrial) -> str:

@@ -29,6 +29,26 @@ def make_solver(name: str, posed: Posed, *, thorough: bool = False) -> Solver:
     return Eplb(groups_of(posed), hierarchical=name == "eplb-hierarchical")
 
 
+def check_limits(name: str, posed: Posed) -> None:
+    """References look at slots alone: whoever sets another limit is told so. Raises ConfigError."""
+    if name in ("search", "ilp"):
+        return
+    problem = posed.problem
+    is_limited = problem.move is not None and problem.move.max_copies_per_layer is not None
+    keeps_groups = engine_default(posed) == name == "eplb-hierarchical"
+    given = {
+        "--pin": bool(problem.pins),
+        "--max-moves": is_limited,
+        "--groups": problem.grouping is not None and not keeps_groups,
+    }
+    ignored = [flag for flag, is_set in given.items() if is_set]
+    if ignored:
+        raise ConfigError(
+            f"--solver {name} looks at no {', no '.join(ignored)}: leave that out, or plan with "
+            "search or ilp."
+        )
+
+
 def fan_out_solver(base: Solver, posed: Posed, slack: float) -> Solver:
     """Few nodes of a token, from the plan that `base` makes. Raises ConfigError."""
     if posed.workloads.tokens is None:

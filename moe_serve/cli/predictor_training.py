@@ -23,6 +23,7 @@ from moe_serve.text.tokenizer import Tokenizer
 from routing_predictor.card import PredictorKind
 from routing_predictor.fitting import Progress, Recipe
 from routing_predictor.predictor_file import write_predictor
+from routing_predictor.trace import RoutingTrace
 from routing_predictor.trace_file import read_traces
 from routing_predictor.train_layers import Loss
 
@@ -64,6 +65,7 @@ def _collect(
                 f"the trace is of the model {trace.model or trace.model_identity[:12]}, "
                 f"not of {model.name}: give its folder with --model."
             )
+        _check_trace(trace, model)
         facts = {"trace tokens": trace.num_tokens, "requests": len(trace.request_ids)}
         return Captured(trace=trace, before_attention_LTD=None, before_router_LTD=None), facts
     documents = read_documents(order.texts, "train")
@@ -75,6 +77,27 @@ def _collect(
         progress=lambda done, total: progress(f"{done} of {total} tokens run", done / total),
     )
     return captured, data_facts(pieces)
+
+
+def _check_trace(trace: RoutingTrace, model: PredictorModel) -> None:
+    """What was imported does not say of which model it is. Raises ConfigError."""
+    theirs = trace.num_experts, len(trace.layers), trace.top_k
+    router = model.spec.router
+    ours = router.num_experts, len(model.layers), router.top_k
+    if theirs != ours or trace.layers != model.layers:
+        raise ConfigError(
+            f"the trace is of {theirs[0]} experts in {theirs[1]} layers, top-{theirs[2]}, and the "
+            f"model {model.name} has {ours[0]} in {ours[1]}, top-{ours[2]}, or numbers its layers "
+            "otherwise: give the model that was traced with --model."
+        )
+    if trace.token_N is not None and trace.num_tokens:
+        low, high = int(trace.token_N.min()), int(trace.token_N.max())
+        if low < 0 or high >= model.spec.vocab_size:
+            raise ConfigError(
+                f"the trace has token ids from {low} to {high}, and the vocabulary of the model "
+                f"{model.name} has {model.spec.vocab_size}: give the model that was traced with "
+                "--model."
+            )
 
 
 def _train(

@@ -152,6 +152,8 @@ def _names(array: NDArray[Any] | None, samples: NDArray[Any], path: Path) -> lis
     count = int(samples[-1]) + 1
     if array.ndim != 1 or array.dtype.kind not in "US" or len(array) < count:
         raise TraceError(f"{path}: sample_name is no list of {count} names")
+    if array.dtype.kind == "S":
+        array = np.char.decode(array, "utf-8", "replace")
     return [str(array[number]) for number in samples]
 
 

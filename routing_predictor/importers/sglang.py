@@ -189,6 +189,8 @@ def _answers(entries: Sequence[Any], options: ImportOptions) -> RoutingTrace:
         raise TraceError(
             "answers with routed experts do not say their shape: give --num-layers and --top-k"
         )
+    if not entries:
+        raise TraceError("it holds no answers")
     width, parts, prompts = options.num_layers * options.top_k, [], []
     for number, entry in enumerate(entries):
         meta = entry.get("meta_info", entry) if isinstance(entry, dict) else None

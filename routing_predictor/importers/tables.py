@@ -34,9 +34,9 @@ Imported = RoutingTrace | ExpertLoad
 
 
 def read_text(path: Path) -> str:
-    """Raises TraceError."""
+    """Without the mark that spreadsheets begin UTF-8 with. Raises TraceError."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise TraceError(f"{path} is not UTF-8 text") from None
     except OSError as error:
@@ -150,14 +150,13 @@ def make_trace(
     if not count:
         raise TraceError("there are no tokens in it")
     num_experts = options.num_experts or int(ids_NLK.max()) + 1
+    is_sound = ids_NLK.min() >= 0 and ids_NLK.max() < num_experts  # else the trace says so
     if position_N is None:
         position_N = np.arange(count)
     if request_N is None:
         request_N, request_ids = np.zeros(count, np.int32), ("0",)
     return RoutingTrace(
-        expert_ids_NLK=ids_NLK.astype(id_dtype(num_experts))
-        if ids_NLK.max() < num_experts
-        else ids_NLK,
+        expert_ids_NLK=ids_NLK.astype(id_dtype(num_experts)) if is_sound else ids_NLK,
         request_N=as_int32(request_N, "request"),
         position_N=as_int32(position_N, "position"),
         phase_N=np.full(count, DECODE, np.uint8) if phase_N is None else phase_N,

@@ -99,6 +99,13 @@ def test_sglang_answers(tmp_path: Path) -> None:
         trace(path)
     with pytest.raises(TraceError, match="96 bytes are not int32 of 5 layers x 2 choices"):
         trace(path, num_layers=5, top_k=2)
+    (tmp_path / "none.json").write_text("[]")
+    with pytest.raises(TraceError, match="it holds no answers"):
+        trace(tmp_path / "none.json", num_layers=3, top_k=2)
+    none = base64.b64encode(np.array([3, -1], "<i4").tobytes()).decode()
+    path.write_text(json.dumps({"meta_info": {"routed_experts": none}}))
+    with pytest.raises(TraceError, match="expert ids from -1 to 3, of 256 experts"):
+        trace(path, num_layers=1, top_k=2, num_experts=256)  # not expert 255
 
 
 def test_vllm_lines(tmp_path: Path) -> None:
@@ -173,6 +180,9 @@ def test_npz_with_samples(tmp_path: Path) -> None:
     assert found.request_ids == ("0", "1") and found.labels == ("math|True", "code|False")
     assert found.position_N.tolist() == [4, 5, 6, 0, 1, 2]
     assert np.array_equal(found.expert_ids_NLK, experts)
+    names = np.array(["a|é".encode(), b"b"])
+    np.savez(path, experts=experts[:2], sample=np.array([0, 1]), sample_name=names)
+    assert trace(path).labels == ("a|é", "b"), "bytes are text, too"
 
 
 def test_npz_and_npy_alone(tmp_path: Path) -> None:
@@ -210,6 +220,12 @@ def test_csv(tmp_path: Path) -> None:
     assert load(path).counts_SLE.tolist() == [[[1, 2, 3.5], [4, 5, 6]]]
 
 
+def test_a_spreadsheets_csv_keeps_its_first_row(tmp_path: Path) -> None:
+    path = tmp_path / "counts.csv"
+    path.write_bytes(b"\xef\xbb\xbf1,2\n3,4\n")  # the mark is no word of a heading
+    assert load(path).counts_SLE.tolist() == [[[1, 2], [3, 4]]]
+
+
 def test_token_lines(tmp_path: Path) -> None:
     ids = np.random.default_rng(0).integers(0, 8, (3, 2, 2))
     lines = [
@@ -231,6 +247,7 @@ def test_token_lines(tmp_path: Path) -> None:
     [
         ("a.json", "{", "is not JSON"),
         ("a.json", "{}", "has no routed_experts|give --num-layers"),
+        ("a.json", "[]", "give --num-layers"),
         ("a.json", '{"logical_count": [[1, "x"]]}', "is not a table of numbers"),
         ("a.json", '{"logical_count": [[0, 0]]}', "all counts are 0"),
         ("a.json", '{"logical_count": [[-1, 2]]}', "negative, not finite or above"),

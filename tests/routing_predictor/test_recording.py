@@ -121,6 +121,33 @@ def test_a_slow_disk_loses_tokens_and_never_waits(
     assert stats.num_lost_tokens == 10 - stats.num_parts and stats.num_lost_tokens >= 7
 
 
+def test_the_end_waits_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last part is written even if as many as may wait are waiting."""
+    write, is_busy, is_free = recording.write_trace, threading.Event(), threading.Event()
+
+    def slow(*arguments: object) -> int:
+        is_busy.set()
+        assert is_free.wait(10)
+        return write(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(recording, "write_trace", slow)
+    writer = RecordingWriter(tmp_path / "one", HEADER, part_bytes=50, max_bytes=2**20)
+    for start in (0, 2, 4):
+        writer.add([tokens("r1", start, 2)])  # a whole part
+        assert is_busy.wait(10)
+    writer.add([tokens("r1", 6, 1)])
+    put = writer._full.put
+
+    def noted(part: list[TracedTokens] | None) -> None:
+        put(part)
+        is_free.set()
+
+    monkeypatch.setattr(writer._full, "put", noted)
+    stats = writer.close()
+    assert (stats.num_tokens, stats.num_parts, stats.num_lost_tokens) == (7, 4, 0)
+    assert read_traces([tmp_path / "one"]).position_N.tolist() == list(range(7))
+
+
 def test_a_disk_that_fails_ends_the_recording(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

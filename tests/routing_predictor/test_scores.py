@@ -106,3 +106,10 @@ def test_logistic_regression_finds_a_rule() -> None:
     leaning = scores[:, 0, 1] - scores[:, 0, 0]
     assert np.corrcoef(leaning, features[200:, 0])[0, 1] > 0.9
     assert (scores[:, 0, 2:] == 0).all()
+
+
+def test_logistic_regression_where_all_choose_one_expert() -> None:
+    features, count = np.arange(30.0).reshape(10, 3), np.zeros((10, 1, 4), dtype=np.int64)
+    count[:, 0, 2] = 5
+    scores = logistic_regression(features, count, features[:2])
+    assert scores.tolist() == [[[0.0, 0.0, 1.0, 0.0]]] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,11 +13,14 @@ import pytest
 from moe_serve.child_python import command_without_switch, module_command
 
 MODULE = "concurrent.futures.thread"  # imports `queue`, and does nothing
+WITHOUT_PATH = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 def is_run_in(folder: Path, command: Sequence[str]) -> bool:
     (folder / "queue.py").write_text("open('ran', 'w').close()\nfrom _queue import *\n")
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, cwd=folder, env=WITHOUT_PATH, capture_output=True, text=True, timeout=60
+    )
     ran = (folder / "ran").exists()
     assert ran or done.returncode == 0, done.stderr
     return ran

@@ -28,11 +28,11 @@ class Descent:
         start: Sequence[NDArray[np.int64]],
         neighbours: Neighbours,
         node_D: NDArray[np.int64],
-        kind_D: NDArray[np.int64] | None,
+        kinds_LD: NDArray[np.int64] | None,
     ) -> None:
-        """`start`: the device of each copy [C] by layer; `kind_D`: devices of equal kind may trade
-        all that they hold (none may: None)."""
-        self._kind_D = kind_D
+        """`start`: the device of each copy [C] by layer; `kinds_LD`: devices of equal kind may
+        trade all that they hold in a layer (none may: None)."""
+        self._kinds_LD = kinds_LD
         self._layers, self._neighbours, self._node_D = layers, neighbours, node_D
         self._num_nodes = int(node_D.max()) + 1
         self.devices = [device_C.copy() for device_C in start]
@@ -72,7 +72,7 @@ class Descent:
     ) -> bool:
         """Whether the layer changed."""
         crossing_CM = self._crossing(index, is_first=is_first)
-        start_C = self._traded(self.devices[index], crossing_CM)
+        start_C = self._traded(index, crossing_CM)
         return self._put(index, self._layers[index].improved(start_C, crossing_CM, patience, hears))
 
     def prove(self, slice_s: float, goes_on: Callable[[float, float], bool]) -> bool:
@@ -112,17 +112,16 @@ class Descent:
         nodes = [self._node_D[device_C] for device_C in self.devices]
         return self._neighbours.crossing(index, nodes, self._num_nodes, is_first=is_first)
 
-    def _traded(
-        self, device_C: NDArray[np.int64], crossing_CM: NDArray[np.float64]
-    ) -> NDArray[np.int64]:
-        """All that devices hold, where it crosses least."""
-        if self._kind_D is None:
+    def _traded(self, index: int, crossing_CM: NDArray[np.float64]) -> NDArray[np.int64]:
+        """All that devices hold in a layer, where it crosses least."""
+        device_C: NDArray[np.int64] = self.devices[index]
+        if self._kinds_LD is None:
             return device_C
-        num_devices = len(self._node_D)
+        kind_D, num_devices = self._kinds_LD[index], len(self._node_D)
         cost_DM = np.zeros((num_devices, self._num_nodes))
         np.add.at(cost_DM, device_C, crossing_CM)
-        label_D = best_labels(cost_DM[:, self._node_D], np.arange(num_devices), self._kind_D)
-        return label_D[device_C]
+        label_D = best_labels(cost_DM[:, self._node_D], np.arange(num_devices), kind_D)
+        return np.asarray(label_D[device_C])
 
 
 def _until(end: float, goes_on: Callable[[], bool]) -> Callable[[], bool]:

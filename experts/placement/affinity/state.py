@@ -23,7 +23,7 @@ from experts.placement.copies import copies_of
 from experts.placement.copy_load import CopyLoad
 from experts.placement.plan import Placement
 from experts.placement.problem import PlacementProblem
-from experts.placement.relabel import kind_of, node_of, relabelled
+from experts.placement.relabel import kinds_of, node_of, relabelled
 from experts.placement.token_choices import TokenChoices
 
 
@@ -37,10 +37,11 @@ class State:
         placement: Placement,
         options: FanOutOptions,
     ) -> None:
-        kind_D = None
+        kinds_LD = None
         if not (problem.pins or problem.grouping or problem.move):
-            placement = relabelled(placement, choices, problem.devices)
-            kind_D = kind_of(problem.devices)
+            slots_LD = problem.slots_by_layer()
+            placement = relabelled(placement, choices, problem.devices, slots_LD)
+            kinds_LD = kinds_of(problem.devices, slots_LD)
         self._start, self._options, self._layers = placement, options, problem.loads.layers
         self._copies = _layer_copies(problem, placement)
         chosen = [
@@ -52,7 +53,7 @@ class State:
             [copies.device_C for copies in self._copies],
             Neighbours(chosen, [len(copies.expert_C) for copies in self._copies]),
             node_of(problem.devices),
-            kind_D,
+            kinds_LD,
         )
 
     def descend(self, goes_on: Callable[[float, float], bool], seconds: float | None) -> bool:

@@ -38,7 +38,7 @@ def parse(content: Any, facts: PlanFacts) -> EnginePlan:
             "dense ones too."
         )
     layers = facts.layers if facts.layers is not None else tuple(range(len(rows)))
-    if max(layers) >= len(rows):
+    if max(layers, default=0) >= len(rows):
         raise PlacementError(
             f"{KEY} has {len(rows)} rows, and layer {max(layers)} has experts: every layer has a "
             "row, dense ones too."

@@ -43,7 +43,7 @@ def parse(content: Any, facts: PlanFacts) -> EnginePlan:
     if set(assignments) != {str(layer) for layer in range(count)}:
         raise PlacementError(
             f"{ASSIGNMENTS} has {count} layers, which are to be numbered 0 to {count - 1} among "
-            f"those with experts; it has {sorted(assignments)[:8]}."
+            f"those with experts; it has {sorted(map(str, assignments))[:8]}."
         )
     slots = {
         layer: as_slots(assignments[str(row)], f"Layer {row}")

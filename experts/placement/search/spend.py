@@ -27,6 +27,8 @@ def spend(state: State, sharpness_N: Floats, random: np.random.Generator | None)
     """Until nothing more helps or is allowed. A sharp peak thinks of the hottest device alone, a
     soft one also of those that come next. `random`: choose between the two kinds of change with
     some noise, so that several tries differ."""
+    if state.slot_NDC.shape[1] == 1:
+        return  # all there is lies on the one device
     live = np.arange(len(state.slot_NDC))
     while len(live):
         part = state.take(live)

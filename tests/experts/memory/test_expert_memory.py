@@ -183,7 +183,7 @@ def test_what_is_foreseen_is_read_ahead() -> None:
     memory.foresee(0, 0, foreseen_E)
     run(layers[0], [[0, 1]])
     wanted, waited = {(1, 2), (1, 3)}, threading.Event()
-    for _ in range(200):
+    for _ in range(6000):
         if wanted <= set(store.read):
             break
         waited.wait(0.01)

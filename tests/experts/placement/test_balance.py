@@ -45,6 +45,7 @@ def test_loads_over_the_even_load() -> None:
     loads_SLD = device_loads(problem_of(3.0, 1.0), copies_LED)
     assert loads_SLD[0, 0] == pytest.approx(np.array([0.8, 1.6]))
     assert balancedness(problem_of(1.0, 1.0), copies_LED)["a"].mean == pytest.approx(1 / 1.2)
+    assert balancedness(problem_of(3.0, 1.0), copies_LED)["a"].mean == pytest.approx(1 / 1.6)
 
 
 def test_the_engines_definitions() -> None:

@@ -88,6 +88,20 @@ def test_crowding_where_a_device_is_twice_as_fast() -> None:
     assert crowded(loads_SE, slots, speeds)[0] == pytest.approx(5.0)
 
 
+@pytest.mark.parametrize("num_nodes", [2, 3])
+def test_fewer_groups_than_nodes(num_nodes: int) -> None:
+    """One group has one node, and the others stay empty."""
+    problem = PlacementProblem(
+        loads=ExpertLoads(counts_SLE=np.array([[[3.0, 1.0]]]), layers=(0,), scenarios=("a",)),
+        devices=Devices(devices=tuple(Device(node=node, num_slots=2) for node in range(num_nodes))),
+        grouping=Grouping(num_groups=1),
+        fill=False,
+    )
+    plans = [plan for plan in every_plan(problem) if not faults(problem, placement_of(plan, (0,)))]
+    best = min(objective_of(problem, plan) for plan in plans)
+    assert lower_bound(problem).value == pytest.approx(best) == pytest.approx(num_nodes)
+
+
 def test_redundancy_needed() -> None:
     """6 of 12 on one expert, four devices: even is 3, so one replica is what it takes."""
     redundancy = Redundancy.of(problem_of([6, 3, 2, 1], 4, 4))

@@ -130,6 +130,26 @@ def test_experts_that_go_together_come_to_one_node(num_slots: int) -> None:
     assert (held_D == num_slots // NUM_DEVICES).all(), "slots are as full as before"
 
 
+def test_memory_that_layers_share_unequally_is_kept() -> None:
+    """Devices alike have different slots of a layer then, and trade nothing in it."""
+    num_copies = NUM_LAYERS * NUM_EXPERTS // NUM_DEVICES + 2
+    devices = tuple(
+        Device(node=index // 2, num_slots=NUM_EXPERTS, memory_bytes=10 * num_copies)
+        for index in range(NUM_DEVICES)
+    )
+    problem = PlacementProblem(
+        loads=CHOICES.loads("trace"),
+        devices=Devices(devices=devices),
+        bytes_per_expert=10,
+        fill=False,
+    )
+    slots_LD = problem.slots_by_layer()
+    assert (slots_LD.min(axis=1) < slots_LD.max(axis=1)).any(), "not all layers divide"
+    placement = FanOutSolver(CHOICES).solve(problem).placement
+    held_LD = copies_of(placement, problem.loads.layers).sum(axis=1)
+    assert (held_LD <= slots_LD).all() and held_LD.sum(axis=0).max() <= num_copies
+
+
 @pytest.mark.parametrize("cap", [0.0, 0.05])
 def test_no_layer_passes_the_cap(cap: float) -> None:
     problem = problem_of()

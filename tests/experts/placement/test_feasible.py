@@ -117,6 +117,13 @@ def test_counts_that_are_none_are_refused() -> None:
             ExpertLoads(counts_SLE=counts_SLE, layers=(7,), scenarios=("x",))
 
 
+def test_counts_beyond_what_adds_up_are_refused() -> None:
+    counts_SLE = np.full((1, 2, 3), 1.0)
+    counts_SLE[0, 1] = 1e308
+    with pytest.raises(PlacementError, match="loads of layer 9 of x add up to more than 1.8e"):
+        ExpertLoads(counts_SLE=counts_SLE, layers=(7, 9), scenarios=("x",))
+
+
 def test_memory_is_shared_over_the_layers() -> None:
     """5 copies for two layers: the layer with the hotter expert gets 3."""
     counts_SLE = np.array([[[1.0, 1, 1], [1.0, 1, 8]]])

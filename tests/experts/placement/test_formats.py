@@ -208,6 +208,28 @@ def test_yaml_that_the_engine_would_refuse() -> None:
             parse_content(trtllm(**changes), FACTS)
 
 
+def test_yaml_keys_may_be_anything() -> None:
+    """As of a plan that somebody wrote anew in YAML, where a layer's number is a number."""
+    ours = {"format": "moe-serve placement", "version": 1, "num_ranks": 2, "num_experts": 3}
+    record = json.loads(vllm())
+    assignments = record["initial_global_assignments"]
+    for content, message in (
+        ({**ours, "layers": {1: [[0], [1], [1]]}}, "'1' is not the number of a layer, as text"),
+        ({**ours, "layers": {None: []}}, "'None' is not the number of a layer"),
+        ({**ours, "layers": {}, 7: 1, None: 2}, r"unknown \(\['7', 'None'\]\)"),
+        ({**record, "initial_global_assignments": {**assignments, 7: 0}}, r"\['0', '1', '7'\]"),
+    ):
+        with pytest.raises(PlacementError, match=message):
+            parse_content(content, FACTS)
+
+
+def test_a_model_without_experts_has_no_plan() -> None:
+    nothing = PlanFacts(layers=(), num_layers=3, num_devices=2)
+    for text in (sglang(), vllm(), ascend()):
+        with pytest.raises(PlacementError, match="It has no layers|there are 0 with routed"):
+            parse_text(text, nothing)
+
+
 def test_slots_that_do_not_divide() -> None:
     facts = PlanFacts(num_devices=3)
     with pytest.raises(PlacementError, match="4 slots of a layer .* over 3 devices: 1 are left"):

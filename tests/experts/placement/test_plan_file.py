@@ -46,6 +46,7 @@ def test_by_hand(tmp_path: Path) -> None:
         ({"more": 1}, r"missing \(\[\]\) or unknown \(\['more'\]\)"),
         ({"layers": []}, "layers are not an object"),
         ({"layers": {"01": [[0], [0], [1]]}}, "'01' is not the number of a layer"),
+        ({"layers": {"1" * 5000: []}}, f"{'1' * 20!r} is not the number of a layer"),
         ({"layers": {"1": {}}}, "Layer 1 is {}, not a list"),
         ({"layers": {"1": [[0], [0]]}}, "Layer 1 places 2 experts; there are 3"),
         ({"layers": {"1": [[0], 0, [1]]}}, "expert 1: 0 is not a list of rank numbers"),
@@ -54,6 +55,7 @@ def test_by_hand(tmp_path: Path) -> None:
         ({"layers": {"1": [[0], [2], [1]]}}, "puts expert 1 on rank 2; ranks are 0 to 1"),
         ({"num_ranks": "2"}, "num_ranks is '2', not a number"),
         ({"num_experts": 0, "layers": {}}, "0 experts on 2 ranks"),
+        ({"layers": {}}, "It has no layers"),
     ],
 )
 def test_refused(changes: dict[str, Any], complaint: str, tmp_path: Path) -> None:

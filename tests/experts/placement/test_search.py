@@ -15,6 +15,7 @@ from experts.placement.devices import Device, Devices, even_devices
 from experts.placement.errors import PlacementError
 from experts.placement.limits import Grouping, Move, Pin
 from experts.placement.loads import ExpertLoads
+from experts.placement.plan import contiguous
 from experts.placement.problem import PlacementProblem
 from experts.placement.references.eplb_solver import Eplb
 from experts.placement.references.plain import Linear
@@ -151,6 +152,15 @@ def test_few_moves_recover_most_of_what_drift_lost() -> None:
     assert kept - moved.objective > 0.5 * (kept - fresh)
     nothing = replace(now, move=Move(current=stale, max_copies_per_layer=0))
     assert Search().solve(nothing).objective <= kept
+
+
+def test_one_device_has_nothing_to_move() -> None:
+    loads = skewed(1, 2, 4, seed=0)
+    current = contiguous(loads.layers, 4, 1)
+    move = Move(current=current, max_copies_per_layer=2)
+    problem = PlacementProblem(loads=loads, devices=even_devices(1, 1, 4), move=move)
+    solution = Search().solve(problem)
+    assert solution.placement == current and solution.gap == pytest.approx(0.0)
 
 
 def test_without_a_budget_devices_keep_what_they_can() -> None:
