@@ -15,6 +15,7 @@ from queue import SimpleQueue
 import psutil
 import pytest
 
+from moe_serve.child_python import module_command
 from moe_serve.cluster.output_pump import TAIL_LINES, Output
 from moe_serve.cluster.processes import ExitedProcess, LocalProcesses, worker_command
 from moe_serve.errors import ClusterError
@@ -177,7 +178,8 @@ def test_a_line_without_end_is_cut() -> None:
 
 
 def test_the_worker_command_names_the_module() -> None:
-    assert worker_command("--rank", "1")[1:] == ("-m", "moe_serve.cluster.worker", "--rank", "1")
+    expected = module_command("moe_serve.cluster.worker", "--rank", "1")
+    assert worker_command("--rank", "1") == expected and expected[-2:] == ("--rank", "1")
 
 
 CHILD = """

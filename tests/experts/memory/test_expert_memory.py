@@ -119,8 +119,8 @@ def test_passes_change_no_bit(num_slots: int, policy: MemoryPolicyName) -> None:
 
 def test_what_cannot_be_read_fails_its_step_alone() -> None:
     store = Store()
+    store.broken = {(0, 2), (1, 1)}  # before there is a thread that fills empty slots
     memory, (layer, *_) = memory_of(store, 4, "prefetch")
-    store.broken = {(0, 2), (1, 1)}
     with pytest.raises(OSError, match=r"layers.0.experts.2 cannot"):
         run(layer, [[1, 2, 3]])
     want_TD = run(layer, [[1, 3]])
