@@ -75,7 +75,7 @@ def create_app(
         assistant=assistant_formats(model, config),
     )
     board = Board(server, placement, facts)
-    metrics.registry.register(ServerCollector(generations, model.name))
+    metrics.registry.register(ServerCollector(generations, model.name, operations.startup))
     metrics.registry.register(
         ExpertCollector(facts.experts, placement, model.name, has_each=config.expert_metrics)
     )
