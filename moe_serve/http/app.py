@@ -64,7 +64,9 @@ def create_app(
     """The application for one engine and one model. `app.state` has what is for the server."""
     operations = operations or Operations()
     metrics = ServerMetrics(engine, model.name, tracing, placement, config.metrics_alias)
-    generations = GenerationService(engine, model.tokenizer, metrics)
+    generations = GenerationService(
+        engine, model.tokenizer, metrics, has_timing=config.request_metrics
+    )
     gate = GrammarGate(grammars or _own_grammars(engine, model))
     server = ServerContext(
         model=model,

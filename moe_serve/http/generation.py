@@ -16,6 +16,7 @@ from moe_serve.http.key_limits import KeyAccount, current_account
 from moe_serve.http.merged_queues import MergedQueues
 from moe_serve.http.metrics import ServerMetrics
 from moe_serve.http.prompt_logprobs import SharedPromptLogprobs
+from moe_serve.http.request_timing import Timing, timing_of
 from moe_serve.http.sequence import Piece, SequenceProgress
 from moe_serve.text.stop_strings import StopStrings
 from moe_serve.text.tokenizer import Tokenizer
@@ -25,11 +26,15 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Tokens of one HTTP request. A prompt with n choices counts once."""
+    """Tokens of one HTTP request. A prompt with n choices counts once.
+
+    `timing`: of a request with one sequence that has ended, where the configuration asks for it.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    timing: Timing | None = None
 
 
 class Generation:
@@ -41,7 +46,10 @@ class Generation:
         sequences: Sequence[SequenceProgress],
         queues: Sequence[asyncio.Queue[TokenDelta]],
         on_close: Callable[[Generation], None],
+        *,
+        has_timing: bool = False,
     ) -> None:
+        self._has_timing = has_timing
         self._engine = engine
         self._sequences = {sequence.request.request_id: sequence for sequence in sequences}
         self._queues = dict(zip(self._sequences, queues, strict=True))
@@ -66,7 +74,15 @@ class Generation:
             prompt_tokens=sum(len(first.request.prompt_token_ids) for first in firsts),
             completion_tokens=sum(sequence.num_tokens for sequence in sequences),
             cached_tokens=sum(first.num_cached_tokens for first in firsts),
+            timing=self._timing(),
         )
+
+    def _timing(self) -> Timing | None:
+        """Of several sequences no time is the request's own."""
+        if not self._has_timing or len(self._sequences) != 1:
+            return None
+        (sequence,) = self._sequences.values()
+        return None if sequence.finished is None else timing_of(sequence.finished)
 
     def cut(self, error: ApiError) -> None:
         """End the generation with this error, as if each sequence had failed in the engine."""
@@ -115,8 +131,17 @@ class Generation:
 class GenerationService:
     """Starts generations and knows those that are open, so that a shutdown can wait or cut."""
 
-    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, metrics: ServerMetrics) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        tokenizer: Tokenizer,
+        metrics: ServerMetrics,
+        *,
+        has_timing: bool = False,
+    ) -> None:
+        """`has_timing`: answers tell their own times."""
         self.engine = engine
+        self._has_timing = has_timing
         self.is_draining = False
         self._tokenizer = tokenizer
         self._metrics = metrics
@@ -161,7 +186,9 @@ class GenerationService:
             if account is not None:
                 _charge(account, generation.usage())
 
-        generation = Generation(self.engine, sequences, queues, on_close)
+        generation = Generation(
+            self.engine, sequences, queues, on_close, has_timing=self._has_timing
+        )
         self._open.add(generation)
         return generation
 
