@@ -46,10 +46,11 @@ class Generation:
         sequences: Sequence[SequenceProgress],
         queues: Sequence[asyncio.Queue[TokenDelta]],
         on_close: Callable[[Generation], None],
+        metrics: ServerMetrics,
         *,
         has_timing: bool = False,
     ) -> None:
-        self._has_timing = has_timing
+        self._metrics, self._has_timing = metrics, has_timing
         self._engine = engine
         self._sequences = {sequence.request.request_id: sequence for sequence in sequences}
         self._queues = dict(zip(self._sequences, queues, strict=True))
@@ -109,12 +110,22 @@ class Generation:
         if sequence.is_finished:  # the engine's last words after a stop string or a cut
             return None
         piece = sequence.push(deltas)
+        if sequence.is_finished:
+            self._observe_prompt(sequence)
         if piece.delta.is_stopped_by_text:
             self._engine.abort(request_id)
         elif piece.delta.finish_reason is FinishReason.ERROR:
             self._engine.abort(request_id)
             raise self._cut_error or self._engine_error(deltas[-1])
         return piece
+
+    def _observe_prompt(self, ended: SequenceProgress) -> None:
+        """Tell the metrics of a prompt whose last choice this was."""
+        num_choices = ended.request.params.n
+        first = ended.index - ended.index % num_choices
+        choices = list(self._sequences.values())[first : first + num_choices]
+        if all(choice.is_finished for choice in choices):
+            self._metrics.observe_longest(max(choice.num_tokens for choice in choices))
 
     def _engine_error(self, delta: TokenDelta) -> ApiError:
         """What went wrong goes to the log, not to the client; but what it asked for does."""
@@ -187,7 +198,7 @@ class GenerationService:
                 _charge(account, generation.usage())
 
         generation = Generation(
-            self.engine, sequences, queues, on_close, has_timing=self._has_timing
+            self.engine, sequences, queues, on_close, self._metrics, has_timing=self._has_timing
         )
         self._open.add(generation)
         return generation
