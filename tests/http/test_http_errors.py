@@ -433,8 +433,8 @@ def test_lenient_mode_lists_unknown_fields(make_app: Callable[..., FastAPI]) -> 
     assert response.status_code == 200
     names = "?, messages.0.content.0.cache_control, messages.0.extra, nonsense"
     assert response.headers["x-ignored-parameters"] == names
-    for changes_the_answer in ({"audio": {}}, {"structural_tag": "{}"}):
-        refused = client.post(BOTH[0], json={"messages": MESSAGES, **changes_the_answer})
+    for name in ("audio", "structural_tag"):  # they would change the answer
+        refused = client.post(BOTH[0], json={"messages": MESSAGES, name: "{}"})
         assert check_envelope(refused, 400)["code"] == "unsupported_parameter"
 
 
