@@ -2,26 +2,32 @@
 
     python benchmarks/grammar_masks.py
     python benchmarks/grammar_masks.py --vocabulary 150000
+    python benchmarks/grammar_masks.py --different 10000
 
 A larger vocabulary than the demonstration model's is made of pairs of its tokens: of the right
-size, but of no real model. The masks are put on random logits by the host's sampler.
+size, but of no real model. The masks are put on random logits by the host's sampler. The last of
+these sends so many schemas that are never the same, and says what memory they leave behind.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
 
 import numpy as np
+import psutil
 import torch
 
 from harness.environment import describe_environment
 from moe_kernels.token_mask import TokenMasks, ban_others, num_words
 from moe_serve.engine.constraint import Constraint
 from moe_serve.engine.grammar.compiler import compile_constraint
+from moe_serve.engine.grammar.gate import GrammarGate
+from moe_serve.engine.grammar.grammars import Grammars
 from moe_serve.engine.grammar.matcher import SequenceMatcher
 from moe_serve.engine.grammar.vocabulary import Vocabulary, vocabulary_of
 from moe_serve.model.demo import demo_model_folder
@@ -65,9 +71,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Time constraints and their masks.")
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--different", type=int, help="schemas, each sent once")
     options = parser.parse_args()
     torch.set_num_threads(1)
     words, tokenizer = vocabulary(options.vocabulary)
+    if options.different:
+        _send_different(options.different, words)
+        return 0
     size, clock = len(words.tokens), time.perf_counter()
     assert words.tokenizer is not None, "made here, so that no case pays for it"
     made = time.perf_counter() - clock
@@ -82,6 +92,35 @@ def main() -> int:
         print(f"{name:<14}{compile_ms:>12.1f}{columns}")
     print(f"put on logits: {_ban(size, 1):.0f} us for 1 row, {_ban(size, 16):.0f} us for 16")
     return 0
+
+
+def _send_different(num_schemas: int, words: Vocabulary) -> None:
+    """Memory, of this process since the first schema and of the one that compiles them first."""
+    gate = GrammarGate(Grammars(lambda: words))
+    print(
+        f"{'schemas':>8}{'here, MiB more':>16}{'worker, MiB':>13}{'compiled':>10}{'verdicts':>10}"
+    )
+    try:
+        before = 0.0
+        for number in range(1, num_schemas + 1):
+            schema = {"type": "object", "properties": {f"f{number}": {"enum": [number]}}}
+            constraint = gate.check(Constraint("json_schema", json.dumps(schema)))
+            gate.grammars.matcher(constraint)
+            if number == 1:
+                before = _own_mib(os.getpid())
+            if number in (1, 300, 1000) or number % max(1, num_schemas // 4) == 0:
+                (worker,) = psutil.Process().children()
+                here = _own_mib(os.getpid()) - before
+                columns = f"{here:>16.1f}{_own_mib(worker.pid):>13.1f}"
+                print(f"{number:>8}{columns}{len(gate.grammars):>10}{len(gate):>10}", flush=True)
+    finally:
+        gate.close()
+
+
+def _own_mib(pid: int) -> float:
+    """What the process has for itself: without pages of files."""
+    memory = psutil.Process(pid).memory_info()
+    return float(memory.rss - getattr(memory, "shared", 0)) / 2**20
 
 
 def _walk(

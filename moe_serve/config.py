@@ -189,6 +189,7 @@ class ServerConfig:
     is_strict: bool = True  # unknown request fields: 400; else 200 and X-Ignored-Parameters
     sse_ping_s: float = 15.0
     expert_metrics: bool = False  # /metrics has a series for each expert of each layer
+    request_metrics: bool = False  # chats and completions have their own times in `metrics`
     max_stored_responses: int = 1000  # of /v1/responses; 0: none is kept
     stored_responses_bytes: int = 64 * 1024 * 1024  # of all of them
     stored_response_ttl_s: float = 3600.0

@@ -22,12 +22,14 @@ from experts.placement.plan import contiguous
 from moe_serve.engine.batch_policy.policy import PolicyStats
 from moe_serve.engine.client import EngineStats
 from moe_serve.engine.expert_load import ExpertLoad
+from moe_serve.engine.memory_plan import MemoryPlan, ProcessMemory
 from moe_serve.engine.placement_control import OUTCOMES, BalanceFigures, PlacementStatus
-from moe_serve.engine.pool_stats import MicroBatchCount, Pool, PoolStats, PoolUse
+from moe_serve.engine.pool_stats import MicroBatchCount, Pool, PoolStats, PoolUse, StageUse
 from moe_serve.engine.rank_status import RankStatus
 from moe_serve.engine.request import FinishReason
 from moe_serve.engine.route_records import RouteRecord
 from moe_serve.engine.sequence import Sequence
+from moe_serve.engine.startup import Startup
 from moe_serve.engine.tracing import TracingStatus
 from moe_serve.http.expert_collector import ExpertCollector
 from moe_serve.http.metrics import PREFIX, RejectionReason, ServerMetrics
@@ -72,6 +74,7 @@ def full_stats() -> EngineStats:
                 )
                 for pool in pools
             ),
+            stages=(StageUse(stage="dispatch", seconds=0.1),),
             exposed_communication_ratio=0.1,
             micro_batches=2,
             steps=(MicroBatchCount(micro_batches=2, reason="fixed", num_steps=1),),
@@ -115,7 +118,7 @@ def full_metrics() -> str:
     placement: Any = SimpleNamespace(status=lambda: status, plan=lambda: plan)
     generations: Any = SimpleNamespace(engine=engine, is_draining=False)
     metrics = ServerMetrics(engine, "m", tracing, placement)
-    metrics.registry.register(ServerCollector(generations, "m"))
+    metrics.registry.register(ServerCollector(generations, "m", _planned_start()))
     metrics.registry.register(ExpertCollector(_counted_load(), placement, "m", has_each=True))
     for finished in FinishReason:
         metrics.observe_end(1.0, finished)
@@ -124,6 +127,16 @@ def full_metrics() -> str:
             metrics.count_rejection(rejected)
     metrics.count_http_request("/metrics", 500, 0.1)
     return metrics.render().decode()
+
+
+def _planned_start() -> Startup:
+    """Of one process, with every phase begun."""
+    startup = Startup()
+    process = ProcessMemory(name="server", device="cpu", weights=2, kv_bytes=1, buffers=1)
+    startup.plan = MemoryPlan(processes=(process,), rooms=())
+    for phase in ("loading", "preparing", "ready"):
+        startup.begin(phase)
+    return startup
 
 
 def _counted_load() -> ExpertLoad:

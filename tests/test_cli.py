@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shlex
 import shutil
 import socket
@@ -16,11 +17,13 @@ import typer
 from rich.console import Console
 
 from moe_serve import __version__
+from moe_serve.cli.foreign_flags import ADVICE
 from moe_serve.cli.listening import is_loopback
 from moe_serve.cli.main import app, main
 from moe_serve.cli.ready import curl_line, loading_bar, print_ready, server_url
 from moe_serve.config import Config
-from moe_serve.config_sources import load_config
+from moe_serve.config_keys import config_keys
+from moe_serve.config_sources import load_config, variable_name
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -186,6 +189,9 @@ def test_print_config_without_flags_is_the_default(capsys: Capture, tmp_path: Pa
         (["serve", "--host", "999.1.1.1.1", "--api-key", "k"], "is no address"),
         (["serve", "--host", "127..0.1", "--api-key", "k"], "127..0.1 is no address"),
         (["serve", "--host", "192.0.2.1", "--api-key", "k"], "does not have that address"),
+        (["serve", "--tensor-parallel-size", "2"], "here: --attention-tp shares out"),
+        (["serve", "--shutdown-timeout=5"], "here: set server.drain_timeout_s, in the file of"),
+        (["launch", "m", "--enable-eplb"], "as MOE_SERVE_CLUSTER_REBALANCE"),
         (["chat", "--api-key", "@missing"], "cannot read the API keys in missing"),
     ],
 )
@@ -210,6 +216,20 @@ def test_a_wrong_variable_is_a_mistake(capsys: Capture, monkeypatch: pytest.Monk
 def test_a_wrong_flag_is_a_usage_error(capsys: Capture, arguments: list[str]) -> None:
     assert run(*arguments) == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_what_is_said_of_other_servers_flags_is_there() -> None:
+    """Flags, keys, variables and commands that the advice names; and none of ours is refused."""
+    own = {*flags_of("serve"), *flags_of("launch")}
+    keys = {key.path: variable_name(key) for key in config_keys()}
+    commands = typer.main.get_group(app).commands
+    for flag, advice in ADVICE.items():
+        assert flag not in own, flag
+        assert set(re.findall(r"--[a-z-]+", advice)) <= own, advice
+        assert set(re.findall(r"moe-serve (\w+)", advice)) <= set(commands), advice
+        named = re.findall(r"\b(?:server|cluster|cache)\.\w+", advice)
+        assert set(named) <= set(keys), advice
+        assert set(re.findall(r"MOE_SERVE_\w+", advice)) <= {keys[path] for path in named}
 
 
 def test_a_taken_port_is_said_before_anything_is_loaded(capsys: Capture) -> None:

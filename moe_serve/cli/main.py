@@ -19,6 +19,7 @@ from moe_serve.cli.calibrate import calibrate
 from moe_serve.cli.chat import chat
 from moe_serve.cli.config import config
 from moe_serve.cli.doctor import doctor
+from moe_serve.cli.foreign_flags import ServerCommand
 from moe_serve.cli.launch import launch
 from moe_serve.cli.place import place
 from moe_serve.cli.placement import placement
@@ -45,8 +46,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(rich_help_panel="Serve")(serve)
-app.command(rich_help_panel="Serve")(launch)
+app.command(rich_help_panel="Serve", cls=ServerCommand)(serve)
+app.command(rich_help_panel="Serve", cls=ServerCommand)(launch)
 app.command(rich_help_panel="Use")(chat)
 app.command(name="run-batch", rich_help_panel="Use")(run_batch)
 app.add_typer(bench, name="bench", rich_help_panel="Use")

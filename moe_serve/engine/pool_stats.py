@@ -35,6 +35,14 @@ class RankUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageUse:
+    """One stage of a step, over the same steps."""
+
+    stage: str  # dispatch; closed: the labels of `moe_serve.pipeline.timeline.Stage`
+    seconds: float  # of one step, mean of the ranks that have the stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchCount:
     """Steps with the same number of micro-batches for the same reason."""
 
@@ -49,6 +57,7 @@ class PoolStats:
 
     pools: tuple[PoolUse, ...] = ()  # empty until steps were recorded
     ranks: tuple[RankUse, ...] = ()  # the same
+    stages: tuple[StageUse, ...] = ()  # the same
     exposed_communication_ratio: float | None = None  # None as long
     steps: tuple[MicroBatchCount, ...] = ()
     micro_batches: int | None = None  # of the last step

@@ -14,6 +14,7 @@ from moe_serve.engine.pool_stats import (
     PoolStats,
     PoolUse,
     RankUse,
+    StageUse,
 )
 from moe_serve.engine.step_timeline import StepTimeline, step_timeline
 from moe_serve.errors import TimelineError
@@ -78,6 +79,7 @@ class RecentPools:
         return PoolStats(
             pools=tuple(_use(pool) for pool in metrics.pools) if metrics else (),
             ranks=_rank_uses(metrics) if metrics else (),
+            stages=_stage_uses(metrics) if metrics else (),
             exposed_communication_ratio=metrics.exposed_communication_ratio if metrics else None,
             steps=tuple(
                 MicroBatchCount(micro_batches=m, reason=reason, num_steps=num)
@@ -137,6 +139,18 @@ def _use(pool: PoolMetrics) -> PoolUse:
 def _rank_uses(metrics: TimelineMetrics) -> tuple[RankUse, ...]:
     ratios = metrics.busy_ratios()
     return tuple(RankUse(name=_name(t), busy_ratio=ratio) for t, ratio in sorted(ratios.items()))
+
+
+def _stage_uses(metrics: TimelineMetrics) -> tuple[StageUse, ...]:
+    """A rank that had none of a stage in these steps does not count for it."""
+    totals_ns: dict[Stage, list[int]] = {}
+    for total in metrics.stages:
+        if total.track.role is not Role.COORDINATOR:
+            totals_ns.setdefault(total.stage, []).append(total.total_ns)
+    return tuple(
+        StageUse(stage=stage.label, seconds=sum(ns) / (len(ns) * metrics.num_steps) * 1e-9)
+        for stage, ns in sorted(totals_ns.items())
+    )
 
 
 def _whole_steps(records: Records) -> set[int]:

@@ -64,7 +64,9 @@ def create_app(
     """The application for one engine and one model. `app.state` has what is for the server."""
     operations = operations or Operations()
     metrics = ServerMetrics(engine, model.name, tracing, placement, config.metrics_alias)
-    generations = GenerationService(engine, model.tokenizer, metrics)
+    generations = GenerationService(
+        engine, model.tokenizer, metrics, has_timing=config.request_metrics
+    )
     gate = GrammarGate(grammars or _own_grammars(engine, model))
     server = ServerContext(
         model=model,
@@ -75,7 +77,7 @@ def create_app(
         assistant=assistant_formats(model, config),
     )
     board = Board(server, placement, facts)
-    metrics.registry.register(ServerCollector(generations, model.name))
+    metrics.registry.register(ServerCollector(generations, model.name, operations.startup))
     metrics.registry.register(
         ExpertCollector(facts.experts, placement, model.name, has_each=config.expert_metrics)
     )

@@ -9,7 +9,7 @@ import msgspec
 
 from moe_serve.http.chat_answer import ChatChoice
 from moe_serve.http.chat_generation import ChatPiece
-from moe_serve.http.chunk_format import ChunkWriter, ResponseHead, usage_fields
+from moe_serve.http.chunk_format import ChunkWriter, ResponseHead, timing_fields, usage_fields
 from moe_serve.http.generation import Usage
 from moe_serve.http.logprob_format import chat_logprobs
 from moe_serve.http.prompt_logprob_format import prompt_logprobs
@@ -115,6 +115,7 @@ def chat_response(
         **head.fields(),
         "choices": [_choice(i, choice, tokenizer) for i, choice in enumerate(choices)],
         "usage": usage_fields(usage),
+        **timing_fields(usage),
     }
     if prompt_token_ids is not None:
         content["prompt_token_ids"] = prompt_token_ids

@@ -60,8 +60,8 @@ class ChunkWriter:
         return self._start + choice_json + self._end
 
     def usage(self, usage: Usage) -> bytes:
-        tail = b',"choices":[],"usage":' + msgspec.json.encode(usage_fields(usage)) + b"}"
-        return sse_event(self._head + tail)
+        last = {"choices": [], "usage": usage_fields(usage), **timing_fields(usage)}
+        return sse_event(self._head + b"," + msgspec.json.encode(last)[1:])
 
 
 def usage_fields(usage: Usage) -> dict[str, Any]:
@@ -71,3 +71,8 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+
+
+def timing_fields(usage: Usage) -> dict[str, Any]:
+    """`metrics` beside the usage, where the server tells it."""
+    return {} if usage.timing is None else {"metrics": usage.timing}

@@ -10,7 +10,7 @@ import msgspec
 
 from moe_serve.engine.request import TokenLogprob
 from moe_serve.http.answer import Choice
-from moe_serve.http.chunk_format import ChunkWriter, ResponseHead, usage_fields
+from moe_serve.http.chunk_format import ChunkWriter, ResponseHead, timing_fields, usage_fields
 from moe_serve.http.generation import Usage
 from moe_serve.http.logprob_format import completion_logprobs
 from moe_serve.http.prompt_logprob_format import prompt_logprobs
@@ -106,6 +106,7 @@ class CompletionFormat:
             **self._head.fields(),
             "choices": [self._choice(i, choice) for i, choice in enumerate(choices)],
             "usage": usage_fields(usage),
+            **timing_fields(usage),
         }
         return msgspec.json.encode(content)
 

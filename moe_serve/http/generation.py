@@ -16,6 +16,7 @@ from moe_serve.http.key_limits import KeyAccount, current_account
 from moe_serve.http.merged_queues import MergedQueues
 from moe_serve.http.metrics import ServerMetrics
 from moe_serve.http.prompt_logprobs import SharedPromptLogprobs
+from moe_serve.http.request_timing import Timing, timing_of
 from moe_serve.http.sequence import Piece, SequenceProgress
 from moe_serve.text.stop_strings import StopStrings
 from moe_serve.text.tokenizer import Tokenizer
@@ -25,11 +26,15 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Tokens of one HTTP request. A prompt with n choices counts once."""
+    """Tokens of one HTTP request. A prompt with n choices counts once.
+
+    `timing`: of a request with one sequence that has ended, where the configuration asks for it.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    timing: Timing | None = None
 
 
 class Generation:
@@ -41,7 +46,11 @@ class Generation:
         sequences: Sequence[SequenceProgress],
         queues: Sequence[asyncio.Queue[TokenDelta]],
         on_close: Callable[[Generation], None],
+        metrics: ServerMetrics,
+        *,
+        has_timing: bool = False,
     ) -> None:
+        self._metrics, self._has_timing = metrics, has_timing
         self._engine = engine
         self._sequences = {sequence.request.request_id: sequence for sequence in sequences}
         self._queues = dict(zip(self._sequences, queues, strict=True))
@@ -66,7 +75,15 @@ class Generation:
             prompt_tokens=sum(len(first.request.prompt_token_ids) for first in firsts),
             completion_tokens=sum(sequence.num_tokens for sequence in sequences),
             cached_tokens=sum(first.num_cached_tokens for first in firsts),
+            timing=self._timing(),
         )
+
+    def _timing(self) -> Timing | None:
+        """Of several sequences no time is the request's own."""
+        if not self._has_timing or len(self._sequences) != 1:
+            return None
+        (sequence,) = self._sequences.values()
+        return None if sequence.finished is None else timing_of(sequence.finished)
 
     def cut(self, error: ApiError) -> None:
         """End the generation with this error, as if each sequence had failed in the engine."""
@@ -93,12 +110,22 @@ class Generation:
         if sequence.is_finished:  # the engine's last words after a stop string or a cut
             return None
         piece = sequence.push(deltas)
+        if sequence.is_finished:
+            self._observe_prompt(sequence)
         if piece.delta.is_stopped_by_text:
             self._engine.abort(request_id)
         elif piece.delta.finish_reason is FinishReason.ERROR:
             self._engine.abort(request_id)
             raise self._cut_error or self._engine_error(deltas[-1])
         return piece
+
+    def _observe_prompt(self, ended: SequenceProgress) -> None:
+        """Tell the metrics of a prompt whose last choice this was."""
+        num_choices = ended.request.params.n
+        first = ended.index - ended.index % num_choices
+        choices = list(self._sequences.values())[first : first + num_choices]
+        if all(choice.is_finished for choice in choices):
+            self._metrics.observe_longest(max(choice.num_tokens for choice in choices))
 
     def _engine_error(self, delta: TokenDelta) -> ApiError:
         """What went wrong goes to the log, not to the client; but what it asked for does."""
@@ -115,8 +142,17 @@ class Generation:
 class GenerationService:
     """Starts generations and knows those that are open, so that a shutdown can wait or cut."""
 
-    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, metrics: ServerMetrics) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        tokenizer: Tokenizer,
+        metrics: ServerMetrics,
+        *,
+        has_timing: bool = False,
+    ) -> None:
+        """`has_timing`: answers tell their own times."""
         self.engine = engine
+        self._has_timing = has_timing
         self.is_draining = False
         self._tokenizer = tokenizer
         self._metrics = metrics
@@ -161,7 +197,9 @@ class GenerationService:
             if account is not None:
                 _charge(account, generation.usage())
 
-        generation = Generation(self.engine, sequences, queues, on_close)
+        generation = Generation(
+            self.engine, sequences, queues, on_close, self._metrics, has_timing=self._has_timing
+        )
         self._open.add(generation)
         return generation
 

@@ -150,6 +150,10 @@ class ServerMetrics:
         self._requests.observe(sequence)
         self.observe_end(sequence.ended - sequence.arrival, sequence.reason)
 
+    def observe_longest(self, num_tokens: int) -> None:
+        """All choices of a prompt have ended, the longest after so many tokens."""
+        self._requests.observe_longest(num_tokens)
+
     def observe_end(self, seconds: float, reason: FinishReason) -> None:
         self._e2e.observe(seconds)
         self.recent.ended(reason)
@@ -219,6 +223,10 @@ class _EngineCollector(Collector):
                 stats.num_queried_tokens,
             ),
             "prefix_cache_hits": ("Prompt tokens found there.", stats.num_hit_tokens),
+            "prompt_tokens_cached": (
+                "prefix_cache_hits_total, by the other name that vLLM has.",
+                stats.num_hit_tokens,
+            ),
             "prefix_cache_evictions": (
                 "Pages that left the prefix cache for want of pages.",
                 stats.num_evicted_pages,

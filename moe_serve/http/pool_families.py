@@ -25,6 +25,8 @@ def pool_families(stats: PoolStats, prefix: str, model_name: str) -> Iterator[Me
         for use in stats.pools:
             gauge.add_metric([model_name, use.pool], getattr(use, field))
         yield gauge
+    if stats.stages:
+        yield _stages(stats, prefix, model_name)
     single = {
         "exposed_communication_ratio": (
             "Share of a step in which attention ranks wait for the experts' sums.",
@@ -39,6 +41,17 @@ def pool_families(stats: PoolStats, prefix: str, model_name: str) -> Iterator[Me
             yield gauge
     if stats.steps:
         yield _steps(stats, prefix, model_name)
+
+
+def _stages(stats: PoolStats, prefix: str, model_name: str) -> Metric:
+    gauge = GaugeMetricFamily(
+        prefix + "pipeline_stage_seconds",
+        "Of one of the last recorded steps, a rank's time in a stage, such as dispatch or combine.",
+        labels=["model_name", "stage"],
+    )
+    for use in stats.stages:
+        gauge.add_metric([model_name, use.stage], use.seconds)
+    return gauge
 
 
 def _steps(stats: PoolStats, prefix: str, model_name: str) -> Metric:

@@ -19,6 +19,7 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "request_time_per_output_token_seconds": ("Mean of the tokens after the first.", _TPOT),
     "request_prompt_tokens": ("Tokens of the prompt, cached or not.", _TOKENS),
     "request_generation_tokens": ("Tokens of the answer.", _TOKENS),
+    "request_max_num_generation_tokens": ("Tokens of a prompt's longest choice.", _TOKENS),
     "request_params_n": ("Choices that a prompt was to have.", _CHOICES),
     "request_params_max_tokens": ("Longest answer, in tokens, that was asked for.", _TOKENS),
 }
@@ -39,6 +40,10 @@ class RequestHistograms:
         for name, value in _values(sequence).items():
             if value is not None:
                 self._histograms[name].observe(value)
+
+    def observe_longest(self, num_tokens: int) -> None:
+        """Once for a prompt, when its last choice has ended."""
+        self._histograms["request_max_num_generation_tokens"].observe(num_tokens)
 
 
 def _values(sequence: FinishedSequence) -> dict[str, float | None]:

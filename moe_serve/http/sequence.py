@@ -50,6 +50,7 @@ class SequenceProgress:
         self.request = request
         self.num_tokens = 0
         self.num_cached_tokens = 0
+        self.finished: FinishedSequence | None = None  # once it has ended by itself
         follows = request.prompt_token_ids[-1] if continues else None
         self._text = TextStream(tokenizer, request.params, stops, kept_ids, follows)
         self._metrics = metrics
@@ -86,9 +87,9 @@ class SequenceProgress:
                 self._metrics.observe_next_tokens(now - self._last_time, num_tokens)
             self._last_time = now
         if reason is not None:
-            finished = self._finished(reason, now)
-            self._metrics.observe_finished(finished)
-            self._tell_trace(finished)
+            self.finished = self._finished(reason, now)
+            self._metrics.observe_finished(self.finished)
+            self._tell_trace(self.finished)
 
     def abandon(self) -> None:
         """Nobody waits for the rest. Called once, of a sequence that has not finished."""

@@ -1,4 +1,4 @@
-"""Metrics of the server as a whole: whether it is ready, who waits, and the ranks by phase."""
+"""Metrics of the server as a whole: its start, whether it is ready, who waits, ranks by phase."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from prometheus_client.registry import Collector
 from moe_serve.engine.client import EngineStats
 from moe_serve.engine.pool_stats import Pool
 from moe_serve.engine.rank_status import RankPhase
+from moe_serve.engine.startup import Startup
 from moe_serve.http.generation import GenerationService
 from moe_serve.http.metrics import PREFIX
 from moe_serve.http.readiness import is_ready
+from moe_serve.http.startup_families import startup_families
 from moe_serve.http.waiting import oldest_waiting_s
 
 
 class ServerCollector(Collector):
     """Reads snapshots when Prometheus asks. Labels are closed sets: never a rank's name."""
 
-    def __init__(self, generations: GenerationService, model_name: str) -> None:
-        self._generations, self._model_name = generations, model_name
+    def __init__(self, generations: GenerationService, model_name: str, startup: Startup) -> None:
+        self._generations, self._model_name, self._startup = generations, model_name, startup
 
     def collect(self) -> Iterator[Metric]:
         stats = self._generations.engine.stats()
@@ -41,6 +43,7 @@ class ServerCollector(Collector):
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
             gauge.add_metric([self._model_name], value)
             yield gauge
+        yield from startup_families(self._startup, PREFIX, self._model_name)
         if stats.members:
             yield from self._ranks(stats)
 

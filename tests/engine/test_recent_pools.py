@@ -7,7 +7,7 @@ import pytest
 from moe_serve.engine.pool_stats import MicroBatchCount, PoolStats
 from moe_serve.engine.recent_pools import RecentPools
 from moe_serve.pipeline.pool_metrics import measure
-from moe_serve.pipeline.timeline import Role, Track
+from moe_serve.pipeline.timeline import Role, Stage, Track
 from simulated_timeline import SimulatedPipeline, StageTimes
 
 
@@ -34,6 +34,11 @@ def test_the_last_whole_steps_count() -> None:
     assert stats.exposed_communication_ratio == expected.exposed_communication_ratio
     assert (stats.pools[1].pool, stats.pools[1].slowest_rank) == ("expert", 1)
     assert stats.pools[1].slowest_excess == pytest.approx(0.5, abs=0.05)
+    seconds = {use.stage: use.seconds for use in stats.stages}
+    totals = {(t.track, t.stage): t.total_ns * 1e-9 / 4 for t in expected.stages}
+    assert seconds["dispatch"] == totals[Track(Role.ATTENTION, 0), Stage.DISPATCH]
+    two = [totals[rank, Stage.EXPERTS] for rank in (Track(Role.EXPERT, 0), slow)]
+    assert two[0] < two[1] and seconds["experts"] == pytest.approx(sum(two) / 2), "their mean"
     count = MicroBatchCount(micro_batches=2, reason="predicted best", num_steps=12)
     assert (stats.steps, stats.micro_batches) == ((count,), 2)
 

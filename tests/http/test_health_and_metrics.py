@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from moe_serve.engine.pool_stats import MicroBatchCount, Pool, PoolStats, PoolUse
+from moe_serve.engine.pool_stats import MicroBatchCount, Pool, PoolStats, PoolUse, StageUse
 from moe_serve.http.health_routes import ProgressWatch
 from moe_serve.http.metrics import route_label
 
@@ -105,7 +105,7 @@ def test_metrics(client: TestClient, engine: Any) -> None:
 
 
 def test_metrics_of_the_pools(client: TestClient, engine: Any) -> None:
-    names = ("pool_", "micro_batches", "pipeline_steps", "exposed_communication")
+    names = ("pool_", "micro_batches", "pipeline_", "exposed_communication")
     assert not any(f"moe_serve:{name}" in client.get("/metrics").text for name in names)
     engine.pools = PoolStats()  # no step was recorded yet
     assert not any(f"moe_serve:{name}" in client.get("/metrics").text for name in names)
@@ -115,6 +115,7 @@ def test_metrics_of_the_pools(client: TestClient, engine: Any) -> None:
             PoolUse(pool=pool, num_ranks=n, bubble_ratio=n / 8, slowest_rank=1, slowest_excess=0.5)
             for n, pool in enumerate(pools, start=2)
         ),
+        stages=(StageUse(stage="combine", seconds=0.25),),
         exposed_communication_ratio=0.125,
         micro_batches=3,
         steps=(
@@ -131,6 +132,7 @@ def test_metrics_of_the_pools(client: TestClient, engine: Any) -> None:
         f'moe_serve:pool_slowest_rank_excess_ratio{{{label},pool="expert"}} 0.5',
         f"moe_serve:exposed_communication_ratio{{{label}}} 0.125",
         f"moe_serve:micro_batches{{{label}}} 3.0",
+        f'moe_serve:pipeline_stage_seconds{{{label},stage="combine"}} 0.25',
         f'moe_serve:pipeline_steps_total{{micro_batches="1",{label},reason="one sequence"}} 5.0',
         f'moe_serve:pipeline_steps_total{{micro_batches="3",{label},reason="predicted best"}} 7.0',
     ):

@@ -203,6 +203,12 @@ def test_bad_chats(client: TestClient, fields: dict[str, Any], param: str) -> No
         ({"logprobs": 21}, "logprobs", "invalid_value"),
         ({"logprobs": True}, "logprobs", "invalid_type"),
         ({"suffix": "x"}, "suffix", "unsupported_parameter"),
+        ({"structural_tag": "{}"}, "structural_tag", "unsupported_parameter"),
+        (
+            {"routed_experts_prompt_start": 0},
+            "routed_experts_prompt_start",
+            "unsupported_parameter",
+        ),
         ({"messages": []}, "messages", "unknown_parameter"),
     ],
     ids=lambda value: str(value)[:50],
@@ -427,8 +433,15 @@ def test_lenient_mode_lists_unknown_fields(make_app: Callable[..., FastAPI]) -> 
     assert response.status_code == 200
     names = "?, messages.0.content.0.cache_control, messages.0.extra, nonsense"
     assert response.headers["x-ignored-parameters"] == names
-    refused = client.post(BOTH[0], json={"messages": MESSAGES, "audio": {}})
-    assert check_envelope(refused, 400)["code"] == "unsupported_parameter"
+    for name in ("audio", "structural_tag"):  # they would change the answer
+        refused = client.post(BOTH[0], json={"messages": MESSAGES, name: "{}"})
+        assert check_envelope(refused, 400)["code"] == "unsupported_parameter"
+
+
+def test_a_name_that_another_server_takes_is_ignored_in_strict_mode(client: TestClient) -> None:
+    response = client.post(BOTH[0], json={"messages": MESSAGES, "rid": "mine"})
+    assert response.status_code == 200
+    assert response.headers["x-ignored-parameters"] == "rid"
 
 
 def test_every_route_needs_the_key(make_app: Callable[..., FastAPI]) -> None:

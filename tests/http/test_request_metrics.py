@@ -96,6 +96,17 @@ def test_through_the_server(client: TestClient, engine: Any) -> None:
         assert f"moe_serve:{line}" in text, line
 
 
+def test_the_longest_choice_of_a_prompt(client: TestClient, engine: Any) -> None:
+    engine.script = lambda request: "x" * (3 + 4 * request.choice)
+    name = "moe_serve:request_max_num_generation_tokens"
+    body = {"prompt": ["a", "b"], "n": 2, "max_tokens": 20}
+    client.post("/v1/completions", json=body)
+    found = samples(client.get("/metrics").text)
+    longest = 3 + 4 * 1 + 1  # the end of the text, too
+    assert (found[name + "_count{}"], found[name + "_sum{}"]) == (2.0, 2.0 * longest)
+    assert found["moe_serve:prompt_tokens_cached_total{}"] == 30.0
+
+
 def test_step_tokens_add_up() -> None:
     one, two = StepTokenCounter(), StepTokenCounter()
     one.count(5)

@@ -1,0 +1,88 @@
+"""Flags that users of vLLM and SGLang type, and what does the same here.
+
+They are told, not taken: what a flag means there is seldom quite what its neighbour means here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from typer.core import TyperCommand
+
+from moe_serve.errors import ConfigError
+
+
+def _set(path: str, value: str = "") -> str:
+    """`path`: a key of the configuration."""
+    variable = f"MOE_SERVE_{path.replace('.', '_').upper()}"
+    shown = f" to {value}" if value else ""
+    return f"set {path}{shown}, in the file of --config or as {variable}"
+
+
+_MODEL = "give the folder without a flag, as in moe-serve serve FOLDER"
+_TP = "--attention-tp shares out an attention rank, --expert-ranks the experts"
+_DP = "--attention-ranks says how many ranks have sequences of their own"
+_EP = "--expert-ranks says how many ranks share out the experts"
+_BALANCE = _set("cluster.rebalance", "auto")
+_COPIES = "copies of experts stand in the file of --placement, which moe-serve place makes"
+_ROWS = _set("cluster.transport")
+_MEMORY = "--num-pages says how large the KV cache is, or cache.memory_bytes does"
+_NODES = "moe-serve launch serves on several nodes"
+
+ADVICE: Mapping[str, str] = {
+    "--model": _MODEL,
+    "--model-path": _MODEL,
+    "--max-num-batched-tokens": "--max-batched-tokens",
+    "--max-num-queued-reqs": "--max-queued-requests",
+    "--max-running-requests": "--max-num-seqs",
+    "--tensor-parallel-size": _TP,
+    "-tp": _TP,
+    "--tp": _TP,
+    "--tp-size": _TP,
+    "--data-parallel-size": _DP,
+    "-dp": _DP,
+    "--dp": _DP,
+    "--dp-size": _DP,
+    "--enable-expert-parallel": _EP,
+    "--ep": _EP,
+    "--ep-size": _EP,
+    "--enable-eplb": _BALANCE,
+    "--eplb-config": _BALANCE,
+    "--ep-num-redundant-experts": _COPIES,
+    "--init-expert-location": _COPIES,
+    "--all2all-backend": _ROWS,
+    "--moe-a2a-backend": _ROWS,
+    "--expert-distribution-recorder-mode": "moe-serve trace records what routers choose",
+    "--gpu-memory-utilization": _MEMORY,
+    "--mem-fraction-static": _MEMORY,
+    "--nnodes": _NODES,
+    "--dist-init-addr": _NODES,
+    "--tool-call-parser": _set("server.tool_parser"),
+    "--reasoning-parser": _set("server.reasoning_parser"),
+    "--enable-auto-tool-choice": "leave it out: the chat template tells whether there are tools",
+    "--chat-template": "the chat template is the checkpoint's own",
+    "--trust-remote-code": "leave it out: no code of a checkpoint is run",
+    "--shutdown-timeout": _set("server.drain_timeout_s"),
+    "--admin-api-key": _set("server.admin_keys"),
+    "--enable-metrics": "leave it out: /metrics is always there",
+    "--enable-prefix-caching": "leave it out: cache.prefix_cache is true unless set otherwise",
+    "--enable-per-request-metrics": _set("server.request_metrics", "true"),
+}
+
+
+class ServerCommand(TyperCommand):
+    """A command that starts a server. A flag that it has itself is its own."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        own = {name for parameter in self.params for name in parameter.opts}
+        check_flags(args, own)
+        return super().parse_args(ctx, args)
+
+
+def check_flags(arguments: Sequence[str], own: set[str]) -> None:
+    """Raises ConfigError for the first flag that only another server has."""
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        if flag in ADVICE and flag not in own:
+            raise ConfigError(f"{flag} is a flag of other servers; here: {ADVICE[flag]}.")
