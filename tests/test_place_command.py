@@ -361,6 +361,15 @@ def test_check_of_what_is_no_plan(loads: list[Path], tmp_path: Path, capsys: Cap
         assert "give what `moe-serve place --out` or --export wrote" in error and not printed
 
 
+def test_check_of_aliases_of_aliases(tmp_path: Path, capsys: Capture) -> None:
+    lines = [f"  {i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 18)]
+    path = tmp_path / "plan.yaml"
+    path.write_text("\n".join(["initial_global_assignments:", "  0: &a0 [0, 1]", *lines, ""]))
+    assert run("check", path, "--devices", 2) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: the aliases of {path} repeat ") and error.count("\n") == 1
+
+
 def test_planning_loads_nothing_heavy(loads: list[Path]) -> None:
     arguments = ["place", "--load", str(loads[0]), "--devices", "4"]
     code = (
