@@ -54,24 +54,29 @@ class SlotRoom:
     def drop_staged(self) -> None:
         """It is not needed after all."""
         with self._lock:
-            self._free += self._staged.values()
-            self._staged.clear()
+            self._drop_staged()
 
     def switch(self, held: Mapping[int, Collection[int]]) -> None:
         """These experts of these layers are here from now on; others of the layers go. Raises
         AssertionError, before anything changes, if one of them is not here."""
         wanted = {ExpertKey(layer, expert) for layer, ids in held.items() for expert in ids}
-        missing = wanted - self._serving.keys() - self._staged.keys()
-        assert not missing, f"{len(missing)} experts are not here, such as {next(iter(missing))}"
         going = [key for key in self._serving if key.layer in held and key not in wanted]
         with self._lock:
+            missing = wanted - self._serving.keys() - self._staged.keys()
+            some = next(iter(missing), None)
+            assert some is None, f"{len(missing)} experts are not here, such as {some}"
             for key in going:
                 self.banks[key.layer].point(key.expert, None)
                 self._free.append(self._serving.pop(key))
             for key in wanted & self._staged.keys():
                 slot = self._serving[key] = self._staged.pop(key)
                 self.banks[key.layer].point(key.expert, slot)
-        self.drop_staged()
+            self._drop_staged()
+
+    def _drop_staged(self) -> None:
+        """Under the lock."""
+        self._free += self._staged.values()
+        self._staged.clear()
 
     def check_integrity(self) -> None:
         """Every slot is free, staged or serving, and only one of these."""

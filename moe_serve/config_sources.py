@@ -32,6 +32,7 @@ from moe_serve.config_keys import (
     unknown_name,
 )
 from moe_serve.errors import ConfigError
+from moe_serve.yaml_nodes import distinct_nodes
 
 PREFIX = "MOE_SERVE_"
 CONFIG_VARIABLE = "MOE_SERVE_CONFIG"
@@ -184,12 +185,18 @@ def _named_file(file: Path | None, environ: Mapping[str, str]) -> Path | None:
 
 def _parse_yaml(file: Path) -> yaml.Node | None:
     try:
-        return yaml.compose(file.read_text("utf-8"), Loader=yaml.SafeLoader)
+        root = yaml.compose(file.read_text("utf-8"), Loader=yaml.SafeLoader)
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {file}: {error.strerror}.") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"the configuration {file} is not valid YAML: {reason}") from error
+    except RecursionError:
+        raise ConfigError(
+            f"the configuration {file} has values too deep in each other to be read."
+        ) from None
+    distinct_nodes(root, str(file))
+    return root
 
 
 def _plain_value(node: yaml.Node, place: str) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -153,6 +154,10 @@ def test_what_begins_as_a_json_list_must_be_one(text: str) -> None:
         load(environ={"MOE_SERVE_SERVER_ALLOWED_HOSTS": "[a"})
 
 
+# Each list holds the one before twice: read as a tree, a quarter of a million numbers.
+BOMB = functools.reduce(lambda s, i: f"&a{i} [{s}, *a{i - 1}]", range(1, 18), "&a0 [1, 1]")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -183,6 +188,10 @@ def test_what_begins_as_a_json_list_must_be_one(text: str) -> None:
         ("!!python/object/apply:os.getpid []\n", r"the file must hold"),
         ("model:\n  path: !!python/name:os.getpid\n", r"this is no plain value \(.*:2\)"),
         ("model:\n  path: 2026-13-45\n", r"this is no plain value"),
+        ("server:\n  host: " + BOMB, r"the aliases of .* repeat [\d,]+ values, and 100,000 is the"),
+        ("server:\n  host: &a [*a]\n", r"stands for a value that it is in itself \(.*:2\)"),
+        ("server:\n  host: " + "[" * 150 + "]" * 150, r"lie more than 100 deep in each other"),
+        ("server:\n  host: " + "[" * 3000, r"too deep in each other to be read"),
     ],
 )
 def test_a_wrong_file_is_refused(write: WriteYaml, text: str, message: str) -> None:

@@ -50,8 +50,14 @@ LEAVES: Mapping[str, frozenset[str]] = {
     "moe_serve.logs": frozenset({"moe_serve.config"}),
     "moe_serve.text": frozenset({"moe_serve.errors"}),
     "moe_serve.config_keys": frozenset({"moe_serve.config", "moe_serve.errors"}),
+    "moe_serve.yaml_nodes": frozenset({"moe_serve.errors"}),
     "moe_serve.config_sources": frozenset(
-        {"moe_serve.config", "moe_serve.config_keys", "moe_serve.errors"}
+        {
+            "moe_serve.config",
+            "moe_serve.config_keys",
+            "moe_serve.errors",
+            "moe_serve.yaml_nodes",
+        }
     ),
 }
 # The one exception: text/ turns the engine's deltas into text, so it reads these frozen objects.

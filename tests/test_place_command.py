@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import pytest
 import typer
 from safetensors.numpy import save_file
 
+from experts.placement.copies import placement_of as placement_of_copies
 from experts.placement.errors import PlacementError
 from experts.placement.plan import contiguous
 from experts.placement.plan_file import read_placement, write_placement
 from experts.placement.problem import PlacementProblem
+from experts.placement.references.plain import Linear
 from experts.placement.search.solver import Search
 from experts.placement.solution import Progress, Solution, Solver
 from moe_serve.cli import place_compare, place_order, place_plan
@@ -341,6 +344,49 @@ def test_replicas_that_a_plan_needs_anyway(tmp_path: Path, capsys: Capture) -> N
     assert " with 1 to " in sentence
 
 
+def test_replicas_are_copies_and_not_empty_slots(
+    loads: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan that leaves slots empty: three copies more in one layer, one in the others."""
+    copies_LED = np.zeros((3, 16, 4), dtype=np.int64)
+    copies_LED[:, range(16), np.arange(16) % 4] = 1
+    copies_LED[:, 0, 1] = copies_LED[0, 1, 0] = copies_LED[0, 2, 0] = 1
+    plan = placement_of_copies(copies_LED, (0, 1, 2))
+
+    def few(self: Search, problem: PlacementProblem, **_: object) -> Solution:
+        linear = Linear().solve(problem)
+        return replace(linear, placement=plan) if problem.num_replicas == 16 else linear
+
+    monkeypatch.setattr(Search, "solve", few)
+    figures = tmp_path / "figures.json"
+    asked = ("--load", loads[0], "--devices", 4, "--replicas", 16, "--no-fill")
+    assert run(*asked, "--json", figures) == 0
+    sentence = json.loads(figures.read_text())["replicas"]["sentence"]
+    assert sentence.startswith("Up to 3 replicas a layer (10.4% more memory) lower"), sentence
+
+
+@pytest.mark.parametrize(
+    ("solver", "column"),
+    [
+        ("linear", "plan without it"),
+        ("search", "plan without it"),
+        ("ilp", "search without it"),
+    ],
+)
+def test_a_scenario_is_held_out_by_the_solver_of_the_plan(
+    loads: list[Path], tmp_path: Path, capsys: Capture, solver: str, column: str
+) -> None:
+    """Or the table says whose the plans without it are. The linear plan knows no load: it is the
+    same with and without one."""
+    figures = tmp_path / "figures.json"
+    asked = ("--load", *loads, "--devices", 4, "--solver", solver, "--seconds", 2)
+    assert run(*asked, "--json", figures) == 0
+    assert column in capsys.readouterr().out
+    held = json.loads(figures.read_text())["held_out"]
+    assert held["solver"] == ("linear" if solver == "linear" else "search")
+    assert solver != "linear" or all(one["seen"] == one["unseen"] for one in held["held_out"])
+
+
 def test_check_of_what_is_no_plan(loads: list[Path], tmp_path: Path, capsys: Capture) -> None:
     """Exit code 2 and one sentence: nothing was compared that could be called a misfit."""
     for name, content, what in (
@@ -359,6 +405,15 @@ def test_check_of_what_is_no_plan(loads: list[Path], tmp_path: Path, capsys: Cap
         printed, error = capsys.readouterr()
         assert error.startswith(f"error: {path} {what}") and error.count("\n") == 1, error
         assert "give what `moe-serve place --out` or --export wrote" in error and not printed
+
+
+def test_check_of_aliases_of_aliases(tmp_path: Path, capsys: Capture) -> None:
+    lines = [f"  {i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 18)]
+    path = tmp_path / "plan.yaml"
+    path.write_text("\n".join(["initial_global_assignments:", "  0: &a0 [0, 1]", *lines, ""]))
+    assert run("check", path, "--devices", 2) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: the aliases of {path} repeat ") and error.count("\n") == 1
 
 
 def test_planning_loads_nothing_heavy(loads: list[Path]) -> None:

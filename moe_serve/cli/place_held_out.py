@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 from experts.placement.balance import Balancedness, balancedness
 from experts.placement.errors import PlacementError
 from experts.placement.loads import ExpertLoads
-from moe_serve.cli.place_judge import Ints, solution_copies
+from experts.placement.solution import Solution
+from moe_serve.cli.place_judge import solution_copies
 from moe_serve.cli.place_order import Posed
 from moe_serve.cli.place_solve import Interrupts, solve
-from moe_serve.cli.place_solvers import engine_default, make_solver
+from moe_serve.cli.place_solvers import REFERENCES, engine_default, make_solver
 
 _MOST = 8  # scenarios that are held out, evenly picked
 
@@ -36,21 +37,26 @@ class HeldOut:
     scenarios: tuple[str, ...]
     drift_SS: list[list[float]]
     held_out: list[HeldOutScenario]
+    solver: str  # of plans without a scenario
+    is_like_plan: bool  # which made the plan for all, too
     default: str
 
 
 def hold_out(
-    posed: Posed, copies_LED: Ints, seconds: float | None, interrupts: Interrupts
+    posed: Posed, solution: Solution, seconds: float | None, interrupts: Interrupts
 ) -> HeldOut:
-    """`copies_LED`: of the plan for all; `seconds`: of each plan without one. Ctrl-C leaves out
-    what is not done yet."""
+    """`solution`: the plan for all; `seconds`: of each plan without one. By the same solver, but by
+    the search where that takes minutes for each (`ilp`), or needs more than loads (`fan-out`).
+    Ctrl-C leaves out what is not done yet."""
     problem, default = posed.problem, engine_default(posed)
+    solver = solution.solver if solution.solver in REFERENCES else "search"
+    copies_LED = solution_copies(solution, problem)
     names, shares_SLE = problem.loads.scenarios, problem.loads.shares_SLE()
     seen = balancedness(problem, copies_LED)
     found = []
     for index in range(0, len(names), -(-len(names) // _MOST)):
         others_LE = np.delete(shares_SLE, index, axis=0).mean(axis=0)
-        unseen = _unseen(posed, index, "search", seconds, interrupts)
+        unseen = _unseen(posed, index, solver, seconds, interrupts)
         if interrupts.has_come or unseen is None:
             break
         found.append(
@@ -66,6 +72,8 @@ def hold_out(
         scenarios=names,
         drift_SS=[[_variation(one, other) for other in shares_SLE] for one in shares_SLE],
         held_out=found,
+        solver=solver,
+        is_like_plan=solver == solution.solver,
         default=default,
     )
 

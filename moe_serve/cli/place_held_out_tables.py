@@ -15,7 +15,13 @@ def print_held_out(held: HeldOut, console: Console) -> None:
     """Balancedness, mean and worst layer."""
     table = Table(box=None, title="each scenario held out (balancedness: mean / worst layer)")
     table.title_justify = "left"
-    names = ("drift from others", "plan with it", "plan without it", f"{held.default} without it")
+    maker = "plan" if held.is_like_plan else held.solver
+    names = (
+        "drift from others",
+        "plan with it",
+        f"{maker} without it",
+        f"{held.default} without it",
+    )
     table.add_column("scenario", no_wrap=True)
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)

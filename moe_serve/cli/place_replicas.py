@@ -26,9 +26,11 @@ Step = Callable[[Ints], StepBalance | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaTrial:
-    """One number of replicas in a layer."""
+    """One number of slots. Not all of them need be used: replicas are those of the plan."""
 
-    num_replicas: int
+    num_slots: int  # of a device
+    num_replicas: int  # in the layer that has most
+    is_even: bool  # all layers have as many
     objective: float
     step: float | None  # balancedness of single steps
     more_memory: float  # than without replicas, as a part
@@ -36,7 +38,7 @@ class ReplicaTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaVerdict:
-    """Trials ascend by replicas; one of them is the plan."""
+    """Trials ascend by slots; one of them is the plan."""
 
     trials: list[ReplicaTrial]
     sentence: str
@@ -59,17 +61,18 @@ def judge_replicas(
     for per_device in wanted:
         found = copies_LED if per_device == now else _other(problem, per_device, solve)
         if found is not None:
-            num_replicas, steps = per_device * num_devices - num_experts, step(found)
+            copies_L, steps = found.sum(axis=(1, 2)), step(found)
             trials.append(
                 ReplicaTrial(
-                    num_replicas=num_replicas,
+                    num_slots=per_device,
+                    num_replicas=int(copies_L.max()) - num_experts,
+                    is_even=bool(copies_L.min() == copies_L.max()),
                     objective=objective_of(problem, found),
                     step=None if steps is None else steps.even,
-                    more_memory=num_replicas / num_experts,
+                    more_memory=float(copies_L.mean()) / num_experts - 1.0,
                 )
             )
-    num_replicas = now * num_devices - num_experts
-    return ReplicaVerdict(trials=trials, sentence=_sentence(trials, num_replicas))
+    return ReplicaVerdict(trials=trials, sentence=_sentence(trials, now))
 
 
 def _other(problem: PlacementProblem, per_device: int, solve: Solve) -> Ints | None:
@@ -89,25 +92,31 @@ def _other(problem: PlacementProblem, per_device: int, solve: Solve) -> Ints | N
         return None
 
 
-def _sentence(trials: list[ReplicaTrial], num_replicas: int) -> str:
-    """Of the largest load of a device, which is what a layer waits for."""
-    first, plan = trials[0], next(t for t in trials if t.num_replicas == num_replicas)
+def _sentence(trials: list[ReplicaTrial], now: int) -> str:
+    """Of the largest load of a device, which is what a layer waits for. `now`: slots of the
+    plan."""
+    first, plan = trials[0], next(t for t in trials if t.num_slots == now)
+    num_replicas = plan.num_replicas
     if plan is first:
         if len(trials) == 1:
             return "Replicas were not tried."
         more = trials[-1]
         gain, added = 1.0 - more.objective / plan.objective, more.more_memory - plan.more_memory
         worth = "worth" if _pays(gain, added) else "not worth"
-        now = counted(num_replicas, "replica") if num_replicas else "No replicas"
+        some = counted(num_replicas, "replica") if num_replicas else "No replicas"
         return (
-            f"{now}: {more.num_replicas} a layer ({added:.1%} more memory) would "
+            f"{some}: {_count(more)} a layer ({added:.1%} more memory) would "
             f"lower the largest load by {gain:.1%}, from {plan.objective:.3f} to "
             f"{more.objective:.3f} times the mean{_of_steps(plan, more)}: {worth} it."
         )
     gain, added = 1.0 - plan.objective / first.objective, plan.more_memory - first.more_memory
+    if added <= 0.0:
+        return (
+            f"No more replicas with {now} slots a device: those beyond {first.num_slots} are empty."
+        )
     others = f" with {first.num_replicas}" if first.num_replicas else ""
     fall = (
-        f"{num_replicas} replicas a layer ({added:.1%} more memory) lower the largest "
+        f"{_count(plan).capitalize()} replicas a layer ({added:.1%} more memory) lower the largest "
         f"load by {gain:.1%}, from {first.objective:.3f}{others} to {plan.objective:.3f} times the "
         f"mean{_of_steps(first, plan)}"
     )
@@ -116,10 +125,14 @@ def _sentence(trials: list[ReplicaTrial], num_replicas: int) -> str:
     enough = next(t for t in trials if t.objective <= plan.objective * _AS_GOOD)
     if enough.num_replicas < num_replicas:
         return (
-            f"{fall}: worth it, but {enough.num_replicas} would do ({enough.objective:.3f}, for "
+            f"{fall}: worth it, but {_count(enough)} would do ({enough.objective:.3f}, for "
             f"{enough.more_memory - first.more_memory:.1%} more memory)."
         )
     return f"{fall}: worth their memory."
+
+
+def _count(trial: ReplicaTrial) -> str:
+    return f"{'' if trial.is_even else 'up to '}{trial.num_replicas}"
 
 
 def _pays(gain: float, added: float) -> bool:

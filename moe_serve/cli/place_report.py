@@ -94,7 +94,7 @@ def make_report(
         if interrupts.has_come:  # what was tried was cut short
             replicas = None
         elif len(problem.loads.scenarios) > 1:
-            held_out = hold_out(posed, copies_LED, seconds, interrupts)
+            held_out = hold_out(posed, solution, seconds, interrupts)
     return PlanReport(
         model=posed.workloads.model,
         problem=problem,

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from moe_serve.cli.place_order import Posed
 
 
+REFERENCES = ("linear", "round-robin", "eplb", "eplb-hierarchical")  # look at slots alone
+
+
 def make_solver(name: str, posed: Posed, *, thorough: bool = False) -> Solver:
     """`thorough`: the search uses all the time it is given."""
     if name == "search":
@@ -31,7 +34,7 @@ def make_solver(name: str, posed: Posed, *, thorough: bool = False) -> Solver:
 
 def check_limits(name: str, posed: Posed) -> None:
     """References look at slots alone: whoever sets another limit is told so. Raises ConfigError."""
-    if name in ("search", "ilp"):
+    if name not in REFERENCES:
         return
     problem = posed.problem
     is_limited = problem.move is not None and problem.move.max_copies_per_layer is not None

@@ -63,6 +63,7 @@ class Coordinator:
         self._open: list[Flight] = []  # steps under way, in their order
         self._last_end = 0.0  # of a step, in time.perf_counter()
         calls.on_event = self._note
+        membership.is_due = lambda: mover.has_news  # a move's time is up in an idle engine, too
         self.num_repeats = 0
 
     @property
@@ -71,7 +72,7 @@ class Coordinator:
 
     @property
     def has_events(self) -> bool:
-        """Whether somebody came or went: `settle` has something to do."""
+        """Whether somebody came or went, or a move goes on: `settle` has something to do."""
         return not self.membership.inbox.empty() or self._is_stale or self._mover.has_news
 
     @property

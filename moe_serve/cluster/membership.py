@@ -69,6 +69,7 @@ class Membership:
         self._start_timeout_s = math.inf  # of later starts; `start` itself has the first one's
         self._loading: dict[str, tuple[int, int]] = {}
         self.on_event: Callable[[], None] = lambda: None  # wakes an engine that is idle
+        self.is_due: Callable[[], bool] = lambda: False  # whether to, though nobody said anything
         self.num_lost = 0
         self.last_loss = ""
 
@@ -302,7 +303,7 @@ class Membership:
             self.inbox.put(Event(name, link, Gone(f"silent for {seconds:.1f} s")))
         for name in due:
             self._start_again(self.roster[name])
-        if not self.inbox.empty():
+        if not self.inbox.empty() or self.is_due():
             self.on_event()
 
     def _start_again(self, state: RankState) -> None:

@@ -23,7 +23,7 @@ from moe_serve.cluster.output_pump import Output, OutputPump
 from moe_serve.errors import ClusterError
 from moe_serve.logs import RANK_LOG, is_json_log
 
-_ranks_log = logging.getLogger(RANK_LOG)
+_log, _ranks_log = logging.getLogger(__name__), logging.getLogger(RANK_LOG)
 
 WORKER_MODULE = "moe_serve.cluster.worker"
 STACKS_SIGNAL = signal.SIGUSR1  # a worker that gets it writes where its threads are
@@ -152,21 +152,23 @@ class LocalProcesses:
         with self._lock:
             ended = [name for name, item in self._running.items() if _has_ended(item.process)]
             taken = [(name, self._running.pop(name)) for name in ended]
-        return [_bury(name, item) for name, item in taken]
+        until = time.monotonic() + _KILLED_WAIT_S
+        return [_bury(name, item, until) for name, item in taken]
 
     def kill(self, name: str) -> ExitedProcess | None:
         """SIGKILL to the process and what it started, also when it is stopped; waits for its end.
 
-        None if there is no such process any more.
+        None if there is no such process any more. Raises ClusterError if it does not end.
         """
         with self._lock:
             running = self._running.pop(name, None)
         if running is None:
             return None
-        return _bury(name, running)
+        return _bury(name, running, time.monotonic() + _KILLED_WAIT_S)
 
     def stop_all(self, timeout_s: float) -> list[ExitedProcess]:
-        """SIGTERM to all, and SIGKILL to those that still run after `timeout_s`."""
+        """SIGTERM to all, and SIGKILL to those that still run after `timeout_s`. One that does not
+        end even so is told in the log, and keeps nobody from ending the others."""
         with self._lock:
             stopping, self._running = self._running, {}
         for item in stopping.values():
@@ -178,7 +180,14 @@ class LocalProcesses:
             time.sleep(_POLL_S)
         for item in stopping.values():  # all at once, then wait for each
             _kill_group(item.process)
-        return [_bury(name, item) for name, item in stopping.items()]
+        until = time.monotonic() + _KILLED_WAIT_S
+        ended = []
+        for name, item in stopping.items():
+            try:
+                ended.append(_bury(name, item, until))
+            except ClusterError as error:
+                _log.error("%s", error)
+        return ended
 
     def close(self) -> None:
         self.stop_all(0)
@@ -219,19 +228,19 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _bury(name: str, running: _Running) -> ExitedProcess:
+def _bury(name: str, running: _Running, until: float) -> ExitedProcess:
     """Ends what is left of a process and its children, reaps it and closes its pipes."""
     process = running.process
     _kill_group(process)
+    assert process.stdin is not None, "its input is a pipe"
+    process.stdin.close()
     try:
-        returncode = process.wait(_KILLED_WAIT_S)
+        returncode = process.wait(max(0.0, until - time.monotonic()))
     except subprocess.TimeoutExpired as error:
         raise ClusterError(
             f"{name} (pid {process.pid}) does not end {_KILLED_WAIT_S:g} s after SIGKILL; it is "
             "stuck in the kernel (a device or a network file system that does not answer)."
         ) from error
-    assert process.stdin is not None, "its input is a pipe"
-    process.stdin.close()
     running.output.has_ended.wait(_LAST_WORDS_S)
     return ExitedProcess(
         name=name, pid=process.pid, returncode=returncode, tail=running.output.tail

@@ -6,8 +6,10 @@ when it must be given up. A frame begins with a header of 64 bytes, which says w
     leader -> others   orders, the experts' sums, its columns: one sequence, numbered without end
     others -> anyone   their columns, numbered from the step's beginning
 
-A shard that goes on to exchange n + 1 has every other's columns of exchange n, so all have taken
-those of n - 1: memory of a link is used again after eight messages.
+A shard that goes on from an exchange of all to the next has every other's columns of it, so all
+have taken what came before: memory of a link is used again after eight messages. What the leader
+alone gets is not answered, so six such exchanges may follow each other, and steps have four at
+most (`MAX_MICRO_BATCHES`), at their end.
 
 T rows, N columns.
 """
@@ -50,6 +52,7 @@ class ShardGroup:
         self._links = dict(sorted(links.items()))  # the leader's answer tells most: it comes first
         self._num_led = 0  # messages of the leader so far
         self._step, self._num_exchanges = 0, 0
+        self._num_unanswered = 0  # messages to the leader that it may not have taken
         self._is_abandoned = False  # and the others have not said that they know
 
     @property
@@ -74,13 +77,20 @@ class ShardGroup:
         frame = _frame_of(part_TN)
         for index in self._links:
             self._send(index, frame, led if self.is_leader else own)
-        return self._joined(part_TN, widths, led, own)
+        out_TN = self._joined(part_TN, widths, led, own)
+        self._num_unanswered = 1  # this one
+        return out_TN
 
     def at_leader(self, part_TN: Tensor, widths: tuple[int, ...]) -> Tensor:
         """See `Gather.at_leader`."""
         own = self._next_exchange()
         if self.is_leader:
             return self._joined(part_TN, widths, 0, own)
+        self._num_unanswered += 1
+        assert self._num_unanswered < _SLOTS, (
+            f"{self._num_unanswered} messages to a leader that has answered none of them, and the "
+            f"link's memory is used again after {_SLOTS}"
+        )
         self._send(0, _frame_of(part_TN), own)
         return part_TN
 
@@ -148,11 +158,14 @@ class ShardGroup:
 
     def shared(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The rows that the leader shares; raises StepAbandonedError."""
-        return self._receive(0, self._next_led(), tuple(shape), dtype)
+        rows_TN = self._receive(0, self._next_led(), tuple(shape), dtype)
+        self._num_unanswered = 0
+        return rows_TN
 
     def _begin_step(self) -> None:
         """What is still on its way of an abandoned step must not be taken for this one's."""
         self._step, self._num_exchanges = (self._step + 1) % _STEPS, 0
+        self._num_unanswered = 0
         for index, link in self._links.items():
             if index != 0:
                 link.forget(self._is_stale)

@@ -7,6 +7,7 @@ Each pool is a process of the trace, each rank a thread of it; stages lie within
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import threading
@@ -31,6 +32,7 @@ _PROCESS_NAMES = {
 }
 _RESERVED_BYTES = 512  # for the closing note
 _MAX_BACKLOG = 1024  # calls of `write` that the disk is behind
+_CLOSE_S = 30.0  # for the disk to take what it is behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class TimelineWriter:
         self._num_beyond_size = 0  # records left out; the thread counts these,
         self._num_beyond_backlog = 0  # `write` these
         self._error: OSError | None = None
+        self._is_closing = False
         self._backlog: queue.Queue[_Batch | None] = queue.Queue(_MAX_BACKLOG)
         label = _metadata("process_labels", PROCESSES[Role.COORDINATOR], 0, {"labels": MARK})
         self._file.write(b"[\n" + label)
@@ -75,23 +78,23 @@ class TimelineWriter:
             self._num_beyond_backlog += len(records)
 
     def close(self) -> None:
-        """Write what is queued and end the file. Raises OSError if the disk failed meanwhile."""
-        self._backlog.put(None)
-        self._thread.join()
-        try:
-            if self._error is not None:
-                raise self._error
-            num_left_out = self._num_beyond_size + self._num_beyond_backlog
-            if num_left_out:
-                at_ns = time.perf_counter_ns() - self.zero_ns
-                self._file.write(_note(LEFT_OUT, Track(Role.COORDINATOR, 0), at_ns, num_left_out))
-            # The last event stands without a comma.
-            self._file.write(_metadata("end", PROCESSES[Role.COORDINATOR], 0, {})[:-2] + b"\n]\n")
-        finally:
-            self._file.close()
+        """Write what is queued and end the file. Raises OSError if the disk failed meanwhile, or
+        does not take it all in time; the file then has no end, and its thread ends with us."""
+        self._is_closing = True
+        with contextlib.suppress(queue.Full):  # then there is something to wake it
+            self._backlog.put_nowait(None)
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            raise TimeoutError(
+                f"the disk has not taken the last records within {_CLOSE_S:g} s; the file ends "
+                "where it is"
+            )
+        if self._error is not None:
+            raise self._error
 
     def _run(self) -> None:
-        while (batch := self._backlog.get()) is not None:
+        """All of it is done here, where a disk that hangs holds nobody up."""
+        while (batch := self._next()) is not None:
             if self._is_full or self._error is not None:
                 self._num_beyond_size += len(batch.records)
                 continue
@@ -99,6 +102,27 @@ class TimelineWriter:
                 self._write_batch(batch)
             except OSError as error:
                 self._error = error
+        try:
+            self._end()
+        except OSError as error:
+            self._error = self._error or error
+
+    def _next(self) -> _Batch | None:
+        """None: it was closed, and nothing is left."""
+        if self._is_closing and self._backlog.empty():
+            return None
+        return self._backlog.get()
+
+    def _end(self) -> None:
+        with self._file:
+            if self._error is not None:
+                return
+            num_left_out = self._num_beyond_size + self._num_beyond_backlog
+            if num_left_out:
+                at_ns = time.perf_counter_ns() - self.zero_ns
+                self._file.write(_note(LEFT_OUT, Track(Role.COORDINATOR, 0), at_ns, num_left_out))
+            # The last event stands without a comma.
+            self._file.write(_metadata("end", PROCESSES[Role.COORDINATOR], 0, {})[:-2] + b"\n]\n")
 
     def _write_batch(self, batch: _Batch) -> None:
         if batch.track not in self._tracks:

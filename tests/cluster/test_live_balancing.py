@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -168,6 +169,35 @@ def test_an_expert_that_cannot_be_read(
         assert end.num_rounds == moves.version == 1 and moves.placement != target
         assert moves.serve(WANTED, {}) == expected
     log.assert_never_mixed()
+
+
+def test_a_copy_that_hangs_while_the_engine_is_idle(
+    faults: Faults, expected: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody asks and nobody tells anything: the move ends when its time is up even so."""
+    read_on, woken = threading.Event(), threading.Event()
+    faults.at(
+        ExpertCopies, "_copy", lambda: assert_set(read_on), rank="expert-1 copies"
+    )  # a disk that does not answer
+    with moving(faults) as (moves, _):
+        engine, mover = moves.drive.engine, moves.mover
+        mover.propose(moves.shuffled(1))
+        end = time.monotonic() + DEADLINE_S
+        while mover._move is None or mover._move.waiting != {"expert-1"} or engine.has_work:
+            assert time.monotonic() < end, f"{moves.ends}"
+            engine.step()
+        engine.set_waker(woken.set)
+        monkeypatch.setattr(mover, "_clock", lambda: time.monotonic() + 1e6)
+        assert woken.wait(DEADLINE_S) and engine.has_work, "the engine sleeps on"
+        engine.step()
+        assert [end.why for end in moves.ends] == ["expert-1 did not read its experts in time"]
+        assert not mover.is_moving and not mover.has_news
+        read_on.set()
+        assert moves.serve(WANTED, {}) == expected
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(DEADLINE_S), "nobody sets it"
 
 
 def test_with_an_expert_memory(faults: Faults, expected: dict[str, Answer]) -> None:

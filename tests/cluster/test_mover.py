@@ -137,6 +137,22 @@ def test_called_off(what: str) -> None:
     assert bench.current.version.placement == target and bench.current.version.number == 2
 
 
+def test_an_idle_engine_is_told_that_it_goes_on() -> None:
+    """When the last answer came within a step, and when the time of a round is up."""
+    bench = Bench(room=64)
+    bench.mover.propose(shuffled(START, 1))
+    bench.mover.advance()
+    bench.answer(NAMES[:3])
+    assert not bench.mover.has_news, "a rank still reads"
+    bench.now = 1000.0
+    assert bench.mover.has_news, "its time is up"
+    bench.now = 0.0
+    bench.answer(NAMES[3:])
+    assert bench.mover.has_news, "all are ready"
+    bench.mover.advance()
+    assert not bench.mover.has_news and not bench.mover.is_moving
+
+
 def test_nothing_begins_while_somebody_is_away() -> None:
     bench = Bench()
     bench.roster["expert-1"].phase = Phase.LOADING

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from moe_serve.cluster.messages import FileMark
 from moe_serve.cluster.preflight import ExpectedRank, RankReport, find_problems
 from moe_serve.cluster.probe import ProbeResult, ProbeTarget
 
+ROOT = Path(__file__).resolve().parents[2]
 CONFIG = FileMark(name="config.json", size=700, digest="ab" * 32)
 WEIGHTS = FileMark(name="model-00001.safetensors", size=4096, digest="cd" * 32)
 VERSIONS = {"moe-serve": "0.1.0", "torch": "2.13.0"}
@@ -90,3 +92,19 @@ def test_ports_that_are_closed() -> None:
         "expert-1 (10.0.0.4) cannot reach attention-0 on 10.0.0.2 port 40001: "
         "no answer within 2.0 s (a firewall?).",
     ]
+
+
+def test_a_firewall_before_a_port_that_its_own_rank_reaches() -> None:
+    """Every rank tries its own, too. It is the example of the manual."""
+    target, refused = ProbeTarget("expert-0", "10.0.0.3", 40002), "Connection refused"
+    failures = (refused, None, refused)  # of attention-0, expert-0, expert-1
+    reports = [
+        replace(report, probes=(ProbeResult(target, failure),))
+        for report, failure in zip(REPORTS, failures, strict=False)
+    ]
+    (sentence,) = told([*reports, REPORTS[3]])
+    assert sentence == (
+        "attention-0 (10.0.0.2), expert-1 (10.0.0.4) cannot reach expert-0 on 10.0.0.3 port 40002: "
+        "Connection refused."
+    )
+    assert sentence in (ROOT / "docs" / "cluster-control.md").read_text("utf-8")

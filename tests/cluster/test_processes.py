@@ -17,7 +17,11 @@ import pytest
 
 from moe_serve.child_python import module_command
 from moe_serve.cluster.output_pump import TAIL_LINES, Output
-from moe_serve.cluster.processes import ExitedProcess, LocalProcesses, worker_command
+from moe_serve.cluster.processes import (
+    ExitedProcess,
+    LocalProcesses,
+    worker_command,
+)
 from moe_serve.errors import ClusterError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,6 +139,27 @@ def test_who_has_ended_already_can_be_stopped_and_asked(started: Started) -> Non
     assert started.processes.stacks(["dead"]).keys() == {"dead"}
     codes = {item.name: item.returncode for item in started.processes.stop_all(60.0)}
     assert codes == {"dead": 3, "alive": -signal.SIGTERM}
+
+
+def test_one_that_is_stuck_in_the_kernel_costs_the_others_nothing(
+    started: Started, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It takes no signal, so nobody can wait for its end; the one after it is ended and reaped."""
+    stuck, other = started.run("stuck", WAIT), started.run("other", WAIT)
+    process, wait = started.processes._running["stuck"].process, subprocess.Popen.wait
+
+    def never(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if process.pid == stuck:
+            raise subprocess.TimeoutExpired("stuck", timeout or 0.0)
+        return wait(process, timeout)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess.Popen, "wait", never)
+        ended = started.processes.stop_all(0)
+    assert [item.name for item in ended] == ["other"]
+    assert not psutil.pid_exists(other), "it was not reaped"
+    assert f"stuck (pid {stuck}) does not end 10 s after SIGKILL" in caplog.text
+    assert process.wait() < 0, "it was not stuck at all"
 
 
 def test_what_a_worker_leaves_behind_ends_with_it(started: Started) -> None:

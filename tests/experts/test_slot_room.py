@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import KeysView
+
 import pytest
 import torch
 
 from experts.layer_banks import LayerBanks
+from experts.memory.slot_table import ExpertKey
 from experts.slot_room import SlotRoom
 from moe_kernels.choice import choose_kernels
 from moe_kernels.kernels import ExpertWeights, GatedActivation, Kernels
@@ -84,6 +87,23 @@ def test_dropped_and_missing(kernels: Kernels) -> None:
     assert room.num_free == 2
     with pytest.raises(AssertionError, match="1 experts are not here"):
         room.switch({1: {0}})
+    room.check_integrity()
+
+
+def test_a_switch_looks_at_what_is_staged_under_the_lock(kernels: Kernels) -> None:
+    """Another thread may stage, and a dictionary that grows while it is read raises."""
+    room = SlotRoom(kernels.expert_slots(WEIGHTS[1, 0], GatedActivation(), 2**62, 2), LAYERS, E)
+    looks = list[bool]()
+
+    class Watched(dict[ExpertKey, int]):
+        def keys(self) -> KeysView[ExpertKey]:  # type: ignore[override]
+            looks.append(room._lock.locked())
+            return super().keys()
+
+    room._staged = Watched()
+    room.stage(1, 0, WEIGHTS[1, 0])
+    room.switch({1: {0}})
+    assert looks and all(looks)
     room.check_integrity()
 
 

@@ -9,6 +9,7 @@ import torch
 from sharded_logits import connected
 from torch import Tensor
 
+from moe_serve.pipeline.micro_batch_choice import MAX_MICRO_BATCHES
 from moe_serve.pipeline.shard_group import ShardGroup, ShardLostError, StepAbandonedError
 
 
@@ -40,6 +41,26 @@ def test_everybody_has_all_columns(count: int, num_rows: int, width: int) -> Non
     for result in results:
         assert all(torch.equal(x, wanted.expand(num_rows, -1)) for x in result[:-1])
     assert torch.equal(results[0][-1], wanted.expand(num_rows, -1)), "the leader has all logits"
+
+
+def test_nobody_is_further_ahead_of_the_leader_than_a_link_holds() -> None:
+    """It answers nothing that it alone gets: the logits of each micro-batch behind a dense layer.
+    One more, and memory that it has not read would be written to again."""
+    part = torch.ones(300, 1)  # too long for the notice itself
+    with connected(2) as (leader, other), ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(other.everywhere, part, (1, 1))
+        leader.everywhere(part, (1, 1))
+        waiting.result(60.0)
+        assert MAX_MICRO_BATCHES <= 6
+        for number in range(6):
+            other.at_leader(part * number, (1, 1))
+        with pytest.raises(AssertionError, match="8 messages to a leader"):
+            other.at_leader(part, (1, 1))
+        for number in range(6):
+            assert torch.equal(leader.at_leader(part, (1, 1))[:, 1:], part * number)
+        leader.order(b"step")
+        assert other.next_order() == b"step"
+        other.at_leader(part, (1, 1))  # the next step's first
 
 
 @pytest.mark.parametrize("num_done", [0, 1, 3])

@@ -7,12 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from moe_serve.errors import TimelineError
+from moe_serve.pipeline import timeline_file
 from moe_serve.pipeline.timeline import Records, Stage, Track
 from moe_serve.pipeline.timeline_file import TimelineWriter
 from moe_serve.pipeline.timeline_reader import Timeline, read_timeline
@@ -135,6 +138,33 @@ def test_the_file_keeps_its_size(tmp_path: Path) -> None:
     total = sum(len(some) for some in tracks.values())
     assert (num_records(timeline) + timeline.num_left_out, timeline.is_cut) == (total, False)
     assert timeline.num_left_out > 0
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_disk_that_hangs_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_full: bool
+) -> None:
+    """Neither where the backlog has room for one more, nor where it has none. What the disk takes
+    later is a whole file."""
+    answers, write_batch = threading.Event(), TimelineWriter._write_batch
+
+    def hang(writer: TimelineWriter, batch: Any) -> None:
+        assert answers.wait(60.0), "nobody sets it"
+        write_batch(writer, batch)
+
+    monkeypatch.setattr(TimelineWriter, "_write_batch", hang)
+    monkeypatch.setattr(timeline_file, "_CLOSE_S", 0.0)
+    writer = TimelineWriter(tmp_path / "t.json")
+    some = records((Stage.EXPERTS, 0, 0, 1000, 2000))
+    writer.write(EXPERT_0, some)
+    while is_full and not writer._num_beyond_backlog:
+        writer.write(EXPERT_0, some)
+    with pytest.raises(TimeoutError, match="has not taken the last records within 0 s"):
+        writer.close()
+    answers.set()
+    writer._thread.join(60.0)
+    timeline = read_timeline(tmp_path / "t.json")
+    assert not timeline.is_cut and timeline.num_left_out == is_full
 
 
 def test_a_file_that_cannot_be_made_is_said_at_once(tmp_path: Path) -> None:

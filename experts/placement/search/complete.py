@@ -17,13 +17,15 @@ from experts.placement.search.state import Bools, Ints, State
 _SHARPNESS = 100.0
 
 
-def complete(state: State, layers: Sequence[int]) -> None:
-    """Raises PlacementError, with the layer, where the rules leave no place."""
+def complete(
+    state: State, layers: Sequence[int], *, what: str = "expert", where: str = "device"
+) -> None:
+    """Raises PlacementError, with the layer, where no place was found that the rules leave."""
     for row, expert in np.argwhere(~_lies(state)):
         if not _make_room(state, int(row), int(expert)):
             raise PlacementError(
-                f"No device is left for expert {expert} in layer {layers[row]}: its groups, pins "
-                "and slots exclude each other."
+                f"No {where} was found for {what} {expert} in layer {layers[row]} within groups, "
+                "pins and slots: loosen one of them."
             )
     state.add_up()
     if state.rules.budget is not None:
@@ -96,8 +98,8 @@ def _fill(state: State, layers: Sequence[int]) -> None:
         if not changed_n.all():
             row = int(rows[np.argmin(changed_n)])
             raise PlacementError(
-                f"{_empty_slots(state)[row]} slots of layer {layers[row]} cannot be filled within "
-                "groups and the budget of moves: leave slots empty, or allow more."
+                f"No way was found to fill {_empty_slots(state)[row]} slots of layer {layers[row]} "
+                "within groups and the budget of moves: leave slots empty, or allow more."
             )
         state.put(rows, part, np.arange(len(rows)))
 

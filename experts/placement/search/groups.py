@@ -9,7 +9,6 @@ import numpy as np
 
 from experts.placement.copies import copies_of
 from experts.placement.copy_load import CopyLoad
-from experts.placement.errors import PlacementError
 from experts.placement.limits import Grouping
 from experts.placement.problem import PlacementProblem
 from experts.placement.search.complete import complete
@@ -30,7 +29,7 @@ def group_nodes(problem: PlacementProblem, grouping: Grouping, pinned_LED: Bools
         return _most_held(held_LGM, wanted_LGM, grouping)
     if grouping.max_nodes_per_group >= is_node_DM.shape[1]:
         return np.ones_like(wanted_LGM)
-    return _packed(problem, grouping, wanted_LGM, is_node_DM)
+    return _packed(problem, grouping, pinned_LED, is_node_DM)
 
 
 def _is_node(problem: PlacementProblem) -> Ints:
@@ -54,16 +53,18 @@ def _most_held(held_LGM: Ints, wanted_LGM: Bools, grouping: Grouping) -> Bools:
 
 
 def _packed(
-    problem: PlacementProblem, grouping: Grouping, wanted_LGM: Bools, is_node_DM: Ints
+    problem: PlacementProblem, grouping: Grouping, pinned_LED: Bools, is_node_DM: Ints
 ) -> Bools:
-    num_layers, num_groups, num_nodes = wanted_LGM.shape
+    wanted_LGM = _by_group(pinned_LED, grouping) @ is_node_DM > 0
+    num_layers, num_groups, _ = wanted_LGM.shape
     load = CopyLoad.of(problem)
     alone_SLE = load.each(load.shares_SLE, 1)
     loads_SLG = alone_SLE.reshape(*alone_SLE.shape[:2], num_groups, -1).sum(axis=3)
     speed_D = np.array([device.speed for device in problem.devices.devices])
     speed_M = np.asarray(speed_D @ is_node_DM, dtype=np.float64)
-    places_M = _places(problem, grouping, is_node_DM)
-    open_LMC = np.tile(np.arange(places_M.max()) < places_M[:, None], (num_layers, 1, 1))
+    places_LM = _places(problem, grouping, pinned_LED, is_node_DM)
+    places_LM = np.clip(places_LM, wanted_LGM.sum(axis=1), num_groups)
+    open_LMC = np.arange(max(1, int(places_LM.max()))) < places_LM[:, :, None]
     pinned_LGM = np.pad(wanted_LGM, ((0, 0), (0, 1), (0, 0)))
     pinned = pinned_LGM if wanted_LGM.any() else None
     rules = Rules(open_NDC=open_LMC, pinned_NED=pinned, fill=False)
@@ -73,27 +74,33 @@ def _packed(
     for row, group, node in np.argwhere(wanted_LGM):
         lay(state, np.array([row]), np.array([group]), np.array([node]))
     pack(state)
-    complete(state, problem.loads.layers)
+    complete(state, problem.loads.layers, what="group", where="node")
     settle(state, _STAGE, np.zeros(num_layers), lambda _: False)
     return np.asarray(~state.free_NED[:, :-1])  # where something lies
 
 
-def _places(problem: PlacementProblem, grouping: Grouping, is_node_DM: Ints) -> Ints:
-    """Groups that a node takes: whole ones where each has one node, otherwise its part of all."""
-    slots_D = np.array([device.num_slots for device in problem.devices.devices])
-    slots_M = slots_D @ is_node_DM
+def _places(
+    problem: PlacementProblem, grouping: Grouping, pinned_LED: Bools, is_node_DM: Ints
+) -> Ints:
+    """[L, M]: groups that a node takes: whole ones where each has one node, otherwise its part of
+    all."""
+    slots_LD = problem.slots_by_layer()
+    slots_LM = np.asarray(slots_LD @ is_node_DM, dtype=np.int64)
     group_size = problem.loads.num_experts // grouping.num_groups
-    if grouping.max_nodes_per_group == 1:
-        return np.asarray(np.minimum(slots_M // group_size, grouping.num_groups))
+    if grouping.max_nodes_per_group == 1:  # a pin beside another of its expert takes a slot more
+        pins_LEM = np.asarray(pinned_LED @ is_node_DM, dtype=np.int64)
+        spare_LM = slots_LM - np.maximum(pins_LEM - 1, 0).sum(axis=1)
+        return np.asarray(np.maximum(spare_LM, 0) // group_size)
     wanted = grouping.num_groups * grouping.max_nodes_per_group
+    widest_LM = (slots_LD[:, :, None] * is_node_DM).max(axis=1)
+    parts_LM = np.array([_parts(slots_M, wanted) for slots_M in slots_LM])
+    return np.asarray(np.maximum(parts_LM, -(-widest_LM // group_size)))
+
+
+def _parts(slots_M: Ints, wanted: int) -> Ints:
+    """So many places, by slots: the largest remainders are rounded up."""
     exact_M = wanted * slots_M / slots_M.sum()
-    places_M = np.floor(exact_M).astype(np.int64)
-    order_M = np.argsort(places_M - exact_M, kind="stable")
-    places_M[order_M[: wanted - int(places_M.sum())]] += 1
-    widest_M = (slots_D[:, None] * is_node_DM).max(axis=0)
-    places_M = np.maximum(places_M, -(-widest_M // group_size))
-    if (places_M == 0).any():
-        raise PlacementError(
-            f"Node {int(places_M.argmin())} has too few slots for a part of a group."
-        )
-    return np.asarray(np.minimum(places_M, grouping.num_groups))
+    parts_M = np.asarray(np.floor(exact_M), dtype=np.int64)
+    order_M = np.argsort(parts_M - exact_M, kind="stable")
+    parts_M[order_M[: wanted - int(parts_M.sum())]] += 1
+    return parts_M

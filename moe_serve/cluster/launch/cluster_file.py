@@ -27,6 +27,7 @@ from moe_serve.cluster.launch.node_layout import NodeLayout, explicit_layout
 from moe_serve.cluster.rank_name import RankName
 from moe_serve.config_keys import SECRETS
 from moe_serve.errors import ConfigError
+from moe_serve.yaml_nodes import distinct_nodes
 
 
 class CoordinatorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -95,6 +96,10 @@ def parse_cluster_file(text: str, source: str) -> ClusterFile:
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"the cluster file {source} is not valid YAML: {reason}") from error
+    except RecursionError:
+        raise ConfigError(
+            f"the cluster file {source} has values too deep in each other to be read."
+        ) from None
     except msgspec.ValidationError as error:
         raise ConfigError(f"the cluster file {source} is wrong: {error}.") from error
     _check(cluster, source)
@@ -194,16 +199,13 @@ def _check(cluster: ClusterFile, source: str) -> None:
             )
 
 
-def refuse_doubled_keys(node: yaml.Node | None, source: str) -> None:
-    if isinstance(node, yaml.MappingNode):
+def refuse_doubled_keys(root: yaml.Node | None, source: str) -> None:
+    """And aliases that stand for too much: see `distinct_nodes`."""
+    for node in distinct_nodes(root, source):
         seen: set[str] = set()
-        for key, value in node.value:
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             name = str(key.value)
             if name in seen:
                 place = f"{source}:{key.start_mark.line + 1}"
                 raise ConfigError(f"{name} is set twice ({place}).")
             seen.add(name)
-            refuse_doubled_keys(value, source)
-    elif isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            refuse_doubled_keys(item, source)

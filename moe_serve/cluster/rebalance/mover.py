@@ -76,7 +76,8 @@ class _Move:
 
 
 class Mover:
-    """Used by the engine thread, between steps; `propose`, `is_moving` and the counts by any."""
+    """Used by the engine thread, between steps; `propose`, `is_moving`, `has_news` and the counts
+    by any."""
 
     def __init__(
         self,
@@ -109,8 +110,12 @@ class Mover:
 
     @property
     def has_news(self) -> bool:
-        """Whether `advance` has something to do although no rank said anything."""
-        return self._move is None and not self._proposals.empty()
+        """Whether `advance` has something to do although no rank says anything more. On any
+        thread."""
+        move = self._move
+        if move is None:
+            return not self._proposals.empty()
+        return not move.waiting or self._is_late(move)
 
     def heard(self, name: str, staged: Staged) -> None:
         """A rank is ready, or cannot be."""
@@ -134,9 +139,12 @@ class Mover:
             return
         if not move.waiting:
             self._switch(move)
-        elif self._clock() > move.deadline:
+        elif self._is_late(move):
             names = ", ".join(sorted(move.waiting))
             self.call_off(f"{names} did not read its experts in time")
+
+    def _is_late(self, move: _Move) -> bool:
+        return self._clock() > move.deadline
 
     def call_off(self, why: str) -> None:
         """Nothing comes of the round under way: everybody serves by the placement in force. What

@@ -98,6 +98,8 @@ def test_flags_win_over_the_file() -> None:
         ("name: pair", "name: pair\nserve: {server: {admin_keys: ['@f', k]}}", "server.admin_keys"),
         ("name: pair", "name: pair\nserve: {server: 1}", "serve"),
         ("name: pair", "name: [", "is not valid YAML"),
+        ("name: pair", "name: &a [*a]", "that it is in itself .pair.yaml:1"),
+        ("name: pair", "name: " + "[" * 3000, "too deep in each other"),
         (SMALL, "name: pair\ncoordinator: {host: h}\nnodes: []", "has no node"),
         (SMALL, "3", "Expected `object`"),
         (SMALL, "", "Expected `object`"),
@@ -107,6 +109,16 @@ def test_a_wrong_file_is_refused(old: str, new: str, message: str) -> None:
     assert old in SMALL
     with pytest.raises(ConfigError, match=message):
         parse_cluster_file(SMALL.replace(old, new), "pair.yaml")
+
+
+def test_aliases_of_aliases() -> None:
+    """A few lines that are 2^18 numbers; and what an alias is good for is read as ever."""
+    lines = [f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 18)]
+    text = "\n".join(["a0: &a0 [1, 1]", *lines, SMALL])
+    with pytest.raises(ConfigError, match=r"aliases of pair.yaml repeat [\d,]+ values"):
+        parse_cluster_file(text, "pair.yaml")
+    again = SMALL.replace("name: pair", "name: &name pair").replace("name: b", "name: *name")
+    assert parse_cluster_file(again, "pair.yaml").nodes[1].name == "pair"
 
 
 def test_a_missing_file(tmp_path: Path) -> None:

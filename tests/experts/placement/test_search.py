@@ -191,7 +191,7 @@ def test_pins_and_groups_that_leave_no_place_are_told() -> None:
         grouping=Grouping(num_groups=2),
         move=Move(current=current, max_copies_per_layer=1),
     )
-    with pytest.raises(PlacementError, match=r"Layer 1 must get \d copies|No device is left"):
+    with pytest.raises(PlacementError, match=r"Layer 1 must get \d copies|No device was found"):
         Search().solve(problem)
 
 
@@ -229,3 +229,47 @@ class TestEnding:
         solution = Search(thorough=True).solve(self.problem, report=report)
         assert not solution.is_complete
         assert faults(self.problem, solution.placement) == []
+
+
+@pytest.mark.parametrize(
+    ("slots", "nodes", "pins"),
+    [
+        # Memory leaves room for 2 and 2 groups of two, though node 0 has slots for 3, and is fast.
+        (((3, 1), (3, 3), (3, 3), (2, 2)), (0, 0, 1, 1), ()),
+        # Node 0 has slots for both groups of one, and two pins of group 1 take them.
+        (((1, 1), (1, 1), (1, 1)), (0, 0, 1), ((1, 0), (1, 1))),
+    ],
+)
+def test_groups_go_where_memory_and_pins_leave_slots(
+    slots: tuple[tuple[int, int], ...], nodes: tuple[int, ...], pins: tuple[tuple[int, int], ...]
+) -> None:
+    """`slots`: of each device, and for how many of them it has memory."""
+    devices = tuple(
+        Device(node=node, num_slots=most, memory_bytes=10 * fitting, speed=4.0 - 3.0 * node)
+        for node, (most, fitting) in zip(nodes, slots, strict=True)
+    )
+    num_groups = 2 if pins else 4
+    problem = PlacementProblem(
+        loads=skewed(1, 1, 2 if pins else 8, seed=0),
+        devices=Devices(devices=devices),
+        bytes_per_expert=10,
+        pins=tuple(Pin(expert=expert, device=device) for expert, device in pins),
+        grouping=Grouping(num_groups=num_groups),
+        fill=False,
+    )
+    assert faults(problem, Search().solve(problem).placement) == []
+
+
+def test_a_group_without_a_node_is_called_one() -> None:
+    """No expert and no device: memory leaves no node a whole group."""
+    devices = tuple(Device(node=node, num_slots=4, memory_bytes=30) for node in range(3))
+    problem = PlacementProblem(
+        loads=skewed(1, 1, 8, seed=0),
+        devices=Devices(devices=devices),
+        bytes_per_expert=10,
+        grouping=Grouping(num_groups=2),
+        fill=False,
+    )
+    why = r"No node was found for group 0 in layer \d+ within groups, pins and slots"
+    with pytest.raises(PlacementError, match=why):
+        Search().solve(problem)
