@@ -145,6 +145,17 @@ def test_a_second_run_goes_on(tmp_path: Path) -> None:
     assert answered(lines, out).skipped == 5
 
 
+def test_a_row_that_lacks_but_its_newline_is_kept(tmp_path: Path) -> None:
+    """An editor or a copy takes the last newline: the answer has been paid for all the same."""
+    out = tmp_path / "out.jsonl"
+    answered([line("a"), line("b")], out, concurrency=1)
+    before = out.read_bytes()
+    out.write_bytes(before[:-1])
+    count = answered([line("a"), line("b"), line("c")], out, concurrency=1)
+    assert (count.skipped, count.answered) == (2, 1)
+    assert out.read_bytes().startswith(before) and len(rows(out)) == 3
+
+
 def test_a_repeated_id_does_not_stand_for_its_line(tmp_path: Path) -> None:
     """The row of the repetition came first; the line itself is still to be answered."""
     out = tmp_path / "out.jsonl"
