@@ -246,7 +246,10 @@ def test_an_answer_that_is_being_read_is_not_cut(
     async def read() -> None:
         loop = asyncio.get_running_loop()
         begun = loop.time()
-        minutes = lambda: int((loop.time() - begun) / 59.9)  # noqa: E731
+
+        def minutes() -> int:
+            return int((loop.time() - begun) / 59.9)
+
         monkeypatch.setattr(
             patient_transport, "has_arrived", lambda _: taken is None or minutes() >= 10
         )
@@ -285,22 +288,24 @@ def test_a_connection_is_closed_when_its_answer_has_arrived(
     cert, key = pairs[0]
     config = ServerConfig(ssl_certfile=str(cert), ssl_keyfile=str(key))
     trust = ssl.create_default_context(cafile=cert)
-    with live_server(create_app(engine, model, config), engine, config) as live:
-        with socket.create_connection(("127.0.0.1", live.port), timeout=60) as raw:
-            client = trust.wrap_socket(raw, server_hostname="localhost")
-            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-            assert client.recv(65536).startswith(b"HTTP/1.1 200")
-            wait_until(lambda: num_looks >= 3)
-            (connection,) = live.server.server_state.connections
-            assert connection.transport.is_closing()
-            assert not connection.transport._wrapped.is_closing()
-            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")  # too late
-            has_all.set()
-            rest = []
-            with contextlib.suppress(ConnectionError), client:
-                while chunk := client.recv(65536):
-                    rest.append(chunk)
-            assert b"HTTP/1.1" not in b"".join(rest), "what came too late is not answered"
+    with (
+        live_server(create_app(engine, model, config), engine, config) as live,
+        socket.create_connection(("127.0.0.1", live.port), timeout=60) as raw,
+    ):
+        client = trust.wrap_socket(raw, server_hostname="localhost")
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert client.recv(65536).startswith(b"HTTP/1.1 200")
+        wait_until(lambda: num_looks >= 3)
+        (connection,) = live.server.server_state.connections
+        assert connection.transport.is_closing()
+        assert not connection.transport._wrapped.is_closing()
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")  # too late
+        has_all.set()
+        rest = []
+        with contextlib.suppress(ConnectionError), client:
+            while chunk := client.recv(65536):
+                rest.append(chunk)
+        assert b"HTTP/1.1" not in b"".join(rest), "what came too late is not answered"
 
 
 class Listener:
