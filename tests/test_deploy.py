@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import configparser
+import contextlib
 import http.server
 import importlib.util
 import re
 import shlex
+import shutil
+import ssl
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -275,9 +279,21 @@ def test_the_unit(tmp_path: Path) -> None:
     assert service["NoNewPrivileges"] == service["DynamicUser"] == "yes"
 
 
-@pytest.mark.parametrize("status", [200, 503])
-def test_health_check(status: int) -> None:
-    is_live = health_check().is_live
+@pytest.fixture
+def certificate(tmp_path: Path) -> dict[str, str]:
+    """The variables of a server that has one, for a name of its own."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes it")
+    cert, key = str(tmp_path / "server.crt"), str(tmp_path / "server.key")
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
+    command += f" -subj /CN=server.example -keyout {key} -out {cert}"
+    subprocess.run(command.split(), check=True, capture_output=True)
+    return {"MOE_SERVE_SERVER_SSL_CERTFILE": cert, "MOE_SERVE_SERVER_SSL_KEYFILE": key}
+
+
+@contextlib.contextmanager
+def answering(status: int, context: ssl.SSLContext | None) -> Iterator[dict[str, str]]:
+    """The variable of the port of a server that answers once; None: plain HTTP."""
 
     class Answer(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -289,9 +305,41 @@ def test_health_check(status: int) -> None:
             pass
 
     with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
-        port = server.server_port
+        server.handle_error = lambda *_: None  # type: ignore[method-assign]
+        if context is not None:
+            server.socket = context.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.handle_request)
         thread.start()
-        assert is_live(port) is (status == 200)
+        yield {"MOE_SERVE_SERVER_PORT": str(server.server_port)}
         thread.join(5)
-    assert not is_live(port), "nobody listens there any more"
+
+
+@pytest.mark.parametrize("status", [200, 503])
+def test_health_check(status: int) -> None:
+    is_live = health_check().is_live
+    with answering(status, None) as environ:
+        assert is_live(environ) is (status == 200)
+    assert not is_live(environ), "nobody listens there any more"
+
+
+@pytest.mark.parametrize("status", [200, 503])
+def test_health_check_over_https(status: int, certificate: dict[str, str]) -> None:
+    assert {variable_name(key) for key in config_keys()} >= certificate.keys()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate.values())
+    with answering(status, context) as environ:
+        assert health_check().is_live({**environ, **certificate}) is (status == 200)
+
+
+def test_health_check_of_a_server_that_asks_for_certificates(certificate: dict[str, str]) -> None:
+    """There is none to show: the server's half of the handshake is its sign of life."""
+    cert = certificate["MOE_SERVE_SERVER_SSL_CERTFILE"]
+    environ = {**certificate, "MOE_SERVE_SERVER_SSL_CA_CERTS": cert}
+    assert {variable_name(key) for key in config_keys()} >= environ.keys()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate.values())
+    context.load_verify_locations(cert)
+    context.verify_mode = ssl.CERT_REQUIRED
+    with answering(200, context) as port:
+        assert health_check().is_live({**port, **environ})
+    assert not health_check().is_live({**port, **environ}), "nobody listens there any more"

@@ -85,6 +85,20 @@ def test_a_problem_is_exit_code_1(capsys: Capture, monkeypatch: pytest.MonkeyPat
         assert checks["open files"]["state"] == ("problem" if code else "ok")
 
 
+def test_a_working_folder_that_is_gone_is_a_sentence(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    try:
+        assert run("doctor") == 2
+    finally:
+        monkeypatch.undo()
+    assert "error: the working folder has been deleted" in capsys.readouterr().err
+
+
 def test_the_limits_of_this_machine() -> None:
     facts = machine_limits.limits()
     assert facts["open_files"] is None or int(str(facts["open_files"])) > 0

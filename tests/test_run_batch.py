@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import pytest
 
 from moe_serve.cli.batch_lines import BatchLine, BatchRow, read_line
 from moe_serve.cli.batch_output import BatchOutput
+from moe_serve.cli.batch_reader import AHEAD_LINES
 from moe_serve.cli.batch_run import BatchCount, run_lines
 from moe_serve.cli.batch_target import NUM_TRIES, BatchTarget
 from moe_serve.cli.main import main
@@ -42,7 +43,7 @@ def good(request: httpx.Request) -> httpx.Response:
 
 
 def answered(
-    lines: Sequence[bytes], path: Path, answer: Answer = good, concurrency: int = 4
+    lines: Iterable[bytes], path: Path, answer: Answer = good, concurrency: int = 4
 ) -> BatchCount:
     async def run() -> BatchCount:
         count = BatchCount()
@@ -142,6 +143,17 @@ def test_a_second_run_goes_on(tmp_path: Path) -> None:
     found = rows(out)
     assert len(found) == 5 and found["batch_req_4"]["error"]["code"] == "repeated_custom_id"
     assert answered(lines, out).skipped == 5
+
+
+def test_a_row_that_lacks_but_its_newline_is_kept(tmp_path: Path) -> None:
+    """An editor or a copy takes the last newline: the answer has been paid for all the same."""
+    out = tmp_path / "out.jsonl"
+    answered([line("a"), line("b")], out, concurrency=1)
+    before = out.read_bytes()
+    out.write_bytes(before[:-1])
+    count = answered([line("a"), line("b"), line("c")], out, concurrency=1)
+    assert (count.skipped, count.answered) == (2, 1)
+    assert out.read_bytes().startswith(before) and len(rows(out)) == 3
 
 
 def test_a_repeated_id_does_not_stand_for_its_line(tmp_path: Path) -> None:
@@ -298,6 +310,100 @@ def test_lines_from_a_pipe(tmp_path: Path) -> None:
         for each in (thread, writer):
             each.join()
     assert {row["custom_id"] for row in rows(out).values()} == {"a", "b"}
+
+
+def test_a_producer_that_waits_for_a_row_gets_it(tmp_path: Path) -> None:
+    """And then for a line of its own, until the run's end: nobody waits for that one."""
+    has_row, is_over = threading.Event(), threading.Event()
+
+    class Output(BatchOutput):
+        def append(self, row: BatchRow) -> None:
+            super().append(row)
+            has_row.set()
+
+    def lines() -> Iterator[bytes]:
+        yield line("a")
+        assert has_row.wait(60), "the row of the first line is written before there is a second"
+        yield line("b", prompt="gone")
+        is_over.wait(60)
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if b"gone" in request.content or (request.method == "GET" and has_row.is_set()):
+            raise httpx.ConnectError("refused")
+        return good(request)
+
+    async def run() -> None:
+        transport = httpx.MockTransport(answer)
+        async with BatchTarget("http://server", None, transport, pause_s=0.001) as target:
+            with Output(tmp_path / "out") as output:
+                await run_lines(lines(), output, target, 4, BatchCount())
+
+    try:
+        with pytest.raises(EngineDeadError):
+            asyncio.run(run())
+        assert rows(tmp_path / "out").keys() == {"batch_req_1"}
+        assert not is_over.is_set()
+    finally:
+        is_over.set()
+
+
+def test_lines_are_not_read_far_ahead(tmp_path: Path) -> None:
+    num_read, most = 0, 0
+
+    def lines() -> Iterator[bytes]:
+        nonlocal num_read
+        for number in range(3 * AHEAD_LINES):
+            num_read += 1
+            yield line(str(number), prompt=number)
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal most
+        most = max(most, num_read - json.loads(request.content)["prompt"])
+        return good(request)
+
+    assert answered(lines(), tmp_path / "out", answer, 1).answered == 3 * AHEAD_LINES
+    assert most <= AHEAD_LINES + 2, "one is asked, and one is in the thread's hand"
+
+
+def test_lines_that_cannot_be_read_to_the_end(tmp_path: Path) -> None:
+    def lines() -> Iterator[bytes]:
+        yield line("a")
+        raise ConfigError("cannot read the lines in x: Input/output error.")
+
+    with pytest.raises(ConfigError, match="cannot read the lines in x"):
+        answered(lines(), tmp_path / "out")
+
+
+def test_ctrl_c_ends_a_run_whose_producer_is_silent(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "moe_serve", "run-batch", "-i", "/dev/stdin", "-o", str(out)]
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Slow) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        process = subprocess.Popen(
+            [*command, "--url", url], cwd=ROOT, stdin=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        assert process.stdin is not None
+        process.stdin.write(line("a"))
+        process.stdin.flush()
+        end = time.monotonic() + 60
+        while (not out.exists() or not out.stat().st_size) and time.monotonic() < end:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        try:
+            returncode = process.wait(timeout=60)
+        finally:
+            process.kill()
+            process.stdin.close()
+            assert process.stderr is not None
+            errors = process.stderr.read()
+            process.stderr.close()
+            server.shutdown()
+            thread.join()
+    assert returncode == 130, errors.decode()
+    assert b"1 answered" in errors and b"interrupted; run it again to go on" in errors
+    assert rows(out).keys() == {"batch_req_1"}
 
 
 def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:

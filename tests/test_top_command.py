@@ -6,6 +6,7 @@ import fcntl
 import http.server
 import io
 import json
+import math
 import os
 import pty
 import re
@@ -27,6 +28,7 @@ from rich.console import Console
 from moe_serve.cli.heat_strip import bar, folded, heat_strip, sparkline
 from moe_serve.cli.main import main
 from moe_serve.cli.server_answer import Answer
+from moe_serve.cli.top import top
 from moe_serve.cli.top_experts import hottest_line, layer_loads
 from moe_serve.cli.top_source import NotReachedError, TopSource
 from moe_serve.cli.top_view import frame
@@ -337,3 +339,9 @@ def test_ctrl_c_in_a_terminal(url: str) -> None:
         assert b"Traceback" not in terminal.output
     finally:
         terminal.close()
+
+
+def test_an_interval_that_is_no_number_is_a_sentence() -> None:
+    """Not every version of typer refuses it: no look would ever be due."""
+    with pytest.raises(ConfigError, match="--interval is nan: give the seconds"):
+        top(url="http://127.0.0.1:1", interval=math.nan)

@@ -7,14 +7,21 @@ from __future__ import annotations
 
 import http.client
 import os
+import ssl
 import sys
+from collections.abc import Mapping
 
 TIMEOUT_S = 4.0
 
 
-def is_live(port: int) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+def is_live(environ: Mapping[str, str]) -> bool:
+    port = int(environ.get("MOE_SERVE_SERVER_PORT") or "8000")
+    is_tls = bool(environ.get("MOE_SERVE_SERVER_SSL_CERTFILE"))
+    connection = _tls_connection(port) if is_tls else _plain_connection(port)
     try:
+        connection.connect()
+        if is_tls and environ.get("MOE_SERVE_SERVER_SSL_CA_CERTS"):
+            return True  # only who shows a certificate gets more than a handshake
         connection.request("GET", "/health/live")
         return connection.getresponse().status == 200
     except (OSError, http.client.HTTPException):
@@ -23,5 +30,17 @@ def is_live(port: int) -> bool:
         connection.close()
 
 
+def _plain_connection(port: int) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+
+
+def _tls_connection(port: int) -> http.client.HTTPConnection:
+    """The certificate is for the server's names, not for this address, and nothing is told here."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return http.client.HTTPSConnection("127.0.0.1", port, timeout=TIMEOUT_S, context=context)
+
+
 if __name__ == "__main__":
-    sys.exit(0 if is_live(int(os.environ.get("MOE_SERVE_SERVER_PORT") or "8000")) else 1)
+    sys.exit(0 if is_live(os.environ) else 1)

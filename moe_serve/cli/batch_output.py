@@ -49,7 +49,9 @@ class BatchOutput:
 
     def append(self, row: BatchRow) -> None:
         """One write: a reader, or an end by force, sees a row whole or not at all."""
-        content = row.to_json()
+        self._write(row.to_json())
+
+    def _write(self, content: bytes) -> None:
         try:
             written = os.write(self._file, content)
         except OSError as error:
@@ -73,13 +75,23 @@ class BatchOutput:
         with self.path.open("rb") as rows:
             for number, line in enumerate(rows, start=1):
                 if not line.endswith(b"\n"):
-                    if line[: len(ROW_START)] != ROW_START[: len(line)]:
-                        raise self._no_row(number)  # somebody else's file, not half a row of ours
-                    break
+                    self._end(number, line, complete)
+                    return
                 complete += len(line)
                 if line.strip():
                     self._take(number, line)
-        os.truncate(self._file, complete)
+
+    def _end(self, number: int, line: bytes, start: int) -> None:
+        """Of the last line, which has no newline: a row that lacks but this is kept."""
+        if line[: len(ROW_START)] != ROW_START[: len(line)]:
+            raise self._no_row(number)  # somebody else's file, not half a row of ours
+        try:
+            json.loads(line)
+        except ValueError:
+            os.truncate(self._file, start)
+            return
+        self._take(number, line)
+        self._write(b"\n")
 
     def _take(self, number: int, line: bytes) -> None:
         try:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from moe_serve.cli.batch_lines import BatchLine, BatchRow, read_line, repeated
 from moe_serve.cli.batch_output import BatchOutput
+from moe_serve.cli.batch_reader import BatchReader
 from moe_serve.cli.batch_target import BatchTarget
 
 
@@ -53,44 +54,59 @@ async def run_lines(
     concurrency: int,
     count: BatchCount,
 ) -> None:
-    """Answer what has no row yet. Raises what the target raises; rows that are written stay."""
-    todo = _todo(lines, output, count)
-    workers = [
-        asyncio.create_task(_work(todo, output, target, count)) for _ in range(max(1, concurrency))
-    ]
-    try:
-        await asyncio.gather(*workers)
-    finally:
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
+    """Answer what has no row yet. Raises what the target raises; rows that are written stay.
+
+    `lines` is iterated by a thread, and left there in the middle where its next line does not come.
+    """
+    with BatchReader(lines) as reader:
+        todo = _Todo(reader, output, count)
+        workers = [
+            asyncio.create_task(_work(todo, output, target, count))
+            for _ in range(max(1, concurrency))
+        ]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
 
 
-async def _work(
-    todo: Iterable[BatchLine], output: BatchOutput, target: BatchTarget, count: BatchCount
-) -> None:
-    for line in todo:  # one iterator of all workers: each takes the next line
+async def _work(todo: _Todo, output: BatchOutput, target: BatchTarget, count: BatchCount) -> None:
+    while (line := await todo.next()) is not None:
         row = await target.send(line)
         output.append(row)
         count.add(row)
 
 
-def _todo(lines: Iterable[bytes], output: BatchOutput, count: BatchCount) -> Iterable[BatchLine]:
+class _Todo:
     """Lines to send; the others are skipped, or get their rows at once."""
-    first: dict[str, int] = {}  # custom_id -> its line
-    for number, text in enumerate(lines, start=1):
-        if not text.strip():
-            continue
+
+    def __init__(self, reader: BatchReader, output: BatchOutput, count: BatchCount) -> None:
+        self._reader, self._output, self._count = reader, output, count
+        self._first: dict[str, int] = {}  # custom_id -> its line
+
+    async def next(self) -> BatchLine | None:
+        """Of all workers: each takes the next line. None after the last one."""
+        while (numbered := await self._reader.next()) is not None:
+            number, text = numbered
+            if text.strip() and (line := self._to_send(number, text)) is not None:
+                return line
+        return None
+
+    def _to_send(self, number: int, text: bytes) -> BatchLine | None:
         line = read_line(number, text)
-        if line.custom_id is not None and first.setdefault(line.custom_id, number) != number:
-            line = repeated(number, line.custom_id, first[line.custom_id])
-        if output.has(number, line.custom_id):
-            count.skip()
+        first = number if line.custom_id is None else self._first.setdefault(line.custom_id, number)
+        if line.custom_id is not None and first != number:
+            line = repeated(number, line.custom_id, first)
+        if self._output.has(number, line.custom_id):
+            self._count.skip()
         elif isinstance(line, BatchRow):
-            output.append(line)
-            count.add(line)
+            self._output.append(line)
+            self._count.add(line)
         else:
-            yield line
+            return line
+        return None
 
 
 def _num_generated(row: BatchRow) -> int:

@@ -21,6 +21,7 @@ import psutil
 
 from moe_serve import __version__
 from moe_serve.cli.machine_limits import Fact, clock, limits, network
+from moe_serve.errors import ConfigError
 
 CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 ARM_FLAGS = ("asimd", "sve", "bf16", "i8mm")
@@ -113,8 +114,15 @@ def _memory() -> dict[str, Fact]:
 
 
 def _disk() -> dict[str, Fact]:
-    usage = shutil.disk_usage(".")
-    return {"folder": str(Path.cwd()), "total_bytes": usage.total, "free_bytes": usage.free}
+    try:
+        folder = Path.cwd()
+    except FileNotFoundError:
+        raise ConfigError(
+            "the working folder has been deleted, so its disk cannot be looked at: change into a "
+            "folder that is there."
+        ) from None
+    usage = shutil.disk_usage(folder)
+    return {"folder": str(folder), "total_bytes": usage.total, "free_bytes": usage.free}
 
 
 def _cgroup_limit(name: str) -> float | None:

@@ -97,8 +97,16 @@ async def _run(
     async with target:
         await target.check()
         count.begun = time.monotonic()
-        with input_file.open("rb") as lines:
-            await run_lines(lines, output, target, concurrency, count)
+        await run_lines(_lines(input_file), output, target, concurrency, count)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Opened where they are read: a named pipe waits for its writer there."""
+    try:
+        with path.open("rb") as lines:
+            yield from lines
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
 def _count_lines(path: Path) -> int | None:
@@ -109,7 +117,11 @@ def _count_lines(path: Path) -> int | None:
         with path.open("rb") as lines:
             return sum(1 for line in lines if line.strip())
     except OSError as error:
-        raise ConfigError(f"cannot read the lines in {path}: {error.strerror}.") from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot read the lines in {path}: {error.strerror}.")
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from moe_serve.cli.server_answer import Answer
 from moe_serve.cli.top_source import NotReachedError, TopSource
 from moe_serve.cli.top_view import frame
 from moe_serve.config_sources import API_KEY_VARIABLE
+from moe_serve.errors import ConfigError
 
 _TICK_S = 0.2  # how soon a key or a new size of the terminal is noticed
 _PLAIN_COLUMNS = 140  # of a frame that goes to a file or a pipe
@@ -34,6 +36,8 @@ def top(
 
     q or Ctrl-C leaves. Without a terminal it prints one frame. Exit code 1: not reached.
     """
+    if math.isnan(interval):  # no comparison with a range refuses it
+        raise ConfigError("--interval is nan: give the seconds between two looks, 0.2 to 60.")
     console = Console(highlight=False)
     with TopSource(url, sent_key(api_key)) as source:
         try:

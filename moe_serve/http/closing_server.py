@@ -7,12 +7,11 @@ the client, and one that is idle (any pool of connections) does not read.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
 import socket
-import termios
 
 import uvicorn
+
+from moe_serve.http.sent_bytes import has_arrived
 
 _LOOK_S = 0.1
 
@@ -37,17 +36,5 @@ class ClosingServer(uvicorn.Server):
             await asyncio.sleep(_LOOK_S)
             for connection in list(self.server_state.connections):
                 transport = connection.transport
-                if transport.is_closing() and _has_arrived(transport):
+                if transport.is_closing() and has_arrived(transport):
                     transport.abort()
-
-
-def _has_arrived(transport: asyncio.Transport) -> bool:
-    """Whether the client's machine has all that was written; False where that is not told."""
-    connected: socket.socket | None = transport.get_extra_info("socket")
-    if connected is None:  # it is gone, of which its protocol will be told in the loop's next turn
-        return False
-    unsent = bytearray(4)
-    with contextlib.suppress(OSError, ValueError):
-        fcntl.ioctl(connected.fileno(), termios.TIOCOUTQ, unsent)
-        return not any(unsent) and not transport.get_write_buffer_size()
-    return False

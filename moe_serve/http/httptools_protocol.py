@@ -19,6 +19,7 @@ from moe_serve.http.connection_guard import (
     upgrade_error,
 )
 from moe_serve.http.errors import ApiError
+from moe_serve.http.patient_transport import PatientTransport
 
 
 class _RefusedHeadError(Exception):
@@ -46,6 +47,9 @@ class GuardedHttpToolsProtocol(HttpToolsProtocol):
         self._served: RequestResponseCycle | None = None  # `cycle` may be one that waits behind it
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if transport.get_extra_info("sslcontext") is not None:
+            patient: Any = PatientTransport(transport, self.loop, self.write_timeout_s)
+            transport = patient
         super().connection_made(transport)
         self._guard.open(transport)
 
@@ -57,7 +61,7 @@ class GuardedHttpToolsProtocol(HttpToolsProtocol):
             self._served.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        if self._guard.is_refused:
+        if self._guard.is_refused or self.transport.is_closing():
             return
         if not self._is_in_body:
             self._guard.begin_head()

@@ -32,13 +32,16 @@ def make_detokenizer(
     skip_special_tokens: bool = True,
     kept_ids: frozenset[int] = frozenset(),
     follows: int | None = None,
+    keeps_first_space: bool = False,
 ) -> Detokenizer:
     """The detokenizer that fits the vocabulary's spelling; `kept_ids` are never skipped. `follows`:
-    the last token of a text that goes on; None: a text begins here."""
+    the last token of a text that goes on; None: a text begins here, and a decoder of SentencePiece
+    takes its first space away, unless that `keeps_first_space`."""
     skipped = tokenizer.special_token_ids - kept_ids if skip_special_tokens else frozenset[int]()
     if tokenizer.spelling is Spelling.BYTE_LEVEL:
         return ByteLevelDetokenizer(tokenizer, skipped)
-    return WindowDetokenizer(tokenizer, skipped, _context_of(follows, tokenizer))
+    context = _context_of(follows, tokenizer)
+    return WindowDetokenizer(tokenizer, skipped, context, keeps_first_space=keeps_first_space)
 
 
 def _context_of(follows: int | None, tokenizer: Tokenizer) -> list[int]:
@@ -78,12 +81,18 @@ class WindowDetokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, skipped: frozenset[int], context: list[int] | None = None
+        self,
+        tokenizer: Tokenizer,
+        skipped: frozenset[int],
+        context: list[int] | None = None,
+        *,
+        keeps_first_space: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
         self._context: list[int] = context or []
         self._pending: list[int] = []
+        self._may_lack_space = keeps_first_space
 
     def push(self, token_id: int) -> str:
         if token_id in self._skipped:
@@ -94,18 +103,24 @@ class WindowDetokenizer:
         text = self._new_text()
         if text.endswith("\ufffd") and len(self._pending) < _MAX_HELD_TOKENS:
             return ""
-        self._advance(text)
-        return text
+        return self._take(text)
 
     def flush(self) -> str:
-        text = self._new_text() if self._pending else ""
-        self._advance(text)
-        return text
+        return self._take(self._new_text()) if self._pending else ""
 
     def _new_text(self) -> str:
         before = self._tokenizer.decode(self._context, skip_special_tokens=False)
         after = self._tokenizer.decode(self._context + self._pending, skip_special_tokens=False)
         return after[len(before) :]
+
+    def _take(self, text: str) -> str:
+        """The text of what is pending, which is shown now."""
+        spelt = b""
+        if self._may_lack_space:
+            self._may_lack_space = False
+            spelt = b"".join(map(self._tokenizer.token_bytes, self._pending))
+        self._advance(text)
+        return " " + text if spelt == b" " + text.encode() else text
 
     def _advance(self, text: str) -> None:
         self._context = self._pending if text else self._context + self._pending

@@ -37,7 +37,8 @@ class TextStream:
 
     `stops` are `params.stop`, ready-made by an owner that has several sequences with the same ones.
     `kept_ids` are special tokens that stay in the text whatever the parameters say. `follows`: the
-    last token of a text that this sequence continues, whose first space then counts.
+    last token of a text that this sequence continues, whose first space then counts. It counts too
+    where a grammar holds from the first token on, as that is what asked for it.
     """
 
     def __init__(
@@ -49,11 +50,13 @@ class TextStream:
         follows: int | None = None,
     ) -> None:
         self._params = params
+        constraint = params.constraint
         self._detokenizer = make_detokenizer(
             tokenizer,
             skip_special_tokens=params.skip_special_tokens,
             kept_ids=kept_ids,
             follows=follows,
+            keeps_first_space=constraint is not None and not constraint.lead,
         )
         self._matcher = StopStringMatcher(
             stops or StopStrings(params.stop), includes_stop=params.include_stop_str_in_output

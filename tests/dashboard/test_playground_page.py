@@ -13,7 +13,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from fake_server import ANSWER, FakeServer, experts_of
-from fake_state import fake_state
+from fake_state import NUM_LAYERS, fake_state
 from headless_chromium import console_errors, requested_urls, set_view
 from page_checks import contrasts, overflow, run_script, status, text, wait_for
 
@@ -114,6 +114,42 @@ def test_tokens_are_coloured(browser: webdriver.Chrome, fake: FakeServer) -> Non
     browser.find_element(By.ID, "expert").send_keys(Keys.BACKSPACE, "7")
     assert run_script(browser, chosen) == [7 in experts_of(i)[5] for i in range(7)]
     assert any(run_script(browser, chosen))
+
+
+def test_layers_have_their_numbers_in_the_model(
+    browser: webdriver.Chrome, fake: FakeServer
+) -> None:
+    """The first ones of this model, and every second one, are dense: they choose no experts."""
+
+    def state(now: float, started: float) -> dict[str, Any]:
+        made = fake_state(now, started)
+        made["experts"]["layers"] = [3 + 2 * row for row in range(NUM_LAYERS)]
+        return made
+
+    fake.make_state = state
+    open_playground(browser, fake)
+    say(browser, "hi")
+    wait_for_end(browser)
+    browser.find_elements(By.CLASS_NAME, "token")[4].click()
+    words = text(browser, ".tooltip")
+    for row, ids in enumerate(experts_of(4)):
+        assert f"layer {3 + 2 * row}: {ids[0]}, {ids[1]}" in words
+    grid = browser.find_element(By.CSS_SELECTOR, "#answer canvas")
+    grid.send_keys(Keys.ARROW_DOWN, Keys.ARROW_DOWN, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    assert "Layer 5, expert 2" in text(browser, ".tooltip")
+    grid.send_keys(Keys.ENTER)
+    chosen = "return [...document.querySelectorAll('.token')].map((n) => n.matches('.chose'))"
+    assert run_script(browser, chosen) == [2 in experts_of(i)[1] for i in range(7)]
+    field = browser.find_element(By.ID, "layer")
+    assert field.get_attribute("value") == "5"
+    field.send_keys(Keys.BACKSPACE)
+    assert field.get_attribute("placeholder") == "3"
+    assert run_script(browser, chosen) == [2 in experts_of(i)[0] for i in range(7)]
+    field.send_keys("7")
+    assert run_script(browser, chosen) == [2 in experts_of(i)[2] for i in range(7)]
+    field.send_keys(Keys.BACKSPACE, "4")
+    assert not any(run_script(browser, chosen)), "a layer without experts"
+    assert console_errors(browser) == []
 
 
 def test_turns_settings_and_errors(browser: webdriver.Chrome, fake: FakeServer) -> None:

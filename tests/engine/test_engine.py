@@ -75,6 +75,26 @@ def test_one_request() -> None:
     assert all(d.finish_reason is None for d in deltas[:-1])
 
 
+@pytest.mark.parametrize("budget", [1, 2, 3, 5])
+def test_fewer_tokens_in_a_step_than_seats_hold_nobody_up(budget: int) -> None:
+    """Who would find no room in the next steps is not started: all who run go on in each."""
+    engine = make_engine(FakeRunner(), max_num_seqs=8, budget=budget)
+    prompts = {f"r{i}": [1 + i] * (1 + 5 * i % 13) for i in range(8)}
+    for name, prompt in prompts.items():
+        engine.add(request(name, prompt, max_tokens=5 + len(prompt)))
+    steps: dict[str, list[int]] = {}
+    number = 0
+    while engine.has_work:
+        number += 1
+        for delta in engine.step():
+            steps.setdefault(delta.request_id, []).extend([number] * len(delta.token_ids))
+        assert engine.stats().num_running <= budget
+    assert steps.keys() == prompts.keys()
+    for name, prompt in prompts.items():
+        first = steps[name][0]
+        assert steps[name] == list(range(first, first + 5 + len(prompt))), name
+
+
 @pytest.mark.parametrize("budget", [1, 7, 64])
 def test_prompts_are_read_in_chunks_within_the_budget(budget: int) -> None:
     runner = FakeRunner()

@@ -176,6 +176,36 @@ def test_a_background_response_counts_as_open_for_its_key(
         create(client)
 
 
+def test_a_background_response_that_nobody_could_find_is_ended(
+    make_app: Callable[..., FastAPI], engine: Any
+) -> None:
+    """Others' answers do not push it out; another one in the background does, and ends it."""
+    with TestClient(make_app(max_stored_responses=1)) as client:
+        engine.step_s = 600.0
+        first = create(client, background=True)
+        engine.step_s = 0.0
+        create(client)
+        assert client.get(f"{PATH}/{first['id']}").json()["status"] == "in_progress"
+        assert not engine.aborted
+        engine.step_s = 600.0
+        second = create(client, background=True)
+        assert client.get(f"{PATH}/{first['id']}").status_code == 404
+        assert len(engine.aborted) == 1, "it runs on for nobody"
+        client.post(f"{PATH}/{second['id']}/cancel")
+        assert len(engine.aborted) == 2
+
+
+def test_a_background_response_without_a_store_is_refused(
+    make_app: Callable[..., FastAPI], engine: Any
+) -> None:
+    engine.step_s = 600.0
+    with TestClient(make_app(max_stored_responses=0)) as client:
+        refused = client.post(PATH, json={"input": "hi", "background": True})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "background"
+        assert len(engine.aborted) == 1
+
+
 def test_a_background_response_that_fails_says_so(client: TestClient, engine: Any) -> None:
     engine.error_after = 2
     begun = create(client, background=True)

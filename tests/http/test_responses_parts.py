@@ -209,11 +209,14 @@ def test_the_format_of_a_text() -> None:
 
 
 class TestStore:
-    def entry(self, name: str, num_bytes: int = 10, owner: str = "me") -> StoredResponse:
+    def entry(
+        self, name: str, num_bytes: int = 10, owner: str = "me", is_ended: bool = True
+    ) -> StoredResponse:
         body = b"x" * num_bytes
         return StoredResponse(
-            id=name, owner=owner, response=body, history=b"", items=b"", output=b""
-        )
+            id=name, owner=owner, response=body, history=b"", items=b"", output=b"",
+            is_ended=is_ended,
+        )  # fmt: skip
 
     def test_the_oldest_leave_when_there_are_too_many(self) -> None:
         store = ResponseStore(max_entries=2, max_bytes=1000, ttl_s=10)
@@ -242,6 +245,31 @@ class TestStore:
         with pytest.raises(ApiError):
             store.get("a", "me")
         assert store.get("b", "me").id == "b" and len(store) == 1
+
+    def test_what_runs_does_not_expire(self) -> None:
+        now = [0.0]
+        store = ResponseStore(max_entries=9, max_bytes=999, ttl_s=10, clock=lambda: now[0])
+        store.put(self.entry("a", is_ended=False))
+        store.put(self.entry("b"))
+        now[0] = 100.0
+        assert store.get("a", "me").id == "a" and len(store) == 1
+        store.replace(self.entry("a"))
+        now[0] = 110.0
+        with pytest.raises(ApiError):
+            store.get("a", "me")
+
+    def test_what_runs_leaves_last_and_is_told_of(self) -> None:
+        lost: list[str] = []
+        store = ResponseStore(max_entries=2, max_bytes=999, ttl_s=10, on_loss=lost.append)
+        store.put(self.entry("a", is_ended=False))
+        for name in "bcd":
+            store.put(self.entry(name))
+        assert store.get("a", "me").id == "a" and store.has("d") and len(store) == 2
+        store.put(self.entry("e", is_ended=False))
+        store.put(self.entry("f"))
+        assert store.has("a") and store.has("e") and not lost, "nobody's answer ends a run"
+        store.put(self.entry("g", is_ended=False))
+        assert lost == ["a"] and store.has("e") and store.has("g")
 
     def test_what_was_deleted_does_not_come_back(self) -> None:
         store = ResponseStore(max_entries=9, max_bytes=999, ttl_s=10)

@@ -9,6 +9,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +24,11 @@ from moe_serve.cli.chat_client import ChatClient
 from moe_serve.cli.top_source import TopSource
 from moe_serve.config import ServerConfig
 from moe_serve.errors import ConfigError
-from moe_serve.http import closing_server, tls
+from moe_serve.http import patient_transport, tls
 from moe_serve.http.app import create_app
+from moe_serve.http.connection_guard import LEAST_TAKEN_BYTES
+from moe_serve.http.patient_transport import PatientTransport
+from moe_serve.http.sent_bytes import has_arrived, num_arrived
 from moe_serve.http.tls import Tls
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes them")
@@ -196,19 +200,112 @@ def test_what_has_not_arrived_is_not_cut() -> None:
     transport = SimpleNamespace(
         get_extra_info=lambda _: ours, get_write_buffer_size=lambda: transport.unsent, unsent=0
     )
-    assert closing_server._has_arrived(transport)  # type: ignore[arg-type]
+    assert has_arrived(transport)  # type: ignore[arg-type]
     transport.unsent = 1
-    assert not closing_server._has_arrived(transport)  # type: ignore[arg-type]
+    assert not has_arrived(transport)  # type: ignore[arg-type]
     transport.unsent = 0
     ours.sendall(b"not read yet")
-    assert not closing_server._has_arrived(transport)  # type: ignore[arg-type]
+    assert not has_arrived(transport)  # type: ignore[arg-type]
     theirs.recv(100)
-    assert closing_server._has_arrived(transport)  # type: ignore[arg-type]
+    assert has_arrived(transport)  # type: ignore[arg-type]
     ours.close()
-    assert not closing_server._has_arrived(transport), "not told"  # type: ignore[arg-type]
+    assert not has_arrived(transport), "not told"  # type: ignore[arg-type]
     transport.get_extra_info = lambda _: None  # its protocol is told in the loop's next turn
-    assert not closing_server._has_arrived(transport)  # type: ignore[arg-type]
+    assert not has_arrived(transport)  # type: ignore[arg-type]
     theirs.close()
+
+
+def test_what_the_client_took_is_counted() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        ours, _ = listener.accept()
+        transport: Any = SimpleNamespace(get_extra_info=lambda _: ours)
+        with theirs, ours:
+            before = num_arrived(transport)
+            ours.sendall(b"x" * 10_000)
+            assert len(theirs.recv(10_000, socket.MSG_WAITALL)) == 10_000
+            wait_until(lambda: num_arrived(transport) == before + 10_000)
+            assert ours.getblocking(), "it is looked at, and not changed"
+        assert num_arrived(transport) == 0, "it is gone"
+
+
+@pytest.mark.parametrize(
+    ("taken", "end", "at"),
+    [(LEAST_TAKEN_BYTES, "close", 600), (LEAST_TAKEN_BYTES - 1, "abort", 60), (None, "close", 0)],
+)
+def test_an_answer_that_is_being_read_is_not_cut(
+    run_in_virtual_time: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    taken: int | None,
+    end: str,
+    at: int,
+) -> None:
+    """A client that takes so many bytes in a minute has all after ten; None: it has them."""
+    ends: list[tuple[str, float]] = []
+
+    async def read() -> None:
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+
+        def minutes() -> int:
+            return int((loop.time() - begun) / 59.9)
+
+        monkeypatch.setattr(
+            patient_transport, "has_arrived", lambda _: taken is None or minutes() >= 10
+        )
+        monkeypatch.setattr(patient_transport, "num_arrived", lambda _: (taken or 0) * minutes())
+        wrapped: Any = SimpleNamespace(
+            close=lambda: ends.append(("close", loop.time() - begun)),
+            abort=lambda: ends.append(("abort", loop.time() - begun)),
+            is_closing=lambda: bool(ends),
+        )
+        transport = PatientTransport(wrapped, loop, 60.0)
+        transport.close()
+        assert transport.is_closing()
+        await asyncio.sleep(700.0)
+
+    run_in_virtual_time(read())
+    ((how, when),) = ends
+    assert how == end and abs(when - at) < 3
+
+
+def test_a_connection_is_closed_when_its_answer_has_arrived(
+    pairs: list[tuple[Path, Path]],
+    engine: Any,
+    model: Any,
+    live_server: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """TLS would cut a whole answer that takes longer than its farewell may."""
+    has_all, num_looks = threading.Event(), 0
+
+    def look(_: object) -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        return has_all.is_set()
+
+    monkeypatch.setattr(patient_transport, "has_arrived", look)
+    cert, key = pairs[0]
+    config = ServerConfig(ssl_certfile=str(cert), ssl_keyfile=str(key))
+    trust = ssl.create_default_context(cafile=cert)
+    with (
+        live_server(create_app(engine, model, config), engine, config) as live,
+        socket.create_connection(("127.0.0.1", live.port), timeout=60) as raw,
+    ):
+        client = trust.wrap_socket(raw, server_hostname="localhost")
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert client.recv(65536).startswith(b"HTTP/1.1 200")
+        wait_until(lambda: num_looks >= 3)
+        (connection,) = live.server.server_state.connections
+        assert connection.transport.is_closing()
+        assert not connection.transport._wrapped.is_closing()
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")  # too late
+        has_all.set()
+        rest = []
+        with contextlib.suppress(ConnectionError), client:
+            while chunk := client.recv(65536):
+                rest.append(chunk)
+        assert b"HTTP/1.1" not in b"".join(rest), "what came too late is not answered"
 
 
 class Listener:

@@ -92,6 +92,24 @@ def test_where_a_text_begins_its_first_space_goes() -> None:
     assert make_detokenizer(TOKENIZERS["byte-level"], follows=0).push(0) == "!"
 
 
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_a_first_space_that_is_kept(data: st.DataObject) -> None:
+    """And nothing else changes. Of whole characters, as a grammar has them."""
+    tokenizer = TOKENIZERS["byte-fallback"]
+    parts = {i for i in range(tokenizer.vocab_size) if tokenizer.is_byte_token(i)}
+    parts = {i for i in parts if not tokenizer.token_bytes(i).isascii()}
+    some = st.integers(0, tokenizer.vocab_size - 1).filter(lambda i: i not in parts)
+    ids = data.draw(st.lists(some, max_size=12))
+    detokenizer = make_detokenizer(tokenizer, keeps_first_space=True)
+    text = "".join(detokenizer.push(token) for token in ids) + detokenizer.flush()
+    shown = [token for token in ids if token not in tokenizer.special_token_ids]
+    spelt = b"".join(tokenizer.token_bytes(token) for token in shown)
+    space = " " if spelt.startswith(b" ") else ""
+    assert text.removeprefix(space) == tokenizer.decode(ids), f"{ids=}"
+    assert text.startswith(space)
+
+
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=80, deadline=None)
 @given(text=st.text(max_size=30))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from moe_serve.engine.constraint import Constraint
 from moe_serve.engine.request import FinishReason, TokenDelta, TokenLogprob
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.text.text_stream import TextDelta, TextStream
@@ -85,6 +86,25 @@ def test_grouping_changes_nothing(
         joined = [[x for d in deltas for x in getattr(d, name)] for deltas in (grouped, single)]
         assert joined[0] == joined[1], name
     assert grouped[-1].stop_reason == single[-1].stop_reason
+
+
+def test_a_grammar_gets_the_first_space_that_it_asks_for() -> None:
+    """SentencePiece's decoder takes it away; what comes before a grammar's part is as ever."""
+    backend = Backend(models.BPE({"<unk>": 0, "▁yes": 1, "▁": 2, "y": 3}, [], unk_token="<unk>"))
+    strip = decoders.Strip(" ", 1, 0)
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), strip])
+    tokenizer = Tokenizer(backend)
+    asked, lead = Constraint("regex", " +yes"), Constraint("regex", "y", lead="start: @answer")
+    for ids, constraint, expected in (
+        ((1,), asked, " yes"),
+        ((2, 1), asked, "  yes"),
+        ((3, 1), asked, "y yes"),
+        ((1, 1), lead, "yes yes"),
+        ((1, 1), None, "yes yes"),
+    ):
+        stream = TextStream(tokenizer, SamplingParams(constraint=constraint))
+        delta = TokenDelta(request_id="r", token_ids=ids, finish_reason=FinishReason.LENGTH)
+        assert stream.push(delta).text == expected
 
 
 def test_end_of_text_is_not_shown_and_is_no_stop_reason() -> None:

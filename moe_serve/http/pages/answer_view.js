@@ -20,10 +20,11 @@ export class AnswerView {
   #started = performance.now();
   #first = null;
 
-  /** `onSelect(answer, index)`; `colouring()` says how tokens are painted. */
-  constructor({ onSelect, colouring }) {
+  /** `onSelect(answer, index)`; `colouring()` says how tokens are painted; `numberOf(row)` names a layer. */
+  constructor({ onSelect, colouring, numberOf }) {
     this.onSelect = onSelect;
     this.colouring = colouring;
+    this.numberOf = numberOf;
     this.said = element("div", {
       class: "said", role: "listbox", "aria-label": "Answer, token by token", "aria-orientation": "horizontal",
       pointerover: (event) => this.#point(event),
@@ -151,7 +152,7 @@ export class AnswerView {
     const alike = index > 0 && experts.length
       ? `${percent(similarity(experts, this.experts[index - 1]))} of its experts as the token before` : "";
     if (window.innerWidth < NARROW) return [`token ${index + 1}: ${visible(JSON.stringify(this.#strings[index]))}`, alike].filter((line) => line);
-    const layers = experts.slice(0, LISTED_LAYERS).map((ids, layer) => `layer ${layer}: ${ids.join(", ")}`);
+    const layers = experts.slice(0, LISTED_LAYERS).map((ids, row) => `layer ${this.numberOf(row)}: ${ids.join(", ")}`);
     const more = experts.length > LISTED_LAYERS ? `and ${experts.length - LISTED_LAYERS} more layers` : "";
     return [`token ${index + 1}: ${visible(JSON.stringify(this.#strings[index]))}`, alike, ...layers, more].filter((line) => line);
   }

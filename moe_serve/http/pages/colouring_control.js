@@ -2,6 +2,8 @@
 import { element } from "./element.js";
 
 export class ColouringControl {
+  #layers = [0]; // the number in the model of each row of a token's experts
+
   constructor(onChange) {
     this.onChange = onChange;
     this.mode = element("select", { id: "colouring", change: () => this.#changed() },
@@ -18,22 +20,25 @@ export class ColouringControl {
       element("span", { class: "colouring-fields" }, this.layerLabel, this.layer, this.expertLabel, this.expert));
   }
 
-  /** `layer`: null means all of them. */
+  /** `layer`: the row of a token's experts; null means all of them, -1 a layer that has no experts. */
   get value() {
     const mode = this.mode.value;
-    const layer = numberIn(this.layer);
-    return { mode, layer: mode === "expert" ? layer ?? 0 : layer, expert: numberIn(this.expert) ?? 0 };
+    const number = numberIn(this.layer) ?? (mode === "expert" ? this.#layers[0] : null);
+    return { mode, layer: number === null ? null : this.#layers.indexOf(number), expert: numberIn(this.expert) ?? 0 };
   }
 
-  setExtent({ numLayers, numExperts }) {
-    this.layer.max = `${Math.max(0, numLayers - 1)}`;
+  setExtent({ numLayers, numExperts, layers = null }) {
+    if (numLayers > 0) this.#layers = layers ?? Array.from({ length: numLayers }, (_, row) => row);
+    this.layer.min = `${this.#layers[0]}`;
+    this.layer.max = `${this.#layers.at(-1)}`;
+    this.#tellFirstLayer();
     this.expert.max = `${Math.max(0, numExperts - 1)}`;
   }
 
   /** As if the fields had been filled in. */
-  chooseExpert(layer, expert) {
+  chooseExpert(row, expert) {
     this.mode.value = "expert";
-    this.layer.value = `${layer}`;
+    this.layer.value = `${this.#layers[row] ?? row}`;
     this.expert.value = `${expert}`;
     this.#changed();
   }
@@ -42,9 +47,13 @@ export class ColouringControl {
     return element("input", { id, type: "number", min: 0, step: 1, placeholder, input: () => this.#changed() });
   }
 
+  #tellFirstLayer() {
+    this.layer.placeholder = this.mode.value === "expert" ? `${this.#layers[0]}` : "all";
+  }
+
   #changed() {
-    const { mode } = this.mode.value === "none" ? { mode: "none" } : this.value;
-    this.layer.placeholder = mode === "expert" ? "0" : "all";
+    const mode = this.mode.value;
+    this.#tellFirstLayer();
     for (const node of [this.layer, this.layerLabel]) node.hidden = mode === "none";
     for (const node of [this.expert, this.expertLabel]) node.hidden = mode !== "expert";
     this.onChange();
@@ -53,5 +62,5 @@ export class ColouringControl {
 
 function numberIn(field) {
   const value = Number.parseInt(field.value, 10);
-  return Number.isNaN(value) ? null : Math.min(Math.max(0, value), Number(field.max || value));
+  return Number.isNaN(value) ? null : Math.min(Math.max(Number(field.min), value), Number(field.max || value));
 }

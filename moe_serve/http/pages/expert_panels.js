@@ -4,12 +4,13 @@ import { count, plural } from "./format.js";
 import { sequential } from "./colour_scale.js";
 import { HeatMap } from "./heat_map.js";
 import { Ramp } from "./ramp.js";
-import { countChoices, extentOf } from "./routing.js";
+import { countChoices, extentOf, numberOf } from "./routing.js";
 import { visible } from "./visible_text.js";
 
 class CountsPanel {
   constructor(host, onPick, { id, title, label, empty }) {
     this.counts = [];
+    this.extent = null; // of the model
     this.empty = empty;
     this.about = element("p", { class: "about" }, empty);
     this.map = new HeatMap({ label, onPick, describe: (row, column) => this.words(row, column), maxHeight: 300, maxRowHeight: 22 });
@@ -23,13 +24,19 @@ class CountsPanel {
     setText(this.about, this.empty);
   }
 
-  draw(counts, isMarked) {
+  layerOf(row) {
+    return numberOf(this.extent, row);
+  }
+
+  draw(counts, extent, isMarked) {
     this.counts = counts;
+    this.extent = extent;
     const most = Math.max(1, ...counts.map((row) => Math.max(...row)));
     this.body.hidden = false;
     this.ramp.setTicks(["0", count(most)]);
     this.map.update({
       numRows: counts.length, numColumns: counts[0]?.length ?? 0, isMarked,
+      layerOf: (row) => this.layerOf(row),
       colourOf: (row, column) => sequential(counts[row][column] / most),
     });
   }
@@ -51,13 +58,13 @@ export class TokenPanel extends CountsPanel {
     this.about.replaceChildren(`Token ${index + 1} `, element("b", {}, visible(JSON.stringify(answer.tokenString(index)))),
       ` chose the framed experts; the colours count the ${plural(index + 1, "token")} up to it.`);
     const { numLayers, numExperts } = merged(extentOf(answer.experts), extent);
-    this.draw(countChoices(answer.experts, index + 1, numLayers, numExperts),
+    this.draw(countChoices(answer.experts, index + 1, numLayers, numExperts), extent,
       (row, column) => this.#experts[row]?.has(column) ?? false);
   }
 
   words(row, column) {
     const isChosen = this.#experts[row]?.has(column);
-    return [`Layer ${row}, expert ${column}`, isChosen ? "chosen by this token" : "not chosen by this token",
+    return [`Layer ${this.layerOf(row)}, expert ${column}`, isChosen ? "chosen by this token" : "not chosen by this token",
       `chosen ${plural(this.counts[row][column], "time")} so far`];
   }
 }
@@ -77,14 +84,14 @@ export class AnswerPanel extends CountsPanel {
       return;
     }
     const { numLayers, numExperts } = merged(extentOf(answer.experts), extent);
-    this.draw(countChoices(answer.experts, answer.numTokens, numLayers, numExperts));
+    this.draw(countChoices(answer.experts, answer.numTokens, numLayers, numExperts), extent);
     const used = this.counts.map((row) => row.filter((times) => times > 0).length);
     const mean = used.reduce((sum, number) => sum + number, 0) / Math.max(1, used.length);
     setText(this.about, `${plural(answer.numTokens, "token")} chose ${mean.toFixed(1)} of ${numExperts} experts in a layer, on average.`);
   }
 
   words(row, column) {
-    return [`Layer ${row}, expert ${column}`, `chosen ${plural(this.counts[row][column], "time")} in this answer`];
+    return [`Layer ${this.layerOf(row)}, expert ${column}`, `chosen ${plural(this.counts[row][column], "time")} in this answer`];
   }
 }
 

@@ -7,19 +7,19 @@ import { element, setText } from "./element.js";
 import { AnswerPanel, TokenPanel } from "./expert_panels.js";
 import { askForKey } from "./key.js";
 import { plural } from "./format.js";
-import { extentOf } from "./routing.js";
+import { extentOf, numberOf } from "./routing.js";
 
 const byId = (id) => document.getElementById(id);
 const TRIES = ["What is 17 + 25?", "Tell me a story about a king.", "Write a python function that adds two numbers."];
 const RETRY_MS = 3000;
 
 const colouring = new ColouringControl(() => answers.forEach((answer) => answer.repaint()));
-const chooseExpert = (layer, expert) => colouring.chooseExpert(layer, expert);
+const chooseExpert = (row, expert) => colouring.chooseExpert(row, expert);
 const tokenPanel = new TokenPanel(byId("token"), chooseExpert);
 const answerPanel = new AnswerPanel(byId("answer"), chooseExpert);
 let messages = []; // {role, content} of the turns that count
 let answers = [];
-let extent = null; // layers and experts of the model, once the server has said
+let extent = null; // layers (and their numbers) and experts of the model, once the server has said
 let selected = null; // the answer whose token is shown
 let nextTry; // the timer of connect()
 let isDrawing = false; // the answer's panel, at the next frame
@@ -30,13 +30,20 @@ function tellStatus(kind, text) {
   setText(byId("status"), text);
 }
 
+function tellExtent(known) {
+  colouring.setExtent(known);
+  answers.forEach((answer) => answer.repaint());
+}
+
 /** The model's name and the numbers of its experts; asked again until the server answers. */
 async function connect() {
   clearTimeout(nextTry);
   try {
     const state = await getJson("dashboard/state", 5000);
-    extent = state.experts === null ? null : { numLayers: state.experts.num_layers, numExperts: state.experts.num_experts };
-    if (extent) colouring.setExtent(extent);
+    extent = state.experts === null ? null : {
+      numLayers: state.experts.num_layers, numExperts: state.experts.num_experts, layers: state.experts.layers,
+    };
+    if (extent) tellExtent(extent);
     tellStatus(state.server.is_ready ? "live" : "busy", state.server.model);
   } catch (error) {
     if (error instanceof KeyNeeded) {
@@ -123,7 +130,9 @@ async function submit(text) {
 
 /** Streams the answer to the last message; a message that got no text leaves the history again. */
 async function answerLast() {
-  const answer = new AnswerView({ onSelect: select, colouring: () => colouring.value });
+  const answer = new AnswerView({
+    onSelect: select, colouring: () => colouring.value, numberOf: (row) => numberOf(extent, row),
+  });
   const history = messages;
   selected?.select(null);
   selected = null;

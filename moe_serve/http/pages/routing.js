@@ -20,6 +20,11 @@ export function countChoices(tokens, numTokens, numLayers, numExperts) {
   return counts;
 }
 
+/** A layer's number in the model, of a row of experts: a model's first layers may be dense and have none. */
+export function numberOf(extent, row) {
+  return extent?.layers?.[row] ?? row;
+}
+
 /** Layers, and one more than the highest id, of these tokens. */
 export function extentOf(tokens) {
   const numLayers = Math.max(0, ...tokens.map((layers) => layers.length));

@@ -3,7 +3,7 @@
 import { theme } from "./colour_scale.js";
 import { similarity } from "./routing.js";
 
-/** `mode`: "similarity" (in one layer, or in all where `layer` is null), "expert" or "none". */
+/** `mode`: "similarity" (in one layer, the row `layer`, or in all where that is null), "expert" or "none". */
 export function paintToken(node, tokens, index, { mode, layer, expert }) {
   node.classList.toggle("chose", mode === "expert" && (tokens[index]?.[layer]?.includes(expert) ?? false));
   node.style.background = "";

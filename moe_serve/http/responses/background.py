@@ -27,6 +27,9 @@ class ResponseKeeper:
         self._store, self._owner, self._history = store, owner, history
         self._items = _inside(items)
 
+    def has(self, response_id: str) -> bool:
+        return self._store.has(response_id)
+
     def keep(self, response: dict[str, Any], *, is_new: bool) -> None:
         entry = StoredResponse(
             id=response["id"],
@@ -50,9 +53,15 @@ class BackgroundRuns:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def start(self, run: ResponseRun, keeper: ResponseKeeper) -> dict[str, Any]:
-        """-> the response object of a run that has only begun; it is stored already."""
+        """-> the response object of a run that has only begun; it is stored already.
+
+        Raises ApiError where the store has no room for it: nobody could read or cancel it.
+        """
         response = run.record.as_json("in_progress", ())
         keeper.keep(response, is_new=True)
+        if not keeper.has(run.record.id):
+            run.chat.close()
+            raise _no_room()
         task = asyncio.get_running_loop().create_task(_run(run, keeper))
         self._tasks[run.record.id] = task
         account = current_account()
@@ -60,12 +69,19 @@ class BackgroundRuns:
             account.hold()
 
         def end(_: asyncio.Task[None]) -> None:
+            run.chat.close()  # not in the task, which may end before it begins
             self._tasks.pop(run.record.id, None)
             if account is not None:
                 account.end()
 
         task.add_done_callback(end)
         return response
+
+    def end(self, response_id: str) -> None:
+        """Of a run whose response is stored no more; harmless when it has ended."""
+        task = self._tasks.get(response_id)
+        if task is not None:
+            task.cancel()
 
     async def cancel(self, response_id: str) -> None:
         """End the run and wait until what it left is stored; harmless when it has ended."""
@@ -84,8 +100,16 @@ async def _run(run: ResponseRun, keeper: ResponseKeeper) -> None:
         keeper.keep(run.cancelled(), is_new=False)
     except Exception as error:  # the top of a task: whatever it was, the client finds it
         keeper.keep(run.failed(_logged(error)), is_new=False)
-    finally:
-        run.chat.close()
+
+
+def _no_room() -> ApiError:
+    return ApiError(
+        400,
+        "background: true needs the response to be stored, and this server has no room for it "
+        "(server.max_stored_responses, server.stored_responses_bytes): ask for it without.",
+        code="invalid_value",
+        param="background",
+    )
 
 
 def _logged(error: Exception) -> ApiError:

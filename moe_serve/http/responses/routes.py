@@ -31,12 +31,13 @@ from moe_serve.http.strict_schema import parse_body
 
 def responses_router(server: ServerContext) -> APIRouter:
     router = APIRouter(prefix="/v1/responses")
+    runs = BackgroundRuns()
     store = ResponseStore(
         max_entries=server.config.max_stored_responses,
         max_bytes=server.config.stored_responses_bytes,
         ttl_s=server.config.stored_response_ttl_s,
+        on_loss=runs.end,
     )
-    runs = BackgroundRuns()
 
     @router.post("", openapi_extra=request_body_schema(ResponsesBody))
     async def create_response(request: Request) -> Response:

@@ -41,7 +41,11 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The oldest entries leave when there are too many, or too many bytes."""
+    """The oldest entries leave when there are too many, or too many bytes.
+
+    What still runs stays as long as something else can leave, and does not expire: nobody could
+    read or cancel it any more. `on_loss` is told of one that leaves all the same.
+    """
 
     def __init__(
         self,
@@ -50,9 +54,10 @@ class ResponseStore:
         max_bytes: int,
         ttl_s: float,
         clock: Callable[[], float] = time.monotonic,
+        on_loss: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._max_entries, self._max_bytes, self._ttl_s = max_entries, max_bytes, ttl_s
-        self._clock = clock
+        self._clock, self._on_loss = clock, on_loss
         self._entries: OrderedDict[str, tuple[float, StoredResponse]] = OrderedDict()
         self.num_bytes = 0
 
@@ -70,7 +75,10 @@ class ResponseStore:
         while self._entries and (
             len(self._entries) > self._max_entries or self.num_bytes > self._max_bytes
         ):
-            self._forget(next(iter(self._entries)))
+            self._push_out()
+
+    def has(self, response_id: str) -> bool:
+        return response_id in self._entries
 
     def replace(self, entry: StoredResponse) -> None:
         """Put it in the place of the one with its id, unless that has been deleted meanwhile."""
@@ -102,9 +110,20 @@ class ResponseStore:
 
     def _drop_expired(self) -> None:
         """Entries are in the order of their times."""
-        deadline = self._clock() - self._ttl_s
-        while self._entries:
-            oldest, (since, _) = next(iter(self._entries.items()))
+        deadline, expired = self._clock() - self._ttl_s, []
+        for response_id, (since, entry) in self._entries.items():
             if since > deadline:
-                return
-            self._forget(oldest)
+                break
+            if entry.is_ended:
+                expired.append(response_id)
+        for response_id in expired:
+            self._forget(response_id)
+
+    def _push_out(self) -> None:
+        """The oldest that has ended, or where there is none the oldest."""
+        ended = (name for name, (_, entry) in self._entries.items() if entry.is_ended)
+        oldest = next(ended, None) or next(iter(self._entries))
+        is_loss = not self._entries[oldest][1].is_ended
+        self._forget(oldest)
+        if is_loss:
+            self._on_loss(oldest)
