@@ -23,13 +23,14 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 from harness.environment import describe_environment
-from harness.pingpong.ablation import DELAYS, MICRO_BATCHES, run_ablation
+from harness.pingpong.ablation import DELAYS, MICRO_BATCHES, Ablation, run_ablation
 from harness.pingpong.deepspeed_layer import DeepSpeedTimes, time_deepspeed
 from harness.pingpong.engines import EngineTimes, loaded_engines, time_engines
 from harness.pingpong.pair import started_pair
 from harness.pingpong.plot import plot_ablation
 from harness.pingpong.report import PairReport
 from harness.pingpong.table import print_report
+from harness.pingpong.way import OneHost, Way, cable, why_no_cable
 from random_model.families import Sizes
 from random_model.writer import write_random_model
 
@@ -57,10 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             busy_cores=psutil.cpu_percent(interval=0.5) / 100 * (psutil.cpu_count() or 1),
         )
         if "ablation" in options.parts:
-            largest = MICRO_BATCHES[-1] * (options.batch // 3)  # of micro-batches of one size
-            with started_pair(model, options.context, largest, cores) as pair:
-                found = run_ablation(pair, options.batch, options.rounds, options.delays)
-            report = replace(report, ablation=found)
+            report = replace(report, ablation=_ablation(model, cores, options))
         if "engines" in options.parts:
             report = replace(report, engines=tuple(_time_engines(model, cores, options)))
         if "deepspeed" in options.parts:
@@ -73,6 +71,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plot and report.ablation:
         plot_ablation(report.ablation, options.plot)
     return 0
+
+
+def _ablation(model: Path, cores: Sequence[int] | None, options: argparse.Namespace) -> Ablation:
+    """Without delays always through shared memory; with them by the kernel, where it can."""
+    largest = MICRO_BATCHES[-1] * (options.batch // 3)  # of micro-batches of one size
+
+    def run(way: Way, delays: Sequence[float]) -> Ablation:
+        with started_pair(model, options.context, largest, cores, way) as pair:
+            return run_ablation(pair, options.batch, options.rounds, delays)
+
+    reason = None
+    if options.delay_by != "transport":
+        reason = why_no_cable()
+        if reason is not None and options.delay_by == "netem":
+            raise SystemExit(f"delays cannot be real here: {reason}; or --delay-by transport.")
+        if reason is None and any(options.delays):
+            found = run(OneHost(), ())
+            with cable() as way:
+                return found.delayed_as(run(way, options.delays), "tc netem, gloo")
+    found = run(OneHost(), options.delays)
+    return found if reason is None else replace(found, delayed_by=f"the transport ({reason})")
 
 
 def _time_engines(
@@ -142,6 +161,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--delays", type=float, nargs="+", default=DELAYS, help="of T_f of half the batch, one way"
     )
+    parser.add_argument(
+        "--delay-by", choices=("auto", "netem", "transport"), default="auto",
+        help="auto: tc netem between two network namespaces where root, iproute2 and the kernel "
+        "allow it, else the transport",
+    )  # fmt: skip
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES, help="of the engines")
     parser.add_argument("--prompt", type=int, default=8, help="tokens, for the engines")
     parser.add_argument("--warm", type=int, default=16, help="steps of `auto` that do not count")

@@ -20,6 +20,7 @@ def print_report(report: PairReport) -> None:
     console.print(f"model: {report.model}, context {report.context}", markup=False)
     console.print(f"others used {report.busy_cores:.1f} cores just before", markup=False)
     if report.ablation is not None:
+        console.print(f"delays are made by {report.ablation.delayed_by}", markup=False)
         console.print(_stages(report.ablation))
         console.print(_points("one batch, cut into m", report.ablation, report.ablation.cut))
         console.print(
