@@ -9,7 +9,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from harness.batching.cost import SplitCost
+from harness.batching.cost import JoinCost, SplitCost
 from harness.batching.duel import DuelResult
 from harness.batching.interval import Interval
 from harness.batching.queue import QueueCount
@@ -78,6 +78,7 @@ class BatchingReport:
     burst: int = 4
     queues: list[QueueRow] = field(default_factory=list)
     costs: list[SplitCost] = field(default_factory=list)
+    joins: list[JoinCost] = field(default_factory=list)
     duels: list[DuelResult] = field(default_factory=list)
 
 
@@ -130,6 +131,15 @@ def print_report(report: BatchingReport) -> None:
             for c in report.costs
         ]  # fmt: skip
         _print(console, "Time of a split, one core", columns, cost_rows)
+    join_columns = ("waiting", "free seats of 64", "layers", "experts", "ms", "p99 ms")
+    join_rows = [
+        (
+            f"{c.num_waiting}", f"{c.num_free}", f"{c.num_layers}", f"{c.num_experts}",
+            f"{c.median_ms:.2f}", f"{c.worst_ms:.2f}",
+        )
+        for c in report.joins
+    ]  # fmt: skip
+    _print(console, "Time to choose who joins, one core", join_columns, join_rows)
     for duel in report.duels:
         same = "the same tokens" if duel.is_same_tokens else "OTHER TOKENS"
         console.print(
