@@ -1,4 +1,5 @@
-"""benchmarks/pingpong.py runs, and counts what it says it counts. No timing is asserted."""
+"""benchmarks/pingpong.py and ahead.py run, and count what they say they count. No timing is
+asserted."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import ahead
 import pingpong
 import two_hosts
 from harness.pingpong import way
@@ -82,6 +84,18 @@ def test_where_the_kernel_cannot_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert way.why_no_cable() == "network namespaces need root"
     with pytest.raises(SystemExit, match=r"cannot be real here: .* need root; or --delay-by"):
         pingpong.main([*TINY, "--parts", "ablation", "--delay-by", "netem"])
+
+
+@pytest.mark.timeout(400)
+def test_steps_ahead_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tokens are compared in there."""
+    path = tmp_path / "ahead.json"
+    few = ["--sequences", "3", "--micro-batches", "2", "--runs", "2", "--steps", "4"]
+    assert ahead.main([*few, "--json", str(path)]) == 0
+    (row,) = json.loads(path.read_text("utf-8"))["rows"]
+    assert (row["num_micro_batches"], row["num_sequences"]) == (2, 3)
+    assert row["without_ms"] > 0 and row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
+    assert "ahead over without" in capsys.readouterr().out
 
 
 def test_deepspeed_that_is_not_there() -> None:
