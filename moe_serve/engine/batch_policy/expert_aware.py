@@ -207,11 +207,11 @@ class ExpertAware:
             standing.forget(gone)
 
     def stats(self) -> PolicyStats:
-        source = self._source
+        source, is_counted = self._source, self._cost.capacity == 1
         return PolicyStats(
             policy="expert-aware" if source.is_on else "fifo",
             num_passed_over=self._ageing.num_passed_over,
-            activated_experts=self._activated if source.is_on else None,
+            activated_experts=self._activated if source.is_on and is_counted else None,
             recall=source.recall,
             is_predictor_on=source.is_on if source.has_predictor else None,
             num_learnt=source.num_learnt,
