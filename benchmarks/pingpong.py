@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 from harness.environment import describe_environment
 from harness.pingpong.ablation import DELAYS, MICRO_BATCHES, Ablation, run_ablation
+from harness.pingpong.calibrated import expected_steps
 from harness.pingpong.deepspeed_layer import DeepSpeedTimes, time_deepspeed
 from harness.pingpong.engines import EngineTimes, loaded_engines, time_engines
 from harness.pingpong.pair import started_pair
@@ -39,7 +40,7 @@ SIZES = Sizes(
     num_layers=24, width=256, num_heads=20, num_kv_heads=4, head_dim=64,
     num_experts=4, top_k=2, expert_width=1024, vocab_size=4096, max_positions=1024,
 )  # fmt: skip
-PARTS = ("ablation", "engines", "deepspeed")
+PARTS = ("ablation", "engines", "deepspeed", "calibration")
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 384)
 
 
@@ -48,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.merge and options.json is None:
         parser.error("--merge adds to the file of --json, which is missing")
+    if "calibration" in options.parts and "ablation" not in options.parts:
+        parser.error("the part calibration is compared with the ablation: give both to --parts")
     cores = _cores(options.no_pin)
     with ExitStack() as stack:
         model = options.model or _made(stack, options)
@@ -63,6 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report = replace(report, engines=tuple(_time_engines(model, cores, options)))
         if "deepspeed" in options.parts:
             report = replace(report, deepspeed=_time_deepspeed(model, cores, options))
+        if (
+            "calibration" in options.parts and report.ablation is not None
+        ):  # sets this one's threads
+            expected = expected_steps(model, report.ablation, options.context, options.quick)
+            report = replace(report, expected=expected)
     if options.merge and options.json.exists():
         report = report.merged(options.json)
     print_report(report)
@@ -170,6 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", type=int, default=8, help="tokens, for the engines")
     parser.add_argument("--warm", type=int, default=16, help="steps of `auto` that do not count")
     parser.add_argument("--steps", type=int, default=32, help="steps of each that count")
+    parser.add_argument("--quick", action="store_true", help="a calibration of fewer points")
     parser.add_argument("--no-pin", action="store_true", help="leave the ranks to the system")
     parser.add_argument("--deepspeed-python", help="the interpreter that has deepspeed")
     parser.add_argument("--json", type=Path, help="write everything here")

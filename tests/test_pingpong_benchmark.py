@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 import ahead
 import pingpong
@@ -30,14 +31,25 @@ MS = 1_000_000
 @pytest.mark.timeout(400)
 def test_ablation_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "pair.json"
-    some = ["--parts", "ablation", "--delay-by", "transport", "--json", str(path)]
-    assert pingpong.main([*TINY, *some]) == 0
-    found = json.loads(path.read_text("utf-8"))["ablation"]
+    some = ["--parts", "ablation", "calibration", "--quick", "--delay-by", "transport"]
+    threads = torch.get_num_threads()
+    try:
+        assert pingpong.main([*TINY, *some, "--json", str(path)]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    report = json.loads(path.read_text("utf-8"))
+    assert [each["num_micro_batches"] for each in report["expected"]] == [1, 2, 3, 4]
+    assert all(each["expected_s"] > 0 for each in report["expected"])
+    found = report["ablation"]
     assert [p["num_micro_batches"] for p in found["cut"]] == 2 * [1, 2, 3, 4], found["cut"]
     assert [p["rows"] for p in found["cut"][:4]] == [12, 6, 4, 3], "the batch is not cut evenly"
     assert [p["rows"] for p in found["grown"][:4]] == 4 * [4], "micro-batches of other sizes"
     assert all(p["step_s"] > 0 for p in [*found["cut"], *found["grown"]]), "a step took no time"
-    assert "m = 2 over m = 1" in capsys.readouterr().out, "no verdicts"
+    printed = capsys.readouterr().out
+    assert "m = 2 over m = 1" in printed and "of moe-serve calibrate's" in printed, "no verdicts"
+    with pytest.raises(SystemExit):
+        pingpong.main([*TINY, "--parts", "calibration"])
+    assert "give both to --parts" in capsys.readouterr().err
 
 
 @pytest.mark.timeout(400)

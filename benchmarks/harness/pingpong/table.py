@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .ablation import MICRO_BATCHES, Ablation
+from .calibrated import Expected
 from .engines import COLOCATED, EngineTimes
 from .points import Point
 from .report import PairReport
@@ -26,6 +27,8 @@ def print_report(report: PairReport) -> None:
         console.print(
             _points("m micro-batches of one size", report.ablation, report.ablation.grown)
         )
+        if report.expected:
+            console.print(_expected(report.expected))
     if report.engines:
         console.print(_engines(report.engines))
     verdicts = Table("bar", "wanted", "measured", "verdict")
@@ -82,6 +85,14 @@ def _points(title: str, found: Ablation, points: Sequence[Point]) -> Table:
             f"{p.model_error:+.1%}",
             end_section=m == MICRO_BATCHES[-1],
         )
+    return table
+
+
+def _expected(steps: Sequence[Expected]) -> Table:
+    table = _table("m", "step ms", "calibrated ms", "error", title="beside moe-serve calibrate")
+    for each in steps:
+        times = (f"{1e3 * each.measured_s:.1f}", f"{1e3 * each.expected_s:.1f}")
+        table.add_row(str(each.num_micro_batches), *times, f"{each.error:+.1%}")
     return table
 
 
