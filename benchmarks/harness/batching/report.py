@@ -113,6 +113,17 @@ def print_report(report: BatchingReport) -> None:
             for r in report.queues
         ]  # fmt: skip
         _print(console, f"With a queue, {groups}; waits in steps", columns, queue_rows)
+    _print_costs(console, report)
+    for duel in report.duels:
+        same = "the same tokens" if duel.is_same_tokens else "OTHER TOKENS"
+        console.print(
+            f"{duel.size} running, {duel.num_requests} requests: {duel.policy} "
+            f"{duel.tokens_s:.0f} tokens per processor second, fifo {duel.fifo_tokens_s:.0f}: "
+            f"ratio {duel.ratio.mean:.3f} [{duel.ratio.low:.3f}, {duel.ratio.high:.3f}], {same}"
+        )
+
+
+def _print_costs(console: Console, report: BatchingReport) -> None:
     if report.costs:
         columns = (
             "sequences",
@@ -140,13 +151,6 @@ def print_report(report: BatchingReport) -> None:
         for c in report.joins
     ]  # fmt: skip
     _print(console, "Time to choose who joins, one core", join_columns, join_rows)
-    for duel in report.duels:
-        same = "the same tokens" if duel.is_same_tokens else "OTHER TOKENS"
-        console.print(
-            f"{duel.size} running, {duel.num_requests} requests: {duel.policy} "
-            f"{duel.tokens_s:.0f} tokens per processor second, fifo {duel.fifo_tokens_s:.0f}: "
-            f"ratio {duel.ratio.mean:.3f} [{duel.ratio.low:.3f}, {duel.ratio.high:.3f}], {same}"
-        )
 
 
 def _print(
