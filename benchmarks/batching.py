@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.batching.cost import time_splits
+from harness.batching.cost import time_joins, time_splits
 from harness.batching.duel import Rival, pages_for, run_duel
 from harness.batching.plot import plot_counts
 from harness.batching.queue import count_queue
@@ -38,10 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.plot and not {"splits", "queue"} <= set(options.parts):
         parser.error("--plot draws the parts splits and queue: give both to --parts")
+    if set(options.parts) - {"cost"} and options.texts is None:
+        parser.error("the parts but cost count on texts: give --texts")
     clock = time.monotonic()
     report = BatchingReport(environment=describe_environment(), num_groups=options.micro_batches)
     if "cost" in options.parts:
-        report.costs = time_splits()
+        report.costs, report.joins = time_splits(), time_joins()
     if set(options.parts) - {"cost"}:
         routed = Routed(None, options.texts, options.predictor, options.max_tokens)
         report.num_pieces = routed.num_pieces
@@ -119,7 +121,7 @@ def _say(text: str, clock: float) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="What expert-aware batches save.")
-    parser.add_argument("--texts", type=Path, required=True, help="folders of valid*.txt[.xz]")
+    parser.add_argument("--texts", type=Path, help="folders of valid*.txt[.xz]; cost needs none")
     parser.add_argument("--predictor", type=Path, help="a folder of trained predictors")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--sizes", type=int, nargs="+", default=[16, 32, 64])

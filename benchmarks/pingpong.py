@@ -23,13 +23,15 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 from harness.environment import describe_environment
-from harness.pingpong.ablation import DELAYS, MICRO_BATCHES, run_ablation
+from harness.pingpong.ablation import DELAYS, MICRO_BATCHES, Ablation, run_ablation
+from harness.pingpong.calibrated import expected_steps
 from harness.pingpong.deepspeed_layer import DeepSpeedTimes, time_deepspeed
 from harness.pingpong.engines import EngineTimes, loaded_engines, time_engines
 from harness.pingpong.pair import started_pair
 from harness.pingpong.plot import plot_ablation
 from harness.pingpong.report import PairReport
 from harness.pingpong.table import print_report
+from harness.pingpong.way import OneHost, Way, cable, why_no_cable
 from random_model.families import Sizes
 from random_model.writer import write_random_model
 
@@ -38,7 +40,7 @@ SIZES = Sizes(
     num_layers=24, width=256, num_heads=20, num_kv_heads=4, head_dim=64,
     num_experts=4, top_k=2, expert_width=1024, vocab_size=4096, max_positions=1024,
 )  # fmt: skip
-PARTS = ("ablation", "engines", "deepspeed")
+PARTS = ("ablation", "engines", "deepspeed", "calibration")
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 384)
 
 
@@ -47,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.merge and options.json is None:
         parser.error("--merge adds to the file of --json, which is missing")
+    if "calibration" in options.parts and "ablation" not in options.parts:
+        parser.error("the part calibration is compared with the ablation: give both to --parts")
     cores = _cores(options.no_pin)
     with ExitStack() as stack:
         model = options.model or _made(stack, options)
@@ -57,14 +61,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             busy_cores=psutil.cpu_percent(interval=0.5) / 100 * (psutil.cpu_count() or 1),
         )
         if "ablation" in options.parts:
-            largest = MICRO_BATCHES[-1] * (options.batch // 3)  # of micro-batches of one size
-            with started_pair(model, options.context, largest, cores) as pair:
-                found = run_ablation(pair, options.batch, options.rounds, options.delays)
-            report = replace(report, ablation=found)
+            report = replace(report, ablation=_ablation(model, cores, options))
         if "engines" in options.parts:
             report = replace(report, engines=tuple(_time_engines(model, cores, options)))
         if "deepspeed" in options.parts:
             report = replace(report, deepspeed=_time_deepspeed(model, cores, options))
+        if (
+            "calibration" in options.parts and report.ablation is not None
+        ):  # sets this one's threads
+            expected = expected_steps(model, report.ablation, options.context, options.quick)
+            report = replace(report, expected=expected)
     if options.merge and options.json.exists():
         report = report.merged(options.json)
     print_report(report)
@@ -73,6 +79,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plot and report.ablation:
         plot_ablation(report.ablation, options.plot)
     return 0
+
+
+def _ablation(model: Path, cores: Sequence[int] | None, options: argparse.Namespace) -> Ablation:
+    """Without delays always through shared memory; with them by the kernel, where it can."""
+    largest = MICRO_BATCHES[-1] * (options.batch // 3)  # of micro-batches of one size
+
+    def run(way: Way, delays: Sequence[float]) -> Ablation:
+        with started_pair(model, options.context, largest, cores, way) as pair:
+            return run_ablation(pair, options.batch, options.rounds, delays)
+
+    reason = None
+    if options.delay_by != "transport":
+        reason = why_no_cable()
+        if reason is not None and options.delay_by == "netem":
+            raise SystemExit(f"delays cannot be real here: {reason}; or --delay-by transport.")
+        if reason is None and any(options.delays):
+            found = run(OneHost(), ())
+            with cable() as way:
+                return found.delayed_as(run(way, options.delays), "tc netem, gloo")
+    found = run(OneHost(), options.delays)
+    return found if reason is None else replace(found, delayed_by=f"the transport ({reason})")
 
 
 def _time_engines(
@@ -142,10 +169,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--delays", type=float, nargs="+", default=DELAYS, help="of T_f of half the batch, one way"
     )
+    parser.add_argument(
+        "--delay-by", choices=("auto", "netem", "transport"), default="auto",
+        help="auto: tc netem between two network namespaces where root, iproute2 and the kernel "
+        "allow it, else the transport",
+    )  # fmt: skip
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES, help="of the engines")
     parser.add_argument("--prompt", type=int, default=8, help="tokens, for the engines")
     parser.add_argument("--warm", type=int, default=16, help="steps of `auto` that do not count")
     parser.add_argument("--steps", type=int, default=32, help="steps of each that count")
+    parser.add_argument("--quick", action="store_true", help="a calibration of fewer points")
     parser.add_argument("--no-pin", action="store_true", help="leave the ranks to the system")
     parser.add_argument("--deepspeed-python", help="the interpreter that has deepspeed")
     parser.add_argument("--json", type=Path, help="write everything here")

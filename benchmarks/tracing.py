@@ -16,7 +16,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -90,8 +90,8 @@ class Figure:
     own_share: float
 
 
-def main() -> int:
-    arguments = _parser().parse_args()
+def main(words: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(words)
     config = EngineConfig(
         model=ModelConfig(path=arguments.model, num_threads=arguments.threads),
         cache=CacheConfig(prefix_cache=False),
@@ -105,7 +105,7 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory() as folder:
             end = time.monotonic() + arguments.seconds
-            while time.monotonic() < end:
+            while time.monotonic() < end or len(rounds) < 2:
                 times = _round(built, config, Path(folder), arguments, len(rounds))
                 rounds.append(times)
     finally:
@@ -121,6 +121,7 @@ def main() -> int:
         )
     if arguments.json:
         named = {name: asdict(figure) for name, figure in figures.items()}
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         report = {"environment": describe_environment(), "figures": named, "rounds": rounds}
         arguments.json.write_text(json.dumps(report, indent=1, default=str) + "\n")
     return 0

@@ -35,6 +35,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "scheduler.max_num_seqs": (1, 65536),
     "scheduler.max_batched_tokens": (1, 2**20),
     "scheduler.max_queued_requests": (1, _MANY),
+    "scheduler.expert_capacity": (1, 65536),
     "scheduler.max_passed_over": (0, 2**20),
     "scheduler.max_passed_over_s": (0.0, 3600.0),
     "pipeline.micro_batches": (1, 4),

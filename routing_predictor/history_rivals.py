@@ -35,7 +35,6 @@ def judge_history(
     return [
         _learnt(seen, cuts, truth, seed, progress),
         *judged_history(count_LE, cuts, trace.layers),
-        judge("previous token", _last_token(cuts), truth, is_probability=False),
         judge("decaying histogram", decaying(cuts, count_LE) * truth.top_k, truth),
     ]
 
@@ -69,10 +68,6 @@ def decaying(
         sums_LE = sums.reshape(num_layers, num_experts) + prior_LE * (top_k * half_life / 4)
         scores.append(sums_LE / sums_LE.sum(-1, keepdims=True))
     return np.stack(scores)
-
-
-def _last_token(cuts: PrefixCuts) -> NDArray[np.float64]:
-    return cuts.history(1).astype(np.float64)
 
 
 def _learnt(

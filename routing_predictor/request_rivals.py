@@ -49,9 +49,10 @@ def judged_history(
 ) -> list[Verdict]:
     """The baselines that read choices only. `seen_count_LE`: of texts that may be learnt from."""
     truth, history = truth_of(cuts, layers), cuts.history()
-    top_k = truth.top_k
+    top_k, last = truth.top_k, cuts.history(1).astype(np.float64)
     return [
         judge("marginal", marginal(seen_count_LE, cuts.num_samples) * top_k, truth),
+        judge("previous token", last, truth, is_probability=False),
         judge("history of the prefix", from_history(history) * top_k, truth),
         judge("history + marginal", blended(history, seen_count_LE) * top_k, truth),
         judge("half the answer (no baseline)", from_history(_first_half(cuts)) * top_k, truth),

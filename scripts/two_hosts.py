@@ -37,6 +37,7 @@ class VirtualHost:
     name: str  # of the namespace
     node: int
     address: str
+    device: str  # its end of the cable
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)  # that were started here
 
     def command(self, *argv: str) -> tuple[str, ...]:
@@ -73,19 +74,19 @@ def two_hosts() -> Iterator[tuple[VirtualHost, VirtualHost]]:
     """Both are up inside the `with`; nothing of them is left after it."""
     tag = f"moe{os.getpid() % 100_000}"
     hosts = tuple(
-        VirtualHost(name=f"{tag}-{node}", node=node, address=address)
+        VirtualHost(name=f"{tag}-{node}", node=node, address=address, device=f"{tag}-e{node}")
         for node, address in enumerate(_ADDRESSES)
     )
     try:
         for host in hosts:
             _must("netns", "add", host.name)
-        ends = [f"{tag}-e{host.node}" for host in hosts]
-        _must("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-        for host, end in zip(hosts, ends, strict=True):
-            _must("link", "set", end, "netns", host.name)
+        first, second = (host.device for host in hosts)
+        _must("link", "add", first, "type", "veth", "peer", "name", second)
+        for host in hosts:
+            _must("link", "set", host.device, "netns", host.name)
             inside = ("-netns", host.name)
-            _must(*inside, "addr", "add", f"{host.address}/24", "dev", end)
-            _must(*inside, "link", "set", end, "up")
+            _must(*inside, "addr", "add", f"{host.address}/24", "dev", host.device)
+            _must(*inside, "link", "set", host.device, "up")
             _must(*inside, "link", "set", "lo", "up")
         yield hosts[0], hosts[1]
     finally:

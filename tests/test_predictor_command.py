@@ -78,6 +78,16 @@ def test_train_evaluate_and_refuse(texts: Path, tmp_path: Path, capsys: Capture)
     assert "request predictor" in capsys.readouterr().out
     verdicts = json.loads(report.read_text())["verdicts"]
     assert verdicts["next-layer"]["frozen router"]["overlap"]["layers"].keys() == set("12345")
+    assert run(*judged, "--max-tokens", "600", "--baselines", str(texts)) == 0
+    verdicts = json.loads(report.read_text())["verdicts"]
+    by_token = {"frozen router", "marginal", "previous token"}
+    assert verdicts["request"].keys() == {
+        "request predictor", "marginal", "previous token", "history of the prefix",
+        "history + marginal", "half the answer (no baseline)", "logistic regression",
+    }  # fmt: skip
+    assert verdicts["next-layer"].keys() == {"next-layer predictor", *by_token}
+    assert verdicts["pre-attention"].keys() == {"pre-attention predictor", *by_token}
+    capsys.readouterr()
     predictor = open_request_predictor(out, demo_model_folder())
     assert predictor.predict([np.array([5, 6])]).shape == (1, 6, 32)
     other = tmp_path / "other"
@@ -103,7 +113,8 @@ def test_a_trace_trains_and_is_judged(texts: Path, tmp_path: Path, capsys: Captu
     capsys.readouterr()
     assert run("evaluate", "--trace", str(path), "--drop-label", "law") == 0
     printed = capsys.readouterr().out
-    assert "MLP on the history" in printed and "decaying histogram" in printed
+    for name in ("MLP on the history", "decaying histogram", "previous token"):
+        assert printed.count(name) == 1, name
     assert run("evaluate", "--trace", str(path), "--drop-label", "") == 0
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from harness.batching.cost import SplitCost
+from harness.batching.cost import JoinCost, SplitCost
 from harness.batching.duel import DuelResult
 from harness.batching.interval import Interval
 from harness.batching.queue import QueueCount
@@ -78,6 +78,7 @@ class BatchingReport:
     burst: int = 4
     queues: list[QueueRow] = field(default_factory=list)
     costs: list[SplitCost] = field(default_factory=list)
+    joins: list[JoinCost] = field(default_factory=list)
     duels: list[DuelResult] = field(default_factory=list)
 
 
@@ -112,6 +113,17 @@ def print_report(report: BatchingReport) -> None:
             for r in report.queues
         ]  # fmt: skip
         _print(console, f"With a queue, {groups}; waits in steps", columns, queue_rows)
+    _print_costs(console, report)
+    for duel in report.duels:
+        same = "the same tokens" if duel.is_same_tokens else "OTHER TOKENS"
+        console.print(
+            f"{duel.size} running, {duel.num_requests} requests: {duel.policy} "
+            f"{duel.tokens_s:.0f} tokens per processor second, fifo {duel.fifo_tokens_s:.0f}: "
+            f"ratio {duel.ratio.mean:.3f} [{duel.ratio.low:.3f}, {duel.ratio.high:.3f}], {same}"
+        )
+
+
+def _print_costs(console: Console, report: BatchingReport) -> None:
     if report.costs:
         columns = (
             "sequences",
@@ -130,13 +142,15 @@ def print_report(report: BatchingReport) -> None:
             for c in report.costs
         ]  # fmt: skip
         _print(console, "Time of a split, one core", columns, cost_rows)
-    for duel in report.duels:
-        same = "the same tokens" if duel.is_same_tokens else "OTHER TOKENS"
-        console.print(
-            f"{duel.size} running, {duel.num_requests} requests: {duel.policy} "
-            f"{duel.tokens_s:.0f} tokens per processor second, fifo {duel.fifo_tokens_s:.0f}: "
-            f"ratio {duel.ratio.mean:.3f} [{duel.ratio.low:.3f}, {duel.ratio.high:.3f}], {same}"
+    join_columns = ("waiting", "free seats of 64", "layers", "experts", "ms", "p99 ms")
+    join_rows = [
+        (
+            f"{c.num_waiting}", f"{c.num_free}", f"{c.num_layers}", f"{c.num_experts}",
+            f"{c.median_ms:.2f}", f"{c.worst_ms:.2f}",
         )
+        for c in report.joins
+    ]  # fmt: skip
+    _print(console, "Time to choose who joins, one core", join_columns, join_rows)
 
 
 def _print(

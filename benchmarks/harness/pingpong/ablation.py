@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .job import StepMarks
 from .pair import Pair
@@ -24,6 +24,16 @@ class Ablation:
     stages: tuple[StageTimes, ...]  # by rows: the batch, and its halves, thirds, quarters
     cut: tuple[Point, ...]
     grown: tuple[Point, ...]
+    delayed_by: str = "the transport"
+
+    def delayed_as(self, other: Ablation, delayed_by: str) -> Ablation:
+        """The delayed points of another one, which are judged by its own stage times."""
+        return replace(
+            self,
+            cut=(*self.cut, *(p for p in other.cut if p.delay_s)),
+            grown=(*self.grown, *(p for p in other.grown if p.delay_s)),
+            delayed_by=delayed_by,
+        )
 
     def at(self, points: Sequence[Point], delay_s: float, m: int) -> Point:
         return next(p for p in points if p.delay_s == delay_s and p.num_micro_batches == m)

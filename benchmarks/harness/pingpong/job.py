@@ -14,12 +14,15 @@ class RankJob:
     core: int | None
     context: int  # tokens of each sequence after the step
     max_rows: int  # sequences at once
-    store_port: int
+    host: str  # where this rank listens
+    store_host: str
+    store_port: int  # 0: this rank serves the store, and says its port first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Each further line: steps to take, in a new data group whose messages take `delay_s` more.
+    """Each further line: steps to take, in a new data group whose messages take `delay_s` more by
+    the transport's own doing.
 
     A step is given by the rows of its micro-batches.
     """

@@ -11,11 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from moe_serve.cluster.store import serve_store
-
 from ..environment import child_environment
 from .job import RankJob, Series, StepMarks
-from .rank import HOST
+from .way import Way
 
 _END_LIMIT_S = 20.0
 
@@ -23,10 +21,10 @@ _END_LIMIT_S = 20.0
 class Pair:
     """Both ranks, loaded."""
 
-    def __init__(self, processes: Sequence[subprocess.Popen[str]]) -> None:
-        self._processes = processes
+    def __init__(self, processes: Sequence[subprocess.Popen[str]], way: Way) -> None:
+        self._processes, self._way = processes, way
         self._epoch = 0
-        facts = [self._answer(process) for process in processes]
+        facts = [_answer(process) for process in processes]
         self.num_layers: int = facts[0]["num_layers"]
 
     def take_steps(
@@ -34,56 +32,62 @@ class Pair:
     ) -> list[tuple[StepMarks, StepMarks]]:
         """Each step as the attention rank and as the expert rank saw it."""
         self._epoch += 1
-        series = Series(epoch=self._epoch, delay_s=delay_s, steps=[list(rows) for rows in steps])
+        left_s = self._way.delay(delay_s)
+        series = Series(epoch=self._epoch, delay_s=left_s, steps=[list(rows) for rows in steps])
         for process in self._processes:
             _write(process, asdict(series))
         attention, expert = (
-            [StepMarks(**marks) for marks in self._answer(process)] for process in self._processes
+            [StepMarks(**marks) for marks in _answer(process)] for process in self._processes
         )
         return list(zip(attention, expert, strict=True))
-
-    def _answer(self, process: subprocess.Popen[str]) -> Any:
-        assert process.stdout is not None, "it is a pipe"
-        line = process.stdout.readline()
-        if not line:
-            raise SystemExit(f"a rank ended with code {process.wait()}; its last words are above.")
-        return json.loads(line)
 
 
 @contextmanager
 def started_pair(
-    model: Path, context: int, max_rows: int, cores: Sequence[int] | None
+    model: Path, context: int, max_rows: int, cores: Sequence[int] | None, way: Way
 ) -> Iterator[Pair]:
-    """An attention rank on the first core and an expert rank on the second."""
-    store = serve_store(HOST, 0, 60.0)
-    roles = ("attention", "expert")
-    command = [sys.executable, "-m", "harness.pingpong.rank"]
-    processes = [
-        subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).resolve().parents[2],
-            env=child_environment(1),
-        )
-        for _ in roles
-    ]
+    """An attention rank on the first core and an expert rank on the second. The first serves the
+    store: from here nobody may reach the network that they are in."""
+    processes: list[subprocess.Popen[str]] = []
+    port = 0
     try:
-        for index, (role, process) in enumerate(zip(roles, processes, strict=True)):
+        for place, role in enumerate(("attention", "expert")):
+            processes.append(_start(way, place))
             job = RankJob(
                 role=role,
                 model=str(model.resolve()),
-                core=cores[index] if cores else None,
+                core=cores[place] if cores else None,
                 context=context,
                 max_rows=max_rows,
-                store_port=store.port,
+                host=way.addresses[place],
+                store_host=way.addresses[0],
+                store_port=port,
             )
-            _write(process, asdict(job))
-        yield Pair(processes)
+            _write(processes[place], asdict(job))
+            port = port or _answer(processes[place])["store_port"]
+        yield Pair(processes, way)
     finally:
         for process in processes:
             _end(process)
+
+
+def _start(way: Way, place: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        way.command(place, sys.executable, "-m", "harness.pingpong.rank"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).resolve().parents[2],
+        env=child_environment(1),
+    )
+
+
+def _answer(process: subprocess.Popen[str]) -> Any:
+    assert process.stdout is not None, "it is a pipe"
+    line = process.stdout.readline()
+    if not line:
+        raise SystemExit(f"a rank ended with code {process.wait()}; its last words are above.")
+    return json.loads(line)
 
 
 def _write(process: subprocess.Popen[str], message: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.cluster.store import connect_store
+from moe_serve.cluster.store import connect_store, serve_store
 from moe_serve.config import PAGE_SIZE
 from moe_serve.model.loader import ModelLoader
 from moe_serve.model.step_inputs import StepInputs
@@ -36,7 +36,6 @@ from moe_serve.pipeline.wire import WireFormat, make_wire_format
 from .job import RankJob, Series, StepMarks
 from .timed_group import TimedGroup
 
-HOST = "127.0.0.1"
 _NAMES = {"attention": "attention-0", "expert": "expert-0"}
 _TIMEOUT_S = 60.0
 
@@ -50,7 +49,7 @@ class PairRank(ABC):
         torch.set_num_threads(1)
         self.spec = self.loader.spec
         self.layers = [i for i, layer in enumerate(self.spec.layers) if layer.is_sparse]
-        self._store: Any = connect_store(HOST, job.store_port, _TIMEOUT_S)
+        self._store: Any = connect_store(job.store_host, job.store_port, _TIMEOUT_S)
 
     def serve(self, series: Series) -> list[StepMarks]:
         """Take a series of steps together with the other rank."""
@@ -61,7 +60,7 @@ class PairRank(ABC):
             [name for name in _NAMES.values() if name != me],
             self._store,
             epoch=series.epoch,
-            host=HOST,
+            host=self.job.host,
             timeout_s=_TIMEOUT_S,
             device=torch.device("cpu"),
             delay_s=series.delay_s,
@@ -172,6 +171,11 @@ def main() -> None:
     job = RankJob(**json.loads(sys.stdin.readline()))
     if job.core is not None:
         os.sched_setaffinity(0, {job.core})  # before there are other threads
+    store: Any = None
+    if not job.store_port:
+        store = serve_store(job.store_host, 0, _TIMEOUT_S)
+        job = replace(job, store_port=store.port)
+        _send(replies, {"store_port": job.store_port})
     rank = (AttentionOfPair if job.role == "attention" else ExpertOfPair)(job)
     _send(replies, {"num_layers": len(rank.layers), "row_bytes": rank.wire().row_bytes})
     for line in sys.stdin:

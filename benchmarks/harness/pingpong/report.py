@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from .ablation import Ablation
+from .calibrated import Expected
 from .deepspeed_layer import DeepSpeedTimes
 from .engines import COLOCATED, EngineTimes
 
@@ -33,6 +34,7 @@ class PairReport:
     context: int
     busy_cores: float
     ablation: Ablation | None = None
+    expected: tuple[Expected, ...] = ()  # by `moe-serve calibrate`
     engines: tuple[EngineTimes, ...] = ()
     deepspeed: DeepSpeedTimes | None = None
 
@@ -48,6 +50,7 @@ class PairReport:
         return replace(
             self,
             ablation=self.ablation or old.ablation,
+            expected=self.expected if self.ablation else old.expected,
             engines=tuple(by_batch[batch] for batch in sorted(by_batch)),
             deepspeed=self.deepspeed or old.deepspeed,
         )
@@ -90,6 +93,8 @@ class PairReport:
         if full:
             yield _within("the formula, where it is full", [p.formula_error for p in full])
         yield _within("its extension, everywhere", [p.model_error for p in points])
+        if self.expected:
+            yield _within("moe-serve calibrate's, no delay", [each.error for each in self.expected])
 
     def _of_engines(self) -> Iterator[Verdict]:
         if not self.engines:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .ablation import MICRO_BATCHES, Ablation
+from .calibrated import Expected
 from .engines import COLOCATED, EngineTimes
 from .points import Point
 from .report import PairReport
@@ -20,11 +21,14 @@ def print_report(report: PairReport) -> None:
     console.print(f"model: {report.model}, context {report.context}", markup=False)
     console.print(f"others used {report.busy_cores:.1f} cores just before", markup=False)
     if report.ablation is not None:
+        console.print(f"delays are made by {report.ablation.delayed_by}", markup=False)
         console.print(_stages(report.ablation))
         console.print(_points("one batch, cut into m", report.ablation, report.ablation.cut))
         console.print(
             _points("m micro-batches of one size", report.ablation, report.ablation.grown)
         )
+        if report.expected:
+            console.print(_expected(report.expected))
     if report.engines:
         console.print(_engines(report.engines))
     verdicts = Table("bar", "wanted", "measured", "verdict")
@@ -81,6 +85,14 @@ def _points(title: str, found: Ablation, points: Sequence[Point]) -> Table:
             f"{p.model_error:+.1%}",
             end_section=m == MICRO_BATCHES[-1],
         )
+    return table
+
+
+def _expected(steps: Sequence[Expected]) -> Table:
+    table = _table("m", "step ms", "calibrated ms", "error", title="beside moe-serve calibrate")
+    for each in steps:
+        times = (f"{1e3 * each.measured_s:.1f}", f"{1e3 * each.expected_s:.1f}")
+        table.add_row(str(each.num_micro_batches), *times, f"{each.error:+.1%}")
     return table
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
 
 
 class Ageing:
@@ -37,11 +38,15 @@ class Ageing:
             if passed.get(key, 0) >= most or since.get(key, never) <= start
         ]
 
-    def pass_over(self, sequence_ids: Iterable[int]) -> None:
-        """A later one goes before these."""
+    def pass_over(self, sequence_ids: Items[int]) -> list[int]:
+        """A later one goes before these -> those of them that can wait no longer by now."""
+        passed, late = self._passed, []
         for key in sequence_ids:
-            self._passed[key] = self._passed.get(key, 0) + 1
-            self.num_passed_over += 1
+            passed[key] = count = passed.get(key, 0) + 1
+            if count == self._max_passed:
+                late.append(key)
+        self.num_passed_over += len(sequence_ids)
+        return late
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         """They wait no longer."""

@@ -11,6 +11,7 @@ R rows, D dimensions (pairs of a layer and an expert, or a sample of them).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,3 +48,11 @@ class ConcaveCost:
         spared_xD = np.exp(np.negative(sums_xD))
         num_dimensions = sums_xD.shape[-1]
         return np.asarray(num_dimensions - spared_xD @ np.ones(num_dimensions, np.float32))
+
+    def with_each(self, x_RD: Floats) -> Callable[[Floats], Floats]:
+        """From the sums [D] of a group to its cost [R] with each of these rows. Asked many times of
+        the same rows it is a product of a matrix and a vector."""
+        if self.capacity > 1:
+            return lambda sums_D: self.total(sums_D + x_RD)
+        spare_RD = np.exp(np.negative(x_RD))
+        return lambda sums_D: np.asarray(len(sums_D) - spare_RD @ np.exp(np.negative(sums_D)))

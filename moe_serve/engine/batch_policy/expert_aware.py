@@ -135,6 +135,7 @@ class ExpertAware:
         self._num_groups = 1  # of the last step
         self._activated: float | None = None
         self._offer: _Offer | None = None
+        self._late: list[int] = []  # whom the last one that started was one too many for
 
     def prepare(self, waiting: Items[Sequence], running: Items[Sequence]) -> None:
         """See `BatchPolicy.prepare`."""
@@ -167,8 +168,9 @@ class ExpertAware:
     def started(self, sequence: Sequence) -> None:
         """See `BatchPolicy.started`."""
         offer, self._offer = self._offer, None
+        self._late = []
         if offer is not None and offer.sequence is sequence:
-            self._ageing.pass_over(offer.earlier)
+            self._late = self._ageing.pass_over(offer.earlier)
             self._standing(self._num_groups).expect(sequence.id, offer.group)
         self._ageing.forget([sequence.id])
 
@@ -205,11 +207,11 @@ class ExpertAware:
             standing.forget(gone)
 
     def stats(self) -> PolicyStats:
-        source = self._source
+        source, is_counted = self._source, self._cost.capacity == 1
         return PolicyStats(
             policy="expert-aware" if source.is_on else "fifo",
             num_passed_over=self._ageing.num_passed_over,
-            activated_experts=self._activated if source.is_on else None,
+            activated_experts=self._activated if source.is_on and is_counted else None,
             recall=source.recall,
             is_predictor_on=source.is_on if source.has_predictor else None,
             num_learnt=source.num_learnt,
@@ -220,14 +222,16 @@ class ExpertAware:
         standing, queue = self._standing(self._num_groups), _Queue.of(waiting)
         sums_GD, sizes_G = standing.sums([s.id for s in running])
         ids = [s.id for s in waiting]
-        x_WD = self._table.rows(ids)
+        place = {key: index for index, key in enumerate(ids)}
+        x_WD, urgent = self._table.rows(ids), self._ageing.urgent(ids)
+        with_each = self._cost.with_each(x_WD)
         while queue.is_open_W.any():
-            group, urgent = int(sizes_G.argmin()), self._ageing.urgent(ids)
+            group = int(sizes_G.argmin())
             if any(queue.is_kept_back(index) for index in urgent):
                 return
             costs_W = np.zeros(len(waiting), dtype=np.float32)  # an empty group: who came first
             if sizes_G[group]:
-                costs_W = self._cost.total(sums_GD[group] + x_WD)
+                costs_W = with_each(sums_GD[group])
             for index in queue.in_order(urgent, costs_W):
                 sequence = waiting[index]
                 queue.is_open_W[index] = queue.is_waiting_W[index] = False
@@ -236,6 +240,8 @@ class ExpertAware:
                 if sequence.is_running:
                     sums_GD[group] += x_WD[index]
                     sizes_G[group] += 1
+                    if self._late:
+                        urgent = sorted([*urgent, *(place[key] for key in self._late)])
                     break
 
     def _prompts(self, balanced: tuple[MicroBatch, ...]) -> list[list[SequenceSlice]]:

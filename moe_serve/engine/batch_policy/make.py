@@ -49,7 +49,7 @@ def policy_maker(
     scheduler = config.scheduler
     if scheduler.batch_policy != "expert-aware" and followed is None:
         return lambda: FIFO if scheduler.batch_policy == "fifo" else BALANCED
-    cost = ConcaveCost()
+    cost = ConcaveCost(scheduler.expert_capacity)
     table = SignatureTable(cost)
     source = LiveSignatures(
         table,

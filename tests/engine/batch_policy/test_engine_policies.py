@@ -39,6 +39,18 @@ def test_one_process_gives_the_same_tokens(policy: BatchPolicyName) -> None:
         assert serve(engine, wanted) == expected, f"{policy}, {micro_batches} micro-batches"
 
 
+@pytest.mark.parametrize(("capacity", "is_told"), [(1, True), (3, False)])
+def test_rows_up_to_a_capacity(capacity: int, is_told: bool) -> None:
+    """The same tokens; what the policy then counts is no number of activated experts."""
+    wanted, of = requests(5, VOCAB_SIZE), config(0, 0, 2)
+    scheduler = replace(of.scheduler, batch_policy="expert-aware", expert_capacity=capacity)
+    engine = build_engine(replace(of, scheduler=scheduler)).engine
+    assert serve(engine, wanted) == colocated(of, wanted)
+    batching = engine.stats().batching
+    assert batching is not None and batching.policy == "expert-aware"
+    assert (batching.activated_experts is not None) == is_told
+
+
 @pytest.mark.parametrize(("attention", "micro_batches"), [(1, 2), (2, 3)])
 @pytest.mark.parametrize("policy", ["balanced", "expert-aware"])
 def test_ranks_give_the_same_tokens(

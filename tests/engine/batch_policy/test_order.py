@@ -130,13 +130,16 @@ def test_many_who_cannot_start_are_not_compared_again_and_again() -> None:
     world = World()
     running = [world.sequence(of_domain(1))]
     waiting = deque(world.sequence(of_domain(n % 2)) for n in range(256))
-    total, calls = world.cost.total, []
+    with_each, calls = world.cost.with_each, []
 
-    def counted(sums: NDArray[np.float32]) -> NDArray[np.float32]:
-        calls.append(len(sums))
-        return total(sums)
+    def counted(rows: NDArray[np.float32]) -> Callable[[NDArray[np.float32]], NDArray[np.float32]]:
+        def cost(sums: NDArray[np.float32]) -> NDArray[np.float32]:
+            calls.append(len(rows))
+            return with_each(rows)(sums)
 
-    world.policy._cost = SimpleNamespace(total=counted)  # type: ignore[assignment]
+        return cost
+
+    world.policy._cost = SimpleNamespace(with_each=counted)  # type: ignore[assignment]
     world.policy.prepare(waiting, running)
     order = [sequence.id for sequence in world.policy.candidates(waiting, running)]
     assert order == [*range(2, 257, 2), *range(1, 257, 2)], "who suits first, by arrival"

@@ -81,6 +81,16 @@ def test_activated_experts_of_known_choices_are_counted() -> None:
     assert ConcaveCost(2).total(choices.sum(0)) == 4
 
 
+@pytest.mark.parametrize("capacity", [1, 3])
+def test_the_cost_with_each_row_is_that_of_the_sums(capacity: int) -> None:
+    rng, cost = np.random.default_rng(0), ConcaveCost(capacity)
+    x_RD = cost.features(rng.random((9, 20), dtype=np.float32))
+    sums_D = 200 * rng.random(20, dtype=np.float32)
+    sums_D[:10] /= 100
+    found = cost.with_each(x_RD)(sums_D)
+    assert found.tolist() == pytest.approx(cost.total(sums_D + x_RD).tolist(), rel=1e-5)
+
+
 slices_lists = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 
 

@@ -1,0 +1,70 @@
+"""benchmarks/batching.py runs, and counts what it says it counts. No timing is asserted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import batching
+from harness.batching import cost, queue
+from moe_serve.model.demo import demo_model_folder
+
+PREDICTOR = str(demo_model_folder() / "predictor")
+TEXTS = {
+    "law": "The bill was read twice and sent to the committee on the rules of the house. " * 60,
+    "code": "static int next(struct list *l) { return l->head + l->size; }\n" * 60,
+}
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    for domain, text in TEXTS.items():
+        (tmp_path / domain).mkdir()
+        (tmp_path / domain / "valid.txt").write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.timeout(300)
+def test_splits_and_queue(
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(queue, "_WARM_UP", 4)
+    monkeypatch.setattr(queue, "_STEPS", 8)
+    path, plot = tmp_path / "batching.json", tmp_path / "batching.png"
+    few = ["--sizes", "8", "--pools", "2", "--draws", "2", "--runs", "2", "--max-tokens", "3000"]
+    where = ["--texts", str(texts), "--predictor", PREDICTOR]
+    written = ["--json", str(path), "--plot", str(plot)]
+    assert batching.main([*where, *few, *written, "--parts", "splits", "queue"]) == 0
+    report = json.loads(path.read_text("utf-8"))
+    assert report["num_pieces"].keys() == TEXTS.keys() and plot.stat().st_size > 1000
+    activated = {each["policy"]: each["activated"] for each in report["splits"]}
+    assert activated["fifo"] <= 2 * 6 * 32, "more than there are"
+    for policy in ("history", "predictor", "predictor and history", "oracle"):  # two kinds of text
+        assert 0 < activated[policy] < activated["fifo"], activated
+    assert report["bursts"] and report["queues"] and "below fifo" in capsys.readouterr().out
+
+
+def test_what_the_policy_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cost, "_STEPS", 3)
+    monkeypatch.setattr(cost, "_JOINS", 1)
+    monkeypatch.setattr(cost, "_SHAPES", ((8, 2, 8), (8, 2, 8)))
+    path = tmp_path / "batching.json"
+    assert batching.main(["--parts", "cost", "--json", str(path)]) == 0
+    report = json.loads(path.read_text("utf-8"))
+    assert len(report["costs"]) == 2
+    assert [each["num_free"] for each in report["joins"]] == [1, 4, 16, 64]
+    assert all(each["num_waiting"] == 8 for each in report["joins"])
+    assert "who joins" in capsys.readouterr().out
+
+
+def test_texts_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        batching.main(["--parts", "splits"])
+    assert "give --texts" in capsys.readouterr().err
