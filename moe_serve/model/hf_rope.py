@@ -130,7 +130,5 @@ def _yarn_attention_factor(values: Mapping[str, Any], factor: float, number: Any
 def _number(config: HFConfig, key: str, value: Any) -> float:
     number = HFConfig({key: value}, config.source).number(key, 0.0)
     if not _LEAST <= number <= _MOST:
-        raise config.error(
-            key, f"must be a positive number from {_LEAST} to {_MOST}, is {value!r}"
-        )
+        raise config.error(key, f"must be a positive number from {_LEAST} to {_MOST}, is {value!r}")
     return number
