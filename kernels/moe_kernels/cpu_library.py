@@ -22,6 +22,7 @@ from pathlib import Path
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-pthread")
 _MATH_FLAGS = ("-ffp-contract=fast", "-fno-math-errno")
 _BUILD_TIMEOUT_S = 120
+_DIGEST_BYTES = hashlib.sha256().digest_size
 
 _POINTER, _INT, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 # Arguments of the functions that there are for each dtype ...
@@ -99,10 +100,9 @@ def _build(compiler: str) -> Path:
     digest.update(version.stdout)
     digest.update(" ".join((*_FLAGS, *_MATH_FLAGS, _processor())).encode())
     target = cache_folder() / f"cpu-kernels-{digest.hexdigest()[:24]}.so"
-    if target.exists() and target.stat().st_uid == os.getuid():
+    if target.exists() and target.stat().st_uid == os.getuid() and _is_whole(target):
         return target
-    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(dir=target.parent) as work:
+    with _work_folder(target.parent) as work:
         objects = [Path(work) / f"{path.stem}.o" for path in sources]
         commands = [
             [compiler, *_FLAGS, *_MATH_FLAGS, "-c", str(path), "-o", str(built)]
@@ -112,8 +112,29 @@ def _build(compiler: str) -> Path:
             list(pool.map(_run, commands))
         library = Path(work) / "kernels.so"
         _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(library)])
+        with library.open("ab") as file:  # behind what the loader reads
+            file.write(hashlib.sha256(library.read_bytes()).digest())
         library.replace(target)  # atomic: two processes may build at once
     return target
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a kept library is as it was built: it ends with its digest. A full disk or a loss of
+    power may leave a part of it, which would not load, or would end the process that loads it."""
+    content = path.read_bytes()
+    return content[-_DIGEST_BYTES:] == hashlib.sha256(content[:-_DIGEST_BYTES]).digest()
+
+
+def _work_folder(cache: Path) -> tempfile.TemporaryDirectory[str]:
+    """In the cache, so that what is built there can be moved into it."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return tempfile.TemporaryDirectory(dir=cache)
+    except OSError as error:
+        raise RuntimeError(
+            f"{cache} cannot be written ({error.strerror}): point XDG_CACHE_HOME to a folder that "
+            "can be"
+        ) from error
 
 
 def _run(command: list[str]) -> None:

@@ -110,6 +110,10 @@ def routed_experts(
     """
     num_rows, top_k = expert_ids_TK.shape
     flat_R = expert_ids_TK.reshape(-1)
+    if num_rows and top_k == 1 and len(experts) == 1 and not flat_R.any():
+        (only,) = experts  # a shared expert or a dense MLP: there is nothing to sort
+        assert only is not None, "rows were sent for expert 0, which is not here"
+        return combine_choices(only(x_TD)[:, None], weights_TK)
     order_R = torch.argsort(flat_R, stable=True)
     num_elsewhere, *counts = torch.bincount(flat_R + 1, minlength=len(experts) + 1).tolist()
     sorted_RD = x_TD.index_select(0, order_R // top_k)

@@ -44,14 +44,14 @@ class PackedLinear:
         out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
             rows, others, self.weight, self.bias, "mul"
         )
-        return out[: len(x_TK)]
+        return out if rows is x_TK else out[:1]
 
     def _pointwise(self, x_TK: Tensor, activation: str) -> Tensor:
         rows = _at_least_two(x_TK, x_TK)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(
             rows, self.weight, self.bias, activation, [], ""
         )
-        return out[: len(x_TK)]
+        return out if rows is x_TK else out[:1]
 
 
 def _at_least_two(x_TK: Tensor, rows: Tensor) -> Tensor:

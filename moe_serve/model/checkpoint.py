@@ -7,6 +7,7 @@ can refuse a bad checkpoint before it takes memory.
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -138,20 +139,30 @@ def _indexed(folder: Path) -> dict[str, str] | None:
     """Tensor name -> file name, from the sharded index if there is one."""
     path = folder / "model.safetensors.index.json"
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        file_of = dict(weight_map)
+        file_of = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
     except FileNotFoundError:
         return None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} has no readable weight_map: {error}.") from None
+    if not isinstance(file_of, dict):
+        raise CheckpointError(f"{path} has no readable weight_map: it is no object.")
     for file_name in set(map(str, file_of.values())):
-        if Path(file_name).name != file_name or not file_name.endswith(".safetensors"):
+        if not _is_file_name(file_name):
             raise CheckpointError(
                 f"{path} names {file_name!r}, not a file beside it that ends in .safetensors."
             )
     return {name: str(file_name) for name, file_name in file_of.items()}
+
+
+def _is_file_name(name: str) -> bool:
+    """Of a file beside the index, and one that the system can look for."""
+    try:
+        is_name = b"\0" not in os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    return is_name and Path(name).name == name and name.endswith(".safetensors")
 
 
 def _no_safetensors(folder: Path) -> str:

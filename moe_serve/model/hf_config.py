@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 from moe_serve.errors import CheckpointError
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_MOST_LAYERS = 10_000  # each is laid out before a tensor of it is looked for
 
 
 class HFConfig:
@@ -49,6 +50,8 @@ class HFConfig:
             value = self.get(key)
             if value is not None:
                 if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31:
+                    if key == "num_hidden_layers" and value > _MOST_LAYERS:
+                        raise self.error(key, f"is {value}; at most {_MOST_LAYERS} are served")
                     return value
                 raise self.error(keys[0], f"must be a positive integer, is {_shown(value)}")
         if default is None:

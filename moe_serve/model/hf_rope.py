@@ -15,6 +15,7 @@ from moe_serve.model.rope import (
     yarn_magnitude,
 )
 
+_LEAST, _MOST = 1e-30, 1e30  # further out, powers and logarithms of them are no numbers
 _SUPPORTED = "default, linear, dynamic, yarn, llama3"
 
 
@@ -128,6 +129,6 @@ def _yarn_attention_factor(values: Mapping[str, Any], factor: float, number: Any
 
 def _number(config: HFConfig, key: str, value: Any) -> float:
     number = HFConfig({key: value}, config.source).number(key, 0.0)
-    if number <= 0:
-        raise config.error(key, f"must be a positive number, is {value!r}")
+    if not _LEAST <= number <= _MOST:
+        raise config.error(key, f"must be a positive number from {_LEAST} to {_MOST}, is {value!r}")
     return number

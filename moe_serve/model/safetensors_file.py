@@ -236,7 +236,7 @@ def _header(path: Path, name: str, entry: Any, data_start: int) -> TensorHeader:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (KeyError, TypeError, ValueError):
         raise _broken(path, f"tensor {name} has no dtype, shape and two data_offsets") from None
-    if dtype not in _BITS:
+    if not isinstance(dtype, str) or dtype not in _BITS:
         raise _broken(path, f"tensor {name} has dtype {dtype!r}, which the format does not know")
     if not isinstance(shape, list) or not all(_is_count(n) for n in (*shape, begin, end)):
         raise _broken(path, f"tensor {name} has shape {shape!r} and offsets {[begin, end]!r}")

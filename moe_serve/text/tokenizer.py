@@ -109,7 +109,7 @@ def read_json_file(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}.") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON object.")

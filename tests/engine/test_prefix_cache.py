@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -101,6 +102,26 @@ def test_choices_and_turns(tiny: str, kernels: KernelsName, dtype: Dtype) -> Non
             assert expected.num_cached_tokens == 0
 
 
+def families_of_prompts() -> tuple[list[list[int]], list[SamplingParams]]:
+    rng = np.random.default_rng(11)
+    stems = [prompt_of(70, i) for i in range(3)]
+    prompts = [
+        [*stems[i % 3][: int(rng.integers(1, 71))], *prompt_of(int(rng.integers(1, 20)), 50 + i)]
+        for i in range(14)
+    ]
+    drawn = SamplingParams(max_tokens=20, temperature=1.2, seed=9, ignore_eos=True, logprobs=2)
+    return prompts, [GREEDY if i % 2 else drawn for i in range(14)]
+
+
+@cache
+def cold_families(
+    tiny: str, kernels: KernelsName, dtype: Dtype
+) -> list[list[tuple[object, object]]]:
+    """What they are answered without a prefix cache: the same for every budget."""
+    with LLM(tiny, kernels=kernels, dtype=dtype, prefix_cache=False) as llm:
+        return [content(output) for output in generate(llm, *families_of_prompts())]
+
+
 @both
 @dtypes
 @pytest.mark.parametrize(
@@ -115,16 +136,8 @@ def test_families_of_prompts(
     num_pages: int | None,
 ) -> None:
     """Chunks, micro-batches, eviction and preemption, greedy and drawn, twice over."""
-    rng = np.random.default_rng(11)
-    stems = [prompt_of(70, i) for i in range(3)]
-    prompts = [
-        [*stems[i % 3][: int(rng.integers(1, 71))], *prompt_of(int(rng.integers(1, 20)), 50 + i)]
-        for i in range(14)
-    ]
-    drawn = SamplingParams(max_tokens=20, temperature=1.2, seed=9, ignore_eos=True, logprobs=2)
-    params = [GREEDY if i % 2 else drawn for i in range(14)]
-    with LLM(tiny, kernels=kernels, dtype=dtype, prefix_cache=False) as llm:
-        cold = generate(llm, prompts, params)
+    prompts, params = families_of_prompts()
+    cold = cold_families(tiny, kernels, dtype)
     with LLM(
         tiny,
         kernels=kernels,
@@ -137,7 +150,7 @@ def test_families_of_prompts(
         for turn in range(2):
             for index, output in enumerate(generate(llm, prompts, params)):
                 where = f"{dtype=}, {budget=}, {turn=}, {index=}"
-                assert content(output) == content(cold[index]), where
+                assert content(output) == cold[index], where
         stats = llm.stats()
     assert stats.num_hit_tokens > 300, stats
     if num_pages is not None:
@@ -162,6 +175,8 @@ def test_a_salt_shares_with_itself_only(tiny: str) -> None:
 
 
 POISON = 299
+BAD = [*prompt_of(40), POISON, *prompt_of(30, 1)]
+GOOD = {f"good{i}": [*prompt_of(32), *prompt_of(20 + i, 2 + i)] for i in range(4)}
 
 
 def serve(engine: Engine, requests: dict[str, list[int]]) -> dict[str, list[TokenDelta]]:
@@ -186,28 +201,33 @@ def poisoned(llm: LLM) -> tuple[Engine, Callable[[], None]]:
     return llm._engine, lambda: row.copy_(saved)
 
 
+@cache
+def cold_beside_the_bad_one(
+    tiny: str, kernels: KernelsName, dtype: Dtype
+) -> dict[str, list[tuple[object, object]]]:
+    with LLM(tiny, kernels=kernels, dtype=dtype, prefix_cache=False) as llm:
+        return {n: tokens_of(d) for n, d in serve(llm._engine, GOOD | {"bad": BAD}).items()}
+
+
 @both
 @dtypes
 @pytest.mark.parametrize("budget", [1024, 24])
 def test_nan_stays_with_its_request(
     tiny: str, kernels: KernelsName, dtype: Dtype, budget: int
 ) -> None:
-    bad = [*prompt_of(40), POISON, *prompt_of(30, 1)]
-    good = {f"good{i}": [*prompt_of(32), *prompt_of(20 + i, 2 + i)] for i in range(4)}
-    with LLM(tiny, kernels=kernels, dtype=dtype, prefix_cache=False) as llm:
-        cold = serve(llm._engine, good | {"bad": bad})
+    cold = cold_beside_the_bad_one(tiny, kernels, dtype)
     with LLM(tiny, kernels=kernels, dtype=dtype, max_batched_tokens=budget) as llm:
         engine, heal = poisoned(llm)
         for _ in range(2):  # beside the bad one, then on the pages that it left
-            result = serve(engine, {"bad": bad} | good)
+            result = serve(engine, {"bad": BAD} | GOOD)
             assert result["bad"][-1].finish_reason is FinishReason.ERROR
-            for name in good:
-                assert tokens_of(result[name]) == tokens_of(cold[name]), f"{dtype=}, {name}"
+            for name in GOOD:
+                assert tokens_of(result[name]) == cold[name], f"{dtype=}, {name}"
         assert_cache_is_finite(engine)
         heal()
-        (healed,) = serve(engine, {"bad": bad}).values()
+        (healed,) = serve(engine, {"bad": BAD}).values()
         assert healed[0].num_cached_tokens <= 34, "no page of it was kept: 32 are the others'"
-        assert tokens_of(healed) == tokens_of(cold["bad"])
+        assert tokens_of(healed) == cold["bad"]
 
 
 def test_nan_out_of_the_windows_sight_does_not_enter(checkpoints: dict[str, Path]) -> None:

@@ -26,6 +26,7 @@ _NAMES = (
 )
 _WRONG: tuple[Any, ...] = (
     *(None, True, 0, -1, 1, 2, 3.5, float("nan"), float("inf"), 10**400),
+    *(1e308, 5e-324),
     *("", "x", [], [1], [None], {}, {"a": 1}, {"rope_type": "yarn"}),
 )
 _MORE_KEYS = (
@@ -60,8 +61,6 @@ def _with_one_wrong_value(values: dict[str, Any]) -> Iterator[tuple[str, dict[st
     for path in parts:
         for key in (*_part(values, path), *_MORE_KEYS):
             for wrong in _WRONG:
-                if key == "num_hidden_layers" and wrong == 10**400:
-                    continue  # takes long to be refused: layer by layer
                 changed = copy.deepcopy(values)
                 _part(changed, path)[key] = wrong
                 yield f"{'.'.join((*path, key))} = {wrong!r}", changed

@@ -108,6 +108,7 @@ def test_layers_with_experts_come_at_the_stated_frequency() -> None:
         (V3, {"topk_group": 9}, r"topk_group \(9\) exceeds n_group \(8\)"),
         (GLM_FLASH, {"mlp_layer_types": ["dense"]}, "mlp_layer_types must list 47 layers"),
         (GLM_FLASH, {"mlp_layer_types": ["mamba"] * 47}, "dense or sparse, not 'mamba'"),
+        (GLM_FLASH, {"mlp_layer_types": [["a"], 1, *["dense"] * 45]}, r"sparse, not \['a'\]"),
         (V3, {"architectures": ["DeepseekV32ForCausalLM"]}, "it has sparse attention"),
         (V3, {"architectures": ["GlmMoeDsaForCausalLM"]}, "it has sparse attention"),
     ],

@@ -139,6 +139,11 @@ CASES: list[tuple[Callable[[Path], object], str]] = [
     (index_lies, "other.safetensors does not hold tensor model.embed_tokens.weight, which the i"),
     (index_is("{"), "index.json has no readable weight_map"),
     (index_is('{"weight_map": {"a": 3}}'), "index.json names '3', not a file beside it"),
+    (index_is('{"weight_map": ' + "[" * 100_000), "index.json has no readable weight_map"),
+    (index_is('{"weight_map": [[1, "a.safetensors"]]}'), "no readable weight_map: it is no object"),
+    (index_is('{"weight_map": {"a": "\\u0000.safetensors"}}'), "not a file beside it that ends in"),
+    (index_is('{"weight_map": {"a": "\\ud800.safetensors"}}'), "names .*, not a file beside it"),
+    (edit_config(num_hidden_layers=2**31 - 1), "num_hidden_layers is 2147483647; at most 10000"),
     (tensor_in_two_files, f"tensor {ROUTER} is in model.safetensors and in router.safetensors"),
     (lfs_pointer, "model.safetensors is a Git LFS pointer, not the data: run `git lfs pull`"),
 ]  # fmt: skip

@@ -48,6 +48,8 @@ BROKEN: list[tuple[str, bytes, str]] = [
     ("bool", file_of({"a": entry(0, 4, [True])}, 4), r"tensor a has shape \[True\]"),
     ("large", file_of({"a": entry(0, 8, [2**62, 4])}, 8), "tensor a .* needs 73786976294838206464"),
     ("dtype", file_of({"a": entry(0, 8, [2], "F31")}, 8), "tensor a has dtype 'F31', which the"),
+    ("dtype no text", file_of({"a": entry(0, 8, [2]) | {"dtype": ["F32"]}}, 8),
+     r"tensor a has dtype \['F32'\], which the"),
     ("no entry", file_of({"a": 3}), "tensor a has no dtype, shape and two data_offsets"),
     ("no offsets", file_of({"a": {"dtype": "F32", "shape": []}}), "tensor a has no dtype, shape"),
     ("no shape", file_of({"a": {"dtype": "F32", "shape": 2, "data_offsets": [0, 8]}}, 8),

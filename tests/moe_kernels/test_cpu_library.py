@@ -52,6 +52,36 @@ def test_a_compiler_that_fails_is_no_disaster(
     assert "could not build them" in (library.refusal or "")
 
 
+@pytest.mark.usefixtures("_fresh")
+@pytest.mark.parametrize("left", [b"", b"\x7fELF of which a half is lost"], ids=["none", "half"])
+def test_a_kept_build_that_is_not_whole_is_built_again(tmp_path: Path, left: bytes) -> None:
+    compiler = tmp_path / "g++"  # makes a file of whatever it is asked for
+    compiler.write_text(
+        "#!/bin/sh\n"
+        'while [ $# -gt 0 ]; do if [ "$1" = -o ]; then echo built > "$2"; fi; shift; done\n'
+    )
+    compiler.chmod(0o755)
+    built = cpu_library._build(str(compiler))
+    whole, stamp = built.read_bytes(), built.stat().st_mtime_ns
+    assert cpu_library._build(str(compiler)) == built
+    assert built.stat().st_mtime_ns == stamp, "it was whole, and is used again"
+    built.write_bytes(left)
+    assert cpu_library._build(str(compiler)) == built
+    assert built.read_bytes() == whole
+
+
+@pytest.mark.usefixtures("_fresh")
+def test_a_cache_that_cannot_be_written_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(shutil, "which", lambda name: "/bin/true")
+    refusal = cpu_library.load_cpu_library().refusal or ""
+    assert f"{tmp_path}/file/moe-serve cannot be written (Not a directory)" in refusal
+    assert refusal.endswith("point XDG_CACHE_HOME to a folder that can be")
+
+
 @needs_native
 @pytest.mark.usefixtures("_fresh")
 def test_a_build_is_kept_and_used_again(monkeypatch: pytest.MonkeyPatch) -> None:

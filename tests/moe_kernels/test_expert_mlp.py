@@ -129,6 +129,24 @@ def test_a_bank_of_one_expert_is_a_dense_layer(name: KernelsName, dtype: torch.d
 
 
 @pytest.mark.parametrize("name", KERNEL_SETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 70])
+def test_a_bank_of_one_expert_has_the_bits_of_a_bank_of_many(
+    name: KernelsName, dtype: torch.dtype, num_rows: int
+) -> None:
+    kernels, experts = make_kernels(name, dtype), make_experts(2, 1100, 40, dtype, has_bias=True)
+    one, two = (kernels.experts(some, SWIGLU) for some in (experts[1:], experts))
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(num_rows, 1100, generator=generator).to(dtype)
+    ids = torch.zeros(num_rows, 1, dtype=torch.int64)
+    weights = torch.rand(num_rows, 1, generator=generator)
+    assert torch.equal(one.partial(x, ids, weights), two.partial(x, ids + 1, weights))
+    ids[::2] = -1  # some rows have theirs elsewhere
+    some = torch.where(ids < 0, ids, 1)
+    assert torch.equal(one.partial(x, ids, weights), two.partial(x, some, weights))
+
+
+@pytest.mark.parametrize("name", KERNEL_SETS)
 def test_an_expert_that_no_row_chose_may_be_absent(name: KernelsName) -> None:
     kernels = make_kernels(name, torch.float32)
     experts = make_experts(4, 16, 16, torch.float32)

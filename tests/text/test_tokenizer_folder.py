@@ -91,9 +91,10 @@ def test_bad_folders_name_the_file(tmp_path: Path, folder: Path) -> None:
     (folder / "config.json").write_text('{"eos_token_id": "x"}')
     with pytest.raises(CheckpointError, match=r"config\.json: eos_token_id must be token ids"):
         Tokenizer.load(folder)
-    (folder / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON"):
-        Tokenizer.load(folder)
+    for text in ("{", "[" * 100_000):
+        (folder / "config.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON"):
+            Tokenizer.load(folder)
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is not a readable tokenizer"):
         Tokenizer.load(folder)

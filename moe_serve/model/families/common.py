@@ -56,8 +56,8 @@ def sparse_layers(config: HFConfig, *, num_dense: int = 0) -> tuple[bool, ...]:
     if types is not None:
         if not isinstance(types, list) or len(types) != num_layers:
             raise config.error("mlp_layer_types", f"must list {num_layers} layers")
-        if unknown := set(types) - {"dense", "sparse"}:
-            raise config.error("mlp_layer_types", f"may be dense or sparse, not {min(unknown)!r}")
+        if unknown := [kind for kind in types if kind not in ("dense", "sparse")]:
+            raise config.error("mlp_layer_types", f"may be dense or sparse, not {unknown[0]!r}")
         return tuple(kind == "sparse" for kind in types)
     first = int(config.number("first_k_dense_replace", num_dense))
     step = config.positive_int("moe_layer_freq", default=1)

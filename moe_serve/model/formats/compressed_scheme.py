@@ -110,7 +110,7 @@ def _targets(section: HFConfig) -> tuple[str, ...]:
     for target in targets:
         try:
             re.compile(target.removeprefix("re:"))
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise section.error("targets", f"has {target!r}, no pattern: {error}") from None
     return tuple(targets)
 

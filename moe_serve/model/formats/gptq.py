@@ -33,6 +33,7 @@ from moe_serve.model.formats.weight_format import matrix_shape, present, scale_b
 from moe_serve.model.hf_config import HFConfig
 
 _TABLES = {4: UINT4, 8: UINT8}
+_GROUP_SIZE = 128  # where the config does not state one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +135,11 @@ class Gptq:
         """Bits and group size of a module: the first pattern of `dynamic` that matches, if any."""
         for pattern, own in self.dynamic.items():
             if re.match(pattern.removeprefix("+:"), stem.removesuffix(".")):
-                return own.get("bits", self.bits), own.get("group_size", self.group_size)
+                bits, group_size = own.get("bits"), own.get("group_size")
+                return (
+                    self.bits if bits is None else bits,
+                    self.group_size if group_size is None else group_size,
+                )
         return self.bits, self.group_size
 
 
@@ -154,15 +159,16 @@ def gptq_from(config: HFConfig) -> Gptq:
     for pattern, keys in own.items():
         try:
             re.compile(pattern.removeprefix("+:"))
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise config.error("dynamic", f"has {pattern!r}, no pattern: {error}") from None
         if not isinstance(keys, Mapping):
             raise config.error("dynamic", f"must give an object for {pattern!r}")
         _check_sizes(HFConfig(keys, f"{config.source}: dynamic"), needs_bits=False)
     _check_sizes(config, needs_bits=True)
+    group_size = config.get("group_size")
     return Gptq(
         bits=config.get("bits"),
-        group_size=config.get("group_size", 128),
+        group_size=_GROUP_SIZE if group_size is None else group_size,
         has_shifted_zeros=file_format == "gptq",
         dynamic=own,
     )
@@ -172,5 +178,5 @@ def _check_sizes(config: HFConfig, *, needs_bits: bool) -> None:
     bits = config.positive_int("bits", default=None if needs_bits else 4)
     if bits not in _TABLES:
         raise config.error("bits", f"is {bits}; supported are 4, 8")
-    if config.get("group_size", 128) != -1:
-        config.positive_int("group_size", default=128)
+    if config.get("group_size") != -1:
+        config.positive_int("group_size", default=_GROUP_SIZE)

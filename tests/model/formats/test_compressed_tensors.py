@@ -178,7 +178,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (config(strategy="block", block_structure=[1]), "block_structure must be two"),
     (config() | {"config_groups": None}, "config_groups must be an object of objects"),
     (config() | {"config_groups": {"a": {"targets": "Linear", "weights": {}}}}, "targets must be"),
-    (config() | {"config_groups": {"a": {"targets": ["re:("], "weights": {}}}}, "no pattern"),
+    *(
+        (config() | {"config_groups": {"a": {"targets": [target], "weights": {}}}}, "no pattern")
+        for target in ("re:(", "re:" + "(" * 9999, "re:a{99999999999}")
+    ),
     (config() | {"transform_config": {"config_groups": {"u": {}}}}, "transform_config is not"),
     (config() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is not"),
 ]  # fmt: skip

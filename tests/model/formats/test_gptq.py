@@ -120,6 +120,20 @@ def test_modules_with_bits_of_their_own(reader_of: ReaderOf) -> None:
     assert torch.equal(reader.read("m.weight", (8, 32), torch.float16), expected)
 
 
+def test_null_is_as_if_it_were_not_there(reader_of: ReaderOf) -> None:
+    values, zeros, scales = random_parts(256, 8, 2, 4, torch.float16)
+    tensors = packed(values, zeros, scales, 4, shift=1)
+    dynamic = {"m$": {"bits": None, "group_size": None}}
+    weights = []
+    for config in ({"group_size": None}, {"group_size": 128, "dynamic": dynamic}):
+        reader = reader_of(tensors, V1 | config)
+        reader.expect("m.weight", (8, 256))
+        weights.append(reader.read("m.weight", (8, 256), torch.float16))
+    group = torch.arange(256) // 128
+    for weight in weights:
+        assert torch.equal(weight, ((values - zeros[group]).half() * scales[group]).T)
+
+
 REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"bits": 3}, "quantization_config: bits is 3; supported are 4, 8"),
     ({"bits": None}, "bits is missing"),
@@ -127,6 +141,8 @@ REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; supported are 'gptq'"),
     ({"is_marlin_format": True}, "is_marlin_format is True; only False is supported"),
     ({"dynamic": {"+:(": {}}}, r"dynamic has '\+:\(', no pattern"),
+    ({"dynamic": {"a{99999999999}": {}}}, r"dynamic has 'a\{99999999999\}', no pattern"),
+    ({"dynamic": {"(" * 9999: {}}}, r"dynamic has '\(\(.*', no pattern"),
     ({"dynamic": {"a": {"bits": 2}}}, "dynamic: bits is 2"),
     ({"dynamic": {"a": 4}}, "dynamic must give an object for 'a'"),
 ]

@@ -249,3 +249,15 @@ def test_a_row_of_choices_that_are_elsewhere_is_zero(device: torch.device) -> No
         *inputs_of(torch.float32, device, ids), experts, chip_of(device), BLOCK_MS[0]
     )
     assert (found[0] == 0.0).all() and (found[1] != 0.0).any(), found
+
+
+@pytest.mark.parametrize("part", ["gate", "up"])
+def test_a_nan_in_the_weights_shows_through_the_limits(device: torch.device, part: str) -> None:
+    """As in the torch and native sets: limited to 7 it would be a wrong answer, and no error."""
+    experts = experts_of(torch.float32, device, 4, activation=GPT_OSS)
+    row = 5 if part == "gate" else experts.expert_width + 5
+    experts.gate_up.values.view(4, 2 * F, D)[2, row, 7] = float("nan")
+    ids_TK = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0]])
+    out_TD = grouped_experts(*inputs_of(torch.float32, device, ids_TK), experts, chip_of(device))
+    assert out_TD[1:3].isnan().all(), "rows of expert 2"
+    assert out_TD[[0, 3]].isfinite().all(), "rows of the others"

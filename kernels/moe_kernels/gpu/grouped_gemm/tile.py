@@ -59,10 +59,12 @@ def finished(acc, scales_ptr, bias_ptr, rows, is_row, HAS_ROW_SCALES: tl.constex
 
 @triton.jit
 def activated(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr):
-    """g sigmoid(alpha g) (u + offset), g = min(gate, limit), u = up within +-limit."""
+    """g sigmoid(alpha g) (u + offset), g = min(gate, limit), u = up within +-limit; a NaN stays."""
+    KEPT: tl.constexpr = tl.PropagateNan.ALL
     if LIMIT is not None:
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        gate = tl.minimum(gate, LIMIT, propagate_nan=KEPT)
+        up = tl.maximum(up, -LIMIT, propagate_nan=KEPT)
+        up = tl.minimum(up, LIMIT, propagate_nan=KEPT)
     return gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + UP_OFFSET)
 
 
