@@ -343,3 +343,12 @@ def test_health_check_of_a_server_that_asks_for_certificates(certificate: dict[s
     with answering(200, context) as port:
         assert health_check().is_live({**port, **environ})
     assert not health_check().is_live({**port, **environ}), "nobody listens there any more"
+
+
+def test_the_batch_script_is_what_launch_writes(tmp_path: Path) -> None:
+    written = DEPLOY / "slurm" / "moe-serve.sbatch"
+    page = (DEPLOY / "slurm" / "README.md").read_text("utf-8")
+    (line,) = re.findall(r"^ +moe-serve (launch .*) --out deploy/slurm$", page, re.M)
+    app([*shlex.split(line), "--out", str(tmp_path)], standalone_mode=False)
+    assert (tmp_path / written.name).read_text("utf-8") == written.read_text("utf-8")
+    subprocess.run(["bash", "-n", str(written)], check=True)
