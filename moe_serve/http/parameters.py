@@ -21,7 +21,6 @@ IGNORED_FIELDS = frozenset(
         "metadata",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "rid",
         "safety_identifier",
         "service_tier",
         "store",
