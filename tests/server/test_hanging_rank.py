@@ -36,7 +36,7 @@ FLAGS = (
 )
 SETTINGS = {
     "MOE_SERVE_CLUSTER_HEARTBEAT_S": "5.0",  # a frozen rank is given up after 15 s
-    "MOE_SERVE_SERVER_HANG_REPORT_S": "3.0",  # no step takes as long, on a slow machine either
+    "MOE_SERVE_SERVER_HANG_REPORT_S": "5.0",  # no step takes as long, on a slow machine either
     "MOE_SERVE_SERVER_ADMIN_KEYS": "boss",
     "MOE_SERVE_LOG_ACCESS": "true",
     "MOE_SERVE_LOG_FORMAT": "json",
