@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from moe_serve.config import SchedulerConfig
 from moe_serve.engine.build import BuiltEngine
 from moe_serve.engine.client import EngineStats
+from moe_serve.engine.delta_queue import DeltaQueue
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.layout import Layout
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
@@ -47,7 +48,7 @@ class AsyncEngine:
         self._last_turn = time.monotonic()  # of the engine thread's loop
         self._last_error: float | None = None  # when a request failed
         self._next_check = 0.0
-        self._queues: dict[str, asyncio.Queue[TokenDelta]] = {}
+        self._queues: dict[str, DeltaQueue] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="moe-serve-engine", daemon=True)
         self._thread.start()
@@ -64,7 +65,7 @@ class AsyncEngine:
     def num_open_requests(self) -> int:
         return len(self._queues)
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> list[asyncio.Queue[TokenDelta]]:
+    def submit(self, requests: Sequence[GenerationRequest]) -> DeltaQueue:
         """See `EngineClient.submit`."""
         self._loop = asyncio.get_running_loop()
         most = self._engine.num_seats + self._limits.max_queued_requests
@@ -76,17 +77,15 @@ class AsyncEngine:
                 param="n",
             )
         self._check_open(len(requests))
-        queues = []
+        queue = DeltaQueue()
         for request in requests:
-            queue: asyncio.Queue[TokenDelta] = asyncio.Queue()
             self._queues[request.request_id] = queue
-            queues.append(queue)
         if not self._engine.has_work:
             self._last_turn = time.monotonic()  # it was idle, not stuck
         self._num_submitted += len(requests)
         self._inbox.extend(requests)
         self._wake.set()
-        return queues
+        return queue
 
     def abort(self, request_id: str) -> None:
         """See `EngineClient.abort`. Its queue gets nothing more but the end."""
@@ -197,7 +196,7 @@ class AsyncEngine:
                 self._last_error = time.monotonic()
             queue = self._queues.get(delta.request_id)
             if queue is not None:
-                queue.put_nowait(delta)
+                queue.put(delta)
                 if delta.finish_reason is not None:
                     del self._queues[delta.request_id]
 

@@ -1,18 +1,18 @@
 """The engine as an async server sees it: submit, stream, abort. The engine runs on its own thread.
 
 One hand-over per step crosses the threads (not one per token): the engine thread publishes the list
-of a step's deltas, and the event loop sorts them into the requests' queues.
+of a step's deltas, and the event loop sorts them into the queues of who asked.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from experts.memory.memory_stats import MemoryStats
 from moe_serve.engine.batch_policy.policy import PolicyStats
+from moe_serve.engine.delta_queue import DeltaQueue
 from moe_serve.engine.pool_stats import PoolStats
 from moe_serve.engine.rank_load import RankLoad
 from moe_serve.engine.rank_status import RankStatus
@@ -61,10 +61,10 @@ class EngineClient(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> list[asyncio.Queue[TokenDelta]]:
+    def submit(self, requests: Sequence[GenerationRequest]) -> DeltaQueue:
         """Queue all or none: raises ServerOverloadedError when the queue is full or closed.
 
-        Called on the event loop's thread. A queue's last delta has its `finish_reason` set.
+        Called on the event loop's thread. Each request's last delta has its `finish_reason` set.
         """
         ...
 
@@ -83,13 +83,13 @@ async def stream(
     engine: EngineClient, request: GenerationRequest
 ) -> AsyncGenerator[TokenDelta, None]:
     """The deltas of one request; leaving the loop early aborts it."""
-    (queue,) = engine.submit([request])
+    queue = engine.submit([request])
     is_finished = False
     try:
         while not is_finished:
-            delta = await queue.get()
-            is_finished = delta.finish_reason is not None
-            yield delta
+            for delta in await queue.take():
+                is_finished = delta.finish_reason is not None
+                yield delta
     finally:
         if not is_finished:
             engine.abort(request.request_id)

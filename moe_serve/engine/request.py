@@ -8,6 +8,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+import msgspec
+
 from moe_serve.engine.sampling_params import SamplingParams
 
 
@@ -80,9 +82,11 @@ class TokenExperts:
 NO_EXPERTS = TokenExperts(b"", 0, 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenDelta:
-    """What one step did for one request. `finish_reason` is set on the last delta only."""
+class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What one step did for one request. `finish_reason` is set on the last delta only.
+
+    There is one for every token, and a frozen dataclass takes five times as long to make.
+    """
 
     request_id: str
     token_ids: tuple[int, ...] = ()

@@ -189,11 +189,12 @@ class CompletionFormat:
         end: TextDelta | None,
         others: bytes = b"",
     ) -> bytes:
-        reason = None if end is None or end.finish_reason is None else end.finish_reason.value
-        stop = b""
+        reason, stop = b"null", b""
         if end is not None:
+            reason = msgspec.json.encode(end.finish_reason)
             stop = b',"stop_reason":' + msgspec.json.encode(end.stop_reason)
-        head = b'{"index":%d,"text":' % index + msgspec.json.encode(text)
         encoded = b"null" if logprobs is None else msgspec.json.encode(logprobs)
-        tail = b',"logprobs":' + encoded + b',"finish_reason":' + msgspec.json.encode(reason)
-        return self._writer.choice(head + tail + stop + others + b"}")
+        return self._writer.choice(
+            b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b%b%b}'
+            % (index, msgspec.json.encode(text), encoded, reason, stop, others)
+        )

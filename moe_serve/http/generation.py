@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from moe_serve.engine.client import EngineClient
+from moe_serve.engine.delta_queue import DeltaQueue
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.errors import ServerOverloadedError
 from moe_serve.http.errors import ApiError, draining_error, engine_dead_error
 from moe_serve.http.key_limits import KeyAccount, current_account
-from moe_serve.http.merged_queues import MergedQueues
 from moe_serve.http.metrics import ServerMetrics
 from moe_serve.http.prompt_logprobs import SharedPromptLogprobs
 from moe_serve.http.request_timing import Timing, timing_of
@@ -44,7 +43,7 @@ class Generation:
         self,
         engine: EngineClient,
         sequences: Sequence[SequenceProgress],
-        queues: Sequence[asyncio.Queue[TokenDelta]],
+        queue: DeltaQueue,
         on_close: Callable[[Generation], None],
         metrics: ServerMetrics,
         *,
@@ -53,17 +52,17 @@ class Generation:
         self._metrics, self._has_timing = metrics, has_timing
         self._engine = engine
         self._sequences = {sequence.request.request_id: sequence for sequence in sequences}
-        self._queues = dict(zip(self._sequences, queues, strict=True))
-        self._merged = MergedQueues(queues)
+        self._num_running = len(sequences)
+        self._queue = queue
         self._prompt_logprobs = SharedPromptLogprobs([sequence.request for sequence in sequences])
         self._on_close = on_close
         self._cut_error: ApiError | None = None
         self._is_closed = False
 
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
-        while any(not sequence.is_finished for sequence in self._sequences.values()):
+        while self._num_running:
             by_id: dict[str, list[TokenDelta]] = {}
-            for delta in await self._merged.next():
+            for delta in await self._queue.take():
                 by_id.setdefault(delta.request_id, []).append(delta)
             pieces = [self._push(request_id, deltas) for request_id, deltas in by_id.items()]
             yield self._prompt_logprobs.share([piece for piece in pieces if piece is not None])
@@ -91,14 +90,13 @@ class Generation:
         for request_id, sequence in self._sequences.items():
             if not sequence.is_finished:
                 end = TokenDelta(request_id=request_id, finish_reason=FinishReason.ERROR)
-                self._queues[request_id].put_nowait(end)
+                self._queue.put(end)
 
     def close(self) -> None:
         """Abort what has not finished. Harmless when all has, or when called again."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._merged.close()
         for request_id, sequence in self._sequences.items():
             if not sequence.is_finished:
                 self._engine.abort(request_id)
@@ -111,6 +109,7 @@ class Generation:
             return None
         piece = sequence.push(deltas)
         if sequence.is_finished:
+            self._num_running -= 1
             self._observe_prompt(sequence)
         if piece.delta.is_stopped_by_text:
             self._engine.abort(request_id)
@@ -175,7 +174,7 @@ class GenerationService:
         The requests are those of one HTTP request, so they have their stop strings in common.
         `continues`: the answers go on where the text of the prompts ends.
         """
-        queues = self._submit(requests)
+        queue = self._submit(requests)
         stops = StopStrings(requests[0].params.stop)
         sequences = [
             SequenceProgress(
@@ -198,7 +197,7 @@ class GenerationService:
                 _charge(account, generation.usage())
 
         generation = Generation(
-            self.engine, sequences, queues, on_close, self._metrics, has_timing=self._has_timing
+            self.engine, sequences, queue, on_close, self._metrics, has_timing=self._has_timing
         )
         self._open.add(generation)
         return generation
@@ -213,7 +212,7 @@ class GenerationService:
         for generation in tuple(self._open):
             generation.cut(error)
 
-    def _submit(self, requests: Sequence[GenerationRequest]) -> list[asyncio.Queue[TokenDelta]]:
+    def _submit(self, requests: Sequence[GenerationRequest]) -> DeltaQueue:
         if not self.engine.stats().is_alive:
             self._metrics.count_rejection("engine_dead")
             raise engine_dead_error()

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from moe_serve.http.body_writer import offer_body_writer
 from moe_serve.http.connection_guard import (
     HEAD_TIMEOUT_S,
     MAX_HEAD_BYTES,
@@ -18,6 +19,7 @@ from moe_serve.http.connection_guard import (
     malformed_error,
     upgrade_error,
 )
+from moe_serve.http.direct_transport import DirectTransport
 from moe_serve.http.errors import ApiError
 from moe_serve.http.patient_transport import PatientTransport
 
@@ -48,10 +50,11 @@ class GuardedHttpToolsProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if transport.get_extra_info("sslcontext") is not None:
-            patient: Any = PatientTransport(transport, self.loop, self.write_timeout_s)
-            transport = patient
-        super().connection_made(transport)
-        self._guard.open(transport)
+            wrapped: Any = PatientTransport(transport, self.loop, self.write_timeout_s)
+        else:
+            wrapped = DirectTransport(transport)
+        super().connection_made(wrapped)
+        self._guard.open(wrapped)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._guard.close()
@@ -107,6 +110,7 @@ class GuardedHttpToolsProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
         self._served = cycle
+        offer_body_writer(cycle.scope, cycle)
         super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
 
     def pause_writing(self) -> None:

@@ -14,8 +14,11 @@ _LOWEST = -9999.0  # JSON has no -inf
 
 def num_logprobs(*lists: Sequence[TokenLogprob | None] | None) -> int:
     """How many numbers there are to format: a token's own and those of its likeliest rivals."""
-    counts = [len(entries) * (1 + _num_top(entries)) for entries in lists if entries]
-    return sum(counts)
+    count = 0
+    for entries in lists:
+        if entries:
+            count += len(entries) * (1 + _num_top(entries))
+    return count
 
 
 def _num_top(entries: Sequence[TokenLogprob | None]) -> int:

@@ -28,6 +28,7 @@ from moe_serve.http.pool_families import pool_families
 from moe_serve.http.recent_requests import RecentRequests
 from moe_serve.http.request_families import RequestHistograms
 from moe_serve.http.step_families import step_families
+from moe_serve.http.token_gaps import TokenGaps
 from moe_serve.http.trace_families import trace_families
 
 PREFIX = "moe_serve:"
@@ -110,9 +111,13 @@ class ServerMetrics:
         self._ttft = self._histogram(
             "time_to_first_token_seconds", "From the request to its first token.", _TTFT_BUCKETS
         )
-        self._itl = self._histogram(
-            "inter_token_latency_seconds", "Between two tokens of a sequence.", _ITL_BUCKETS
+        self._itl = TokenGaps(
+            PREFIX + "inter_token_latency_seconds",
+            "Between two tokens of a sequence.",
+            model_name,
+            _ITL_BUCKETS,
         )
+        self.registry.register(self._itl)
         self._e2e = self._histogram(
             "e2e_request_latency_seconds", "From the request to its last token.", _E2E_BUCKETS
         )
@@ -141,9 +146,9 @@ class ServerMetrics:
 
     def observe_next_tokens(self, seconds: float, num_tokens: int) -> None:
         """`num_tokens` tokens came together, `seconds` after the ones before."""
-        self.recent.next_tokens.add(seconds / num_tokens, num_tokens)
-        for _ in range(num_tokens):
-            self._itl.observe(seconds / num_tokens)
+        each = seconds / num_tokens
+        self.recent.next_tokens.add(each, num_tokens)
+        self._itl.observe(each, num_tokens)
 
     def observe_finished(self, sequence: FinishedSequence) -> None:
         """It has ended, and was told so. See also `count_abandoned`."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+import msgspec
 
 from moe_serve.engine.request import GenerationRequest, TokenLogprob
 from moe_serve.http.sequence import Piece
@@ -47,4 +48,4 @@ class SharedPromptLogprobs:
         if piece.index == first or piece.index in self._has_begun:
             return piece
         self._has_begun.add(piece.index)
-        return replace(piece, prompt_logprobs=self._known[first])
+        return msgspec.structs.replace(piece, prompt_logprobs=self._known[first])

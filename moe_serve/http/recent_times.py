@@ -34,17 +34,23 @@ class RecentTimes:
         self._clock = clock
         self._lock = threading.Lock()
         self._seconds: deque[tuple[int, Counter[int]]] = deque()
+        self._latest: int | None = None  # second of the last entry
+        self._counts = Counter[int]()  # and its counts
 
     def add(self, seconds: float, count: int = 1) -> None:
         """So many things took this long each."""
-        bucket = round(math.log(max(_LEAST_S, seconds)) / _GROWTH)
+        bucket = round(math.log(seconds if seconds > _LEAST_S else _LEAST_S) / _GROWTH)
         now = int(self._clock())
         with self._lock:
-            if not self._seconds or self._seconds[-1][0] != now:
-                self._seconds.append((now, Counter()))
-                while self._seconds[0][0] <= now - WINDOW_S:
-                    self._seconds.popleft()
-            self._seconds[-1][1][bucket] += count
+            if now != self._latest:
+                self._begin(now)
+            self._counts[bucket] += count
+
+    def _begin(self, now: int) -> None:
+        self._latest, self._counts = now, Counter()
+        self._seconds.append((now, self._counts))
+        while self._seconds[0][0] <= now - WINDOW_S:
+            self._seconds.popleft()
 
     def look(self, window_s: int = WINDOW_S) -> Percentiles | None:
         """Of the last seconds; None: nothing was added."""

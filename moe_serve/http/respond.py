@@ -61,21 +61,23 @@ def stream_response(
 
     async def events() -> AsyncIterator[bytes]:
         async for pieces in generation:
-            yield await _written_events(formatter, pieces)
+            if _is_long(pieces):
+                yield await asyncio.to_thread(_written_events, formatter, pieces)
+            else:
+                yield _written_events(formatter, pieces)
         if has_usage:
             yield formatter.usage(generation.usage())
 
     return SseResponse(events(), ping_s=ping_s, on_close=generation.close, headers=headers)
 
 
-async def _written_events(formatter: StreamFormat[AnyPiece], pieces: Sequence[AnyPiece]) -> bytes:
-    """The events of what came together; the logprobs of a long prompt are written in a thread."""
+def _written_events(formatter: StreamFormat[AnyPiece], pieces: Sequence[AnyPiece]) -> bytes:
+    return b"".join([formatter.events(piece) for piece in pieces])
 
-    def write() -> bytes:
-        return b"".join([formatter.events(piece) for piece in pieces])
 
-    count = sum(piece.num_logprobs for piece in pieces)
-    return write() if count <= MAX_INLINE_LOGPROBS else await asyncio.to_thread(write)
+def _is_long(pieces: Sequence[Countable]) -> bool:
+    """The logprobs of a long prompt are written in a thread."""
+    return sum([piece.num_logprobs for piece in pieces]) > MAX_INLINE_LOGPROBS
 
 
 async def whole_response(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta, TokenLogprob
 from moe_serve.http.finished_sequence import FinishedSequence
@@ -16,8 +17,7 @@ from moe_serve.text.text_stream import TextDelta, TextStream
 from moe_serve.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What is new in choice `index` of the answer."""
 
     index: int
@@ -114,6 +114,8 @@ class SequenceProgress:
 
 def join_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
     """Consecutive deltas of one request as one; what follows the first end is dropped."""
+    if len(deltas) == 1:
+        return deltas[0]
     ends = [i for i, delta in enumerate(deltas) if delta.finish_reason is not None]
     deltas = deltas[: ends[0] + 1] if ends else deltas
     if len(deltas) == 1:

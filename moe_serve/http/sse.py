@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from moe_serve.http.body_writer import BodyWriter, body_writer_of
 from moe_serve.http.disconnect import cancel_all, wait_for_disconnect
 from moe_serve.http.errors import ApiError, to_api_error
 
@@ -68,9 +69,10 @@ class SseResponse(Response):
         self._num_sent = 0
         self._sending = asyncio.Lock()  # events and pings come from two tasks
         self._is_ended = False
+        self._writer: BodyWriter | None = None  # once the answer has begun
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        streaming = asyncio.create_task(self._stream(send))
+        streaming = asyncio.create_task(self._stream(scope, send))
         watching = asyncio.create_task(wait_for_disconnect(receive))
         tasks = {streaming, watching}
         first = asyncio.FIRST_COMPLETED
@@ -89,13 +91,14 @@ class SseResponse(Response):
             self._on_close()
             await cancel_all(streaming, watching)
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, scope: Scope, send: Send) -> None:
         async with self._sending:
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(start)
+        self._writer = body_writer_of(scope)
         try:
             async for chunk in self._events:
-                if chunk:
+                if chunk and not self._write(chunk):
                     await self._send(send, chunk)
         except Exception as error:  # the status line is out: the only place left is the stream
             api_error = to_api_error(error)
@@ -105,6 +108,13 @@ class SseResponse(Response):
         if self._style.end:
             await self._send(send, self._style.end)
         await self._send(send, b"", is_end=True)
+
+    def _write(self, chunk: bytes) -> bool:
+        """False: not possible without waiting."""
+        if self._writer is None or self._sending.locked() or not self._writer.write(chunk):
+            return False
+        self._num_sent += 1
+        return True
 
     async def _send(self, send: Send, chunk: bytes, *, is_end: bool = False) -> None:
         async with self._sending:

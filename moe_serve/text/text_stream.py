@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from moe_serve.engine.request import FinishReason, TokenDelta, TokenExperts, TokenLogprob
 from moe_serve.engine.sampling_params import SamplingParams
@@ -11,8 +11,7 @@ from moe_serve.text.stop_strings import StopStringMatcher, StopStrings
 from moe_serve.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextDelta:
+class TextDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """New text of one sequence. `finish_reason` is set on the last delta only.
 
     `token_ids`, `text_offsets` and (if asked for) `logprobs` and `routed_experts` have an entry per
@@ -68,6 +67,8 @@ class TextStream:
     def push(self, delta: TokenDelta) -> TextDelta:
         """What `delta` adds to the text. Nothing may be pushed after a finished delta."""
         assert not self.is_finished, "a delta came after the sequence had finished"
+        if len(delta.token_ids) == 1 and delta.finish_reason is None:
+            return self._push_one(delta)
         hidden = self._is_stop_token_hidden(delta)
         num_decodable = len(delta.token_ids) - hidden
         shown: list[str] = []
@@ -93,6 +94,21 @@ class TextStream:
             routed_experts=delta.routed_experts,
             finish_reason=delta.finish_reason,
             stop_reason=self._stop_reason(delta),
+        )
+
+    def _push_one(self, delta: TokenDelta) -> TextDelta:
+        """As `push`, without what only matters for several tokens and for the last."""
+        offsets = (self._num_decoded,)
+        self._num_tokens += 1
+        text = self._show(self._detokenizer.push(delta.token_ids[0]))
+        if self._matcher.matched is not None:
+            return self._end_at_stop_string(delta, [text], [*offsets])
+        return TextDelta(
+            text=text,
+            token_ids=delta.token_ids,
+            text_offsets=offsets,
+            logprobs=delta.logprobs,
+            routed_experts=delta.routed_experts,
         )
 
     def _show(self, text: str) -> str:

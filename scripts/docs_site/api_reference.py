@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +11,8 @@ import tokenizers
 from moe_serve.config import ServerConfig, TraceConfig
 from moe_serve.engine.client import EngineStats
 from moe_serve.engine.hang_watch import HangWatch
-from moe_serve.engine.request import GenerationRequest, TokenDelta
+from moe_serve.engine.delta_queue import DeltaQueue
+from moe_serve.engine.request import GenerationRequest
 from moe_serve.engine.route_records import RouteListeners
 from moe_serve.engine.tracing import Tracing
 from moe_serve.http.app import create_app
@@ -36,7 +36,7 @@ class NoEngine:
     max_model_len = 2048
     vocab_size = 2
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> list[asyncio.Queue[TokenDelta]]:
+    def submit(self, requests: Sequence[GenerationRequest]) -> DeltaQueue:
         raise AssertionError("nobody sends requests to a list of routes")
 
     def abort(self, request_id: str) -> None:

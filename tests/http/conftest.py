@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import pytest
 import tokenizers
 from fastapi import FastAPI
@@ -17,6 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from moe_serve.config import ServerConfig
 from moe_serve.engine.client import EngineStats
+from moe_serve.engine.delta_queue import DeltaQueue
 from moe_serve.engine.pool_stats import PoolStats
 from moe_serve.engine.request import (
     FinishReason,
@@ -79,20 +81,18 @@ class FakeEngine:
     outage_s: float = 0.0
     step_tokens: StepTokens = StepTokens()
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> list[asyncio.Queue[TokenDelta]]:
+    def submit(self, requests: Sequence[GenerationRequest]) -> DeltaQueue:
         if self.is_draining:
             raise ServerOverloadedError("draining", retry_after_s=2.0, is_draining=True)
         if len(self.running) + len(requests) > self.max_requests:
             raise ServerOverloadedError("The queue is full.", retry_after_s=0.2)
-        queues: list[asyncio.Queue[TokenDelta]] = []
+        queue = DeltaQueue()
         for request in requests:
-            queue: asyncio.Queue[TokenDelta] = asyncio.Queue()
             self.submitted.append(request)
             task = asyncio.get_running_loop().create_task(self._play(request, queue))
             self.running[request.request_id] = task
             task.add_done_callback(lambda _, key=request.request_id: self.running.pop(key, None))
-            queues.append(queue)
-        return queues
+        return queue
 
     def abort(self, request_id: str) -> None:
         if task := self.running.pop(request_id, None):
@@ -123,14 +123,14 @@ class FakeEngine:
     def begin_drain(self) -> None:
         self.is_draining = True
 
-    async def _play(self, request: GenerationRequest, queue: asyncio.Queue[TokenDelta]) -> None:
+    async def _play(self, request: GenerationRequest, queue: DeltaQueue) -> None:
         for delta in self._deltas(request):
             await asyncio.sleep(self.step_s)
             if self.gate is not None:
                 await self.gate.wait()
             self.num_steps += 1
-            queue.put_nowait(delta)
-            while self.at_readers_pace and not queue.empty():
+            queue.put(delta)
+            while self.at_readers_pace and not queue.is_empty:
                 await asyncio.sleep(0)
 
     def _deltas(self, request: GenerationRequest) -> Iterator[TokenDelta]:
@@ -161,7 +161,7 @@ class FakeEngine:
             )
             if i == 0 and params.prompt_logprobs is not None:
                 rest = [_logprob(t, params.prompt_logprobs) for t in request.prompt_token_ids[1:]]
-                delta = replace(delta, prompt_logprobs=(None, *rest))
+                delta = msgspec.structs.replace(delta, prompt_logprobs=(None, *rest))
             yield delta
             if is_last:
                 return
