@@ -65,6 +65,11 @@ class AsyncEngine:
     def num_open_requests(self) -> int:
         return len(self._queues)
 
+    @property
+    def is_alive(self) -> bool:
+        """See `EngineClient.is_alive`."""
+        return self._death is None and self._thread.is_alive()
+
     def submit(self, requests: Sequence[GenerationRequest]) -> DeltaQueue:
         """See `EngineClient.submit`."""
         self._loop = asyncio.get_running_loop()
@@ -101,7 +106,7 @@ class AsyncEngine:
         return dataclasses.replace(
             stats,
             num_waiting=stats.num_waiting + self._num_in_inbox,
-            is_alive=self._death is None and self._thread.is_alive(),
+            is_alive=self.is_alive,
             death=self._death,
             last_turn_age_s=now - self._last_turn,
             last_error_age_s=None if self._last_error is None else now - self._last_error,

@@ -61,6 +61,11 @@ class EngineClient(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
+    @property
+    def is_alive(self) -> bool:
+        """As `stats` says, for who asks at every request."""
+        ...
+
     def submit(self, requests: Sequence[GenerationRequest]) -> DeltaQueue:
         """Queue all or none: raises ServerOverloadedError when the queue is full or closed.
 

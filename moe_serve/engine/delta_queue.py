@@ -14,6 +14,7 @@ class DeltaQueue:
     """
 
     def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._deltas: list[TokenDelta] = []
         self._reader: asyncio.Future[None] | None = None
 
@@ -25,7 +26,7 @@ class DeltaQueue:
     async def take(self) -> list[TokenDelta]:
         """All that lies ready; waits for the first."""
         while not self._deltas:
-            self._reader = asyncio.get_running_loop().create_future()
+            self._reader = self._loop.create_future()
             await self._reader
         deltas, self._deltas = self._deltas, []
         return deltas

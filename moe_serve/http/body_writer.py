@@ -7,6 +7,8 @@ lies between may go straight to the connection, where it can be taken at once.
 
 from __future__ import annotations
 
+import weakref
+
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
@@ -17,13 +19,14 @@ class BodyWriter:
     """Of one answer whose start has been sent."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
+        self._cycle = weakref.ref(cycle)  # which has the scope that this is in
 
     def write(self, part: bytes) -> bool:
         """False: it was not taken, send it as a message. It is not the end, and not empty."""
-        cycle = self._cycle
+        cycle = self._cycle()
         if (
-            cycle.disconnected
+            cycle is None
+            or cycle.disconnected
             or cycle.flow.write_paused
             or cycle.response_complete
             or not cycle.chunked_encoding

@@ -7,7 +7,6 @@ the work in it. uvloop holds the interpreter meanwhile, and the engine's thread 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from typing import Any
 
@@ -28,9 +27,12 @@ class DirectTransport:
         A closing transport may have given its descriptor back.
         """
         wrapped = self._wrapped
-        if not wrapped.is_closing() and not wrapped.get_write_buffer_size():
-            # Full, or broken: the transport sees the same, and knows what follows.
-            with contextlib.suppress(OSError):
-                data = data[os.write(self._descriptor, data) :]
-        if data:
+        if wrapped.is_closing() or wrapped.get_write_buffer_size():
             wrapped.write(data)
+            return
+        try:
+            num_taken = os.write(self._descriptor, data)
+        except OSError:  # full, or broken: the transport will see the same
+            num_taken = 0
+        if num_taken < len(data):
+            wrapped.write(data[num_taken:])

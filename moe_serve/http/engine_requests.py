@@ -52,7 +52,9 @@ def build_engine_requests(
     for prompt in prompts:
         _check_prompt(prompt, limits)
         fitting = _with_max_tokens(params, prompt, limits)
-        others = replace(fitting, prompt_logprobs=None)
+        others = fitting
+        if fitting.prompt_logprobs is not None:
+            others = replace(fitting, prompt_logprobs=None)
         for choice in range(params.n):
             requests.append(
                 GenerationRequest(

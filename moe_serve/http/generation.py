@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from moe_serve.engine.client import EngineClient
@@ -61,11 +61,11 @@ class Generation:
 
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
         while self._num_running:
-            by_id: dict[str, list[TokenDelta]] = {}
-            for delta in await self._queue.take():
-                by_id.setdefault(delta.request_id, []).append(delta)
-            pieces = [self._push(request_id, deltas) for request_id, deltas in by_id.items()]
-            yield self._prompt_logprobs.share([piece for piece in pieces if piece is not None])
+            pieces: list[Piece] = []
+            for request_id, deltas in _by_request(await self._queue.take()):
+                if (piece := self._push(request_id, deltas)) is not None:
+                    pieces.append(piece)
+            yield self._prompt_logprobs.share(pieces)
 
     def usage(self) -> Usage:
         sequences = self._sequences.values()
@@ -131,7 +131,7 @@ class Generation:
         if delta.is_of_request:
             message = f"The answer cannot go on: {delta.error}."
             return ApiError(400, message, code="constraint_failed")
-        if not self._engine.stats().is_alive:
+        if not self._engine.is_alive:
             return engine_dead_error()
         _LOGGER.error("request %s failed in the engine: %s", delta.request_id, delta.error)
         message = f"The engine failed on this request ({delta.request_id}); its log has the cause."
@@ -213,7 +213,7 @@ class GenerationService:
             generation.cut(error)
 
     def _submit(self, requests: Sequence[GenerationRequest]) -> DeltaQueue:
-        if not self.engine.stats().is_alive:
+        if not self.engine.is_alive:
             self._metrics.count_rejection("engine_dead")
             raise engine_dead_error()
         if self.is_draining:
@@ -224,6 +224,15 @@ class GenerationService:
         except ServerOverloadedError as error:
             self._metrics.count_rejection("draining" if error.is_draining else "queue_full")
             raise
+
+
+def _by_request(deltas: list[TokenDelta]) -> Iterable[tuple[str, list[TokenDelta]]]:
+    if len(deltas) == 1:  # nearly always
+        return [(deltas[0].request_id, deltas)]
+    found: dict[str, list[TokenDelta]] = {}
+    for delta in deltas:
+        found.setdefault(delta.request_id, []).append(delta)
+    return found.items()
 
 
 def _charge(account: KeyAccount, usage: Usage) -> None:

@@ -110,7 +110,8 @@ class GuardedHttpToolsProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
         self._served = cycle
-        offer_body_writer(cycle.scope, cycle)
+        scope: Any = cycle.scope
+        offer_body_writer(scope, cycle)
         super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
 
     def pause_writing(self) -> None:

@@ -77,7 +77,10 @@ def _written_events(formatter: StreamFormat[AnyPiece], pieces: Sequence[AnyPiece
 
 def _is_long(pieces: Sequence[Countable]) -> bool:
     """The logprobs of a long prompt are written in a thread."""
-    return sum([piece.num_logprobs for piece in pieces]) > MAX_INLINE_LOGPROBS
+    count = 0
+    for piece in pieces:
+        count += piece.num_logprobs
+    return count > MAX_INLINE_LOGPROBS
 
 
 async def whole_response(

@@ -27,6 +27,8 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     @property
     def num_logprobs(self) -> int:
         """How many numbers there are to write."""
+        if self.delta.logprobs is None and self.prompt_logprobs is None:
+            return 0
         return num_logprobs(self.delta.logprobs, self.prompt_logprobs)
 
 

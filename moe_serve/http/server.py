@@ -143,7 +143,7 @@ class DrainingServer(ClosingServer):
             self._tls.look()
         if now >= self._next_engine_check:
             self._next_engine_check = now + _ENGINE_CHECK_S
-            if not self._engine.stats().is_alive:
+            if not self._engine.is_alive:
                 self._generations.cut_all(engine_dead_error())
                 self.should_exit = True
         if self._drain_deadline is not None:

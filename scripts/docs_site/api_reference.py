@@ -10,8 +10,8 @@ import tokenizers
 
 from moe_serve.config import ServerConfig, TraceConfig
 from moe_serve.engine.client import EngineStats
-from moe_serve.engine.hang_watch import HangWatch
 from moe_serve.engine.delta_queue import DeltaQueue
+from moe_serve.engine.hang_watch import HangWatch
 from moe_serve.engine.request import GenerationRequest
 from moe_serve.engine.route_records import RouteListeners
 from moe_serve.engine.tracing import Tracing
@@ -35,6 +35,7 @@ class NoEngine:
 
     max_model_len = 2048
     vocab_size = 2
+    is_alive = True
 
     def submit(self, requests: Sequence[GenerationRequest]) -> DeltaQueue:
         raise AssertionError("nobody sends requests to a list of routes")
