@@ -105,7 +105,6 @@ class ServerMetrics:
         alias: MetricsAlias = "none",
     ) -> None:
         self.registry = _Registry(alias)
-        self.recent = RecentRequests()
         self._model_name = model_name
         self.registry.register(_EngineCollector(engine, model_name, tracing, placement))
         self._ttft = self._histogram(
@@ -118,6 +117,7 @@ class ServerMetrics:
             _ITL_BUCKETS,
         )
         self.registry.register(self._itl)
+        self.recent = RecentRequests(self._itl)
         self._e2e = self._histogram(
             "e2e_request_latency_seconds", "From the request to its last token.", _E2E_BUCKETS
         )
@@ -144,11 +144,9 @@ class ServerMetrics:
         self._ttft.observe(seconds)
         self.recent.first_tokens.add(seconds)
 
-    def observe_next_tokens(self, seconds: float, num_tokens: int) -> None:
+    def observe_next_tokens(self, seconds: float, num_tokens: int, now: float) -> None:
         """`num_tokens` tokens came together, `seconds` after the ones before."""
-        each = seconds / num_tokens
-        self.recent.next_tokens.add(each, num_tokens)
-        self._itl.observe(each, num_tokens)
+        self._itl.observe(seconds / num_tokens, num_tokens, now)
 
     def observe_finished(self, sequence: FinishedSequence) -> None:
         """It has ended, and was told so. See also `count_abandoned`."""

@@ -12,9 +12,14 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 WINDOW_S = 60
 _GROWTH = math.log(1.05)
 _LEAST_S = 1e-6
+
+Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,23 +39,22 @@ class RecentTimes:
         self._clock = clock
         self._lock = threading.Lock()
         self._seconds: deque[tuple[int, Counter[int]]] = deque()
-        self._latest: int | None = None  # second of the last entry
-        self._counts = Counter[int]()  # and its counts
 
     def add(self, seconds: float, count: int = 1) -> None:
         """So many things took this long each."""
-        bucket = round(math.log(seconds if seconds > _LEAST_S else _LEAST_S) / _GROWTH)
-        now = int(self._clock())
-        with self._lock:
-            if now != self._latest:
-                self._begin(now)
-            self._counts[bucket] += count
+        self.add_all(np.full(count, seconds), int(self._clock()))
 
-    def _begin(self, now: int) -> None:
-        self._latest, self._counts = now, Counter()
-        self._seconds.append((now, self._counts))
-        while self._seconds[0][0] <= now - WINDOW_S:
-            self._seconds.popleft()
+    def add_all(self, times: Array, second: int) -> None:
+        """What took so many seconds each, in this second of the clock, which none has passed."""
+        buckets, counts = np.unique(
+            np.rint(np.log(np.maximum(times, _LEAST_S)) / _GROWTH), return_counts=True
+        )
+        with self._lock:
+            if not self._seconds or self._seconds[-1][0] != second:
+                self._seconds.append((second, Counter()))
+                while self._seconds[0][0] <= second - WINDOW_S:
+                    self._seconds.popleft()
+            self._seconds[-1][1].update(dict(zip(map(int, buckets), map(int, counts), strict=True)))
 
     def look(self, window_s: int = WINDOW_S) -> Percentiles | None:
         """Of the last seconds; None: nothing was added."""

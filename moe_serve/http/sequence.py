@@ -86,7 +86,7 @@ class SequenceProgress:
                 self._first_time = now
                 self._metrics.observe_first_token(since_arrival)
             else:
-                self._metrics.observe_next_tokens(now - self._last_time, num_tokens)
+                self._metrics.observe_next_tokens(now - self._last_time, num_tokens, now)
             self._last_time = now
         if reason is not None:
             self.finished = self._finished(reason, now)

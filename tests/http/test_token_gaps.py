@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 
+import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from moe_serve.http.token_gaps import TokenGaps
@@ -18,9 +21,11 @@ def test_the_page_is_that_of_the_library() -> None:
     histogram = Histogram("m:gap", "Between.", ["model_name"], registry=theirs, buckets=BOUNDS)
     gaps = TokenGaps("m:gap", "Between.", "tiny", BOUNDS)
     ours.register(gaps)
-    for seconds in observed:
+    for number, seconds in enumerate(observed):
         count = rng.randint(1, 3)
-        gaps.observe(seconds, count)
+        gaps.observe(seconds, count, now=number / 50)
+        if number % 300 == 0:
+            _values(ours)  # who looks changes nothing
         for _ in range(count):
             histogram.labels("tiny").observe(seconds)
     wanted, found = _values(theirs), _values(ours)
@@ -32,6 +37,44 @@ def test_it_has_its_series_before_the_first_token() -> None:
     registry = CollectorRegistry()
     registry.register(TokenGaps("m:gap", "Between.", "tiny", BOUNDS))
     assert set(_values(registry).values()) == {0.0}
+
+
+def test_percentiles_are_of_the_seconds_in_which_it_was_observed() -> None:
+    now = 100.9
+    gaps = TokenGaps("m:gap", "Between.", "tiny", BOUNDS, clock=lambda: now)
+    assert gaps.look() is None
+    gaps.observe(0.001, 98, now)
+    now = 130.2
+    gaps.observe(1.0, 2, now)
+    found = gaps.look()
+    assert found is not None and found.count == 100
+    assert found.p50 == pytest.approx(1.0, rel=0.03)
+    assert found.p99 == pytest.approx(1000.0, rel=0.03)
+    latest = gaps.look(10)
+    assert latest is not None and latest.count == 2
+    now = 161.0
+    found = gaps.look()
+    assert found is not None and found.count == 2, "the first second is over a minute ago"
+
+
+def test_readers_on_other_threads_lose_nothing() -> None:
+    gaps = TokenGaps("m:gap", "Between.", "tiny", BOUNDS)
+    is_over = threading.Event()
+
+    def read() -> None:
+        while not is_over.is_set():
+            gaps.look()
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for _ in range(20_000):
+        gaps.observe(0.002, 1, time.monotonic())
+    is_over.set()
+    for reader in readers:
+        reader.join()
+    found = gaps.look()
+    assert found is not None and found.count == 20_000
 
 
 def _values(registry: CollectorRegistry) -> dict[str, float]:
