@@ -196,14 +196,18 @@ class AsyncEngine:
                 _log.debug("the event loop closed before the last deltas")
 
     def _deliver(self, deltas: list[TokenDelta]) -> None:
+        told: list[DeltaQueue] = []
         for delta in deltas:
             if delta.finish_reason is FinishReason.ERROR:
                 self._last_error = time.monotonic()
             queue = self._queues.get(delta.request_id)
             if queue is not None:
-                queue.put(delta)
+                if queue.add(delta):
+                    told.append(queue)
                 if delta.finish_reason is not None:
                     del self._queues[delta.request_id]
+        for queue in told:  # only now: a queue of several requests has all of the step
+            queue.tell()
 
     def _end_all(self) -> None:
         self._deliver(

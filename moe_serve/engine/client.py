@@ -92,7 +92,8 @@ async def stream(
     is_finished = False
     try:
         while not is_finished:
-            for delta in await queue.take():
+            await queue.wait()
+            for delta in queue.take():
                 is_finished = delta.finish_reason is not None
                 yield delta
     finally:

@@ -21,19 +21,22 @@ class BodyWriter:
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = weakref.ref(cycle)  # which has the scope that this is in
 
-    def write(self, part: bytes) -> bool:
-        """False: it was not taken, send it as a message. It is not the end, and not empty."""
+    @property
+    def is_open(self) -> bool:
+        """False: what is to be written goes as a message, which may wait for its reader."""
         cycle = self._cycle()
-        if (
-            cycle is None
-            or cycle.disconnected
-            or cycle.flow.write_paused
-            or cycle.response_complete
-            or not cycle.chunked_encoding
-        ):
-            return False
-        cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
-        return True
+        return (
+            cycle is not None
+            and not cycle.disconnected
+            and not cycle.flow.write_paused
+            and not cycle.response_complete
+            and cycle.chunked_encoding is True
+        )
+
+    def write(self, part: bytes) -> None:
+        """Only while it is open. A part is not the end, and not empty."""
+        if (cycle := self._cycle()) is not None:
+            cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
 
 
 def offer_body_writer(scope: Scope, cycle: RequestResponseCycle) -> None:

@@ -6,7 +6,7 @@ write what comes in their own shape.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from moe_serve.engine.request import FinishReason, TokenLogprob
@@ -87,6 +87,19 @@ class ChatGeneration:
     async def __aiter__(self) -> AsyncIterator[list[ChatPiece]]:
         async for pieces in self._generation:
             yield [self._parsed(piece) for piece in pieces]
+
+    @property
+    def is_ended(self) -> bool:
+        """Nothing comes any more."""
+        return self._generation.is_ended
+
+    def take(self) -> list[ChatPiece]:
+        """What lies ready, and may be nothing."""
+        return [self._parsed(piece) for piece in self._generation.take()]
+
+    def listen(self, on_step: Callable[[], bool]) -> None:
+        """See `DeltaQueue.listen`; `on_step` is to call `take`."""
+        self._generation.listen(on_step)
 
     def usage(self) -> Usage:
         return self._generation.usage()

@@ -60,12 +60,26 @@ class Generation:
         self._is_closed = False
 
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
-        while self._num_running:
-            pieces: list[Piece] = []
-            for request_id, deltas in _by_request(await self._queue.take()):
-                if (piece := self._push(request_id, deltas)) is not None:
-                    pieces.append(piece)
-            yield self._prompt_logprobs.share(pieces)
+        while not self.is_ended:
+            await self._queue.wait()
+            yield self.take()
+
+    @property
+    def is_ended(self) -> bool:
+        """Nothing comes any more."""
+        return self._num_running == 0
+
+    def take(self) -> list[Piece]:
+        """What lies ready, and may be nothing."""
+        pieces: list[Piece] = []
+        for request_id, deltas in _by_request(self._queue.take()):
+            if (piece := self._push(request_id, deltas)) is not None:
+                pieces.append(piece)
+        return self._prompt_logprobs.share(pieces)
+
+    def listen(self, on_step: Callable[[], bool]) -> None:
+        """See `DeltaQueue.listen`; `on_step` is to call `take`."""
+        self._queue.listen(on_step)
 
     def usage(self) -> Usage:
         sequences = self._sequences.values()

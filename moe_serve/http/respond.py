@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request, Response
@@ -35,6 +35,13 @@ class PieceStream(Protocol[Made]):
     """What yields pieces: a Generation, or a ChatGeneration."""
 
     def __aiter__(self) -> AsyncIterator[Sequence[Made]]: ...
+
+    @property
+    def is_ended(self) -> bool: ...
+
+    def take(self) -> Sequence[Made]: ...
+
+    def listen(self, on_step: Callable[[], bool]) -> None: ...
 
     def usage(self) -> Usage: ...
 
@@ -68,7 +75,16 @@ def stream_response(
         if has_usage:
             yield formatter.usage(generation.usage())
 
-    return SseResponse(events(), ping_s=ping_s, on_close=generation.close, headers=headers)
+    def write_step() -> bool:
+        """What `events` does for a step, where it would not have to wait."""
+        if not response.takes_now:
+            return False
+        response.write_now(_written_events(formatter, generation.take()))
+        return not generation.is_ended
+
+    response = SseResponse(events(), ping_s=ping_s, on_close=generation.close, headers=headers)
+    generation.listen(write_step)
+    return response
 
 
 def _written_events(formatter: StreamFormat[AnyPiece], pieces: Sequence[AnyPiece]) -> bytes:

@@ -98,7 +98,9 @@ class SseResponse(Response):
         self._writer = body_writer_of(scope)
         try:
             async for chunk in self._events:
-                if chunk and not self._write(chunk):
+                if self.takes_now:
+                    self.write_now(chunk)
+                elif chunk:
                     await self._send(send, chunk)
         except Exception as error:  # the status line is out: the only place left is the stream
             api_error = to_api_error(error)
@@ -109,12 +111,16 @@ class SseResponse(Response):
             await self._send(send, self._style.end)
         await self._send(send, b"", is_end=True)
 
-    def _write(self, chunk: bytes) -> bool:
-        """False: not possible without waiting."""
-        if self._writer is None or self._sending.locked() or not self._writer.write(chunk):
-            return False
-        self._num_sent += 1
-        return True
+    @property
+    def takes_now(self) -> bool:
+        """Whether `write_now` may be called: nobody has to wait for the reader."""
+        return self._writer is not None and self._writer.is_open and not self._sending.locked()
+
+    def write_now(self, chunk: bytes) -> None:
+        """Send events outside of `events`, whose next ones nobody has made yet."""
+        if self._writer is not None and chunk:
+            self._num_sent += 1
+            self._writer.write(chunk)
 
     async def _send(self, send: Send, chunk: bytes, *, is_end: bool = False) -> None:
         async with self._sending:

@@ -14,8 +14,9 @@ from moe_serve.config import EngineConfig, ModelConfig, SchedulerConfig
 from moe_serve.engine.async_engine import AsyncEngine
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.client import stream
+from moe_serve.engine.delta_queue import DeltaQueue
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.request import FinishReason, GenerationRequest
+from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.sampler import Sampler
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.engine.step_executor import LocalExecutor
@@ -89,6 +90,37 @@ def test_streams_at_once(fixture: Fixture) -> None:
     asyncio.run(main())
 
 
+async def read(queue: DeltaQueue) -> list[TokenDelta]:
+    await queue.wait()
+    return queue.take()
+
+
+def test_requests_of_a_group_share_a_queue_that_is_told_of_whole_steps(fixture: Fixture) -> None:
+    steps = fixture.runner.steps = threading.Semaphore(0)
+    names = ["a", "b", "c"]
+
+    async def main() -> None:
+        queue = fixture.engine.submit([request(name, max_tokens=8) for name in names])
+        told: list[list[str]] = []
+
+        def look() -> bool:
+            told.append([delta.request_id for delta in queue.take()])
+            return True
+
+        queue.listen(look)
+        reading = asyncio.create_task(read(queue))
+        await asyncio.sleep(0)
+        steps.release(7)
+        while len(told) < 7:
+            await asyncio.sleep(0.001)
+        assert [sorted(step) for step in told] == [names] * 7
+        steps.release()
+        ends = await reading
+        assert [delta.finish_reason for delta in ends] == [FinishReason.LENGTH] * 3
+
+    asyncio.run(main())
+
+
 def test_leaving_a_stream_aborts_the_request(fixture: Fixture) -> None:
     fixture.runner.steps = threading.Semaphore(1)
 
@@ -111,7 +143,7 @@ def test_a_full_queue_refuses_all_of_a_group_or_none(fixture: Fixture) -> None:
     async def main() -> None:
         with pytest.raises(InvalidRequestError, match=r"11 sequences can never be taken"):
             fixture.engine.submit([request(f"r{i}") for i in range(11)])
-        queues = fixture.engine.submit([request(f"s{i}", max_tokens=390) for i in range(10)])
+        fixture.engine.submit([request(f"s{i}", max_tokens=390) for i in range(10)])
         refused = 0
         for i in range(20):  # four run, six wait: five more do not fit
             try:
@@ -123,7 +155,7 @@ def test_a_full_queue_refuses_all_of_a_group_or_none(fixture: Fixture) -> None:
         assert refused == 20
         assert fixture.engine.num_open_requests == 10
         fixture.runner.steps.release(10_000)
-        for i in range(len(queues)):
+        for i in range(10):
             fixture.engine.abort(f"s{i}")
         await until_idle(fixture.engine)
         assert await collect(fixture.engine, request("a")) == continuation([1, 2], 8)
@@ -150,12 +182,12 @@ def test_a_dead_engine_ends_every_stream_and_says_why(fixture: Fixture) -> None:
     fixture.runner.steps = threading.Semaphore(1)
 
     async def main() -> None:
-        (queue,) = fixture.engine.submit([request("a", max_tokens=390)])
-        await queue.get()
+        queue = fixture.engine.submit([request("a", max_tokens=390)])
+        await read(queue)
         fixture.runner.clear_pages = None  # type: ignore[assignment, method-assign]
         fixture.runner.fails_next = True  # and failing that request fails too
         fixture.runner.steps.release(1000)
-        while (delta := await queue.get()).finish_reason is None:
+        while (delta := (await read(queue))[-1]).finish_reason is None:
             pass
         assert delta.finish_reason is FinishReason.ERROR
         assert "TypeError" in (delta.error or "")

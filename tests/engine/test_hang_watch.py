@@ -21,7 +21,7 @@ from moe_serve.engine.client import EngineStats
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.hang_report import hang_report
 from moe_serve.engine.hang_watch import HangWatch
-from moe_serve.engine.request import GenerationRequest
+from moe_serve.engine.request import GenerationRequest, TokenDelta
 from moe_serve.engine.sampler import Sampler
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.engine.step_executor import LocalExecutor
@@ -163,19 +163,20 @@ def test_a_real_engine_whose_step_blocks(tmp_path: Path) -> None:
 
     async def main() -> int:
         params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-        (queue,) = engine.submit(
+        queue = engine.submit(
             [GenerationRequest(request_id="r", prompt_token_ids=(1, 2), params=params)]
         )
         assert await asyncio.to_thread(runner.is_blocked.wait, 60)
         await asyncio.to_thread(watch)
         runner.go.set()
-        count = 0
-        while (delta := await queue.get()).finish_reason is None:
-            count += len(delta.token_ids)
-        return count
+        deltas: list[TokenDelta] = []
+        while not deltas or deltas[-1].finish_reason is None:
+            await queue.wait()
+            deltas += queue.take()
+        return sum(len(delta.token_ids) for delta in deltas)
 
     try:
-        assert asyncio.run(main()) == 4
+        assert asyncio.run(main()) == 5
     finally:
         runner.go.set()
         engine.close()

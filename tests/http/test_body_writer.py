@@ -26,13 +26,16 @@ _MADE = re.compile(rb'"id":"[^"]*"|"created":\d+|x-request-id: \S+|date: [^\r]*'
 _CHUNK = re.compile(rb"([0-9a-f]+)\r\n")
 
 
-def ask(raw: socket.socket, port: int, fields: dict[str, Any]) -> None:
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def ask(raw: socket.socket, port: int, fields: dict[str, Any], path: str = COMPLETION) -> None:
     body = json.dumps(fields).encode()
     raw.settimeout(60)
     raw.connect(("127.0.0.1", port))
     raw.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Connection: close\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(body)) + body
     )
 
 
@@ -67,25 +70,43 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)
 
 
-def test_a_stream_is_the_same_bytes(live: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("path", "fields", "least"),
+    [
+        (COMPLETION, {}, 30),
+        (COMPLETION, {"echo": True, "return_token_ids": True}, 30),
+        (COMPLETION, {"stop": ["o! H"], "include_stop_str_in_output": True}, 0),
+        (COMPLETION, {"stop": ["rld! Hello, w"]}, 10),
+        (COMPLETION, {"logprobs": 2}, 30),
+        (COMPLETION, {"stream_options": {"continuous_usage_stats": True}}, 30),
+        (CHAT, {}, 30),
+        (CHAT, {"logprobs": True, "return_token_ids": True}, 30),
+        (CHAT, {"stop": ["ö"]}, 5),
+    ],
+)
+def test_a_stream_is_the_same_bytes(
+    live: Any, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any], least: int
+) -> None:
     live.engine.script = lambda request: "Hello, wörld! " * 3
     live.engine.at_readers_pace = True  # an event for each token
+    whole = FIELDS | fields
+    if path == CHAT:
+        whole["messages"] = [{"role": "user", "content": whole.pop("prompt")}]
     written: list[bytes] = []
     write = BodyWriter.write
 
-    def counting(self: BodyWriter, part: bytes) -> bool:
-        was_taken = write(self, part)
-        written.extend([part] if was_taken else [])
-        return was_taken
+    def counting(self: BodyWriter, part: bytes) -> None:
+        written.append(part)
+        write(self, part)
 
     def stream() -> bytes:
         with socket.socket() as raw:
-            ask(raw, live.port, FIELDS)
+            ask(raw, live.port, whole, path)
             return read_all(raw)
 
     monkeypatch.setattr(BodyWriter, "write", counting)
     direct = stream()
-    assert len(written) > 30, "it went through the layers: nothing is shown"
+    assert len(written) > least, "it went through the layers: nothing is shown"
     assert chunks_of(direct).endswith(b"data: [DONE]\n\n")
     written.clear()
     monkeypatch.setattr(sse, "body_writer_of", lambda scope: None)
@@ -142,11 +163,11 @@ def open_cycle(written: list[bytes], **fields: Any) -> Any:
 )
 def test_what_cannot_be_taken_at_once_goes_the_other_way(fields: dict[str, Any]) -> None:
     written: list[bytes] = []
-    cycle = open_cycle(written, **fields)
-    assert not BodyWriter(cycle).write(b"data: 1\n\n")
-    assert written == []
-    cycle = open_cycle(written)
-    assert BodyWriter(cycle).write(b"data: 1\n\n")
+    closed, usual = open_cycle(written, **fields), open_cycle(written)
+    assert not BodyWriter(closed).is_open
+    writer = BodyWriter(usual)
+    assert writer.is_open
+    writer.write(b"data: 1\n\n")
     assert written == [b"9\r\ndata: 1\n\n\r\n"]
 
 
@@ -157,4 +178,5 @@ def test_a_writer_does_not_keep_what_it_writes_for() -> None:
     offer_body_writer(scope, cycle)
     writer, gone = body_writer_of(scope), weakref.ref(cycle)
     del cycle
-    assert gone() is None and writer is not None and not writer.write(b"x")
+    assert gone() is None and writer is not None and not writer.is_open
+    writer.write(b"x")  # to nobody
