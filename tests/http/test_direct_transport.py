@@ -103,7 +103,9 @@ def test_a_closed_transport_does_not_write_to_who_has_its_descriptor_now(run: Ru
         descriptor = transport.get_extra_info("socket").fileno()
         transport.close()
         await writer.lost.wait()
-        await asyncio.sleep(0.01)
+        with contextlib.suppress(OSError):
+            while os.fstat(descriptor):  # until it is closed
+                await asyncio.sleep(0.001)
         source, sink = os.pipe()
         if descriptor not in (source, sink):
             os.dup2(sink, descriptor)
