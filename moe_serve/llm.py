@@ -13,6 +13,7 @@ import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Literal
 
@@ -42,6 +43,7 @@ from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.grammar.gate import GrammarGate
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.thinking_limit import with_thinking_markers
 from moe_serve.errors import (
     ContextLengthError,
     EngineDeadError,
@@ -50,9 +52,12 @@ from moe_serve.errors import (
 )
 from moe_serve.offline import Answer, Job, Prompt, as_prompts, make_output
 from moe_serve.outputs import RequestOutput
+from moe_serve.text.assistant.formats import REASONING_FORMATS, reasoning_format_of
 from moe_serve.text.chat_template import ChatTemplate
 from moe_serve.text.text_stream import TextStream
 from moe_serve.text.tokenizer import Tokenizer
+
+_END_TOKENS = 64  # of a prompt, which tell whether reasoning has begun
 
 
 class LLM:
@@ -148,6 +153,11 @@ class LLM:
             raise EngineDeadError("this LLM was closed: make a new one.")
         return self._tokenizer
 
+    @cached_property
+    def _template(self) -> ChatTemplate | None:
+        special_tokens = self.tokenizer.special_tokens
+        return ChatTemplate.load(self.layout.folder, special_tokens=special_tokens)
+
     @property
     def _engine(self) -> DrivenEngine:
         if self._open_engine is None:
@@ -215,9 +225,7 @@ class LLM:
         use_progress_bar: bool = False,
     ) -> RequestOutput:
         """Answer one conversation, through the model's chat template."""
-        template = ChatTemplate.load(
-            self.layout.folder, special_tokens=self.tokenizer.special_tokens
-        )
+        template = self._template
         if template is None:
             raise InvalidRequestError(
                 f"{self.layout.folder} has no chat template: use generate.", param="messages"
@@ -237,6 +245,7 @@ class LLM:
         self._check(ids, params)
         if params.constraint is not None:
             params = replace(params, constraint=self._gate.check(params.constraint))
+        params = self._with_thinking_markers(params, ids)
         params = with_bad_word_ids(params, self.tokenizer)
         stem = f"offline-{next(self._ids)}"
         others = replace(params, prompt_logprobs=None)  # they are the same for every choice
@@ -255,6 +264,19 @@ class LLM:
             for choice in range(params.n)
         ]
         return Job(stem, str(prompt) if is_text else None, ids, answers, time.monotonic())
+
+    def _with_thinking_markers(
+        self, params: SamplingParams, ids: tuple[int, ...]
+    ) -> SamplingParams:
+        """Those that the chat template shows, if the params have a budget and no markers."""
+        if params.thinking_token_budget in (None, -1) or params.thinking_markers is not None:
+            return params
+        source = "" if self._template is None else self._template.source
+        reasoning = REASONING_FORMATS.get(reasoning_format_of(source) or "none")
+        end = self.tokenizer.decode(ids[-_END_TOKENS:], skip_special_tokens=False)
+        made = with_thinking_markers(params, reasoning, end, self.tokenizer)
+        made.check_vocabulary(self.layout.vocab_size)
+        return made
 
     def _check(self, ids: tuple[int, ...], params: SamplingParams) -> None:
         vocab_size, limit = self.layout.vocab_size, self.layout.max_model_len

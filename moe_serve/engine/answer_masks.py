@@ -1,4 +1,5 @@
-"""Which tokens a step's sequences may take next: constraints, allowed tokens, and bad words.
+"""Which tokens a step's sequences may take next: constraints, allowed tokens, bad words, and the
+end of reasoning whose budget is spent.
 
 C rows that are not free, W words of 32 tokens each (on a little-endian machine).
 """
@@ -16,6 +17,7 @@ from moe_kernels.token_mask import TokenMasks, num_words
 from moe_serve.engine.grammar.grammars import Grammars
 from moe_serve.engine.grammar.matcher import SequenceMatcher
 from moe_serve.engine.sequence import Sequence
+from moe_serve.engine.thought_counter import ThoughtCounter
 from moe_serve.errors import InvalidGrammarError
 
 _NOTHING_LEFT = "its parameters together allow no token here"
@@ -74,6 +76,8 @@ class AnswerMasks:
         elif params.ignore_eos and params.constraint is not None:
             banned += self._eos
         bits_W[:] = _without(bits_W, banned)
+        if sequence.thoughts is not None:
+            bits_W[:] = _heeding(bits_W, sequence.thoughts)
         return None if bits_W.any() else _NOTHING_LEFT
 
     def _matcher(self, sequence: Sequence) -> SequenceMatcher:
@@ -88,8 +92,35 @@ class AnswerMasks:
 
 
 def _is_masked(sequence: Sequence) -> bool:
+    """Within its thinking budget, and behind the reasoning, a row is as free as without one."""
     params = sequence.request.params
-    return bool(params.constraint or params.allowed_token_ids or params.bad_word_ids)
+    is_thinking_free = _is_thinking_free(sequence)
+    is_bound = params.constraint or params.allowed_token_ids or params.bad_word_ids
+    return bool(is_bound or not is_thinking_free)
+
+
+def _is_thinking_free(sequence: Sequence) -> bool:
+    """Reads what is new of the answer."""
+    params = sequence.request.params
+    markers, budget = params.limited_thinking, params.thinking_token_budget
+    if markers is None or budget is None:
+        return True
+    if sequence.thoughts is None:
+        sequence.thoughts = ThoughtCounter(markers, budget, sequence.num_prompt_tokens)
+    sequence.thoughts.read(sequence.token_ids)
+    return sequence.thoughts.is_free
+
+
+def _heeding(bits_W: NDArray[np.uint32], thoughts: ThoughtCounter) -> NDArray[np.uint32]:
+    """The rest of the request comes first: an end that it does not allow yet, such as within a
+    character that a grammar wants complete, waits until it does."""
+    if thoughts.forced is not None:
+        only_W = bits_W & _bits([thoughts.forced], len(bits_W))
+        return only_W if only_W.any() else bits_W
+    if thoughts.barred is not None:
+        others_W = _without(bits_W, [thoughts.barred])
+        return others_W if others_W.any() else bits_W
+    return bits_W
 
 
 def _bad_tokens(sequence: Sequence) -> Iterable[int]:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from moe_serve.engine.constraint import Constraint
+from moe_serve.engine.thinking_markers import ThinkingMarkers
 from moe_serve.errors import InvalidRequestError
 
 MAX_LOGPROBS = 20
@@ -31,6 +32,8 @@ class SamplingParams:
     `top_k` 0 or -1 means all tokens. `max_tokens` None means up to the context's end.
     `logprobs` None means none, k means the chosen token's and the k likeliest ones'.
     `allowed_token_ids` empty means all. `bad_words` become `bad_word_ids` where a tokenizer is.
+    `thinking_token_budget` None or -1 means no limit of the reasoning; `thinking_markers` are made
+    for it where a tokenizer is.
     `seed` None means a fresh seed; else the draw at position p depends on (seed, choice, p) only.
     """
 
@@ -57,6 +60,8 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    thinking_token_budget: int | None = None
+    thinking_markers: ThinkingMarkers | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -124,6 +129,38 @@ class SamplingParams:
             _check_range(
                 "the length of a word of bad_words", length, 1, MAX_BAD_WORD_CHARS, "bad_words"
             )
+        self._check_thinking()
+
+    def _check_thinking(self) -> None:
+        name = "thinking_token_budget"
+        if self.thinking_token_budget is not None:
+            _check_range(name, self.thinking_token_budget, -1, 2**31 - 1)
+        if not isinstance(self.thinking_markers, ThinkingMarkers | None):
+            raise InvalidRequestError(
+                f"thinking_markers must be ThinkingMarkers or None, got "
+                f"{self.thinking_markers!r:.100}.",
+                param="thinking_markers",
+            )
+        end = self.limited_thinking.end if self.limited_thinking else ()
+        missing = set(end).difference(self.allowed_token_ids or end)
+        if missing:
+            raise InvalidRequestError(
+                f"{name} ends the reasoning with the tokens {list(end)}, and allowed_token_ids "
+                f"lacks {sorted(missing)}: allow them, or leave one of the two out.",
+                param=name,
+            )
+        for word in self.bad_word_ids:
+            if any(end[i : i + len(word)] == word for i in range(len(end))):
+                raise InvalidRequestError(
+                    f"{name} ends the reasoning with the tokens {list(end)}, and bad_words bans "
+                    f"{list(word)} of them: leave one of the two out.",
+                    param=name,
+                )
+
+    @property
+    def limited_thinking(self) -> ThinkingMarkers | None:
+        """The markers, if there is a budget that they are for."""
+        return None if self.thinking_token_budget in (None, -1) else self.thinking_markers
 
     @property
     def is_greedy(self) -> bool:
@@ -147,6 +184,9 @@ class SamplingParams:
             _check_range(
                 "an id of allowed_token_ids", token, 0, vocab_size - 1, "allowed_token_ids"
             )
+        for token in self.limited_thinking.end if self.limited_thinking else ():
+            name = "a token id of the end of reasoning"
+            _check_range(name, token, 0, vocab_size - 1, "thinking_token_budget")
 
 
 def _as_tuple(name: str, value: object) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ from moe_serve.cache.page_key import following_keys, token_array
 from moe_serve.config import PAGE_SIZE
 from moe_serve.engine.grammar.matcher import SequenceMatcher
 from moe_serve.engine.request import GenerationRequest, TokenLogprob
+from moe_serve.engine.thought_counter import ThoughtCounter
 
 
 class Sequence:
@@ -42,6 +43,7 @@ class Sequence:
         "seed",
         "seen",
         "started_at",
+        "thoughts",
         "token_ids",
     )
 
@@ -67,6 +69,7 @@ class Sequence:
         self.seen = dict.fromkeys(self.token_ids if has_repetition else ())  # an ordered set
         self.prompt_logprobs: list[TokenLogprob] = []
         self.matcher: SequenceMatcher | None = None  # of its constraint, where it is sampled
+        self.thoughts: ThoughtCounter | None = None  # of its thinking budget, likewise
         seed = request.params.seed
         self.seed = secrets.randbits(63) if seed is None else seed
 

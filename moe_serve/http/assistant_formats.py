@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from moe_serve.config import ServerConfig
 from moe_serve.engine.constraint import Constraint
 from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.thinking_limit import with_thinking_markers
 from moe_serve.errors import InvalidRequestError
 from moe_serve.http.schemas import ChatBody
 from moe_serve.http.served_model import ServedModel
@@ -22,6 +23,7 @@ from moe_serve.text.assistant.formats import (
     reasoning_format_of,
     tool_format_of,
 )
+from moe_serve.text.tokenizer import Tokenizer
 
 _SENDER = ("message.name", "message['name']", 'message["name"]')
 
@@ -60,11 +62,7 @@ class AssistantFormats:
 
     def plan(self, body: ChatBody, prompt: str) -> ParserPlan:
         tools = body.called_tools
-        reasoning = None if body.separate_reasoning is False else self.reasoning
-        if reasoning is not None and body.is_thinking_off:
-            reasoning = replace(reasoning, is_off=True)
-        if reasoning is not None and body.continue_final_message:
-            reasoning = reasoning.within(str(body.messages[-1].content))
+        reasoning = None if body.separate_reasoning is False else self._reasoning(body)
         return ParserPlan(
             tool_format=self.tools,
             reasoning_format=reasoning,
@@ -73,6 +71,25 @@ class AssistantFormats:
             prompt=prompt,
             scope=None if reasoning is None else self._scope(body, reasoning, prompt),
         )
+
+    def limited(
+        self, params: SamplingParams, body: ChatBody, prompt: str, tokenizer: Tokenizer
+    ) -> SamplingParams:
+        """With the markers of the reasoning, if the request has a budget for it. What the answer
+        calls reasoning, or keeps in its content, is the same to it."""
+        can_call = bool(body.called_tools)
+        return with_thinking_markers(
+            params, self._reasoning(body), prompt, tokenizer, can_call=can_call
+        )
+
+    def _reasoning(self, body: ChatBody) -> ReasoningFormat | None:
+        """That of this answer, as far as the request tells."""
+        reasoning = self.reasoning
+        if reasoning is not None and body.is_thinking_off:
+            reasoning = replace(reasoning, is_off=True)
+        if reasoning is not None and body.continue_final_message:
+            reasoning = reasoning.within(str(body.messages[-1].content))
+        return reasoning
 
     def _scope(
         self, body: ChatBody, reasoning: ReasoningFormat, prompt: str

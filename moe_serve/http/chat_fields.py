@@ -22,6 +22,7 @@ CHAT_FIELDS = (
     "seed",
     "stop",
     "stop_token_ids",
+    "thinking_token_budget",
     "top_k",
 )
 

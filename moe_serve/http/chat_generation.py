@@ -134,6 +134,7 @@ async def start_chat(server: ServerContext, body: ChatBody, response_id: str) ->
     plan = server.assistant.plan(body, prompt.text or "")
     is_forced, special = body.forces_call, tokenizer.special_ids
     shaped = forced(params, body, plan, special) if is_forced else led(params, plan, special)
+    shaped = server.assistant.limited(shaped, body, prompt.text or "", tokenizer)
     params = await admit_params(server, shaped, "tools" if is_forced else body.constraint()[1])
     limit, max_len = body.truncate_prompt_tokens, model.max_model_len
     prompt = truncated(prompt, limit, max_len, params.max_tokens or 1)

@@ -52,7 +52,7 @@ UNSERVED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "stream_reasoning": (True,),
     "structural_tag": ("",),
     "suffix": ("",),
-    "thinking_token_budget": (-1,),
+    "thinking_token_budget": (-1,),  # chats have it
     "use_beam_search": (False,),
     "web_search_options": (),
 }

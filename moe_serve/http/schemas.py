@@ -166,6 +166,7 @@ class ChatBody(GenerationBody):
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
+    thinking_token_budget: Int | None = None
 
     @property
     def called_tools(self) -> list[ToolDefinition]:
@@ -244,6 +245,7 @@ class ChatBody(GenerationBody):
             max_tokens=getattr(self, self.max_tokens_field),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             prompt_logprobs=self.prompt_logprobs,
+            thinking_token_budget=self.thinking_token_budget,
         )
 
     def template_messages(self, *, has_text_arguments: bool) -> list[dict[str, Any]]:

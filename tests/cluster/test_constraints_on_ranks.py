@@ -13,6 +13,7 @@ from fault_drive import FaultDrive, fault_config, undisturbed
 from layouts import colocated, config, on_ranks, requests
 from moe_serve.engine.constraint import Constraint
 from moe_serve.engine.request import FinishReason, GenerationRequest
+from moe_serve.engine.thinking_markers import ThinkingMarkers
 from moe_serve.model.demo import demo_model_folder
 from moe_serve.text.tokenizer import Tokenizer
 
@@ -26,15 +27,20 @@ CONSTRAINTS = (
 # Any text up to a star, and then digits: as reasoning is before an answer.
 LEAD = 'start: thought @answer\nthought[suffix="*"]: /(?s:.*)/\n'
 LED = Constraint("regex", "[0-9]{40}", LEAD)
+END = (4000, 4001, 4002)  # of a reasoning, after four tokens
+THINKING = ThinkingMarkers(end=END, closings=(END,), is_open=True)
 
 
 def wanted(count: int, num_tokens: int) -> list[GenerationRequest]:
-    """Every fourth one is free; half of them are drawn; one can take no token at its second step,
-    and with the choices ends are met while the next step is under way. Another one is led."""
+    """Every fourth one is free, one of them after thinking; half of all are drawn; one can take no
+    token at its second step, and with the choices ends are met while the next step is under way.
+    Another one is led."""
     made = []
     for i, request in enumerate(requests(count, VOCAB_SIZE, num_tokens)):
         constraint = LED if i == 6 else CONSTRAINTS[i % len(CONSTRAINTS)]
         params = replace(request.params, constraint=constraint)
+        if i == 5:
+            params = replace(params, thinking_token_budget=4, thinking_markers=THINKING)
         if i == 4:
             letters = tuple(range(67, 93))
             pattern = Constraint("regex", "[a-z][0-9]")
@@ -53,6 +59,7 @@ def test_layouts(attention: int, experts: int) -> None:
     assert ends["r4"] is FinishReason.ERROR, "this one contradicts itself"
     led = Tokenizer.load(demo_model_folder()).decode(found["r6"].token_ids)
     assert re.fullmatch(r"[^*]+\*[0-9]+", led), "its grammar begins behind the star"
+    assert found["r5"].token_ids[4:7] == [*END], "its budget is spent"
     assert found["r4"].error == "its parameters together allow no token here"
 
 

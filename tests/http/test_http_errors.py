@@ -172,6 +172,7 @@ def test_bad_fields(
         ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"a": []}}, "chat_template_kwargs"),
         ({"reasoning_effort": "extreme"}, "reasoning_effort"),
+        ({"thinking_token_budget": 0}, "thinking_token_budget"),
         ({"messages": [{"role": "tool", "content": "x", "tool_calls": []}, 7]}, "messages.1"),
     ],
     ids=lambda value: str(value)[:50],
@@ -203,6 +204,7 @@ def test_bad_chats(client: TestClient, fields: dict[str, Any], param: str) -> No
         ({"logprobs": 21}, "logprobs", "invalid_value"),
         ({"logprobs": True}, "logprobs", "invalid_type"),
         ({"suffix": "x"}, "suffix", "unsupported_parameter"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget", "unsupported_parameter"),
         ({"structural_tag": "{}"}, "structural_tag", "unsupported_parameter"),
         (
             {"routed_experts_prompt_start": 0},

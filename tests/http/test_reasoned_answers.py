@@ -169,3 +169,94 @@ def test_a_schema_that_allows_nothing_is_refused_before_any_reasoning(
     response = served.post("/v1/chat/completions", json=body)
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "invalid_grammar"
+
+
+NEVER = {str(CLOSING_ID): -100}  # by itself
+
+
+@pytest.mark.parametrize("budget", [0, 1, 7])
+def test_a_budget_ends_the_reasoning(served: httpx.Client, budget: int) -> None:
+    fields = {"logit_bias": NEVER, "logprobs": True, "return_token_ids": True, "max_tokens": 20}
+    fields["ignore_eos"] = True
+    (free,) = chat(served, **fields)
+    found = chat(served, **fields, thinking_token_budget=budget, n=3)
+    for choice in found:
+        ids = choice["token_ids"]
+        assert [i for i, token in enumerate(ids) if token == CLOSING_ID] == [budget]
+        assert len(ids) == 20 and choice["finish_reason"] == "length"
+        assert choice["message"]["content"] and bool(choice["message"].get("reasoning")) <= (
+            budget > 0
+        )
+        assert choice["logprobs"]["content"][budget]["token"] == "</think>"
+        assert choice["logprobs"]["content"][budget]["logprob"] < 0, "the model's own"
+    assert found[0]["token_ids"][:budget] == free["token_ids"][:budget]
+    assert len({tuple(choice["token_ids"]) for choice in found}) == 3
+    (alone,) = chat(served, **fields, thinking_token_budget=budget)
+    assert alone == found[0], "the same in every batch"
+
+
+def test_a_budget_that_is_not_spent_changes_nothing(served: httpx.Client) -> None:
+    fields = {"return_token_ids": True, "max_tokens": 200, "n": 2}
+    plain = chat(served, **fields)
+    assert all(CLOSING_ID in choice["token_ids"] for choice in plain)
+    for budget in (150, -1, None):
+        assert chat(served, **fields, thinking_token_budget=budget) == plain
+
+
+def test_a_budget_and_then_the_grammar(served: httpx.Client) -> None:
+    fields = {"logit_bias": NEVER, "response_format": BY_SCHEMA, "return_token_ids": True}
+    for choice in chat(served, **fields, thinking_token_budget=5, n=4, temperature=1.5):
+        assert set(json.loads(choice["message"]["content"])) == {"answer", "sure"}
+        place = choice["token_ids"].index(CLOSING_ID)
+        assert 5 <= place <= 8, "at once, or when a character is complete"
+        assert choice["finish_reason"] == "stop"
+    for off in ({"reasoning_effort": "none"}, {"separate_reasoning": False}):
+        (choice,) = chat(served, **{**fields, **off}, thinking_token_budget=0)
+        assert CLOSING_ID not in choice["token_ids"]
+        assert set(json.loads(choice["message"]["content"])) == {"answer", "sure"}
+
+
+def test_a_budget_where_the_reasoning_stays_in_the_content(served: httpx.Client) -> None:
+    fields = {"logit_bias": NEVER, "separate_reasoning": False, "return_token_ids": True}
+    (choice,) = chat(served, **fields, max_tokens=9, thinking_token_budget=4)
+    assert choice["token_ids"].index(CLOSING_ID) == 4 and "reasoning" not in choice["message"]
+
+
+def test_budgets_of_responses_and_messages(served: httpx.Client) -> None:
+    fields = {"seed": 2, "logit_bias": NEVER}
+    post_to = {"max_output_tokens": 12, "thinking_token_budget": 3}
+    output = post(served, "/v1/responses", input="Hm?", **fields, **post_to).json()["output"]
+    assert [item["type"] for item in output] == ["reasoning", "message"]
+    body = {"messages": ASK, "max_tokens": 12, **fields}
+    thinking = {"type": "enabled", "budget_tokens": 3}
+    response = post(served, "/v1/messages", **body, thinking=thinking)
+    # What the template does not look at is named; the budget is heeded.
+    assert "budget_tokens" not in response.headers.get("X-Ignored-Parameters", "")
+    assert [block["type"] for block in response.json()["content"]] == ["thinking", "text"]
+    adaptive = {"type": "adaptive", "budget_tokens": 3}
+    response = post(served, "/v1/messages", **body, thinking=adaptive)
+    assert response.headers["X-Ignored-Parameters"] == "thinking.budget_tokens"
+    assert [block["type"] for block in response.json()["content"]] == ["thinking"]
+    both = {**body, "thinking": thinking, "thinking_token_budget": 4}
+    error = served.post("/v1/messages", json=both).json()["error"]
+    assert error["details"]["param"] == "thinking.budget_tokens"
+    wrong = {**body, "thinking": {"type": "enabled", "budget_tokens": -1}}
+    error = served.post("/v1/messages", json=wrong).json()["error"]
+    assert error["details"]["param"] == "thinking.budget_tokens"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"thinking_token_budget": -2},
+        {"thinking_token_budget": "5"},
+        {"thinking_token_budget": 2**31},
+        {"thinking_token_budget": 5, "allowed_token_ids": [5, 6]},
+        {"thinking_token_budget": 5, "bad_words": ["</think>"]},
+    ],
+    ids=str,
+)
+def test_budgets_that_cannot_be(served: httpx.Client, fields: dict[str, Any]) -> None:
+    response = served.post("/v1/chat/completions", json={"messages": ASK, **fields})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == "thinking_token_budget"

@@ -37,7 +37,7 @@ _FORMAT_FIELDS = frozenset({"type", "schema"})
 
 class Thinking(StrictSchema):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Int | None = None
+    budget_tokens: Int | None = Field(default=None, ge=0, le=2**31 - 1)
     display: str | None = None
 
 
@@ -57,8 +57,8 @@ class CountTokensBody(StrictSchema):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
-    def check(self, *, is_strict: bool) -> list[str]:
-        """The names of the fields that have no effect."""
+    def check(self, *, is_strict: bool, has_reasoning: bool) -> list[str]:
+        """The names of the fields that have no effect; some need a model that `has_reasoning`."""
         extras = dict(self.model_extra or {})
         for name in CHAT_FIELDS:
             extras.pop(name, None)
@@ -74,10 +74,19 @@ class CountTokensBody(StrictSchema):
         ):
             unread = {name: v for name, v in (value or {}).items() if name not in known}
             ignored += check_fields(unread, frozenset(), {}, prefix, is_strict)
-        for name in ("budget_tokens", "display"):
-            if self.thinking is not None and getattr(self.thinking, name) is not None:
-                ignored.append(f"thinking.{name}")
+        if (thinking := self.thinking) is not None:
+            is_limited = has_reasoning and thinking.type == "enabled"
+            if thinking.budget_tokens is not None and not is_limited:
+                ignored.append("thinking.budget_tokens")
+            if thinking.display is not None:
+                ignored.append("thinking.display")
         return ignored
+
+    @property
+    def thinking_token_budget(self) -> int | None:
+        """Only thinking that is enabled has one, not an adaptive one."""
+        is_enabled = self.thinking is not None and self.thinking.type == "enabled"
+        return self.thinking.budget_tokens if self.thinking and is_enabled else None
 
     def chat_fields(self) -> dict[str, Any]:
         """The fields that a chat judges, as they were sent."""

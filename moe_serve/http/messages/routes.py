@@ -15,7 +15,7 @@ from moe_serve.http.chat_generation import ChatGeneration, start_chat
 from moe_serve.http.context import ServerContext
 from moe_serve.http.messages.body import CountTokensBody, MessagesBody
 from moe_serve.http.messages.run import PATH, STYLE, MessageRun
-from moe_serve.http.messages.to_chat import OWN_IGNORED, OWN_NAMES, translate
+from moe_serve.http.messages.to_chat import OWN_IGNORED, OWN_NAMES, TranslatedMessages, translate
 from moe_serve.http.parameters import ignored_header
 from moe_serve.http.prompts import chat_prompt
 from moe_serve.http.respond import request_body_schema, whole_response
@@ -28,10 +28,14 @@ def messages_router(server: ServerContext) -> APIRouter:
     router = APIRouter(prefix=PATH)
     is_strict = server.config.is_strict
 
+    def translated_body(body: CountTokensBody) -> TranslatedMessages:
+        has_reasoning = server.assistant.reasoning is not None
+        return translate(body, is_strict=is_strict, has_reasoning=has_reasoning)
+
     @router.post("", openapi_extra=request_body_schema(MessagesBody))
     async def create_message(request: Request) -> Response:
         content = await read_json_object(request, server.config.max_body_bytes)
-        translated = translate(parse_body(MessagesBody, content), is_strict=is_strict)
+        translated = translated_body(parse_body(MessagesBody, content))
         server.model.check_name(translated.chat.model)
         message_id = f"msg_{uuid.uuid4().hex}"
         with renamed_fields(OWN_NAMES):
@@ -48,7 +52,7 @@ def messages_router(server: ServerContext) -> APIRouter:
     @router.post("/count_tokens", openapi_extra=request_body_schema(CountTokensBody))
     async def count_tokens(request: Request, response: Response) -> dict[str, Any]:
         content = await read_json_object(request, server.config.max_body_bytes)
-        translated = translate(parse_body(CountTokensBody, content), is_strict=is_strict)
+        translated = translated_body(parse_body(CountTokensBody, content))
         server.model.check_name(translated.chat.model)
         with renamed_fields(OWN_NAMES):
             unheeded = server.assistant.check(translated.chat, server.model)

@@ -38,9 +38,10 @@ class TranslatedMessages:
     ignored: tuple[str, ...]
 
 
-def translate(body: CountTokensBody, *, is_strict: bool) -> TranslatedMessages:
-    """The chat that answers this request."""
-    ignored = body.check(is_strict=is_strict)
+def translate(body: CountTokensBody, *, is_strict: bool, has_reasoning: bool) -> TranslatedMessages:
+    """The chat that answers this request. `has_reasoning`: the model's has known markers; clients
+    send a budget for it to any model."""
+    ignored = body.check(is_strict=is_strict, has_reasoning=has_reasoning)
     reader = ContentReader(is_strict=is_strict)
     messages = [*reader.system(body.system), *reader.messages(body.messages)]
     if len(messages) > 1 and messages[-1] == {"role": "assistant", "content": ""}:
@@ -50,6 +51,8 @@ def translate(body: CountTokensBody, *, is_strict: bool) -> TranslatedMessages:
     content |= _tool_fields(body, tools) | _output_fields(body)
     content |= _prefill(messages, f"messages.{len(body.messages) - 1}")
     content |= _thinking_fields(body, content.get("chat_template_kwargs"))
+    if has_reasoning and body.thinking_token_budget is not None:
+        content |= _budget_field(body.thinking_token_budget, content)
     with renamed_fields(OWN_NAMES):
         chat = parse_body(ChatBody, {k: v for k, v in content.items() if v is not None})
         chat.check(is_strict=True)
@@ -98,6 +101,14 @@ def _thinking_fields(body: CountTokensBody, kwargs: Any) -> dict[str, Any]:
         return {}
     is_on = body.thinking.type != "disabled"
     return {"chat_template_kwargs": {"enable_thinking": is_on, **(kwargs or {})}}
+
+
+def _budget_field(budget: int, content: Mapping[str, Any]) -> dict[str, Any]:
+    name = "thinking_token_budget"
+    if name in content:
+        param = "thinking.budget_tokens"
+        raise InvalidRequestError(f"{name} and {param} say the same: send one.", param=param)
+    return {name: budget}
 
 
 def _prefill(messages: list[dict[str, Any]], param: str) -> dict[str, Any]:

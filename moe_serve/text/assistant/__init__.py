@@ -9,6 +9,7 @@ hermes.py, qwen_xml.py, glm.py, mistral.py, deepseek.py, harmony.py   a file per
 thinking.py         reasoning in front of the answer
 formats.py          formats by name; the parser of one request
 call_grammar.py     grammars that force a call in each format
+thought_ends.py     the markers of reasoning for a limit of it
 lead.py             grammars of the reasoning that comes before an answer that follows one
 spelling.py         how grammars say a marker
 """

@@ -12,6 +12,7 @@ from moe_serve.text.assistant.outbox import Outbox, new_call_id
 from moe_serve.text.assistant.parser import AssistantParser, PlainParser
 from moe_serve.text.assistant.spelling import Spelling
 from moe_serve.text.assistant.thinking import ThinkingParser
+from moe_serve.text.assistant.thought_ends import ThoughtEnds
 from moe_serve.text.assistant.tool import Tool
 
 MakeToolParser = Callable[[Outbox, Mapping[str, Tool]], AssistantParser]
@@ -60,6 +61,15 @@ class ReasoningFormat:
         if self.is_harmony or self.is_open_after(prompt):
             return False
         return self.is_off or prompt[-64:].rstrip().endswith(self.closing)
+
+    def ends(self, *, can_call: bool) -> ThoughtEnds:
+        """`can_call`: a call may follow, and so the model chooses the head of what comes next."""
+        if not self.is_harmony:
+            return ThoughtEnds(self.opening, (self.closing,))
+        begun = harmony.START + "assistant"
+        following = begun if can_call else begun + harmony.CHANNEL + "final" + harmony.MESSAGE
+        opening = harmony.CHANNEL + "analysis" + harmony.MESSAGE
+        return ThoughtEnds(opening, harmony.BODY_ENDS, following, can_reopen=True)
 
     def is_part_of(self, grammar: str) -> bool:
         """Whether a grammar says itself what comes after the reasoning."""

@@ -19,6 +19,7 @@ from moe_serve.text.assistant.reader import Reading, Sink
 START, CHANNEL, CONSTRAIN = "<|start|>", "<|channel|>", "<|constrain|>"
 MESSAGE, END, CALL, RETURN = "<|message|>", "<|end|>", "<|call|>", "<|return|>"
 MARKERS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
+BODY_ENDS = (END, START, CHANNEL, CALL, RETURN)
 _FUNCTIONS = "functions."
 
 
@@ -73,4 +74,4 @@ class HarmonyParser(ReadingParser):
         return (yield from self._body(self._out.reasoning if is_reasoning else self._out.content))
 
     def _body(self, sink: Sink) -> Generator[None, None, str]:
-        return (yield from self._reader.until((START, CHANNEL, END, CALL, RETURN), sink))
+        return (yield from self._reader.until(BODY_ENDS, sink))

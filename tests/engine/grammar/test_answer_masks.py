@@ -16,6 +16,7 @@ from moe_serve.engine.request import FinishReason, GenerationRequest
 from moe_serve.engine.sampler import Sampler
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.engine.sequence import Sequence
+from moe_serve.engine.thinking_markers import ThinkingMarkers
 
 EOS = 40
 TOKENS = tuple(bytes([97 + i]) for i in range(26)) + (b"ab", b"abc", b"") + (b"?",) * 12
@@ -131,6 +132,64 @@ def test_bad_words_end_with_the_token_that_would_complete_them(masks: AnswerMask
     assert allowed(masks.of([sequence((A,), bad_word_ids=beyond)])) == everything - {7}
     # The prompt ends with A: only the answer counts.
     assert allowed(masks.of([sequence((B,), bad_word_ids=words)])) == everything - {7}
+
+
+CLOSE = 23  # x
+THINKING = ThinkingMarkers(end=(CLOSE,), closings=((CLOSE,),), is_open=True)
+
+
+def test_a_spent_thinking_budget_leaves_one_token(masks: AnswerMasks) -> None:
+    thinks = {"thinking_token_budget": 2, "thinking_markers": THINKING}
+    assert masks.of([sequence((A,), **thinks), sequence((A, CLOSE), **thinks)]) == MaskedRows()
+    wanted = sequence((A, A), **thinks)
+    assert allowed(masks.of([sequence(), wanted]), 1) == {CLOSE}
+    logits = torch.zeros(1, len(TOKENS))
+    logits[0, CLOSE] = -100
+    found = masks.of([wanted]).masks
+    (token,) = Sampler(frozenset({EOS})).sample(logits, [wanted], found)
+    assert token.token_id == CLOSE and token.is_valid
+    wanted.restart()  # a preemption
+    assert allowed(masks.of([wanted])) == {CLOSE}
+    wanted.append(CLOSE)
+    assert masks.of([wanted]) == MaskedRows()
+
+
+def test_a_thinking_budget_among_other_wishes(masks: AnswerMasks) -> None:
+    thinks = {"thinking_token_budget": 1, "thinking_markers": THINKING}
+    few = sequence((A,), allowed_token_ids=(B, CLOSE), **thinks)
+    assert allowed(masks.of([few])) == {CLOSE}
+    lead = 'start: /([abc]{2})*/ "x" @answer\n'
+    constraint = Constraint("regex", "b+", lead)
+    led = sequence((A, B), constraint=constraint, min_tokens=9, **thinks)
+    assert allowed(masks.of([led])) == {CLOSE}
+    led.append(CLOSE)
+    assert allowed(masks.of([led])) == {B}
+    pair = sequence((A,), constraint=constraint, **thinks)
+    assert allowed(masks.of([pair])) == {A, B, C, AB, ABC}, "its grammar does not allow the end yet"
+    pair.append(B)
+    assert allowed(masks.of([pair])) == {CLOSE}
+    late = sequence((A,), stop_token_ids=(CLOSE,), min_tokens=2, **thinks)
+    assert CLOSE not in allowed(masks.of([late])), "it would end the answer"
+    late.append(B)
+    assert allowed(masks.of([late])) == {CLOSE}
+    word = sequence((A,), bad_word_ids=((A, CLOSE),), **thinks)
+    assert CLOSE not in allowed(masks.of([word]))
+    word.append(B)
+    assert allowed(masks.of([word])) == {CLOSE}
+
+
+def test_a_channel_that_was_closed_stays_closed(masks: AnswerMasks) -> None:
+    channels = ThinkingMarkers(
+        end=(CLOSE,), closings=((CLOSE,),), openings=((A, B),), can_reopen=True
+    )
+    thinks = {"thinking_token_budget": 0, "thinking_markers": channels}
+    again = sequence((A, B, CLOSE, A), **thinks)
+    assert allowed(masks.of([again])) == set(range(len(TOKENS))) - {B}
+    assert allowed(
+        masks.of([sequence((A, B, CLOSE, A), allowed_token_ids=(B, CLOSE), **thinks)])
+    ) == {CLOSE}
+    only = sequence((A, B, CLOSE, A), regex="abxab", **thinks)
+    assert allowed(masks.of([only])) == {B}, "nothing else is left"
 
 
 def test_the_library_gets_tokens_that_spell_what_it_asks_for() -> None:
