@@ -33,9 +33,8 @@ FINE: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
 }
 FIELDS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        ("n", "best_of", "max_tokens", "min_tokens", "seed", "top_k", "priority"), BOTH
-    ),
+    **dict.fromkeys(("n", "best_of", "max_tokens", "min_tokens", "seed", "top_k"), BOTH),
+    "priority": BOTH,
     **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), BOTH),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), BOTH),
     **dict.fromkeys(LISTS, BOTH),
