@@ -108,23 +108,27 @@ def test_the_least_urgent_gives_its_pages_back(
 ) -> None:
     """Of 12 pages each takes 3 and then a fourth, and a fifth that is not there for all. Of
     several the one that started last gives."""
-    runner = FakeRunner()
-    engine = make_engine(runner, max_num_seqs=3, num_pages=12, budget=200)
+    engine = make_engine(FakeRunner(), max_num_seqs=3, num_pages=12, budget=200)
     wanted = [
         request(name, priority, num_prompt=40, max_tokens=60)
         for name, priority in zip("abc", priorities, strict=True)
     ]
-    for one in wanted:
-        engine.add(one)
     found: dict[str, list[int]] = {}
-    while not engine.stats().num_preemptions:
-        for delta in engine.step():
-            found.setdefault(delta.request_id, []).extend(delta.token_ids)
-    assert sorted(running(engine)) == left
-    while engine.has_work:
+
+    def step() -> None:
         for delta in engine.step():
             found.setdefault(delta.request_id, []).extend(delta.token_ids)
         engine.check_integrity()
+
+    for one in wanted:
+        engine.add(one)
+        step()
+    assert running(engine) == ["a", "b", "c"], "started in this order"
+    while not engine.stats().num_preemptions:
+        step()
+    assert running(engine) == left
+    while engine.has_work:
+        step()
     for one in wanted:
         assert found[one.request_id] == continuation(list(one.prompt_token_ids), 60)
 
@@ -133,6 +137,7 @@ def test_who_was_put_back_waits_behind_the_more_urgent() -> None:
     engine = make_engine(FakeRunner(), max_num_seqs=3, num_pages=12, budget=200)
     for name, priority in {"a": 0, "b": 5, "c": 0}.items():
         engine.add(request(name, priority, num_prompt=40, max_tokens=60))
+        engine.step()
     while not engine.stats().num_preemptions:
         engine.step()
     engine.add(request("same", 5))
