@@ -1,10 +1,10 @@
 """Who waits, and in which order they may start.
 
 A line in order of arrival; who was put back stands in front. Of it, the most urgent come first (the
-lowest `priority`), and among the equally urgent the line's order stands. Whoever has waited for
-`max_wait_s` counts as most urgent, so an endless flow of urgent requests starves nobody:
+lowest `priority`), and among the equally urgent the line's order stands. Each `step_s` of waiting
+is worth one of priority, so an endless flow of urgent requests starves nobody:
 
-    line          a 0   b 5   c 0   d 5      (b has waited for too long)
+    line          a 0   b 2   c 0   d 2      (b has waited for two steps)
     groups        [a b c]  [d]
 """
 
@@ -21,8 +21,8 @@ from moe_serve.engine.sequence import Sequence
 class WaitingLine:
     """The scheduler's, on its thread but for the length and `line`."""
 
-    def __init__(self, max_wait_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._max_wait_s, self._clock = max_wait_s, clock
+    def __init__(self, step_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._step_s, self._clock = step_s, clock
         self._line: deque[Sequence] = deque()
         self._num_of: Counter[int] = Counter()  # by priority, of those who wait
 
@@ -57,15 +57,15 @@ class WaitingLine:
 
     def groups(self) -> Iterator[Items[Sequence]]:
         """Those who are equally urgent, the most urgent first; each group in the line's order. With
-        one priority this is the line itself."""
-        if len(self._num_of) < 2:
+        one priority, or if waiting is worth everything, this is the line itself."""
+        if len(self._num_of) < 2 or self._step_s == 0:
             yield self._line
             return
-        top, latest = min(self._num_of), self._clock() - self._max_wait_s
+        now = self._clock()
         groups: dict[int, list[Sequence]] = {}
         for sequence in self._line:
-            is_due = sequence.waits_since <= latest
-            groups.setdefault(top if is_due else sequence.request.priority, []).append(sequence)
+            num_steps = int((now - sequence.waits_since) / self._step_s)
+            groups.setdefault(sequence.request.priority - num_steps, []).append(sequence)
         for urgency in sorted(groups):
             yield groups[urgency]
 

@@ -55,16 +55,39 @@ def test_nobody_waits_is_no_trouble() -> None:
     assert len(line) == 0 and sum(ids_of(line), []) == []
 
 
-def test_whoever_waited_for_long_counts_as_most_urgent() -> None:
+def test_each_step_of_waiting_is_worth_one_of_priority() -> None:
     now = [4.9]
-    line = line_of(waiting(0, 9), waiting(1, 0, 1.0), waiting(2, 4, 2.0), clock=lambda: now[0])
+    line = line_of(waiting(0, 2), waiting(1, 0, 1.0), waiting(2, 1, 2.0), clock=lambda: now[0])
     assert ids_of(line) == [[1], [2], [0]]
     now[0] = 5.0
-    assert ids_of(line) == [[0, 1], [2]], "and came before 1"
-    line.add(waiting(3, -8, 5.0))
-    assert ids_of(line) == [[0, 3], [1], [2]], "also before somebody far more urgent"
-    now[0] = 7.0
-    assert ids_of(line) == [[0, 1, 2, 3]], "where all but the last wait for long, by arrival"
+    assert ids_of(line) == [[1], [0, 2]], "0 came before 2"
+    now[0] = 10.0
+    line.add(waiting(3, 0, 10.0))
+    assert ids_of(line) == [[1], [0, 2, 3]]
+    now[0] = 11.0
+    line.add(waiting(4, -8, 11.0))
+    assert ids_of(line) == [[4], [1], [0, 2, 3]], "eight steps of waiting are worth as much"
+
+
+def test_an_urgent_flow_is_overtaken_by_who_waits() -> None:
+    """Priority 0 comes every second; 3 waits from the beginning, and starts after 15 s at most."""
+    now = [0.0]
+    line = line_of(waiting(0, 3), clock=lambda: now[0])
+    for key in range(1, 30):
+        now[0] = float(key)
+        line.add(waiting(key, 0, now[0]))
+        first = next(iter(line.groups()))[0]
+        line.remove(first)
+        if first.id == 0:
+            break
+    assert now[0] == 15.0
+
+
+def test_where_waiting_is_worth_everything_the_order_is_that_of_arrival() -> None:
+    line = WaitingLine(0.0, lambda: 0.0)
+    for key, level in enumerate((3, -2, 0)):
+        line.add(waiting(key, level))
+    assert ids_of(line) == [[0, 1, 2]]
 
 
 def test_who_is_put_back_is_first_of_its_kind_and_waits_from_then_on() -> None:
@@ -74,9 +97,9 @@ def test_who_is_put_back_is_first_of_its_kind_and_waits_from_then_on() -> None:
     line.put_back(waiting(3, 2, 1.0))
     assert ids_of(line) == [[1], [3, 2, 0]]
     now[0] = 63.0
-    assert ids_of(line) == [[0, 1], [3, 2]]
+    assert ids_of(line) == [[1], [0], [3, 2]]
     now[0] = 65.0
-    assert ids_of(line) == [[3, 2, 0, 1]]
+    assert ids_of(line) == [[1], [3, 2, 0]]
 
 
 def test_who_leaves_is_counted_no_more() -> None:
