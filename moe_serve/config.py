@@ -93,7 +93,7 @@ class SchedulerConfig:
     batch_policy: BatchPolicyName = "fifo"  # who joins, and how a step is split
     expert_capacity: int = 1  # rows of an expert that count in a split; more are free
     max_passed_over: int = 128  # later requests that may start before one that waits
-    max_passed_over_s: float = 5.0  # after which nobody passes it any more
+    max_passed_over_s: float = 5.0  # after which nobody passes it any more; worth 1 of priority
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,8 @@ import msgspec
 
 from moe_serve.engine.sampling_params import SamplingParams
 
+MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
+
 
 class FinishReason(str, enum.Enum):
     """Why a request ended, in OpenAI's words where OpenAI has one."""
@@ -36,7 +38,7 @@ class GenerationRequest:
     choice: int = 0
     arrival_time: float = 0.0  # of the engine's clock, seconds
     tenant: str = ""
-    priority: int = 0
+    priority: int = 0  # the lower, the more urgent
     deadline: float | None = None
     adapter_id: int = 0
     cache_salt: str = ""

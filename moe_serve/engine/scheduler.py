@@ -2,8 +2,10 @@
 
 One rule for prompts and answers alike: every running sequence has tokens that are not computed yet,
 and a step computes some of them under a token budget. Sequences with one token left (decode) go
-first, then prompts in the order in which they started, then who waits. When pages run out, the one
-that started last gives its pages back and waits, before all others, to be computed again.
+first, then prompts in the order in which they started, then who waits, the most urgent first.
+Nobody is put back because somebody more urgent came. When pages run out, the least urgent that
+runs (of several the one that started last) gives its pages back and waits, before all who are as
+urgent, to be computed again.
 
 A sequence starts with what is cached of its tokens. If a sequence that runs is just computing its
 next page, it waits for that page, and those behind it may start first. The batch policy may let
@@ -13,8 +15,8 @@ others go first too, within bounds.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.config import SchedulerConfig
@@ -22,6 +24,7 @@ from moe_serve.engine.batch_policy.policy import BatchPolicy
 from moe_serve.engine.prefix_sharing import PrefixSharing
 from moe_serve.engine.sequence import Sequence
 from moe_serve.engine.step_tokens import StepTokenCounter
+from moe_serve.engine.waiting_line import WaitingLine
 
 Schedule = dict[int, tuple[Sequence, int]]  # sequence id -> (sequence, tokens to compute)
 
@@ -37,7 +40,7 @@ class Scheduler:
         policy: BatchPolicy,
     ) -> None:
         self._config, self.cache, self.sharing, self.policy = config, cache, sharing, policy
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingLine(config.max_passed_over_s)
         self.running: list[Sequence] = []  # in the order in which they started
         self.num_preemptions = 0
         self.step_tokens = StepTokenCounter()
@@ -55,13 +58,13 @@ class Scheduler:
     def oldest_arrival(self) -> float | None:
         """Of who waits; None: nobody does. On any thread."""
         try:
-            return self.waiting[0].request.arrival_time
+            return self.waiting.line[0].request.arrival_time
         except IndexError:
             return None
 
     def add(self, sequence: Sequence) -> None:
         self.sharing.register(sequence)
-        self.waiting.append(sequence)
+        self.waiting.add(sequence)
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
         """Take sequences out, wherever they are. Pages that a valid token vouches for stay cached
@@ -86,7 +89,7 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """Choose the step's sequences and give them the pages that they need."""
-        self.policy.prepare(self.waiting, self.running)
+        self.policy.prepare(self.waiting.line, self.running)
         chosen: Schedule = {}
         budget = self._config.max_batched_tokens
         num_preempted = self.num_preemptions
@@ -115,19 +118,29 @@ class Scheduler:
         missing = sum(max(0, s.num_missing_pages(s.num_tokens + 1)) for s in sequences)
         if missing > self.cache.num_available:
             return None
-        self.policy.prepare(self.waiting, self.running)
+        self.policy.prepare(self.waiting.line, self.running)
         for sequence in sequences:
             self._grow(sequence, sequence.num_pending_tokens + 1)
         return {s.id: (s, 1) for s in sequences}
 
     def _admit(self, budget: int, chosen: Schedule) -> None:
-        """Start waiting sequences while there is budget, a seat, and pages for the whole prompt."""
+        """Start waiting sequences while there is budget, a seat, and pages for the whole prompt;
+        the less urgent once nobody more urgent waits."""
         if not (self.waiting and budget and self._has_seat):
             return
         self.sharing.give(self.running)  # what the last steps computed, for those who wait
+        for group in self.waiting.groups():
+            num_waiting = len(group)
+            started = self._start(group, budget, chosen)
+            budget -= sum(chosen[sequence.id][1] for sequence in started)
+            if len(started) < num_waiting or not (budget and self._has_seat):
+                return
+
+    def _start(self, group: Items[Sequence], budget: int, chosen: Schedule) -> list[Sequence]:
+        """Those of equally urgent ones that can start, as the policy chooses."""
         started: list[Sequence] = []
         try:
-            for sequence in self.policy.candidates(self.waiting, self.running):
+            for sequence in self.policy.candidates(group, self.running):
                 found = self.sharing.find(sequence)
                 if found is None:
                     continue
@@ -153,10 +166,16 @@ class Scheduler:
         finally:
             for sequence in started:
                 self.waiting.remove(sequence)
+        return started
 
     @property
     def _has_seat(self) -> bool:
         return len(self.running) < self._config.max_num_seqs
+
+    @property
+    def _least_urgent(self) -> Sequence:
+        """Of those who run; of several, the one that started last."""
+        return max(reversed(self.running), key=lambda s: s.request.priority)
 
     def _num_spare_pages(self, sequence: Sequence, found: list[int]) -> int:
         """Pages left when a sequence has what it found and what its prompt and one token take, and
@@ -166,12 +185,12 @@ class Scheduler:
         return self.cache.num_available - promised - missing - self.cache.num_idle(found)
 
     def _make_room(self, sequence: Sequence, count: int, chosen: Schedule) -> bool:
-        """Pages for `count` more tokens, at the cost of who started last; False if that is it."""
+        """Pages for `count` more tokens, at the cost of the least urgent; False if that is it."""
         if not sequence.is_running:
             return False  # preempted a moment ago
         needed = sequence.num_missing_pages(sequence.num_computed_tokens + count)
         while needed > self.cache.num_available:
-            victim = self.running[-1]
+            victim = self._least_urgent
             self._preempt(victim, chosen)
             if victim is sequence:
                 return False
@@ -189,7 +208,7 @@ class Scheduler:
         self._stop(victim)
         self._release(victim)
         victim.restart()
-        self.waiting.appendleft(victim)
+        self.waiting.put_back(victim)
         chosen.pop(victim.id, None)
         self.num_preemptions += 1
 
@@ -213,6 +232,7 @@ class Scheduler:
         """Pool, tree and tables agree, and only running sequences hold pages."""
         self.cache.check_integrity(s.page_table for s in self.running)
         self.sharing.check_integrity(self.running)
+        self.waiting.check_integrity()
         for sequence in self.waiting:
             assert not sequence.page_table, f"waiting sequence {sequence.id} holds pages"
         for sequence in self.running:

@@ -45,6 +45,7 @@ class Sequence:
         "started_at",
         "thoughts",
         "token_ids",
+        "waits_since",
     )
 
     def __init__(self, sequence_id: int, request: GenerationRequest) -> None:
@@ -56,6 +57,7 @@ class Sequence:
         self.num_preemptions = 0
         self.is_running = False  # kept by the scheduler
         self.started_at: float | None = None  # when it first joined a step, of the engine's clock
+        self.waits_since = request.arrival_time  # or since it was put back last, of that clock
         self.is_proven = True  # nothing computed since the last token that was sampled and valid
         self.is_sound = True  # no page of it was found to hold NaN or infinity
         self.page_table: list[int] = []

@@ -144,8 +144,8 @@ async def start_chat(server: ServerContext, body: ChatBody, response_id: str) ->
         default_max_tokens=None,
         max_tokens_field=body.max_tokens_field,
     )
-    salt = body.cache_salt or ""
-    requests = build_engine_requests(response_id, [prompt], params, limits, salt)
+    salt, priority = body.cache_salt or "", body.priority or 0
+    requests = build_engine_requests(response_id, [prompt], params, limits, salt, priority)
     requests = with_routed_experts(requests, body, server)
     kept_ids = frozenset(special[marker] for marker in plan.markers if marker in special)
     return ChatGeneration(

@@ -104,7 +104,8 @@ def _engine_requests(
         default_max_tokens=DEFAULT_COMPLETION_TOKENS,
         prompt_logprobs_field=body.prompt_logprobs_field,
     )
-    requests = build_engine_requests(response_id, prompts, params, limits, body.cache_salt or "")
+    salt, priority = body.cache_salt or "", body.priority or 0
+    requests = build_engine_requests(response_id, prompts, params, limits, salt, priority)
     return with_routed_experts(requests, body, server)
 
 

@@ -31,6 +31,7 @@ def build_engine_requests(
     params: SamplingParams,
     limits: TokenLimits,
     cache_salt: str = "",
+    priority: int = 0,
 ) -> list[GenerationRequest]:
     """One request per prompt and choice, in the order of the answer's `choices`.
 
@@ -63,6 +64,7 @@ def build_engine_requests(
                     params=fitting if choice == 0 else others,
                     choice=choice,
                     arrival_time=now,
+                    priority=priority,
                     cache_salt=cache_salt,
                 )
             )

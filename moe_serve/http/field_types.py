@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from moe_serve.engine.grammar.limits import MAX_CHOICES
+from moe_serve.engine.request import MAX_PRIORITY, MIN_PRIORITY
 from moe_serve.engine.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
@@ -95,6 +96,7 @@ def _string_keys_to_ids(value: Any) -> Any:
 
 Message = TypeVar("Message")
 Int = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Priority = Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
 # The last of several BeforeValidators runs first.
 StopList = Annotated[
     list[str],

@@ -19,6 +19,7 @@ from moe_serve.http.field_types import (
     Int,
     LogitBias,
     MessageList,
+    Priority,
     RequestId,
     StopList,
     StopTokenIds,
@@ -97,7 +98,7 @@ class GenerationBody(StructuredFields):
     return_token_ids: bool | None = None
     truncate_prompt_tokens: Int | None = Field(default=None, ge=-1)
     request_id: RequestId | None = None
-    priority: Int | None = None
+    priority: Priority | None = None
 
     @property
     def has_usage_chunk(self) -> bool:
@@ -114,12 +115,6 @@ class GenerationBody(StructuredFields):
             raise InvalidRequestError(
                 f"best_of ({self.best_of}) must equal n ({self.n or 1}) or be left out.",
                 param="best_of",
-                code="unsupported_parameter",
-            )
-        if self.priority:
-            raise InvalidRequestError(
-                f"priority must be 0, got {self.priority}: requests are served as they arrive.",
-                param="priority",
                 code="unsupported_parameter",
             )
         if self.stream and self.prompt_logprobs is not None:

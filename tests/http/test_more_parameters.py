@@ -82,9 +82,36 @@ def test_truncation_keeps_the_end(client: TestClient, engine: Any, route: str) -
 def test_the_request_id_is_shown_and_the_engine_has_its_own(
     client: TestClient, engine: Any, route: str
 ) -> None:
-    body = post(client, route, request_id="abc-1", priority=0).json()
+    body = post(client, route, request_id="abc-1").json()
     assert body["id"].endswith("cmpl-abc-1")
     assert "abc-1" not in engine.submitted[-1].request_id
+
+
+@pytest.mark.parametrize("route", BOTH)
+def test_the_priority_reaches_the_engine(client: TestClient, engine: Any, route: str) -> None:
+    post(client, route, priority=-5, n=2)
+    assert [request.priority for request in engine.submitted] == [-5, -5]
+    for value, expected in ((2**31 - 1,) * 2, (-(2**31),) * 2, (0, 0), (None, 0)):
+        post(client, route, priority=value)
+        assert engine.submitted[-1].priority == expected
+    post(client, route)
+    assert engine.submitted[-1].priority == 0
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"messages": CHAT["messages"], "max_tokens": 4}),
+    ],
+)
+def test_routes_that_know_no_priority(
+    client: TestClient, engine: Any, route: str, body: dict[str, Any]
+) -> None:
+    response = client.post(route, json={**body, "priority": 1})
+    assert response.status_code == 400
+    assert "Unknown parameter 'priority'" in response.text
+    assert engine.submitted == []
 
 
 def test_the_last_message_goes_on(client: TestClient, engine: Any) -> None:

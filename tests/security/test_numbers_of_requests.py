@@ -22,6 +22,7 @@ FINE: dict[str, tuple[Any, ...]] = {
     "top_k": (0, -1, 10**9),
     "min_tokens": (0,),
     "logprobs": (0,),
+    "priority": (0, -1, 10**9),
     "temperature": (0, 1.5),
     "min_p": (0,),
     "presence_penalty": (0, -1, 1.5),
@@ -33,6 +34,7 @@ FINE: dict[str, tuple[Any, ...]] = {
 }
 FIELDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("n", "best_of", "max_tokens", "min_tokens", "seed", "top_k"), BOTH),
+    "priority": BOTH,
     **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), BOTH),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), BOTH),
     **dict.fromkeys(LISTS, BOTH),
