@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.config import SchedulerConfig
 from moe_serve.engine.batch_policy.policy import BatchPolicy
+from moe_serve.engine.left_aside import LeftAside
 from moe_serve.engine.prefix_sharing import PrefixSharing
 from moe_serve.engine.sequence import Sequence
 from moe_serve.engine.step_tokens import StepTokenCounter
@@ -39,7 +40,9 @@ class Scheduler:
         self._config, self.cache, self.sharing, self.policy = config, cache, sharing, policy
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order in which they started
+        self.left_aside = LeftAside()
         self.num_preemptions = 0
+        self.num_missed_tokens = 0  # of prompts that started, not found in the cache
         self.step_tokens = StepTokenCounter()
         self._unproven_pages: list[int] = []
 
@@ -74,6 +77,7 @@ class Scheduler:
             else:
                 self.waiting.remove(sequence)
             self._release(sequence)
+        self.left_aside.forget(sequences)
         self.policy.forget(s.id for s in sequences)
 
     def discard(self, sequence: Sequence) -> None:
@@ -126,13 +130,17 @@ class Scheduler:
             return
         self.sharing.give(self.running)  # what the last steps computed, for those who wait
         started: list[Sequence] = []
+        awaiting: list[Sequence] = []
+        lacking: list[Sequence] = []
         try:
             for sequence in self.policy.candidates(self.waiting, self.running):
                 found = self.sharing.find(sequence)
                 if found is None:
+                    awaiting.append(sequence)
                     continue
                 num_spare = self._num_spare_pages(sequence, found)
                 if num_spare < 0:
+                    lacking.append(sequence)
                     if self.policy.is_next(sequence):
                         break
                     continue
@@ -143,6 +151,7 @@ class Scheduler:
                 sequence.is_running = True
                 if sequence.started_at is None:
                     sequence.started_at = time.monotonic()
+                    self.num_missed_tokens += sequence.num_pending_tokens
                 self.policy.started(sequence)
                 count = min(sequence.num_pending_tokens, budget)
                 self._grow(sequence, count)
@@ -151,6 +160,7 @@ class Scheduler:
                 if not (budget and self._has_seat):
                     break
         finally:
+            self.left_aside.note(self.waiting, started=started, lacking=lacking, awaiting=awaiting)
             for sequence in started:
                 self.waiting.remove(sequence)
 
@@ -189,6 +199,7 @@ class Scheduler:
         self._stop(victim)
         self._release(victim)
         victim.restart()
+        victim.num_preemptions += 1
         self.waiting.appendleft(victim)
         chosen.pop(victim.id, None)
         self.num_preemptions += 1
@@ -213,6 +224,7 @@ class Scheduler:
         """Pool, tree and tables agree, and only running sequences hold pages."""
         self.cache.check_integrity(s.page_table for s in self.running)
         self.sharing.check_integrity(self.running)
+        self.left_aside.check_integrity(self.waiting)
         for sequence in self.waiting:
             assert not sequence.page_table, f"waiting sequence {sequence.id} holds pages"
         for sequence in self.running:

@@ -33,6 +33,7 @@ class Sequence:
         "num_found_pages",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_restarts",
         "num_shared_pages",
         "output_counts",
         "page_keys",
@@ -51,7 +52,8 @@ class Sequence:
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
-        self.num_preemptions = 0
+        self.num_preemptions = 0  # for want of pages; kept by the scheduler
+        self.num_restarts = 0  # of these, and of moves away from a lost rank
         self.is_running = False  # kept by the scheduler
         self.started_at: float | None = None  # when it first joined a step, of the engine's clock
         self.is_proven = True  # nothing computed since the last token that was sampled and valid
@@ -141,5 +143,5 @@ class Sequence:
         self.num_computed_tokens = 0
         self.is_proven = True
         self.num_shared_pages = self.num_found_pages = 0
-        self.num_preemptions += 1
+        self.num_restarts += 1
         self.prompt_logprobs = []
