@@ -81,6 +81,7 @@ class CacheConfig:
     num_pages: int | None = None
     memory_bytes: int | None = None  # None and None: enough for `max_num_seqs` average requests
     prefix_cache: bool = True  # requests reuse pages of equal beginnings
+    metrics_sample: float = 0.01  # of its pages, whose times are measured; 0: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "model.cuda_graph_max_rows": (1, 65536),
     "cache.num_pages": (1, _MANY),
     "cache.memory_bytes": (1, 2**50),
+    "cache.metrics_sample": (0.0, 1.0),
     "scheduler.max_num_seqs": (1, 65536),
     "scheduler.max_batched_tokens": (1, 2**20),
     "scheduler.max_queued_requests": (1, _MANY),

@@ -59,7 +59,7 @@ _REQUESTS = (
         title="Sequences",
         queries={
             "running": "sum(<num_requests_running>)",
-            "waiting": "sum(<num_requests_waiting>)",
+            "waiting: {{reason}}": "sum by (reason) (<num_requests_waiting_by_reason>)",
         },
     ),
     Panel(
@@ -149,6 +149,22 @@ _CACHE = (
         title="Prompt tokens found in the prefix cache",
         unit="percentunit",
         queries={"{{instance}}": _per("prefix_cache_hits_total", "prefix_cache_queries_total")},
+    ),
+    Panel(
+        title="Prompt tokens of sequences that start",
+        about="Per second. Computed here, or found in the prefix cache.",
+        queries={"{{source}}": _rate("prompt_tokens_by_source_total", "source")},
+    ),
+    Panel(
+        title="How long pages stay in the prefix cache",
+        unit="s",
+        about="The 90th percentiles of sampled pages. Gaps near the idle time before eviction: a "
+        "larger cache would find more.",
+        queries={
+            "from hand-out to eviction": _p90("kv_block_lifetime_seconds"),
+            "unused before eviction": _p90("kv_block_idle_before_evict_seconds"),
+            "between two uses": _p90("kv_block_reuse_gap_seconds"),
+        },
     ),
 )
 _RANKS = (

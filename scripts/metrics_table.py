@@ -117,7 +117,7 @@ def full_metrics() -> str:
     tracing: Any = SimpleNamespace(status=lambda: recorded)
     placement: Any = SimpleNamespace(status=lambda: status, plan=lambda: plan)
     generations: Any = SimpleNamespace(engine=engine, is_draining=False)
-    metrics = ServerMetrics(engine, "m", tracing, placement)
+    metrics = ServerMetrics(engine, "m", tracing, placement, tool_parser="hermes")
     metrics.registry.register(ServerCollector(generations, "m", _planned_start()))
     metrics.registry.register(ExpertCollector(_counted_load(), placement, "m", has_each=True))
     for finished in FinishReason:

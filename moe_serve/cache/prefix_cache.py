@@ -15,14 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.cache.page_pool import PagePool
+from moe_serve.cache.page_times import SampledPages
 from moe_serve.cache.prefix_tree import PrefixTree
 
 
 class PrefixCache:
     """Hands out pages, keeps those whose values are known, evicts when pages run out."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, sampled: SampledPages | None = None) -> None:
+        """`sampled`: pages whose times are measured; None: none."""
         self._pool = PagePool(num_pages)
+        self.sampled = SampledPages(0.0) if sampled is None else sampled
         self.tree = PrefixTree(num_pages)
         self._idle: OrderedDict[int, None] = OrderedDict()  # idle for longest first
         self.num_evicted = 0
@@ -50,8 +53,11 @@ class PrefixCache:
             page, _ = self._idle.popitem(last=False)
             self.tree.remove(page)
             self._pool.release([page])
+            self.sampled.evicted(page)
             self.num_evicted += 1
-        return self._pool.allocate(count)
+        pages = self._pool.allocate(count)
+        self.sampled.handed_out(pages)
+        return pages
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """The cached pages of the longest known run of `keys`."""
@@ -63,8 +69,12 @@ class PrefixCache:
             pages.append(page)
         return pages
 
-    def hold(self, pages: Iterable[int]) -> None:
-        """One more owner for pages that are in use or idle."""
+    def hold(self, pages: Sequence[int]) -> None:
+        """One more owner for pages that are in use or idle: somebody found them."""
+        self.sampled.found(pages)
+        self._hold(pages)
+
+    def _hold(self, pages: Iterable[int]) -> None:
         for page in pages:
             self._pool.share(page)
             self._idle.pop(page, None)
@@ -75,6 +85,7 @@ class PrefixCache:
         Pages of the tree stay: without another owner they are idle from now on.
         """
         freed = self._pool.release(reversed(pages))
+        self.sampled.freed(freed)
         for page in reversed(pages):
             if page in self.tree and self._pool.num_references(page) == 1:
                 self._idle[page] = None
@@ -91,7 +102,7 @@ class PrefixCache:
             self._pool.share(page)
             return page
         if cached != page:
-            self.hold([cached])
+            self._hold([cached])
             self.release([page])
         return cached
 
@@ -104,6 +115,7 @@ class PrefixCache:
             del self._idle[page]
             self.tree.remove(page)
             freed += self._pool.release([page])
+        self.sampled.freed(freed)
         return freed
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
@@ -111,6 +123,7 @@ class PrefixCache:
         cached = np.fromiter(self.tree, np.int64, len(self.tree))
         self._pool.check_integrity([*tables, cached])
         self.tree.check_integrity()
+        self.sampled.check_integrity(self._pool.num_references)
         idle = np.fromiter(self._idle, np.int64, len(self._idle))
         rank = np.full(self.num_pages + 1, self.num_pages + 1)
         rank[idle] = np.arange(len(idle))

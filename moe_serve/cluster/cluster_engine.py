@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from moe_serve.cache.page_times import PageTimes
 from moe_serve.cluster.coordinator import Coordinator
 from moe_serve.cluster.flight import Flight
 from moe_serve.cluster.messages import StepDone
@@ -262,6 +263,7 @@ def _given_up(sequence: EngineSequence) -> TokenDelta:
     return TokenDelta(
         request_id=sequence.request.request_id,
         finish_reason=FinishReason.ERROR,
+        num_preemptions=sequence.num_preemptions,
         error=f"{MAX_MOVES + 1} attention ranks were lost while they computed its next token",
     )
 
@@ -301,6 +303,10 @@ def _sum_of(
         num_evicted_pages=total("num_evicted_pages", everyone),
         num_queried_tokens=total("num_queried_tokens", everyone),
         num_hit_tokens=total("num_hit_tokens", everyone),
+        num_missed_tokens=total("num_missed_tokens", everyone),
+        num_left_aside=total("num_left_aside", each),
+        num_corrupted=total("num_corrupted", everyone),
+        page_times=sum((stats.page_times for stats in everyone), PageTimes()),
         step_tokens=sum((stats.step_tokens for stats in everyone), StepTokens()),
         is_alive=True,
         batching=sum_of(*([s.batching for s in g if s.batching] for g in (each, past))),

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from moe_serve.cache.model_identity import model_identity
+from moe_serve.cache.page_times import SampledPages
 from moe_serve.cluster.cluster_engine import ClusterEngine
 from moe_serve.cluster.cluster_model import ClusterModel
 from moe_serve.cluster.coordinator import Coordinator
@@ -181,6 +182,7 @@ class StartedRanks:
             eos_token_ids=eos_token_ids_of(self._model.folder, spec),
             model_identity=identity,
             has_prefix_cache=config.cache.prefix_cache,
+            sampled_pages=SampledPages(config.cache.metrics_sample),
             ids=ids,
             policy=policy,
             routes=routes,

@@ -13,6 +13,7 @@ from experts.expert_stage import ExpertStage
 from moe_kernels.choice import default_num_threads
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cache.model_identity import model_identity
+from moe_serve.cache.page_times import SampledPages
 from moe_serve.cache.sizing import num_pages
 from moe_serve.config import PAGE_SIZE, EngineConfig, ModelConfig
 from moe_serve.engine.allocator import keep_freed_memory
@@ -121,6 +122,7 @@ def build_engine(
         eos_token_ids=eos,
         model_identity=_identity(folder, loader),
         has_prefix_cache=config.cache.prefix_cache,
+        sampled_pages=SampledPages(config.cache.metrics_sample),
         policy=make_policy(),
         routes=routes,
     )

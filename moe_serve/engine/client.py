@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from experts.memory.memory_stats import MemoryStats
+from moe_serve.cache.page_times import PageTimes
 from moe_serve.engine.batch_policy.policy import PolicyStats
 from moe_serve.engine.delta_queue import DeltaQueue
 from moe_serve.engine.pool_stats import PoolStats
@@ -37,6 +38,10 @@ class EngineStats:
     num_evicted_pages: int = 0
     num_queried_tokens: int = 0  # of prompts that were looked up
     num_hit_tokens: int = 0  # of these, found
+    num_missed_tokens: int = 0  # of prompts that started, looked up or not; once for each
+    num_left_aside: int = 0  # of those who wait: not for want of a seat or of pages
+    num_corrupted: int = 0  # sequences that ended because the model gave NaN or infinity
+    page_times: PageTimes = PageTimes()
     step_tokens: StepTokens = StepTokens()
     death: str | None = None  # why it is not alive
     last_turn_age_s: float | None = None  # since the engine thread's loop last came round

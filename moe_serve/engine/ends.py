@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from moe_serve.engine.request import FinishReason
+from moe_serve.engine.request import FinishReason, TokenDelta
 from moe_serve.engine.sequence import Sequence
+from moe_serve.engine.step_executor import RowFailure
 
 
 class Ends:
@@ -29,3 +30,14 @@ class Ends:
         max_tokens = sequence.request.params.max_tokens
         is_full = sequence.num_prompt_tokens + num_output_tokens >= self._max_model_len
         return is_full or (max_tokens is not None and num_output_tokens >= max_tokens)
+
+
+def failed(sequence: Sequence, failure: RowFailure) -> TokenDelta:
+    """The last that is told of it."""
+    return TokenDelta(
+        request_id=sequence.request.request_id,
+        finish_reason=FinishReason.ERROR,
+        num_preemptions=sequence.num_preemptions,
+        error=failure.why,
+        is_of_request=failure.is_of_request,
+    )

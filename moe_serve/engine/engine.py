@@ -9,13 +9,14 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator
 
+from moe_serve.cache.page_times import SampledPages
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.config import PAGE_SIZE, SchedulerConfig
 from moe_serve.engine.batch_policy.arrival_order import FIFO
 from moe_serve.engine.batch_policy.policy import BatchPolicy
 from moe_serve.engine.batcher import make_next_plan, make_step_plan
 from moe_serve.engine.client import EngineStats
-from moe_serve.engine.ends import Ends
+from moe_serve.engine.ends import Ends, failed
 from moe_serve.engine.prefix_sharing import PrefixSharing
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.route_records import RouteListeners
@@ -52,13 +53,15 @@ class Engine:
         eos_token_ids: frozenset[int],
         model_identity: bytes = b"",
         has_prefix_cache: bool = True,
+        sampled_pages: SampledPages | None = None,
         ids: Iterator[int] | None = None,
         policy: BatchPolicy = FIFO,
         routes: RouteListeners | None = None,
     ) -> None:
         assert max_model_len <= num_pages * PAGE_SIZE, "one full sequence must fit the cache"
         self._executor = executor
-        cache, identity = PrefixCache(num_pages), model_identity if has_prefix_cache else None
+        cache = PrefixCache(num_pages, sampled_pages)
+        identity = model_identity if has_prefix_cache else None
         sharing = PrefixSharing(cache, identity, executor.finite_pages)
         self._policy, self._scheduler = policy, Scheduler(scheduler, cache, sharing, policy)
         self._routes = RouteListeners() if routes is None else routes
@@ -72,6 +75,7 @@ class Engine:
         self._ending: Schedule = {}  # of the step that is told about just now
         self._leaving: dict[int, bool] = {}  # ended ones that are in a step -> whether they failed
         self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
+        self._num_corrupted = 0
 
     @property
     def has_work(self) -> bool:
@@ -243,6 +247,10 @@ class Engine:
             num_evicted_pages=cache.num_evicted,
             num_queried_tokens=scheduler.sharing.num_queried_tokens,
             num_hit_tokens=scheduler.sharing.num_hit_tokens,
+            num_missed_tokens=scheduler.num_missed_tokens,
+            num_left_aside=len(scheduler.left_aside),
+            num_corrupted=self._num_corrupted,
+            page_times=cache.sampled.snapshot(),
             num_preemptions=scheduler.num_preemptions,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generated_tokens=self._num_generated_tokens,
@@ -281,6 +289,7 @@ class Engine:
         if isinstance(sampled, RowFailure):
             return self._fail(sequence, sampled)
         if not sampled.is_valid:
+            self._num_corrupted += 1
             return self._fail(sequence, _NAN)
         prompt_logprobs = sequence.take_prompt_logprobs()
         sequence.is_proven = True
@@ -295,6 +304,7 @@ class Engine:
             finish_reason=reason,
             stop_token_id=sampled.token_id if reason is FinishReason.STOP else None,
             num_cached_tokens=sequence.num_cached_tokens,
+            num_preemptions=sequence.num_preemptions,
             routed_experts=experts_of(sequence, made),
             started_at=sequence.started_at,
         )
@@ -324,14 +334,12 @@ class Engine:
 
     def _fail(self, sequence: Sequence, failure: RowFailure) -> TokenDelta:
         """End one request with an error; its pages are zeroed before anyone else gets them."""
-        request_id = sequence.request.request_id
-        del self._sequences[request_id]
+        del self._sequences[sequence.request.request_id]
         if sequence.id in self._schedule:
             self._leaving[sequence.id] = True
         else:
             self._discard(sequence)
-        end, why, whose = FinishReason.ERROR, failure.why, failure.is_of_request
-        return TokenDelta(request_id=request_id, finish_reason=end, error=why, is_of_request=whose)
+        return failed(sequence, failure)
 
     def _discard(self, sequence: Sequence) -> None:
         self._scheduler.discard(sequence)

@@ -84,7 +84,7 @@ class PrefixSharing:
             self._computing.setdefault(key, sequence.id)
 
     def _count(self, sequence: Sequence) -> None:
-        if sequence.num_preemptions == 0:
+        if sequence.started_at is None:  # later it finds what it computed itself, too
             sequence.num_cached_tokens = sequence.num_computed_tokens
             self.num_queried_tokens += sequence.num_tokens
             self.num_hit_tokens += sequence.num_computed_tokens

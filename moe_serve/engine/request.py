@@ -97,6 +97,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the id that ended it; it is the last of `token_ids`
     num_cached_tokens: int = 0
+    num_preemptions: int = 0  # so far
     started_at: float | None = None  # when the request first joined a step, of the engine's clock
     error: str | None = None
     routed_experts: tuple[TokenExperts, ...] | None = None  # one per token, if asked for

@@ -21,6 +21,7 @@ from collections.abc import Sequence as Items
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.config import SchedulerConfig
 from moe_serve.engine.batch_policy.policy import BatchPolicy
+from moe_serve.engine.left_aside import LeftAside
 from moe_serve.engine.prefix_sharing import PrefixSharing
 from moe_serve.engine.sequence import Sequence
 from moe_serve.engine.step_tokens import StepTokenCounter
@@ -42,7 +43,9 @@ class Scheduler:
         self._config, self.cache, self.sharing, self.policy = config, cache, sharing, policy
         self.waiting = WaitingLine(config.max_passed_over_s)
         self.running: list[Sequence] = []  # in the order in which they started
+        self.left_aside = LeftAside()
         self.num_preemptions = 0
+        self.num_missed_tokens = 0  # of prompts that started, not found in the cache
         self.step_tokens = StepTokenCounter()
         self._unproven_pages: list[int] = []
 
@@ -77,6 +80,7 @@ class Scheduler:
             else:
                 self.waiting.remove(sequence)
             self._release(sequence)
+        self.left_aside.forget(sequences)
         self.policy.forget(s.id for s in sequences)
 
     def discard(self, sequence: Sequence) -> None:
@@ -139,13 +143,17 @@ class Scheduler:
     def _start(self, group: Items[Sequence], budget: int, chosen: Schedule) -> list[Sequence]:
         """Those of equally urgent ones that can start, as the policy chooses."""
         started: list[Sequence] = []
+        awaiting: list[Sequence] = []
+        lacking: list[Sequence] = []
         try:
             for sequence in self.policy.candidates(group, self.running):
                 found = self.sharing.find(sequence)
                 if found is None:
+                    awaiting.append(sequence)
                     continue
                 num_spare = self._num_spare_pages(sequence, found)
                 if num_spare < 0:
+                    lacking.append(sequence)
                     if self.policy.is_next(sequence):
                         break
                     continue
@@ -156,6 +164,7 @@ class Scheduler:
                 sequence.is_running = True
                 if sequence.started_at is None:
                     sequence.started_at = time.monotonic()
+                    self.num_missed_tokens += sequence.num_pending_tokens
                 self.policy.started(sequence)
                 count = min(sequence.num_pending_tokens, budget)
                 self._grow(sequence, count)
@@ -164,6 +173,7 @@ class Scheduler:
                 if not (budget and self._has_seat):
                     break
         finally:
+            self.left_aside.note(self.waiting, started=started, lacking=lacking, awaiting=awaiting)
             for sequence in started:
                 self.waiting.remove(sequence)
         return started
@@ -208,6 +218,7 @@ class Scheduler:
         self._stop(victim)
         self._release(victim)
         victim.restart()
+        victim.num_preemptions += 1
         self.waiting.put_back(victim)
         chosen.pop(victim.id, None)
         self.num_preemptions += 1
@@ -233,6 +244,7 @@ class Scheduler:
         self.cache.check_integrity(s.page_table for s in self.running)
         self.sharing.check_integrity(self.running)
         self.waiting.check_integrity()
+        self.left_aside.check_integrity(self.waiting)
         for sequence in self.waiting:
             assert not sequence.page_table, f"waiting sequence {sequence.id} holds pages"
         for sequence in self.running:

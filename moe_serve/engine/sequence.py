@@ -34,6 +34,7 @@ class Sequence:
         "num_found_pages",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_restarts",
         "num_shared_pages",
         "output_counts",
         "page_keys",
@@ -54,7 +55,8 @@ class Sequence:
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
-        self.num_preemptions = 0
+        self.num_preemptions = 0  # for want of pages; kept by the scheduler
+        self.num_restarts = 0  # of these, and of moves away from a lost rank
         self.is_running = False  # kept by the scheduler
         self.started_at: float | None = None  # when it first joined a step, of the engine's clock
         self.waits_since = request.arrival_time  # or since it was put back last, of that clock
@@ -146,5 +148,5 @@ class Sequence:
         self.num_computed_tokens = 0
         self.is_proven = True
         self.num_shared_pages = self.num_found_pages = 0
-        self.num_preemptions += 1
+        self.num_restarts += 1
         self.prompt_logprobs = []

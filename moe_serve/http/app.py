@@ -63,7 +63,11 @@ def create_app(
 ) -> FastAPI:
     """The application for one engine and one model. `app.state` has what is for the server."""
     operations = operations or Operations()
-    metrics = ServerMetrics(engine, model.name, tracing, placement, config.metrics_alias)
+    assistant = assistant_formats(model, config)
+    alias, parser = config.metrics_alias, assistant.tool_parser
+    metrics = ServerMetrics(
+        engine, model.name, tracing, placement, alias, cache=facts.cache, tool_parser=parser
+    )
     generations = GenerationService(
         engine, model.tokenizer, metrics, has_timing=config.request_metrics
     )
@@ -74,7 +78,7 @@ def create_app(
         metrics=metrics,
         generations=generations,
         gate=gate,
-        assistant=assistant_formats(model, config),
+        assistant=assistant,
     )
     board = Board(server, placement, facts)
     metrics.registry.register(ServerCollector(generations, model.name, operations.startup))

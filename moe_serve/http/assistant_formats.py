@@ -33,6 +33,7 @@ class AssistantFormats:
     """None: the model does not reason, or nobody knows how it calls functions."""
 
     tools: ToolFormat | None = None
+    tool_parser: str | None = None  # the name of that format
     reasoning: ReasoningFormat | None = None
     grammar_in_reasoning: bool = False  # a grammar holds from the first token
 
@@ -114,6 +115,7 @@ def assistant_formats(model: ServedModel, config: ServerConfig) -> AssistantForm
     reasoning_name = reasoning_format_of(source) if reasoning == "auto" else reasoning
     return AssistantFormats(
         tools=TOOL_FORMATS.get(tool_name or "none"),
+        tool_parser=tool_name if tool_name in TOOL_FORMATS else None,
         reasoning=REASONING_FORMATS.get(reasoning_name or "none"),
         grammar_in_reasoning=config.grammar_in_reasoning,
     )

@@ -15,6 +15,7 @@ from moe_serve.http.assistant_formats import forced, led
 from moe_serve.http.context import ServerContext
 from moe_serve.http.engine_requests import TokenLimits, build_engine_requests
 from moe_serve.http.generation import Generation, Usage
+from moe_serve.http.metrics import CallOutcome
 from moe_serve.http.prompts import Prompt, chat_prompt, truncated
 from moe_serve.http.routed_requests import with_routed_experts
 from moe_serve.http.schemas import ChatBody
@@ -74,7 +75,9 @@ class ChatGeneration:
         hides_reasoning: bool = False,
         echoed: str = "",
         ignored: Sequence[str] = (),
+        count_outcome: Callable[[CallOutcome], None] | None = None,
     ) -> None:
+        """`count_outcome`: told once of each message; None: calls are not looked for."""
         self.prompt = prompt
         self.ignored = ignored
         self._echoed = dict.fromkeys(range(len(parsers)), echoed) if echoed else {}
@@ -82,6 +85,7 @@ class ChatGeneration:
         self._hides_reasoning = hides_reasoning
         self._generation = generation
         self._parsers = parsers
+        self._count_outcome = count_outcome
         self._has_calls = [False] * len(parsers)
 
     async def __aiter__(self) -> AsyncIterator[list[ChatPiece]]:
@@ -119,10 +123,20 @@ class ChatGeneration:
             delta = replace(delta, reasoning="")
         if delta.calls:
             self._has_calls[piece.index] = True
+        is_whole = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if is_whole and self._count_outcome is not None:
+            self._count_outcome(_outcome(parser, has_calls=self._has_calls[piece.index]))
         name = None if reason is None else reason.value
         if reason is FinishReason.STOP and self._has_calls[piece.index]:
             name = TOOL_CALLS
         return ChatPiece(raw=piece, delta=delta, finish_reason=name)
+
+
+def _outcome(parser: AssistantParser, *, has_calls: bool) -> CallOutcome:
+    """What came of looking through a message that has ended."""
+    if parser.has_spoilt_call:
+        return "malformed"
+    return "calls" if has_calls else "none"
 
 
 async def start_chat(server: ServerContext, body: ChatBody, response_id: str) -> ChatGeneration:
@@ -157,4 +171,5 @@ async def start_chat(server: ServerContext, body: ChatBody, response_id: str) ->
         hides_reasoning=body.include_reasoning is False,
         echoed=body.echoed,
         ignored=ignored,
+        count_outcome=server.metrics.count_parsed_message if plan.looks_for_calls else None,
     )

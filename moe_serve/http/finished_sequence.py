@@ -24,10 +24,19 @@ class FinishedSequence:
     started: float | None
     first_token: float | None
     ended: float
+    num_preemptions: int = 0
 
     @property
     def arrival(self) -> float:
         return self.request.arrival_time
+
+    @property
+    def num_computed_tokens(self) -> int | None:
+        """Tokens of the prompt that were not found in the prefix cache; None: it was not read to
+        its end."""
+        if self.first_token is None:
+            return None
+        return len(self.request.prompt_token_ids) - self.num_cached_tokens
 
     @property
     def tpot_s(self) -> float | None:

@@ -7,7 +7,7 @@ sets only, so the page does not grow with what clients send.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,6 +19,7 @@ from moe_serve.engine.placement_control import PlacementControl
 from moe_serve.engine.request import FinishReason
 from moe_serve.engine.tracing import Tracing
 from moe_serve.http.batching_families import batching_families
+from moe_serve.http.cache_families import NO_CACHE_FACTS, CacheFacts, cache_families
 from moe_serve.http.finished_sequence import FinishedSequence
 from moe_serve.http.key_limits import KeyRefusal
 from moe_serve.http.memory_families import memory_families
@@ -74,6 +75,7 @@ _E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160
 
 _HTTP_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0, 600.0)
 
+CallOutcome = Literal["calls", "none", "malformed"]  # of looking through a message for calls
 RejectionReason = Literal["queue_full", "draining", "engine_dead"] | KeyRefusal
 
 
@@ -103,10 +105,13 @@ class ServerMetrics:
         tracing: Tracing | None = None,
         placement: PlacementControl | None = None,
         alias: MetricsAlias = "none",
+        cache: CacheFacts = NO_CACHE_FACTS,
+        tool_parser: str | None = None,
     ) -> None:
+        """`tool_parser`: the name of what looks through messages for calls, if something does."""
         self.registry = _Registry(alias)
         self._model_name = model_name
-        self.registry.register(_EngineCollector(engine, model_name, tracing, placement))
+        self.registry.register(_EngineCollector(engine, model_name, tracing, placement, cache))
         self._ttft = self._histogram(
             "time_to_first_token_seconds", "From the request to its first token.", _TTFT_BUCKETS
         )
@@ -131,6 +136,7 @@ class ServerMetrics:
         self._rejections = self._counter(
             "admission_rejections", "Requests that were not accepted.", ["reason"]
         )
+        self._parsed = None if tool_parser is None else self._parsed_messages(tool_parser)
         self._http = self._counter("http_requests", "HTTP requests.", ["route", "status"])
         self._http_seconds = Histogram(
             PREFIX + "http_request_duration_seconds",
@@ -173,6 +179,11 @@ class ServerMetrics:
         self._rejections.labels(self._model_name, reason).inc()
         self.recent.num_rejected += 1
 
+    def count_parsed_message(self, outcome: CallOutcome) -> None:
+        """A message has ended that was looked through for calls."""
+        assert self._parsed is not None, "calls are looked for by a parser that has a name"
+        self._parsed[outcome].inc()
+
     def count_http_request(self, path: str, status: int | None, seconds: float) -> None:
         """`status` None: the client went away before an answer."""
         status_label, route = "none" if status is None else str(status), route_label(path)
@@ -181,6 +192,15 @@ class ServerMetrics:
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
+
+    def _parsed_messages(self, parser: str) -> dict[CallOutcome, Counter]:
+        counter = self._counter(
+            "tool_call_parser_invocations",
+            "Messages that were looked through for calls; malformed: a call began, and was none.",
+            ["parser", "outcome"],
+        )
+        outcomes: tuple[CallOutcome, ...] = get_args(CallOutcome)
+        return {o: counter.labels(self._model_name, parser, o) for o in outcomes}
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         family = Histogram(
@@ -201,8 +221,10 @@ class _EngineCollector(Collector):
         model_name: str,
         tracing: Tracing | None,
         placement: PlacementControl | None,
+        cache: CacheFacts,
     ) -> None:
         self._engine, self._tracing, self._placement = engine, tracing, placement
+        self._cache = cache
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
@@ -234,6 +256,10 @@ class _EngineCollector(Collector):
                 "Pages that left the prefix cache for want of pages.",
                 stats.num_evicted_pages,
             ),
+            "corrupted_requests": (
+                "Sequences that ended with an error because the model gave NaN or infinity.",
+                stats.num_corrupted,
+            ),
             "engine_steps": ("Steps of the engine.", stats.num_steps),
         }
         for name, (text, value) in gauges.items():
@@ -245,6 +271,7 @@ class _EngineCollector(Collector):
             counter.add_metric([self._model_name], value)
             yield counter
         yield from step_families(stats, PREFIX, self._model_name)
+        yield from cache_families(stats, self._cache, PREFIX, self._model_name)
         if stats.expert_memory is not None:
             yield from memory_families(stats.expert_memory, PREFIX, self._model_name)
         if stats.batching is not None:

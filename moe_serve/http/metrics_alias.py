@@ -16,12 +16,15 @@ SAME_AS_VLLM = frozenset(
     {
         "num_requests_running",
         "num_requests_waiting",
+        "num_requests_waiting_by_reason",
         "kv_cache_usage_perc",
         "cache_config_info",
         "prompt_tokens",
         "prompt_tokens_cached",
+        "prompt_tokens_by_source",
         "generation_tokens",
         "num_preemptions",
+        "corrupted_requests",
         "prefix_cache_queries",
         "prefix_cache_hits",
         "request_success",
@@ -35,11 +38,16 @@ SAME_AS_VLLM = frozenset(
         "request_inference_time_seconds",
         "request_time_per_output_token_seconds",
         "request_prompt_tokens",
+        "request_prefill_kv_computed_tokens",
+        "request_num_preemptions",
         "request_generation_tokens",
         "request_max_num_generation_tokens",
         "request_params_n",
         "request_params_max_tokens",
         "iteration_tokens_total",
+        "kv_block_lifetime_seconds",
+        "kv_block_idle_before_evict_seconds",
+        "kv_block_reuse_gap_seconds",
     }
 )
 

@@ -52,6 +52,7 @@ class SequenceProgress:
         self.request = request
         self.num_tokens = 0
         self.num_cached_tokens = 0
+        self._num_preemptions = 0
         self.finished: FinishedSequence | None = None  # once it has ended by itself
         follows = request.prompt_token_ids[-1] if continues else None
         self._text = TextStream(tokenizer, request.params, stops, kept_ids, follows)
@@ -70,6 +71,8 @@ class SequenceProgress:
         """All deltas that arrived together become one piece."""
         joined = join_deltas(deltas)
         self.num_cached_tokens = max(self.num_cached_tokens, joined.num_cached_tokens)
+        if joined.num_preemptions:
+            self._num_preemptions = joined.num_preemptions
         self._started = self._started or joined.started_at
         delta = self._text.push(joined)
         if self._is_prompt_only and delta.finish_reason is not FinishReason.ERROR:
@@ -104,6 +107,7 @@ class SequenceProgress:
             reason=reason,
             num_tokens=self.num_tokens,
             num_cached_tokens=self.num_cached_tokens,
+            num_preemptions=self._num_preemptions,
             started=self._started,
             first_token=self._first_time,
             ended=now,
@@ -133,6 +137,7 @@ def join_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
         finish_reason=last.finish_reason,
         stop_token_id=last.stop_token_id,
         num_cached_tokens=max(delta.num_cached_tokens for delta in deltas),
+        num_preemptions=max(delta.num_preemptions for delta in deltas),
         started_at=next((d.started_at for d in deltas if d.started_at is not None), None),
         error=last.error,
         routed_experts=tuple(entry for part in experts for entry in part) if experts else None,

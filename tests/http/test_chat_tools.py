@@ -90,6 +90,32 @@ def test_a_cut_call_ends_with_length(served: Any) -> None:
     assert choice["message"]["tool_calls"][0]["function"]["arguments"].startswith('{"ci')
 
 
+def test_messages_that_were_looked_through_are_counted(served: Any) -> None:
+    """Once for each choice, whole or streamed; not without tools, and not by what they hold."""
+
+    def counts() -> dict[str, float]:
+        found = {}
+        for line in served[0].get("/metrics").text.splitlines():
+            if line.startswith("moe_serve:tool_call_parser_invocations_total{"):
+                labels, value = line.rsplit(" ", 1)
+                assert 'parser="hermes"' in labels
+                found[labels.split('outcome="')[1].split('"')[0]] = float(value)
+        return found
+
+    assert counts() == {"calls": 0, "none": 0, "malformed": 0}
+    ask(served, CALL)
+    ask(served, CALL, tools=[TOOL], tool_choice="none")
+    assert counts() == {"calls": 0, "none": 0, "malformed": 0}
+    ask(served, CALL * 2, tools=[TOOL], n=2)
+    ask(served, CALL, tools=[TOOL], stream=True)
+    assert counts() == {"calls": 3, "none": 0, "malformed": 0}
+    ask(served, "Hello.", tools=[TOOL], stream=True)
+    ask(served, "<tool_call>\nnot JSON</tool_call>", tools=[TOOL])
+    ask(served, f"<tool_call>nothing{CALL}", tools=[TOOL], stream=True)
+    ask(served, CALL, tools=[TOOL], max_tokens=20)  # before its name was there
+    assert counts() == {"calls": 3, "none": 1, "malformed": 3}
+
+
 def test_only_one_call_where_calls_are_not_parallel(served: Any) -> None:
     choice = ask(served, CALL * 3, tools=[TOOL], parallel_tool_calls=False)
     assert len(choice["message"]["tool_calls"]) == 1

@@ -87,7 +87,12 @@ def test_through_the_server(client: TestClient, engine: Any) -> None:
     found = samples(text)
     assert found["moe_serve:request_queue_time_seconds_count{}"] == 3.0
     assert found["moe_serve:request_params_n_count{}"] == 1.0, "of each prompt"
-    assert found["moe_serve:cache_config_info{block_size=16,num_gpu_blocks=10}"] == 1.0
+    assert (
+        found[
+            "moe_serve:cache_config_info{block_size=16,cache_dtype=auto,enable_prefix_caching=True,num_gpu_blocks=10}"
+        ]
+        == 1.0
+    )
     route = "moe_serve:http_request_duration_seconds_count{route=/v1/completions}"
     assert found[route] == 1.0
     assert found["moe_serve:iteration_tokens_total_sum{}"] == 20_020.0

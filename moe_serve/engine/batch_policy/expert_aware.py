@@ -151,7 +151,7 @@ class ExpertAware:
             yield from waiting
             return
         # They lie in front; one that moved here from a lost rank came last, and has no such right.
-        preempted = list(itertools.takewhile(lambda s: s.num_preemptions > 0, window))
+        preempted = list(itertools.takewhile(lambda s: s.num_restarts > 0, window))
         yield from preempted
         yield from self._by_cost(window[len(preempted) :], running)
         yield from itertools.islice(waiting, len(window), None)

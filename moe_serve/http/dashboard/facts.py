@@ -10,6 +10,7 @@ from moe_serve.engine.build import BuiltEngine
 from moe_serve.engine.expert_load import INTERVAL_S, ExpertLoad
 from moe_serve.engine.layout import Layout
 from moe_serve.engine.step_timeline import StepTimeline
+from moe_serve.http.cache_families import NO_CACHE_FACTS, CacheFacts
 
 GRAPHED_INTERVAL_S = 2.0  # a step that is counted is not replayed as a CUDA graph
 
@@ -30,6 +31,7 @@ class DashboardFacts:
     layout: str = "one process"
     max_running: int | None = None
     max_waiting: int | None = None
+    cache: CacheFacts = NO_CACHE_FACTS
     experts: ExpertLoad | None = None
     predictor: PredictorFacts | None = None
     last_step: Callable[[], StepTimeline | None] | None = None
@@ -44,6 +46,7 @@ def dashboard_facts(built: BuiltEngine, config: EngineConfig) -> DashboardFacts:
         layout=layout_line(built.layout),
         max_running=config.scheduler.max_num_seqs * max(1, built.layout.attention_ranks),
         max_waiting=config.scheduler.max_queued_requests,
+        cache=CacheFacts(has_prefix_cache=config.cache.prefix_cache, dtype=built.layout.dtype),
         experts=_counted(built),
         predictor=_predictor(config),
         last_step=built.last_step,

@@ -45,7 +45,7 @@ class DeepSeekParser(ReadingParser):
             is_call = yield from (self._block() if self._has_code_block else self._bare())
             text = reader.stop_record()
             if not is_call:
-                out.content(text)
+                out.spoilt_call(text)
 
     def _block(self) -> Generator[None, None, bool]:
         reader = self._reader

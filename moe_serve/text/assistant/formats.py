@@ -203,6 +203,10 @@ class ParserPlan:
         formats = (self._called_format, self.reasoning_format)
         return frozenset(marker for form in formats if form is not None for marker in form.markers)
 
+    @property
+    def looks_for_calls(self) -> bool:
+        return self._called_format is not None
+
     def make(self) -> AssistantParser:
         called, reasoning = self._called_format, self.reasoning_format
         make_id = new_call_id if called is None else called.make_id

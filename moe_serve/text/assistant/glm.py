@@ -34,7 +34,7 @@ class GlmParser(ReadingParser):
             is_call = yield from self._call()
             text = reader.stop_record()
             if not is_call:
-                out.content(text)
+                out.spoilt_call(text)
 
     def _call(self) -> Generator[None, None, bool]:
         reader, out = self._reader, self._out

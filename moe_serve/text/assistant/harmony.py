@@ -60,11 +60,13 @@ class HarmonyParser(ReadingParser):
                 break
             parts.append(" " + marker + " ")
         record = reader.stop_record()
-        if marker != MESSAGE:
-            self._out.content(record.removesuffix(marker) if marker else record)
-            return marker
         words = "".join(parts).split()
         name = next((word[3:] for word in words if word.startswith("to=")), "")
+        if marker != MESSAGE:
+            is_spoilt = self._has_tools and name.startswith(_FUNCTIONS)
+            sink = self._out.spoilt_call if is_spoilt else self._out.content
+            sink(record.removesuffix(marker) if marker else record)
+            return marker
         if self._has_tools and name.startswith(_FUNCTIONS) and name != _FUNCTIONS:
             self._out.begin_call(name.removeprefix(_FUNCTIONS))
             marker = yield from self._body(self._out.arguments)

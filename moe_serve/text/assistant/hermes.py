@@ -26,4 +26,4 @@ class HermesParser(ReadingParser):
                 yield from reader.literal(CLOSE)
             text = reader.stop_record()
             if not is_call:
-                out.content(text)
+                out.spoilt_call(text)

@@ -35,7 +35,7 @@ class MistralParser(ReadingParser):
             is_call = yield from (self._list() if is_list else self._named())
             text = reader.stop_record()
             if not is_call:
-                out.content(text)
+                out.spoilt_call(text)
 
     def _list(self) -> Generator[None, None, bool]:
         reader, num_calls = self._reader, 0

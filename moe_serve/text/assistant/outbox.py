@@ -57,6 +57,7 @@ class Outbox:
         self._num_calls = 0
         self._is_after_call = False
         self._has_arguments = False
+        self.has_spoilt_call = False
 
     def content(self, text: str) -> None:
         if self._is_after_call:
@@ -64,6 +65,11 @@ class Outbox:
             self._is_after_call = not text
         if text:
             self._tail.push(text)
+
+    def spoilt_call(self, text: str) -> None:
+        """Content that begins as a call does, and is none."""
+        self.has_spoilt_call = True
+        self.content(text)
 
     def reasoning(self, text: str) -> None:
         self._reasoning.append(text)

@@ -21,6 +21,11 @@ class AssistantParser(Protocol):
         """What was held back, when no text follows."""
         ...
 
+    @property
+    def has_spoilt_call(self) -> bool:
+        """Whether something began as a call does, and was none: it is content."""
+        ...
+
 
 class PlainParser:
     """All text is content."""
@@ -30,6 +35,10 @@ class PlainParser:
 
     def finish(self) -> AssistantDelta:
         return NOTHING
+
+    @property
+    def has_spoilt_call(self) -> bool:
+        return False
 
 
 class ReadingParser(ABC):
@@ -53,6 +62,10 @@ class ReadingParser(ABC):
         next(self._reading, None)
         self._out.flush()
         return self._out.take()
+
+    @property
+    def has_spoilt_call(self) -> bool:
+        return self._out.has_spoilt_call
 
     @abstractmethod
     def _read(self) -> Reading: ...

@@ -45,7 +45,7 @@ class QwenXmlParser(ReadingParser):
                 yield from reader.literal(CLOSE)
             text = reader.stop_record()
             if not is_call:
-                out.content(text)
+                out.spoilt_call(text)
 
     def _function(self) -> Generator[None, None, bool]:
         reader = self._reader

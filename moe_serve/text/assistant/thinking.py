@@ -40,6 +40,10 @@ class ThinkingParser(ReadingParser):
         thought = joined(super().finish(), self._take_answer())
         return joined(thought, self._answer.finish())
 
+    @property
+    def has_spoilt_call(self) -> bool:
+        return self._answer.has_spoilt_call
+
     def _read(self) -> Reading:
         reader = self._reader
         spaces: list[str] = []

@@ -85,6 +85,33 @@ def parse(parser: AssistantParser, pieces: Iterable[str]) -> Found:
     }
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "is_spoilt"),
+    [
+        ("plain", "<tool_call>", False),
+        ("hermes", "just text", False),
+        ("hermes", "<tool_call>{no", True),
+        ("qwen3_xml", "<tool_call>\n<parameter=a>", True),
+        ("glm45", "<tool_call>\n<arg_key>", True),
+        ("mistral", "[TOOL_CALLS]{}", True),
+        ("deepseek_v3", f"{CALL_BEGIN}function{SEPARATOR}", True),
+        ("deepseek_v31", f"{CALLS_BEGIN}{CALLS_END}", False),
+        ("deepseek_v31", f"{CALL_BEGIN}{CALL_END}", True),
+        ("openai", "<|channel|>final<|message|>Hi<|return|>", False),
+        ("openai", "<|channel|>analysis", False),
+        ("openai", "<|channel|>commentary to=functions.f <|constrain|>json", True),
+        ("openai-text", "<|channel|>commentary to=functions.f <|constrain|>json", False),
+        ("think", "<think><tool_call></think>Hi", False),
+        ("think", "<think>Well.</think><tool_call>", True),
+    ],
+)
+def test_a_call_that_is_none(name: str, text: str, is_spoilt: bool) -> None:
+    for pieces in ([text], [*text]):
+        parser = PARSERS[name]()
+        parse(parser, pieces)
+        assert parser.has_spoilt_call == is_spoilt, name
+
+
 def found(content: str = "", reasoning: str = "", calls: Iterable[tuple[str, str]] = ()) -> Found:
     return {"content": content, "reasoning": reasoning, "calls": list(calls)}
 
