@@ -26,14 +26,19 @@ CONSTRAINTS = (
 # Any text up to a star, and then digits: as reasoning is before an answer.
 LEAD = 'start: thought @answer\nthought[suffix="*"]: /(?s:.*)/\n'
 LED = Constraint("regex", "[0-9]{40}", LEAD)
+TAGS = Constraint(
+    "structural_tag",
+    '{"structures":[{"begin":"e<","schema":{"enum":[1,22]},"end":">"}],"triggers":["e"]}',
+)
 
 
 def wanted(count: int, num_tokens: int) -> list[GenerationRequest]:
-    """Every fourth one is free; half of them are drawn; one can take no token at its second step,
-    and with the choices ends are met while the next step is under way. Another one is led."""
+    """One in eight is free, and one but for tags; half of them are drawn; one can take no token at
+    its second step, and with the choices ends are met while the next step is under way. Another
+    one is led."""
     made = []
     for i, request in enumerate(requests(count, VOCAB_SIZE, num_tokens)):
-        constraint = LED if i == 6 else CONSTRAINTS[i % len(CONSTRAINTS)]
+        constraint = {5: TAGS, 6: LED}.get(i, CONSTRAINTS[i % len(CONSTRAINTS)])
         params = replace(request.params, constraint=constraint)
         if i == 4:
             letters = tuple(range(67, 93))
@@ -53,6 +58,8 @@ def test_layouts(attention: int, experts: int) -> None:
     assert ends["r4"] is FinishReason.ERROR, "this one contradicts itself"
     led = Tokenizer.load(demo_model_folder()).decode(found["r6"].token_ids)
     assert re.fullmatch(r"[^*]+\*[0-9]+", led), "its grammar begins behind the star"
+    tagged = Tokenizer.load(demo_model_folder()).decode(found["r5"].token_ids)
+    assert re.fullmatch(r"[^e]*(e<(1|22)>[^e]*)*(e(<(1|22?)?)?)?", tagged), tagged
     assert found["r4"].error == "its parameters together allow no token here"
 
 
