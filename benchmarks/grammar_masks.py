@@ -48,10 +48,18 @@ PERSON = {
 ANSWER = '{"name": "The king of the bells and of the river", "age": 42, "tags": ["red", "blue"]}'
 THOUGHT = "The king of the bells and of the river is 42, so much is said. " * 20 + "</think>"
 LEAD = thinking_lead("<think>", "</think>", Spelling({}), is_open=True, has_layout=True)
+TAGS = {
+    "structures": [
+        {"begin": f"<function=f{i}>", "schema": PERSON, "end": "</function>"} for i in range(4)
+    ],
+    "triggers": ["<function="],
+}
+CALLED = THOUGHT + f"<function=f2>{ANSWER}</function> so it is."
 CASES = (
     ("json_object", Constraint("json_object"), ANSWER),
     ("json_schema", Constraint("json_schema", json.dumps(PERSON)), ANSWER),
     ("thought, then", Constraint("json_schema", json.dumps(PERSON), LEAD), THOUGHT + ANSWER),
+    ("text, then tag", Constraint("structural_tag", json.dumps(TAGS)), CALLED),
     ("regex", Constraint("regex", "[a-z ]{20,200}"), "the king of the bells and of the river"),
     ("choice", Constraint("choice", json.dumps([f"item {i}" for i in range(200)])), "item 77"),
 )

@@ -46,10 +46,17 @@ class ContextLengthError(InvalidRequestError):
 
 
 class InvalidGrammarError(InvalidRequestError):
-    """A constraint on the answer is no grammar, is too large, or takes too long to compile."""
+    """A constraint on the answer is no grammar, is too large, or takes too long to compile.
+    `place`: within the constraint, where that is known."""
 
-    def __init__(self, message: str, *, param: str | None = "constraint") -> None:
+    def __init__(self, message: str, *, param: str | None = "constraint", place: str = "") -> None:
         super().__init__(message, param=param, code="invalid_grammar")
+        self.place = place
+
+    def of_field(self, field: str) -> InvalidGrammarError:
+        """The same, told of the field of a request that the constraint came from."""
+        param = f"{field}.{self.place}" if self.place else field
+        return InvalidGrammarError(f"{field}: {self}", param=param, place=self.place)
 
 
 class ModelNotFoundError(MoeServeError):

@@ -10,13 +10,16 @@ from moe_serve.errors import InvalidGrammarError
 MAX_SOURCE_CHARS = 65_536
 ANSWER = "@answer"  # in a lead
 
-ConstraintKind = Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf"]
+ConstraintKind = Literal[
+    "json_object", "json_schema", "regex", "choice", "lark", "gbnf", "structural_tag"
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
     """`source` is text: the schema as JSON, the pattern, the choices as a JSON list of strings, or
-    the grammar (`lark` is llguidance's dialect, `gbnf` llama.cpp's). Nothing for `json_object`.
+    the grammar (`lark` is llguidance's dialect, `gbnf` llama.cpp's), or tags in free text as the
+    JSON that `structural_tag.py` reads. Nothing for `json_object`.
 
     `lead`: what comes before that, such as reasoning: a Lark grammar in which `@answer` stands for
     the rest. Empty: nothing does."""

@@ -18,7 +18,8 @@ async def admit_params(
         try:
             constraint = await server.gate.admit(params.constraint)
         except InvalidGrammarError as error:
-            message = str(error) if param is None else f"{param}: {error}"
-            raise InvalidGrammarError(message, param=param) from None
+            if param is None:
+                raise InvalidGrammarError(str(error), param=None) from None
+            raise error.of_field(param) from None
         params = replace(params, constraint=constraint)
     return with_bad_word_ids(params, server.model.tokenizer)

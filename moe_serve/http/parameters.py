@@ -50,7 +50,6 @@ UNSERVED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "session_id": (),
     "session_params": (),
     "stream_reasoning": (True,),
-    "structural_tag": ("",),
     "suffix": ("",),
     "thinking_token_budget": (-1,),  # chats have it
     "use_beam_search": (False,),

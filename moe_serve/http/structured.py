@@ -26,12 +26,23 @@ class JsonSchemaFormat(StrictSchema):
 
 
 class ResponseFormat(StrictSchema):
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
     schema_: Any = Field(default=None, alias="schema")  # llama.cpp's, with json_object
+    structures: Any = None
+    triggers: Any = None
+    format: Any = None  # xgrammar's newer form of these two
 
     def wishes(self) -> Iterator[_Wish]:
-        if self.type == "json_schema":
+        tags = {name: getattr(self, name) for name in ("structures", "triggers", "format")}
+        tags = {name: value for name, value in tags.items() if value is not None}
+        if self.type == "structural_tag":
+            self._check_alone()
+            yield "response_format", "structural_tag", tags
+        elif tags:
+            name = f"response_format.{next(iter(tags))}"
+            raise InvalidRequestError(f"{name} is of the type structural_tag.", param=name)
+        elif self.type == "json_schema":
             param = "response_format.json_schema"
             if self.json_schema is None or self.json_schema.schema_ is None:
                 name = param if self.json_schema is None else f"{param}.schema"
@@ -43,6 +54,14 @@ class ResponseFormat(StrictSchema):
         elif self.type == "json_object":
             yield "response_format", "json_object", ""
 
+    def _check_alone(self) -> None:
+        for name in ("json_schema", "schema"):
+            if getattr(self, "schema_" if name == "schema" else name) is not None:
+                param = f"response_format.{name}"
+                raise InvalidRequestError(
+                    f"{param} is not of the type structural_tag.", param=param
+                )
+
 
 class StructuredOutputs(StrictSchema):
     json_: Any = Field(default=None, alias="json")
@@ -50,6 +69,7 @@ class StructuredOutputs(StrictSchema):
     choice: ChoiceList | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: Any = None
 
     def wishes(self) -> Iterator[_Wish]:
         name = "structured_outputs"
@@ -58,6 +78,7 @@ class StructuredOutputs(StrictSchema):
         yield f"{name}.choice", "choice", self.choice
         yield f"{name}.grammar", "lark", self.grammar
         yield f"{name}.json_object", "json_object", "" if self.json_object else None
+        yield f"{name}.structural_tag", "structural_tag", self.structural_tag
 
 
 class StructuredFields(StrictSchema):
@@ -73,6 +94,7 @@ class StructuredFields(StrictSchema):
     regex: str | None = None
     ebnf: str | None = None
     grammar: str | None = None
+    structural_tag: Any = None
 
     def constraint(self) -> tuple[Constraint | None, str | None]:
         """The constraint and the field it came from. Raises InvalidRequestError for two."""
@@ -88,7 +110,7 @@ class StructuredFields(StrictSchema):
         try:
             return _constraint(param, kind, value), param
         except InvalidGrammarError as error:
-            raise InvalidGrammarError(f"{param}: {error}", param=param) from None
+            raise error.of_field(param) from None
 
     def unknown_parts(self) -> dict[str, Any]:
         """Undeclared fields inside the objects, by their whole names."""
@@ -117,10 +139,12 @@ class StructuredFields(StrictSchema):
         yield "regex", "regex", self.regex
         yield "ebnf", "gbnf", self.ebnf
         yield "grammar", "gbnf", self.grammar
+        yield "structural_tag", "structural_tag", self.structural_tag or None  # "": none
 
 
 def _constraint(param: str, kind: ConstraintKind, value: Any) -> Constraint:
-    if kind == "json_schema" and isinstance(value, dict | bool):
+    is_object = isinstance(value, dict if kind == "structural_tag" else dict | bool)
+    if kind in ("json_schema", "structural_tag") and is_object:
         try:
             value = msgspec.json.encode(value).decode()
         except RecursionError:

@@ -37,7 +37,8 @@ class TextStream:
     `stops` are `params.stop`, ready-made by an owner that has several sequences with the same ones.
     `kept_ids` are special tokens that stay in the text whatever the parameters say. `follows`: the
     last token of a text that this sequence continues, whose first space then counts. It counts too
-    where a grammar holds from the first token on, as that is what asked for it.
+    where a grammar holds from the first token on, as that is what asked for it. So do the special
+    tokens within structural tags, the only ones that can be there.
     """
 
     def __init__(
@@ -50,9 +51,10 @@ class TextStream:
     ) -> None:
         self._params = params
         constraint = params.constraint
+        has_tags = constraint is not None and constraint.kind == "structural_tag"
         self._detokenizer = make_detokenizer(
             tokenizer,
-            skip_special_tokens=params.skip_special_tokens,
+            skip_special_tokens=params.skip_special_tokens and not has_tags,
             kept_ids=kept_ids,
             follows=follows,
             keeps_first_space=constraint is not None and not constraint.lead,

@@ -101,6 +101,25 @@ def test_every_kind_after_the_reasoning(
     assert not any("</think>" in thought for thought in thoughts)
 
 
+def test_tags_in_the_answer_after_the_reasoning(served: httpx.Client) -> None:
+    """The reasoning may hold the trigger, and no tag follows."""
+    tags = {
+        "structures": [{"begin": "e<ask>", "schema": SCHEMA, "end": "</ask>"}],
+        "triggers": ["e"],
+    }
+    choices = chat(served, n=4, response_format={"type": "structural_tag", **tags}, max_tokens=150)
+    schema = PATTERNS[0][1]
+    for choice in choices:
+        rest = re.sub(f"e<ask>{schema}</ask>", "", choice["message"]["content"])
+        _, trigger, cut = rest.partition("e")
+        if trigger:  # a tag that is open still
+            assert choice["finish_reason"] == "length"
+            assert choice["message"]["content"].endswith(trigger + cut)
+            assert cut.startswith("<ask>{") or "<ask>{".startswith(cut), choice
+    assert any("e" in choice["message"].get("reasoning", "") for choice in choices)
+    assert any("</ask>" in choice["message"]["content"] for choice in choices)
+
+
 def test_a_stream_has_the_same(served: httpx.Client) -> None:
     fields = {"response_format": BY_SCHEMA, "logprobs": True}
     (whole,) = chat(served, **fields)

@@ -19,6 +19,25 @@ TEXT = json.dumps(SCHEMA, separators=(",", ":"))
 BY_SCHEMA = Constraint("json_schema", TEXT)
 NAMED = {"name": "a", "schema": SCHEMA, "strict": True, "description": "d"}
 GBNF, LARK = 'root ::= "a"', 'start: "a"'
+TAGS = {
+    "structures": [{"begin": "<f=a>", "schema": SCHEMA, "end": "</f>"}],
+    "triggers": ["<f="],
+}
+TRIGGERED = {
+    "format": {
+        "type": "triggered_tags",
+        "triggers": ["<f="],
+        "tags": [
+            {
+                "begin": "<f=a>",
+                "content": {"type": "json_schema", "json_schema": SCHEMA},
+                "end": "</f>",
+            }
+        ],
+    }
+}
+BY_TAGS = Constraint("structural_tag", json.dumps(TAGS, separators=(",", ":")))
+TAG_TEXT = json.dumps({"type": "structural_tag", **TAGS})
 
 SPELLINGS: list[tuple[dict[str, Any], Constraint | None]] = [
     ({"response_format": {"type": "text"}}, None),
@@ -40,6 +59,18 @@ SPELLINGS: list[tuple[dict[str, Any], Constraint | None]] = [
     ({"regex": "a|b"}, Constraint("regex", "a|b")),
     ({"json_schema": SCHEMA}, BY_SCHEMA),
     ({"json_schema": TEXT}, BY_SCHEMA),
+    ({"response_format": {"type": "structural_tag", **TAGS}}, BY_TAGS),
+    (
+        {"response_format": {"type": "structural_tag", **TRIGGERED}},
+        Constraint("structural_tag", json.dumps(TRIGGERED, separators=(",", ":"))),
+    ),
+    (
+        {"structured_outputs": {"structural_tag": TAG_TEXT}},
+        Constraint("structural_tag", TAG_TEXT),
+    ),
+    ({"structured_outputs": {"structural_tag": TAGS}}, BY_TAGS),
+    ({"structural_tag": TAG_TEXT}, Constraint("structural_tag", TAG_TEXT)),
+    ({"structural_tag": ""}, None),
 ]
 
 
@@ -93,6 +124,52 @@ def test_no_grammar_is_a_400(
     assert error["message"].startswith(f"{param}: ") and len(error["message"]) < 400
     assert engine.submitted == []
     assert send(client, guided_regex="ok").status_code == 200, "the next is served"
+
+
+def tagged(**changes: Any) -> dict[str, Any]:
+    tag = {"begin": "<f=a>", "schema": SCHEMA, "end": "</f>", **changes}
+    first = {"begin": "<f=b>", "schema": {}, "end": ""}
+    return {"structures": [first, tag], "triggers": ["<f="]}
+
+
+@pytest.mark.parametrize(
+    ("tags", "place"),
+    [
+        (tagged(begin="x"), "structures.1.begin"),
+        (tagged(schema={"$ref": "#"}), "structures.1.schema"),
+        (tagged(other=1), "structures.1.other"),
+        (tagged() | {"triggers": []}, "triggers"),
+        (tagged() | {"structures": None}, "structures"),
+        ({"format": {"type": "sequence", "elements": []}}, "format.type"),
+    ],
+)
+def test_a_wrong_tag_is_named(
+    client: TestClient, engine: Any, tags: dict[str, Any], place: str
+) -> None:
+    for route in (CHAT, COMPLETIONS):
+        for field, value in (
+            ("response_format", {"type": "structural_tag", **tags}),
+            ("structural_tag", json.dumps(tags)),
+        ):
+            error = send(client, route, **{field: value}).json()["error"]
+            assert error["code"] == "invalid_grammar", error
+            assert error["message"].startswith(f"{field}: ") and len(error["message"]) < 450
+            if tags.get("structures", 1) is not None:  # null is as if it were left out
+                assert error["param"] == f"{field}.{place}"
+    assert engine.submitted == []
+
+
+def test_what_is_of_another_type_is_refused(client: TestClient) -> None:
+    for fields, name in (
+        ({"type": "text", "triggers": ["x"]}, "triggers"),
+        ({"type": "json_object", "format": {}}, "format"),
+        ({"type": "structural_tag", **TAGS, "schema": SCHEMA}, "schema"),
+        ({"type": "structural_tag", **TAGS, "json_schema": NAMED}, "json_schema"),
+        ({"type": "structural_tag", **TAGS, "other": 1}, "other"),
+    ):
+        error = send(client, response_format=fields).json()["error"]
+        assert error["param"] == f"response_format.{name}", error
+    assert send(client, structural_tag=3).json()["error"]["code"] == "invalid_type"
 
 
 def test_two_constraints_are_one_too_many(client: TestClient) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -33,6 +34,8 @@ def test_a_pattern_ends_or_is_refused(server: RealServer, pattern: str) -> None:
         (CHAT, {"structured_outputs": {"regex": pattern}}),
         (CHAT, {"response_format": {"type": "json_schema",
                                     "json_schema": {"name": "x", "schema": schema}}}),
+        (CHAT, {"response_format": {"type": "structural_tag", "triggers": ["<"], "structures": [
+            {"begin": "<a>", "schema": schema, "end": "</a>"}]}}),
         (CHAT, {"structured_outputs": {"grammar": f"start: /{pattern}/"}}),
     ]  # fmt: skip
     for route, fields in ways:
@@ -56,3 +59,33 @@ def test_schemas_that_are_never_the_same_are_not_all_kept(server: RealServer) ->
         assert response.status_code == 200, response.text
     assert len(gate.grammars) <= MAX_KEPT
     assert len(gate) <= MAX_VERDICTS
+
+
+@pytest.mark.parametrize(
+    "tags",
+    [
+        {"triggers": ["a" * i for i in range(1, 33)]},
+        {"triggers": ["b" * 500 + chr(99 + i) for i in range(20)]},  # none begins a tag
+        {"triggers": ["\u0000", "\U0010ffff", '"', "\\", "\n"]},
+        {"structures": [{"begin": "a" * i, "schema": {}, "end": ""} for i in range(1, 129)]},
+        {"structures": [{"begin": "a", "schema": {}, "end": ""}] * 50_000},
+        {
+            "structures": [
+                {"begin": "a", "schema": '{"items":' * 5000 + "1" + "}" * 5000, "end": ""}
+            ]
+        },
+        {"structures": [{"begin": "a", "schema": {"enum": ["x" * 70_000]}, "end": ""}]},
+        {"structures": {"begin": "a"}},
+    ],
+    ids=lambda tags: str(tags)[:30],
+)
+def test_tags_end_or_are_refused(server: RealServer, tags: dict[str, Any]) -> None:
+    """Many, long and nested ones; the server goes on."""
+    whole = {"triggers": ["a"], "structures": [{"begin": "a(", "schema": {}, "end": ")"}], **tags}
+    for route in (TEXT, CHAT):
+        for fields in (
+            {"response_format": {"type": "structural_tag", **whole}},
+            {"structured_outputs": {"structural_tag": json.dumps(whole)}},
+        ):
+            response = server.post(route, max_tokens=4, **fields)
+            assert response.status_code in (200, 400), response.text

@@ -11,7 +11,9 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from moe_serve.engine.constraint import ANSWER, Constraint
 from moe_serve.engine.grammar.limits import MAX_REASON_CHARS, parser_limits
+from moe_serve.engine.grammar.tag_grammar import tag_grammar
 from moe_serve.engine.grammar.vocabulary import Vocabulary
+from moe_serve.engine.structural_tag import StructuralTagError, read_structural_tag
 from moe_serve.errors import InvalidGrammarError
 
 # Between the parts of JSON: a space, or a new line and its indent. Without a bound, a model that is
@@ -24,19 +26,40 @@ _KINDS = {
     "choice": "list of choices",
     "lark": "Lark grammar",
     "gbnf": "GBNF grammar",
+    "structural_tag": "structural tag",
 }
 
 
 def compile_constraint(constraint: Constraint, vocabulary: Vocabulary) -> llguidance.LLMatcher:
     """Raises InvalidGrammarError if it is none, is too large, or allows nothing at all. What comes
     behind a lead is compiled by itself too, as a lead allows something whatever follows."""
-    grammar = grammar_of(constraint)
+    grammar = grammar_of(constraint, vocabulary)
     matcher = _compiled(constraint, grammar, vocabulary)
     if not constraint.lead:
         return matcher
     answer = {**json.loads(grammar)["grammars"][0], "name": ANSWER.removeprefix("@")}
     led = {"grammars": [{"lark_grammar": constraint.lead}, answer]}
     return _compiled(constraint, json.dumps(led), vocabulary)
+
+
+def check_parts(constraint: Constraint, vocabulary: Vocabulary) -> None:
+    """Every schema of a structural tag by itself: the free text around it allows something whatever
+    it says. Raises InvalidGrammarError with its place."""
+    if constraint.kind != "structural_tag":
+        return
+    seen: set[str] = set()
+    for tag in read_structural_tag(constraint.source).tags:
+        source = json.dumps(tag.schema)
+        if source in seen:
+            continue
+        seen.add(source)
+        schema = Constraint("json_schema", source)
+        try:
+            _compiled(schema, grammar_of(schema, vocabulary), vocabulary)
+        except InvalidGrammarError as error:
+            raise InvalidGrammarError(
+                f"{tag.schema_place}: {error}", place=tag.schema_place
+            ) from None
 
 
 def _compiled(constraint: Constraint, grammar: str, vocabulary: Vocabulary) -> llguidance.LLMatcher:
@@ -52,7 +75,7 @@ def _compiled(constraint: Constraint, grammar: str, vocabulary: Vocabulary) -> l
     raise refusal(constraint, matcher.get_error())
 
 
-def grammar_of(constraint: Constraint) -> str:
+def grammar_of(constraint: Constraint, vocabulary: Vocabulary) -> str:
     """In the library's own words, without its lead."""
     source = constraint.source
     try:
@@ -66,7 +89,13 @@ def grammar_of(constraint: Constraint) -> str:
             choices = [json.dumps(text, ensure_ascii=False) for text in json.loads(source)]
             lark = "start: " + " | ".join(choices)
             return _of_lark(lark.replace("\x7f", r"\u007f"))  # Lark's strings hold no DEL
+        if constraint.kind == "structural_tag":
+            return _of_lark(
+                tag_grammar(read_structural_tag(constraint.source), vocabulary, _WHITESPACE)
+            )
         return _of_lark(lark_of(constraint).source)
+    except StructuralTagError as error:
+        raise refusal(constraint, str(error), error.place) from None
     except ValueError as error:
         raise refusal(constraint, str(error)) from None
 
@@ -83,7 +112,7 @@ def lark_of(constraint: Constraint) -> Constraint:
         raise refusal(constraint, str(error)) from None
 
 
-def refusal(constraint: Constraint, reason: str) -> InvalidGrammarError:
+def refusal(constraint: Constraint, reason: str, place: str = "") -> InvalidGrammarError:
     """One sentence, with the beginning of the library's reason."""
     lines = reason.partition("<state>")[0].split("\n")
     first = lines[0]
@@ -95,7 +124,8 @@ def refusal(constraint: Constraint, reason: str) -> InvalidGrammarError:
     if len(shown) > MAX_REASON_CHARS:
         shown = shown[:MAX_REASON_CHARS] + "..."
     return InvalidGrammarError(
-        f"This {_KINDS[constraint.kind]} cannot be used: {shown or 'no reason is known'}."
+        f"This {_KINDS[constraint.kind]} cannot be used: {shown or 'no reason is known'}.",
+        place=place,
     )
 
 

@@ -81,7 +81,7 @@ class GrammarGate:
         if not self.grammars.vocabulary.eos_ids:
             raise InvalidGrammarError("This model has no end of text: its answers cannot end.")
         verdict = self._guard.judge(constraint, self.grammars.vocabulary)
-        self._verdicts[digest(constraint)] = Verdict(why=verdict.why)
+        self._verdicts[digest(constraint)] = Verdict(why=verdict.why, place=verdict.place)
         while len(self._verdicts) > MAX_VERDICTS:
             self._verdicts.popitem(last=False)
         return verdict
@@ -89,5 +89,5 @@ class GrammarGate:
 
 def _outcome(verdict: Verdict, constraint: Constraint) -> Constraint:
     if verdict.why is not None:
-        raise InvalidGrammarError(verdict.why)
+        raise InvalidGrammarError(verdict.why, place=verdict.place)
     return verdict.constraint or constraint

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 from moe_serve.engine.constraint import Constraint
 from moe_serve.engine.grammar.compiler import refusal
 from moe_serve.engine.grammar.limits import MAX_CHOICES, MAX_DEPTH, MAX_NODES
+from moe_serve.engine.structural_tag import StructuralTagError, read_structural_tag
 
 _OPEN, _CLOSE = "([{", ")]}"
 # To its end, or to that of the text: a string that is looked for in vain is looked for again from
@@ -27,7 +30,7 @@ def check_source(constraint: Constraint) -> None:
         return
     if not (source if kind == "regex" else source.strip()):  # a pattern may be a line break
         raise refusal(constraint, "it is empty")
-    if kind not in ("json_schema", "choice"):
+    if kind not in ("json_schema", "choice", "structural_tag"):
         return
     try:
         value = json.loads(source)
@@ -37,6 +40,8 @@ def check_source(constraint: Constraint) -> None:
         _check_choices(constraint, value)
     elif not isinstance(value, dict | bool):
         raise refusal(constraint, "it must be an object")
+    elif kind == "structural_tag":
+        _check_tags(constraint)
     elif (count := _num_nodes(value)) > MAX_NODES:
         raise refusal(constraint, f"it has {count} values, at most {MAX_NODES} are allowed")
 
@@ -50,11 +55,35 @@ def _check_choices(constraint: Constraint, value: Any) -> None:
         raise refusal(constraint, "it has no choice but the empty one")
 
 
+def _check_tags(constraint: Constraint) -> None:
+    try:
+        tags = read_structural_tag(constraint.source).tags
+    except StructuralTagError as error:
+        raise refusal(constraint, str(error), error.place) from None
+    for tag in tags:
+        if (depth := _schema_depth(tag.schema)) > MAX_DEPTH:
+            reason = f"{tag.schema_place} is nested {depth} deep, at most {MAX_DEPTH} are allowed"
+            raise refusal(constraint, reason, tag.schema_place)
+    if (count := sum(_num_nodes(tag.schema) for tag in tags)) > MAX_NODES:
+        raise refusal(constraint, f"its schemas have {count} values, at most {MAX_NODES} may be")
+
+
 def _depth(constraint: Constraint) -> int:
     """Of brackets outside of strings and escapes."""
-    is_json = constraint.kind in ("json_schema", "choice")
+    is_json = constraint.kind in ("json_schema", "choice", "structural_tag")
+    return _brackets(constraint.source, STRING if is_json else _ESCAPE)
+
+
+def _schema_depth(schema: Mapping[str, Any]) -> int:
+    try:
+        return _brackets(json.dumps(schema), STRING)
+    except RecursionError:
+        return sys.getrecursionlimit()
+
+
+def _brackets(source: str, left_out: re.Pattern[str]) -> int:
     depth = deepest = 0
-    for char in (STRING if is_json else _ESCAPE).sub("", constraint.source):
+    for char in left_out.sub("", source):
         if char in _OPEN:
             depth += 1
             deepest = max(deepest, depth)

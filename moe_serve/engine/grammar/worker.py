@@ -14,7 +14,7 @@ import threading
 
 import msgspec
 
-from moe_serve.engine.grammar.compiler import compile_constraint, lark_of
+from moe_serve.engine.grammar.compiler import check_parts, compile_constraint, lark_of
 from moe_serve.engine.grammar.frames import Compile, Verdict, Words, receive, send
 from moe_serve.engine.grammar.limits import WORKER_BYTES
 from moe_serve.engine.grammar.vocabulary import Vocabulary
@@ -26,9 +26,10 @@ _STACK_BYTES = 1 << 21  # less than any thread of a server has: what fits here f
 def judge(order: Compile, vocabulary: Vocabulary) -> Verdict:
     try:
         constraint = lark_of(order.constraint)
+        check_parts(constraint, vocabulary)
         compile_constraint(constraint, vocabulary)
     except InvalidGrammarError as error:
-        return Verdict(why=str(error))
+        return Verdict(why=str(error), place=error.place)
     return Verdict(constraint)
 
 

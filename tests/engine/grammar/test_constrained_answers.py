@@ -73,6 +73,28 @@ def test_every_kind_behind_a_lead(llm: LLM, temperature: int) -> None:
     assert [answer.text for answer in together] == [answers(llm, [p])[0].text for p in wanted]
 
 
+TAGS = {
+    "structures": [{"begin": "e<", "schema": {"enum": [1, 22]}, "end": ">"}],
+    "triggers": ["e"],
+}
+
+
+def test_tags_are_the_same_in_every_batch(llm: LLM) -> None:
+    """Beside other constraints and free rows; the model comes to an e soon."""
+    tagged = [
+        bound("structural_tag", json.dumps(TAGS), temperature=t, seed=seed, max_tokens=60)
+        for t, seed in ((0, 1), (1, 2), (1, 3))
+    ]
+    others = [bound(kind, source, temperature=1) for kind, (source, _) in KINDS.items()]
+    free = SamplingParams(temperature=1, seed=4, max_tokens=60)
+    together = answers(llm, [tagged[0], free, *others, *tagged[1:]])
+    found = [together[0], *together[-2:]]
+    for answer, params in zip(found, tagged, strict=True):
+        assert re.fullmatch(r"[^e]*(e<(1|22)>[^e]*)*(e(<(1|22?)?)?)?", answer.text), answer.text
+        assert answer.token_ids == answers(llm, [params])[0].token_ids
+    assert sum(len(re.findall("e<(1|22)>", answer.text)) for answer in found) > 2
+
+
 LEAVES = st.sampled_from(
     [
         {"type": "boolean"},
