@@ -10,13 +10,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
 
 import numpy as np
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
+from moe_serve.http.cumulative import cumulative
 from moe_serve.http.recent_times import WINDOW_S, Percentiles, RecentTimes
 
 _MOST = 2048
@@ -61,9 +60,8 @@ class TokenGaps(Collector):
         self._count()
         with self._lock:
             counts, total = self._counts.tolist(), self._sum
-        names = [*map(floatToGoString, self._bounds), "+Inf"]
         family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
-        buckets = list(zip(names, accumulate(counts), strict=True))
+        buckets = cumulative(self._bounds.tolist(), counts)
         family.add_metric([self._model_name], buckets, total)
         yield family
 
