@@ -201,7 +201,7 @@ class ServerConfig:
     reasoning_parser: ReasoningParserName = "auto"  # and its reasoning
     grammar_in_reasoning: bool = False  # structured output holds from the first token
     api_key_file: str | None = None  # more API keys, one a line; read again when it changes
-    key_max_concurrent: int | None = None  # requests of one API key at once; None: any number
+    key_max_concurrent: int | None = None  # sequences of one API key at once; None: any number
     key_requests_per_minute: int | None = None  # of one API key
     key_tokens_per_minute: int | None = None  # of one API key, prompts and answers
     allow_open: bool = False  # serve other machines without any API key

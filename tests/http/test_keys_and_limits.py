@@ -202,6 +202,81 @@ def test_open_requests_of_a_key(make_app: MakeApp, engine: Any) -> None:
     assert asyncio.run(run()) == ([200, 200, 429], 200)
 
 
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {**CHAT, "n": 128}),
+        ("/v1/chat/completions", {**CHAT, "n": 4, "stream": True}),
+        ("/v1/completions", {"prompt": "hi", "n": 128}),
+        ("/v1/completions", {"prompt": "hi", "n": 4, "best_of": 4, "stream": True}),
+        ("/v1/completions", {"prompt": ["hi"] * 4}),
+        ("/v1/completions", {"prompt": [[1], [2]], "n": 2}),
+    ],
+)
+def test_choices_and_prompts_count_for_a_key(
+    make_app: MakeApp, engine: Any, path: str, body: dict[str, Any]
+) -> None:
+    """What no key may ever have at once is said to be wrong, not to be tried again."""
+    client = TestClient(make_app(key_max_concurrent=3))
+    refused = client.post(path, json=body)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "n"), error
+    assert "may have 3 at once" in error["message"] and not engine.submitted
+    client = TestClient(make_app(key_max_concurrent=128))
+    for _ in range(3):
+        assert client.post(path, json=body).status_code == 200, "all of it is given back"
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_sequences_of_a_key_are_given_back(
+    make_app: MakeApp, engine: Any, has_failed: bool
+) -> None:
+    """Also by a stream whose client leaves, and by what the engine had no room for."""
+    app = make_app(key_max_concurrent=4)
+    three = {"prompt": "hi", "n": 3, "stream": True}
+
+    async def run() -> list[int]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+
+            async def ask(body: dict[str, Any]) -> int:
+                return (await client.post("/v1/completions", json=body)).status_code
+
+            engine.max_requests, engine.gate = 2 if has_failed else 1000, asyncio.Event()
+            statuses = [await ask(three)] if has_failed else []
+            engine.max_requests = 1000
+            open_one = asyncio.create_task(ask(three))
+            while len(engine.submitted) < 3:
+                await asyncio.sleep(0.001)
+            statuses.append(await ask({"prompt": "hi", "n": 2}))
+            open_one.cancel()
+            await asyncio.wait({open_one})
+            engine.gate.set()
+            return [*statuses, await ask({"prompt": "hi", "n": 4})]
+
+    assert asyncio.run(run()) == ([429, 429, 200] if has_failed else [429, 200])
+
+
+def test_sequences_of_two_requests_add_up() -> None:
+    account = KeyAccount(ServerConfig(key_max_concurrent=4), 0.0)
+    assert account.begin(0.0) is None and account.claim(3) is None
+    assert account.begin(0.0) is None
+    refused = account.claim(2)
+    assert refused is not None and refused.reason == "key_concurrent"
+    assert refused.message == (
+        "This API key has 3 sequences open and asks for 2 more; its limit is 4"
+    )
+    account.end()
+    account.release(3)
+    account.end()
+    for _ in range(4):
+        assert account.begin(0.0) is None
+    assert account.begin(0.0) is not None
+
+
 @pytest.mark.parametrize(("fields", "status"), [({}, 429), ({"overload_status": 503}, 503)])
 def test_the_status_of_a_full_queue(
     make_app: MakeApp, engine: Any, fields: dict[str, int], status: int
