@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -296,3 +297,64 @@ def test_keys_are_never_logged(make_app: MakeApp, caplog: pytest.LogCaptureFixtu
         client.post("/v1/completions?key=swordfish", json={"prompt": "a"}, headers=bearer(key))
     ours = [r.getMessage() for r in caplog.records if r.name.startswith(("moe_serve", "uvicorn"))]
     assert not any("swordfish" in line for line in ours)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", {"prompt": "hi"}), ("/v1/chat/completions", CHAT)]
+)
+def test_a_client_cannot_pass_the_others(
+    make_app: MakeApp, engine: Any, path: str, body: dict[str, Any]
+) -> None:
+    """It may be less urgent than they are."""
+    client = TestClient(make_app())
+    for priority in (-1, -(2**31)):
+        refused = client.post(path, json={**body, "priority": priority})
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"]) == (400, "priority")
+        assert f"in [0, 2147483647] for this client, got {priority}" in error["message"]
+    assert not engine.submitted
+    for priority, used in ((0, 0), (7, 7), (None, 0)):
+        assert client.post(path, json={**body, "priority": priority}).status_code == 200
+        assert engine.submitted[-1].priority == used
+
+
+def test_priorities_by_key(make_app: MakeApp, engine: Any, tmp_path: Path, eager: None) -> None:
+    file = tmp_path / "keys"
+    file.write_text("urgent\tmin_priority=-3  # the chat\nbatch min_priority=5\nplain\n")
+    config = {"api_keys": ("fixed min_priority=-9", "two words"), "key_min_priority": -1}
+    client = TestClient(make_app(**config, api_key_file=str(file)))
+
+    def used(key: str, priority: int | None) -> int | None:
+        """The priority in the engine; None: refused."""
+        body = {"prompt": "hi", "priority": priority}
+        answer = client.post("/v1/completions", json=body, headers=bearer(key))
+        assert answer.status_code in (200, 400), answer.text
+        return engine.submitted[-1].priority if answer.status_code == 200 else None
+
+    assert [used("urgent", priority) for priority in (-3, -4, None)] == [-3, None, 0]
+    assert [used("batch", priority) for priority in (5, 4, 0, None)] == [5, None, None, 5]
+    assert [used("plain", priority) for priority in (-1, -2)] == [-1, None]
+    assert [used("fixed", priority) for priority in (-9, -10)] == [-9, None]
+    write(file, "urgent\nbatch\nplain\n")
+    assert [used("urgent", priority) for priority in (-1, -3)] == [-1, None], "it is read again"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("swordfish min_priority=high", "must be an integer in [-2147483648, 2147483647]"),
+        ("swordfish min_priority=", "must be an integer"),
+        ("swordfish min_priority=-2147483649", "got '-2147483649'"),
+        ("swordfish min_priority=1 min_priority=2", "is there twice"),
+        ("swordfish min_prioritty=1", "min_prioritty= behind a key is no setting"),
+    ],
+)
+def test_wrong_settings_of_a_key_are_refused(line: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        KeyRing((line,))
+    assert "swordfish" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["a=b", "a b", "YWJj==", "min_priority=1"])
+def test_keys_with_equals_signs_are_whole(key: str) -> None:
+    assert KeyRing((key,)).find(key.encode()) is not None
