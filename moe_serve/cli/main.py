@@ -32,7 +32,7 @@ from moe_serve.cli.standard_output import OutputError, checked_output, open_miss
 from moe_serve.cli.timeline import timeline
 from moe_serve.cli.top import top
 from moe_serve.cli.trace import trace
-from moe_serve.errors import ClusterError, EngineDeadError, MoeServeError
+from moe_serve.errors import ClusterError, EngineDeadError, MoeServeError, printable
 from moe_serve.logs import is_json_log
 from routing_predictor.errors import RoutingError
 
@@ -119,4 +119,4 @@ def _say(error: Exception) -> None:
         logging.getLogger("moe_serve").error("%s", error)
     else:
         with contextlib.suppress(OSError):  # a full standard error
-            typer.echo(f"error: {error}", err=True)
+            typer.echo(f"error: {printable(str(error))}", err=True)
