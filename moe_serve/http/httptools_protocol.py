@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, ClassVar
 
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from moe_serve.http.body_writer import offer_body_writer
@@ -129,6 +129,8 @@ class GuardedHttpToolsProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
         self._served = cycle
         scope: Any = cycle.scope
+        if scope["http_version"] == "1.0":
+            app = _CloseDelimited(app, cycle)
         offer_body_writer(scope, cycle)
         super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
 
@@ -161,3 +163,25 @@ class GuardedHttpToolsProtocol(HttpToolsProtocol):
             self._guard.refuse(late_head_error(), self.server_state.default_headers)
         else:
             self.transport.close()
+
+
+class _CloseDelimited:
+    """An application for a client of HTTP/1.0, which knows no chunks: an answer without a length
+    ends with the connection. uvicorn closes the connection behind every answer to such a client."""
+
+    def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
+        self._app, self._cycle = app, cycle
+        self._has_length = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_without_chunks(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                names = {name.lower() for name, _ in message.get("headers", ())}
+                self._has_length = b"content-length" in names
+                if not self._has_length:
+                    self._cycle.chunked_encoding = False  # decided: uvicorn adds no chunks
+            elif not self._has_length:  # each part is as long as uvicorn expects
+                self._cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await self._app(scope, receive, send_without_chunks)

@@ -250,3 +250,30 @@ def test_a_large_head_with_many_small_headers() -> None:
     headers = [(b"host", b"x")] + [(b"a", b"")] * (MAX_HEAD_BYTES // 5)
     error = head_error("1.1", b"/" * 10, headers, asks_for_upgrade=False)
     assert error is not None and error.status == 431
+
+
+def test_a_stream_over_http_1_0_ends_with_the_connection(server: Any) -> None:
+    """Its clients know no chunks. The events are those of HTTP/1.1."""
+    body = b'{"prompt": "a", "max_tokens": 4, "stream": true}'
+    request = post(KEY + b"Content-Length: %d\r\n" % len(body), b"1.0") + body
+    head, _, events = ask(server, request).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 "), head
+    assert b"transfer-encoding" not in head.lower() and b"content-length" not in head.lower()
+    assert b"connection: close" in head.lower()
+    lines = [line for line in events.split(b"\n") if line]
+    assert all(line.startswith(b"data: ") for line in lines), events
+    assert len(lines) > 4 and lines[-1] == b"data: [DONE]"
+
+
+@pytest.mark.parametrize("method", [b"GET", b"HEAD"])
+def test_answers_of_known_length_over_http_1_0(server: Any, method: bytes) -> None:
+    answers = [
+        ask(server, get(path, KEY, b"1.0").replace(b"GET", method))
+        for path in (b"/health/live", b"/v1/models", b"/metrics", b"/missing")
+    ]
+    for answer in answers:
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in head.lower(), head
+        length = re.search(rb"content-length: (\d+)", head.lower())
+        if method == b"GET" and length is not None:
+            assert len(body) == int(length[1])
