@@ -201,9 +201,10 @@ class ServerConfig:
     reasoning_parser: ReasoningParserName = "auto"  # and its reasoning
     grammar_in_reasoning: bool = False  # structured output holds from the first token
     api_key_file: str | None = None  # more API keys, one a line; read again when it changes
-    key_max_concurrent: int | None = None  # requests of one API key at once; None: any number
+    key_max_concurrent: int | None = None  # sequences of one API key at once; None: any number
     key_requests_per_minute: int | None = None  # of one API key
     key_tokens_per_minute: int | None = None  # of one API key, prompts and answers
+    key_min_priority: int = 0  # the most urgent that a request may be; lower is more urgent
     allow_open: bool = False  # serve other machines without any API key
     allowed_hosts: tuple[str, ...] = ()  # besides loopback names, in the Host header
     cors_origins: tuple[str, ...] = ()  # web pages that may call the server; empty: none

@@ -67,6 +67,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "server.key_max_concurrent": (1, _MANY),
     "server.key_requests_per_minute": (1, _MANY),
     "server.key_tokens_per_minute": (1, 2**50),
+    "server.key_min_priority": (-(2**31), 2**31 - 1),
     "server.hang_report_s": (0.1, 86400.0),
 }
 SECRETS = frozenset({"server.api_keys", "server.admin_keys"})

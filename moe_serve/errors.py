@@ -24,9 +24,29 @@ Our own bugs are `assert`s with a message, never one of these.
 
 from __future__ import annotations
 
+import re
+
+# Controls of terminals, what reverses the direction of text, other line ends, lone surrogates.
+_STEERING = "\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
+_UNPRINTABLE = re.compile(f"[{_STEERING}]")
+_UNPRINTABLE_OR_LINE = re.compile(f"[\n{_STEERING}]")
+
+
+def printable(text: str, *, keeps_lines: bool = True) -> str:
+    """The text with its control characters as escapes (\\x1b).
+
+    Messages repeat what a client or a file holds. Printed as they are, control characters would
+    steer a terminal or forge a line of a log.
+    """
+    unprintable = _UNPRINTABLE if keeps_lines else _UNPRINTABLE_OR_LINE
+    return unprintable.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
 
 class MoeServeError(Exception):
     """Base of the tree. `str(error)` is one sentence for the person who can act on it."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class InvalidRequestError(MoeServeError):
@@ -139,4 +159,5 @@ __all__ = [
     "ServerOverloadedError",
     "TimelineError",
     "TracingError",
+    "printable",
 ]

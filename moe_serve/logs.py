@@ -12,9 +12,10 @@ import sys
 import threading
 from datetime import datetime, timezone
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from moe_serve.config import LogConfig
+from moe_serve.errors import printable
 
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 ACCESS_LOG = "moe_serve.http.access"
@@ -38,7 +39,7 @@ def set_up_logs(config: LogConfig) -> None:
     """For the whole process; again: instead of before. The access log has a switch of its own."""
     handler, root = StderrHandler(), logging.getLogger()
     is_json = config.format == "json"
-    handler.setFormatter(JsonFormatter() if is_json else logging.Formatter(TEXT_FORMAT))
+    handler.setFormatter(JsonFormatter() if is_json else TextFormatter(TEXT_FORMAT))
     root.handlers = [h for h in root.handlers if not isinstance(h, StderrHandler)] + [handler]
     root.setLevel(config.level.upper())
     for name in _TOLD:
@@ -58,6 +59,18 @@ def is_json_log() -> bool:
     return any(isinstance(h.formatter, JsonFormatter) for h in logging.getLogger().handlers)
 
 
+class TextFormatter(logging.Formatter):
+    """One line, and the lines of an exception behind it. No message can steer a terminal, or look
+    like a second record."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - as logging calls it
+        record.message = printable(record.message, keeps_lines=False)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        return printable(super().formatException(ei))
+
+
 class JsonFormatter(logging.Formatter):
     """time, level, logger, message; request_id, exception and what `extra` gave where there is."""
 
@@ -68,13 +81,13 @@ class JsonFormatter(logging.Formatter):
             ),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": printable(record.getMessage()),
         }
         if request_id := current_request.get():
             entry["request_id"] = request_id
         entry |= getattr(record, "fields", {})
         if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
+            entry["exception"] = printable(self.formatException(record.exc_info))
         return json.dumps(entry, ensure_ascii=False, default=str)
 
 

@@ -206,6 +206,19 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert message in captured.err
 
 
+def test_a_mistake_cannot_steer_the_terminal(capsys: Capture, tmp_path: Path) -> None:
+    for arguments in (
+        ["serve", f"{tmp_path}/\x1b]0;title\x07"],
+        ["config", "show", "--config", f"{tmp_path}/\x1b]0;title\x07"],
+        ["timeline", f"{tmp_path}/\x1b]0;title\x07"],
+        ["place", "--trace", f"{tmp_path}/\x1b]0;title\x07", "--devices", "2"],
+    ):
+        assert run(*arguments) == 2
+        said = capsys.readouterr().err
+        assert "\x1b" not in said and "\x07" not in said
+        assert "\\x1b]0;title\\x07" in said, said
+
+
 def test_a_wrong_variable_is_a_mistake(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_SERVE_SERVER_PROT", "1")
     assert run("serve", "--print-config") == 2

@@ -47,7 +47,7 @@ LEAVES: Mapping[str, frozenset[str]] = {
     "moe_serve.errors": frozenset(),
     "moe_serve.child_python": frozenset(),
     "moe_serve.config": frozenset({"moe_serve.errors"}),
-    "moe_serve.logs": frozenset({"moe_serve.config"}),
+    "moe_serve.logs": frozenset({"moe_serve.config", "moe_serve.errors"}),
     "moe_serve.text": frozenset({"moe_serve.errors"}),
     "moe_serve.config_keys": frozenset({"moe_serve.config", "moe_serve.errors"}),
     "moe_serve.yaml_nodes": frozenset({"moe_serve.errors"}),

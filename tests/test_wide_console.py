@@ -42,3 +42,13 @@ def test_a_trace_is_shown_whole(capsys: Capture) -> None:
         main(["trace", "show", str(TRACE), "--windows", "2"])
     printed = capsys.readouterr().out
     assert not exit_info.value.code and "\u2026" not in printed and "balancedness" in printed
+
+
+def test_control_characters_of_a_file_are_shown_as_escapes(capsys: Capture) -> None:
+    table = Table("name", "count")
+    table.add_row("evil\x1b]0;title\x07", "1")
+    wide_console().print(table)
+    wide_console().print("again\x9b31m")
+    printed = capsys.readouterr().out
+    assert "\x1b]0" not in printed and "\x07" not in printed and "\x9b" not in printed
+    assert "evil\\x1b]0;title" in printed and "again\\x9b31m" in printed

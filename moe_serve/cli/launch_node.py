@@ -16,6 +16,7 @@ import typer
 from moe_serve.cli.launch_request import LaunchRequest
 from moe_serve.cli.listening import check_can_listen, check_is_guarded
 from moe_serve.cli.service import run_service
+from moe_serve.cli.standard_output import optional_output
 from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.launch.cluster_file import find_node
 from moe_serve.cluster.launch.endpoint import Endpoint
@@ -88,7 +89,7 @@ def run_agent(
     """Until node 0 dismisses us, or a signal comes and it has had its time to drain."""
     timeout_s = config.engine.cluster.start_timeout_s
     channel = connect_agent(node, socket.gethostname(), secret, timeout_s)
-    typer.echo(f"node {node.node_rank} of {node.num_nodes} has found node 0 at {node.coordinator}")
+    _tell(f"node {node.node_rank} of {node.num_nodes} has found node 0 at {node.coordinator}")
     agent = NodeAgent(channel, NodeRanks(channel.local_host, secret, environ))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: agent.stop(config.server.drain_timeout_s))
@@ -115,7 +116,7 @@ def _run_node_0(
         if node.num_nodes > 1:
             try:
                 starter.listen(Endpoint(host, node.coordinator_port), secret)
-                typer.echo(f"node 0 waits for {node.num_nodes - 1} more at {host}:{starter.port}")
+                _tell(f"node 0 waits for {node.num_nodes - 1} more at {host}:{starter.port}")
                 starter.wait_for_nodes(config.engine.cluster.start_timeout_s)
             except BaseException:
                 starter.stop()
@@ -140,6 +141,11 @@ def config_of_node_0(config: Config, layout: NodeLayout, host: str) -> Config:
         cluster=replace(config.engine.cluster, host=host),
     )
     return replace(config, engine=engine)
+
+
+def _tell(line: str) -> None:
+    with optional_output(line):
+        typer.echo(line)
 
 
 def _describe(node: NodeEnvironment, layout: NodeLayout) -> list[str]:

@@ -1,11 +1,12 @@
 """The `moe-serve` command: its commands, and the one place where an error becomes an exit code.
 
-0 done, 1 the server was not reached, 2 a mistake in what was asked for, 3 (run-batch) some rows
-are errors, 130 interrupted.
+0 done, 1 the server was not reached or the output could not be written, 2 a mistake in what was
+asked for, 3 (run-batch) some rows are errors, 130 interrupted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from typing import Annotated
@@ -27,10 +28,11 @@ from moe_serve.cli.plan import plan
 from moe_serve.cli.predictor import predictor
 from moe_serve.cli.run_batch import run_batch
 from moe_serve.cli.serve import serve
+from moe_serve.cli.standard_output import OutputError, checked_output, open_missing_streams
 from moe_serve.cli.timeline import timeline
 from moe_serve.cli.top import top
 from moe_serve.cli.trace import trace
-from moe_serve.errors import ClusterError, EngineDeadError, MoeServeError
+from moe_serve.errors import ClusterError, EngineDeadError, MoeServeError, printable
 from moe_serve.logs import is_json_log
 from routing_predictor.errors import RoutingError
 
@@ -98,9 +100,11 @@ def _root(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run one command and exit. A mistake of the user is one line, never a traceback."""
+    open_missing_streams()
     try:
-        app(args=arguments, prog_name="moe-serve")
-    except (EngineDeadError, ClusterError) as error:
+        with checked_output():
+            app(args=arguments, prog_name="moe-serve")
+    except (EngineDeadError, ClusterError, OutputError) as error:
         _say(error)
         sys.exit(EXIT_FAILURE)
     except (MoeServeError, RoutingError, PlacementError) as error:
@@ -114,4 +118,5 @@ def _say(error: Exception) -> None:
     if is_json_log():
         logging.getLogger("moe_serve").error("%s", error)
     else:
-        typer.echo(f"error: {error}", err=True)
+        with contextlib.suppress(OSError):  # a full standard error
+            typer.echo(f"error: {printable(str(error))}", err=True)

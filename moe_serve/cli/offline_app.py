@@ -14,6 +14,7 @@ from moe_serve.cli.service import BuildEngine
 from moe_serve.cluster.any_engine import build_any_engine
 from moe_serve.config import Config, ServerConfig
 from moe_serve.engine.async_engine import AsyncEngine
+from moe_serve.engine.request import MIN_PRIORITY
 from moe_serve.http.app import create_app
 from moe_serve.logs import set_up_logs
 
@@ -33,6 +34,7 @@ def offline_app(config: Config, build: BuildEngine = build_any_engine) -> Iterat
             tool_parser=config.server.tool_parser,
             reasoning_parser=config.server.reasoning_parser,
             grammar_in_reasoning=config.server.grammar_in_reasoning,
+            key_min_priority=MIN_PRIORITY,  # the whole file belongs to one user
         )
         app = create_app(engine, files.served(engine, built, {}), server, grammars=built.grammars)
         try:

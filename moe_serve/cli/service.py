@@ -14,6 +14,7 @@ from moe_serve.cli.banner import banner_rows
 from moe_serve.cli.model_files import ModelFiles
 from moe_serve.cli.ready import curl_line, loading_bar, print_ready, server_url
 from moe_serve.cli.service_start import ServiceStart
+from moe_serve.cli.standard_output import optional_output
 from moe_serve.cluster.any_engine import build_any_engine
 from moe_serve.config import Config, EngineConfig
 from moe_serve.config_sources import ConfigEntry
@@ -93,7 +94,8 @@ def _serve(
         def say_ready(host: str, port: int) -> None:
             url = server_url(host, port, is_tls=server.ssl_certfile is not None)
             curl = curl_line(url, model.name, needs_key=server.has_api_keys)
-            print_ready(Console(highlight=False), url, rows, curl)
+            with optional_output(f"ready at {url}"):
+                print_ready(Console(highlight=False), url, rows, curl)
 
         run_server(app, engine, server, on_ready=say_ready, listener=start.hand_over())
 

@@ -3,8 +3,13 @@ width, nor on a narrow terminal, which wraps what is longer than its lines by it
 
 from __future__ import annotations
 
-from rich.console import Console, ConsoleRenderable, RenderHook
+from collections.abc import Iterable
+
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderHook
+from rich.segment import Segment
 from rich.table import Table
+
+from moe_serve.errors import printable
 
 _COLUMNS = 180
 _ANY_WIDTH = 10_000
@@ -12,11 +17,22 @@ _ANY_WIDTH = 10_000
 
 def wide_console() -> Console:
     """For standard output."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = _PlainConsole(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = _COLUMNS
     console.push_render_hook(_WholeFigures(console))
     return console
+
+
+class _PlainConsole(Console):
+    """What files and servers hold is shown with its control characters as escapes."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            is_plain = segment.control or segment.text.isprintable()
+            yield segment if is_plain else segment._replace(text=printable(segment.text))
 
 
 class _WholeFigures(RenderHook):
@@ -31,7 +47,11 @@ class _WholeFigures(RenderHook):
             if not (isinstance(table, Table) and table.show_header):
                 continue
             for column in table.columns:
-                cells = [column.header, *column.cells]
+                cells = [_as_shown(cell) for cell in (column.header, *column.cells)]
                 measured = [self._console.measure(cell, options=self._unbound) for cell in cells]
                 column.min_width = max(each.maximum for each in measured)
         return renderables
+
+
+def _as_shown(cell: RenderableType) -> RenderableType:
+    return printable(cell) if isinstance(cell, str) else cell

@@ -5,18 +5,23 @@ What is under /admin needs an admin key instead, and is off where none is config
 
 from __future__ import annotations
 
+import contextvars
+
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moe_serve.http.errors import ApiError
-from moe_serve.http.key_ring import KeyRing
+from moe_serve.http.key_ring import NO_SETTINGS, KeyRing, KeySettings
 from moe_serve.http.page_files import PAGE_FILES
 
 # What an orchestrator probes, and the dashboard's pages, which hold no data.
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", *PAGE_FILES})
 ADMIN_PREFIX = "/admin"
 KEY_IN_SCOPE = "moe_serve.api_key"  # where the digest of a request's key is
+_settings: contextvars.ContextVar[KeySettings] = contextvars.ContextVar(
+    "key_settings", default=NO_SETTINGS
+)
 
 
 class ApiKeyMiddleware:
@@ -27,10 +32,13 @@ class ApiKeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._refusal(scope)
-        if error is None:
-            await self._app(scope, receive, send)
-        else:
+        if error is not None:
             await error.response(scope["path"])(scope, receive, send)
+            return
+        digest: bytes | None = scope.get(KEY_IN_SCOPE)
+        if digest is not None:
+            _settings.set(self._keys.settings(digest))
+        await self._app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         """Why the request goes no further; None: it does, with its key's digest in the scope."""
@@ -45,6 +53,11 @@ class ApiKeyMiddleware:
             return None
         scope[KEY_IN_SCOPE] = self._keys.find(given)
         return _key_error("API") if scope[KEY_IN_SCOPE] is None else None
+
+
+def current_key_settings() -> KeySettings:
+    """The settings of the key of the request that the current task serves."""
+    return _settings.get()
 
 
 def owner_of(request: Request) -> str:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from moe_serve.engine.request import FinishReason, TokenLogprob
-from moe_serve.http.admission import admit_params
+from moe_serve.http.admission import admit_params, admit_priority
 from moe_serve.http.assistant_formats import forced, led
 from moe_serve.http.context import ServerContext
 from moe_serve.http.engine_requests import TokenLimits, build_engine_requests
@@ -158,7 +158,7 @@ async def start_chat(server: ServerContext, body: ChatBody, response_id: str) ->
         default_max_tokens=None,
         max_tokens_field=body.max_tokens_field,
     )
-    salt, priority = body.cache_salt or "", body.priority or 0
+    salt, priority = body.cache_salt or "", admit_priority(server, body.priority)
     requests = build_engine_requests(response_id, [prompt], params, limits, salt, priority)
     requests = with_routed_experts(requests, body, server)
     kept_ids = frozenset(special[marker] for marker in plan.markers if marker in special)

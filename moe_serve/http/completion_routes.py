@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from moe_serve.engine.request import GenerationRequest
 from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.http.admission import admit_params
+from moe_serve.http.admission import admit_params, admit_priority
 from moe_serve.http.answer import collect, written_answer
 from moe_serve.http.body import read_json_object
 from moe_serve.http.chunk_format import ResponseHead
@@ -104,7 +104,7 @@ def _engine_requests(
         default_max_tokens=DEFAULT_COMPLETION_TOKENS,
         prompt_logprobs_field=body.prompt_logprobs_field,
     )
-    salt, priority = body.cache_salt or "", body.priority or 0
+    salt, priority = body.cache_salt or "", admit_priority(server, body.priority)
     requests = build_engine_requests(response_id, prompts, params, limits, salt, priority)
     return with_routed_experts(requests, body, server)
 

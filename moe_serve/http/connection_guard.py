@@ -2,7 +2,8 @@
 
     head   the request line and headers: MAX_HEAD_BYTES, and HEAD_TIMEOUT_S from its first byte
            (of a new connection: from the start) to its last. What a parser has taken in at once
-           (256 KiB at most) may be over before it is counted.
+           (256 KiB at most) may be over before it is counted. The trailers behind a chunked body
+           have the same limit of bytes; they are read and dropped.
     write  a client that is sent something must take all but a little of it within WRITE_TIMEOUT_S,
            or of a large answer LEAST_TAKEN_BYTES in each: else it is gone
 
@@ -19,7 +20,6 @@ from http import HTTPStatus
 
 from moe_serve.http.errors import ApiError
 
-MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 20.0
 WRITE_TIMEOUT_S = 60.0
 LEAST_TAKEN_BYTES = 48 * 1024  # from where a transport pauses writing to where it goes on
@@ -116,23 +116,6 @@ class ConnectionGuard:
 def late_head_error() -> ApiError:
     message = "The request's headers did not arrive in time."
     return ApiError(408, message, code="request_timeout")
-
-
-def large_head_error() -> ApiError:
-    message = f"The request line and headers are larger than the limit of {MAX_HEAD_BYTES} bytes."
-    return ApiError(431, message, code="headers_too_large")
-
-
-def malformed_error() -> ApiError:
-    return ApiError(400, "This is not a valid HTTP/1.1 request.", code="invalid_http")
-
-
-def upgrade_error() -> ApiError:
-    message = (
-        "A request with a body may not ask for another protocol: send it as HTTP/1.1, without an "
-        "Upgrade header."
-    )
-    return ApiError(400, message, code="upgrade_with_body")
 
 
 def _response_bytes(error: ApiError, headers: Iterable[tuple[bytes, bytes]]) -> bytes:

@@ -20,6 +20,7 @@ from moe_serve.errors import (
     RebalanceError,
     ServerOverloadedError,
     TracingError,
+    printable,
 )
 from moe_serve.http.anthropic_errors import anthropic_error, is_anthropic
 
@@ -39,9 +40,9 @@ class ApiError(Exception):
         param: str | None = None,
         headers: Mapping[str, str] = _NO_HEADERS,
     ) -> None:
-        super().__init__(message)
+        self.message = printable(message)
+        super().__init__(self.message)
         self.status = status
-        self.message = message
         self.code = code
         self.param = param
         self.headers = dict(headers)

@@ -188,7 +188,8 @@ class GenerationService:
         The requests are those of one HTTP request, so they have their stop strings in common.
         `continues`: the answers go on where the text of the prompts ends.
         """
-        queue = self._submit(requests)
+        account = current_account()
+        queue = self._claim_and_submit(account, requests)
         stops = StopStrings(requests[0].params.stop)
         sequences = [
             SequenceProgress(
@@ -203,11 +204,11 @@ class GenerationService:
             )
             for index, request in enumerate(requests)
         ]
-        account = current_account()
 
         def on_close(generation: Generation) -> None:
             self._open.discard(generation)
             if account is not None:
+                account.release(len(requests))
                 _charge(account, generation.usage())
 
         generation = Generation(
@@ -225,6 +226,22 @@ class GenerationService:
         """End every open generation with an error event or response."""
         for generation in tuple(self._open):
             generation.cut(error)
+
+    def _claim_and_submit(
+        self, account: KeyAccount | None, requests: Sequence[GenerationRequest]
+    ) -> DeltaQueue:
+        """Count all sequences for the key of the request, and submit them."""
+        if account is None:
+            return self._submit(requests)
+        refused = account.claim(len(requests))
+        if refused is not None:
+            self._metrics.count_rejection(refused.reason)
+            raise refused.error()
+        try:
+            return self._submit(requests)
+        except Exception:
+            account.release(len(requests))
+            raise
 
     def _submit(self, requests: Sequence[GenerationRequest]) -> DeltaQueue:
         if not self.engine.is_alive:

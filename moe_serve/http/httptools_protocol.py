@@ -5,22 +5,25 @@ from __future__ import annotations
 import asyncio
 from typing import Any, ClassVar
 
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from moe_serve.http.body_writer import offer_body_writer
 from moe_serve.http.connection_guard import (
     HEAD_TIMEOUT_S,
-    MAX_HEAD_BYTES,
     WRITE_TIMEOUT_S,
     ConnectionGuard,
-    large_head_error,
     late_head_error,
-    malformed_error,
-    upgrade_error,
 )
 from moe_serve.http.direct_transport import DirectTransport
 from moe_serve.http.errors import ApiError
+from moe_serve.http.head_check import (
+    MAX_HEAD_BYTES,
+    head_error,
+    large_head_error,
+    large_trailer_error,
+    malformed_error,
+)
 from moe_serve.http.patient_transport import PatientTransport
 
 
@@ -45,7 +48,8 @@ class GuardedHttpToolsProtocol(HttpToolsProtocol):
         self._has_begun = False  # a head, which has not ended
         self._is_in_body = False
         self._refusal: ApiError | None = None  # what is wrong, where it is known
-        self._num_head_bytes = 0  # in the chunks that follow the one with the head's first byte
+        # Received since the segment with the head's first byte, or with the body's last one.
+        self._num_head_bytes = 0
         self._served: RequestResponseCycle | None = None  # `cycle` may be one that waits behind it
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -70,8 +74,9 @@ class GuardedHttpToolsProtocol(HttpToolsProtocol):
             self._guard.begin_head()
         self._num_head_bytes += len(data)
         super().data_received(data)  # back to 0 where a head begins
-        if self._has_begun and self._num_head_bytes > MAX_HEAD_BYTES:
-            self._refusal = large_head_error()
+        is_large = self._num_head_bytes > MAX_HEAD_BYTES
+        if is_large and (self._has_begun or self._is_in_body) and not self._guard.is_refused:
+            self._refusal = large_head_error() if self._has_begun else large_trailer_error()
             self.send_400_response("")
 
     def on_message_begin(self) -> None:
@@ -80,15 +85,25 @@ class GuardedHttpToolsProtocol(HttpToolsProtocol):
         self._guard.begin_head()
         super().on_message_begin()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A trailer is dropped: as a header it would be a key or a length that came afterwards."""
+        if not self._is_in_body:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
-        self._has_begun, self._is_in_body = False, True
+        self._has_begun, self._num_head_bytes = False, 0
         self._guard.end_head()
-        num_bytes = sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if num_bytes + len(self.url) > MAX_HEAD_BYTES:
-            self._refuse_head(large_head_error())
-        if self.parser.should_upgrade() and any(_is_of_body(*header) for header in self.headers):
-            self._refuse_head(upgrade_error())  # the parser takes no body for one of this request
+        version, asks_for_upgrade = self.parser.get_http_version(), self.parser.should_upgrade()
+        error = head_error(version, self.url, self.headers, asks_for_upgrade=asks_for_upgrade)
+        if error is not None:
+            self._refusal = error
+            raise _RefusedHeadError
         super().on_headers_complete()
+        self._is_in_body = True
+
+    def on_body(self, body: bytes) -> None:
+        self._num_head_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._is_in_body = False
@@ -96,9 +111,12 @@ class GuardedHttpToolsProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         self._unset_keepalive_if_required()
-        if self._is_answering:  # nothing can be said in the middle of an answer
+        if not self._can_refuse:
             self.transport.close()
             return
+        if self._is_in_body:  # its application is told that the client has gone
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         error = self._refusal or malformed_error()
         self._guard.refuse(error, self.server_state.default_headers)
 
@@ -111,6 +129,8 @@ class GuardedHttpToolsProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
         self._served = cycle
         scope: Any = cycle.scope
+        if scope["http_version"] == "1.0":
+            app = _CloseDelimited(app, cycle)
         offer_body_writer(scope, cycle)
         super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
 
@@ -123,15 +143,18 @@ class GuardedHttpToolsProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     @property
+    def _can_refuse(self) -> bool:
+        """Whether a client would take an error for the answer to the request that is read."""
+        if self._is_in_body:
+            return self.cycle is self._served and not self.cycle.response_started
+        return not self._is_answering
+
+    @property
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
     def _unsupported_upgrade_warning(self) -> None:
         """None: HTTP lets a server go on as if nobody had asked, and clients ask by default."""
-
-    def _refuse_head(self, error: ApiError) -> None:
-        self._refusal = error
-        raise _RefusedHeadError
 
     def _end_late_head(self) -> None:
         if self._is_answering:  # it is the answer that keeps the connection open
@@ -142,6 +165,23 @@ class GuardedHttpToolsProtocol(HttpToolsProtocol):
             self.transport.close()
 
 
-def _is_of_body(name: bytes, value: bytes) -> bool:
-    """Whether the header says that a body follows."""
-    return name == b"transfer-encoding" or (name == b"content-length" and value.strip() != b"0")
+class _CloseDelimited:
+    """An application for a client of HTTP/1.0, which knows no chunks: an answer without a length
+    ends with the connection. uvicorn closes the connection behind every answer to such a client."""
+
+    def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
+        self._app, self._cycle = app, cycle
+        self._has_length = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_without_chunks(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                names = {name.lower() for name, _ in message.get("headers", ())}
+                self._has_length = b"content-length" in names
+                if not self._has_length:
+                    self._cycle.chunked_encoding = False  # decided: uvicorn adds no chunks
+            elif not self._has_length:  # each part is as long as uvicorn expects
+                self._cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await self._app(scope, receive, send_without_chunks)

@@ -1,4 +1,7 @@
-"""How much one API key may ask for: requests at once, requests a minute, tokens a minute.
+"""How much one API key may ask for: sequences at once, requests a minute, tokens a minute.
+
+A request counts as one sequence from its start to its end, and as one more for every further choice
+or prompt that it has the engine generate: `n = 4` is four.
 
 A minute's worth may be used at once; it comes back evenly. Tokens are known only when an answer has
 ended, so they are charged then: a key that is in debt begins nothing new until it is out of it.
@@ -17,6 +20,7 @@ from typing import Literal
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moe_serve.config import ServerConfig
+from moe_serve.errors import InvalidRequestError
 from moe_serve.http.auth import ADMIN_PREFIX, KEY_IN_SCOPE
 from moe_serve.http.errors import ApiError, retry_headers
 
@@ -53,6 +57,11 @@ class Refused:
     message: str
     retry_after_s: float
 
+    def error(self) -> ApiError:
+        headers = {**retry_headers(self.retry_after_s), "x-should-retry": "true"}
+        message = f"{self.message}: try again in {math.ceil(self.retry_after_s)} s."
+        return ApiError(429, message, code="rate_limit_exceeded", headers=headers)
+
 
 class KeyAccount:
     """One key's use. On the event loop's thread only."""
@@ -79,6 +88,27 @@ class KeyAccount:
     def end(self) -> None:
         self._num_open -= 1
 
+    def claim(self, num_sequences: int) -> Refused | None:
+        """Count all sequences of a request that has begun; None: they count until `release`.
+
+        Raises InvalidRequestError if the key may never have so many.
+        """
+        most, more = self._config.key_max_concurrent, num_sequences - 1
+        if most is not None and num_sequences > most:
+            raise InvalidRequestError(
+                f"This request asks for {num_sequences} sequences (its prompts times n), and this "
+                f"API key may have {most} at once (server.key_max_concurrent): ask for fewer.",
+                param="n",
+            )
+        if most is not None and self._num_open + more > most:
+            return self._crowded(most, num_sequences)
+        self._num_open += more
+        return None
+
+    def release(self, num_sequences: int) -> None:
+        """End what `claim` counted; the request itself counts until `end`."""
+        self._num_open -= num_sequences - 1
+
     def charge(self, num_tokens: int, now: float) -> None:
         """Tokens of an answer that has ended, and of its prompt."""
         if self._tokens is not None:
@@ -87,8 +117,7 @@ class KeyAccount:
     def _refusal(self, now: float) -> Refused | None:
         most = self._config.key_max_concurrent
         if most is not None and self._num_open >= most:
-            message = f"This API key has {self._num_open} requests open, its limit is {most}"
-            return Refused("key_concurrent", message, _CONCURRENT_RETRY_S)
+            return self._crowded(most, 1)
         if self._requests is not None and (wait := self._requests.seconds_until(1, now)):
             most = self._config.key_requests_per_minute
             message = f"This API key has begun its {most} requests of a minute"
@@ -97,6 +126,14 @@ class KeyAccount:
             most = self._config.key_tokens_per_minute
             return Refused("key_tokens", f"This API key has used its {most} tokens a minute", wait)
         return None
+
+    def _crowded(self, most: int, num_wanted: int) -> Refused:
+        others = self._num_open - (num_wanted > 1)  # without the request that asks
+        message = (
+            f"This API key has {others} sequences open and asks for {num_wanted} more; its limit "
+            f"is {most}"
+        )
+        return Refused("key_concurrent", message, _CONCURRENT_RETRY_S)
 
 
 def current_account() -> KeyAccount | None:
@@ -131,7 +168,7 @@ class KeyLimitMiddleware:
         refused = account.begin(now)
         if refused is not None:
             self._count(refused.reason)
-            await _error(refused).response(scope["path"])(scope, receive, send)
+            await refused.error().response(scope["path"])(scope, receive, send)
             return
         token = _current.set(account)
         try:
@@ -147,10 +184,3 @@ def _is_limited(scope: Scope) -> bool:
         return False
     path = str(scope["path"])
     return not (path.startswith(ADMIN_PREFIX) or path.endswith("/cancel"))
-
-
-def _error(refused: Refused) -> ApiError:
-    headers = {**retry_headers(refused.retry_after_s), "x-should-retry": "true"}
-    seconds = math.ceil(refused.retry_after_s)
-    message = f"{refused.message}: try again in {seconds} s."
-    return ApiError(429, message, code="rate_limit_exceeded", headers=headers)

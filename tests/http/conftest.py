@@ -338,12 +338,12 @@ def serve_live() -> Callable[[FastAPI, Any], LiveServer]:
 
 
 @pytest.fixture(scope="session")
-def new_server() -> Callable[[], LiveServer]:
+def new_server() -> Callable[..., LiveServer]:
     """Servers with an engine of their own, for tests that share one."""
 
-    def new() -> LiveServer:
+    def new(**config: Any) -> LiveServer:
         engine = FakeEngine(byte_tokenizer())
-        app = create_app(engine, tiny_model(engine.tokenizer), ServerConfig())
+        app = create_app(engine, tiny_model(engine.tokenizer), ServerConfig(**config))
         return LiveServer(app, engine, ServerConfig(drain_timeout_s=30.0))
 
     return new

@@ -279,6 +279,29 @@ def test_messages_speak_json(
     assert check_envelope(response, 400)["message"] == message
 
 
+HOSTILE = "a\x1b[2J\x07\x9b31m\u202eb"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "model": HOSTILE}),
+        ("/v1/completions", {"prompt": "a", HOSTILE: 1}),
+        ("/v1/chat/completions", {"messages": [{"role": HOSTILE, "content": "a"}]}),
+        ("/v1/responses", {"input": "a", "include": [HOSTILE]}),
+        ("/v1/messages", {"messages": [], "max_tokens": 1, "tool_choice": {"type": HOSTILE}}),
+        ("/tokenize", {"prompt": "a", HOSTILE: 1}),
+    ],
+)
+def test_errors_cannot_steer_the_terminal_that_shows_them(
+    client: TestClient, path: str, body: dict[str, Any]
+) -> None:
+    response = client.post(path, json=body)
+    assert response.status_code in (400, 404), response.text
+    message = response.json()["error"]["message"]
+    assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(message), repr(message)
+
+
 @pytest.mark.parametrize("raw", [b"", b" \n"])
 def test_an_empty_body_is_called_empty(client: TestClient, raw: bytes) -> None:
     headers = {"content-type": "application/json"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,81 @@ def test_open_requests_of_a_key(make_app: MakeApp, engine: Any) -> None:
     assert asyncio.run(run()) == ([200, 200, 429], 200)
 
 
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {**CHAT, "n": 128}),
+        ("/v1/chat/completions", {**CHAT, "n": 4, "stream": True}),
+        ("/v1/completions", {"prompt": "hi", "n": 128}),
+        ("/v1/completions", {"prompt": "hi", "n": 4, "best_of": 4, "stream": True}),
+        ("/v1/completions", {"prompt": ["hi"] * 4}),
+        ("/v1/completions", {"prompt": [[1], [2]], "n": 2}),
+    ],
+)
+def test_choices_and_prompts_count_for_a_key(
+    make_app: MakeApp, engine: Any, path: str, body: dict[str, Any]
+) -> None:
+    """What no key may ever have at once is said to be wrong, not to be tried again."""
+    client = TestClient(make_app(key_max_concurrent=3))
+    refused = client.post(path, json=body)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "n"), error
+    assert "may have 3 at once" in error["message"] and not engine.submitted
+    client = TestClient(make_app(key_max_concurrent=128))
+    for _ in range(3):
+        assert client.post(path, json=body).status_code == 200, "all of it is given back"
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_sequences_of_a_key_are_given_back(
+    make_app: MakeApp, engine: Any, has_failed: bool
+) -> None:
+    """Also by a stream whose client leaves, and by what the engine had no room for."""
+    app = make_app(key_max_concurrent=4)
+    three = {"prompt": "hi", "n": 3, "stream": True}
+
+    async def run() -> list[int]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+
+            async def ask(body: dict[str, Any]) -> int:
+                return (await client.post("/v1/completions", json=body)).status_code
+
+            engine.max_requests, engine.gate = 2 if has_failed else 1000, asyncio.Event()
+            statuses = [await ask(three)] if has_failed else []
+            engine.max_requests = 1000
+            open_one = asyncio.create_task(ask(three))
+            while len(engine.submitted) < 3:
+                await asyncio.sleep(0.001)
+            statuses.append(await ask({"prompt": "hi", "n": 2}))
+            open_one.cancel()
+            await asyncio.wait({open_one})
+            engine.gate.set()
+            return [*statuses, await ask({"prompt": "hi", "n": 4})]
+
+    assert asyncio.run(run()) == ([429, 429, 200] if has_failed else [429, 200])
+
+
+def test_sequences_of_two_requests_add_up() -> None:
+    account = KeyAccount(ServerConfig(key_max_concurrent=4), 0.0)
+    assert account.begin(0.0) is None and account.claim(3) is None
+    assert account.begin(0.0) is None
+    refused = account.claim(2)
+    assert refused is not None and refused.reason == "key_concurrent"
+    assert refused.message == (
+        "This API key has 3 sequences open and asks for 2 more; its limit is 4"
+    )
+    account.end()
+    account.release(3)
+    account.end()
+    for _ in range(4):
+        assert account.begin(0.0) is None
+    assert account.begin(0.0) is not None
+
+
 @pytest.mark.parametrize(("fields", "status"), [({}, 429), ({"overload_status": 503}, 503)])
 def test_the_status_of_a_full_queue(
     make_app: MakeApp, engine: Any, fields: dict[str, int], status: int
@@ -221,3 +297,64 @@ def test_keys_are_never_logged(make_app: MakeApp, caplog: pytest.LogCaptureFixtu
         client.post("/v1/completions?key=swordfish", json={"prompt": "a"}, headers=bearer(key))
     ours = [r.getMessage() for r in caplog.records if r.name.startswith(("moe_serve", "uvicorn"))]
     assert not any("swordfish" in line for line in ours)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", {"prompt": "hi"}), ("/v1/chat/completions", CHAT)]
+)
+def test_a_client_cannot_pass_the_others(
+    make_app: MakeApp, engine: Any, path: str, body: dict[str, Any]
+) -> None:
+    """It may be less urgent than they are."""
+    client = TestClient(make_app())
+    for priority in (-1, -(2**31)):
+        refused = client.post(path, json={**body, "priority": priority})
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"]) == (400, "priority")
+        assert f"in [0, 2147483647] for this client, got {priority}" in error["message"]
+    assert not engine.submitted
+    for priority, used in ((0, 0), (7, 7), (None, 0)):
+        assert client.post(path, json={**body, "priority": priority}).status_code == 200
+        assert engine.submitted[-1].priority == used
+
+
+def test_priorities_by_key(make_app: MakeApp, engine: Any, tmp_path: Path, eager: None) -> None:
+    file = tmp_path / "keys"
+    file.write_text("urgent\tmin_priority=-3  # the chat\nbatch min_priority=5\nplain\n")
+    config = {"api_keys": ("fixed min_priority=-9", "two words"), "key_min_priority": -1}
+    client = TestClient(make_app(**config, api_key_file=str(file)))
+
+    def used(key: str, priority: int | None) -> int | None:
+        """The priority in the engine; None: refused."""
+        body = {"prompt": "hi", "priority": priority}
+        answer = client.post("/v1/completions", json=body, headers=bearer(key))
+        assert answer.status_code in (200, 400), answer.text
+        return engine.submitted[-1].priority if answer.status_code == 200 else None
+
+    assert [used("urgent", priority) for priority in (-3, -4, None)] == [-3, None, 0]
+    assert [used("batch", priority) for priority in (5, 4, 0, None)] == [5, None, None, 5]
+    assert [used("plain", priority) for priority in (-1, -2)] == [-1, None]
+    assert [used("fixed", priority) for priority in (-9, -10)] == [-9, None]
+    write(file, "urgent\nbatch\nplain\n")
+    assert [used("urgent", priority) for priority in (-1, -3)] == [-1, None], "it is read again"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("swordfish min_priority=high", "must be an integer in [-2147483648, 2147483647]"),
+        ("swordfish min_priority=", "must be an integer"),
+        ("swordfish min_priority=-2147483649", "got '-2147483649'"),
+        ("swordfish min_priority=1 min_priority=2", "is there twice"),
+        ("swordfish min_prioritty=1", "min_prioritty= behind a key is no setting"),
+    ],
+)
+def test_wrong_settings_of_a_key_are_refused(line: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        KeyRing((line,))
+    assert "swordfish" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["a=b", "a b", "YWJj==", "min_priority=1"])
+def test_keys_with_equals_signs_are_whole(key: str) -> None:
+    assert KeyRing((key,)).find(key.encode()) is not None

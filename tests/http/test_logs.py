@@ -20,6 +20,7 @@ from starlette.testclient import TestClient
 from moe_serve.cli.main import main
 from moe_serve.config import LogConfig, ServerConfig
 from moe_serve.config_sources import wants_json_log
+from moe_serve.errors import ConfigError, printable
 from moe_serve.http.app import create_app
 from moe_serve.http.operations import Operations
 from moe_serve.logs import ACCESS_LOG, JsonFormatter, current_request, set_up_logs
@@ -184,3 +185,32 @@ def test_values_that_json_does_not_know() -> None:
     record = logging.LogRecord("x", logging.INFO, "", 0, "m", None, None)
     record.fields = {"what": {1, 2}.__class__}
     assert json.loads(JsonFormatter().format(record))["what"] == "<class 'set'>"
+
+
+HOSTILE = "a\x1b[2J\x07\x9b31m\u202eb\r\n2026-01-01 00:00:00,000 ERROR moe_serve: forged"
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_control_characters_reach_no_terminal(
+    lines: Callable[[LogConfig], io.StringIO], log_format: Any
+) -> None:
+    """Neither in a message nor in an exception, and a message is one line."""
+    buffer = lines(LogConfig(format=log_format))
+    logging.getLogger("moe_serve").error("%s", HOSTILE)
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        logging.getLogger("moe_serve").exception("failed")
+    text = buffer.getvalue()
+    assert not {"\x1b", "\x07", "\x9b", "\u202e", "\r"} & set(text)
+    assert text.count("\\x1b[2J") == 2, text
+    if log_format == "text":
+        first, second, *_ = text.splitlines()
+        assert "forged" in first and second.endswith("ERROR moe_serve: failed")
+
+
+def test_other_text_stays_as_it_is() -> None:
+    text = "Grüße, 你好, café\u0301, \U0001f600, a\\b, tab\tand\nline"
+    assert printable(text) == text and printable(printable(HOSTILE)) == printable(HOSTILE)
+    assert printable("a\nb", keeps_lines=False) == "a\\nb"
+    assert str(ConfigError("no \x1b[31m")) == "no \\x1b[31m"

@@ -88,7 +88,8 @@ def test_the_request_id_is_shown_and_the_engine_has_its_own(
 
 
 @pytest.mark.parametrize("route", BOTH)
-def test_the_priority_reaches_the_engine(client: TestClient, engine: Any, route: str) -> None:
+def test_the_priority_reaches_the_engine(make_app: Any, engine: Any, route: str) -> None:
+    client = TestClient(make_app(key_min_priority=-(2**31)))
     post(client, route, priority=-5, n=2)
     assert [request.priority for request in engine.submitted] == [-5, -5]
     for value, expected in ((2**31 - 1,) * 2, (-(2**31),) * 2, (0, 0), (None, 0)):

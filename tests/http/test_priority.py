@@ -49,7 +49,7 @@ class OneSeat:
             created=0,
             max_model_len=self.engine.max_model_len,
         )
-        self.app = create_app(self.engine, model, ServerConfig())
+        self.app = create_app(self.engine, model, ServerConfig(key_min_priority=-(2**31)))
 
     def _watch(self, step: Any, submit: Any) -> None:
         def held() -> list[TokenDelta]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from openai.types.responses import Response as OfficialResponse
+from openai.types.responses.input_token_count_response import InputTokenCountResponse
 from starlette.testclient import TestClient
 
 PATH = "/v1/responses"
@@ -49,6 +50,44 @@ def test_an_answer_as_the_official_types_know_it(client: TestClient, engine: Any
     assert prompt_of(engine) == "<system>Be brief.\n<user>hi\n<assistant>"
     assert engine.submitted[0].params.temperature == 0.5
     assert content["instructions"] == "Be brief." and content["metadata"] == {"a": "b"}
+
+
+def test_input_tokens_are_those_that_an_answer_counts(client: TestClient, engine: Any) -> None:
+    """With instructions and what came before; nothing is generated and nothing stored."""
+    first = create(client)
+    for fields in (
+        {},
+        {"instructions": "Be brief.", "temperature": 0.5},
+        {"input": [{"role": "user", "content": "a longer question"}]},
+        {"previous_response_id": first["id"]},
+        {"reasoning": {"effort": "low"}, "text": {"format": {"type": "text"}}},
+        {"conversation": None, "model": "tiny", "parallel_tool_calls": None},
+    ):
+        num_submitted = len(engine.submitted)
+        counted = client.post(f"{PATH}/input_tokens", json={"input": "hi", **fields})
+        assert counted.status_code == 200, counted.text
+        assert len(engine.submitted) == num_submitted
+        InputTokenCountResponse.model_validate(counted.json())
+        answer = create(client, **fields)
+        assert counted.json() == {
+            "object": "response.input_tokens",
+            "input_tokens": answer["usage"]["input_tokens"],
+        }
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"input": 5}, "input"), ({"input": "a", "x": 1}, "x"), ({}, "input")],
+)
+def test_bad_input_is_not_counted(client: TestClient, fields: dict[str, Any], param: str) -> None:
+    refused = client.post(f"{PATH}/input_tokens", json=fields)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
+def test_compaction_is_not_served(client: TestClient) -> None:
+    refused = client.post(f"{PATH}/compact", json={"model": "tiny", "input": "hi"})
+    assert refused.status_code == 404
+    assert "does not compact responses" in refused.json()["error"]["message"]
 
 
 def test_an_answer_that_is_cut_is_incomplete(client: TestClient) -> None:

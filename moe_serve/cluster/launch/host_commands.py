@@ -29,7 +29,7 @@ class HostCommand:
 
 
 def write_to_stdout(line: str) -> None:
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(OSError):  # no reader, or no space: the hosts go on
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
 

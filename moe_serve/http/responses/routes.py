@@ -1,4 +1,4 @@
-"""POST /v1/responses; stored_routes.py has what is done with those that are stored."""
+"""POST /v1/responses and /v1/responses/input_tokens; stored_routes.py reads what is stored."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from moe_serve.http.chat_generation import start_chat
 from moe_serve.http.context import ServerContext
 from moe_serve.http.errors import ApiError
 from moe_serve.http.parameters import ignored_header
+from moe_serve.http.prompts import chat_prompt
 from moe_serve.http.respond import request_body_schema, whole_response
 from moe_serve.http.responses.background import BackgroundRuns, ResponseKeeper
 from moe_serve.http.responses.body import ResponsesBody
@@ -62,6 +63,29 @@ def responses_router(server: ServerContext) -> APIRouter:
         if body.stream:
             return _stream(run, keeper, server.config.sse_ping_s, headers)
         return await whole_response(_whole(run, keeper), chat, request, headers)
+
+    @router.post("/input_tokens", openapi_extra=request_body_schema(ResponsesBody))
+    async def count_input_tokens(request: Request) -> Response:
+        content = await read_json_object(request, server.config.max_body_bytes)
+        body = parse_body(ResponsesBody, content)
+        history = msgspec.json.decode(_conversation(store, body, owner_of(request)))
+        translated = translate(body, history, is_strict=server.config.is_strict)
+        server.model.check_name(body.model)
+        with renamed_fields(OWN_NAMES):
+            unheeded = server.assistant.check(translated.chat, server.model)
+            prompt = await chat_prompt(translated.chat, server.model)
+        headers = ignored_header([*translated.ignored, *own_ignored(unheeded, OWN_IGNORED)])
+        counted = {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
+        return _json(counted, headers)
+
+    @router.post("/compact", include_in_schema=False)
+    async def refuse_to_compact() -> Response:
+        raise ApiError(
+            404,
+            "This server does not compact responses: send fewer input items, or start without "
+            "previous_response_id.",
+            code="route_not_found",
+        )
 
     router.include_router(stored_router(store, runs))
     return router
