@@ -60,6 +60,11 @@ class TemplateWorker:
         self._finalizer: Callable[[], object] | None = None
         self._is_ready = False
 
+    @property
+    def readiness(self) -> int:
+        """How soon it can render: 2 at once, 1 when its process has started, 0 without one."""
+        return 0 if self._process is None else 1 + self._is_ready
+
     def ask(self, order: bytes) -> Reply:
         """The answer to an encoded Order. Whatever it does to the worker, it does not raise.
 

@@ -12,8 +12,6 @@ for moments, however many such chats there are.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -61,7 +59,8 @@ class TemplateRenderer:
         self._slow = _Lane(setup, SLOW)
 
     def check(self) -> Reply | None:
-        """Start a process; the reply that says why the template cannot be compiled."""
+        """Start a process of each lane; the reply that says why the template cannot be compiled."""
+        self._slow.start()  # a slow chat is not to wait for it too
         return self._quick.check()
 
     def render(self, order: bytes) -> Reply:
@@ -98,17 +97,18 @@ class _Lane:
     def __init__(self, setup: Setup, limits: LaneLimits) -> None:
         self._limits = limits
         self._threads = ThreadPoolExecutor(limits.num_workers, "moe-serve-template")
-        self._lock = threading.Lock()  # of the count
+        self._lock = threading.Lock()  # of what follows
         self._num_open = 0
         self._is_closed = False
-        # The one used last comes first: the next one starts only if the others are busy.
-        self._idle: queue.LifoQueue[TemplateWorker] = queue.LifoQueue()
-        for _ in range(limits.num_workers):
-            self._idle.put(TemplateWorker(setup))
+        self._idle = [TemplateWorker(setup) for _ in range(limits.num_workers)]
 
     def check(self) -> Reply | None:
         """Start a process; the reply that says why the template cannot be compiled."""
         return self._threads.submit(self._with_worker, TemplateWorker.make_ready).result()
+
+    def start(self) -> None:
+        """Start a process without waiting for it."""
+        self._threads.submit(self._with_worker, TemplateWorker.start).result()
 
     def submit(self, order: bytes) -> Future[Reply]:
         most = self._limits.max_waiting + self._limits.num_workers
@@ -130,19 +130,22 @@ class _Lane:
         self._close_idle()
 
     def _with_worker(self, work: Callable[..., T], *args: bytes) -> T:
-        """There are as many workers as threads, so one is idle."""
-        worker = self._idle.get_nowait()
+        """There are as many workers as threads, so one is idle; one that runs is preferred."""
+        with self._lock:
+            worker = max(self._idle, key=lambda each: each.readiness)
+            self._idle.remove(worker)
         try:
             return work(worker, *args)
         finally:
-            self._idle.put(worker)
+            with self._lock:
+                self._idle.append(worker)
             if self._is_closed:
                 self._close_idle()
 
     def _close_idle(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._idle.get_nowait().close()
+        with self._lock:
+            for worker in self._idle:
+                worker.close()
 
     def _count_down(self, _: Future[Reply]) -> None:
         with self._lock:

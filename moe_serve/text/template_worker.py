@@ -27,7 +27,7 @@ from moe_serve.text.template_frames import Kind, Order, Reply, Setup
 from moe_serve.text.template_limits import DEADLINE, TemplateTimeoutError
 
 _MAX_COMPILE_SECONDS = 2.0
-_SECONDS_BEFORE_KILL = 0.1  # beyond the limit that loops and macros look at
+_SECONDS_BEFORE_KILL = 0.05  # beyond the limit that loops and macros look at
 _MAX_MESSAGE_CHARS = 1000
 _MARK = "(the last message ends here)"
 
