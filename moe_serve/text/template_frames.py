@@ -1,7 +1,7 @@
 """The messages between a server and the processes that render its chat templates.
 
 JSON goes to the worker, as Python writes it: large integers, NaN and lone surrogates arrive as they
-were. A byte that tells the kind, a byte that tells the worker's last answer, and text come back.
+were. A byte that tells the kind comes back, and text.
 """
 
 from __future__ import annotations
@@ -78,17 +78,14 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """`is_last`: the worker ends after this answer, to give its memory back."""
+    """An answer to a Setup or an Order."""
 
     kind: Kind
     text: str = ""
-    is_last: bool = False
 
     def encode(self) -> bytes:
-        head = self.kind.value + (b"1" if self.is_last else b"0")
-        return head + self.text.encode("utf-8", "surrogatepass")
+        return self.kind.value + self.text.encode("utf-8", "surrogatepass")
 
     @classmethod
     def decode(cls, content: bytes) -> Reply:
-        text = content[2:].decode("utf-8", "surrogatepass")
-        return cls(Kind(content[:1]), text, content[1:2] == b"1")
+        return cls(Kind(content[:1]), content[1:].decode("utf-8", "surrogatepass"))

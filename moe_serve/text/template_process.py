@@ -50,8 +50,7 @@ class TemplateWorkerError(ServerOverloadedError):
 class TemplateWorker:
     """A process for one template. Not for several threads at once.
 
-    It starts with the first question, or before it by `start`, and once more after a question that
-    it did not survive.
+    It starts with the first question, or before it by `start`.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -80,17 +79,15 @@ class TemplateWorker:
         try:
             send_frame(process.stdin.fileno(), order, timeout_s)
             content = receive_frame(process.stdout.fileno(), timeout_s, max_bytes)
-        except (BrokenPipeError, FrameTooLargeError):
+        except (BrokenPipeError, FrameTooLargeError, TimeoutError):
             content = None
-        except TimeoutError:
-            process.kill()
-            content = None
-            _log.warning("a process that renders chats did not end by itself and was killed")
-        reply = self._ended() if content is None else Reply.decode(content)
-        if reply.is_last:
+        if content is None:
+            _log.warning("a process that renders chats was lost (status %s)", process.poll())
             self.close()
-            with contextlib.suppress(TemplateWorkerError):  # the next question tries again
-                self.start()
+            return Reply(Kind.LARGE)
+        reply = Reply.decode(content)
+        if reply.kind in (Kind.LATE, Kind.LARGE):
+            _log.warning("a chat was not rendered within the limits: %s", reply.kind.name.lower())
         return reply
 
     def make_ready(self) -> Reply | None:
@@ -131,7 +128,13 @@ class TemplateWorker:
         environment["MALLOC_ARENA_MAX"] = "1"
         try:
             process = subprocess.Popen(
-                _COMMAND, stdin=pipe, stdout=pipe, stderr=nothing, bufsize=0, env=environment
+                _COMMAND,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=nothing,
+                bufsize=0,
+                env=environment,
+                start_new_session=True,  # to be ended with its child
             )
         except OSError as error:
             raise TemplateWorkerError(
@@ -149,13 +152,6 @@ class TemplateWorker:
         if finalizer is not None:
             finalizer()
 
-    def _ended(self) -> Reply:
-        """The worker ended over a question: by its timer, or by its memory."""
-        status = self._status()
-        kind = Kind.LATE if status == -signal.SIGALRM else Kind.LARGE
-        _log.warning("rendering a chat ended its process (status %s): %s", status, kind.name)
-        return Reply(kind, is_last=True)
-
     def _status(self) -> int | None:
         assert self._process is not None, "there is a process"
         try:
@@ -165,7 +161,8 @@ class TemplateWorker:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None, "the process has pipes"

@@ -3,7 +3,7 @@
     order -> quick lane (2 processes, 0.2 s) -> text, or what the template says
                  |  took longer, or more memory
                  v
-             slow lane (1 process, 1 s)      -> text, or why there is none
+             slow lane (1 process, 0.8 s)    -> text, or why there is none
 
 A chat that takes long holds its place in the quick lane for a moment only, so chats behind it wait
 for moments, however many such chats there are.
@@ -23,6 +23,7 @@ from moe_serve.text.template_frames import Kind, Reply, Setup
 from moe_serve.text.template_process import TemplateWorker
 
 _MIB = 1024 * 1024
+_MAX_RETRY_WAIT_S = 0.5
 _RETRIED = (Kind.LATE, Kind.LARGE)
 T = TypeVar("T")
 
@@ -42,7 +43,7 @@ QUICK = LaneLimits(
     num_workers=2, max_seconds=0.2, max_bytes=64 * _MIB, max_order_bytes=_MIB, max_waiting=1024
 )
 SLOW = LaneLimits(
-    num_workers=1, max_seconds=1.0, max_bytes=192 * _MIB, max_order_bytes=None, max_waiting=32
+    num_workers=1, max_seconds=0.8, max_bytes=192 * _MIB, max_order_bytes=None, max_waiting=32
 )
 
 
@@ -72,11 +73,17 @@ class TemplateRenderer:
         return reply
 
     async def render_async(self, order: bytes) -> Reply:
-        """The same for an event loop, which goes on meanwhile."""
+        """The same for an event loop, which goes on meanwhile.
+
+        A chat that took too long in the quick lane waits for the slow one for a moment only, so
+        that its client has an answer soon: ServerOverloadedError if others are before it.
+        """
+        max_wait_s = None
         for lane in self._lanes(order):
-            reply = await asyncio.wrap_future(lane.submit(order))
+            reply = await _awaited(lane.submit(order), max_wait_s)
             if reply.kind not in _RETRIED:
                 break
+            max_wait_s = _MAX_RETRY_WAIT_S
         return reply
 
     def close(self) -> None:
@@ -89,6 +96,22 @@ class TemplateRenderer:
         if len(order) <= QUICK.max_order_bytes:
             yield self._quick
         yield self._slow
+
+
+async def _awaited(future: Future[Reply], max_wait_s: float | None) -> Reply:
+    """The reply, if the order is begun within `max_wait_s`."""
+    reply = asyncio.wrap_future(future)
+    try:
+        done, _ = await asyncio.wait([reply], timeout=max_wait_s)
+        if not done and future.cancel():
+            raise ServerOverloadedError(
+                "This chat takes long to render, and others that do are before it. "
+                "Try again later.",
+                retry_after_s=2.0,
+            )
+        return await reply
+    finally:
+        reply.cancel()  # the client may have gone; what has ended or runs takes no notice
 
 
 class _Lane:

@@ -1,10 +1,15 @@
-"""The process that renders chats with one template: what runs away is ended with it.
+"""The process that renders chats with one template.
 
     python -m moe_serve.text.template_worker
 
-It holds itself to a limit of memory (RLIMIT_AS) and of time (a timer of the kernel, which also
-ends a single expression that does not return), and ends when its standard input does. It imports
-little, so that a new one starts within a tenth of a second.
+    server -- order --> child of this process -- reply --> server
+                          | ended by its timer, or without memory
+                          v
+                        this process replies in its place, and forks the next child
+
+There is a limit of memory (RLIMIT_AS), and a child has one of time (a timer of the kernel, which also
+ends a single expression that does not return). A fork takes a millisecond, so what ends a child
+does not keep the next chat waiting. Both end when standard input does. One thread only: it forks.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ from moe_serve.text.template_limits import DEADLINE, TemplateTimeoutError
 _MAX_COMPILE_SECONDS = 2.0
 _SECONDS_BEFORE_KILL = 0.05  # beyond the limit that loops and macros look at
 _MAX_MESSAGE_CHARS = 1000
+_INPUT_ENDED, _FAILED, _HAS_GROWN = 0, 1, 2  # exit codes of a child
 _MARK = "(the last message ends here)"
 
 
@@ -44,25 +50,37 @@ def main() -> int:
     if content is None:
         return 0
     setup = Setup.decode(content)
-    del content
-    base = _limit_memory(setup.max_bytes)
+    _limit_memory(setup.max_bytes)
     template = _compiled(setup)
     if template is None:
         return 1
-    while (content := receive_frame(0)) is not None:
-        reply = _answer(template, setup, content)
-        content = None
-        has_grown = _address_space() - base > setup.max_bytes // 2
-        is_last = has_grown or reply.kind is Kind.LARGE
-        send_frame(1, Reply(reply.kind, reply.text, is_last).encode())
-        del reply
-        if is_last:
+    while True:
+        child = os.fork()
+        if child == 0:
+            os._exit(_serve(template, setup))
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status == _INPUT_ENDED:
             return 0
-    return 0
+        if status != _HAS_GROWN:
+            kind = Kind.LATE if status == -signal.SIGALRM else Kind.LARGE
+            send_frame(1, Reply(kind).encode())
 
 
-def _limit_memory(max_bytes: int) -> int:
-    """Limit the address space to what the process has now and `max_bytes`; the former."""
+def _serve(template: Template, setup: Setup) -> int:
+    """The child: answer orders until one takes much memory, which ends with the process."""
+    base = _address_space()
+    try:
+        while (content := receive_frame(0)) is not None:
+            send_frame(1, _answer(template, setup, content).encode())
+            if _address_space() - base > setup.max_bytes // 4:
+                return _HAS_GROWN
+    except (MemoryError, BrokenPipeError):
+        return _FAILED
+    return _INPUT_ENDED
+
+
+def _limit_memory(max_bytes: int) -> None:
+    """Limit the address space, also of children, to what the process has now and `max_bytes`."""
     base = _address_space()
     limits = {
         resource.RLIMIT_AS: base + max_bytes if base else resource.RLIM_INFINITY,
@@ -72,7 +90,6 @@ def _limit_memory(max_bytes: int) -> int:
     for kind, limit in limits.items():
         with contextlib.suppress(ValueError, OSError):  # a system without it; time is limited too
             resource.setrlimit(kind, (limit, limit))
-    return base
 
 
 def _address_space() -> int:

@@ -45,6 +45,7 @@ class Tokenizer:
     ) -> None:
         # Each text in the thread that asks for it: the library would start a thread for each core.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        os.environ["RUST_BACKTRACE"] = "0"  # a panic is told in one line, not in forty
         backend.no_padding()
         backend.no_truncation()
         self._backend = backend
