@@ -24,7 +24,6 @@ _log = logging.getLogger(__name__)
 _COMMAND = module_command("moe_serve.text.template_worker")
 _START_TIMEOUT_S = 60.0  # usually a tenth of a second
 # The worker ends itself; these are for one that the system holds up.
-_COMPILE_TIMEOUT_S = 5.0
 _GRACE_S = 5.0
 _EXIT_TIMEOUT_S = 1.0
 _BYTES_PER_CHAR = 4  # of UTF-8

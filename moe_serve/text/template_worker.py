@@ -7,8 +7,8 @@
                           v
                         this process replies in its place, and forks the next child
 
-There is a limit of memory (RLIMIT_AS), and a child has one of time (a timer of the kernel, which also
-ends a single expression that does not return). A fork takes a millisecond, so what ends a child
+Memory has a limit (RLIMIT_AS), and each child has one of time: a timer of the kernel, which also
+ends a single expression that does not return. A fork takes a millisecond, so what ends a child
 does not keep the next chat waiting. Both end when standard input does. One thread only: it forks.
 """
 
@@ -31,7 +31,7 @@ from moe_serve.text.chat_environment import TemplateRefusedError, chat_environme
 from moe_serve.text.template_frames import Kind, Order, Reply, Setup
 from moe_serve.text.template_limits import DEADLINE, TemplateTimeoutError
 
-_MAX_COMPILE_SECONDS = 2.0
+_MAX_COMPILE_SECONDS = 5.0
 _SECONDS_BEFORE_KILL = 0.05  # beyond the limit that loops and macros look at
 _MAX_MESSAGE_CHARS = 1000
 _INPUT_ENDED, _FAILED, _HAS_GROWN = 0, 1, 2  # exit codes of a child
