@@ -1,8 +1,11 @@
-"""How this Python runs a module of ours in another process."""
+"""How this Python runs a module of ours in another process, and exchanges messages with it."""
 
 from __future__ import annotations
 
+import os
+import select
 import sys
+import time
 
 # `-m` puts the working folder first on the path: what lies there, say a `queue.py` beside a
 # model, would be run. Python 3.11 has a switch against it; before that the entry is taken out.
@@ -10,6 +13,12 @@ _SAFE_RUN = (
     "import sys; del sys.path[0]; import runpy; "
     "runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
 )
+_HEAD_BYTES = 4  # the length of a frame's content, big-endian
+_PIECE_BYTES = 1 << 20
+
+
+class FrameTooLargeError(Exception):
+    """The other side announced a longer frame than it may send."""
 
 
 def module_command(module: str, *arguments: str) -> tuple[str, ...]:
@@ -25,3 +34,57 @@ def module_command(module: str, *arguments: str) -> tuple[str, ...]:
 def command_without_switch(module: str, *arguments: str) -> tuple[str, ...]:
     """The same for a Python that has no `-P`."""
     return (sys.executable, "-c", _SAFE_RUN.format(module=module), *arguments)
+
+
+def send_frame(descriptor: int, content: bytes, timeout_s: float | None = None) -> None:
+    """Write one frame; returns when all of it is in the pipe.
+
+    With a timeout, which needs a non-blocking descriptor, it raises TimeoutError if the other
+    side does not read; and always BrokenPipeError if it has ended.
+    """
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    rest = memoryview(len(content).to_bytes(_HEAD_BYTES, "big") + content)
+    while rest:
+        try:
+            rest = rest[os.write(descriptor, rest) :]
+        except BlockingIOError:
+            _wait(descriptor, deadline, is_write=True)
+
+
+def receive_frame(
+    descriptor: int, timeout_s: float | None = None, max_bytes: int = 2**32 - 1
+) -> bytes | None:
+    """The next frame's content, or None if the other side has ended.
+
+    Raises TimeoutError, and FrameTooLargeError for a frame of more than `max_bytes`.
+    """
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    head = _read(descriptor, _HEAD_BYTES, deadline)
+    if head is None:
+        return None
+    size = int.from_bytes(head, "big")
+    if size > max_bytes:
+        raise FrameTooLargeError(f"a frame of {size} bytes, at most {max_bytes} are allowed")
+    return _read(descriptor, size, deadline)
+
+
+def _read(descriptor: int, count: int, deadline: float | None) -> bytes | None:
+    pieces: list[bytes] = []
+    while count:
+        if deadline is not None:
+            _wait(descriptor, deadline, is_write=False)
+        piece = os.read(descriptor, min(count, _PIECE_BYTES))
+        if not piece:
+            return None
+        pieces.append(piece)
+        count -= len(piece)
+    return b"".join(pieces)
+
+
+def _wait(descriptor: int, deadline: float | None, *, is_write: bool) -> None:
+    """Return when the descriptor is ready. Uses poll: select takes no descriptor above 1023."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT if is_write else select.POLLIN)
+    left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+    if not poll.poll(left):
+        raise TimeoutError

@@ -6,6 +6,7 @@
         + InvalidGrammarError        a schema, pattern or grammar for the answer cannot be used
       x ModelNotFoundError           the request names a model that is not served
       x ServerOverloadedError        the queue is full, or the server is draining: try again later
+      x TokenizerError               the model's tokenizer fails on a text or on token ids
       x GenerationError              this request failed inside the engine; its neighbours did not
       x EngineDeadError              the engine itself has stopped: the process must end
       x ConfigError                  the configuration is wrong: names key, source and values
@@ -92,6 +93,10 @@ class ServerOverloadedError(MoeServeError):
         self.is_draining = is_draining
 
 
+class TokenizerError(MoeServeError):
+    """The tokenizer of the model crashed on one text, or on some token ids; says on what."""
+
+
 class GenerationError(MoeServeError):
     """One request failed inside the engine and was ended; nothing else was touched."""
 
@@ -158,6 +163,7 @@ __all__ = [
     "RebalanceError",
     "ServerOverloadedError",
     "TimelineError",
+    "TokenizerError",
     "TracingError",
     "printable",
 ]

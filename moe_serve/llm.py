@@ -50,7 +50,7 @@ from moe_serve.errors import (
     GenerationError,
     InvalidRequestError,
 )
-from moe_serve.offline import Answer, Job, Prompt, as_prompts, make_output
+from moe_serve.offline import Answer, Job, Prompt, as_prompts, check_text_length, make_output
 from moe_serve.outputs import RequestOutput
 from moe_serve.text.assistant.formats import REASONING_FORMATS, reasoning_format_of
 from moe_serve.text.chat_template import ChatTemplate
@@ -140,6 +140,7 @@ class LLM:
         engine = self._open_engine
         self._tokenizer = self._open_engine = None
         self._gate.close()
+        self.__dict__.pop("_template", None)  # with its processes
         if engine is not None:
             engine.close()
 
@@ -236,12 +237,16 @@ class LLM:
                 param="messages",
             )
         text = template.render(messages, add_generation_prompt=True)
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        ids = self._encoded(text, add_special_tokens=False)
         return self._generate([ids], params, cache_salt, use_progress_bar, continues=False)[0]
+
+    def _encoded(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        check_text_length(text, self.tokenizer, self.layout.max_model_len)
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _job(self, prompt: Prompt, params: SamplingParams, cache_salt: str, continues: bool) -> Job:
         is_text = isinstance(prompt, str)
-        ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        ids = tuple(self._encoded(prompt) if isinstance(prompt, str) else prompt)
         self._check(ids, params)
         if params.constraint is not None:
             params = replace(params, constraint=self._gate.check(params.constraint))

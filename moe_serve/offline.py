@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenLogprob
-from moe_serve.errors import InvalidRequestError
+from moe_serve.errors import ContextLengthError, InvalidRequestError
 from moe_serve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from moe_serve.text.text_stream import TextStream
 from moe_serve.text.tokenizer import Tokenizer
@@ -63,6 +63,17 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
             )
         made.append(item)
     return made
+
+
+def check_text_length(text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
+    """Refuse a text that cannot fit before the work of tokenizing it."""
+    min_tokens = tokenizer.min_num_tokens(text)
+    if min_tokens >= max_model_len:
+        raise ContextLengthError(
+            f"The prompt has {len(text)} characters, which are at least {min_tokens} tokens, but "
+            f"the context is {max_model_len} tokens.",
+            param="prompts",
+        )
 
 
 def make_output(job: Job, tokenizer: Tokenizer) -> RequestOutput:

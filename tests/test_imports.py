@@ -48,7 +48,7 @@ LEAVES: Mapping[str, frozenset[str]] = {
     "moe_serve.child_python": frozenset(),
     "moe_serve.config": frozenset({"moe_serve.errors"}),
     "moe_serve.logs": frozenset({"moe_serve.config", "moe_serve.errors"}),
-    "moe_serve.text": frozenset({"moe_serve.errors"}),
+    "moe_serve.text": frozenset({"moe_serve.errors", "moe_serve.child_python"}),
     "moe_serve.config_keys": frozenset({"moe_serve.config", "moe_serve.errors"}),
     "moe_serve.yaml_nodes": frozenset({"moe_serve.errors"}),
     "moe_serve.config_sources": frozenset(

@@ -151,7 +151,7 @@ async def start_chat(server: ServerContext, body: ChatBody, response_id: str) ->
     shaped = server.assistant.limited(shaped, body, prompt.text or "", tokenizer)
     params = await admit_params(server, shaped, "tools" if is_forced else body.constraint()[1])
     limit, max_len = body.truncate_prompt_tokens, model.max_model_len
-    prompt = truncated(prompt, limit, max_len, params.max_tokens or 1)
+    prompt = truncated(prompt, limit, max_len, params.max_tokens or 1, body.truncation_side)
     limits = TokenLimits(
         max_model_len=max_len,
         vocab_size=server.generations.engine.vocab_size,

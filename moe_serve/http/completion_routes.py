@@ -84,7 +84,8 @@ async def _prompts(body: CompletionBody, model: ServedModel) -> list[Prompt]:
     limit, max_len = body.truncate_prompt_tokens, model.max_model_len
     prompts = await completion_prompts(body.prompt, model, has_limit=limit is None)
     max_tokens = body.max_tokens or DEFAULT_COMPLETION_TOKENS
-    return [truncated(prompt, limit, max_len, max_tokens) for prompt in prompts]
+    side = body.truncation_side
+    return [truncated(prompt, limit, max_len, max_tokens, side) for prompt in prompts]
 
 
 def _prompt_ids(requests: Sequence[GenerationRequest]) -> list[tuple[int, ...]]:

@@ -19,12 +19,14 @@ from moe_serve.errors import (
     MoeServeError,
     RebalanceError,
     ServerOverloadedError,
+    TokenizerError,
     TracingError,
     printable,
 )
 from moe_serve.http.anthropic_errors import anthropic_error, is_anthropic
 
 _NO_HEADERS: Mapping[str, str] = {}
+_NO_RETRY = {"x-should-retry": "false"}  # the official clients heed it
 _ENGINE_RETRY_S = 5.0
 
 
@@ -112,6 +114,8 @@ def to_api_error(error: Exception) -> ApiError:
         return ApiError(409, str(error), code="tracing_conflict")
     if isinstance(error, RebalanceError):
         return ApiError(409, str(error), code="rebalance_conflict")
+    if isinstance(error, TokenizerError):
+        return ApiError(500, str(error), code="tokenizer_failed", headers=_NO_RETRY)
     if isinstance(error, GenerationError):
         return ApiError(500, str(error), code="generation_failed")
     return internal_error()

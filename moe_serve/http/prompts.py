@@ -6,20 +6,19 @@ Long texts are tokenized off the event loop; texts that cannot fit the context a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from moe_serve.engine.sampling_params import MAX_CHOICES
 from moe_serve.errors import ContextLengthError, InvalidRequestError
 from moe_serve.http.chat_messages import ChatMessage
-from moe_serve.http.schemas import ChatBody
+from moe_serve.http.schemas import ChatBody, TruncationSide
 from moe_serve.http.served_model import ServedModel
+from moe_serve.http.text_threads import MAX_INLINE_CHARS
 
-_MAX_INLINE_CHARS = 4096
-T = TypeVar("T")
+_MAX_CUT_BYTES = 262_144  # of a text that is cut after it is tokenized, in a small context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,35 +34,29 @@ async def chat_prompt(body: ChatBody, model: ServedModel) -> Prompt:
     """Render the chat template and tokenize; the template writes the special tokens itself."""
     template = model.require_chat_template()
     tools, options = body.template_tools(), body.template_options()
-    has_prompt = body.add_generation_prompt is not False
-    has_text_arguments = bool(body.has_calls and template.has_text_arguments)
+    has_text_arguments = bool(
+        body.has_calls and await asyncio.to_thread(lambda: template.has_text_arguments)
+    )
 
-    def work() -> Prompt:
-        messages = body.template_messages(has_text_arguments=has_text_arguments)
-        if body.continue_final_message:
-            text = template.render_to_continue(messages, tools=tools, options=options)
-        else:
-            text = template.render(
-                messages, add_generation_prompt=has_prompt, tools=tools, options=options
-            )
-        if body.truncate_prompt_tokens is None:
-            _check_text_length(text, "messages", model)
-        token_ids = model.tokenizer.encode(text, add_special_tokens=False)
-        return Prompt(token_ids=tuple(token_ids), text=text, param="messages")
+    def order() -> bytes:
+        return template.order(
+            body.template_messages(has_text_arguments=has_text_arguments),
+            continues=bool(body.continue_final_message),
+            add_generation_prompt=body.add_generation_prompt is not False,
+            tools=tools,
+            options=options,
+        )
 
     num_chars = sum(_num_chars(message) for message in body.messages)
-    return await _run(work, num_chars + len(msgspec.json.encode(tools)))
+    size = num_chars + len(msgspec.json.encode(tools))
+    text = await template.render_order(await model.texts.run(order, size))
+    has_limit = body.truncate_prompt_tokens is None
+    return await _encoded(text, "messages", model, has_limit=has_limit, has_special=False)
 
 
 async def text_prompt(text: str, model: ServedModel, *, add_special_tokens: bool) -> Prompt:
     """A text by itself, which nobody wants to continue."""
-
-    def work() -> Prompt:
-        _check_text_length(text, "prompt", model)
-        token_ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return Prompt(token_ids=tuple(token_ids), text=text, param="prompt")
-
-    return await _run(work, len(text))
+    return await _encoded(text, "prompt", model, has_limit=True, has_special=add_special_tokens)
 
 
 async def completion_prompts(
@@ -74,7 +67,7 @@ async def completion_prompts(
     `has_limit` False: what is too long for the context will be truncated.
     """
     if isinstance(value, str):
-        return [await _run(lambda: _encode(value, "prompt", model, has_limit), len(value))]
+        return [await _encoded(value, "prompt", model, has_limit=has_limit)]
     if not isinstance(value, list):
         raise _bad_prompt("prompt")
     if not value:
@@ -96,13 +89,23 @@ async def completion_prompts(
 
     def work() -> list[Prompt]:
         pairs = zip(value, params, strict=True)
-        return [_encode(text, param, model, has_limit) for text, param in pairs]
+        return [_encode(text, param, model, has_limit, True) for text, param in pairs]
 
-    return await _run(work, sum(map(len, value)))
+    return await model.texts.run(work, sum(map(len, value)))
 
 
-def truncated(prompt: Prompt, limit: int | None, max_model_len: int, max_tokens: int) -> Prompt:
-    """The last `limit` tokens; -1 leaves room for `max_tokens` in the context."""
+def truncated(
+    prompt: Prompt,
+    limit: int | None,
+    max_model_len: int,
+    max_tokens: int,
+    side: TruncationSide | None = None,
+) -> Prompt:
+    """At most `limit` tokens; -1 leaves room for `max_tokens` in the context.
+
+    `side` is where the others are dropped, as vLLM has it: "right" keeps the first, "left" and
+    None keep the last.
+    """
     if limit is None:
         return prompt
     if limit >= max_model_len:
@@ -114,7 +117,8 @@ def truncated(prompt: Prompt, limit: int | None, max_model_len: int, max_tokens:
     count = max(1, max_model_len - max_tokens) if limit == -1 else limit
     if len(prompt.token_ids) <= count:
         return prompt
-    return replace(prompt, token_ids=prompt.token_ids[-count:], text=None)
+    kept = prompt.token_ids[:count] if side == "right" else prompt.token_ids[-count:]
+    return replace(prompt, token_ids=kept, text=None)
 
 
 def check_prompt_length(num_tokens: int, param: str, max_model_len: int) -> None:
@@ -128,21 +132,41 @@ def check_prompt_length(num_tokens: int, param: str, max_model_len: int) -> None
         )
 
 
-def _check_text_length(text: str, param: str, model: ServedModel) -> None:
-    """Refuse what cannot fit before the work of tokenizing it."""
+def _check_text_length(text: str, param: str, model: ServedModel, *, has_limit: bool) -> None:
+    """Refuse what cannot fit before the work of tokenizing it, and what takes too much of it."""
     min_tokens = model.tokenizer.min_num_tokens(text)
-    if min_tokens >= model.max_model_len:
+    if has_limit and min_tokens >= model.max_model_len:
         raise ContextLengthError(
             f"The context of this model is {model.max_model_len} tokens; {param} has "
             f"{len(text)} characters, which are at least {min_tokens} tokens: shorten it.",
             param=param,
         )
+    context = model.max_model_len * model.tokenizer.usual_bytes_per_token
+    most = max(_MAX_CUT_BYTES, context)
+    if len(text) > most or len(text.encode()) > most:
+        raise ContextLengthError(
+            f"The context of this model is {model.max_model_len} tokens; {param} has "
+            f"{len(text)} characters, and at most {most} bytes are tokenized, also with "
+            "truncate_prompt_tokens: shorten it.",
+            param=param,
+        )
 
 
-def _encode(text: str, param: str, model: ServedModel, has_limit: bool) -> Prompt:
-    if has_limit:
-        _check_text_length(text, param, model)
-    return Prompt(token_ids=tuple(model.tokenizer.encode(text)), text=text, param=param)
+async def _encoded(
+    text: str, param: str, model: ServedModel, *, has_limit: bool, has_special: bool = True
+) -> Prompt:
+    def work() -> Prompt:
+        return _encode(text, param, model, has_limit, has_special)
+
+    return await model.texts.run(work, len(text))
+
+
+def _encode(
+    text: str, param: str, model: ServedModel, has_limit: bool, has_special: bool
+) -> Prompt:
+    _check_text_length(text, param, model, has_limit=has_limit)
+    token_ids = model.tokenizer.encode(text, add_special_tokens=has_special)
+    return Prompt(token_ids=tuple(token_ids), text=text, param=param)
 
 
 def _from_ids(ids: Any, param: str, model: ServedModel, has_limit: bool) -> Prompt:
@@ -168,13 +192,9 @@ def _num_chars(message: ChatMessage) -> int:
     """All that a template may write of it, and something for the message itself. Parts are not
     worth counting: they take the way of a long text."""
     if isinstance(message.content, list):
-        return _MAX_INLINE_CHARS + 1
+        return MAX_INLINE_CHARS + 1
     texts = [message.content, message.reasoning, message.reasoning_content]
     texts += [message.name, message.tool_call_id]
     for call in message.tool_calls or ():
         texts += [call.id, call.function.arguments]
     return 64 + sum(len(text or "") for text in texts)
-
-
-async def _run(work: Callable[[], T], num_chars: int) -> T:
-    return work() if num_chars <= _MAX_INLINE_CHARS else await asyncio.to_thread(work)

@@ -20,7 +20,12 @@ from moe_serve.http.prompts import (
     truncated,
 )
 from moe_serve.http.respond import request_body_schema
-from moe_serve.http.schemas import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody
+from moe_serve.http.schemas import (
+    DEFAULT_COMPLETION_TOKENS,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+)
 from moe_serve.http.served_model import ServedModel
 from moe_serve.http.strict_schema import parse_body
 
@@ -40,8 +45,7 @@ def render_router(server: ServerContext) -> APIRouter:
         ignored = [*ignored, *server.assistant.check(body, model)]
         max_tokens = body.sampling_params().max_tokens
         prompts = [await chat_prompt(body, model)]
-        limit = body.truncate_prompt_tokens
-        (rendered,) = await _rendered(prompts, limit, max_tokens, model)
+        (rendered,) = await _rendered(prompts, body, max_tokens, model)
         return _json(rendered, ignored)
 
     @router.post("/v1/completions/render", openapi_extra=request_body_schema(CompletionBody))
@@ -51,24 +55,26 @@ def render_router(server: ServerContext) -> APIRouter:
         ignored = body.check(is_strict=config.is_strict)
         model.check_name(body.model)
         max_tokens = body.sampling_params().max_tokens or DEFAULT_COMPLETION_TOKENS
-        limit = body.truncate_prompt_tokens
-        prompts = await completion_prompts(body.prompt, model, has_limit=limit is None)
-        return _json(await _rendered(prompts, limit, max_tokens, model), ignored)
+        has_limit = body.truncate_prompt_tokens is None
+        prompts = await completion_prompts(body.prompt, model, has_limit=has_limit)
+        return _json(await _rendered(prompts, body, max_tokens, model), ignored)
 
     return router
 
 
 async def _rendered(
-    prompts: Sequence[Prompt], limit: int | None, max_tokens: int | None, model: ServedModel
+    prompts: Sequence[Prompt], body: GenerationBody, max_tokens: int | None, model: ServedModel
 ) -> list[dict[str, Any]]:
     """Each prompt as the engine would get it; its text as its tokens say."""
 
     def work() -> list[dict[str, Any]]:
         return [_entry(prompt, model) for prompt in cut]
 
-    cut = [truncated(prompt, limit, model.max_model_len, max_tokens or 1) for prompt in prompts]
+    limit, side = body.truncate_prompt_tokens, body.truncation_side
+    max_len = model.max_model_len
+    cut = [truncated(prompt, limit, max_len, max_tokens or 1, side) for prompt in prompts]
     for prompt in cut:
-        check_prompt_length(len(prompt.token_ids), prompt.param, model.max_model_len)
+        check_prompt_length(len(prompt.token_ids), prompt.param, max_len)
     num_tokens = sum(len(prompt.token_ids) for prompt in cut)
     return work() if num_tokens <= _MAX_INLINE_TOKENS else await asyncio.to_thread(work)
 

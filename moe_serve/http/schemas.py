@@ -6,7 +6,7 @@ Null is the same as leaving a field out. Fields that are not declared here are j
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -39,6 +39,7 @@ from moe_serve.http.tool_fields import (
 from moe_serve.text.chat_template import join_text_parts
 
 DEFAULT_COMPLETION_TOKENS = 16
+TruncationSide = Literal["left", "right"]
 _SAMPLING_FIELDS = (
     "temperature",
     "top_p",
@@ -97,6 +98,7 @@ class GenerationBody(StructuredFields):
     prompt_logprobs: Int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     return_token_ids: bool | None = None
     truncate_prompt_tokens: Int | None = Field(default=None, ge=-1)
+    truncation_side: TruncationSide | None = None
     request_id: RequestId | None = None
     priority: Priority | None = None
 
@@ -130,6 +132,8 @@ class GenerationBody(StructuredFields):
                 "stream_options is only allowed with stream: true.", param="stream_options"
             )
         ignored = check_extra_fields(self.model_extra or {}, is_strict=is_strict)
+        if self.truncation_side is not None and self.truncate_prompt_tokens is None:
+            ignored.append("truncation_side")
         if self.stream_options is not None:
             extras = self.stream_options.model_extra or {}
             named = {f"stream_options.{name}": value for name, value in extras.items()}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from moe_serve.errors import InvalidRequestError, ModelNotFoundError
+from moe_serve.http.text_threads import TextThreads
 from moe_serve.text.chat_template import ChatTemplate
 from moe_serve.text.tokenizer import Tokenizer
 
@@ -21,6 +22,7 @@ class ServedModel:
     max_model_len: int
     ids_per_token: int = 0  # that routers choose: k in each layer with routed experts
     description: Mapping[str, str] = field(default_factory=dict)
+    texts: TextThreads = field(default_factory=TextThreads)
 
     def check_name(self, name: str | None) -> None:
         """A request may leave the model out; if it names one, it must be this one."""

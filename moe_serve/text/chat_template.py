@@ -1,29 +1,34 @@
-"""A chat as one prompt text: the checkpoint's Jinja template, within limits."""
+"""A chat as one prompt text: the checkpoint's Jinja template, rendered in processes of its own.
+
+Nothing of a template runs here: not its compilation, and not the check of a folder's template.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-
 from moe_serve.errors import CheckpointError, InvalidRequestError
-from moe_serve.text.chat_environment import TemplateRefusedError, chat_environment
-from moe_serve.text.template_limits import DEADLINE, TemplateTimeoutError
+from moe_serve.text.template_frames import Kind, Order, Reply, Setup
+from moe_serve.text.template_renderer import SLOW, TemplateRenderer
 from moe_serve.text.tokenizer import read_json_file
 
 MAX_RENDERED_CHARS = 8 * 1024 * 1024
-MAX_RENDER_SECONDS = 10.0
-_MARK = "(the last message ends here)"
+MAX_RENDER_SECONDS = SLOW.max_seconds
+MAX_RENDER_BYTES = SLOW.max_bytes
+_MAX_SOURCE_CHARS = 1024 * 1024
 
 
 class ChatTemplate:
-    """Renders messages; `special_tokens` are what the template sees as `bos_token` and so on."""
+    """Renders messages; `special_tokens` are what the template sees as `bos_token` and so on.
+
+    The first rendering, or `check`, starts a worker process, and `close` ends them. Safe to use
+    from several threads.
+    """
 
     def __init__(
         self,
@@ -33,25 +38,35 @@ class ChatTemplate:
         name: str = "the chat template",
         max_chars: int = MAX_RENDERED_CHARS,
         max_seconds: float = MAX_RENDER_SECONDS,
+        max_bytes: int = MAX_RENDER_BYTES,
     ) -> None:
-        try:
-            self._template = chat_environment().from_string(source)
-        except TemplateError as error:
-            raise CheckpointError(f"{name} is not a valid Jinja template: {error}.") from error
+        if len(source) > _MAX_SOURCE_CHARS:
+            raise CheckpointError(
+                f"{name} has {len(source)} characters; at most {_MAX_SOURCE_CHARS} are allowed."
+            )
         self.source = source
-        self._special_tokens = dict(special_tokens or {})
-        self._max_chars = max_chars
-        self._max_seconds = max_seconds
+        self._name = name
+        self._setup = Setup(
+            source=source,
+            special_tokens=dict(special_tokens or {}),
+            max_chars=max_chars,
+            max_seconds=max_seconds,
+            max_bytes=max_bytes,
+        )
+        self._renderer = TemplateRenderer(self._setup)
 
     @classmethod
     def load(
         cls, folder: Path, *, special_tokens: Mapping[str, str] | None = None
     ) -> ChatTemplate | None:
-        """From chat_template.jinja, else tokenizer_config.json; None if neither has one."""
+        """From chat_template.jinja, else tokenizer_config.json; None if neither has one.
+
+        Raises CheckpointError if it cannot be compiled.
+        """
         path = folder / "chat_template.jinja"
         if path.is_file():
             source = path.read_text(encoding="utf-8")
-            return cls(source, special_tokens=special_tokens, name=str(path))
+            return cls(source, special_tokens=special_tokens, name=str(path)).check()
         path = folder / "tokenizer_config.json"
         entry = read_json_file(path).get("chat_template")
         if isinstance(entry, list):  # several named templates
@@ -60,7 +75,20 @@ class ChatTemplate:
             return None
         if not isinstance(entry, str):
             raise CheckpointError(f"{path}: chat_template must be a string or a list of them.")
-        return cls(entry, special_tokens=special_tokens, name=f"chat_template in {path}")
+        name = f"chat_template in {path}"
+        return cls(entry, special_tokens=special_tokens, name=name).check()
+
+    def check(self) -> ChatTemplate:
+        """Itself, if it can be compiled; raises CheckpointError if not."""
+        reply = self._renderer.check()
+        if reply is not None:
+            self.close()
+            raise self._invalid(reply)
+        return self
+
+    def close(self) -> None:
+        """End the worker processes; it cannot render any more."""
+        self._renderer.close()
 
     def mentions(self, name: str) -> bool:
         """Whether the template has this word anywhere: without it, the value has no effect."""
@@ -95,27 +123,10 @@ class ChatTemplate:
         Content is text, or a list of `{"type": "text", "text": ...}` parts (joined by newlines).
         `options` are further names that the template may look at; they hide none of its own.
         """
-        context: dict[str, Any] = {
-            **(options or {}),
-            **self._special_tokens,
-            "messages": [_with_plain_content(i, message) for i, message in enumerate(messages)],
-            "add_generation_prompt": add_generation_prompt,
-            "tools": tools,
-            "documents": None,
-        }
-        try:
-            return self._render_within_limits(context)
-        except InvalidRequestError:
-            raise
-        except TemplateTimeoutError:
-            raise self._late() from None
-        except TemplateRefusedError as error:
-            raise _refusal(f"The chat template refuses these messages: {error}") from error
-        except Exception as error:  # a template is foreign code and can raise anything
-            kind = type(error).__name__
-            raise _refusal(
-                f"The chat template failed on these messages: {kind}: {error}"
-            ) from error
+        order = self.order(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, options=options
+        )
+        return self._text(self._renderer.render(order))
 
     def render_to_continue(
         self,
@@ -124,40 +135,59 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text up to the end of the last message's content, for the model to go on.
+        """The prompt text up to the end of the last message's content, for the model to go on."""
+        order = self.order(messages, continues=True, tools=tools, options=options)
+        return self._text(self._renderer.render(order))
 
-        What the template writes behind it shows when something is appended to the content: to look
-        for the content itself would find a "<" in the "<|im_end|>" behind it.
+    async def render_order(self, order: bytes) -> str:
+        """What `order` made, rendered while the event loop goes on. Raises as `render` does, and
+        ServerOverloadedError if too many chats wait."""
+        return self._text(await self._renderer.render_async(order))
+
+    def order(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        continues: bool = False,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        """A chat as the worker processes get it; see `render`.
+
+        `continues`: the text ends where the content of the last message does.
         """
-        last = _with_plain_content(len(messages) - 1, messages[-1])
-        marked = {**last, "content": last["content"] + _MARK}
-        text, marked_text = (
-            self.render(
-                [*messages[:-1], message], add_generation_prompt=False, tools=tools, options=options
-            )
-            for message in (last, marked)
+        order = Order(
+            messages=[_with_plain_content(i, message) for i, message in enumerate(messages)],
+            tools=None if tools is None else list(tools),
+            options=options or {},
+            add_generation_prompt=add_generation_prompt and not continues,
+            continues=continues,
         )
-        _, mark, behind = marked_text.rpartition(_MARK)
-        if not (mark and text.endswith(behind)):
-            raise _refusal("The chat template does not show the last message, so it cannot go on.")
-        return text.removesuffix(behind)
+        try:
+            return order.encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _refusal(f"The messages cannot be written as JSON: {error}.") from error
 
-    def _render_within_limits(self, context: dict[str, Any]) -> str:
-        pieces: list[str] = []
-        num_chars = 0
-        deadline = time.monotonic() + self._max_seconds
-        DEADLINE.set(deadline)
-        for piece in self._template.generate(context):
-            pieces.append(piece)
-            num_chars += len(piece)
-            if num_chars > self._max_chars:
-                raise _refusal(f"The rendered chat is longer than {self._max_chars} characters.")
-            if time.monotonic() > deadline:
-                raise self._late()
-        return "".join(pieces)
+    def _text(self, reply: Reply) -> str:
+        if reply.kind is Kind.TEXT:
+            return reply.text
+        if reply.kind is Kind.INVALID:
+            raise self._invalid(reply)
+        setup = self._setup
+        mib = setup.max_bytes // 2**20
+        reasons = {
+            Kind.REFUSED: f"The chat template refuses these messages: {reply.text}",
+            Kind.FAILED: f"The chat template failed on these messages: {reply.text}",
+            Kind.HIDDEN: "The chat template does not show the last message, so it cannot go on.",
+            Kind.LONG: f"The rendered chat is longer than {setup.max_chars} characters.",
+            Kind.LATE: f"Rendering the chat took longer than {setup.max_seconds:g} s.",
+            Kind.LARGE: f"Rendering the chat took more than {mib} MiB of memory.",
+        }
+        raise _refusal(reasons[reply.kind])
 
-    def _late(self) -> InvalidRequestError:
-        return _refusal(f"Rendering the chat took longer than {self._max_seconds:g} s.")
+    def _invalid(self, reply: Reply) -> CheckpointError:
+        return CheckpointError(f"{self._name} is not a valid Jinja template: {reply.text}.")
 
 
 def _with_plain_content(index: int, message: Mapping[str, Any]) -> dict[str, Any]:

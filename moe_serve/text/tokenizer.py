@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tokenizers
 
-from moe_serve.errors import CheckpointError
+from moe_serve.errors import CheckpointError, TokenizerError
 from moe_serve.text.token_bytes import Spelling, bytes_of, is_byte_token, spelling_of
 from moe_serve.text.token_lengths import max_bytes_per_token
 
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# The bytes of text that a token stands for at most, in longest tokens, where a tokenizer sets no
+# bound: it may drop spaces, or write unknown characters as one token.
+_UNBOUNDED_FACTOR = 4
+# The library releases the interpreter for batches only, also for a batch of one; what takes less
+# than the interpreter's hand-over may hold it.
+_MAX_HELD_CHARS = 4096
+_MAX_HELD_IDS = 2048
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
@@ -31,6 +43,9 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
+        # Each text in the thread that asks for it: the library would start a thread for each core.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        os.environ["RUST_BACKTRACE"] = "0"  # a panic is told in one line, not in forty
         backend.no_padding()
         backend.no_truncation()
         self._backend = backend
@@ -44,6 +59,10 @@ class Tokenizer:
         content = json.loads(backend.to_str())
         self.spelling = spelling_of(content["decoder"])
         self._max_bytes_per_token = max_bytes_per_token(content)
+        longest = max(
+            map(len, map(str.encode, backend.get_vocab(with_added_tokens=True))), default=1
+        )
+        self.usual_bytes_per_token = self._max_bytes_per_token or _UNBOUNDED_FACTOR * longest
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -63,8 +82,19 @@ class Tokenizer:
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; text rendered by a chat template wants `add_special_tokens=False`."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids; text rendered by a chat template wants `add_special_tokens=False`.
+
+        Other threads run while a long text is encoded. Raises TokenizerError if the library fails.
+        """
+        return _guarded(
+            lambda: self._encode(text, add_special_tokens), f"a text of {len(text)} characters"
+        )
+
+    def _encode(self, text: str, has_special: bool) -> list[int]:
+        if len(text) <= _MAX_HELD_CHARS:
+            return self._backend.encode(text, add_special_tokens=has_special).ids
+        batch = self._backend.encode_batch_fast([text], add_special_tokens=has_special)
+        return batch[0].ids
 
     def min_num_tokens(self, text: str) -> int:
         """What `encode` gives at least, told without encoding; 0 where nothing is known."""
@@ -73,7 +103,14 @@ class Tokenizer:
         return -(-len(text.encode()) // self._max_bytes_per_token)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        """The text; see `encode`."""
+        ids = list(token_ids)
+        return _guarded(lambda: self._decode(ids, skip_special_tokens), f"{len(ids)} token ids")
+
+    def _decode(self, ids: list[int], skips_special: bool) -> str:
+        if len(ids) <= _MAX_HELD_IDS:
+            return self._backend.decode(ids, skip_special_tokens=skips_special)
+        return self._backend.decode_batch([ids], skip_special_tokens=skips_special)[0]
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that the token adds to the text; none for an id outside the vocabulary."""
@@ -101,6 +138,18 @@ class Tokenizer:
             return False
         token = self._backend.id_to_token(token_id)
         return token is not None and is_byte_token(token)
+
+
+def _guarded(work: Callable[[], T], subject: str) -> T:
+    """What the library gives. Its panics are no `Exception`: nothing above would catch them."""
+    try:
+        return work()
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        reason = str(error).splitlines()[0][:200] if str(error) else "it gave no reason"
+        _log.error("the tokenizer panicked on %s: %s", subject, reason)
+    raise TokenizerError(f"The tokenizer of this model fails on {subject}: {reason}.")
 
 
 def read_json_file(path: Path) -> dict[str, Any]:

@@ -260,11 +260,14 @@ def engine(tokenizer: Tokenizer) -> FakeEngine:
     return FakeEngine(tokenizer)
 
 
+CHAT_TEMPLATE = ChatTemplate(TEMPLATE)  # one for all tests: each has a process of its own
+
+
 def tiny_model(tokenizer: Tokenizer) -> ServedModel:
     return ServedModel(
         name="tiny",
         tokenizer=tokenizer,
-        chat_template=ChatTemplate(TEMPLATE),
+        chat_template=CHAT_TEMPLATE,
         created=1_700_000_000,
         max_model_len=512,
     )
@@ -295,6 +298,7 @@ def start_served(
 ) -> Iterator[Callable[..., tuple[TestClient, FakeEngine]]]:
     """A client and its engine for a chat template, and perhaps a tokenizer, of the test's own."""
     apps: list[FastAPI] = []
+    templates: list[ChatTemplate] = []
 
     def start(
         template: str, own: Tokenizer | None = None, **config: Any
@@ -302,6 +306,7 @@ def start_served(
         used = own or tokenizer
         engine = FakeEngine(used, vocab_size=used.vocab_size, max_model_len=2048)
         chat_template = ChatTemplate(template)
+        templates.append(chat_template)
         model = replace(tiny_model(used), chat_template=chat_template, max_model_len=2048)
         apps.append(create_app(engine, model, ServerConfig(**config)))
         return TestClient(apps[-1]), engine
@@ -309,6 +314,8 @@ def start_served(
     yield start
     for app in apps:
         app.state.gate.close()
+    for template in templates:
+        template.close()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,36 @@ def test_bad_folders_name_the_file(tmp_path: Path, folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is not a readable tokenizer"):
         Tokenizer.load(folder)
+
+
+def test_long_texts_give_the_same_tokens(folder: Path) -> None:
+    """They take another way through the library, which releases the interpreter."""
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.no_truncation()
+    backend.no_padding()
+    tokenizer = Tokenizer.load(folder)
+    text = "Grüße 🎉 </s>\n\n the end. " * 500
+    for adds in (True, False):
+        ids = tokenizer.encode(text, add_special_tokens=adds)
+        assert ids == backend.encode(text, add_special_tokens=adds).ids
+        for skips in (True, False):
+            decoded = tokenizer.decode(ids, skip_special_tokens=skips)
+            assert decoded == backend.decode(ids, skip_special_tokens=skips)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(folder: Path) -> None:
+    """Issue 17: nothing else ran. Counted, not timed: with the interpreter held it is 1 or 2."""
+    tokenizer = Tokenizer.load(folder)
+    num_turns, is_over = 0, threading.Event()
+
+    def turn() -> None:
+        nonlocal num_turns
+        while not is_over.wait(0.001):
+            num_turns += 1
+
+    thread = threading.Thread(target=turn)
+    thread.start()
+    tokenizer.encode("a b " * 250_000)
+    is_over.set()
+    thread.join()
+    assert num_turns >= 10

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import select
-import time
-
 import msgspec
 
+from moe_serve.child_python import receive_frame, send_frame
 from moe_serve.engine.constraint import Constraint
 
 
@@ -36,28 +33,9 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 def send(descriptor: int, message: Words | Compile | Verdict) -> None:
     """Blocks until all of it is in the pipe."""
-    content = msgspec.msgpack.encode(message)
-    rest = memoryview(len(content).to_bytes(4, "big") + content)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
+    send_frame(descriptor, msgspec.msgpack.encode(message))
 
 
 def receive(descriptor: int, timeout_s: float | None = None) -> bytes | None:
     """The next message's content; None: the other side has ended. Raises TimeoutError."""
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    head = _read(descriptor, 4, deadline)
-    return None if head is None else _read(descriptor, int.from_bytes(head, "big"), deadline)
-
-
-def _read(descriptor: int, count: int, deadline: float | None) -> bytes | None:
-    content = b""
-    while len(content) < count:
-        if deadline is not None:
-            left = max(0.0, deadline - time.monotonic())
-            if not select.select([descriptor], [], [], left)[0]:
-                raise TimeoutError
-        piece = os.read(descriptor, count - len(content))
-        if not piece:
-            return None
-        content += piece
-    return content
+    return receive_frame(descriptor, timeout_s)

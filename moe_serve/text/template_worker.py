@@ -1,0 +1,180 @@
+"""The process that renders chats with one template.
+
+    python -m moe_serve.text.template_worker
+
+    server -- order --> child of this process -- reply --> server
+                          | ended by its timer, or without memory
+                          v
+                        this process replies in its place, and forks the next child
+
+Memory has a limit (RLIMIT_AS), and each child has one of time: a timer of the kernel, which also
+ends a single expression that does not return. A fork takes a millisecond, so what ends a child
+does not keep the next chat waiting. Both end when standard input does. One thread only: it forks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from jinja2 import Template
+from jinja2.exceptions import TemplateError
+
+from moe_serve.child_python import receive_frame, send_frame
+from moe_serve.text.chat_environment import TemplateRefusedError, chat_environment
+from moe_serve.text.template_frames import Kind, Order, Reply, Setup
+from moe_serve.text.template_limits import DEADLINE, TemplateTimeoutError
+
+_MAX_COMPILE_SECONDS = 5.0
+_SECONDS_BEFORE_KILL = 0.05  # beyond the limit that loops and macros look at
+_MAX_MESSAGE_CHARS = 1000
+_INPUT_ENDED, _FAILED, _HAS_GROWN = 0, 1, 2  # exit codes of a child
+_MARK = "(the last message ends here)"
+
+
+class TooLongError(Exception):
+    """The template printed more characters than allowed."""
+
+
+def main() -> int:
+    """Answer one order after the other until standard input ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the server, which may still drain
+        signal.signal(number, signal.SIG_IGN)
+    content = receive_frame(0)
+    if content is None:
+        return 0
+    setup = Setup.decode(content)
+    _limit_memory(setup.max_bytes)
+    template = _compiled(setup)
+    if template is None:
+        return 1
+    while True:
+        child = os.fork()
+        if child == 0:
+            os._exit(_serve(template, setup))
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status == _INPUT_ENDED:
+            return 0
+        if status != _HAS_GROWN:
+            kind = Kind.LATE if status == -signal.SIGALRM else Kind.LARGE
+            send_frame(1, Reply(kind).encode())
+
+
+def _serve(template: Template, setup: Setup) -> int:
+    """The child: answer orders until one takes much memory, which ends with the process."""
+    base = _address_space()
+    try:
+        while (content := receive_frame(0)) is not None:
+            send_frame(1, _answer(template, setup, content).encode())
+            if _address_space() - base > setup.max_bytes // 4:
+                return _HAS_GROWN
+    except (MemoryError, BrokenPipeError):
+        return _FAILED
+    return _INPUT_ENDED
+
+
+def _limit_memory(max_bytes: int) -> None:
+    """Limit the address space, also of children, to what the process has now and `max_bytes`."""
+    base = _address_space()
+    limits = {
+        resource.RLIMIT_AS: base + max_bytes if base else resource.RLIM_INFINITY,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_FSIZE: 0,
+    }
+    for kind, limit in limits.items():
+        with contextlib.suppress(ValueError, OSError):  # a system without it; time is limited too
+            resource.setrlimit(kind, (limit, limit))
+
+
+def _address_space() -> int:
+    """The bytes of this process's address space; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def _compiled(setup: Setup) -> Template | None:
+    """The template, with the server told whether there is one."""
+    signal.setitimer(signal.ITIMER_REAL, _MAX_COMPILE_SECONDS)
+    template, reply = None, Reply(Kind.READY)
+    try:
+        template = chat_environment().from_string(setup.source)
+    except TemplateError as error:
+        reply = Reply(Kind.INVALID, _shown(error))
+    except (RecursionError, MemoryError) as error:
+        reply = Reply(Kind.INVALID, f"compiling it ends with {type(error).__name__}")
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    send_frame(1, reply.encode())
+    return template
+
+
+def _answer(template: Template, setup: Setup, content: bytes) -> Reply:
+    """The reply to one order, whatever the template raises."""
+    signal.setitimer(signal.ITIMER_REAL, setup.max_seconds + _SECONDS_BEFORE_KILL)
+    DEADLINE.set(time.monotonic() + setup.max_seconds)
+    try:
+        return _rendered(template, setup, Order.decode(content))
+    except TemplateTimeoutError:
+        return Reply(Kind.LATE)
+    except TooLongError:
+        return Reply(Kind.LONG)
+    except MemoryError:
+        return Reply(Kind.LARGE)
+    except TemplateRefusedError as error:
+        return Reply(Kind.REFUSED, _shown(error))
+    except Exception as error:  # a template is foreign code and can raise anything
+        return Reply(Kind.FAILED, f"{type(error).__name__}: {_shown(error)}")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _rendered(template: Template, setup: Setup, order: Order) -> Reply:
+    text = _render(template, setup, order, order.messages)
+    if not order.continues:
+        return Reply(Kind.TEXT, text)
+    # What the template writes behind the last message shows when something is appended to its
+    # content: to look for the content itself would find a "<" in the "<|im_end|>" behind it.
+    last = order.messages[-1]
+    marked = {**last, "content": last["content"] + _MARK}
+    marked_text = _render(template, setup, order, [*order.messages[:-1], marked])
+    _, mark, behind = marked_text.rpartition(_MARK)
+    if not (mark and text.endswith(behind)):
+        return Reply(Kind.HIDDEN)
+    return Reply(Kind.TEXT, text.removesuffix(behind))
+
+
+def _render(template: Template, setup: Setup, order: Order, messages: list[dict[str, Any]]) -> str:
+    context: Mapping[str, Any] = {
+        **order.options,
+        **setup.special_tokens,
+        "messages": messages,
+        "add_generation_prompt": order.add_generation_prompt,
+        "tools": order.tools,
+        "documents": None,
+    }
+    pieces: list[str] = []
+    num_chars = 0
+    for piece in template.generate(context):
+        pieces.append(piece)
+        num_chars += len(piece)
+        if num_chars > setup.max_chars:
+            raise TooLongError
+        if time.monotonic() > DEADLINE.get():
+            raise TemplateTimeoutError
+    return "".join(pieces)
+
+
+def _shown(error: Exception) -> str:
+    return str(error)[:_MAX_MESSAGE_CHARS]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
