@@ -7,15 +7,18 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from moe_serve.config import Config
 from moe_serve.engine.async_engine import AsyncEngine
 from moe_serve.engine.build import BuiltEngine, model_folder
+from moe_serve.engine.fingerprint import system_fingerprint
 from moe_serve.http.served_model import ServedModel
 from moe_serve.text.chat_template import ChatTemplate
 from moe_serve.text.tokenizer import Tokenizer
 
 _DEMO_MODEL_NAME = "moe-serve-demo"
+_NO_DESCRIPTION: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +46,13 @@ class ModelFiles:
         return self.name not in (self.folder.name, _DEMO_MODEL_NAME)
 
     def served(
-        self, engine: AsyncEngine, built: BuiltEngine, description: Mapping[str, str]
+        self,
+        engine: AsyncEngine,
+        built: BuiltEngine,
+        config: Config,
+        description: Mapping[str, str] = _NO_DESCRIPTION,
     ) -> ServedModel:
+        """Reads the weights once more, for the fingerprint (large ones in samples)."""
         return ServedModel(
             name=self.name,
             tokenizer=self.tokenizer,
@@ -52,5 +60,7 @@ class ModelFiles:
             created=int(time.time()),
             max_model_len=engine.max_model_len,
             ids_per_token=built.spec.router.top_k * built.spec.num_sparse_layers,
+            root=_DEMO_MODEL_NAME if config.engine.model.path is None else self.folder.name,
+            fingerprint=system_fingerprint(built.layout, config),
             description=description,
         )

@@ -34,7 +34,8 @@ def offline_app(config: Config, build: BuildEngine = build_any_engine) -> Iterat
             reasoning_parser=config.server.reasoning_parser,
             grammar_in_reasoning=config.server.grammar_in_reasoning,
         )
-        app = create_app(engine, files.served(engine, built, {}), server, grammars=built.grammars)
+        model = files.served(engine, built, config)
+        app = create_app(engine, model, server, grammars=built.grammars)
         try:
             yield app
         finally:

@@ -36,6 +36,7 @@ def chat_router(server: ServerContext) -> APIRouter:
             object="chat.completion.chunk" if body.stream else "chat.completion",
             created=int(time.time()),
             model=server.model.name,
+            system_fingerprint=server.model.fingerprint,
         )
         tokenizer = server.model.tokenizer
         generation = await start_chat(server, body, internal_id)

@@ -53,6 +53,7 @@ def completion_router(server: ServerContext) -> APIRouter:
             object="text_completion",
             created=int(time.time()),
             model=server.model.name,
+            system_fingerprint=server.model.fingerprint,
         )
         generation = server.generations.start(
             requests, is_prompt_only=body.is_prompt_only, continues=True

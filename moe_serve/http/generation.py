@@ -27,12 +27,14 @@ _LOGGER = logging.getLogger(__name__)
 class Usage:
     """Tokens of one HTTP request. A prompt with n choices counts once.
 
+    `reasoning_tokens` are those of the completion that are reasoning; None: not a chat.
     `timing`: of a request with one sequence that has ended, where the configuration asks for it.
     """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int | None = None
     timing: Timing | None = None
 
 

@@ -29,6 +29,19 @@ def test_chat(client: openai.OpenAI) -> None:
     )
     assert completion.choices[0].message.content
     assert completion.usage is not None and completion.usage.completion_tokens <= 16
+    details = completion.usage.completion_tokens_details
+    assert details is not None and details.reasoning_tokens == 0
+
+
+def test_the_fingerprint_is_that_of_the_server(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "Hi"}], max_tokens=2
+    )
+    text = client.completions.create(model=MODEL, prompt="Once", max_tokens=2)
+    chunks = client.completions.create(model=MODEL, prompt="Once", max_tokens=2, stream=True)
+    assert chat.system_fingerprint is not None and chat.system_fingerprint.startswith("fp_")
+    told = {text.system_fingerprint, *(chunk.system_fingerprint for chunk in chunks)}
+    assert told == {chat.system_fingerprint}
 
 
 def test_a_chat_as_it_comes(client: openai.OpenAI) -> None:
@@ -74,7 +87,7 @@ def test_completions(client: openai.OpenAI) -> None:
 
 
 def test_models(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == [MODEL]
+    assert [(model.id, model.root) for model in client.models.list()] == [(MODEL, MODEL)]  # type: ignore[attr-defined]
     assert client.models.retrieve(MODEL).owned_by == "moe-serve"
 
 
