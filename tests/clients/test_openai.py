@@ -86,6 +86,18 @@ def test_completions(client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks) == completion.choices[0].text
 
 
+def test_logprobs_of_given_tokens(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Yes or no?"}],
+        max_tokens=1,
+        logprobs=True,
+        extra_body={"logprob_token_ids": [100, 200, 300]},
+    )
+    assert chat.choices[0].logprobs is not None and chat.choices[0].logprobs.content
+    assert len(chat.choices[0].logprobs.content[0].top_logprobs) in (3, 4)
+
+
 def test_models(client: openai.OpenAI) -> None:
     assert [(model.id, model.root) for model in client.models.list()] == [(MODEL, MODEL)]  # type: ignore[attr-defined]
     assert client.models.retrieve(MODEL).owned_by == "moe-serve"
