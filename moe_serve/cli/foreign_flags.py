@@ -68,6 +68,9 @@ ADVICE: Mapping[str, str] = {
     "--enable-metrics": "leave it out: /metrics is always there",
     "--enable-prefix-caching": "leave it out: cache.prefix_cache is true unless set otherwise",
     "--enable-per-request-metrics": _set("server.request_metrics", "true"),
+    "--enable-force-include-usage": _set("server.force_include_usage", "true"),
+    "--enable-tokenizer-info-endpoint": _set("server.tokenizer_info", "true"),
+    "--enable-prompt-tokens-details": "leave it out: usage always has prompt_tokens_details",
 }
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from moe_serve.config import Config
 from moe_serve.engine.async_engine import AsyncEngine
@@ -15,9 +16,11 @@ from moe_serve.engine.build import BuiltEngine, model_folder
 from moe_serve.engine.fingerprint import system_fingerprint
 from moe_serve.http.served_model import ServedModel
 from moe_serve.text.chat_template import ChatTemplate
-from moe_serve.text.tokenizer import Tokenizer
+from moe_serve.text.tokenizer import Tokenizer, read_json_file
 
 _DEMO_MODEL_NAME = "moe-serve-demo"
+_FILE_NAMES = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path")
+_TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # where tokenizer_config.json does not say
 _NO_DESCRIPTION: Mapping[str, str] = MappingProxyType({})
 
 
@@ -62,5 +65,14 @@ class ModelFiles:
             ids_per_token=built.spec.router.top_k * built.spec.num_sparse_layers,
             root=_DEMO_MODEL_NAME if config.engine.model.path is None else self.folder.name,
             fingerprint=system_fingerprint(built.layout, config),
+            tokenizer_info=self.tokenizer_info() if config.server.tokenizer_info else None,
             description=description,
         )
+
+    def tokenizer_info(self) -> Mapping[str, Any]:
+        """What tokenizer_config.json says, but for names of files, and the chat template."""
+        config = read_json_file(self.folder / "tokenizer_config.json")
+        told = {name: value for name, value in config.items() if name not in _FILE_NAMES}
+        if self.chat_template is not None:
+            told["chat_template"] = self.chat_template.source
+        return {**told, "tokenizer_class": str(config.get("tokenizer_class", _TOKENIZER_CLASS))}

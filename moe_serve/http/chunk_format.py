@@ -80,5 +80,7 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
 
 
 def timing_fields(usage: Usage) -> dict[str, Any]:
-    """`metrics` beside the usage, where the server tells it."""
-    return {} if usage.timing is None else {"metrics": usage.timing}
+    """`metrics` (vLLM's) and `timings` (llama.cpp's) beside the usage, where the server tells
+    them."""
+    told = {"metrics": usage.timing, "timings": usage.llama_timings}
+    return {name: times for name, times in told.items() if times is not None}

@@ -114,6 +114,11 @@ class GenerationBody(StructuredFields):
         options = self.stream_options
         return self.has_usage_chunk and bool(options and options.continuous_usage_stats)
 
+    def stream_usage(self, *, is_forced: bool) -> tuple[bool, bool]:
+        """Whether the stream ends with its usage, and whether each chunk has the usage so far.
+        `is_forced`: the server has all streams tell both."""
+        return is_forced or self.has_usage_chunk, is_forced or self.has_usage_in_chunks
+
     def check(self, *, is_strict: bool) -> list[str]:
         """Checks across fields; returns the names of the fields that have no effect."""
         if self.best_of is not None and self.best_of != (self.n or 1):

@@ -86,6 +86,17 @@ def test_completions(client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks) == completion.choices[0].text
 
 
+def test_the_load_in_a_header(client: openai.OpenAI) -> None:
+    answer = client.completions.with_raw_response.create(
+        model=MODEL,
+        prompt="Once",
+        max_tokens=1,
+        extra_headers={"endpoint-load-metrics-format": "TEXT"},
+    )
+    assert answer.headers["endpoint-load-metrics"].startswith("TEXT named_metrics.kv_cache_usage")
+    assert answer.parse().usage is not None
+
+
 def test_logprobs_of_given_tokens(client: openai.OpenAI) -> None:
     chat = client.chat.completions.create(
         model=MODEL,
