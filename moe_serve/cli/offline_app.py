@@ -34,6 +34,7 @@ def offline_app(config: Config, build: BuildEngine = build_any_engine) -> Iterat
             reasoning_parser=config.server.reasoning_parser,
             grammar_in_reasoning=config.server.grammar_in_reasoning,
             force_include_usage=config.server.force_include_usage,
+            request_metrics=config.server.request_metrics,
         )
         model = files.served(engine, built, config)
         app = create_app(engine, model, server, grammars=built.grammars)

@@ -17,9 +17,15 @@ from moe_serve import __version__
 from moe_serve.cache.model_identity import Digest, add_weight_file
 from moe_serve.config import Config
 from moe_serve.engine.layout import Layout
+from moe_serve.errors import CheckpointError
 from moe_serve.model.safetensors_file import SafetensorsFile
 
 MAX_WHOLE_BYTES = 256 * 2**20  # of weights that are read whole; of larger ones every tensor
+_TEXTS = (
+    *("config.json", "generation_config.json", "model.safetensors.index.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    "chat_template.jinja",
+)
 _TENSOR_BYTES = 256  # of each tensor of a larger checkpoint
 _CHUNK_BYTES = 2**20
 _NUM_DIGITS = 12
@@ -52,11 +58,10 @@ def checkpoint_digest(folder: Path) -> str:
     """The digest of a checkpoint's files. Weights of up to `MAX_WHOLE_BYTES` are read whole; of
     larger ones the sizes, the headers and a few hundred bytes of every tensor are read."""
     digest = sha256()
-    texts = [path for kind in ("*.json", "*.jinja") for path in folder.glob(kind)]
-    for path in sorted(texts):
+    for path in filter(Path.is_file, (folder / name for name in _TEXTS)):
         digest.update(f"{path.name}:{path.stat().st_size}".encode())
         _add_whole(digest, path)
-    weights = sorted(folder.glob("*.safetensors"))
+    weights = sorted(filter(Path.is_file, folder.glob("*.safetensors")))
     is_small = sum(path.stat().st_size for path in weights) <= MAX_WHOLE_BYTES
     for path in weights:
         digest.update(f"{path.name}:{path.stat().st_size}".encode())
@@ -76,7 +81,10 @@ def _add_whole(digest: Digest, path: Path) -> None:
 
 def _add_tensor_samples(digest: Digest, path: Path) -> None:
     """Adds the middle of every tensor: a fine-tune may change only a few of them."""
-    headers = sorted(SafetensorsFile(path).headers.values(), key=lambda header: header.begin)
+    try:
+        headers = sorted(SafetensorsFile(path).headers.values(), key=lambda header: header.begin)
+    except CheckpointError:  # a file beside the weights, which the index does not name
+        return
     with path.open("rb") as file:
         for header in headers:
             middle = (header.begin + header.end - _TENSOR_BYTES) // 2

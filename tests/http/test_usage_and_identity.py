@@ -79,6 +79,18 @@ def test_reasoning_tokens_of_chats(thinking: TestClient, fields: dict[str, Any],
     assert chunks[-1]["usage"] == whole
 
 
+def test_reasoning_tokens_of_channels(start_served: Callable[..., Any]) -> None:
+    """A model that opens its reasoning more than once."""
+    client, engine = start_served(THINKING + "{# <|channel|> <|message|> #}")
+    engine.script = lambda request: (
+        "<|channel|>analysis<|message|>1234<|start|>assistant<|channel|>analysis<|message|>"
+        "56<|start|>assistant<|channel|>final<|message|>Yes"
+    )
+    answer = client.post("/v1/chat/completions", json=CHAT).json()
+    assert answer["choices"][0]["message"]["reasoning"].replace("\n", "") == "123456"
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 6}
+
+
 def test_reasoning_tokens_grow_in_a_stream(thinking: TestClient) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {**CHAT, "stream": True, "stream_options": options}
