@@ -14,7 +14,7 @@ from moe_serve.engine.thinking_markers import ThinkingMarkers
 from moe_serve.http.admission import admit_params
 from moe_serve.http.assistant_formats import forced, led
 from moe_serve.http.context import ServerContext
-from moe_serve.http.engine_requests import TokenLimits, build_engine_requests
+from moe_serve.http.engine_requests import TokenLimits, build_engine_requests, check_given_logprobs
 from moe_serve.http.generation import Generation, Usage
 from moe_serve.http.metrics import CallOutcome
 from moe_serve.http.prompts import Prompt, chat_prompt, truncated
@@ -167,6 +167,7 @@ async def start_chat(server: ServerContext, body: ChatBody, response_id: str) ->
     )
     salt, priority = body.cache_salt or "", body.priority or 0
     requests = build_engine_requests(response_id, [prompt], params, limits, salt, priority)
+    check_given_logprobs(requests, max_len, is_streamed=bool(body.stream))
     requests = with_routed_experts(requests, body, server)
     kept_ids = frozenset(special[marker] for marker in plan.markers if marker in special)
     return ChatGeneration(

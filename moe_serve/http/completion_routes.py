@@ -18,7 +18,7 @@ from moe_serve.http.body import read_json_object
 from moe_serve.http.chunk_format import ResponseHead
 from moe_serve.http.completion_format import CompletionFormat, EchoedPrompt, echoed_prompt
 from moe_serve.http.context import ServerContext
-from moe_serve.http.engine_requests import TokenLimits, build_engine_requests
+from moe_serve.http.engine_requests import TokenLimits, build_engine_requests, check_given_logprobs
 from moe_serve.http.generation import Generation
 from moe_serve.http.parameters import ignored_header
 from moe_serve.http.prompts import Prompt, completion_prompts, truncated
@@ -117,6 +117,7 @@ def _engine_requests(
     )
     salt, priority = body.cache_salt or "", body.priority or 0
     requests = build_engine_requests(response_id, prompts, params, limits, salt, priority)
+    check_given_logprobs(requests, limits.max_model_len, is_streamed=bool(body.stream))
     return with_routed_experts(requests, body, server)
 
 

@@ -135,7 +135,8 @@ class TestResponses:
             input="How do I check if a Python object is an instance of a class?",
             max_output_tokens=16,
         )
-        assert response.output_text
+        assert response.output_text and response.usage is not None
+        assert response.usage.output_tokens_details.reasoning_tokens == 0
         assert client.responses.retrieve(response.id).output_text == response.output_text
         (item,) = client.responses.input_items.list(response.id)
         assert item.type == "message"

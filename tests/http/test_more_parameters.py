@@ -212,3 +212,15 @@ def test_all_logprobs_of_responses(client: TestClient) -> None:
     body = {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": -1}
     error = client.post("/v1/responses", json=body).json()["error"]
     assert "the whole vocabulary, -1, is not served" in error["message"]
+
+
+@pytest.mark.parametrize("route", BOTH)
+def test_given_logprobs_of_a_large_whole_answer(client: TestClient, route: str) -> None:
+    """It would be held in memory; a stream holds nothing."""
+    body = CHAT if route == BOTH[0] else {"prompt": PROMPT}
+    fields = {**body, "logprobs": True if route == BOTH[0] else 0, "n": 128, "max_tokens": 200}
+    fields["logprob_token_ids"] = [*range(100)]
+    error = client.post(route, json=fields).json()["error"]
+    assert error["param"] == "logprob_token_ids" and "2585600 log probabilities" in error["message"]
+    assert client.post(route, json={**fields, "stream": True}).status_code == 200
+    assert client.post(route, json={**fields, "max_tokens": 5}).status_code == 200
