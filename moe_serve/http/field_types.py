@@ -89,10 +89,14 @@ def _string_keys_to_ids(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     _check_size(value, Mapping, "entries", 0, MAX_LOGIT_BIAS)
-    wrong = [str(key)[:40] for key in value if not _is_token_id(key)]
-    if wrong:
+    if wrong := [str(key)[:40] for key in value if not _is_token_id(key)]:
         shown = {"keys": shown_values(wrong)}
         raise PydanticCustomError("token_id", "must have token ids as its keys, got {keys}", shown)
+    wrong = [key for key, bias in value.items() if type(bias) not in (int, float)]
+    if len(wrong) > 1:  # a single one is judged later
+        shown = {"keys": shown_values(wrong)}
+        reason = "must have numbers as its values; those of {keys} are not"
+        raise PydanticCustomError("biases", reason, shown)
     return {int(key): bias for key, bias in value.items()}
 
 

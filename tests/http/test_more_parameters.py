@@ -190,6 +190,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (BOTH[0], {"prompt_logprobs": -1}, "prompt_logprobs", "must be 0 to 20 (the whole vocabular"),
     (BOTH[1], {"prompt_logprobs": -1}, "prompt_logprobs", "must be 0 to 20 (the whole vocabular"),
     (BOTH[0], {"logit_bias": {"a": 1, "5": 2, "b\u001b": 3}}, "logit_bias", "'a', 'b\\x1b'"),
+    (BOTH[0], {"logit_bias": {"1": "x", "2": 3, "3": None}}, "logit_bias", "those of '1', '3'"),
     (BOTH[1], {"logit_bias": {"998": 1, "5": 2, "999": 3}}, "logit_bias", "998, 999"),
     (BOTH[1], {"logit_bias": {"6": 300, "5": 2, "7": -101}}, "logit_bias", "300.0, -101.0"),
     (BOTH[1], {"logit_bias": {f"x{i}": 1 for i in range(999)}}, "logit_bias", "and 989 more"),
