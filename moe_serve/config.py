@@ -192,6 +192,8 @@ class ServerConfig:
     sse_ping_s: float = 15.0
     expert_metrics: bool = False  # /metrics has a series for each expert of each layer
     request_metrics: bool = False  # chats and completions have their own times in `metrics`
+    force_include_usage: bool = False  # every stream of chats and completions tells its usage
+    tokenizer_info: bool = False  # GET /tokenizer_info tells the tokenizer and the chat template
     max_stored_responses: int = 1000  # of /v1/responses; 0: none is kept
     stored_responses_bytes: int = 64 * 1024 * 1024  # of all of them
     stored_response_ttl_s: float = 3600.0

@@ -95,21 +95,28 @@ def make_output(job: Job, tokenizer: Tokenizer) -> RequestOutput:
 
 
 def _completion(index: int, answer: Answer, tokenizer: Tokenizer) -> CompletionOutput:
-    wants_logprobs = answer.request.params.logprobs is not None
+    params, entries = answer.request.params, answer.logprobs
     return CompletionOutput(
         index=index,
         text="".join(answer.text),
         token_ids=tuple(answer.token_ids),
         finish_reason=answer.finish_reason.value,
         stop_reason=answer.stop_reason,
-        logprobs=[_logprobs(e, tokenizer) for e in answer.logprobs] if wants_logprobs else None,
-        cumulative_logprob=sum(e.logprob for e in answer.logprobs) if wants_logprobs else None,
+        logprobs=[_logprobs(e, tokenizer, is_ranked=not params.logprob_token_ids) for e in entries]
+        if params.logprobs is not None
+        else None,
+        cumulative_logprob=None
+        if params.logprobs is None
+        else sum(entry.logprob for entry in entries),
     )
 
 
-def _logprobs(entry: TokenLogprob, tokenizer: Tokenizer) -> dict[int, Logprob]:
+def _logprobs(
+    entry: TokenLogprob, tokenizer: Tokenizer, *, is_ranked: bool = True
+) -> dict[int, Logprob]:
+    """`is_ranked`: the entry has the likeliest tokens, so that their order tells their ranks."""
     described = {
-        token: Logprob(value, rank, tokenizer.token_text(token))
+        token: Logprob(value, rank if is_ranked else None, tokenizer.token_text(token))
         for rank, (token, value) in enumerate(entry.top, start=1)
     }
     text = tokenizer.token_text(entry.token_id)

@@ -266,7 +266,9 @@ def test_the_demonstration_model_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    lines = [line(str(i), prompt="Once", max_tokens=3, temperature=0) for i in range(3)]
+    fields = {"prompt": "Once", "max_tokens": 3, "temperature": 0}
+    fields |= {"logprobs": 0, "logprob_token_ids": [7]}
+    lines = [line(str(i), **fields) for i in range(3)]
     source.write_bytes(b"".join([*lines, line("long", prompt="x", max_tokens=10**6)]))
     assert run("-i", str(source), "-o", str(out)) == 3, "one row is an error"
     assert "3 answered, 1 refused, 0 not sent or lost, 0 there before; 9 tokens" in (
@@ -277,6 +279,11 @@ def test_the_demonstration_model_answers(
     assert [body["error"]["code"] for body in bodies if "error" in body] == [
         "context_length_exceeded"
     ]
+    (fingerprint,) = {body["system_fingerprint"] for body in bodies if "choices" in body}
+    assert fingerprint.startswith("fp_")
+    for body in bodies:
+        for choice in body.get("choices", ()):
+            assert [len(top) for top in choice["logprobs"]["top_logprobs"]] == [2, 2, 2]
 
 
 class _Slow(http.server.BaseHTTPRequestHandler):

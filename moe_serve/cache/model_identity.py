@@ -15,7 +15,7 @@ _SAMPLE_BYTES = 4096
 _MAX_HEADER_BYTES = 100 * 2**20  # what the format allows
 
 
-class _Digest(Protocol):
+class Digest(Protocol):
     """What hashlib makes."""
 
     def update(self, data: bytes, /) -> None: ...
@@ -33,7 +33,7 @@ def model_identity(folder: Path, *details: str) -> bytes:
     return digest.digest()
 
 
-def add_weight_file(digest: _Digest, path: Path) -> None:
+def add_weight_file(digest: Digest, path: Path) -> None:
     """Adds the header of a safetensors file and samples of its values."""
     size = path.stat().st_size
     with path.open("rb") as file:

@@ -68,6 +68,11 @@ ADVICE: Mapping[str, str] = {
     "--enable-metrics": "leave it out: /metrics is always there",
     "--enable-prefix-caching": "leave it out: cache.prefix_cache is true unless set otherwise",
     "--enable-per-request-metrics": _set("server.request_metrics", "true"),
+    "--enable-force-include-usage": _set("server.force_include_usage", "true"),
+    "--enable-tokenizer-info-endpoint": _set("server.tokenizer_info", "true"),
+    "--fingerprint-mode": "leave it out: answers always have a system_fingerprint",
+    "--max-logprobs": "leave it out: requests get up to 20, and name more in logprob_token_ids",
+    "--enable-prompt-tokens-details": "leave it out: usage always has prompt_tokens_details",
 }
 
 

@@ -7,15 +7,21 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from moe_serve.config import Config
 from moe_serve.engine.async_engine import AsyncEngine
 from moe_serve.engine.build import BuiltEngine, model_folder
+from moe_serve.engine.fingerprint import system_fingerprint
 from moe_serve.http.served_model import ServedModel
 from moe_serve.text.chat_template import ChatTemplate
-from moe_serve.text.tokenizer import Tokenizer
+from moe_serve.text.tokenizer import Tokenizer, read_json_file
 
 _DEMO_MODEL_NAME = "moe-serve-demo"
+_FILE_NAMES = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path")
+_TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # where tokenizer_config.json does not say
+_NO_DESCRIPTION: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +49,13 @@ class ModelFiles:
         return self.name not in (self.folder.name, _DEMO_MODEL_NAME)
 
     def served(
-        self, engine: AsyncEngine, built: BuiltEngine, description: Mapping[str, str]
+        self,
+        engine: AsyncEngine,
+        built: BuiltEngine,
+        config: Config,
+        description: Mapping[str, str] = _NO_DESCRIPTION,
     ) -> ServedModel:
+        """Reads the weights once more, for the fingerprint (large ones in samples)."""
         return ServedModel(
             name=self.name,
             tokenizer=self.tokenizer,
@@ -52,5 +63,16 @@ class ModelFiles:
             created=int(time.time()),
             max_model_len=engine.max_model_len,
             ids_per_token=built.spec.router.top_k * built.spec.num_sparse_layers,
+            root=_DEMO_MODEL_NAME if config.engine.model.path is None else self.folder.name,
+            fingerprint=system_fingerprint(built.layout, config),
+            tokenizer_info=self.tokenizer_info() if config.server.tokenizer_info else None,
             description=description,
         )
+
+    def tokenizer_info(self) -> Mapping[str, Any]:
+        """What tokenizer_config.json says, but for names of files, and the chat template."""
+        config = read_json_file(self.folder / "tokenizer_config.json")
+        told = {name: value for name, value in config.items() if name not in _FILE_NAMES}
+        if self.chat_template is not None:
+            told["chat_template"] = self.chat_template.source
+        return {**told, "tokenizer_class": str(config.get("tokenizer_class", _TOKENIZER_CLASS))}

@@ -35,8 +35,11 @@ def offline_app(config: Config, build: BuildEngine = build_any_engine) -> Iterat
             reasoning_parser=config.server.reasoning_parser,
             grammar_in_reasoning=config.server.grammar_in_reasoning,
             key_min_priority=MIN_PRIORITY,  # the whole file belongs to one user
+            force_include_usage=config.server.force_include_usage,
+            request_metrics=config.server.request_metrics,
         )
-        app = create_app(engine, files.served(engine, built, {}), server, grammars=built.grammars)
+        model = files.served(engine, built, config)
+        app = create_app(engine, model, server, grammars=built.grammars)
         try:
             yield app
         finally:

@@ -74,7 +74,7 @@ def _serve(
         opened.callback(tracing.close)
         hangs = HangWatch(engine, built.witness, server.hang_report_s, server.hang_report_directory)
         opened.callback(hangs.close)
-        model = files.served(engine, built, describe_layout(engine.layout))
+        model = files.served(engine, built, config, describe_layout(engine.layout))
         app = create_app(
             engine,
             model,

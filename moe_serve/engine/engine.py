@@ -197,7 +197,8 @@ class Engine:
             if left:
                 self._finish(left, outcome)
             self._num_steps += 1
-            self._scheduler.step_tokens.count(sum(count for _, count in schedule.values()))
+            total = self._num_prompt_tokens + self._num_generated_tokens
+            self._scheduler.step_tokens.count_to(total)
             self._let_go([s for key, (s, _) in schedule.items() if key not in left], outcome)
         self._ending = {}  # only now: who asks after a loss is told whose step it was
         return self.take_pending()

@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_kernels.token_mask import TokenMasks
 from moe_kernels.token_sampler import ScoredTokens, TokenSampler
 from moe_serve.engine.request import TokenLogprob
-from moe_serve.engine.sampler import Sampled
+from moe_serve.engine.sampler import Sampled, with_given
 from moe_serve.engine.sampling_step import make_sampling_step
 from moe_serve.engine.sequence import Sequence
 
@@ -34,7 +34,8 @@ class KernelSampler:
             wanted = [sequences[row].request.params.logprobs or 0 for row in rows]
             entries = _described(done.scores, [tokens[row] for row in rows], wanted)
             for row, entry in zip(rows, entries, strict=True):
-                logprobs[row] = entry
+                given = sequences[row].request.params.logprob_token_ids
+                logprobs[row] = with_given(entry, logits_SV[row], given)
         fields = zip(tokens, done.is_valid_S.tolist(), logprobs, strict=True)
         return [Sampled(*row) for row in fields]
 

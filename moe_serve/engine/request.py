@@ -47,12 +47,13 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log probability (natural) of the chosen token and of the likeliest ones, best first."""
+    """Log probability (natural) of the chosen token and of others: the likeliest ones, best first,
+    or the chosen one and those of `SamplingParams.logprob_token_ids`."""
 
     token_id: int
     logprob: float
     rank: int  # 1 is the likeliest
-    top: tuple[tuple[int, float], ...]  # (token id, logprob), `SamplingParams.logprobs` of them
+    top: tuple[tuple[int, float], ...]  # (token id, logprob)
 
 
 @dataclass(frozen=True, slots=True)

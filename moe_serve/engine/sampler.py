@@ -8,6 +8,7 @@ these.
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -107,6 +108,18 @@ def describe_tokens(logits_RV: Tensor, tokens: list[int], num_top: int) -> list[
     ]
 
 
+def with_given(entry: TokenLogprob, logits_V: Tensor, given: Tokens[int]) -> TokenLogprob:
+    """The entry with the chosen token and the `given` ones in place of the likeliest ones.
+    Without any given the entry stays as it is."""
+    if not given:
+        return entry
+    logprobs_1V = torch.log_softmax(logits_V[None], dim=-1)
+    values: list[float] = logprobs_1V[0, list(given)].tolist()
+    others = dict(zip(given, values, strict=True))
+    others.pop(entry.token_id, None)
+    return replace(entry, top=((entry.token_id, entry.logprob), *others.items()))
+
+
 def _has_filter(params: SamplingParams) -> bool:
     return params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0
 
@@ -164,5 +177,7 @@ def _logprobs(
         most = max(wanted[row] or 0 for row in rows)
         described = describe_tokens(logits_SV[rows], [tokens[row] for row in rows], most)
         for row, entry in zip(rows, described, strict=True):
-            result[row] = replace(entry, top=entry.top[: wanted[row]])
+            natural = replace(entry, top=entry.top[: wanted[row]])
+            given = sequences[row].request.params.logprob_token_ids
+            result[row] = with_given(natural, logits_SV[row], given)
     return result

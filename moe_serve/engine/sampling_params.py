@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +13,7 @@ from moe_serve.engine.thinking_markers import ThinkingMarkers
 from moe_serve.errors import InvalidRequestError
 
 MAX_LOGPROBS = 20
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
@@ -21,7 +22,9 @@ MAX_ALLOWED_TOKEN_IDS = 16_384
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 MAX_SEED = 2**63 - 1
+_MAX_SHOWN = 10  # of several wrong values
 
+_TUPLES = ("stop_token_ids", "logprob_token_ids", "allowed_token_ids", "bad_words", "bad_word_ids")
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
@@ -30,7 +33,8 @@ class SamplingParams:
     """Checked at construction; raises InvalidRequestError with the field and its limit.
 
     `top_k` 0 or -1 means all tokens. `max_tokens` None means up to the context's end.
-    `logprobs` None means none, k means the chosen token's and the k likeliest ones'.
+    `logprobs` None means none, k means the chosen token's and the k likeliest ones'. With
+    `logprob_token_ids` these tokens come in place of the likeliest ones.
     `allowed_token_ids` empty means all. `bad_words` become `bad_word_ids` where a tokenizer is.
     `thinking_token_budget` None or -1 means no limit of the reasoning; `thinking_markers` are made
     for it where a tokenizer is.
@@ -54,6 +58,7 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     constraint: Constraint | None = None
@@ -66,7 +71,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", _as_tuple("stop", stop))
-        for name in ("stop_token_ids", "allowed_token_ids", "bad_words", "bad_word_ids"):
+        for name in _TUPLES:
             object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
         if not isinstance(self.logit_bias, Mapping):
             raise InvalidRequestError(
@@ -92,7 +97,7 @@ class SamplingParams:
         _check_range("n", self.n, 1, MAX_CHOICES)
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
-                _check_range(name, value, 0, MAX_LOGPROBS)
+                _check_num_logprobs(name, value)
         if self.seed is not None:
             _check_range("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
         self._check_lists()
@@ -104,14 +109,18 @@ class SamplingParams:
             _check_range("the length of a stop string", length, 1, MAX_STOP_STRING_CHARS, "stop")
         count = len(self.stop_token_ids)
         _check_range("the number of stop_token_ids", count, 0, 128, "stop_token_ids")
-        for token in self.stop_token_ids:
-            _check_range("a stop token id", token, 0, 2**31 - 1, "stop_token_ids")
         count = len(self.logit_bias)
         _check_range("the number of logit_bias entries", count, 0, MAX_LOGIT_BIAS, "logit_bias")
-        for token, bias in self.logit_bias.items():
-            _check_range("a logit_bias token id", token, 0, 2**31 - 1, "logit_bias")
-            _check_range("a logit_bias value", bias, -100.0, 100.0, "logit_bias")
+        count, most = len(self.logprob_token_ids), MAX_LOGPROB_TOKEN_IDS
+        _check_range("the number of logprob_token_ids", count, 0, most, "logprob_token_ids")
+        if count and self.logprobs is None:
+            raise InvalidRequestError(
+                "logprob_token_ids needs logprobs: set it too, 0 will do.",
+                param="logprob_token_ids",
+            )
         self._check_masks()
+        self._check_ids(2**31)
+        _check_each("a logit_bias value", self.logit_bias.values(), -100.0, 100.0, "logit_bias")
 
     def _check_masks(self) -> None:
         if not isinstance(self.constraint, Constraint | None):
@@ -121,8 +130,6 @@ class SamplingParams:
             )
         name, most = "allowed_token_ids", MAX_ALLOWED_TOKEN_IDS
         _check_range(f"the number of {name}", len(self.allowed_token_ids), 0, most, name)
-        for token in self.allowed_token_ids:
-            _check_range("an id of allowed_token_ids", token, 0, 2**31 - 1, name)
         _check_range("the number of bad_words", len(self.bad_words), 0, MAX_BAD_WORDS, "bad_words")
         for word in self.bad_words:
             length = len(word.strip()) and len(word) if isinstance(word, str) else 0
@@ -176,23 +183,64 @@ class SamplingParams:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise InvalidRequestError if a token id lies outside the model's vocabulary."""
-        for token in self.stop_token_ids:
-            _check_range("a stop token id", token, 0, vocab_size - 1, "stop_token_ids")
-        for token in self.logit_bias:
-            _check_range("a logit_bias token id", token, 0, vocab_size - 1, "logit_bias")
-        for token in self.allowed_token_ids:
-            _check_range(
-                "an id of allowed_token_ids", token, 0, vocab_size - 1, "allowed_token_ids"
-            )
+        self._check_ids(vocab_size)
         for token in self.limited_thinking.end if self.limited_thinking else ():
             name = "a token id of the end of reasoning"
             _check_range(name, token, 0, vocab_size - 1, "thinking_token_budget")
+
+    def _check_ids(self, end: int) -> None:
+        """Every token id of the request must be below `end`."""
+        for name, ids, param in (
+            ("a stop token id", self.stop_token_ids, "stop_token_ids"),
+            ("a logit_bias token id", self.logit_bias, "logit_bias"),
+            ("an id of logprob_token_ids", self.logprob_token_ids, "logprob_token_ids"),
+            ("an id of allowed_token_ids", self.allowed_token_ids, "allowed_token_ids"),
+        ):
+            _check_each(name, ids, 0, end - 1, param)
+
+
+def all_logprobs_reason(*, has_ids: bool) -> str:
+    """What is wrong with -1, which asks for the whole vocabulary elsewhere, and what to do.
+    `has_ids`: the request may name tokens instead."""
+    what_to_do = "; name tokens in logprob_token_ids" if has_ids else ""
+    return f"must be 0 to {MAX_LOGPROBS} (the whole vocabulary, -1, is not served{what_to_do})"
+
+
+def _check_num_logprobs(name: str, value: int) -> None:
+    if value == -1:
+        reason = all_logprobs_reason(has_ids=name == "logprobs")
+        raise InvalidRequestError(f"{name} {reason}, got -1.", param=name)
+    _check_range(name, value, 0, MAX_LOGPROBS)
+
+
+def shown_values(values: Sequence[object]) -> str:
+    """The first of several values, and how many more there are."""
+    more = len(values) - _MAX_SHOWN
+    shown = ", ".join(f"{value!r}" for value in values[:_MAX_SHOWN])
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
         raise InvalidRequestError(f"{name} must be a list, got {value!r}.", param=name)
     return tuple(value)
+
+
+def _check_each(name: str, values: Iterable[float], low: float, high: float, param: str) -> None:
+    """As `_check_range` for each value; the error names all that are wrong."""
+    wrong = []
+    for value in values:
+        try:
+            _check_range(name, value, low, high, param)
+        except InvalidRequestError:
+            wrong.append(value)
+    if len(wrong) == 1:
+        _check_range(name, wrong[0], low, high, param)
+    elif wrong:
+        kind = "an integer" if isinstance(low, int) else "a number"
+        raise InvalidRequestError(
+            f"{name} must be {kind} in [{low}, {high}], got {shown_values(wrong)}.", param=param
+        )
 
 
 def _check_range(

@@ -1,4 +1,7 @@
-"""How many tokens steps computed: a histogram that a scheduler keeps and /metrics shows."""
+"""How many tokens steps had: a histogram that a scheduler keeps and /metrics shows.
+
+As in vLLM, a step has the prompt tokens that it computed and the tokens that it generated.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,10 @@ class StepTokenCounter:
         if num_tokens:
             self._num_steps[bisect.bisect_left(BOUNDS, num_tokens)] += 1
             self._num_tokens += num_tokens
+
+    def count_to(self, total: int) -> None:
+        """A step after which all steps together had `total` tokens."""
+        self.count(total - self._num_tokens)
 
     def snapshot(self) -> StepTokens:
         return StepTokens(num_steps=tuple(self._num_steps), num_tokens=self._num_tokens)

@@ -35,9 +35,31 @@ def with_thinking_markers(
         )
     if _holds_at_once(params, reasoning):
         return params
+    markers = _markers(reasoning, prompt, tokenizer, can_call=can_call)
+    return replace(params, thinking_markers=markers)
+
+
+def thinking_markers(
+    params: SamplingParams, reasoning: ReasoningFormat | None, prompt: str, tokenizer: Tokenizer
+) -> ThinkingMarkers | None:
+    """The markers of the reasoning, to count its tokens. None: the answer has no reasoning, or the
+    vocabulary cannot write the marker that ends it."""
+    if params.thinking_markers is not None:
+        return params.thinking_markers
+    if reasoning is None or _holds_at_once(params, reasoning):
+        return None
+    try:
+        return _markers(reasoning, prompt, tokenizer, can_call=True)
+    except InvalidRequestError:
+        return None
+
+
+def _markers(
+    reasoning: ReasoningFormat, prompt: str, tokenizer: Tokenizer, *, can_call: bool
+) -> ThinkingMarkers:
     ends = reasoning.ends(can_call=can_call)
     closings = [ids for text in ends.closings for ids in spellings(text, tokenizer)]
-    markers = ThinkingMarkers(
+    return ThinkingMarkers(
         end=_written(ends.closings[0], tokenizer) + _written(ends.following, tokenizer),
         closings=tuple(closings),
         openings=spellings(ends.opening, tokenizer),
@@ -45,7 +67,6 @@ def with_thinking_markers(
         is_open=reasoning.is_open_after(prompt),
         can_reopen=ends.can_reopen,
     )
-    return replace(params, thinking_markers=markers)
 
 
 def _written(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -49,6 +49,16 @@ class ThoughtCounter:
     def is_free(self) -> bool:
         return self.forced is None and self.barred is None
 
+    @property
+    def num_spent(self) -> int:
+        """The tokens of reasoning so far, without those that close it."""
+        return self._num_spent
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no further token can be reasoning."""
+        return not (self._is_inside or self._may_open or self._markers.can_reopen)
+
     def read(self, tokens: Tokens[int]) -> None:
         """Those of the sequence, its prompt too."""
         while self._num_read < len(tokens):

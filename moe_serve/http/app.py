@@ -30,8 +30,10 @@ from moe_serve.http.hang_routes import hang_router
 from moe_serve.http.health_routes import health_router
 from moe_serve.http.host_check import HostMiddleware
 from moe_serve.http.info_routes import info_router
+from moe_serve.http.invocation_routes import invocation_router
 from moe_serve.http.key_limits import KeyLimitMiddleware
 from moe_serve.http.key_ring import KeyRing
+from moe_serve.http.load_report import LoadReportMiddleware
 from moe_serve.http.messages.routes import messages_router
 from moe_serve.http.metrics import ServerMetrics
 from moe_serve.http.model_routes import model_router
@@ -105,7 +107,7 @@ def create_app(
     app.openapi = honest_openapi(app)  # type: ignore[method-assign]
     for kind in HANDLED_ERRORS:
         app.add_exception_handler(kind, error_handler(config.overload_status))
-    _add_middleware(app, config, metrics, AccessLog(operations.log.access_exclude), spans)
+    _add_middleware(app, config, engine, metrics, AccessLog(operations.log.access_exclude), spans)
     return app
 
 
@@ -113,6 +115,7 @@ def _add_routes(app: FastAPI, server: ServerContext) -> None:
     for make_router in (
         chat_router,
         completion_router,
+        invocation_router,
         responses_router,
         messages_router,
         model_router,
@@ -128,11 +131,13 @@ def _add_routes(app: FastAPI, server: ServerContext) -> None:
 def _add_middleware(
     app: FastAPI,
     config: ServerConfig,
+    engine: EngineClient,
     metrics: ServerMetrics,
     access: AccessLog,
     spans: SpanExport | None,
 ) -> None:
     """The last one added is the outermost."""
+    app.add_middleware(LoadReportMiddleware, stats=engine.stats)
     keys, admin_keys = KeyRing(config.api_keys, config.api_key_file), KeyRing(config.admin_keys)
     app.add_middleware(KeyLimitMiddleware, config=config, count=metrics.count_rejection)
     app.add_middleware(ApiKeyMiddleware, keys=keys, admin_keys=admin_keys)

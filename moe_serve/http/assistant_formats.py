@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from moe_serve.config import ServerConfig
 from moe_serve.engine.constraint import Constraint
 from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.engine.thinking_limit import with_thinking_markers
+from moe_serve.engine.thinking_limit import thinking_markers, with_thinking_markers
+from moe_serve.engine.thinking_markers import ThinkingMarkers
 from moe_serve.errors import InvalidRequestError
 from moe_serve.http.schemas import ChatBody
 from moe_serve.http.served_model import ServedModel
@@ -82,6 +83,12 @@ class AssistantFormats:
         return with_thinking_markers(
             params, self._reasoning(body), prompt, tokenizer, can_call=can_call
         )
+
+    def thinking_markers(
+        self, params: SamplingParams, body: ChatBody, prompt: str, tokenizer: Tokenizer
+    ) -> ThinkingMarkers | None:
+        """The markers between which the answer's tokens are reasoning; None: it has none."""
+        return thinking_markers(params, self._reasoning(body), prompt, tokenizer)
 
     def _reasoning(self, body: ChatBody) -> ReasoningFormat | None:
         """That of this answer, as far as the request tells."""

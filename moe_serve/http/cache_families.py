@@ -38,13 +38,14 @@ def cache_families(
         "model_name": model_name,
         "block_size": str(PAGE_SIZE),
         "num_gpu_blocks": str(stats.num_pages),
+        "kv_cache_size_tokens": str(stats.num_pages * PAGE_SIZE),
         "enable_prefix_caching": str(facts.has_prefix_cache),
         "cache_dtype": facts.dtype,
     }
     info = GaugeMetricFamily(
         prefix + "cache_config_info",
-        "1; the labels say how many tokens a KV page has, how many pages there are, whether "
-        "prompts share them, and what their values are.",
+        "1; the labels say how many tokens a KV page has, how many pages there are and how "
+        "many tokens those hold, whether prompts share them, and what their values are.",
         labels=list(labels),
     )
     info.add_metric(list(labels.values()), 1.0)

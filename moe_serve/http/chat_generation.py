@@ -10,13 +10,15 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from moe_serve.engine.request import FinishReason, TokenLogprob
+from moe_serve.engine.thinking_markers import ThinkingMarkers
 from moe_serve.http.admission import admit_params, admit_priority
 from moe_serve.http.assistant_formats import forced, led
 from moe_serve.http.context import ServerContext
-from moe_serve.http.engine_requests import TokenLimits, build_engine_requests
+from moe_serve.http.engine_requests import TokenLimits, build_engine_requests, check_given_logprobs
 from moe_serve.http.generation import Generation, Usage
 from moe_serve.http.metrics import CallOutcome
 from moe_serve.http.prompts import Prompt, chat_prompt, truncated
+from moe_serve.http.reasoning_tokens import ReasoningTokens
 from moe_serve.http.routed_requests import with_routed_experts
 from moe_serve.http.schemas import ChatBody
 from moe_serve.http.sequence import Piece
@@ -76,8 +78,11 @@ class ChatGeneration:
         echoed: str = "",
         ignored: Sequence[str] = (),
         count_outcome: Callable[[CallOutcome], None] | None = None,
+        markers: ThinkingMarkers | None = None,
     ) -> None:
-        """`count_outcome`: told once of each message; None: calls are not looked for."""
+        """`count_outcome`: told once of each message; None: calls are not looked for. `markers`:
+        of the reasoning; None: there is none."""
+        self._thoughts = ReasoningTokens(markers, len(parsers))
         self.prompt = prompt
         self.ignored = ignored
         self._echoed = dict.fromkeys(range(len(parsers)), echoed) if echoed else {}
@@ -106,7 +111,7 @@ class ChatGeneration:
         self._generation.listen(on_step)
 
     def usage(self) -> Usage:
-        return self._generation.usage()
+        return replace(self._generation.usage(), reasoning_tokens=self._thoughts.total)
 
     def close(self) -> None:
         """Harmless when all has finished, or when called again."""
@@ -114,6 +119,7 @@ class ChatGeneration:
 
     def _parsed(self, piece: Piece) -> ChatPiece:
         parser, reason = self._parsers[piece.index], piece.delta.finish_reason
+        self._thoughts.read(piece.index, piece.delta.token_ids)
         delta = parser.push(piece.delta.text) if piece.delta.text else NOTHING
         if reason is not None:
             delta = joined(delta, parser.finish())
@@ -149,6 +155,7 @@ async def start_chat(server: ServerContext, body: ChatBody, response_id: str) ->
     is_forced, special = body.forces_call, tokenizer.special_ids
     shaped = forced(params, body, plan, special) if is_forced else led(params, plan, special)
     shaped = server.assistant.limited(shaped, body, prompt.text or "", tokenizer)
+    markers = server.assistant.thinking_markers(shaped, body, prompt.text or "", tokenizer)
     params = await admit_params(server, shaped, "tools" if is_forced else body.constraint()[1])
     limit, max_len = body.truncate_prompt_tokens, model.max_model_len
     prompt = truncated(prompt, limit, max_len, params.max_tokens or 1, body.truncation_side)
@@ -160,6 +167,7 @@ async def start_chat(server: ServerContext, body: ChatBody, response_id: str) ->
     )
     salt, priority = body.cache_salt or "", admit_priority(server, body.priority)
     requests = build_engine_requests(response_id, [prompt], params, limits, salt, priority)
+    check_given_logprobs(requests, max_len, is_streamed=bool(body.stream))
     requests = with_routed_experts(requests, body, server)
     kept_ids = frozenset(special[marker] for marker in plan.markers if marker in special)
     return ChatGeneration(
@@ -172,4 +180,5 @@ async def start_chat(server: ServerContext, body: ChatBody, response_id: str) ->
         echoed=body.echoed,
         ignored=ignored,
         count_outcome=server.metrics.count_parsed_message if plan.looks_for_calls else None,
+        markers=markers,
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Mapping
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
@@ -27,38 +29,48 @@ def chat_router(server: ServerContext) -> APIRouter:
     @router.post("/v1/chat/completions", openapi_extra=request_body_schema(ChatBody))
     async def create_chat_completion(request: Request) -> Response:
         content = await read_json_object(request, server.config.max_body_bytes)
-        body = parse_body(ChatBody, content)
-        ignored = body.check(is_strict=server.config.is_strict)
-        server.model.check_name(body.model)
-        internal_id = f"chatcmpl-{uuid.uuid4().hex}"
-        head = ResponseHead(
-            id=f"chatcmpl-{body.request_id}" if body.request_id else internal_id,
-            object="chat.completion.chunk" if body.stream else "chat.completion",
-            created=int(time.time()),
-            model=server.model.name,
-        )
-        tokenizer = server.model.tokenizer
-        generation = await start_chat(server, body, internal_id)
-        headers = ignored_header([*ignored, *generation.ignored])
-        token_ids = generation.prompt.token_ids if body.return_token_ids else None
-        if body.stream:
-            return stream_response(
-                generation,
-                ChatChunks(
-                    head,
-                    tokenizer,
-                    has_usage=body.has_usage_chunk,
-                    usage_now=generation.usage if body.has_usage_in_chunks else None,
-                    prompt_token_ids=token_ids,
-                ),
-                has_usage=body.has_usage_chunk,
-                ping_s=server.config.sse_ping_s,
-                headers=headers,
-            )
-        answer = _answer(generation, head, tokenizer, token_ids)
-        return await whole_response(answer, generation, request, headers)
+        return await answer_chat(server, content, request)
 
     return router
+
+
+async def answer_chat(
+    server: ServerContext, content: Mapping[str, Any], request: Request
+) -> Response:
+    """The answer to a chat, streamed or whole; `content` is the parsed body of the request."""
+    body = parse_body(ChatBody, content)
+    ignored = body.check(is_strict=server.config.is_strict)
+    server.model.check_name(body.model)
+    internal_id = f"chatcmpl-{uuid.uuid4().hex}"
+    head = ResponseHead(
+        id=f"chatcmpl-{body.request_id}" if body.request_id else internal_id,
+        object="chat.completion.chunk" if body.stream else "chat.completion",
+        created=int(time.time()),
+        model=server.model.name,
+        system_fingerprint=server.model.fingerprint,
+    )
+    tokenizer = server.model.tokenizer
+    generation = await start_chat(server, body, internal_id)
+    headers = ignored_header([*ignored, *generation.ignored])
+    is_forced = server.config.force_include_usage
+    has_usage, has_usage_in_chunks = body.stream_usage(is_forced=is_forced)
+    token_ids = generation.prompt.token_ids if body.return_token_ids else None
+    if body.stream:
+        return stream_response(
+            generation,
+            ChatChunks(
+                head,
+                tokenizer,
+                has_usage=has_usage,
+                usage_now=generation.usage if has_usage_in_chunks else None,
+                prompt_token_ids=token_ids,
+            ),
+            has_usage=has_usage,
+            ping_s=server.config.sse_ping_s,
+            headers=headers,
+        )
+    answer = _answer(generation, head, tokenizer, token_ids)
+    return await whole_response(answer, generation, request, headers)
 
 
 async def _answer(

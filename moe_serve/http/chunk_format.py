@@ -20,6 +20,7 @@ class ResponseHead:
     object: str
     created: int
     model: str
+    system_fingerprint: str | None = None
 
     def fields(self) -> dict[str, Any]:
         return {
@@ -27,6 +28,7 @@ class ResponseHead:
             "object": self.object,
             "created": self.created,
             "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
         }
 
 
@@ -65,14 +67,20 @@ class ChunkWriter:
 
 
 def usage_fields(usage: Usage) -> dict[str, Any]:
-    return {
+    """`completion_tokens_details` are those of chats: nothing else has reasoning."""
+    fields: dict[str, Any] = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    if usage.reasoning_tokens is not None:
+        fields["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    return fields
 
 
 def timing_fields(usage: Usage) -> dict[str, Any]:
-    """`metrics` beside the usage, where the server tells it."""
-    return {} if usage.timing is None else {"metrics": usage.timing}
+    """`metrics` (vLLM's) and `timings` (llama.cpp's) beside the usage, where the server tells
+    them."""
+    told = {"metrics": usage.timing, "timings": usage.llama_timings}
+    return {name: times for name, times in told.items() if times is not None}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
@@ -17,7 +18,7 @@ from moe_serve.http.body import read_json_object
 from moe_serve.http.chunk_format import ResponseHead
 from moe_serve.http.completion_format import CompletionFormat, EchoedPrompt, echoed_prompt
 from moe_serve.http.context import ServerContext
-from moe_serve.http.engine_requests import TokenLimits, build_engine_requests
+from moe_serve.http.engine_requests import TokenLimits, build_engine_requests, check_given_logprobs
 from moe_serve.http.generation import Generation
 from moe_serve.http.parameters import ignored_header
 from moe_serve.http.prompts import Prompt, completion_prompts, truncated
@@ -37,47 +38,57 @@ def completion_router(server: ServerContext) -> APIRouter:
     @router.post("/v1/completions", openapi_extra=request_body_schema(CompletionBody))
     async def create_completion(request: Request) -> Response:
         content = await read_json_object(request, server.config.max_body_bytes)
-        body = parse_body(CompletionBody, content)
-        headers = ignored_header(body.check(is_strict=server.config.is_strict))
-        server.model.check_name(body.model)
-        tokenizer = server.model.tokenizer
-        params = await admit_params(server, body.sampling_params(), body.constraint()[1])
-        prompts = await _prompts(body, server.model)
-        internal_id = f"cmpl-{uuid.uuid4().hex}"
-        requests = _engine_requests(server, body, params, prompts, internal_id)
-        echoes: list[EchoedPrompt | None] = [None] * len(requests)
-        if body.echo:
-            echoes = await _echoes(prompts, len(requests) // len(prompts), tokenizer)
-        head = ResponseHead(
-            id=f"cmpl-{body.request_id}" if body.request_id else internal_id,
-            object="text_completion",
-            created=int(time.time()),
-            model=server.model.name,
-        )
-        generation = server.generations.start(
-            requests, is_prompt_only=body.is_prompt_only, continues=True
-        )
-        formatter = CompletionFormat(
-            head,
-            tokenizer,
-            echoes,
-            has_usage=body.has_usage_chunk,
-            usage_now=generation.usage if body.has_usage_in_chunks else None,
-            prompt_ids=_prompt_ids(requests) if body.return_token_ids else None,
-            has_prompt_logprobs=body.prompt_logprobs is not None,
-        )
-        if body.stream:
-            return stream_response(
-                generation,
-                formatter,
-                has_usage=body.has_usage_chunk,
-                ping_s=server.config.sse_ping_s,
-                headers=headers,
-            )
-        answer = _answer(generation, len(requests), formatter)
-        return await whole_response(answer, generation, request, headers)
+        return await answer_completion(server, content, request)
 
     return router
+
+
+async def answer_completion(
+    server: ServerContext, content: Mapping[str, Any], request: Request
+) -> Response:
+    """The answer to a completion; `content` is the parsed body of the request."""
+    body = parse_body(CompletionBody, content)
+    headers = ignored_header(body.check(is_strict=server.config.is_strict))
+    server.model.check_name(body.model)
+    tokenizer = server.model.tokenizer
+    params = await admit_params(server, body.sampling_params(), body.constraint()[1])
+    prompts = await _prompts(body, server.model)
+    internal_id = f"cmpl-{uuid.uuid4().hex}"
+    requests = _engine_requests(server, body, params, prompts, internal_id)
+    echoes: list[EchoedPrompt | None] = [None] * len(requests)
+    if body.echo:
+        echoes = await _echoes(prompts, len(requests) // len(prompts), tokenizer)
+    head = ResponseHead(
+        id=f"cmpl-{body.request_id}" if body.request_id else internal_id,
+        object="text_completion",
+        created=int(time.time()),
+        model=server.model.name,
+        system_fingerprint=server.model.fingerprint,
+    )
+    generation = server.generations.start(
+        requests, is_prompt_only=body.is_prompt_only, continues=True
+    )
+    is_forced = server.config.force_include_usage
+    has_usage, has_usage_in_chunks = body.stream_usage(is_forced=is_forced)
+    formatter = CompletionFormat(
+        head,
+        tokenizer,
+        echoes,
+        has_usage=has_usage,
+        usage_now=generation.usage if has_usage_in_chunks else None,
+        prompt_ids=_prompt_ids(requests) if body.return_token_ids else None,
+        has_prompt_logprobs=body.prompt_logprobs is not None,
+    )
+    if body.stream:
+        return stream_response(
+            generation,
+            formatter,
+            has_usage=has_usage,
+            ping_s=server.config.sse_ping_s,
+            headers=headers,
+        )
+    answer = _answer(generation, len(requests), formatter)
+    return await whole_response(answer, generation, request, headers)
 
 
 async def _prompts(body: CompletionBody, model: ServedModel) -> list[Prompt]:
@@ -107,6 +118,7 @@ def _engine_requests(
     )
     salt, priority = body.cache_salt or "", admit_priority(server, body.priority)
     requests = build_engine_requests(response_id, prompts, params, limits, salt, priority)
+    check_given_logprobs(requests, limits.max_model_len, is_streamed=bool(body.stream))
     return with_routed_experts(requests, body, server)
 
 

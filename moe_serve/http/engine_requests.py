@@ -12,6 +12,7 @@ from moe_serve.errors import ContextLengthError, InvalidRequestError
 from moe_serve.http.prompts import Prompt, check_prompt_length
 
 MAX_PROMPT_LOGPROBS = 2_000_000  # of one request, in all its choices
+MAX_GIVEN_LOGPROBS = 2_000_000  # of one whole answer, in all its choices; a stream holds none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,27 @@ def build_engine_requests(
                 )
             )
     return requests
+
+
+def check_given_logprobs(
+    requests: Sequence[GenerationRequest], max_model_len: int, *, is_streamed: bool
+) -> None:
+    """Raises InvalidRequestError for a whole answer whose `logprob_token_ids` take too much
+    memory."""
+    given = len(requests[0].params.logprob_token_ids)
+    if not given or is_streamed:
+        return
+    num_tokens = sum(
+        r.params.max_tokens or max_model_len - len(r.prompt_token_ids) for r in requests
+    )
+    count = num_tokens * (given + 1)
+    if count > MAX_GIVEN_LOGPROBS:
+        raise InvalidRequestError(
+            f"logprob_token_ids asks for up to {count} log probabilities ({num_tokens} tokens in "
+            f"{len(requests)} choices, {given + 1} each); a whole answer holds at most "
+            f"{MAX_GIVEN_LOGPROBS}. Set a smaller max_tokens, or ask for a stream.",
+            param="logprob_token_ids",
+        )
 
 
 def _check_prompt(prompt: Prompt, limits: TokenLimits) -> None:

@@ -20,7 +20,11 @@ from moe_serve.engine.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_LOGPROBS,
     MAX_STOP_STRINGS,
+    all_logprobs_reason,
+    shown_values,
 )
 from moe_serve.errors import InvalidRequestError
 
@@ -85,13 +89,31 @@ def _string_keys_to_ids(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     _check_size(value, Mapping, "entries", 0, MAX_LOGIT_BIAS)
-    for key in value:
-        if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10):
-            shown = str(key)[:40]
-            raise PydanticCustomError(
-                "token_id", "must have token ids as its keys, got '{key}'", {"key": shown}
-            )
+    if wrong := [str(key)[:40] for key in value if not _is_token_id(key)]:
+        shown = {"keys": shown_values(wrong)}
+        raise PydanticCustomError("token_id", "must have token ids as its keys, got {keys}", shown)
+    wrong = [key for key, bias in value.items() if type(bias) not in (int, float)]
+    if len(wrong) > 1:  # a single one is judged later
+        shown = {"keys": shown_values(wrong)}
+        reason = "must have numbers as its values; those of {keys} are not"
+        raise PydanticCustomError("biases", reason, shown)
     return {int(key): bias for key, bias in value.items()}
+
+
+def _is_token_id(key: object) -> bool:
+    return isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10
+
+
+def _not_all(*, has_ids: bool) -> BeforeValidator:
+    """Refuses -1, which asks for the log probabilities of the whole vocabulary in vLLM."""
+
+    def check(value: Any) -> Any:
+        if value == -1:
+            reason = {"reason": all_logprobs_reason(has_ids=has_ids)}
+            raise PydanticCustomError("all_logprobs", "{reason}", reason)
+        return value
+
+    return BeforeValidator(check)
 
 
 Message = TypeVar("Message")
@@ -123,6 +145,13 @@ ChoiceList = Annotated[
     list[str],
     Field(fail_fast=True, json_schema_extra={"minItems": 1, "maxItems": MAX_CHOICES}),
     at_most("choices", MAX_CHOICES, at_least=1),
+]
+NumLogprobs = Annotated[Int, Field(ge=0, le=MAX_LOGPROBS), _not_all(has_ids=False)]
+NumChatLogprobs = Annotated[Int, Field(ge=0, le=MAX_LOGPROBS), _not_all(has_ids=True)]
+LogprobTokenIds = Annotated[
+    list[Int],
+    Field(fail_fast=True, json_schema_extra={"maxItems": MAX_LOGPROB_TOKEN_IDS}),
+    at_most("ids", MAX_LOGPROB_TOKEN_IDS),
 ]
 LogitBias = Annotated[dict[int, float], BeforeValidator(_string_keys_to_ids)]
 MessageList = Annotated[

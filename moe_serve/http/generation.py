@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_serve.engine.client import EngineClient
@@ -12,10 +12,11 @@ from moe_serve.engine.delta_queue import DeltaQueue
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.errors import ServerOverloadedError
 from moe_serve.http.errors import ApiError, draining_error, engine_dead_error
+from moe_serve.http.finished_sequence import FinishedSequence
 from moe_serve.http.key_limits import KeyAccount, current_account
 from moe_serve.http.metrics import ServerMetrics
 from moe_serve.http.prompt_logprobs import SharedPromptLogprobs
-from moe_serve.http.request_timing import Timing, timing_of
+from moe_serve.http.request_timing import Timing, llama_timings, timing_of
 from moe_serve.http.sequence import Piece, SequenceProgress
 from moe_serve.text.stop_strings import StopStrings
 from moe_serve.text.tokenizer import Tokenizer
@@ -27,13 +28,17 @@ _LOGGER = logging.getLogger(__name__)
 class Usage:
     """Tokens of one HTTP request. A prompt with n choices counts once.
 
-    `timing`: of a request with one sequence that has ended, where the configuration asks for it.
+    `reasoning_tokens` are those of the completion that are reasoning; None: not a chat.
+    `timing` and `llama_timings`: of a request with one sequence that has ended, where the
+    configuration asks for it.
     """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int | None = None
     timing: Timing | None = None
+    llama_timings: Mapping[str, float] | None = None
 
 
 class Generation:
@@ -84,19 +89,21 @@ class Generation:
     def usage(self) -> Usage:
         sequences = self._sequences.values()
         firsts = [sequence for sequence in sequences if sequence.request.choice == 0]
+        timed = self._timed()
         return Usage(
             prompt_tokens=sum(len(first.request.prompt_token_ids) for first in firsts),
             completion_tokens=sum(sequence.num_tokens for sequence in sequences),
             cached_tokens=sum(first.num_cached_tokens for first in firsts),
-            timing=self._timing(),
+            timing=None if timed is None else timing_of(timed),
+            llama_timings=None if timed is None else llama_timings(timed),
         )
 
-    def _timing(self) -> Timing | None:
-        """Of several sequences no time is the request's own."""
+    def _timed(self) -> FinishedSequence | None:
+        """The sequence whose times are the request's own: the only one, once it has ended."""
         if not self._has_timing or len(self._sequences) != 1:
             return None
         (sequence,) = self._sequences.values()
-        return None if sequence.finished is None else timing_of(sequence.finished)
+        return sequence.finished
 
     def cut(self, error: ApiError) -> None:
         """End the generation with this error, as if each sequence had failed in the engine."""

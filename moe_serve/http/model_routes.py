@@ -17,6 +17,8 @@ def model_router(server: ServerContext) -> APIRouter:
         "object": "model",
         "created": model.created,
         "owned_by": "moe-serve",
+        "root": model.root or model.name,
+        "parent": None,
         "max_model_len": model.max_model_len,
     }
 

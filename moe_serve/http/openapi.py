@@ -14,7 +14,9 @@ from fastapi import FastAPI
 
 from moe_serve.http.auth import ADMIN_PREFIX, OPEN_PATHS
 
-_STREAMING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+_STREAMING = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/invocations"}
+)
 _OPENAI_ERROR = {
     "type": "object",
     "required": ["error"],

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from moe_serve.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.errors import InvalidRequestError
 from moe_serve.http.chat_messages import ChatMessage, template_messages
 from moe_serve.http.field_types import (
@@ -18,7 +18,10 @@ from moe_serve.http.field_types import (
     CacheSalt,
     Int,
     LogitBias,
+    LogprobTokenIds,
     MessageList,
+    NumChatLogprobs,
+    NumLogprobs,
     Priority,
     RequestId,
     StopList,
@@ -59,6 +62,7 @@ _SAMPLING_FIELDS = (
     "skip_special_tokens",
     "allowed_token_ids",
     "bad_words",
+    "logprob_token_ids",
 )
 
 
@@ -95,7 +99,8 @@ class GenerationBody(StructuredFields):
     return_routed_experts: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    prompt_logprobs: Int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    prompt_logprobs: NumLogprobs | None = None
+    logprob_token_ids: LogprobTokenIds | None = None
     return_token_ids: bool | None = None
     truncate_prompt_tokens: Int | None = Field(default=None, ge=-1)
     truncation_side: TruncationSide | None = None
@@ -110,6 +115,11 @@ class GenerationBody(StructuredFields):
     def has_usage_in_chunks(self) -> bool:
         options = self.stream_options
         return self.has_usage_chunk and bool(options and options.continuous_usage_stats)
+
+    def stream_usage(self, *, is_forced: bool) -> tuple[bool, bool]:
+        """Whether the stream ends with its usage, and whether each chunk has the usage so far.
+        `is_forced`: the server has all streams tell both."""
+        return is_forced or self.has_usage_chunk, is_forced or self.has_usage_in_chunks
 
     def check(self, *, is_strict: bool) -> list[str]:
         """Checks across fields; returns the names of the fields that have no effect."""
@@ -154,7 +164,7 @@ class ChatBody(GenerationBody):
     max_tokens: Int | None = Field(default=None, ge=1)
     max_completion_tokens: Int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: Int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: NumChatLogprobs | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     echo: bool | None = None
@@ -212,6 +222,8 @@ class ChatBody(GenerationBody):
             raise InvalidRequestError(
                 "top_logprobs is only allowed with logprobs: true.", param="top_logprobs"
             )
+        if self.logprob_token_ids and not self.logprobs:
+            raise _needs("logprob_token_ids", "logprobs: true")
         check_tools(self.tools or [], self.tool_choice)
         self._check_last_message()
         ignored = super().check(is_strict=is_strict)
@@ -281,6 +293,10 @@ class CompletionBody(GenerationBody):
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens (0).",
                 param="min_tokens",
             )
+        if self.logprob_token_ids and self.logprobs is None:
+            raise _needs("logprob_token_ids", "logprobs (0 will do)")
+        if self.logprob_token_ids and self.is_prompt_only:
+            raise _needs("logprob_token_ids", "max_tokens of at least 1: it is of generated tokens")
         if self.logprobs is not None and self.echo and self.prompt_logprobs is not None:
             raise InvalidRequestError(
                 "prompt_logprobs and echo with logprobs exclude each other.",
@@ -305,3 +321,7 @@ class CompletionBody(GenerationBody):
             logprobs=self.logprobs,
             prompt_logprobs=self.num_prompt_logprobs,
         )
+
+
+def _needs(name: str, what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name} needs {what}.", param=name)

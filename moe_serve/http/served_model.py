@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from moe_serve.errors import InvalidRequestError, ModelNotFoundError
 from moe_serve.http.text_threads import TextThreads
@@ -21,6 +22,9 @@ class ServedModel:
     created: int  # seconds since 1970
     max_model_len: int
     ids_per_token: int = 0  # that routers choose: k in each layer with routed experts
+    root: str | None = None  # the name of the checkpoint's folder; None: the name itself
+    fingerprint: str | None = None  # changes when answers could; None: not known
+    tokenizer_info: Mapping[str, Any] | None = None  # None: it is not told
     description: Mapping[str, str] = field(default_factory=dict)
     texts: TextThreads = field(default_factory=TextThreads)
 

@@ -14,7 +14,9 @@ from moe_serve.http.waiting import waiting_by_reason
 
 def step_families(stats: EngineStats, prefix: str, model_name: str) -> Iterator[Metric]:
     histogram = HistogramMetricFamily(
-        prefix + "iteration_tokens_total", "Tokens that a step computed.", labels=["model_name"]
+        prefix + "iteration_tokens_total",
+        "Prompt tokens that a step computed, and tokens that it generated.",
+        labels=["model_name"],
     )
     buckets = cumulative(BOUNDS, stats.step_tokens.num_steps)
     histogram.add_metric([model_name], buckets, float(stats.step_tokens.num_tokens))

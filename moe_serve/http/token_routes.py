@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, also under /v1."""
+"""POST /tokenize and /detokenize, also under /v1; GET /tokenizer_info, where it is enabled."""
 
 from __future__ import annotations
 
@@ -61,6 +61,13 @@ def token_router(server: ServerContext) -> APIRouter:
         is_small = len(body.tokens) <= _MAX_INLINE_TOKENS
         answer = write() if is_small else await asyncio.to_thread(write)
         return _json(answer, ignored)
+
+    if model.tokenizer_info is not None:
+        info = msgspec.json.encode(model.tokenizer_info)
+
+        @router.get("/tokenizer_info")
+        async def tokenizer_info() -> Response:
+            return Response(info, media_type="application/json")
 
     return router
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 from moe_serve.text.tokenizer import Tokenizer
 
 _BEFORE = ("", " ", "\n", ".")
 _AFTER = ("", " ", "\n", "\n\n")
 
 
+@functools.lru_cache(maxsize=64)
 def spellings(text: str, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """The one for the text by itself first, then others: between line breaks, behind a full stop.
     At an edge a token may hold a neighbour too (`>\\n`). None: the vocabulary cannot write it.
@@ -23,6 +26,7 @@ def spellings(text: str, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     return tuple(ids for ids in found if ids)
 
 
+@functools.lru_cache(maxsize=8)
 def blank_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     """The tokens of spaces and line breaks that answers begin with."""
     ids = {i for t in ("\n", "\n\n", " ") for i in tokenizer.encode(t, add_special_tokens=False)}

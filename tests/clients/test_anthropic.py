@@ -76,8 +76,13 @@ def test_raw_events(client: anthropic.Anthropic) -> None:
         messages=[{"role": "user", "content": "Hello, Claude"}],
         stream=True,
     )
-    kinds = [event.type for event in events]
-    assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
+    got = list(events)
+    assert got[0].type == "message_start" and got[-1].type == "message_stop"
+    start = got[0].message.usage
+    assert (start.cache_read_input_tokens, start.cache_creation_input_tokens) == (0, 0)
+    end = next(event.usage for event in got if event.type == "message_delta")
+    assert end.cache_read_input_tokens is not None and end.output_tokens_details is not None
+    assert end.output_tokens_details.thinking_tokens == 0
 
 
 def test_the_async_client(server_url: str) -> None:

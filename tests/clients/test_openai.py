@@ -29,6 +29,19 @@ def test_chat(client: openai.OpenAI) -> None:
     )
     assert completion.choices[0].message.content
     assert completion.usage is not None and completion.usage.completion_tokens <= 16
+    details = completion.usage.completion_tokens_details
+    assert details is not None and details.reasoning_tokens == 0
+
+
+def test_the_fingerprint_is_that_of_the_server(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "Hi"}], max_tokens=2
+    )
+    text = client.completions.create(model=MODEL, prompt="Once", max_tokens=2)
+    chunks = client.completions.create(model=MODEL, prompt="Once", max_tokens=2, stream=True)
+    assert chat.system_fingerprint is not None and chat.system_fingerprint.startswith("fp_")
+    told = {text.system_fingerprint, *(chunk.system_fingerprint for chunk in chunks)}
+    assert told == {chat.system_fingerprint}
 
 
 def test_a_chat_as_it_comes(client: openai.OpenAI) -> None:
@@ -73,8 +86,31 @@ def test_completions(client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks) == completion.choices[0].text
 
 
+def test_the_load_in_a_header(client: openai.OpenAI) -> None:
+    answer = client.completions.with_raw_response.create(
+        model=MODEL,
+        prompt="Once",
+        max_tokens=1,
+        extra_headers={"endpoint-load-metrics-format": "TEXT"},
+    )
+    assert answer.headers["endpoint-load-metrics"].startswith("TEXT named_metrics.kv_cache_usage")
+    assert answer.parse().usage is not None
+
+
+def test_logprobs_of_given_tokens(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Yes or no?"}],
+        max_tokens=1,
+        logprobs=True,
+        extra_body={"logprob_token_ids": [100, 200, 300]},
+    )
+    assert chat.choices[0].logprobs is not None and chat.choices[0].logprobs.content
+    assert len(chat.choices[0].logprobs.content[0].top_logprobs) in (3, 4)
+
+
 def test_models(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == [MODEL]
+    assert [(model.id, model.root) for model in client.models.list()] == [(MODEL, MODEL)]  # type: ignore[attr-defined]
     assert client.models.retrieve(MODEL).owned_by == "moe-serve"
 
 
@@ -99,7 +135,8 @@ class TestResponses:
             input="How do I check if a Python object is an instance of a class?",
             max_output_tokens=16,
         )
-        assert response.output_text
+        assert response.output_text and response.usage is not None
+        assert response.usage.output_tokens_details.reasoning_tokens == 0
         assert client.responses.retrieve(response.id).output_text == response.output_text
         (item,) = client.responses.input_items.list(response.id)
         assert item.type == "message"

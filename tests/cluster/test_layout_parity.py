@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from layouts import colocated, config, on_ranks, random_placement, requests, ser
 from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.cluster_engine import ClusterEngine
 from moe_serve.engine.build import build_engine
+from moe_serve.engine.request import TokenLogprob
 from moe_serve.pipeline.group_transport import GroupTransport
 from thread_starter import ThreadStarter
 
@@ -28,6 +30,21 @@ def test_layouts(attention: int, experts: int, micro_batches: int) -> None:
     wanted = requests(7, VOCAB_SIZE)
     of = config(attention, experts, micro_batches)
     assert on_ranks(of, wanted) == colocated(of, wanted), f"{attention}A{experts}E"
+
+
+def test_logprobs_of_given_tokens() -> None:
+    """They travel from the attention ranks as the likeliest ones do."""
+    wanted = [
+        replace(r, params=replace(r.params, logprobs=0, logprob_token_ids=(9, 4095, index)))
+        for index, r in enumerate(requests(4, VOCAB_SIZE))
+    ]
+    of = config(2, 1)
+    answers = on_ranks(of, wanted)
+    assert answers == colocated(of, wanted)
+    for index, answer in enumerate(answers.values()):
+        for entry in answer.logprobs:
+            assert isinstance(entry, TokenLogprob) and entry.top[0][0] == entry.token_id
+            assert {token for token, _ in entry.top} == {entry.token_id, 9, 4095, index}
 
 
 @settings(

@@ -54,6 +54,23 @@ def test_logprobs_and_prompt_logprobs(llm: LLM) -> None:
     assert [e is None for e in result.prompt_logprobs] == [True, False, False, False]
 
 
+def test_logprobs_of_given_tokens(llm: LLM) -> None:
+    common = {"max_tokens": 3, "temperature": 0, "n": 2}
+    likeliest = SamplingParams(logprobs=20, **common)  # type: ignore[arg-type]
+    (wide,) = llm.generate("abcd", likeliest, use_progress_bar=False)
+    assert wide.outputs[0].logprobs is not None
+    known = wide.outputs[0].logprobs[0]
+    named = tuple([*known][5:8])
+    given = SamplingParams(logprobs=0, logprob_token_ids=named, **common)  # type: ignore[arg-type]
+    (result,) = llm.generate("abcd", given, use_progress_bar=False)
+    for answer in result.outputs:
+        assert answer.token_ids == wide.outputs[0].token_ids and answer.logprobs is not None
+        first = answer.logprobs[0]
+        assert [*first] == [answer.token_ids[0], *named]
+        assert [entry.logprob for entry in first.values()] == [known[t].logprob for t in first]
+        assert [entry.rank for entry in first.values()] == [1, None, None, None]
+
+
 def test_a_stop_string_cuts_the_text_and_frees_the_request(llm: LLM) -> None:
     params = SamplingParams(max_tokens=60, temperature=1.0, seed=1, ignore_eos=True)
     (whole,) = llm.generate("abc", params, use_progress_bar=False)

@@ -114,6 +114,21 @@ def test_logprobs_are_the_models_own() -> None:
     assert sample(sequence()).logprob is None
 
 
+def test_logprobs_of_given_tokens() -> None:
+    """The chosen token comes first, then those that were named, in their order and once each."""
+    expected = torch.log_softmax(LOGITS, -1)
+    given = sequence(logprobs=2, logprob_token_ids=(0, 3, 1, 0), logit_bias={1: 50.0})
+    others = [sequence(logprobs=3), sequence(), sequence(logprobs=0, logprob_token_ids=(4,))]
+    rows = Sampler(frozenset()).sample(LOGITS.repeat(4, 1), [given, *others])
+    described = [row.logprob for row in rows]
+    assert described[0] is not None and described[1] is not None and described[3] is not None
+    assert described[0].token_id == 1
+    assert [token for token, _ in described[0].top] == [1, 0, 3]
+    assert [value for _, value in described[0].top] == [expected[i].item() for i in (1, 0, 3)]
+    assert len(described[1].top) == 3 and described[2] is None
+    assert [token for token, _ in described[3].top] == [3, 4]
+
+
 def test_describing_tokens() -> None:
     (entry,) = describe_tokens(LOGITS[None], [1], 1)
     assert (entry.token_id, entry.rank, entry.top[0][0]) == (1, 3, 3)
@@ -188,7 +203,9 @@ def test_draws_depend_on_seed_choice_and_position_alone() -> None:
      ("n", 1000), ("max_tokens", 0), ("logprobs", 21), ("repetition_penalty", 0.0),
      ("max_tokens", True), ("top_k", 1.5), ("seed", 2**63), ("stop", ("",)), ("stop", ("x",) * 17),
      ("stop", 3), ("logit_bias", [1]),
-     ("stop_token_ids", (-1,)), ("logit_bias", {-1: 1.0}), ("logit_bias", {1: 101.0})],
+     ("stop_token_ids", (-1,)), ("logit_bias", {-1: 1.0}), ("logit_bias", {1: 101.0}),
+     ("logprob_token_ids", (1,)), ("logprob_token_ids", tuple(range(129))), ("logprobs", -1),
+     ("prompt_logprobs", -1)],
     ids=str,
 )  # fmt: skip
 def test_wrong_values_name_the_field(field: str, value: object) -> None:
@@ -198,6 +215,21 @@ def test_wrong_values_name_the_field(field: str, value: object) -> None:
 
 
 def test_ids_outside_the_vocabulary_are_refused() -> None:
-    for params in (SamplingParams(stop_token_ids=(50,)), SamplingParams(logit_bias={50: 1.0})):
+    given = SamplingParams(logprobs=0, logprob_token_ids=(50,))
+    params_of = (SamplingParams(stop_token_ids=(50,)), SamplingParams(logit_bias={50: 1.0}), given)
+    for params in params_of:
         with pytest.raises(InvalidRequestError, match=r"in \[0, 49\], got 50"):
             params.check_vocabulary(50)
+
+
+def test_all_wrong_values_are_named() -> None:
+    bias = dict.fromkeys(range(60), 1.0)
+    with pytest.raises(InvalidRequestError, match=r"got 50, 51, .*, 59\.") as caught:
+        SamplingParams(logit_bias=bias).check_vocabulary(50)
+    assert caught.value.param == "logit_bias"
+    with pytest.raises(InvalidRequestError, match=r"got 40, .*, 49 and 10 more\."):
+        SamplingParams(allowed_token_ids=tuple(bias)).check_vocabulary(40)
+    with pytest.raises(InvalidRequestError, match=r"value must be .*, got 101\.0, -200\.0\."):
+        SamplingParams(logit_bias={1: 101.0, 2: 3.0, 3: -200.0})
+    with pytest.raises(InvalidRequestError, match="-1, is not served; name tokens in logprob_tok"):
+        SamplingParams(logprobs=-1)

@@ -66,5 +66,16 @@ def test_the_tokens_of_steps_are_counted() -> None:
     engine.add(request("a", 5, 3))
     starts(engine)
     counted = engine.stats().step_tokens
-    assert counted.num_tokens == 5 + 2, "the last token is never computed"
+    assert counted.num_tokens == 5 + 3, "the prompt, and what was generated, as vLLM counts"
     assert counted.num_steps[:2] == (2, 1) and sum(counted.num_steps) == 3
+
+
+def test_the_tokens_of_steps_add_up_to_those_of_the_counters() -> None:
+    """Also after preemptions: what is computed again counts again, as in the counters."""
+    engine = make_engine(num_pages=4, max_num_seqs=2)
+    engine.add(request("a", 20, 30))
+    engine.add(request("b", 20, 30))
+    starts(engine)
+    stats = engine.stats()
+    assert stats.num_preemptions > 0
+    assert stats.step_tokens.num_tokens == stats.num_prompt_tokens + stats.num_generated_tokens

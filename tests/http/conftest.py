@@ -27,6 +27,7 @@ from moe_serve.engine.request import (
     TokenExperts,
     TokenLogprob,
 )
+from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.engine.step_tokens import StepTokens
 from moe_serve.errors import ServerOverloadedError
 from moe_serve.http.app import create_app
@@ -152,7 +153,7 @@ class FakeEngine:
             delta = TokenDelta(
                 request_id=request.request_id,
                 token_ids=(token,),
-                logprobs=None if params.logprobs is None else (_logprob(token, params.logprobs),),
+                logprobs=_logprobs(token, params),
                 finish_reason=reason if is_last else None,
                 stop_token_id=token if is_stop else None,
                 num_cached_tokens=3,
@@ -170,6 +171,15 @@ class FakeEngine:
 def _experts(place: int) -> TokenExperts:
     """Two layers, two of them each; the answer's token `place` can be told by them."""
     return TokenExperts(bytes([place, 100, 101, place]), 2, 2)
+
+
+def _logprobs(token: int, params: SamplingParams) -> tuple[TokenLogprob, ...] | None:
+    if params.logprobs is None:
+        return None
+    if not params.logprob_token_ids:
+        return (_logprob(token, params.logprobs),)
+    named = [(other, -9.0) for other in params.logprob_token_ids if other != token]
+    return (TokenLogprob(token_id=token, logprob=-0.5, rank=1, top=((token, -0.5), *named)),)
 
 
 def _logprob(token: int, num_top: int) -> TokenLogprob:

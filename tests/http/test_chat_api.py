@@ -45,6 +45,7 @@ def test_answer(client: TestClient, engine: Any) -> None:
         "completion_tokens": 6,
         "total_tokens": len(PROMPT) + 6,
         "prompt_tokens_details": {"cached_tokens": 3},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     request = engine.submitted[0]
     assert engine.tokenizer.decode(request.prompt_token_ids) == PROMPT

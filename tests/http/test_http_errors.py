@@ -96,7 +96,7 @@ COMMON = [
     ({"priority": "1"}, "priority", "an integer"),
     ({"priority": True}, "priority", "an integer"),
     ({"request_id": "a b"}, "request_id", "pattern"),
-    ({"prompt_logprobs": -1}, "prompt_logprobs", "greater than or equal to 0"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs", "must be 0 to 20"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "only allowed without stream"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1 or at least 1"),
     ({"truncate_prompt_tokens": 512}, "truncate_prompt_tokens", "at most 511"),

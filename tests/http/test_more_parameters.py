@@ -144,3 +144,85 @@ def test_what_cannot_go_on(client: TestClient, last: dict[str, Any], more: dict[
     response = client.post(BOTH[0], json=body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "continue_final_message"
+
+
+@pytest.mark.parametrize("route", BOTH)
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_logprobs_of_given_tokens(
+    client: TestClient, engine: Any, route: str, is_streamed: bool
+) -> None:
+    """In place of the likeliest ones, in every choice."""
+    is_chat = route == BOTH[0]
+    fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 5} if is_chat else {"logprobs": 5}
+    fields |= {"logprob_token_ids": [65, 66], "n": 2, "stream": is_streamed}
+    response = post(client, route, **fields)
+    found = events(response) if is_streamed else [response.json()]
+    told = [c["logprobs"] for part in found for c in part["choices"] if c["logprobs"]]
+    assert engine.submitted[-1].params.logprob_token_ids == (65, 66)
+    named = [engine.tokenizer.token_text(token) for token in (65, 66)]
+    count = 0
+    for logprobs in told:
+        entries = logprobs["content"] if is_chat else logprobs["top_logprobs"]
+        for entry in entries:
+            texts = [top["token"] for top in entry["top_logprobs"]] if is_chat else [*entry]
+            assert len(texts) == 3 and texts[1:] == named
+            count += 1
+    assert count == 2 * len("Hello.")  # with the end of text
+    empty = post(client, route, **{**fields, "logprob_token_ids": [], "stream": False}).json()
+    assert engine.submitted[-1].params.logprob_token_ids == ()
+    assert empty["choices"][0]["logprobs"] is not None
+
+
+CHAT_LOGPROBS = {"logprobs": True}
+REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
+    (BOTH[0], {"logprob_token_ids": [1]}, "logprob_token_ids", "logprobs: true"),
+    (BOTH[1], {"logprob_token_ids": [1]}, "logprob_token_ids", "0 will do"),
+    (
+        BOTH[1],
+        {"logprob_token_ids": [1], "logprobs": 0, "echo": True, "max_tokens": 0},
+        "logprob_token_ids",
+        "generated tokens",
+    ),
+    (BOTH[0], {**CHAT_LOGPROBS, "logprob_token_ids": [1] * 129}, "logprob_token_ids", "0 to 128"),
+    (BOTH[0], {**CHAT_LOGPROBS, "logprob_token_ids": [999, 5, -3]}, "logprob_token_ids", "-3"),
+    (BOTH[0], {**CHAT_LOGPROBS, "logprob_token_ids": [999, 5, 998]}, "logprob_token_ids", "998"),
+    (BOTH[0], {**CHAT_LOGPROBS, "top_logprobs": -1}, "top_logprobs", "name tokens in logprob_to"),
+    (BOTH[1], {"logprobs": -1}, "logprobs", "name tokens in logprob_token_ids"),
+    (BOTH[0], {"prompt_logprobs": -1}, "prompt_logprobs", "must be 0 to 20 (the whole vocabular"),
+    (BOTH[1], {"prompt_logprobs": -1}, "prompt_logprobs", "must be 0 to 20 (the whole vocabular"),
+    (BOTH[0], {"logit_bias": {"a": 1, "5": 2, "b\u001b": 3}}, "logit_bias", "'a', 'b\\x1b'"),
+    (BOTH[0], {"logit_bias": {"1": "x", "2": 3, "3": None}}, "logit_bias", "those of '1', '3'"),
+    (BOTH[1], {"logit_bias": {"998": 1, "5": 2, "999": 3}}, "logit_bias", "998, 999"),
+    (BOTH[1], {"logit_bias": {"6": 300, "5": 2, "7": -101}}, "logit_bias", "300.0, -101.0"),
+    (BOTH[1], {"logit_bias": {f"x{i}": 1 for i in range(999)}}, "logit_bias", "and 989 more"),
+    (BOTH[1], {"stop_token_ids": [999, 998]}, "stop_token_ids", "999, 998"),
+]
+
+
+@pytest.mark.parametrize(("route", "fields", "param", "part"), REFUSED, ids=str)
+def test_what_to_do_instead(
+    client: TestClient, route: str, fields: dict[str, Any], param: str, part: str
+) -> None:
+    body = CHAT if route == BOTH[0] else {"prompt": PROMPT}
+    response = client.post(route, json={**body, **fields})
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == param
+    assert part in error["message"] and len(error["message"]) < 400
+
+
+def test_all_logprobs_of_responses(client: TestClient) -> None:
+    body = {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": -1}
+    error = client.post("/v1/responses", json=body).json()["error"]
+    assert "the whole vocabulary, -1, is not served" in error["message"]
+
+
+@pytest.mark.parametrize("route", BOTH)
+def test_given_logprobs_of_a_large_whole_answer(client: TestClient, route: str) -> None:
+    """It would be held in memory; a stream holds nothing."""
+    body = CHAT if route == BOTH[0] else {"prompt": PROMPT}
+    fields = {**body, "logprobs": True if route == BOTH[0] else 0, "n": 128, "max_tokens": 200}
+    fields["logprob_token_ids"] = [*range(100)]
+    error = client.post(route, json=fields).json()["error"]
+    assert error["param"] == "logprob_token_ids" and "2585600 log probabilities" in error["message"]
+    assert client.post(route, json={**fields, "stream": True}).status_code == 200
+    assert client.post(route, json={**fields, "max_tokens": 5}).status_code == 200

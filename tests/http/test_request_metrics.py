@@ -89,7 +89,7 @@ def test_through_the_server(client: TestClient, engine: Any) -> None:
     assert found["moe_serve:request_params_n_count{}"] == 1.0, "of each prompt"
     assert (
         found[
-            "moe_serve:cache_config_info{block_size=16,cache_dtype=auto,enable_prefix_caching=True,num_gpu_blocks=10}"
+            "moe_serve:cache_config_info{block_size=16,cache_dtype=auto,enable_prefix_caching=True,kv_cache_size_tokens=160,num_gpu_blocks=10}"
         ]
         == 1.0
     )

@@ -1,4 +1,4 @@
-"""`server.request_metrics`: an answer's own times, by vLLM's names."""
+"""`server.request_metrics`: an answer's own times, by vLLM's and llama.cpp's names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from moe_serve.engine.request import FinishReason, GenerationRequest
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.http.finished_sequence import FinishedSequence
-from moe_serve.http.request_timing import timing_of
+from moe_serve.http.request_timing import llama_timings, timing_of
 
 NAMES = {
     "time_to_first_token_ms",
@@ -49,6 +49,26 @@ def test_what_the_times_are() -> None:
     }
 
 
+def test_the_times_by_llama_cpp_s_names() -> None:
+    request = GenerationRequest(
+        request_id="r", prompt_token_ids=(1,) * 8, params=SamplingParams(), arrival_time=100.0
+    )
+    assert llama_timings(finished(request=request, num_cached_tokens=2)) == {
+        "cache_n": 2,
+        "prompt_n": 6,
+        "prompt_ms": 3000.0,
+        "prompt_per_token_ms": 500.0,
+        "prompt_per_second": 2.0,
+        "predicted_n": 5,
+        "predicted_ms": 7000.0,
+        "predicted_per_token_ms": 1400.0,
+        "predicted_per_second": 0.714,
+    }
+    at_once = llama_timings(finished(ended=105.0, num_tokens=1))
+    assert at_once is not None and at_once["predicted_per_second"] == 0.0
+    assert llama_timings(finished(first_token=None, num_tokens=0)) is None
+
+
 def test_what_is_not_known_is_null() -> None:
     assert timing_of(finished(num_tokens=1))["mean_itl_ms"] is None
     never = timing_of(finished(started=None, first_token=None, num_tokens=0))
@@ -66,6 +86,8 @@ def test_whole_and_streamed(make_app: Callable[..., FastAPI], route: str) -> Non
     assert [set(chunk.get("metrics", ())) for chunk in chunks if "metrics" in chunk] == [NAMES]
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 6
     assert chunks[-1]["metrics"]["tokens_per_second"] > 0
+    assert chunks[-1]["timings"]["predicted_n"] == 6
+    assert client.post(route, json=body).json()["timings"]["predicted_ms"] >= 0
 
 
 @pytest.mark.parametrize("route", BODIES)
@@ -74,4 +96,5 @@ def test_not_of_several_sequences_and_not_unasked(
 ) -> None:
     asked, body = TestClient(make_app(request_metrics=True)), BODIES[route]
     assert "metrics" not in asked.post(route, json={**body, "n": 2}).json()
-    assert "metrics" not in TestClient(make_app()).post(route, json=body).json()
+    plain = TestClient(make_app()).post(route, json=body).json()
+    assert "metrics" not in plain and "timings" not in plain

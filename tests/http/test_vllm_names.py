@@ -90,6 +90,8 @@ def test_of_a_real_engine(real: TestClient, built: BuiltEngine) -> None:
         assert found[name] == found["prefix_cache_evictions_total"], name
     assert found["kv_block_reuse_gap_seconds_count"] > 0
     assert found["corrupted_requests_total"] == 0
+    generated = found["generation_tokens_total"]
+    assert found["iteration_tokens_total_sum"] == found["prompt_tokens_total"] + generated
     vllm = values(text, "vllm:")
     assert {name: vllm[name] for name in names} == {name: found[name] for name in names}
     labels = f'block_size="16",cache_dtype="{built.layout.dtype}",enable_prefix_caching="True",'

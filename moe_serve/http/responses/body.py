@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from moe_serve.engine.sampling_params import MAX_LOGPROBS
 from moe_serve.errors import InvalidRequestError
 from moe_serve.http.chat_fields import CHAT_FIELDS
-from moe_serve.http.field_types import Int, at_most
+from moe_serve.http.field_types import Int, NumLogprobs, at_most
 from moe_serve.http.parameters import check_fields
 from moe_serve.http.strict_schema import StrictSchema
 
@@ -87,7 +86,7 @@ class ResponsesBody(StrictSchema):
     max_output_tokens: Int | None = Field(default=None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
-    top_logprobs: Int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: NumLogprobs | None = None
     include: Annotated[list[str], at_most("names", 32)] | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None

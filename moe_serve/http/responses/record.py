@@ -65,12 +65,12 @@ class ResponseRecord:
         }
 
 
-def usage_json(usage: Usage, num_reasoning_tokens: int) -> dict[str, Any]:
+def usage_json(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 

@@ -30,7 +30,6 @@ class ResponseRun:
         self._tokenizer = tokenizer
         self._output = OutputItems()
         self._status: Literal["completed", "incomplete"] = "completed"
-        self._num_reasoning_tokens = 0
         self._num_logprobs = 0
         self._num_events = 0
 
@@ -47,7 +46,7 @@ class ResponseRun:
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         """The response object of a run that this error ended."""
-        usage = usage_json(self.chat.usage(), self._num_reasoning_tokens)
+        usage = usage_json(self.chat.usage())
         return self.record.as_json("failed", self._output.snapshot(), usage, error)
 
     def failed_event(self, error: ApiError) -> bytes:
@@ -58,8 +57,6 @@ class ResponseRun:
 
     def _push(self, piece: ChatPiece) -> list[Event]:
         delta = piece.delta
-        if delta.reasoning and not (delta.content or delta.calls):
-            self._num_reasoning_tokens += len(piece.token_ids)
         if piece.finish_reason == FinishReason.LENGTH.value:
             self._status = "incomplete"
         return self._output.push(delta, self._logprobs(piece))
@@ -73,7 +70,7 @@ class ResponseRun:
 
     def _finish(self) -> list[Event]:
         events = self._output.finish(self._status)
-        usage = usage_json(self.chat.usage(), self._num_reasoning_tokens)
+        usage = usage_json(self.chat.usage())
         self.result = self.record.as_json(self._status, self._output.items, usage)
         return [*events, {"type": f"response.{self._status}", "response": self.result}]
 

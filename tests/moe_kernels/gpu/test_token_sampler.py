@@ -189,6 +189,22 @@ def test_masked_rows(device: torch.device) -> None:
     assert alone == found[3:4], "a free row does not see the others' masks"
 
 
+def test_given_tokens_as_on_the_host(device: torch.device) -> None:
+    fields: tuple[dict[str, object], ...] = ({"logprobs": 2}, {})
+    fields += ({"logprobs": 0, "logprob_token_ids": (149, 3, 0)},)
+    params = [SamplingParams(temperature=0.0, max_tokens=None, **f) for f in fields]  # type: ignore[arg-type]
+    rows: list[Row] = [(p, [1], [], 0, "usual") for p in params]
+    logits, sequences = make_logits(rows), [make_sequence(row) for row in rows]
+    kernels = choose_kernels(device, torch.float32, "triton")
+    mine = make_sampler(EOS, kernels).sample(logits.to(device), sequences)
+    hosts = Sampler(EOS).sample(logits, sequences)
+    assert [row.token_id for row in mine] == [row.token_id for row in hosts]
+    (own, other) = (mine[2].logprob, hosts[2].logprob)
+    assert own is not None and other is not None and mine[1].logprob is None
+    assert [token for token, _ in own.top] == [hosts[2].token_id, 149, 3, 0]
+    assert [v for _, v in own.top] == pytest.approx([v for _, v in other.top], abs=1e-5)
+
+
 def test_prompts_are_described_as_on_the_host(device: torch.device) -> None:
     logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(1))
     tokens = [0, 149, 7, 7, 3]

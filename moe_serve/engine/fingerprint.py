@@ -1,0 +1,99 @@
+"""The `system_fingerprint` of answers: it changes when the same request could get another answer.
+
+It covers the checkpoint (config.json, tokenizer, chat template, weights), the versions of moe-serve
+and torch, the kernels and the machine's instruction set, the dtype, and the settings that shape
+answers. Replicas that agree in all of these have the same fingerprint.
+"""
+
+from __future__ import annotations
+
+import platform
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+
+from moe_serve import __version__
+from moe_serve.cache.model_identity import Digest, add_weight_file
+from moe_serve.config import Config
+from moe_serve.engine.layout import Layout
+from moe_serve.errors import CheckpointError
+from moe_serve.model.safetensors_file import SafetensorsFile
+
+MAX_WHOLE_BYTES = 256 * 2**20  # of weights that are read whole; of larger ones every tensor
+_TEXTS = (
+    *("config.json", "generation_config.json", "model.safetensors.index.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    "chat_template.jinja",
+)
+_TENSOR_BYTES = 256  # of each tensor of a larger checkpoint
+_CHUNK_BYTES = 2**20
+_NUM_DIGITS = 12
+
+
+def system_fingerprint(layout: Layout, config: Config) -> str:
+    """`fp_` and twelve hexadecimal digits."""
+    server, cluster = config.server, config.engine.cluster
+    digest = sha256()
+    for detail in (
+        __version__,
+        torch.__version__,
+        layout.dtype,
+        layout.kernels,
+        layout.weight_format,
+        layout.expert_weights,
+        str(layout.max_model_len),
+        _processor(layout.device),
+        cluster.wire_dtype,
+        server.tool_parser,
+        server.reasoning_parser,
+        str(server.grammar_in_reasoning),
+        checkpoint_digest(layout.folder),
+    ):
+        digest.update(f"{len(detail)}:{detail}".encode())
+    return f"fp_{digest.hexdigest()[:_NUM_DIGITS]}"
+
+
+def checkpoint_digest(folder: Path) -> str:
+    """The digest of a checkpoint's files. Weights of up to `MAX_WHOLE_BYTES` are read whole; of
+    larger ones the sizes, the headers and a few hundred bytes of every tensor are read."""
+    digest = sha256()
+    for path in filter(Path.is_file, (folder / name for name in _TEXTS)):
+        digest.update(f"{path.name}:{path.stat().st_size}".encode())
+        _add_whole(digest, path)
+    weights = sorted(filter(Path.is_file, folder.glob("*.safetensors")))
+    is_small = sum(path.stat().st_size for path in weights) <= MAX_WHOLE_BYTES
+    for path in weights:
+        digest.update(f"{path.name}:{path.stat().st_size}".encode())
+        if is_small:
+            _add_whole(digest, path)
+        else:
+            add_weight_file(digest, path)
+            _add_tensor_samples(digest, path)
+    return digest.hexdigest()
+
+
+def _add_whole(digest: Digest, path: Path) -> None:
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+
+
+def _add_tensor_samples(digest: Digest, path: Path) -> None:
+    """Adds the middle of every tensor: a fine-tune may change only a few of them."""
+    try:
+        headers = sorted(SafetensorsFile(path).headers.values(), key=lambda header: header.begin)
+    except CheckpointError:  # a file beside the weights, which the index does not name
+        return
+    with path.open("rb") as file:
+        for header in headers:
+            middle = (header.begin + header.end - _TENSOR_BYTES) // 2
+            file.seek(max(header.begin, middle))
+            digest.update(file.read(min(_TENSOR_BYTES, header.end - header.begin)))
+
+
+def _processor(device: str) -> str:
+    """The machine's instruction set, or its GPU: other ones add numbers up in another order."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"

@@ -1,0 +1,61 @@
+"""The `endpoint-load-metrics` header of answers: the load of this server, for balancers (ORCA).
+
+A client asks with `endpoint-load-metrics-format: TEXT` or `JSON`, and gets vLLM's two values:
+
+    endpoint-load-metrics: TEXT named_metrics.kv_cache_usage_perc=0.25, named_metrics.…=3.0
+    endpoint-load-metrics: JSON {"named_metrics":{"kv_cache_usage_perc":0.25,…}}
+
+A streamed answer has the load at its start, a whole one that at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from moe_serve.engine.client import EngineStats
+
+FORMATS = frozenset({"text", "json"})
+_ASKED = "endpoint-load-metrics-format"
+_TOLD = "endpoint-load-metrics"
+_PATHS = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/invocations"}
+)
+
+
+class LoadReportMiddleware:
+    """Adds the header to the answers of routes that generate, where the client asks for it."""
+
+    def __init__(self, app: ASGIApp, stats: Callable[[], EngineStats]) -> None:
+        self._app, self._stats = app, stats
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] not in _PATHS:
+            await self._app(scope, receive, send)
+            return
+        wanted = Headers(scope=scope).get(_ASKED, "").strip().lower()
+        if wanted not in FORMATS:
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_load(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 200:
+                MutableHeaders(scope=message)[_TOLD] = load_report(self._stats(), wanted)
+            await send(message)
+
+        await self._app(scope, receive, send_with_load)
+
+
+def load_report(stats: EngineStats, wanted: str) -> str:
+    """The header's value in one of `FORMATS`."""
+    num_used = stats.num_pages - stats.num_free_pages
+    metrics = {
+        "kv_cache_usage_perc": num_used / max(1, stats.num_pages),
+        "num_requests_waiting": float(stats.num_waiting),
+    }
+    if wanted == "json":
+        return f"JSON {msgspec.json.encode({'named_metrics': metrics}).decode()}"
+    return "TEXT " + ", ".join(f"named_metrics.{name}={value}" for name, value in metrics.items())
