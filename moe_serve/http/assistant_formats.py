@@ -124,7 +124,8 @@ def assistant_formats(model: ServedModel, config: ServerConfig) -> AssistantForm
 def forced(
     params: SamplingParams, body: ChatBody, plan: ParserPlan, special_ids: Mapping[str, int]
 ) -> SamplingParams:
-    """With the grammar of the call that the request demands."""
+    """With the grammar of the call that the request demands. A grammar that the request itself has
+    written contradicts that; its `response_format` has been left out before."""
     assert plan.tools is not None, "a call is demanded with tools only"
     if params.constraint is not None:
         raise InvalidRequestError(

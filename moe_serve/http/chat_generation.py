@@ -143,6 +143,9 @@ async def start_chat(server: ServerContext, body: ChatBody, response_id: str) ->
     """Render, tokenize and submit a checked body. The caller must `close` what it gets."""
     model, tokenizer = server.model, server.model.tokenizer
     ignored = server.assistant.check(body, model)
+    if body.has_displaced_format:
+        body = body.without_format()
+        ignored.append("response_format")
     params = body.sampling_params()
     prompt = await chat_prompt(body, model)
     plan = server.assistant.plan(body, prompt.text or "")

@@ -211,7 +211,7 @@ THOUGHT = [*HI["messages"], {"role": "assistant", "content": [THINKING]}]
         ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
         ({"thinking": {"type": "often"}}, "thinking.type must be"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type must be"),
-        ({"messages": [{"role": "user", "content": "a" * 4000}]}, "The context of this model"),
+        ({"messages": [{"role": "user", "content": "a" * 4000}]}, "prompt is too long: 574 "),
         ({"stop_sequences": ["a"], "stop": ["b"]}, "send one"),
         ({"tool_choice": {"type": "auto", "x": 1}}, "Unknown parameter 'tool_choice.x'"),
         (
