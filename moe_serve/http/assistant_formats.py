@@ -71,6 +71,7 @@ class AssistantFormats:
             max_calls=1 if body.parallel_tool_calls is False or body.named_tool else None,
             prompt=prompt,
             scope=None if reasoning is None else self._scope(body, reasoning, prompt),
+            is_forced=body.forces_call,
         )
 
     def limited(
