@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import anthropic
 import pytest
 from starlette.testclient import TestClient
 
@@ -260,3 +261,35 @@ def test_a_context_that_is_too_small_for_a_message(
 def test_a_long_text_is_refused_in_the_same_words(client: TestClient) -> None:
     error = client.post("/v1/completions", json={"prompt": "a" * 100_000}).json()["error"]
     assert error["message"].startswith("This model's maximum context length is 512 tokens. ")
+
+
+@pytest.fixture
+def thinking(start_served: Any, serve_live: Any) -> Any:
+    """A client of a model that thinks, and its engine."""
+    test_client, engine = start_served(TEMPLATE + "{# </think> #}")
+    engine.script = lambda request: "<think>Well, well.</think>Hello"
+    with (
+        serve_live(test_client.app, engine) as live,
+        anthropic.Anthropic(base_url=live.url, api_key="x", max_retries=0) as client,
+    ):
+        yield client, (test_client, engine)
+
+
+def test_thinking_is_signed_and_goes_back(thinking: Any) -> None:
+    client, served = thinking
+    fields: Any = {"model": "tiny", "max_tokens": 100, "messages": [USER]}
+    with client.messages.stream(**fields) as stream:
+        kinds = [event.type for event in stream]
+        streamed = stream.get_final_message()
+    assert kinds.count("signature") == 1 and kinds.index("signature") < kinds.index("text")
+    whole = client.messages.create(**fields)
+    thought, said = whole.content
+    assert (thought.type, thought.thinking, said.text) == ("thinking", "Well, well.", "Hello")
+    assert thought.signature
+    assert [block.model_dump() for block in streamed.content] == [
+        block.model_dump() for block in whole.content
+    ]
+    fields["messages"] = [USER, {"role": "assistant", "content": streamed.content}, USER]
+    answer = client.messages.with_raw_response.create(**fields)
+    assert "signature" not in answer.headers.get("x-ignored-parameters", "")
+    assert "<assistant>Hello(Well, well.)<user>hi" in prompt_of(served)

@@ -112,8 +112,8 @@ class Outbox:
         self.is_after_call = True
 
     def cut_head(self) -> None:
-        """The text was cut before the name of a call was known."""
-        self.has_cut_call = True
+        """The text was cut before the name of a call was known: what came is no call."""
+        self.has_cut_call = self.has_spoilt_call = True
 
     def flush(self) -> None:
         """No more text will come."""
