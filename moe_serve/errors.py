@@ -60,10 +60,32 @@ class InvalidRequestError(MoeServeError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """Prompt, or prompt plus answer, is longer than the context; the message has both numbers."""
+    """Prompt, or prompt plus answer, is longer than the context; the message has both numbers.
 
-    def __init__(self, message: str, *, param: str | None) -> None:
+    `num_prompt_tokens` (at least so many) and `max_prompt_tokens` are set where the prompt alone is
+    too long, for APIs that say it in words of their own.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None,
+        num_prompt_tokens: int | None = None,
+        max_prompt_tokens: int | None = None,
+    ) -> None:
         super().__init__(message, param=param, code="context_length_exceeded")
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_prompt_tokens = max_prompt_tokens
+
+    def reworded(self, message: str, param: str | None) -> ContextLengthError:
+        """The same in other words."""
+        return ContextLengthError(
+            message,
+            param=param,
+            num_prompt_tokens=self.num_prompt_tokens,
+            max_prompt_tokens=self.max_prompt_tokens,
+        )
 
 
 class InvalidGrammarError(InvalidRequestError):

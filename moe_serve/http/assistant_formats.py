@@ -72,6 +72,7 @@ class AssistantFormats:
             max_calls=1 if body.parallel_tool_calls is False or body.named_tool else None,
             prompt=prompt,
             scope=None if reasoning is None else self._scope(body, reasoning, prompt),
+            is_forced=body.forces_call,
         )
 
     def limited(
@@ -131,7 +132,8 @@ def assistant_formats(model: ServedModel, config: ServerConfig) -> AssistantForm
 def forced(
     params: SamplingParams, body: ChatBody, plan: ParserPlan, special_ids: Mapping[str, int]
 ) -> SamplingParams:
-    """With the grammar of the call that the request demands."""
+    """With the grammar of the call that the request demands. A grammar that the request itself has
+    written contradicts that; its `response_format` has been left out before."""
     assert plan.tools is not None, "a call is demanded with tools only"
     if params.constraint is not None:
         raise InvalidRequestError(

@@ -43,7 +43,7 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
     except InvalidRequestError as error:
         param = error.param and own(error.param)
         if isinstance(error, ContextLengthError):
-            raise ContextLengthError(own(str(error)), param=param) from error
+            raise error.reworded(own(str(error)), param) from error
         raise InvalidRequestError(own(str(error)), param=param, code=error.code) from error
 
 

@@ -46,6 +46,7 @@ class ChatChunks:
         if piece.index not in self._started:
             self._started.add(piece.index)
             events.append(self._writer.choice(index + _ROLE, self._prompt_ids()))
+        self._writer.count(len(piece.token_ids))
         has_ids = self._prompt_token_ids is not None and bool(piece.token_ids)
         has_more = has_ids or bool(piece.raw.delta.routed_experts)
         if not piece.delta.is_empty or piece.logprobs or has_more:

@@ -33,12 +33,14 @@ class ChatPiece:
     """What is new in one choice. `raw` has the tokens and the text before it was parsed.
 
     `finish_reason` is set on the choice's last piece: a value of FinishReason, or "tool_calls" in
-    place of "stop" when the message has calls.
+    place of "stop" when the message has calls and all are whole. `has_cut_call`: the text ended
+    within a call, at a limit or a stop string.
     """
 
     raw: Piece
     delta: AssistantDelta
     finish_reason: str | None = None
+    has_cut_call: bool = False
 
     @property
     def index(self) -> int:
@@ -122,7 +124,7 @@ class ChatGeneration:
         self._thoughts.read(piece.index, piece.delta.token_ids)
         delta = parser.push(piece.delta.text) if piece.delta.text else NOTHING
         if reason is not None:
-            delta = joined(delta, parser.finish())
+            delta = joined(delta, parser.finish(is_cut=_is_cut(piece)))
         if piece.index in self._echoed:
             delta = replace(delta, content=self._echoed.pop(piece.index) + delta.content)
         if delta.reasoning and self._hides_reasoning:
@@ -133,9 +135,16 @@ class ChatGeneration:
         if is_whole and self._count_outcome is not None:
             self._count_outcome(_outcome(parser, has_calls=self._has_calls[piece.index]))
         name = None if reason is None else reason.value
-        if reason is FinishReason.STOP and self._has_calls[piece.index]:
+        has_cut_call = reason is not None and parser.has_cut_call
+        if reason is FinishReason.STOP and self._has_calls[piece.index] and not has_cut_call:
             name = TOOL_CALLS
-        return ChatPiece(raw=piece, delta=delta, finish_reason=name)
+        return ChatPiece(raw=piece, delta=delta, finish_reason=name, has_cut_call=has_cut_call)
+
+
+def _is_cut(last: Piece) -> bool:
+    """Whether the model did not end its answer by itself."""
+    is_stopped = last.delta.stop_reason is not None
+    return is_stopped or last.delta.finish_reason is FinishReason.LENGTH
 
 
 def _outcome(parser: AssistantParser, *, has_calls: bool) -> CallOutcome:
@@ -149,6 +158,9 @@ async def start_chat(server: ServerContext, body: ChatBody, response_id: str) ->
     """Render, tokenize and submit a checked body. The caller must `close` what it gets."""
     model, tokenizer = server.model, server.model.tokenizer
     ignored = server.assistant.check(body, model)
+    if body.has_displaced_format:
+        body = body.without_format()
+        ignored.append("response_format")
     params = body.sampling_params()
     prompt = await chat_prompt(body, model)
     plan = server.assistant.plan(body, prompt.text or "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -36,7 +36,8 @@ class ChunkWriter:
     """Writes one-choice chunks around a fixed head: per token only the choice is encoded.
 
     With `include_usage`, every chunk but the last says `"usage": null`, as OpenAI's do; with
-    `usage_now`, each has the usage so far instead.
+    `usage_now`, each has the usage so far instead: with the tokens that it and the chunks before
+    it have brought, which `count` is told.
     """
 
     def __init__(
@@ -47,15 +48,21 @@ class ChunkWriter:
         usage_now: Callable[[], Usage] | None = None,
     ) -> None:
         self._usage_now = usage_now
+        self._num_tokens = 0
         self._head = msgspec.json.encode(head.fields())[:-1]
         tail = b'],"usage":null}' if has_usage else b"]}"
         self._start = b"data: " + self._head + b',"choices":['
         self._end = tail + b"\n\n"
 
+    def count(self, num_tokens: int) -> None:
+        """The next chunk brings so many tokens of the answer."""
+        self._num_tokens += num_tokens
+
     def choice(self, choice_json: bytes, more: bytes = b"") -> bytes:
         """`more` is further fields of the chunk, each with a comma in front."""
         if self._usage_now is not None:
-            usage = msgspec.json.encode(usage_fields(self._usage_now()))
+            so_far = replace(self._usage_now(), completion_tokens=self._num_tokens)
+            usage = msgspec.json.encode(usage_fields(so_far))
             return self._start + choice_json + b"]" + more + b',"usage":' + usage + b"}\n\n"
         if more:
             return self._start + choice_json + b"]" + more + self._end[1:]

@@ -75,6 +75,7 @@ class CompletionFormat:
     def events(self, piece: Piece) -> bytes:
         """The events of a stream: text, then the reason for the end."""
         delta, events = piece.delta, []
+        self._writer.count(len(delta.token_ids))
         echo, ids = None, self._new_ids(piece)
         if piece.index not in self._started:
             self._started.add(piece.index)

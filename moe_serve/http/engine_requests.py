@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from moe_serve.engine.request import GenerationRequest
 from moe_serve.engine.sampling_params import MAX_CHOICES, SamplingParams
 from moe_serve.errors import ContextLengthError, InvalidRequestError
-from moe_serve.http.prompts import Prompt, check_prompt_length
+from moe_serve.http.prompts import Prompt, check_prompt_length, tokens_requested
 
 MAX_PROMPT_LOGPROBS = 2_000_000  # of one request, in all its choices
 MAX_GIVEN_LOGPROBS = 2_000_000  # of one whole answer, in all its choices; a stream holds none
@@ -52,7 +52,7 @@ def build_engine_requests(
     now = time.monotonic()
     requests: list[GenerationRequest] = []
     for prompt in prompts:
-        _check_prompt(prompt, limits)
+        _check_prompt(prompt, limits, params.max_tokens)
         fitting = _with_max_tokens(params, prompt, limits)
         others = fitting
         if fitting.prompt_logprobs is not None:
@@ -93,12 +93,12 @@ def check_given_logprobs(
         )
 
 
-def _check_prompt(prompt: Prompt, limits: TokenLimits) -> None:
+def _check_prompt(prompt: Prompt, limits: TokenLimits, max_tokens: int | None) -> None:
     """Length first: it bounds the cost of looking at every id."""
     param = prompt.param
     if not prompt.token_ids:
         raise InvalidRequestError(f"{param} must hold at least one token.", param=param)
-    check_prompt_length(len(prompt.token_ids), param, limits.max_model_len)
+    check_prompt_length(len(prompt.token_ids), param, limits.max_model_len, max_tokens)
     low, high = min(prompt.token_ids), max(prompt.token_ids)
     if low < 0 or high >= limits.vocab_size:
         wrong = low if low < 0 else high
@@ -142,10 +142,7 @@ def _with_max_tokens(params: SamplingParams, prompt: Prompt, limits: TokenLimits
             )
         return replace(params, max_tokens=max_tokens)
     if params.max_tokens > room:
-        raise ContextLengthError(
-            f"The context of this model is {limits.max_model_len} tokens; {prompt.param} has "
-            f"{count} and {limits.max_tokens_field} asks for {params.max_tokens} more "
-            f"({count + params.max_tokens} in all): ask for at most {room}.",
-            param=limits.max_tokens_field,
-        )
+        used = tokens_requested(limits.max_model_len, count, prompt.param, params.max_tokens)
+        field = limits.max_tokens_field
+        raise ContextLengthError(f"{used} {field} must be at most {room} here.", param=field)
     return params

@@ -20,6 +20,7 @@ IGNORED_FIELDS = frozenset(
     {
         "metadata",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
@@ -28,7 +29,9 @@ IGNORED_FIELDS = frozenset(
         "verbosity",
     }
 )
-IGNORED_MESSAGE_FIELDS = frozenset({"annotations", "id", "refusal"})
+IGNORED_MESSAGE_FIELDS = frozenset(
+    {"annotations", "cache_control", "id", "provider_specific_fields"}
+)
 
 # Known, but not served by this version: only the values that ask for nothing are accepted.
 UNSERVED_FIELDS: Mapping[str, tuple[Any, ...]] = {
@@ -44,6 +47,7 @@ UNSERVED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logits_processors": ([],),
     "modalities": (["text"],),
+    "moderation": (),
     "no_stop_trim": (False,),
     "prediction": (),
     "routed_experts_prompt_start": (),

@@ -121,15 +121,37 @@ def truncated(
     return replace(prompt, token_ids=kept, text=None)
 
 
-def check_prompt_length(num_tokens: int, param: str, max_model_len: int) -> None:
-    """The engine makes at least one token, also for a request that asks for none."""
-    if num_tokens >= max_model_len:
-        raise ContextLengthError(
-            f"The context of this model is {max_model_len} tokens; {param} has {num_tokens}, and "
-            f"one place is kept for the next token (also with max_tokens 0): send at most "
-            f"{max_model_len - 1}.",
-            param=param,
-        )
+def check_prompt_length(
+    num_tokens: int, param: str, max_model_len: int, max_tokens: int | None = None
+) -> None:
+    """The engine makes at least one token, also for a request that asks for none.
+
+    `max_tokens`: what the request asks for, if it says so.
+    """
+    if num_tokens < max_model_len:
+        return
+    used = tokens_requested(max_model_len, num_tokens, param, max_tokens or 1)
+    why = "" if max_tokens else ", as one place is kept for the next token (also with max_tokens 0)"
+    raise ContextLengthError(
+        f"{used} Send at most {max_model_len - 1} in {_place(param)}{why}.",
+        param=param,
+        num_prompt_tokens=num_tokens,
+        max_prompt_tokens=max_model_len - 1,
+    )
+
+
+def tokens_requested(max_model_len: int, num_tokens: int, param: str, max_tokens: int) -> str:
+    """OpenAI's words for a context that is too small. LiteLLM, LangChain and agents look for them
+    to tell this error from others, and to send less."""
+    return (
+        f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+        f"{num_tokens + max_tokens} tokens ({num_tokens} in {_place(param)}, {max_tokens} in the "
+        f"completion)."
+    )
+
+
+def _place(param: str) -> str:
+    return param if "." in param else f"the {param}"
 
 
 def _check_text_length(text: str, param: str, model: ServedModel, *, has_limit: bool) -> None:
@@ -137,9 +159,12 @@ def _check_text_length(text: str, param: str, model: ServedModel, *, has_limit: 
     min_tokens = model.tokenizer.min_num_tokens(text)
     if has_limit and min_tokens >= model.max_model_len:
         raise ContextLengthError(
-            f"The context of this model is {model.max_model_len} tokens; {param} has "
-            f"{len(text)} characters, which are at least {min_tokens} tokens: shorten it.",
+            f"This model's maximum context length is {model.max_model_len} tokens. However, you "
+            f"requested more: the {len(text)} characters in {_place(param)} are at least "
+            f"{min_tokens} tokens. Shorten it.",
             param=param,
+            num_prompt_tokens=min_tokens,
+            max_prompt_tokens=model.max_model_len - 1,
         )
     context = model.max_model_len * model.tokenizer.usual_bytes_per_token
     most = max(_MAX_CUT_BYTES, context)

@@ -202,6 +202,17 @@ class ChatBody(GenerationBody):
         return self.tool_choice == "required" or self.named_tool is not None
 
     @property
+    def has_displaced_format(self) -> bool:
+        """Whether a call must come although `response_format` describes another answer."""
+        has_format = self.response_format is not None and self.response_format.type != "text"
+        return has_format and self.forces_call
+
+    def without_format(self) -> ChatBody:
+        """The same without `response_format`, which is checked all the same."""
+        self.constraint()
+        return self.model_copy(update={"response_format": None})
+
+    @property
     def named_tool(self) -> str | None:
         """The function that the answer must call."""
         return self.tool_choice["name"] if isinstance(self.tool_choice, dict) else None

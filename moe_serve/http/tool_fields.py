@@ -34,7 +34,7 @@ class ToolDefinition(StrictSchema):
 
 class CalledFunction(StrictSchema):
     name: Annotated[str, Field(min_length=1, max_length=256)]
-    arguments: str = ""
+    arguments: str | None = None
 
 
 class CallMessage(StrictSchema):

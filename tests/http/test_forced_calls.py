@@ -115,3 +115,20 @@ def test_a_schema_that_cannot_be_compiled(demo: openai.OpenAI) -> None:
             model="demo", messages=ASK, tools=[tool], tool_choice="required"
         )
     assert (caught.value.param, caught.value.code) == ("tools", "invalid_grammar")
+
+
+@pytest.mark.parametrize("num_tokens", [4, 8, 12, 17, 24])
+def test_a_call_that_max_tokens_cuts(demo: openai.OpenAI, num_tokens: int) -> None:
+    """Nothing of its markup is content, and no arguments are made up."""
+    fields: Any = {"messages": ASK, "tools": TOOLS, "tool_choice": NAMED, "temperature": 0}
+    fields |= {"model": "demo", "max_tokens": num_tokens}
+    whole = ask(demo, tool_choice=NAMED, temperature=0).choices[0].message.tool_calls[0].function
+    choice = demo.chat.completions.create(**fields).choices[0]
+    assert choice.finish_reason == "length" and not choice.message.content
+    found = [call.function.arguments for call in choice.message.tool_calls or ()]
+    assert len(found) <= 1 and all(whole.arguments.startswith(text) for text in found)
+    chunks = [chunk.choices[0] for chunk in demo.chat.completions.create(**fields, stream=True)]
+    deltas = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+    assert "".join(delta.function.arguments for delta in deltas) == "".join(found)
+    assert not any(chunk.delta.content for chunk in chunks)
+    assert chunks[-1].finish_reason == "length"

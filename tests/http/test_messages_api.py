@@ -131,14 +131,20 @@ def test_blocks_of_the_answer_as_the_official_types_know_them() -> None:
     events += content.finish()
     for event in events:
         assert EVENTS.validate_python(event).type == event["type"]
+    signature = content.blocks[0]["signature"]
+    assert signature, "some clients drop thinking without one"
+    assert [e["delta"] for e in events if "signature_delta" in str(e)] == [
+        {"type": "signature_delta", "signature": signature}
+    ]
+    assert events[3]["delta"]["type"] == "signature_delta", "the last one of its block"
     assert content.blocks == [
-        {"type": "thinking", "thinking": "hm", "signature": ""},
+        {"type": "thinking", "thinking": "hm", "signature": signature},
         {"type": "text", "text": "t"},
         {"type": "tool_use", "id": "c0", "name": "f", "input": {"a": 1}},
         {"type": "tool_use", "id": "c1", "name": "g", "input": {}},
     ]
     indexes = [event["index"] for event in events]
-    assert indexes == [0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 3]
+    assert indexes == [0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 3]
 
 
 def test_the_rest_of_a_call_and_what_follows_it_may_come_together() -> None:
@@ -211,7 +217,7 @@ THOUGHT = [*HI["messages"], {"role": "assistant", "content": [THINKING]}]
         ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
         ({"thinking": {"type": "often"}}, "thinking.type must be"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type must be"),
-        ({"messages": [{"role": "user", "content": "a" * 4000}]}, "The context of this model"),
+        ({"messages": [{"role": "user", "content": "a" * 4000}]}, "prompt is too long: 574 "),
         ({"stop_sequences": ["a"], "stop": ["b"]}, "send one"),
         ({"tool_choice": {"type": "auto", "x": 1}}, "Unknown parameter 'tool_choice.x'"),
         (

@@ -63,6 +63,21 @@ def test_the_usage_so_far_in_every_chunk(client: TestClient, route: str) -> None
     assert counts == sorted(counts)
     assert counts[-1] == 6
     assert all(chunk["usage"]["prompt_tokens"] == len(PROMPT) for chunk in chunks)
+    if route == BOTH[0]:
+        assert chunks[0]["choices"][0]["delta"]["content"] == "" and counts[:2] == [0, 1]
+
+
+@pytest.mark.parametrize("route", BOTH)
+def test_the_usage_so_far_is_that_of_the_tokens_shown(client: TestClient, route: str) -> None:
+    """Also where several choices come at once."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"stream": True, "stream_options": options, "n": 3, "return_token_ids": True}
+    *chunks, last = events(post(client, route, **body))
+    shown = 0
+    for chunk in chunks:
+        shown += len(chunk["choices"][0].get("token_ids", ()))
+        assert chunk["usage"]["completion_tokens"] == shown, chunk
+    assert last["usage"]["completion_tokens"] == shown == 18
 
 
 @pytest.mark.parametrize("route", BOTH)

@@ -27,9 +27,14 @@ _IGNORED = frozenset(
     }
 )
 _UNSERVED: Mapping[str, tuple[Any, ...]] = {
+    "billing_policy": (),
+    "compaction": (),
     "container": (),
     "context_management": ({}, {"edits": []}),
+    "fallback_credit_token": (),
+    "fallbacks": ([],),
     "mcp_servers": ([],),
+    "thread": (),
 }
 _CHOICE_FIELDS = frozenset({"type", "name", "disable_parallel_tool_use"})
 _FORMAT_FIELDS = frozenset({"type", "schema"})

@@ -15,7 +15,10 @@ import msgspec
 from moe_serve.errors import InvalidRequestError
 from moe_serve.http.parameters import check_fields
 
-_IGNORED = frozenset({"cache_control", "citations", "caller", "toolset_name"})
+_IGNORED = frozenset(
+    {"cache_control", "caller", "citations", "parsed_output", "provider_specific_fields"}
+    | {"toolset_name"}
+)
 # Of each kind of block: the fields that are read.
 _FIELDS: Mapping[str, tuple[str, ...]] = {
     "text": ("type", "text"),
@@ -70,7 +73,7 @@ class ContentReader:
         if not isinstance(role, str) or role not in _KINDS:
             raise _misfit(f"{param}.role", f"must be one of {', '.join(_KINDS)}")
         extras = {k: v for k, v in message.items() if k not in ("role", "content")}
-        self._check(extras, f"{param}.")
+        self._check(extras, f"{param}.", role)
         if message.get("content") is None:
             raise _misfit(f"{param}.content", "is missing", "missing_required_parameter")
         blocks = self._blocks(message["content"], role, f"{param}.content")
@@ -86,9 +89,10 @@ class ContentReader:
             return [{"type": "text", "text": content}]
         if not isinstance(content, list):
             raise _misfit(param, "must be a string or a list of blocks", "invalid_type")
-        return [self._block(block, _KINDS[role], f"{param}.{i}") for i, block in enumerate(content)]
+        return [self._block(block, role, f"{param}.{i}") for i, block in enumerate(content)]
 
-    def _block(self, block: Any, kinds: Sequence[str], param: str) -> Block:
+    def _block(self, block: Any, role: str, param: str) -> Block:
+        kinds = _KINDS[role]
         if not isinstance(block, dict):
             raise _misfit(param, "must be an object", "invalid_type")
         kind = block.get("type")
@@ -100,15 +104,17 @@ class ContentReader:
         for name in known:
             if name in _TYPES:
                 _check_type(block, name, f"{param}.{name}")
-        self._check({k: v for k, v in block.items() if k not in known}, f"{param}.")
+        self._check({k: v for k, v in block.items() if k not in known}, f"{param}.", role)
         if kind == "tool_result":
             content = block.get("content")
             inner = self._blocks("" if content is None else content, "system", f"{param}.content")
             return {**block, "content": inner}
         return block
 
-    def _check(self, extras: Mapping[str, Any], prefix: str) -> None:
-        for name in check_fields(extras, _IGNORED, {}, prefix, self._is_strict):
+    def _check(self, extras: Mapping[str, Any], prefix: str, role: str) -> None:
+        """An answer that comes back may have fields of the client's library: no error."""
+        is_strict = self._is_strict and role != "assistant"
+        for name in check_fields(extras, _IGNORED, {}, prefix, is_strict):
             short = name.removeprefix(prefix)  # the same one in many blocks is named once
             self.ignored.append(short if short in _IGNORED else name)
 

@@ -2,13 +2,15 @@
 
 One block is open at a time: content_block_start, deltas, content_block_stop.
 
-    reasoning   thinking   thinking_delta
+    reasoning   thinking   thinking_delta, at its end signature_delta
     content     text       text_delta
     a call      tool_use   input_json_delta
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -93,9 +95,21 @@ class ContentBlocks:
         index, kind = len(self.blocks), self._open["type"]
         text = "".join(self._parts)
         grown = call_input(text) if kind == "tool_use" else text
-        self.blocks.append({**self._open, _GROWTH[kind][0]: grown})
+        block = {**self._open, _GROWTH[kind][0]: grown}
+        events: list[Event] = [{"type": "content_block_stop", "index": index}]
+        if kind == "thinking":
+            block["signature"] = _signature(text)
+            delta = {"type": "signature_delta", "signature": block["signature"]}
+            events.insert(0, {"type": "content_block_delta", "index": index, "delta": delta})
+        self.blocks.append(block)
         self._open = None
-        return [{"type": "content_block_stop", "index": index}]
+        return events
+
+
+def _signature(thinking: str) -> str:
+    """Clients wait for one, send it back, and some drop thinking without. It proves nothing, and is
+    not looked at when it comes back."""
+    return base64.b64encode(hashlib.sha256(thinking.encode()).digest()).decode()
 
 
 def call_input(arguments: str) -> dict[str, Any]:

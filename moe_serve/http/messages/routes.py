@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -38,7 +40,7 @@ def messages_router(server: ServerContext) -> APIRouter:
         translated = translated_body(parse_body(MessagesBody, content))
         server.model.check_name(translated.chat.model)
         message_id = f"msg_{uuid.uuid4().hex}"
-        with renamed_fields(OWN_NAMES):
+        with _own_words():
             chat, is_cut = await _start(server, translated.chat, message_id)
         run = MessageRun(message_id, server.model.name, chat, is_cut_by_context=is_cut)
         headers = ignored_header([*translated.ignored, *own_ignored(chat.ignored, OWN_IGNORED)])
@@ -54,7 +56,7 @@ def messages_router(server: ServerContext) -> APIRouter:
         content = await read_json_object(request, server.config.max_body_bytes)
         translated = translated_body(parse_body(CountTokensBody, content))
         server.model.check_name(translated.chat.model)
-        with renamed_fields(OWN_NAMES):
+        with _own_words():
             unheeded = server.assistant.check(translated.chat, server.model)
             ignored = [*translated.ignored, *own_ignored(unheeded, OWN_IGNORED)]
             response.headers.update(ignored_header(ignored))
@@ -62,6 +64,20 @@ def messages_router(server: ServerContext) -> APIRouter:
         return {"input_tokens": len(prompt.token_ids)}
 
     return router
+
+
+@contextmanager
+def _own_words() -> Iterator[None]:
+    """Errors of the chat in the words of this API, by which its clients know them."""
+    try:
+        with renamed_fields(OWN_NAMES):
+            yield
+    except ContextLengthError as error:
+        if error.num_prompt_tokens is None:
+            raise
+        count, limit = error.num_prompt_tokens, error.max_prompt_tokens
+        words = f"prompt is too long: {count} tokens > {limit} maximum"
+        raise error.reworded(words, error.param) from error
 
 
 async def _start(

@@ -34,6 +34,8 @@ _UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "moderation": (),
     "prompt": (),
 }
+_IGNORED_REASONING = frozenset({"mode"})
+_UNSERVED_REASONING: Mapping[str, tuple[Any, ...]] = {"context": ("auto", "all_turns")}
 # Of each type: the fields that are read.
 FORMAT_FIELDS: Mapping[str, frozenset[str]] = {
     "text": frozenset({"type"}),
@@ -120,7 +122,10 @@ class ResponsesBody(StrictSchema):
         ):
             if part is not None:
                 fields = part.model_extra or {}
-                ignored += check_fields(fields, frozenset(), {}, prefix, is_strict)
+                of_reasoning = part is self.reasoning
+                known = _IGNORED_REASONING if of_reasoning else frozenset()
+                unserved = _UNSERVED_REASONING if of_reasoning else {}
+                ignored += check_fields(fields, known, unserved, prefix, is_strict)
         return ignored + self._unread_parts(is_strict) + self._without_effect()
 
     def chat_fields(self) -> dict[str, Any]:

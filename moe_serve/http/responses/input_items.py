@@ -35,6 +35,7 @@ _FIELDS: Mapping[str, frozenset[str]] = {
     ),
     "reasoning": frozenset({"type", "id", "summary", "content", "status", "encrypted_content"}),
 }
+_IGNORED = frozenset({"created_by", "parsed_arguments", "provider_specific_fields"})
 
 
 def new_id(prefix: str) -> str:
@@ -55,9 +56,17 @@ def input_items(value: Any, *, is_strict: bool) -> tuple[list[Item], list[str]]:
         checked = _checked(item, f"input.{i}")
         known = _FIELDS[checked["type"]]
         extras = {name: item[name] for name in item if name not in known}
-        ignored += check_fields(extras, frozenset(), {}, f"input.{i}.", is_strict)
+        is_known = is_strict and not _is_answer(checked)
+        ignored += check_fields(extras, _IGNORED, {}, f"input.{i}.", is_known)
         items.append({name: checked[name] for name in checked if name not in extras})
     return items, ignored
+
+
+def _is_answer(item: Item) -> bool:
+    """Whether this is an item of an earlier answer. Clients' libraries keep fields of their own in
+    those (`parsed_arguments`), which are never an error."""
+    kind = item["type"]
+    return kind in ("function_call", "reasoning") or item.get("role") == "assistant"
 
 
 def chat_messages(items: Sequence[Item]) -> list[dict[str, Any]]:

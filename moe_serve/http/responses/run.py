@@ -30,6 +30,7 @@ class ResponseRun:
         self._tokenizer = tokenizer
         self._output = OutputItems()
         self._status: Literal["completed", "incomplete"] = "completed"
+        self._has_cut_call = False
         self._num_logprobs = 0
         self._num_events = 0
 
@@ -59,6 +60,7 @@ class ResponseRun:
         delta = piece.delta
         if piece.finish_reason == FinishReason.LENGTH.value:
             self._status = "incomplete"
+        self._has_cut_call = piece.has_cut_call
         return self._output.push(delta, self._logprobs(piece))
 
     def _logprobs(self, piece: ChatPiece) -> Logprobs:
@@ -69,7 +71,7 @@ class ResponseRun:
         return entries
 
     def _finish(self) -> list[Event]:
-        events = self._output.finish(self._status)
+        events = self._output.finish("incomplete" if self._has_cut_call else self._status)
         usage = usage_json(self.chat.usage())
         self.result = self.record.as_json(self._status, self._output.items, usage)
         return [*events, {"type": f"response.{self._status}", "response": self.result}]

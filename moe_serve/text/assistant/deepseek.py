@@ -33,19 +33,23 @@ class DeepSeekParser(ReadingParser):
 
     def __init__(self, outbox: Outbox, *, has_code_block: bool) -> None:
         self._has_code_block = has_code_block
+        self._is_within = False  # the markers around all calls
         super().__init__(outbox)
 
     def _read(self) -> Reading:
         reader, out = self._reader, self._out
         markers = (CALLS_BEGIN, CALL_BEGIN, CALLS_END)
-        while marker := (yield from reader.until(markers, out.content)):
+        while marker := (yield from reader.until(markers, out.content, self._expects_marker)):
             if marker != CALL_BEGIN:
+                self._is_within = marker == CALLS_BEGIN
                 continue
             reader.start_record(CALL_BEGIN)
             is_call = yield from (self._block() if self._has_code_block else self._bare())
             text = reader.stop_record()
-            if not is_call:
-                out.spoilt_call(text)
+            self._end_markup(text, is_call=is_call)
+
+    def _expects_marker(self) -> bool:
+        return self._is_within or self._is_after_call()
 
     def _block(self) -> Generator[None, None, bool]:
         reader = self._reader
@@ -77,4 +81,4 @@ class DeepSeekParser(ReadingParser):
         self._out.begin_call(name)
         yield from self._reader.spaces()
         yield from self._reader.json_value(self._out.arguments)
-        self._out.end_call()
+        self._out.end_call(is_cut=self._reader.is_cut)

@@ -188,6 +188,7 @@ class ParserPlan:
 
     `tools` None: nothing is taken for a call. `prompt` is the text that the answers continue.
     `scope`: of the request's own grammar; None without one, or if it has reasoning in it.
+    `is_forced`: the answer must be calls.
     """
 
     tool_format: ToolFormat | None
@@ -196,6 +197,7 @@ class ParserPlan:
     max_calls: int | None = None
     prompt: str = ""
     scope: GrammarScope | None = None
+    is_forced: bool = False
 
     @property
     def markers(self) -> frozenset[str]:
@@ -210,9 +212,12 @@ class ParserPlan:
     def make(self) -> AssistantParser:
         called, reasoning = self._called_format, self.reasoning_format
         make_id = new_call_id if called is None else called.make_id
-        outbox = Outbox(make_id, self.max_calls)
         is_harmony = bool(reasoning and reasoning.is_harmony)
-        if is_harmony or (called is not None and called.is_harmony):
+        speaks_harmony = is_harmony or (called is not None and called.is_harmony)
+        # Harmony's reasoning is content for clients that do not want it apart.
+        has_calls_only = self.is_forced and (is_harmony or not speaks_harmony)
+        outbox = Outbox(make_id, self.max_calls, has_calls_only=has_calls_only)
+        if speaks_harmony:
             return harmony.HarmonyParser(
                 outbox, has_tools=called is not None, has_reasoning=is_harmony
             )

@@ -28,13 +28,12 @@ class GlmParser(ReadingParser):
 
     def _read(self) -> Reading:
         reader, out = self._reader, self._out
-        while (yield from reader.until((OPEN,), out.content)):
+        while (yield from reader.until((OPEN,), out.content, self._is_after_call)):
             reader.start_record(OPEN)
             yield from reader.spaces()
             is_call = yield from self._call()
             text = reader.stop_record()
-            if not is_call:
-                out.spoilt_call(text)
+            self._end_markup(text, is_call=is_call)
 
     def _call(self) -> Generator[None, None, bool]:
         reader, out = self._reader, self._out
@@ -55,7 +54,7 @@ class GlmParser(ReadingParser):
             has_more = (yield from self._argument(arguments)) and (yield from reader.literal(KEY))
         if (yield from reader.literal(CLOSE)):
             arguments.close()
-        out.end_call()
+        out.end_call(is_cut=reader.is_cut)
         return True
 
     def _argument(self, arguments: TypedArguments) -> Generator[None, None, bool]:

@@ -14,7 +14,7 @@ from collections.abc import Generator
 
 from moe_serve.text.assistant.outbox import Outbox
 from moe_serve.text.assistant.parser import ReadingParser
-from moe_serve.text.assistant.reader import Reading, Sink
+from moe_serve.text.assistant.reader import Condition, Reading, Sink, always, never
 
 START, CHANNEL, CONSTRAIN = "<|start|>", "<|channel|>", "<|constrain|>"
 MESSAGE, END, CALL, RETURN = "<|message|>", "<|end|>", "<|call|>", "<|return|>"
@@ -42,10 +42,10 @@ class HarmonyParser(ReadingParser):
             marker = CHANNEL
         else:
             reader.stop_record()
-            marker = yield from reader.until(MARKERS, out.content)
+            marker = yield from reader.until(MARKERS, out.content, self._is_after_call)
         while marker:
             if marker not in (START, CHANNEL):
-                marker = yield from reader.until(MARKERS, out.content)
+                marker = yield from reader.until(MARKERS, out.content, self._is_after_call)
                 continue
             if not head:
                 reader.start_record(marker)
@@ -55,7 +55,7 @@ class HarmonyParser(ReadingParser):
         """A head and its message; the marker that ended it."""
         reader, parts = self._reader, [head]
         while True:
-            marker = yield from reader.until(MARKERS, parts.append)
+            marker = yield from reader.until(MARKERS, parts.append, always)
             if marker not in (CHANNEL, CONSTRAIN):
                 break
             parts.append(" " + marker + " ")
@@ -64,16 +64,20 @@ class HarmonyParser(ReadingParser):
         name = next((word[3:] for word in words if word.startswith("to=")), "")
         if marker != MESSAGE:
             is_spoilt = self._has_tools and name.startswith(_FUNCTIONS)
+            if not marker and reader.is_cut:
+                if is_spoilt:
+                    self._out.cut_head()
+                return marker
             sink = self._out.spoilt_call if is_spoilt else self._out.content
             sink(record.removesuffix(marker) if marker else record)
             return marker
         if self._has_tools and name.startswith(_FUNCTIONS) and name != _FUNCTIONS:
             self._out.begin_call(name.removeprefix(_FUNCTIONS))
-            marker = yield from self._body(self._out.arguments)
-            self._out.end_call()
+            marker = yield from self._body(self._out.arguments, always)
+            self._out.end_call(is_cut=not marker and reader.is_cut)
             return marker
         is_reasoning = self._has_reasoning and "analysis" in words
         return (yield from self._body(self._out.reasoning if is_reasoning else self._out.content))
 
-    def _body(self, sink: Sink) -> Generator[None, None, str]:
-        return (yield from self._reader.until(BODY_ENDS, sink))
+    def _body(self, sink: Sink, expects_end: Condition = never) -> Generator[None, None, str]:
+        return (yield from self._reader.until(BODY_ENDS, sink, expects_end))

@@ -17,7 +17,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 class HermesParser(ReadingParser):
     def _read(self) -> Reading:
         reader, out = self._reader, self._out
-        while (yield from reader.until((OPEN,), out.content)):
+        while (yield from reader.until((OPEN,), out.content, self._is_after_call)):
             reader.start_record(OPEN)
             yield from reader.spaces()
             is_call = yield from JsonCall(reader, out).read()
@@ -25,5 +25,4 @@ class HermesParser(ReadingParser):
                 yield from reader.spaces()
                 yield from reader.literal(CLOSE)
             text = reader.stop_record()
-            if not is_call:
-                out.spoilt_call(text)
+            self._end_markup(text, is_call=is_call)

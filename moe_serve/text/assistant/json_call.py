@@ -28,7 +28,7 @@ class JsonCall:
             while is_open:
                 is_open = (yield from self._member()) and (yield from self._comma())
         if self.has_begun:
-            self._out.end_call()
+            self._out.end_call(is_cut=reader.is_cut)
         return self.has_begun
 
     def _comma(self) -> Generator[None, None, bool]:
@@ -65,7 +65,8 @@ class JsonCall:
         parts: list[str] = []  # some models write the object as text
         is_whole = yield from self._reader.json_value(parts.append)
         text = "".join(parts)
-        decoded = decoded_string(text)
+        is_cut = not is_whole and self._reader.is_cut
+        decoded = decoded_string(text.rstrip("\\") + '"' if is_cut else text)
         sink(text if decoded is None else decoded)
         return is_whole
 

@@ -28,14 +28,13 @@ def new_mistral_id() -> str:
 class MistralParser(ReadingParser):
     def _read(self) -> Reading:
         reader, out = self._reader, self._out
-        while (yield from reader.until((CALLS,), out.content)):
+        while (yield from reader.until((CALLS,), out.content, self._is_after_call)):
             reader.start_record(CALLS)
             yield from reader.spaces()
             is_list = yield from reader.literal("[")
             is_call = yield from (self._list() if is_list else self._named())
             text = reader.stop_record()
-            if not is_call:
-                out.spoilt_call(text)
+            self._end_markup(text, is_call=is_call)
 
     def _list(self) -> Generator[None, None, bool]:
         reader, num_calls = self._reader, 0
@@ -61,5 +60,5 @@ class MistralParser(ReadingParser):
             return False
         self._out.begin_call(name, call_id)
         yield from reader.json_value(self._out.arguments)
-        self._out.end_call()
+        self._out.end_call(is_cut=reader.is_cut)
         return True

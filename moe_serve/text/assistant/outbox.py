@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Callable
 
@@ -41,28 +42,39 @@ class Outbox:
     """Collects content, reasoning and calls; `take` hands them out as one delta.
 
     White space between content and a call, and after a call, is layout and is dropped. Calls beyond
-    `max_calls` are dropped too.
+    `max_calls` are dropped too. `has_calls_only`: the answer is forced to be calls, so what looks
+    like content is the beginning of a marker that was cut.
+
+    `has_cut_call`: the text was cut within a call, or within the markup that begins one.
     """
 
     def __init__(
-        self, make_id: Callable[[], str] = new_call_id, max_calls: int | None = None
+        self,
+        make_id: Callable[[], str] = new_call_id,
+        max_calls: int | None = None,
+        *,
+        has_calls_only: bool = False,
     ) -> None:
         self._make_id = make_id
         self._max_calls = max_calls
+        self._has_calls_only = has_calls_only
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[CallDelta] = []
         self._arguments: list[str] = []
         self._tail = HeldSpace(self._content.append)
         self._num_calls = 0
-        self._is_after_call = False
-        self._has_arguments = False
+        self.is_after_call = False  # with nothing but white space since
+        self._of_call: list[str] = []  # the arguments of the call that began last
         self.has_spoilt_call = False
+        self.has_cut_call = False
 
     def content(self, text: str) -> None:
-        if self._is_after_call:
+        if self._has_calls_only:
+            return
+        if self.is_after_call:
             text = text.lstrip()
-            self._is_after_call = not text
+            self.is_after_call = not text
         if text:
             self._tail.push(text)
 
@@ -77,23 +89,31 @@ class Outbox:
     def begin_call(self, name: str, call_id: str | None = None) -> None:
         self._tail.drop()
         self._num_calls += 1
-        self._has_arguments = False
+        self._of_call = []
         if not self._is_dropped:
             call_id = call_id or self._make_id()
             self._calls.append(CallDelta(index=self._num_calls - 1, id=call_id, name=name))
 
     def arguments(self, text: str) -> None:
         """More of the arguments of the call that began last."""
-        self._has_arguments = self._has_arguments or bool(text)
+        if text:
+            self._of_call.append(text)
         if text and not self._is_dropped:
             self._arguments.append(text)
 
-    def end_call(self) -> None:
-        """A call without arguments gets an empty object, so that it is JSON."""
-        if not self._has_arguments:
+    def end_call(self, *, is_cut: bool = False) -> None:
+        """A call without arguments gets an empty object, so that it is JSON. One that was cut keeps
+        what came."""
+        if is_cut:
+            self.has_cut_call = not (self._is_dropped or _is_object("".join(self._of_call)))
+        elif not self._of_call:
             self.arguments("{}")
         self._close_arguments()
-        self._is_after_call = True
+        self.is_after_call = True
+
+    def cut_head(self) -> None:
+        """The text was cut before the name of a call was known: what came is no call."""
+        self.has_cut_call = self.has_spoilt_call = True
 
     def flush(self) -> None:
         """No more text will come."""
@@ -132,3 +152,11 @@ class Outbox:
         else:
             call = CallDelta(index=index, arguments=text)
         self._calls.append(call)
+
+
+def _is_object(text: str) -> bool:
+    """Whether arguments are whole."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False

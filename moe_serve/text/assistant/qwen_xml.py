@@ -32,8 +32,8 @@ class QwenXmlParser(ReadingParser):
         super().__init__(outbox)
 
     def _read(self) -> Reading:
-        reader, out = self._reader, self._out
-        while marker := (yield from reader.until((OPEN, FUNCTION), out.content)):
+        reader, out, openings = self._reader, self._out, (OPEN, FUNCTION)
+        while marker := (yield from reader.until(openings, out.content, self._is_after_call)):
             reader.start_record(marker)
             has_function = marker == FUNCTION
             if not has_function:
@@ -44,8 +44,7 @@ class QwenXmlParser(ReadingParser):
                 yield from reader.spaces()
                 yield from reader.literal(CLOSE)
             text = reader.stop_record()
-            if not is_call:
-                out.spoilt_call(text)
+            self._end_markup(text, is_call=is_call)
 
     def _function(self) -> Generator[None, None, bool]:
         reader = self._reader
@@ -66,5 +65,5 @@ class QwenXmlParser(ReadingParser):
                 yield from reader.spaces()
         if is_whole and (yield from reader.literal(END_FUNCTION)):
             arguments.close()
-        self._out.end_call()
+        self._out.end_call(is_cut=reader.is_cut)
         return True

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Generator, Sequence
 
 Sink = Callable[[str], object]
+Condition = Callable[[], bool]
 Reading = Generator[None, None, None]
 _SPACE = re.compile(r"[ \t\r\n]*")
 _WORD = re.compile(r"[\w.:/\-]*")
@@ -25,6 +26,14 @@ def ignore(_: str) -> None:
     """A sink for what is read and not needed."""
 
 
+def always() -> bool:
+    return True
+
+
+def never() -> bool:
+    return False
+
+
 class Reader:
     """The text that has come and has not been read."""
 
@@ -32,15 +41,21 @@ class Reader:
         self._text = ""
         self._pos = 0
         self._is_closed = False
+        self.is_cut = False
         self._record: list[str] | None = None
 
     def feed(self, text: str) -> None:
         self._text = self._text[self._pos :] + text
         self._pos = 0
 
-    def close(self) -> None:
-        """No more text will come."""
+    def close(self, *, is_cut: bool = False) -> None:
+        """No more text will come. `is_cut`: a limit or a stop string ended it, not the model."""
         self._is_closed = True
+        self.is_cut = is_cut
+
+    def skip(self) -> None:
+        """Read over what has come."""
+        self._advance(len(self._text))
 
     def start_record(self, *read: str) -> None:
         """Remember what is read from now on, beginning with what was read before."""
@@ -88,10 +103,13 @@ class Reader:
                 return False
             yield
 
-    def until(self, markers: Sequence[str], sink: Sink) -> Generator[None, None, str]:
+    def until(
+        self, markers: Sequence[str], sink: Sink, expects_marker: Condition = never
+    ) -> Generator[None, None, str]:
         """Passes text to `sink` up to the first marker, and reads that; "" if none comes.
 
-        No marker may lie within another one, unless at its end.
+        No marker may lie within another one, unless at its end. At the end of a text that was cut,
+        the beginning of a marker is left out if `expects_marker`; else it is text.
         """
         while True:
             found = [(self._text.find(m, self._pos), -len(m), m) for m in markers]
@@ -101,9 +119,13 @@ class Reader:
                 self._give(start, sink)
                 self._advance(start + len(marker))
                 return marker
-            num_held = 0 if self._is_closed else self._num_begun(markers)
+            is_kept = self._is_closed and not self.is_cut
+            num_held = 0 if is_kept else self._num_begun(markers)
             self._give(len(self._text) - num_held, sink)
             if self._is_closed:
+                if not expects_marker():
+                    self._give(len(self._text), sink)
+                self.skip()
                 return ""
             yield
 

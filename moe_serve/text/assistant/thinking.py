@@ -36,13 +36,17 @@ class ThinkingParser(ReadingParser):
     def push(self, text: str) -> AssistantDelta:
         return joined(super().push(text), self._take_answer())
 
-    def finish(self) -> AssistantDelta:
-        thought = joined(super().finish(), self._take_answer())
-        return joined(thought, self._answer.finish())
+    def finish(self, *, is_cut: bool = False) -> AssistantDelta:
+        thought = joined(super().finish(is_cut=is_cut), self._take_answer())
+        return joined(thought, self._answer.finish(is_cut=is_cut))
 
     @property
     def has_spoilt_call(self) -> bool:
         return self._answer.has_spoilt_call
+
+    @property
+    def has_cut_call(self) -> bool:
+        return self._answer.has_cut_call
 
     def _read(self) -> Reading:
         reader = self._reader

@@ -7,7 +7,7 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from moe_serve.text.assistant.outbox import Outbox
-from moe_serve.text.assistant.reader import Reader
+from moe_serve.text.assistant.reader import Reader, always
 from moe_serve.text.assistant.tool import Tool
 
 _WORDS = {"True": "true", "False": "false", "None": "null"}  # as Python writes them
@@ -28,13 +28,15 @@ class TypedArguments:
         self._num_arguments += 1
         if is_text(self._properties.get(key)):
             self._out.arguments('"')
-            end = yield from self._reader.until(ends, self._put_text)
+            end = yield from self._reader.until(ends, self._put_text, always)
             if end:
                 self._out.arguments('"')
             return bool(end)
         parts: list[str] = []
-        end = yield from self._reader.until(ends, parts.append)
-        self._out.arguments(_value(self._properties.get(key), "".join(parts)))
+        end = yield from self._reader.until(ends, parts.append, always)
+        text = "".join(parts)
+        is_cut = not end and self._reader.is_cut  # what it would have been is not known
+        self._out.arguments(text.strip() if is_cut else _value(self._properties.get(key), text))
         return bool(end)
 
     def close(self) -> None:

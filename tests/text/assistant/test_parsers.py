@@ -67,9 +67,9 @@ PARSERS: Mapping[str, Callable[[], AssistantParser]] = {
 }
 
 
-def parse(parser: AssistantParser, pieces: Iterable[str]) -> Found:
+def parse(parser: AssistantParser, pieces: Iterable[str], *, is_cut: bool = False) -> Found:
     """The whole message: content, reasoning, and (name, arguments) of each call."""
-    deltas = [*(parser.push(piece) for piece in pieces), parser.finish()]
+    deltas = [*(parser.push(piece) for piece in pieces), parser.finish(is_cut=is_cut)]
     calls: list[list[Any]] = []
     for call in (call for delta in deltas for call in delta.calls):
         if call.name is not None:
@@ -289,6 +289,17 @@ def test_pieces_do_not_matter(name: str, text: str, cuts: list[int]) -> None:
     pieces = [text[a:b] for a, b in zip(places, places[1:], strict=False)]
     assert parse(PARSERS[name](), pieces) == whole
     assert parse(PARSERS[name](), text) == whole, "a character at a time"
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@settings(max_examples=40, deadline=None)
+@given(text=TEXTS, cuts=st.lists(st.integers(0, 400), max_size=6))
+def test_pieces_of_a_cut_answer_do_not_matter(name: str, text: str, cuts: list[int]) -> None:
+    whole = parse(PARSERS[name](), [text], is_cut=True)
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[a:b] for a, b in zip(places, places[1:], strict=False)]
+    assert parse(PARSERS[name](), pieces, is_cut=True) == whole
+    assert parse(PARSERS[name](), text, is_cut=True) == whole, "a character at a time"
 
 
 @pytest.mark.parametrize("name", [n for n in PARSERS if "openai" not in n and "think" not in n])
