@@ -120,6 +120,11 @@ class BenchStreamError(BenchError):
     """One answer breaks its protocol; the request counts as failed."""
 
 
+def shortened(text: str, most: int = 80) -> str:
+    """The beginning of a value, for a message that names it."""
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 __all__ = [
     "BenchError",
     "BenchServerError",
@@ -139,4 +144,5 @@ __all__ = [
     "ServerOverloadedError",
     "TimelineError",
     "TracingError",
+    "shortened",
 ]
