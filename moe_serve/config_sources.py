@@ -32,6 +32,7 @@ from moe_serve.config_keys import (
     unknown_name,
 )
 from moe_serve.errors import ConfigError
+from moe_serve.regular_file import regular_file
 from moe_serve.yaml_nodes import plain_value, read_yaml, yaml_line
 
 PREFIX = "MOE_SERVE_"
@@ -184,7 +185,7 @@ def _named_file(file: Path | None, environ: Mapping[str, str]) -> Path | None:
 
 def _parse_yaml(file: Path) -> yaml.Node | None:
     try:
-        return read_yaml(file.read_text("utf-8"), str(file))
+        return read_yaml(regular_file(file).read_text("utf-8"), str(file))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {file}: {error.strerror}.") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
@@ -230,7 +231,7 @@ def read_secret_file(path: str) -> list[str]:
     """One secret per line; empty lines are left out, and comments: from a # at the beginning or
     after a space to the end of the line."""
     try:
-        lines = Path(path).read_text("utf-8").splitlines()
+        lines = regular_file(Path(path)).read_text("utf-8").splitlines()
     except OSError as error:
         raise ConfigError(f"cannot read the API keys in {path}: {error.strerror}.") from error
     except UnicodeDecodeError as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from routing_predictor.errors import PredictorError
+from routing_predictor.metadata import regular
 
 VERSION = 1
 
@@ -72,7 +73,7 @@ def write_card(card: PredictorCard, path: Path) -> None:
 def read_card(path: Path) -> PredictorCard:
     """Raises PredictorError for what is no card, or one of another version."""
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        entries = json.loads(regular(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise PredictorError(f"{path} is not there: no predictor lies in {path.parent}") from None
     except OSError as error:

@@ -8,6 +8,7 @@ facts    one JSON object with everything else
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -84,7 +85,7 @@ def write_tensors(
 def read_metadata(path: Path) -> Mapping[str, str]:
     """A safetensors file's strings, whatever it is. Raises TraceError."""
     try:
-        with safe_open(path, framework="numpy") as file:
+        with safe_open(regular(path), framework="numpy") as file:
             return file.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise unreadable(path, error) from None
@@ -101,7 +102,7 @@ def read_tensors(path: Path, format_name: str, version: int) -> TensorFile:
         raise TraceError(f"{path} has the version {number} of its format; {version} is read")
     try:
         facts = json.loads(metadata.get("facts", ""))
-        with safe_open(path, framework="numpy") as file:
+        with safe_open(regular(path), framework="numpy") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (ValueError, RecursionError):
         raise TraceError(f"{path}: its facts are not JSON") from None
@@ -110,6 +111,13 @@ def read_tensors(path: Path, format_name: str, version: int) -> TensorFile:
     if not isinstance(facts, dict):
         raise TraceError(f"{path}: its facts are not a JSON object")
     return TensorFile(path, tensors, facts)
+
+
+def regular(path: Path) -> Path:
+    """The path. Raises OSError where opening it would wait for a writer or never end."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "it is a FIFO, a socket or a device", str(path))
+    return path
 
 
 def unreadable(path: Path, error: Exception) -> TraceError:

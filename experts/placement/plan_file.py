@@ -27,6 +27,8 @@ _WRITER = (
 
 def read_placement(path: Path) -> Placement:
     """Raises PlacementError with what is wrong; every expert of a file's layers is on a rank."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise PlacementError(f"{path} cannot be read: it is not a regular file.")
     try:
         content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_repeats)
     except OSError as error:

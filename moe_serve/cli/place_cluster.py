@@ -23,6 +23,7 @@ import yaml
 from experts.placement.devices import Device, Devices
 from moe_serve.cluster.launch.cluster_file import parse_cluster_file
 from moe_serve.errors import ConfigError
+from moe_serve.regular_file import regular_file
 from moe_serve.yaml_nodes import plain_value, read_yaml, value_place
 
 MAX_DEVICES = 2**14
@@ -191,7 +192,7 @@ def _read(path: Path) -> PlacementCluster:
     """Raises ConfigError."""
     root = None
     try:
-        text = path.read_text("utf-8")
+        text = regular_file(path).read_text("utf-8")
         root = read_yaml(text, str(path))
         content = plain_value(root)
         if isinstance(content, dict) and "coordinator" in content:

@@ -17,6 +17,7 @@ from experts.placement.formats.engine_plan import EnginePlan, PlanFacts
 from experts.placement.formats.plan_text import parse_content, parse_text
 from moe_serve.cli.place_inputs import holds_loads
 from moe_serve.errors import ConfigError
+from moe_serve.regular_file import regular_file
 from moe_serve.yaml_nodes import plain_value, read_yaml
 from routing_predictor.errors import TraceError
 from routing_predictor.importers.torch_file import read_torch_file
@@ -35,7 +36,7 @@ def read_plan(path: Path, facts: PlanFacts) -> EnginePlan:
     try:
         if path.suffix == ".pt":
             return parse_content(_plain(read_torch_file(path)), facts)
-        text = path.read_text("utf-8")
+        text = regular_file(path).read_text("utf-8")
         if path.suffix in _YAML or _YAML_PLAN.search(text):
             content = plain_value(read_yaml(text, str(path), is_large=True))
             return parse_content(content, facts)

@@ -13,6 +13,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from moe_serve.errors import CheckpointError, InvalidRequestError
+from moe_serve.regular_file import is_there, regular_file
 from moe_serve.text.chat_environment import TemplateRefusedError, chat_environment
 from moe_serve.text.template_limits import DEADLINE, TemplateTimeoutError
 from moe_serve.text.tokenizer import read_json_file
@@ -49,8 +50,13 @@ class ChatTemplate:
     ) -> ChatTemplate | None:
         """From chat_template.jinja, else tokenizer_config.json; None if neither has one."""
         path = folder / "chat_template.jinja"
-        if path.is_file():
-            source = path.read_text(encoding="utf-8")
+        if is_there(path):
+            try:
+                source = regular_file(path).read_text(encoding="utf-8")
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+            except UnicodeDecodeError:
+                raise CheckpointError(f"{path} is not UTF-8 text.") from None
             return cls(source, special_tokens=special_tokens, name=str(path))
         path = folder / "tokenizer_config.json"
         entry = read_json_file(path).get("chat_template")

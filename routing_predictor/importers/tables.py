@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from routing_predictor.errors import TraceError
 from routing_predictor.load_file import ExpertLoad
+from routing_predictor.metadata import regular
 from routing_predictor.trace import DECODE, RoutingTrace
 from routing_predictor.trace_file import as_int32, id_dtype
 
@@ -36,7 +37,7 @@ Imported = RoutingTrace | ExpertLoad
 def read_text(path: Path) -> str:
     """Without the mark that spreadsheets begin UTF-8 with. Raises TraceError."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return regular(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise TraceError(f"{path} is not UTF-8 text") from None
     except OSError as error:

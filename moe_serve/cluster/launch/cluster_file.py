@@ -27,6 +27,7 @@ from moe_serve.cluster.launch.node_layout import NodeLayout, explicit_layout
 from moe_serve.cluster.rank_name import RankName
 from moe_serve.config_keys import SECRETS
 from moe_serve.errors import ConfigError
+from moe_serve.regular_file import regular_file
 from moe_serve.yaml_nodes import plain_value, read_yaml, value_place
 
 
@@ -82,7 +83,7 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 def read_cluster_file(path: Path) -> ClusterFile:
     """Read and check it; raises ConfigError with the file and the place."""
     try:
-        text = path.read_text("utf-8")
+        text = regular_file(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"cannot read the cluster file {path}: {reason}.") from error
