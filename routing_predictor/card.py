@@ -82,7 +82,9 @@ def read_card(path: Path) -> PredictorCard:
         raise PredictorError(f"{path} is not JSON") from None
     if not isinstance(entries, dict) or entries.get("version") != VERSION:
         found = entries.get("version") if isinstance(entries, dict) else None
-        raise PredictorError(f"{path} has the version {found!r} of a card; {VERSION} is read")
+        raise PredictorError(
+            f"{path} has the version {repr(found)[:20]} of a card; {VERSION} is read"
+        )
     names = {each.name for each in fields(PredictorCard)}
     if unknown := sorted(entries.keys() - names):
         raise PredictorError(f"{path} has keys that no card has: {', '.join(unknown)}")

@@ -61,6 +61,7 @@ class TensorFile:
         return array
 
 
+_MOST_DIGITS = 1000
 _WORDS: Mapping[type, str] = {int: "a count", str: "text", list: "a list"}
 
 
@@ -101,7 +102,7 @@ def read_tensors(path: Path, format_name: str, version: int) -> TensorFile:
         number = metadata.get("version")
         raise TraceError(f"{path} has the version {number} of its format; {version} is read")
     try:
-        facts = json.loads(metadata.get("facts", ""))
+        facts = json.loads(metadata.get("facts", ""), parse_int=whole_number)
         with safe_open(regular(path), framework="numpy") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (ValueError, RecursionError):
@@ -111,6 +112,13 @@ def read_tensors(path: Path, format_name: str, version: int) -> TensorFile:
     if not isinstance(facts, dict):
         raise TraceError(f"{path}: its facts are not a JSON object")
     return TensorFile(path, tensors, facts)
+
+
+def whole_number(text: str) -> int:
+    """Of JSON: numbers of thousands of digits cannot be multiplied and printed."""
+    if len(text) > _MOST_DIGITS:
+        raise TraceError(f"has a number of {len(text)} digits: none here has over {_MOST_DIGITS}")
+    return int(text)
 
 
 def regular(path: Path) -> Path:

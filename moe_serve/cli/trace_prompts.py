@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from moe_serve.errors import InvalidRequestError
+from moe_serve.json_text import parse_json
 from moe_serve.regular_file import regular_file
 
 
@@ -41,7 +41,7 @@ def read_prompts(path: Path) -> list[TracePrompt]:
 
 def _parse(line: str, place: str) -> TracePrompt:
     try:
-        entry = json.loads(line)
+        entry = parse_json(line)
     except (ValueError, RecursionError):
         raise _wrong(f"{place} is not JSON.") from None
     if not isinstance(entry, dict) or entry.keys() - {"prompt", "label"}:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from moe_serve.errors import ConfigError
+from moe_serve.errors import ConfigError, shortened
 from moe_serve.pipeline.cost_model import LinkCosts, StageCosts
 from moe_serve.regular_file import regular_file
 
@@ -94,8 +94,8 @@ def read_calibration(path: Path) -> Calibration:
         schema = head["schema"]
         if schema != SCHEMA:
             raise ConfigError(
-                f"{path} has calibration schema {schema!r}, but this version reads {SCHEMA}: "
-                "run moe-serve calibrate again."
+                f"{path} has calibration schema {shortened(repr(schema))}, but this version reads "
+                f"{SCHEMA}: run moe-serve calibrate again."
             )
         calibration = msgspec.json.decode(text, type=Calibration)
     except (msgspec.DecodeError, RecursionError) as error:
