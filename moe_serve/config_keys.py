@@ -12,13 +12,14 @@ import dataclasses
 import difflib
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from moe_serve.config import ClusterConfig, Config, EngineConfig
-from moe_serve.errors import ConfigError
+from moe_serve.errors import ConfigError, shortened
 
 Scalar = bool | int | float | str
 Value = Scalar | tuple[str, ...] | None
@@ -72,6 +73,9 @@ RANGES: Mapping[str, tuple[float, float]] = {
 }
 SECRETS = frozenset({"server.api_keys", "server.admin_keys"})
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}  # for the keys that end in one of these
+_YES, _NO = ("yes", "on"), ("no", "off")
+_WHOLE = re.compile(r"[-+]?[0-9]{1,19}")
+_DECIMAL = re.compile(r"[-+]?([0-9]*\.[0-9]+|[0-9]+\.|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?")
 _SIZES = ("_bytes", "_bytes_per_s")
 
 
@@ -127,6 +131,18 @@ class ConfigKey:
             raise self.error(value, source)
         return checked
 
+    def check_yaml(self, value: object, source: str) -> Value:
+        """As `check`; `yes`, `no`, `on` and `off` are true and false where the key takes those."""
+        if value is None and not self.is_optional:
+            raise self.error(value, source, shown="null")
+        if isinstance(value, str) and value.lower() in (*_YES, *_NO):
+            is_on = value.lower() in _YES
+            if self.kind is bool:
+                return is_on
+            switch = "on" if is_on else "off"
+            return self.check(switch if switch in self.choices else value, source)
+        return self.check(value, source)
+
     def parse(self, text: str, source: str) -> Value:
         """The value of an environment variable; a list is written with commas, or as JSON."""
         if self.is_optional and text.lower() in ("null", "none"):
@@ -134,15 +150,13 @@ class ConfigKey:
         if self.kind is tuple:
             return self.check(self._listed(text, source), source)
         if self.kind is bool:
-            is_true = text.lower() in ("true", "1", "yes", "on")
-            is_false = text.lower() in ("false", "0", "no", "off")
+            is_true = text.lower() in ("true", "1", *_YES)
+            is_false = text.lower() in ("false", "0", *_NO)
             return self.check(is_true if is_true or is_false else text, source)
         if self.kind is str:
             return self.check(text, source)
-        try:
-            return self.check(self.kind(text), source)
-        except ValueError:
-            return self.check(text, source)
+        is_number = _WHOLE.fullmatch(text) or (self.kind is float and _DECIMAL.fullmatch(text))
+        return self.check(self.kind(text) if is_number else text, source)
 
     def _listed(self, text: str, source: str) -> object:
         if not text.startswith("["):
@@ -156,9 +170,14 @@ class ConfigKey:
                 'write one,two or ["one", "two"].'
             ) from error
 
-    def error(self, value: object, source: str) -> ConfigError:
-        shown = "this value (not shown)" if self.is_secret else repr(value)
-        return ConfigError(f"{self.path} cannot be {shown} ({source}): it takes {self.allowed}.")
+    def error(self, value: object, source: str, shown: str = "") -> ConfigError:
+        shown = shown or shortened(repr(value))
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        quotes = "; write a number in quotes" if self.kind is str and is_number else ""
+        return ConfigError(
+            f"{self.path} cannot be {'this value (not shown)' if self.is_secret else shown} "
+            f"({source}): it takes {self.allowed}{quotes}."
+        )
 
     def _converted(self, value: object) -> Scalar | tuple[str, ...] | None:
         """None stands for "not of this type"."""
@@ -171,7 +190,7 @@ class ConfigKey:
                 return None
             if self.kind is int:
                 return value if isinstance(value, int) else None
-            return float(value)
+            return float(value) if isinstance(value, float) or abs(value) < 2**64 else None
         if self.kind is tuple:
             if not isinstance(value, list | tuple):
                 return None
@@ -269,5 +288,5 @@ def _keys_of(component: type, section: str = "") -> Iterable[ConfigKey]:
 def parse_size(text: str) -> int | None:
     """Bytes of "512MiB"; None if it is no such size."""
     number, unit = text.strip()[:-3].strip(), text.strip()[-3:]
-    is_size = number.isascii() and number.isdigit() and unit in UNITS
+    is_size = number.isascii() and number.isdigit() and len(number) < 20 and unit in UNITS
     return int(number) * UNITS[unit] if is_size else None

@@ -32,7 +32,8 @@ from moe_serve.config_keys import (
     unknown_name,
 )
 from moe_serve.errors import ConfigError
-from moe_serve.yaml_nodes import distinct_nodes
+from moe_serve.regular_file import regular_file
+from moe_serve.yaml_nodes import plain_value, read_yaml, yaml_line
 
 PREFIX = "MOE_SERVE_"
 CONFIG_VARIABLE = "MOE_SERVE_CONFIG"
@@ -58,8 +59,7 @@ class ConfigEntry:
             assert isinstance(self.value, tuple), f"{self.key.path}: secrets are lists"
             return f"{len(self.value)} set, not shown"
         plain = list(self.value) if isinstance(self.value, tuple) else self.value
-        text: str = yaml.safe_dump(plain, default_flow_style=True, width=10_000)
-        return text.removesuffix("\n").removesuffix("\n...")
+        return yaml_line(plain)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ def load_config(
     for path, value in (settings or {}).items():
         if path not in keys:
             raise unknown_name("key", path, settings_source, keys)
-        checked = keys[path].check(value, settings_source)
+        checked = keys[path].check_yaml(value, settings_source)
         chosen[path] = ConfigEntry(key=keys[path], value=checked, source=settings_source)
     for name, key in variables.items():
         if text := environ.get(name, "").strip():
@@ -173,8 +173,8 @@ def _file_entries(
             if path not in keys:
                 known = {key.name for key in keys.values() if key.section == section}
                 raise unknown_name("key", path, place, {f"{section}.{other}" for other in known})
-            value = _plain_value(node, place)
-            yield ConfigEntry(key=keys[path], value=keys[path].check(value, place), source=place)
+            value = keys[path].check_yaml(_plain_value(node, place), place)
+            yield ConfigEntry(key=keys[path], value=value, source=place)
 
 
 def _named_file(file: Path | None, environ: Mapping[str, str]) -> Path | None:
@@ -185,7 +185,7 @@ def _named_file(file: Path | None, environ: Mapping[str, str]) -> Path | None:
 
 def _parse_yaml(file: Path) -> yaml.Node | None:
     try:
-        root = yaml.compose(file.read_text("utf-8"), Loader=yaml.SafeLoader)
+        return read_yaml(regular_file(file).read_text("utf-8"), str(file))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {file}: {error.strerror}.") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
@@ -195,15 +195,14 @@ def _parse_yaml(file: Path) -> yaml.Node | None:
         raise ConfigError(
             f"the configuration {file} has values too deep in each other to be read."
         ) from None
-    distinct_nodes(root, str(file))
-    return root
 
 
 def _plain_value(node: yaml.Node, place: str) -> object:
     try:
-        return yaml.SafeLoader("").construct_object(node, deep=True)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"this is no plain value ({place}): {error}") from error
+        return plain_value(node)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"this is no plain value ({place}): {reason}.") from error
 
 
 def _mapping(node: yaml.Node | None, file: Path, what: str) -> Iterator[tuple[str, yaml.Node, str]]:
@@ -213,14 +212,8 @@ def _mapping(node: yaml.Node | None, file: Path, what: str) -> Iterator[tuple[st
     if not isinstance(node, yaml.MappingNode):
         line = node.start_mark.line + 1
         raise ConfigError(f"{what} must hold `name: value` lines ({file}:{line}).")
-    seen: set[str] = set()
     for name_node, value_node in node.value:
-        place = f"{file}:{name_node.start_mark.line + 1}"
-        name = str(name_node.value)
-        if name in seen:
-            raise ConfigError(f"{name} is set twice in {what} ({place}).")
-        seen.add(name)
-        yield name, value_node, place
+        yield name_node.value, value_node, f"{file}:{name_node.start_mark.line + 1}"
 
 
 def _with_secrets_read(entry: ConfigEntry) -> ConfigEntry:
@@ -238,7 +231,7 @@ def read_secret_file(path: str) -> list[str]:
     """One secret per line; empty lines are left out, and comments: from a # at the beginning or
     after a space to the end of the line."""
     try:
-        lines = Path(path).read_text("utf-8").splitlines()
+        lines = regular_file(Path(path)).read_text("utf-8").splitlines()
     except OSError as error:
         raise ConfigError(f"cannot read the API keys in {path}: {error.strerror}.") from error
     except UnicodeDecodeError as error:

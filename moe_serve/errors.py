@@ -167,6 +167,11 @@ class BenchStreamError(BenchError):
     """One answer breaks its protocol; the request counts as failed."""
 
 
+def shortened(text: str, most: int = 80) -> str:
+    """The beginning of a value, for a message that names it."""
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 __all__ = [
     "BenchError",
     "BenchServerError",
@@ -188,4 +193,5 @@ __all__ = [
     "TokenizerError",
     "TracingError",
     "printable",
+    "shortened",
 ]

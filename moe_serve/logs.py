@@ -21,7 +21,7 @@ TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 ACCESS_LOG = "moe_serve.http.access"
 STARTUP_LOG = "moe_serve.startup"
 RANK_LOG = "moe_serve.ranks"  # what ranks write, with the rank's name before it
-_TOLD = (STARTUP_LOG, RANK_LOG, "moe_serve.cluster.rebalance")  # from INFO on
+_TOLD = (STARTUP_LOG, RANK_LOG, "moe_serve.cluster.rebalance", "moe_kernels.build")  # from INFO on
 
 _log = logging.getLogger("moe_serve")
 current_request: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")

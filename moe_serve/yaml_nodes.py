@@ -1,17 +1,167 @@
-"""The nodes of a YAML file, each once. A node that aliases name lies in several places.
+"""YAML files: read by YAML 1.2's plain rules, and the nodes of a file, each once.
 
-What reads a file as a tree (a check, a message that shows a value) visits an aliased node as often
-as it is named, and aliases of aliases double that with each line.
+PyYAML follows YAML 1.1, which reads `1:30` as 90, `017` as 15, `on` as true and `2026-01-02` as a
+date. Here a number is in decimal digits (or `0x` and hexadecimal ones), true and false are the only
+booleans, and everything else is the text that is written: a key that takes a number refuses it.
+
+A node that aliases name lies in several places. What reads a file as a tree (a check, a message
+that shows a value) visits it as often as it is named, and aliases of aliases double that with each
+line.
 """
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
 import yaml
 
-from moe_serve.errors import ConfigError
+from moe_serve.errors import ConfigError, shortened
 
 MOST_COPIES = 100_000  # nodes that aliases add to those that are written
 MOST_LEVELS = 100
+_TAG = "tag:yaml.org,2002:"
+_TEXT = f"{_TAG}str"
+# Values by the YAML 1.2 core schema, less `0o17`, which few mean as 15. `8_000` is a number to
+# whoever writes it; a number of 20 digits and more is text, as nothing here takes one.
+_PLAIN: Mapping[str, tuple[str, str]] = {
+    "null": (r"~|null|Null|NULL|", "~nN"),
+    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    "int": (
+        r"[-+]?(0|[1-9][0-9]{0,18}|[1-9][0-9]{0,2}(_[0-9]{3}){1,5})|0x[0-9a-fA-F]{1,15}",
+        "-+0123456789",
+    ),
+    "float": (
+        r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+    "merge": (r"<<", "<"),
+}
+
+
+def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    """As PyYAML keeps them: by the first character of a value."""
+    by_character: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    for name, (pattern, characters) in _PLAIN.items():
+        entry = (_TAG + name, re.compile(rf"(?:{pattern})\Z"))
+        for character in (*characters, *([""] if name == "null" else [])):
+            by_character.setdefault(character, []).append(entry)
+    return by_character
+
+
+def _construct_int(_loader: Any, node: yaml.ScalarNode) -> int:
+    text = node.value.replace("_", "")
+    return int(text, 16 if text.startswith("0x") else 10)
+
+
+def _construct_float(_loader: Any, node: yaml.ScalarNode) -> float:
+    word = node.value.lower().replace(".inf", "inf").replace(".nan", "nan")
+    value = float(word)
+    if math.isinf(value) and word.lstrip("+-") != "inf":
+        raise yaml.MarkedYAMLError(
+            problem=f"{shortened(node.value)} is too large for a number",
+            problem_mark=node.start_mark,
+        )
+    return value
+
+
+def _plain(base: type) -> Any:
+    """A loader with the rules of this module."""
+    loader: Any = type("PlainLoader", (base,), {"yaml_implicit_resolvers": _resolvers()})
+    loader.add_constructor(f"{_TAG}int", _construct_int)
+    loader.add_constructor(f"{_TAG}float", _construct_float)
+    return loader
+
+
+class _QuotingDumper(yaml.SafeDumper):
+    """Puts quotes around text that YAML 1.1 or this module would take for something else."""
+
+
+for _first, _entries in _resolvers().items():
+    for _tag, _pattern in _entries:
+        _QuotingDumper.add_implicit_resolver(_tag, _pattern, [_first])
+_LOADER = _plain(yaml.SafeLoader)
+_COMPILED_LOADER = _plain(getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def read_yaml(text: str, source: str, *, is_large: bool = False) -> yaml.Node | None:
+    """The root of a file of one document, checked: no key twice, no tags, no aliases without end.
+
+    `is_large`: by the compiled parser where there is one. Raises ConfigError with file and line,
+    and what PyYAML raises for text that is not YAML.
+    """
+    loader = (_COMPILED_LOADER if is_large else _LOADER)(text)
+    try:
+        root: yaml.Node | None = loader.get_single_node()
+        for node in distinct_nodes(root, source):
+            _refuse_tag(loader, node, source)
+            _refuse_doubled_keys(node, source)
+    finally:
+        loader.dispose()
+    return root
+
+
+def plain_value(node: yaml.Node | None) -> Any:
+    """What a node of `read_yaml` stands for: text, numbers, lists, mappings. Raises YAMLError."""
+    return None if node is None else _LOADER("").construct_document(node)
+
+
+def yaml_line(value: object) -> str:
+    """A plain value on one line, which `read_yaml` and other readers of YAML take for the same."""
+    text: str = yaml.dump(value, Dumper=_QuotingDumper, default_flow_style=True, width=10_000)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def value_place(root: yaml.Node | None, message: str, source: str) -> str:
+    """Where the value lies that a message of msgspec is about ("... - at `$.nodes[0].slots`"), and
+    the value as it is written: " (cluster.yaml:3: '1:30')"."""
+    found = re.search(r"at `\$([^`]*)`", message)
+    node = root
+    for name, index in re.findall(r"\.([^.\[\]]+)|\[(\d+)\]", found[1]) if found else ():
+        inner = _inner_node(node, name, index)
+        if inner is None:
+            break
+        node = inner
+    if node is None:
+        return ""
+    written = f": {shortened(repr(node.value))}" if isinstance(node, yaml.ScalarNode) else ""
+    return f" ({source}:{node.start_mark.line + 1}{written})"
+
+
+def _inner_node(node: yaml.Node | None, name: str, index: str) -> yaml.Node | None:
+    if isinstance(node, yaml.MappingNode) and name:
+        return next((value for key, value in node.value if key.value == name), None)
+    if isinstance(node, yaml.SequenceNode) and index and int(index) < len(node.value):
+        item: yaml.Node = node.value[int(index)]
+        return item
+    return None
+
+
+def _refuse_tag(loader: Any, node: yaml.Node, source: str) -> None:
+    """`!!str` says what quotes say; any other tag makes of a value what nothing here takes."""
+    is_scalar = isinstance(node, yaml.ScalarNode)
+    is_bare = isinstance(node, yaml.ScalarNode) and not node.style  # without quotes
+    implied = loader.resolve(type(node), node.value, (is_bare, not is_bare))
+    if node.tag != implied and not (is_scalar and node.tag == _TEXT):
+        name = shortened(node.tag.replace(_TAG, "!!"))
+        raise ConfigError(
+            f"this is no plain value ({source}:{node.start_mark.line + 1}): it has the tag {name}; "
+            "write it without."
+        )
+
+
+def _refuse_doubled_keys(node: yaml.Node, source: str) -> None:
+    seen: set[str] = set()
+    for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+        place = f"{source}:{key.start_mark.line + 1}"
+        if not isinstance(key, yaml.ScalarNode):
+            raise ConfigError(f"a key is a list or a mapping ({place}): a key is one word.")
+        if key.value in seen:
+            raise ConfigError(f"{key.value} is set twice ({place}).")
+        seen.add(key.value)
 
 
 def distinct_nodes(root: yaml.Node | None, source: str) -> list[yaml.Node]:

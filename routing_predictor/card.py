@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from routing_predictor.errors import PredictorError
+from routing_predictor.metadata import regular
 
 VERSION = 1
 
@@ -72,7 +73,7 @@ def write_card(card: PredictorCard, path: Path) -> None:
 def read_card(path: Path) -> PredictorCard:
     """Raises PredictorError for what is no card, or one of another version."""
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        entries = json.loads(regular(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise PredictorError(f"{path} is not there: no predictor lies in {path.parent}") from None
     except OSError as error:
@@ -81,7 +82,9 @@ def read_card(path: Path) -> PredictorCard:
         raise PredictorError(f"{path} is not JSON") from None
     if not isinstance(entries, dict) or entries.get("version") != VERSION:
         found = entries.get("version") if isinstance(entries, dict) else None
-        raise PredictorError(f"{path} has the version {found!r} of a card; {VERSION} is read")
+        raise PredictorError(
+            f"{path} has the version {repr(found)[:20]} of a card; {VERSION} is read"
+        )
     names = {each.name for each in fields(PredictorCard)}
     if unknown := sorted(entries.keys() - names):
         raise PredictorError(f"{path} has keys that no card has: {', '.join(unknown)}")

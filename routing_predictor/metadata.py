@@ -8,6 +8,7 @@ facts    one JSON object with everything else
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -60,6 +61,7 @@ class TensorFile:
         return array
 
 
+_MOST_DIGITS = 1000
 _WORDS: Mapping[type, str] = {int: "a count", str: "text", list: "a list"}
 
 
@@ -84,7 +86,7 @@ def write_tensors(
 def read_metadata(path: Path) -> Mapping[str, str]:
     """A safetensors file's strings, whatever it is. Raises TraceError."""
     try:
-        with safe_open(path, framework="numpy") as file:
+        with safe_open(regular(path), framework="numpy") as file:
             return file.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise unreadable(path, error) from None
@@ -100,8 +102,8 @@ def read_tensors(path: Path, format_name: str, version: int) -> TensorFile:
         number = metadata.get("version")
         raise TraceError(f"{path} has the version {number} of its format; {version} is read")
     try:
-        facts = json.loads(metadata.get("facts", ""))
-        with safe_open(path, framework="numpy") as file:
+        facts = json.loads(metadata.get("facts", ""), parse_int=whole_number)
+        with safe_open(regular(path), framework="numpy") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (ValueError, RecursionError):
         raise TraceError(f"{path}: its facts are not JSON") from None
@@ -110,6 +112,20 @@ def read_tensors(path: Path, format_name: str, version: int) -> TensorFile:
     if not isinstance(facts, dict):
         raise TraceError(f"{path}: its facts are not a JSON object")
     return TensorFile(path, tensors, facts)
+
+
+def whole_number(text: str) -> int:
+    """Of JSON: numbers of thousands of digits cannot be multiplied and printed."""
+    if len(text) > _MOST_DIGITS:
+        raise TraceError(f"has a number of {len(text)} digits: none here has over {_MOST_DIGITS}")
+    return int(text)
+
+
+def regular(path: Path) -> Path:
+    """The path. Raises OSError where opening it would wait for a writer or never end."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "it is a FIFO, a socket or a device", str(path))
+    return path
 
 
 def unreadable(path: Path, error: Exception) -> TraceError:

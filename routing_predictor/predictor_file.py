@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from routing_predictor.card import PredictorCard, PredictorKind, read_card, write_card
 from routing_predictor.errors import PredictorError
 from routing_predictor.layer_data import predicted_pairs
+from routing_predictor.metadata import regular
 from routing_predictor.pools import PrefixPools
 from routing_predictor.request_mlp import PrefixPredictor, RequestMLP
 from routing_predictor.router_residual import RouterResidual, RouterWeights
@@ -153,7 +154,7 @@ def _check_shapes(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
 def _opened(path: Path) -> Iterator[Any]:
     """A safetensors file. Raises PredictorError for one that cannot be read."""
     try:
-        with safe_open(path, framework="numpy") as file:
+        with safe_open(regular(path), framework="numpy") as file:
             yield file
     except FileNotFoundError:
         raise PredictorError(f"{path} is not there") from None

@@ -19,7 +19,11 @@ from typing import Any
 import pytest
 import typer.main
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
+import lock
 from moe_serve import __version__
 from moe_serve.cli.main import app
 from moe_serve.config_keys import config_keys
@@ -158,6 +162,52 @@ def test_images_are_made_as_they_should(path: Path) -> None:
     (check,) = re.findall(r'CMD \["python", "/opt/moe-serve/(\S+)"\]', final)
     assert f"COPY deploy/docker/{check} /opt/moe-serve/{check}" in final
     assert (path.parent / check).is_file()
+
+
+def pins() -> dict[str, Version]:
+    """Of deploy/requirements.lock. Each line names one version, and nothing else: no host."""
+    lines = (DEPLOY / "requirements.lock").read_text("utf-8").splitlines()
+    pinned = [line for line in lines if not line.startswith("#")]
+    found = {}
+    for line in pinned:
+        match = re.fullmatch(r"([a-z0-9]+(?:-[a-z0-9]+)*)==([0-9][a-z0-9.]*)", line)
+        assert match is not None, f"{line!r} is not name==version"
+        assert match[1] not in found, f"{match[1]} is there twice"
+        found[match[1]] = Version(match[2])
+    assert list(found) == sorted(found), "scripts/lock.py writes them in order"
+    return found
+
+
+def test_every_dependency_is_locked_within_its_range() -> None:
+    locked, project = pins(), (ROOT / "pyproject.toml").read_text("utf-8")
+    parts = re.findall(r"^(dependencies|gpu|otel) = \[(.*?)\]$", project, re.MULTILINE | re.DOTALL)
+    assert [name for name, _ in parts] == ["dependencies", "gpu", "otel"]
+    for requirement in map(
+        Requirement, re.findall(r'"([^"]+)"', "".join(text for _, text in parts))
+    ):
+        name = canonicalize_name(requirement.name)
+        assert name in locked, f"{name} is missing: python scripts/lock.py --write"
+        assert locked[name] in requirement.specifier, f"{name} is {locked[name]}, not {requirement}"
+
+
+def test_the_lock_has_what_the_dependencies_need() -> None:
+    installed = {
+        name: Version(Version(one.version).public)
+        for name, one in lock.closure("moe-serve", lock.EXTRAS).items()
+    }
+    locked = pins()
+    if any(locked.get(name, version) != version for name, version in installed.items()):
+        pytest.skip("other versions are installed here than those that are locked")
+    assert installed.keys() <= locked.keys(), "python scripts/lock.py --write"
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.suffix)
+def test_images_have_the_locked_versions(path: Path) -> None:
+    steps = path.read_text("utf-8").replace("\\\n", " ")
+    installs = re.findall(r"^RUN .*pip install .*", steps, re.MULTILINE)
+    assert len(installs) == 2
+    assert all("--constraint deploy/requirements.lock" in step for step in installs)
+    assert steps.index("COPY deploy/requirements.lock") < steps.index(installs[0])
 
 
 def test_what_images_need_is_let_into_the_context() -> None:

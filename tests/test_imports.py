@@ -48,7 +48,16 @@ LEAVES: Mapping[str, frozenset[str]] = {
     "moe_serve.child_python": frozenset(),
     "moe_serve.config": frozenset({"moe_serve.errors"}),
     "moe_serve.logs": frozenset({"moe_serve.config", "moe_serve.errors"}),
-    "moe_serve.text": frozenset({"moe_serve.errors", "moe_serve.child_python"}),
+    "moe_serve.regular_file": frozenset(),
+    "moe_serve.json_text": frozenset(),
+    "moe_serve.text": frozenset(
+        {
+            "moe_serve.errors",
+            "moe_serve.child_python",
+            "moe_serve.json_text",
+            "moe_serve.regular_file",
+        }
+    ),
     "moe_serve.config_keys": frozenset({"moe_serve.config", "moe_serve.errors"}),
     "moe_serve.yaml_nodes": frozenset({"moe_serve.errors"}),
     "moe_serve.config_sources": frozenset(
@@ -56,6 +65,7 @@ LEAVES: Mapping[str, frozenset[str]] = {
             "moe_serve.config",
             "moe_serve.config_keys",
             "moe_serve.errors",
+            "moe_serve.regular_file",
             "moe_serve.yaml_nodes",
         }
     ),

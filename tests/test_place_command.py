@@ -468,6 +468,8 @@ def mistakes(folder: Path) -> list[tuple[tuple[Any, ...], str]]:
         ("speed", "nodes: [{devices: 2, speed: 0}]"),
         ("endless", "nodes: [{devices: 2, memory_gib: .inf}]"),
         ("nan", "nodes: [{devices: [{memory_gib: .nan}]}]"),
+        ("sixties", "nodes: [{devices: 2,\n    slots: 1:30}]"),
+        ("octal", "nodes: [{devices: 02}]"),
         ("broken", "nodes: [{"),
     ):
         (folder / f"{name}.yaml").write_text(text)
@@ -555,6 +557,8 @@ def mistakes(folder: Path) -> list[tuple[tuple[Any, ...], str]]:
         ((*day, *two, "--dense-layers", "7"), "layer 7 cannot be dense"),
         ((*day, *two, "--model", folder / "no"), "neither the folder of a checkpoint"),
         ((*day, *two, "--model", demo_model_folder()), "4 experts and the model has 32"),
+        (cluster("sixties"), f"({folder}/sixties.yaml:2: '1:30')"),
+        (cluster("octal"), f"({folder}/octal.yaml:1: '02')"),
         (("show", folder / "of4.json"), "give --trace or --load"),
         (("show", folder / "of4.json", *day, "--heatmap", "x.gif"), "neither *.png nor *.html"),
         (("show", folder / "of4.json", *day, "--json", folder), "it is a folder"),

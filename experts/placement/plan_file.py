@@ -17,6 +17,7 @@ from experts.placement.errors import NotAPlanError, PlacementError
 from experts.placement.plan import Placement, RanksOf
 
 FORMAT, VERSION = "moe-serve placement", 1
+_MOST_DIGITS = 19
 _KEYS = {"format", "version", "num_ranks", "num_experts", "layers"}
 
 _WRITER = (
@@ -27,8 +28,10 @@ _WRITER = (
 
 def read_placement(path: Path) -> Placement:
     """Raises PlacementError with what is wrong; every expert of a file's layers is on a rank."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise PlacementError(f"{path} cannot be read: it is not a regular file.")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_repeats)
+        content = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise PlacementError(f"{path} cannot be read: {error.strerror}.") from None
     except (ValueError, RecursionError) as error:  # PlacementError too: the file is not named yet
@@ -119,7 +122,19 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def parse_json(text: str) -> Any:
+    """As `json.loads`, less keys that are there twice and numbers that no plan has. Raises
+    ValueError, RecursionError."""
+    return json.loads(text, object_pairs_hook=_without_repeats, parse_int=_whole_number)
+
+
+def _whole_number(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise PlacementError(f"It has a number of {len(text)} digits.")
+    return int(text)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A layer that is there twice would silently lose one of them."""
     content = dict(pairs)
     if len(content) < len(pairs):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import platform
 import shutil
 from typing import Literal
 
@@ -56,11 +57,20 @@ def choose_kernels(
     library = load_cpu_library().library
     if name != "torch" and refusal is None and library is not None:
         return NativeKernels(library, dtype, num_threads or default_num_threads())
-    linears = "plain"
-    if device.type == "cpu" and packing_refusal(dtype) is None:
-        linears = "oneDNN packed"
-    why = "" if refusal is None or device.type != "cpu" else f"; no native kernels: {refusal}"
-    return TorchKernels(f"torch ({linears} linears{why})")
+    if device.type != "cpu":
+        return TorchKernels("torch (plain linears)")
+    linears = "oneDNN packed" if packing_refusal(dtype) is None else "plain"
+    why = "" if refusal is None else f"; no native kernels: {refusal}"
+    return TorchKernels(f"torch ({linears} linears, {torch_instructions()}{why})")
+
+
+def torch_instructions() -> str:
+    """The vector instructions that torch's own kernels use on this CPU."""
+    name = torch.backends.cpu.get_cpu_capability()
+    if name == "DEFAULT":
+        is_arm = platform.machine().lower() in ("aarch64", "arm64")
+        return "NEON" if is_arm else "no vector instructions"
+    return name.replace("AVX512", "AVX-512")
 
 
 def native_refusal(device: torch.device, dtype: torch.dtype) -> str | None:

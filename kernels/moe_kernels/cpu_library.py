@@ -7,14 +7,19 @@ serve instead.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +27,8 @@ from pathlib import Path
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-pthread")
 _MATH_FLAGS = ("-ffp-contract=fast", "-fno-math-errno")
 _BUILD_TIMEOUT_S = 120
+_PROGRESS_S = 3.0
+_LOGGER = logging.getLogger("moe_kernels.build")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 _POINTER, _INT, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
@@ -47,15 +54,17 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 _OTHER_SIGNATURES: dict[str, tuple[type, ...]] = {
     "moe_route": (*[_POINTER] * 5, _INT),
     "moe_advise_huge_pages": (_POINTER, _INT),
+    "moe_instruction_set": (),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class CpuLibrary:
-    """The loaded library, or the reason why there is none."""
+    """The loaded library and the instructions it is built for, or the reason why there is none."""
 
     library: ctypes.CDLL | None
     refusal: str | None
+    instructions: str = ""  # AVX512-BF16, AVX-512, AVX2, NEON, ...
 
 
 @functools.lru_cache(maxsize=1)
@@ -70,7 +79,13 @@ def load_cpu_library() -> CpuLibrary:
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return CpuLibrary(None, f"{compiler} could not build them: {_last_line(error)}")
     _declare(library)
-    return CpuLibrary(library, None)
+    return CpuLibrary(library, None, instruction_set(library))
+
+
+def instruction_set(library: ctypes.CDLL) -> str:
+    """The vector instructions that a loaded library is built for."""
+    name: bytes = library.moe_instruction_set()
+    return name.decode("ascii")
 
 
 def _declare(library: ctypes.CDLL) -> None:
@@ -81,6 +96,7 @@ def _declare(library: ctypes.CDLL) -> None:
         function = getattr(library, name)
         function.argtypes = arguments
         function.restype = _INT if name.startswith("moe_experts") else None
+    library.moe_instruction_set.restype = ctypes.c_char_p
 
 
 def cache_folder() -> Path:
@@ -102,7 +118,8 @@ def _build(compiler: str) -> Path:
     target = cache_folder() / f"cpu-kernels-{digest.hexdigest()[:24]}.so"
     if target.exists() and target.stat().st_uid == os.getuid() and _is_whole(target):
         return target
-    with _work_folder(target.parent) as work:
+    begin = time.monotonic()
+    with _work_folder(target.parent) as work, _told_progress(len(sources)):
         objects = [Path(work) / f"{path.stem}.o" for path in sources]
         commands = [
             [compiler, *_FLAGS, *_MATH_FLAGS, "-c", str(path), "-o", str(built)]
@@ -115,7 +132,27 @@ def _build(compiler: str) -> Path:
         with library.open("ab") as file:  # behind what the loader reads
             file.write(hashlib.sha256(library.read_bytes()).digest())
         library.replace(target)  # atomic: two processes may build at once
+    _LOGGER.info("the CPU kernels are built after %.0f s: %s", time.monotonic() - begin, target)
     return target
+
+
+@contextlib.contextmanager
+def _told_progress(num_files: int) -> Iterator[None]:
+    """Says that a build is under way, at once and every few seconds until it ends."""
+    done, begin = threading.Event(), time.monotonic()
+    _LOGGER.info("building the CPU kernels for this processor, once: %d files", num_files)
+
+    def tell() -> None:
+        while not done.wait(_PROGRESS_S):
+            _LOGGER.info("building the CPU kernels, once: %.0f s", time.monotonic() - begin)
+
+    teller = threading.Thread(target=tell, name="kernel build progress", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()
 
 
 def _is_whole(path: Path) -> bool:

@@ -19,6 +19,7 @@ from moe_kernels.attention_shape import (
     RotaryTable,
     StepTokens,
 )
+from moe_kernels.cpu_library import instruction_set
 from moe_kernels.fixed_attention import DecodeRoom, ReplannedAttention
 from moe_kernels.kernels import (
     ExpertBank,
@@ -63,7 +64,7 @@ class NativeKernels:
     can_split_columns = True
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int) -> None:
-        self.name = f"native C++ ({SUFFIXES[dtype]})"
+        self.name = f"native C++ ({SUFFIXES[dtype]}, {instruction_set(library)})"
         self._native = NativeLibrary(library, dtype, num_threads)
         self._rms_norm = self._native.function("moe_rms_norm")
         self._add = self._native.function("moe_add")

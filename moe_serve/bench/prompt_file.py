@@ -9,6 +9,7 @@ from typing import Any
 
 from moe_serve.bench.request import Prompt
 from moe_serve.errors import BenchError
+from moe_serve.regular_file import regular_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +23,7 @@ class FilePrompt:
 def read_prompts(path: Path) -> tuple[FilePrompt, ...]:
     try:
         # Not `splitlines`: JSON may hold U+2028 and the like in a string.
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = regular_file(path).read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise BenchError(
             f"cannot read {path}: {getattr(error, 'strerror', None) or error}."

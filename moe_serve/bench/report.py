@@ -17,6 +17,7 @@ from moe_serve.bench.spread import Spread
 from moe_serve.bench.summary import Summary
 from moe_serve.bench.timeline import RunTimeline
 from moe_serve.errors import BenchError
+from moe_serve.regular_file import regular_file
 
 SCHEMA = "moe-serve-bench"
 VERSION = 1
@@ -71,7 +72,7 @@ class Report:
 
 def read_report(path: Path) -> Report:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(regular_file(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise BenchError(
             f"cannot read {path}: {getattr(error, 'strerror', None) or error}."

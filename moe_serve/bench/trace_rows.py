@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from moe_serve.bench.request import Block, Prompt
 from moe_serve.errors import BenchError
+from moe_serve.regular_file import regular_file
 
 MOONCAKE_BLOCK_TOKENS = 512
 _TIMES = ("TIMESTAMP", "Timestamp", "timestamp", "at_s", "t", "arrival_s", "arrived_at")
@@ -78,6 +79,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def _opened(path: Path) -> IO[str]:
+    regular_file(path)
     if path.suffix == ".xz":
         return lzma.open(path, "rt", encoding="utf-8")
     if path.suffix == ".gz":

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from moe_serve.json_text import parse_json
+
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 ROW_START = b'{"id": "batch_req_'  # with which each row begins
 _MAX_ID_CHARS = 512
@@ -71,7 +73,7 @@ def row_id(number: int) -> str:
 def read_line(number: int, text: bytes) -> BatchLine | BatchRow:
     """The line, or the row that says what is wrong with it."""
     try:
-        content = json.loads(text)
+        content = parse_json(text)
     except (ValueError, RecursionError) as error:
         why = " ".join(str(error).split())[:200]
         return _bad(number, None, "invalid_json", f"line {number} is no JSON: {why}.")

@@ -22,6 +22,7 @@ from moe_serve.bench.trace_rows import Trace, read_trace
 from moe_serve.bench.workload import SharedPrefixes, Workload
 from moe_serve.config_sources import read_secret_file
 from moe_serve.errors import BenchError
+from moe_serve.json_text import parse_json
 
 _DEFAULT_REQUESTS = 100
 _MAX_SEED = 2**31
@@ -163,7 +164,7 @@ def _extra(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
     try:
-        fields = json.loads(text)
+        fields = parse_json(text)
         json.dumps(fields, allow_nan=False)
     except ValueError as error:
         raise BenchError(f"--body is not JSON: {error}.") from None

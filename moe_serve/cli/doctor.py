@@ -18,6 +18,7 @@ from moe_serve.cli.machine import MachineReport, look_at_machine
 from moe_serve.cli.machine_limits import Fact
 from moe_serve.cli.wide_console import wide_console
 from moe_serve.config_sources import load_config
+from moe_serve.logs import set_up_logs
 
 _STYLES: Mapping[CheckState, str] = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
@@ -37,6 +38,7 @@ def doctor(
     """
     flags = {} if model is None else {"model.path": model}
     config = load_config(flags=flags, environ=os.environ, file=config_file).config
+    set_up_logs(config.log)  # building the kernels says so
     report = look_at_machine(config.server.host, config.server.port)
     sections, checks = dict(report.sections), machine_checks(report)
     if model is not None and not has_problem(checks):

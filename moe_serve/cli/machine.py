@@ -185,9 +185,11 @@ def _native_backend() -> Backend:
     """Builds the compiled kernels if no one has yet: seconds."""
     from moe_kernels.cpu_library import cache_folder, load_cpu_library
 
-    refusal = load_cpu_library().refusal
-    reason = refusal or f"float32 and bfloat16, kept in {cache_folder()}"
-    return Backend(name="native kernels", is_on=refusal is None, reason=reason)
+    library = load_cpu_library()
+    reason = library.refusal or (
+        f"{library.instructions}, float32 and bfloat16, kept in {cache_folder()}"
+    )
+    return Backend(name="native kernels", is_on=library.refusal is None, reason=reason)
 
 
 def _cuda_backends(torch: Any) -> list[Backend]:

@@ -15,14 +15,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import yaml
 
 from experts.placement.devices import Device, Devices
-from moe_serve.cluster.launch.cluster_file import parse_cluster_file, refuse_doubled_keys
+from moe_serve.cluster.launch.cluster_file import parse_cluster_file
 from moe_serve.errors import ConfigError
+from moe_serve.regular_file import regular_file
+from moe_serve.yaml_nodes import plain_value, read_yaml, value_place
 
 MAX_DEVICES = 2**14
 _GIB, _GB = 2**30, 1e9
@@ -188,10 +190,11 @@ def _even_slots(num_experts: int, num_replicas: int, num_devices: int) -> int:
 
 def _read(path: Path) -> PlacementCluster:
     """Raises ConfigError."""
+    root = None
     try:
-        text = path.read_text("utf-8")
-        refuse_doubled_keys(yaml.compose(text, Loader=yaml.SafeLoader), str(path))
-        content: Any = yaml.safe_load(text)
+        text = regular_file(path).read_text("utf-8")
+        root = read_yaml(text, str(path))
+        content = plain_value(root)
         if isinstance(content, dict) and "coordinator" in content:
             return _launched(text, path)
         return msgspec.convert(content, PlacementCluster)
@@ -202,7 +205,8 @@ def _read(path: Path) -> PlacementCluster:
         reason = " ".join(str(error).split())
         raise ConfigError(f"the cluster file {path} is not valid YAML: {reason}") from None
     except (msgspec.ValidationError, RecursionError) as error:
-        raise ConfigError(f"the cluster file {path} is wrong: {error}.") from None
+        place = value_place(root, str(error), str(path))
+        raise ConfigError(f"the cluster file {path} is wrong: {error}{place}.") from None
 
 
 def _launched(text: str, path: Path) -> PlacementCluster:

@@ -16,8 +16,9 @@ from experts.placement.formats import trtllm
 from experts.placement.formats.engine_plan import EnginePlan, PlanFacts
 from experts.placement.formats.plan_text import parse_content, parse_text
 from moe_serve.cli.place_inputs import holds_loads
-from moe_serve.cluster.launch.cluster_file import refuse_doubled_keys
 from moe_serve.errors import ConfigError
+from moe_serve.regular_file import regular_file
+from moe_serve.yaml_nodes import plain_value, read_yaml
 from routing_predictor.errors import TraceError
 from routing_predictor.importers.torch_file import read_torch_file
 
@@ -35,9 +36,10 @@ def read_plan(path: Path, facts: PlanFacts) -> EnginePlan:
     try:
         if path.suffix == ".pt":
             return parse_content(_plain(read_torch_file(path)), facts)
-        text = path.read_text("utf-8")
+        text = regular_file(path).read_text("utf-8")
         if path.suffix in _YAML or _YAML_PLAN.search(text):
-            return parse_content(_yaml(text, path), facts)
+            content = plain_value(read_yaml(text, str(path), is_large=True))
+            return parse_content(content, facts)
         return parse_text(text, facts)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
@@ -92,11 +94,3 @@ def _plain(content: object) -> object:
     if not isinstance(content, dict):
         return content
     return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in content.items()}
-
-
-def _yaml(text: str, path: Path) -> object:
-    """By the compiled parser where it is there: a plan has many thousand numbers."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
-    node = loader.get_single_node()
-    refuse_doubled_keys(node, str(path))
-    return None if node is None else loader.construct_document(node)

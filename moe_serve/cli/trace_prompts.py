@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from moe_serve.errors import InvalidRequestError
+from moe_serve.json_text import parse_json
+from moe_serve.regular_file import regular_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ def read_prompts(path: Path) -> list[TracePrompt]:
     prompt on each line that is not empty. Raises InvalidRequestError."""
     try:
         # Not `splitlines`: JSON may hold U+2028 and the like in a string.
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = regular_file(path).read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise _wrong(f"{path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
@@ -40,7 +41,7 @@ def read_prompts(path: Path) -> list[TracePrompt]:
 
 def _parse(line: str, place: str) -> TracePrompt:
     try:
-        entry = json.loads(line)
+        entry = parse_json(line)
     except (ValueError, RecursionError):
         raise _wrong(f"{place} is not JSON.") from None
     if not isinstance(entry, dict) or entry.keys() - {"prompt", "label"}:

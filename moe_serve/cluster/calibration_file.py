@@ -7,8 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from moe_serve.errors import ConfigError
+from moe_serve.errors import ConfigError, shortened
 from moe_serve.pipeline.cost_model import LinkCosts, StageCosts
+from moe_serve.regular_file import regular_file
 
 SCHEMA = 1
 _MAX_BYTES = 2**20
@@ -78,7 +79,7 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
 def read_calibration(path: Path) -> Calibration:
     """Raises ConfigError with what is wrong: the file, its schema, or a field of it."""
     try:
-        with path.open("rb") as file:
+        with regular_file(path).open("rb") as file:
             text = file.read(_MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"cannot read the calibration {path}: {error.strerror}.") from error
@@ -93,8 +94,8 @@ def read_calibration(path: Path) -> Calibration:
         schema = head["schema"]
         if schema != SCHEMA:
             raise ConfigError(
-                f"{path} has calibration schema {schema!r}, but this version reads {SCHEMA}: "
-                "run moe-serve calibrate again."
+                f"{path} has calibration schema {shortened(repr(schema))}, but this version reads "
+                f"{SCHEMA}: run moe-serve calibrate again."
             )
         calibration = msgspec.json.decode(text, type=Calibration)
     except (msgspec.DecodeError, RecursionError) as error:

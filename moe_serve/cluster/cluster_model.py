@@ -43,6 +43,7 @@ class ClusterModel:
         folder = model_folder(config.model)
         spec = read_spec(folder)
         cluster = config.cluster
+        _check_has_experts(spec, cluster)
         check_shards(spec, cluster.attention_tp)
         check_replica_choice(cluster)
         num_ranks = cluster.attention_ranks * cluster.attention_tp + cluster.expert_ranks
@@ -89,6 +90,15 @@ class ClusterModel:
             is_recording=self.config.pipeline.timeline is not None,
             placement=in_force.number,
             num_slots=num_slots(self.placement, self.config, name.index) if is_expert else 0,
+        )
+
+
+def _check_has_experts(spec: ModelSpec, cluster: ClusterConfig) -> None:
+    if not any(layer.is_sparse for layer in spec.layers):
+        raise ConfigError(
+            f"cluster.expert_ranks is {cluster.expert_ranks}, but none of the {spec.num_layers} "
+            "layers of this checkpoint has routed experts: serve it in one process (attention_ranks"
+            " and expert_ranks 0)."
         )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from moe_serve.cache.model_identity import add_weight_file
 from moe_serve.cluster.messages import FileMark
 from moe_serve.errors import CheckpointError
+from moe_serve.regular_file import is_there, regular_file
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "*.safetensors"
 
@@ -22,7 +23,7 @@ def file_marks(folder: Path) -> list[FileMark]:
     What is not there is left out: the comparison names it.
     """
     try:
-        small = [path for name in (CONFIG, INDEX) if (path := folder / name).is_file()]
+        small = [path for name in (CONFIG, INDEX) if is_there(path := folder / name)]
         return [_mark(path) for path in (*small, *sorted(folder.glob(WEIGHTS)))]
     except OSError as error:
         where = error.filename or folder
@@ -32,7 +33,7 @@ def file_marks(folder: Path) -> list[FileMark]:
 def _mark(path: Path) -> FileMark:
     digest = sha256()
     if path.suffix == ".json":
-        digest.update(path.read_bytes())
+        digest.update(regular_file(path).read_bytes())
     else:
         add_weight_file(digest, path)
     return FileMark(name=path.name, size=path.stat().st_size, digest=digest.hexdigest())

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from moe_serve.config_sources import CLUSTER_SECRET_VARIABLE
 from moe_serve.errors import ConfigError
+from moe_serve.regular_file import regular_file
 
 MIN_SECRET_LENGTH = 32  # characters
 _ADVICE = "make one with: openssl rand -hex 32"
@@ -52,7 +53,7 @@ def read_secret(environ: Mapping[str, str]) -> ClusterSecret | None:
         return cluster_secret(value, CLUSTER_SECRET_VARIABLE)
     path = Path(value[1:])
     try:
-        text = path.read_text("utf-8").strip()
+        text = regular_file(path).read_text("utf-8").strip()
     except OSError as error:
         raise ConfigError(f"cannot read the cluster secret in {path}: {error.strerror}.") from error
     except UnicodeDecodeError as error:

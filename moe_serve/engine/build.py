@@ -50,6 +50,7 @@ from moe_serve.pipeline.route_tap import RouteTap
 from moe_serve.pipeline.stage_log import StageLog
 from moe_serve.pipeline.transport import LocalTransport
 from moe_serve.pipeline.wire import make_wire_format
+from moe_serve.regular_file import is_there
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def model_folder(config: ModelConfig) -> Path:
             f"{folder} is not a folder: give a local checkpoint in Hugging Face layout "
             "(config.json, *.safetensors, tokenizer.json)."
         )
-    if not (folder / "config.json").is_file():
+    if not is_there(folder / "config.json"):
         raise CheckpointError(
             f"{folder} has no config.json: give the folder of a checkpoint in Hugging Face layout."
         )

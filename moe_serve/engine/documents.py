@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.errors import ConfigError
+from moe_serve.regular_file import regular_file
 from moe_serve.text.tokenizer import Tokenizer
 from routing_predictor.texts import PIECE
 
@@ -124,11 +125,13 @@ def _files_of(path: Path, split: str) -> list[Path]:
 
 def _read(path: Path) -> str:
     try:
+        regular_file(path)
         if path.suffix == ".xz":
             with lzma.open(path, "rt", encoding="utf-8") as file:
                 return file.read()
         return path.read_text(encoding="utf-8")
     except (OSError, lzma.LZMAError, EOFError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path} cannot be read: {reason}.") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text.") from None

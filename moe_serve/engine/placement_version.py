@@ -7,6 +7,7 @@ from pathlib import Path
 
 from moe_serve.config import ClusterConfig
 from moe_serve.errors import ConfigError
+from moe_serve.regular_file import regular_file
 
 _NUM_DIGITS = 16
 
@@ -16,7 +17,7 @@ def placement_version(cluster: ClusterConfig) -> str:
     if cluster.placement is None:
         return ""
     try:
-        content = Path(cluster.placement).expanduser().read_bytes()
+        content = regular_file(Path(cluster.placement).expanduser()).read_bytes()
     except OSError as error:
         raise ConfigError(f"{cluster.placement} cannot be read: {error.strerror}.") from None
     return sha256(content).hexdigest()[:_NUM_DIGITS]

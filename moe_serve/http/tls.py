@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import ssl
 import time
+from pathlib import Path
 
 from moe_serve.config import ServerConfig
 from moe_serve.errors import ConfigError
 from moe_serve.http.file_watch import FileWatch
+from moe_serve.regular_file import regular_file
 
 _LOGGER = logging.getLogger(__name__)
 _LOOK_S = 1.0
@@ -68,6 +70,9 @@ class Tls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
+            for path in (self._certfile, self._keyfile, self._ca_certs):
+                if path is not None:
+                    regular_file(Path(path))
             context.load_cert_chain(self._certfile, self._keyfile, password=_no_password)
             if self._ca_certs is not None:
                 context.load_verify_locations(self._ca_certs)

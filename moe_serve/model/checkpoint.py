@@ -6,7 +6,6 @@ can refuse a bad checkpoint before it takes memory.
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +15,9 @@ import torch
 from torch import Tensor
 
 from moe_serve.errors import CheckpointError
+from moe_serve.json_text import parse_json
 from moe_serve.model.safetensors_file import SafetensorsFile, TensorHeader
+from moe_serve.regular_file import regular_file
 
 FLOAT_DTYPES = ("F32", "F16", "BF16")
 
@@ -139,7 +140,7 @@ def _indexed(folder: Path) -> dict[str, str] | None:
     """Tensor name -> file name, from the sharded index if there is one."""
     path = folder / "model.safetensors.index.json"
     try:
-        file_of = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        file_of = parse_json(regular_file(path).read_text(encoding="utf-8"))["weight_map"]
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from moe_serve.errors import CheckpointError
+from moe_serve.json_text import parse_json
+from moe_serve.regular_file import is_there, regular_file
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _MOST_LAYERS = 10_000  # each is laid out before a tensor of it is looked for
@@ -23,7 +24,7 @@ class HFConfig:
     @classmethod
     def read(cls, folder: Path) -> HFConfig:
         path = folder / "config.json"
-        if not path.exists():
+        if not is_there(path):
             raise CheckpointError(
                 f"{folder} has no config.json: give the folder of a checkpoint in Hugging Face "
                 "layout."
@@ -34,8 +35,10 @@ class HFConfig:
     def of_file(cls, path: Path) -> HFConfig:
         """A config.json under any name."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, OSError, RecursionError) as error:
+            values = parse_json(regular_file(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from None
         if not isinstance(values, dict):
             raise CheckpointError(f"{path} must hold a JSON object.")
@@ -155,12 +158,4 @@ def _is_finite(value: float) -> bool:
 def generation_eos_token_ids(folder: Path) -> tuple[int, ...]:
     """The end-of-text ids of `generation_config.json`, which go before the config's, or none."""
     path = folder / "generation_config.json"
-    if not path.exists():
-        return ()
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} must hold a JSON object.")
-    return HFConfig(values, str(path)).eos_token_ids()
+    return HFConfig.of_file(path).eos_token_ids() if is_there(path) else ()

@@ -47,6 +47,11 @@ def memory_stage(
 ) -> ExpertStage:
     """`experts` is asked again and again, by two threads. Raises ConfigError if nothing fits."""
     layers = [layer for layer in range(spec.num_layers) if spec.layers[layer].is_sparse]
+    if not layers:
+        raise ConfigError(
+            f"model.expert_memory_bytes is {budget.num_bytes}, but none of the {spec.num_layers} "
+            "layers of this checkpoint has routed experts: leave it out."
+        )
     if len(experts.forms_of(layers)) > 1:
         raise ConfigError(
             "model.expert_memory_bytes needs experts that are held alike in all layers, and this "

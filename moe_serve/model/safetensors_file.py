@@ -10,7 +10,6 @@ that were read stay in the process's memory until `drop` gives them back.
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import os
@@ -26,9 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_serve.errors import CheckpointError
+from moe_serve.errors import CheckpointError, shortened
+from moe_serve.json_text import parse_json
+from moe_serve.regular_file import regular_file
 
 _MAX_HEADER_BYTES = 100_000_000
+_MAX_DIMENSIONS = 64  # torch's
 _LFS_POINTER = b"version https://git-lfs"
 # Bits of a value for every dtype of the format, and what torch calls those that it has.
 _BITS = {
@@ -62,10 +64,10 @@ class SafetensorsFile:
         self.path = path
         try:
             self.headers: Mapping[str, TensorHeader] = _read_headers(path)
-        except FileNotFoundError:
-            link = " (a link to nothing)" if path.is_symlink() else ""
-            raise CheckpointError(f"{path} is missing{link}: fetch it again.") from None
         except OSError as error:
+            if not path.exists():
+                link = " (a link to nothing)" if path.is_symlink() else ""
+                raise CheckpointError(f"{path} is missing{link}: fetch it again.") from None
             raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
         self._lock = threading.Lock()
         self._map: mmap.mmap | None = None
@@ -193,7 +195,7 @@ def _map_privately(path: Path) -> mmap.mmap:
 
 
 def _read_headers(path: Path) -> dict[str, TensorHeader]:
-    with path.open("rb") as file:
+    with regular_file(path).open("rb") as file:
         num_bytes = file.seek(0, 2)
         file.seek(0)
         start = file.read(len(_LFS_POINTER))
@@ -211,7 +213,7 @@ def _read_headers(path: Path) -> dict[str, TensorHeader]:
         file.seek(8)
         text = file.read(length)
     try:
-        entries = json.loads(text, object_pairs_hook=_without_repeats)
+        entries = parse_json(text, _without_repeats)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise _broken(path, f"its header is not JSON: {error}") from None
     if not isinstance(entries, dict):
@@ -238,8 +240,10 @@ def _header(path: Path, name: str, entry: Any, data_start: int) -> TensorHeader:
         raise _broken(path, f"tensor {name} has no dtype, shape and two data_offsets") from None
     if not isinstance(dtype, str) or dtype not in _BITS:
         raise _broken(path, f"tensor {name} has dtype {dtype!r}, which the format does not know")
-    if not isinstance(shape, list) or not all(_is_count(n) for n in (*shape, begin, end)):
-        raise _broken(path, f"tensor {name} has shape {shape!r} and offsets {[begin, end]!r}")
+    is_sound = isinstance(shape, list) and len(shape) <= _MAX_DIMENSIONS
+    if not is_sound or not all(_is_count(n) for n in (*shape, begin, end)):
+        found = shortened(f"shape {shape!r}"), shortened(f"offsets {[begin, end]!r}")
+        raise _broken(path, f"tensor {shortened(name)} has {' and '.join(found)}")
     num_bits = math.prod(shape) * _BITS[dtype]
     if num_bits != 8 * (end - begin):
         raise _broken(
@@ -251,7 +255,7 @@ def _header(path: Path, name: str, entry: Any, data_start: int) -> TensorHeader:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def _check_layout(

@@ -25,6 +25,7 @@ from moe_serve.pipeline.timeline_file import (
     PROCESSES,
     THREADS_PER_PROCESS,
 )
+from moe_serve.regular_file import regular_file
 
 _ROLES = {process: role for role, process in PROCESSES.items()}
 _STAGES = {stage.label: int(stage) for stage in Stage}
@@ -82,7 +83,7 @@ class Timeline:
 def read_timeline(path: Path) -> Timeline:
     """Raises TimelineError for a file that is none, that is damaged, or that holds no record."""
     try:
-        with path.open(encoding="utf-8") as file:
+        with regular_file(path).open(encoding="utf-8") as file:
             timeline = _read(file, path)
     except OSError as error:
         raise TimelineError(f"cannot read the timeline {path}: {error.strerror}") from error

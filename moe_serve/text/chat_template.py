@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_serve.errors import CheckpointError, InvalidRequestError
+from moe_serve.regular_file import is_there, regular_file
 from moe_serve.text.template_frames import Kind, Order, Reply, Setup
 from moe_serve.text.template_renderer import SLOW, TemplateRenderer
 from moe_serve.text.tokenizer import read_json_file
@@ -64,8 +65,13 @@ class ChatTemplate:
         Raises CheckpointError if it cannot be compiled.
         """
         path = folder / "chat_template.jinja"
-        if path.is_file():
-            source = path.read_text(encoding="utf-8")
+        if is_there(path):
+            try:
+                source = regular_file(path).read_text(encoding="utf-8")
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+            except UnicodeDecodeError:
+                raise CheckpointError(f"{path} is not UTF-8 text.") from None
             return cls(source, special_tokens=special_tokens, name=str(path)).check()
         path = folder / "tokenizer_config.json"
         entry = read_json_file(path).get("chat_template")

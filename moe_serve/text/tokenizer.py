@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import tokenizers
 
 from moe_serve.errors import CheckpointError, TokenizerError
+from moe_serve.json_text import parse_json
+from moe_serve.regular_file import is_there, regular_file
 from moe_serve.text.token_bytes import Spelling, bytes_of, is_byte_token, spelling_of
 from moe_serve.text.token_lengths import max_bytes_per_token
 
@@ -68,8 +70,12 @@ class Tokenizer:
     def load(cls, folder: Path) -> Tokenizer:
         """Read tokenizer.json, and what the folder's other files say of special tokens."""
         path = folder / "tokenizer.json"
-        if not path.is_file():
+        if not is_there(path):
             raise CheckpointError(f"{path} does not exist: a tokenizers-format file is needed.")
+        try:
+            regular_file(path)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for every kind of bad file
@@ -154,11 +160,13 @@ def _guarded(work: Callable[[], T], subject: str) -> T:
 
 def read_json_file(path: Path) -> dict[str, Any]:
     """The object in a checkpoint's JSON file; {} if there is no such file."""
-    if not path.is_file():
+    if not is_there(path):
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
+        content = parse_json(regular_file(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}.") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON object.")

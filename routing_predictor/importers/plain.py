@@ -33,6 +33,7 @@ from routing_predictor.importers.tables import (
     read_text,
 )
 from routing_predictor.load_file import ExpertLoad
+from routing_predictor.metadata import regular
 from routing_predictor.trace import RoutingTrace
 
 _MAX_NUMBER = 2**31  # of a layer or a token
@@ -130,7 +131,7 @@ def _one(paths: Sequence[Path]) -> Path:
 def _numpy_arrays(path: Path) -> Mapping[str, NDArray[Any]]:
     """Of an npz by name, of an npy under ""; objects are refused by numpy itself."""
     try:
-        loaded = np.load(path, allow_pickle=False)
+        loaded = np.load(regular(path), allow_pickle=False)
         if isinstance(loaded, np.ndarray):
             return {"": loaded}
         with loaded:
@@ -138,7 +139,8 @@ def _numpy_arrays(path: Path) -> Mapping[str, NDArray[Any]]:
     except FileNotFoundError:
         raise TraceError(f"{path} is not there") from None
     except (OSError, ValueError, EOFError, BadZipFile, zlib.error, MemoryError) as error:
-        raise TraceError(f"{path} cannot be read as numpy arrays: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise TraceError(f"{path} cannot be read as numpy arrays: {reason}") from None
 
 
 def _check_ids(ids: NDArray[Any], path: Path) -> None:

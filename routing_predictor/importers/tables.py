@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from routing_predictor.errors import TraceError
 from routing_predictor.load_file import ExpertLoad
+from routing_predictor.metadata import regular, whole_number
 from routing_predictor.trace import DECODE, RoutingTrace
 from routing_predictor.trace_file import as_int32, id_dtype
 
@@ -36,7 +37,7 @@ Imported = RoutingTrace | ExpertLoad
 def read_text(path: Path) -> str:
     """Without the mark that spreadsheets begin UTF-8 with. Raises TraceError."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return regular(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise TraceError(f"{path} is not UTF-8 text") from None
     except OSError as error:
@@ -64,7 +65,9 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 def parse_json(text: str, place: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, parse_int=whole_number)
+    except TraceError as error:
+        raise TraceError(f"{place} {error}") from None
     except (ValueError, RecursionError):
         raise TraceError(f"{place} is not JSON") from None
 

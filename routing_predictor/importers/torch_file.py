@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from routing_predictor.errors import TraceError
 from routing_predictor.importers.opcodes import StoredTensor, read_plain_data
+from routing_predictor.metadata import regular
 
 _DTYPES = {
     "DoubleStorage": "f8", "FloatStorage": "f4", "HalfStorage": "f2", "LongStorage": "i8",
@@ -27,7 +28,7 @@ _MAX_SHARED = 2**18  # values, or bytes of arrays, beyond what files without sha
 def read_torch_file(path: Path) -> Any:
     """Raises TraceError for what is no such file, or holds more than plain data."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(regular(path)) as archive:
             return _TorchZip(archive, path.stat().st_size).read()
     except FileNotFoundError:
         raise TraceError(f"{path} is not there") from None
@@ -38,7 +39,8 @@ def read_torch_file(path: Path) -> Any:
     except TraceError as error:
         raise TraceError(f"{path}: {error}") from None
     except (OSError, EOFError, ValueError, RuntimeError) as error:  # what zipfile raises
-        raise TraceError(f"{path} cannot be read: {error or 'it ends early'}") from None
+        reason = getattr(error, "strerror", None) or str(error) or "it ends early"
+        raise TraceError(f"{path} cannot be read: {reason}") from None
 
 
 class _TorchZip:

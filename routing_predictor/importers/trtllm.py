@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from routing_predictor.errors import TraceError
 from routing_predictor.importers.tables import ImportOptions, as_array, make_load, read_json
 from routing_predictor.load_file import ExpertLoad
-from routing_predictor.metadata import unreadable
+from routing_predictor.metadata import regular, unreadable
 
 META = "meta_info.json"
 
@@ -51,7 +51,7 @@ def import_trtllm(paths: Sequence[Path], options: ImportOptions) -> ExpertLoad:
 
 def _read(path: Path) -> dict[str, np.ndarray]:
     try:
-        with safe_open(path, framework="numpy") as file:
+        with safe_open(regular(path), framework="numpy") as file:
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError, TypeError) as error:
         raise unreadable(path, error) from None

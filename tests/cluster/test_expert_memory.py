@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers
 
 from experts.memory.expectation import Hint
 from experts.memory.expert_memory import ExpertMemory
@@ -257,3 +259,39 @@ def test_no_budget_is_refused(num_bytes: int) -> None:
 def test_too_little_memory_is_refused_with_numbers() -> None:
     with pytest.raises(ConfigError, match=r"is 200000, but an expert takes 147456 bytes.*294912"):
         build_engine(within(config(0, 0, 1), 200_000))
+
+
+@pytest.fixture
+def dense_folder(tmp_path: Path) -> Path:
+    """A checkpoint of an MoE family whose layers are all dense."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16}
+    model = transformers.Qwen3MoeConfig(
+        **sizes,
+        vocab_size=VOCAB_SIZE,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        mlp_only_layers=[0, 1],
+        max_position_embeddings=512,
+    )
+    transformers.Qwen3MoeForCausalLM(model).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo_model_folder() / name, tmp_path)
+    return tmp_path
+
+
+def test_a_model_without_routed_experts_is_refused(dense_folder: Path) -> None:
+    """Only where it has a use for them: one process serves it."""
+    alone = config(0, 0, 1)
+    alone = replace(alone, model=replace(alone.model, path=str(dense_folder)))
+    assert build_engine(alone).spec.num_layers == 2
+    reason = "none of the 2 layers of this checkpoint has routed experts"
+    with pytest.raises(ConfigError, match=rf"^model.expert_memory_bytes is 1048576, but {reason}"):
+        build_engine(within(alone, 2**20))
+    ranks = replace(alone, cluster=config(1, 2, 1).cluster)
+    for refused in (ranks, within(ranks, 2**20)):
+        with pytest.raises(ConfigError, match=rf"^cluster.expert_ranks is 2, but {reason}"):
+            build_cluster(refused, ThreadStarter)

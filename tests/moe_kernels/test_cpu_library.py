@@ -82,6 +82,56 @@ def test_a_cache_that_cannot_be_written_is_named(
     assert refusal.endswith("point XDG_CACHE_HOME to a folder that can be")
 
 
+@pytest.mark.usefixtures("_fresh")
+def test_a_build_says_that_it_is_under_way(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text(
+        "#!/bin/sh\nsleep 0.05\n"
+        'while [ $# -gt 0 ]; do if [ "$1" = -o ]; then echo built > "$2"; fi; shift; done\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setattr(cpu_library, "_PROGRESS_S", 0.01)
+    with caplog.at_level("INFO", "moe_kernels.build"):
+        built = cpu_library._build(str(compiler))
+        cpu_library._build(str(compiler))  # it is kept, and nothing more is said
+    first, *between, last = [record.getMessage() for record in caplog.records]
+    assert first == "building the CPU kernels for this processor, once: 10 files"
+    assert between and set(between) == {"building the CPU kernels, once: 0 s"}, between
+    assert last == f"the CPU kernels are built after 0 s: {built}"
+
+
+@needs_native
+def test_the_name_says_which_instructions_the_kernels_use() -> None:
+    flags = Path("/proc/cpuinfo").read_text("utf-8") if Path("/proc/cpuinfo").exists() else ""
+    library = cpu_library.load_cpu_library()
+    assert library.instructions
+    for flag, name in (("avx512_bf16", "AVX512-BF16"), ("avx512vl", "AVX-512"), ("avx2", "AVX2")):
+        if f" {flag}" in flags:
+            assert library.instructions == name
+            break
+    kernels = choose_kernels(CPU, torch.bfloat16, "native")
+    assert kernels.name == f"native C++ (bf16, {library.instructions})"
+
+
+@pytest.mark.parametrize(
+    ("capability", "machine", "words"),
+    [
+        ("AVX2", "x86_64", "AVX2"),
+        ("AVX512", "x86_64", "AVX-512"),
+        ("DEFAULT", "aarch64", "NEON"),
+        ("DEFAULT", "x86_64", "no vector instructions"),
+    ],
+)
+def test_torch_says_it_too(
+    monkeypatch: pytest.MonkeyPatch, capability: str, machine: str, words: str
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    assert f"linears, {words}" in choose_kernels(CPU, torch.float32, "torch").name
+
+
 @needs_native
 @pytest.mark.usefixtures("_fresh")
 def test_a_build_is_kept_and_used_again(monkeypatch: pytest.MonkeyPatch) -> None:

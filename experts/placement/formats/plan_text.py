@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ from experts.placement.errors import NotAPlanError, PlacementError
 from experts.placement.formats import ascend, csv_table, sglang, trtllm, vllm
 from experts.placement.formats.engine_plan import EnginePlan, PlanFacts, check_size
 from experts.placement.plan import Placement
-from experts.placement.plan_file import FORMAT, parse_placement, without_repeats
+from experts.placement.plan_file import FORMAT, parse_json, parse_placement
 
 OURS = "moe-serve"
 WRITERS: Mapping[str, Callable[[Placement, PlanFacts], str]] = {
@@ -27,7 +26,7 @@ def parse_text(text: str, facts: PlanFacts) -> EnginePlan:
     if text.lstrip().startswith(csv_table.HEADER[0]):
         return _sized(csv_table.parse(text, facts))
     try:
-        content = json.loads(text, object_pairs_hook=without_repeats)
+        content = parse_json(text)
     except PlacementError:
         raise
     except (ValueError, RecursionError) as error:

@@ -46,7 +46,8 @@ def parse(content: Any, facts: PlanFacts) -> EnginePlan:
     widths = {len(experts) for experts in slots.values()}
     if not is_index(config["num_slots"]) or widths != {config["num_slots"]}:
         raise PlacementError(
-            f"num_slots is {config['num_slots']!r}, and its layers have {sorted(widths)} slots."
+            f"num_slots is {str(config['num_slots'])[:20]}, and its layers have "
+            f"{sorted(widths)} slots."
         )
     if facts.layers is not None and set(slots) != set(facts.layers):
         missing, more = set(facts.layers) - slots.keys(), slots.keys() - set(facts.layers)

@@ -1,4 +1,5 @@
-// Large weights in large pages: fewer address look-ups while they stream through the processor.
+// What the system and the compiler give: large pages for large weights (fewer address look-ups while
+// they stream through the processor), and the instructions that the kernels are built for.
 
 #include <cstdint>
 #if defined(__linux__)
@@ -15,6 +16,27 @@ void moe_advise_huge_pages(char* address, int64_t bytes) {
   if (last > first) madvise((void*)first, last - first, MADV_HUGEPAGE);
 #else
   (void)address, (void)bytes;
+#endif
+}
+
+// By the same tests as vectors.h and panels.cpp.
+const char* moe_instruction_set() {
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#if defined(__AVX512BF16__)
+  return "AVX512-BF16";
+#else
+  return "AVX-512";
+#endif
+#elif defined(__AVX2__)
+  return "AVX2";
+#elif defined(__AVX__)
+  return "AVX";
+#elif defined(__ARM_FEATURE_SVE)
+  return "SVE";
+#elif defined(__ARM_NEON)
+  return "NEON";
+#else
+  return "no vector instructions";
 #endif
 }
 }

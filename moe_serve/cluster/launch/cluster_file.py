@@ -27,7 +27,8 @@ from moe_serve.cluster.launch.node_layout import NodeLayout, explicit_layout
 from moe_serve.cluster.rank_name import RankName
 from moe_serve.config_keys import SECRETS
 from moe_serve.errors import ConfigError
-from moe_serve.yaml_nodes import distinct_nodes
+from moe_serve.regular_file import regular_file
+from moe_serve.yaml_nodes import plain_value, read_yaml, value_place
 
 
 class CoordinatorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,7 +83,7 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 def read_cluster_file(path: Path) -> ClusterFile:
     """Read and check it; raises ConfigError with the file and the place."""
     try:
-        text = path.read_text("utf-8")
+        text = regular_file(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"cannot read the cluster file {path}: {reason}.") from error
@@ -90,9 +91,10 @@ def read_cluster_file(path: Path) -> ClusterFile:
 
 
 def parse_cluster_file(text: str, source: str) -> ClusterFile:
+    root = None
     try:
-        refuse_doubled_keys(yaml.compose(text, Loader=yaml.SafeLoader), source)
-        cluster = msgspec.convert(yaml.safe_load(text), ClusterFile)
+        root = read_yaml(text, source)
+        cluster = msgspec.convert(plain_value(root), ClusterFile)
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"the cluster file {source} is not valid YAML: {reason}") from error
@@ -101,7 +103,8 @@ def parse_cluster_file(text: str, source: str) -> ClusterFile:
             f"the cluster file {source} has values too deep in each other to be read."
         ) from None
     except msgspec.ValidationError as error:
-        raise ConfigError(f"the cluster file {source} is wrong: {error}.") from error
+        place = value_place(root, str(error), source)
+        raise ConfigError(f"the cluster file {source} is wrong: {error}{place}.") from error
     _check(cluster, source)
     return cluster
 
@@ -197,15 +200,3 @@ def _check(cluster: ClusterFile, source: str) -> None:
             raise ConfigError(
                 f"serve.{name} holds a key in plain text ({source}); write @FILE instead."
             )
-
-
-def refuse_doubled_keys(root: yaml.Node | None, source: str) -> None:
-    """And aliases that stand for too much: see `distinct_nodes`."""
-    for node in distinct_nodes(root, source):
-        seen: set[str] = set()
-        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            name = str(key.value)
-            if name in seen:
-                place = f"{source}:{key.start_mark.line + 1}"
-                raise ConfigError(f"{name} is set twice ({place}).")
-            seen.add(name)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_serve.errors import ConfigError
+from moe_serve.regular_file import regular_file
 
 _LINE = re.compile(r"(?P<host>[^\s#=]+)(?:\s+slots\s*=\s*(?P<slots>\d+))?")
 
@@ -28,7 +29,7 @@ class Host:
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
     try:
-        return parse_hostfile(path.read_text("utf-8"), str(path))
+        return parse_hostfile(regular_file(path).read_text("utf-8"), str(path))
     except OSError as error:
         raise ConfigError(f"cannot read the hostfile {path}: {error.strerror}.") from error
     except UnicodeDecodeError as error:

@@ -12,6 +12,7 @@ from moe_serve.engine.constraint import Constraint
 from moe_serve.engine.grammar.compiler import refusal
 from moe_serve.engine.grammar.limits import MAX_CHOICES, MAX_DEPTH, MAX_NODES
 from moe_serve.engine.structural_tag import StructuralTagError, read_structural_tag
+from moe_serve.json_text import parse_json
 
 _OPEN, _CLOSE = "([{", ")]}"
 # To its end, or to that of the text: a string that is looked for in vain is looked for again from
@@ -33,7 +34,7 @@ def check_source(constraint: Constraint) -> None:
     if kind not in ("json_schema", "choice", "structural_tag"):
         return
     try:
-        value = json.loads(source)
+        value = parse_json(source)
     except ValueError as error:
         raise refusal(constraint, f"it is not valid JSON: {error}") from None
     if kind == "choice":
