@@ -64,15 +64,13 @@ def check_parts(constraint: Constraint, vocabulary: Vocabulary) -> None:
 
 def _compiled(constraint: Constraint, grammar: str, vocabulary: Vocabulary) -> llguidance.LLMatcher:
     matcher = llguidance.LLMatcher(
-        vocabulary.tokenizer, grammar, log_level=0, limits=parser_limits()
+        vocabulary.tokenizer, grammar, log_level=0, limits=parser_limits(len(vocabulary.tokens))
     )
-    if not matcher.is_error():
-        first = matcher.deep_copy()
-        mask = first.compute_bitmask()
-        if not first.is_error() and any(mask):
-            return matcher
-        raise refusal(constraint, first.get_error() or "it allows no token at all")
-    raise refusal(constraint, matcher.get_error())
+    # Computed once: every copy of the matcher has the first mask in its cache.
+    mask = b"" if matcher.is_error() else matcher.compute_bitmask()
+    if matcher.is_error() or not any(mask):
+        raise refusal(constraint, matcher.get_error() or "it allows no token at all")
+    return matcher
 
 
 def grammar_of(constraint: Constraint, vocabulary: Vocabulary) -> str:
