@@ -11,6 +11,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from moe_serve.engine.constraint import ANSWER, Constraint
 from moe_serve.engine.grammar.limits import MAX_REASON_CHARS, parser_limits
+from moe_serve.engine.grammar.schema_rules import prepared_lark, prepared_source
 from moe_serve.engine.grammar.tag_grammar import tag_grammar
 from moe_serve.engine.grammar.vocabulary import Vocabulary
 from moe_serve.engine.structural_tag import StructuralTagError, read_structural_tag
@@ -80,7 +81,7 @@ def grammar_of(constraint: Constraint, vocabulary: Vocabulary) -> str:
         if constraint.kind == "json_object":
             return _of_schema('{"type":"object"}')
         if constraint.kind == "json_schema":
-            return _of_schema(source)
+            return _of_schema(prepared_source(source))
         if constraint.kind == "regex":
             return llguidance.LLMatcher.grammar_from_regex(source)
         if constraint.kind == "choice":
@@ -91,7 +92,7 @@ def grammar_of(constraint: Constraint, vocabulary: Vocabulary) -> str:
             return _of_lark(
                 tag_grammar(read_structural_tag(constraint.source), vocabulary, _WHITESPACE)
             )
-        return _of_lark(lark_of(constraint).source)
+        return _of_lark(prepared_lark(lark_of(constraint).source))
     except StructuralTagError as error:
         raise refusal(constraint, str(error), error.place) from None
     except ValueError as error:
@@ -129,7 +130,7 @@ def refusal(constraint: Constraint, reason: str, place: str = "") -> InvalidGram
 
 def _of_schema(schema: str) -> str:
     return llguidance.LLMatcher.grammar_from_json_schema(
-        schema, overrides={"whitespace_pattern": _WHITESPACE}
+        schema, overrides={"whitespace_pattern": _WHITESPACE, "coerce_one_of": True}
     )
 
 
