@@ -7,6 +7,7 @@ from dataclasses import replace
 from moe_serve.engine.bad_words import with_bad_word_ids
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.errors import InvalidGrammarError
+from moe_serve.http.auth import current_client
 from moe_serve.http.context import ServerContext
 
 
@@ -16,7 +17,7 @@ async def admit_params(
     """The constraint is judged (`param`: the field it came from), and bad words become tokens."""
     if params.constraint is not None:
         try:
-            constraint = await server.gate.admit(params.constraint)
+            constraint = await server.gate.admit(params.constraint, current_client())
         except InvalidGrammarError as error:
             if param is None:
                 raise InvalidGrammarError(str(error), param=None) from None

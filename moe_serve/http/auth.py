@@ -5,6 +5,8 @@ What is under /admin needs an admin key instead, and is off where none is config
 
 from __future__ import annotations
 
+from contextvars import ContextVar
+
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -17,6 +19,7 @@ from moe_serve.http.page_files import PAGE_FILES
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", *PAGE_FILES})
 ADMIN_PREFIX = "/admin"
 KEY_IN_SCOPE = "moe_serve.api_key"  # where the digest of a request's key is
+_client: ContextVar[str] = ContextVar("moe_serve_client", default="")
 
 
 class ApiKeyMiddleware:
@@ -28,6 +31,7 @@ class ApiKeyMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._refusal(scope)
         if error is None:
+            _client.set(_client_of(scope))  # for this request's task
             await self._app(scope, receive, send)
         else:
             await error.response(scope["path"])(scope, receive, send)
@@ -51,6 +55,17 @@ def owner_of(request: Request) -> str:
     """Who asks, as far as keys tell: the digest of the key; "" where none is needed."""
     digest: bytes | None = request.scope.get(KEY_IN_SCOPE)
     return "" if digest is None else digest.hex()
+
+
+def current_client() -> str:
+    """Of the request that the current task serves: its key's digest, else its address."""
+    return _client.get()
+
+
+def _client_of(scope: Scope) -> str:
+    digest: bytes | None = scope.get(KEY_IN_SCOPE)
+    address = scope.get("client") or ("",)
+    return str(address[0]) if digest is None else digest.hex()
 
 
 def _given_key(headers: Headers) -> bytes:

@@ -14,8 +14,12 @@ MAX_CHOICES = 1024
 MAX_REASON_CHARS = 200  # of the library's words in an error
 
 COMPILE_TIMEOUT_S = 2.0  # usually a few ms
+QUICK_TIMEOUT_S = 0.5  # of what looks quick; then it is judged again among the others
+MAX_QUICK_CHARS, MAX_QUICK_COUNTS = 16_384, 10_000  # what looks quick
+NUM_SLOW_WORKERS = 2  # beside the one for what looks quick
+MAX_WAITING_OF_CLIENT = 32  # of MAX_WAITING
 WORKER_BYTES = 1 << 30  # of address space
-MAX_WAITING = 64  # constraints nobody has compiled yet, in the queue for the worker
+MAX_WAITING = 64  # constraints that are not compiled yet, in each of the two lines
 MAX_KEPT = 128  # compiled grammars; some 200 KB each, more for large ones
 MAX_VERDICTS = 4096  # digests of constraints that were judged, and why they are refused
 
