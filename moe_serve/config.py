@@ -95,6 +95,7 @@ class SchedulerConfig:
     expert_capacity: int = 1  # rows of an expert that count in a split; more are free
     max_passed_over: int = 128  # later requests that may start before one that waits
     max_passed_over_s: float = 5.0  # after which nobody passes it any more; worth 1 of priority
+    max_held_s: float = 1.0  # left out for its grammar's cost while others wait for its seat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -252,6 +252,7 @@ class StepDone(_Message, frozen=True):
     seconds: StageSeconds
     records: bytes = b""  # of the timeline
     choices: Choices | None = None
+    mask_seconds: Mapping[int, float] = {}
 
 
 class StepServed(_Message, frozen=True):

@@ -119,7 +119,12 @@ def as_outcome(done: StepDone) -> StepOutcome:
     sampled: dict[int, Sampled | RowFailure] = {**done.sampled, **done.failures}
     prompts = {key: tuple(entries) for key, entries in done.prompt_logprobs.items()}
     choices = None if done.choices is None else unpack_choices(done.choices)
-    return StepOutcome(sampled=sampled, prompt_logprobs=prompts, choices=choices)
+    return StepOutcome(
+        sampled=sampled,
+        prompt_logprobs=prompts,
+        choices=choices,
+        mask_seconds=done.mask_seconds,
+    )
 
 
 def _opened(sequence: Sequence) -> OpenSequence:

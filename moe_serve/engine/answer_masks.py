@@ -6,6 +6,7 @@ C rows that are not free, W words of 32 tokens each (on a little-endian machine)
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
@@ -25,10 +26,12 @@ _NOTHING_LEFT = "its parameters together allow no token here"
 
 @dataclass(frozen=True, slots=True)
 class MaskedRows:
-    """`masks`: None where every row is free. `failures`: row -> why it can take no token."""
+    """`masks`: None where every row is free. `failures`: row -> why it can take no token.
+    `seconds`: row -> how long its mask took, of rows that follow a grammar."""
 
     masks: TokenMasks | None = None
     failures: dict[int, str] = field(default_factory=dict)
+    seconds: dict[int, float] = field(default_factory=dict)
 
 
 class AnswerMasks:
@@ -47,10 +50,14 @@ class AnswerMasks:
             return MaskedRows()
         bits_CW = np.empty((len(rows), len(self._any_W)), np.uint32)
         failures: dict[int, str] = {}
+        seconds: dict[int, float] = {}
         for bits_W, row in zip(bits_CW, rows, strict=True):
+            clock = time.perf_counter()
             if (why := self._fill(sequences[row], bits_W)) is not None:
                 failures[row] = why
-        return MaskedRows(TokenMasks(np.array(rows, np.int64), bits_CW), failures)
+            if sequences[row].request.params.constraint is not None:
+                seconds[row] = time.perf_counter() - clock
+        return MaskedRows(TokenMasks(np.array(rows, np.int64), bits_CW), failures, seconds)
 
     def _fill(self, sequence: Sequence, bits_W: NDArray[np.uint32]) -> str | None:
         """The mask of one row; or why it is empty."""

@@ -6,6 +6,12 @@ from moe_serve.engine.request import FinishReason, TokenDelta
 from moe_serve.engine.sequence import Sequence
 from moe_serve.engine.step_executor import RowFailure
 
+TOO_DEAR = RowFailure(
+    "its grammar costs too much to follow while other requests wait for a seat; use one that is "
+    "less ambiguous, or try again later",
+    is_of_request=True,
+)
+
 
 class Ends:
     """Of one model: which tokens end a text, and how long it may be."""

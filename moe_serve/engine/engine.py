@@ -16,7 +16,7 @@ from moe_serve.engine.batch_policy.arrival_order import FIFO
 from moe_serve.engine.batch_policy.policy import BatchPolicy
 from moe_serve.engine.batcher import make_next_plan, make_step_plan
 from moe_serve.engine.client import EngineStats
-from moe_serve.engine.ends import Ends, failed
+from moe_serve.engine.ends import TOO_DEAR, Ends, failed
 from moe_serve.engine.prefix_sharing import PrefixSharing
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.route_records import RouteListeners
@@ -149,6 +149,8 @@ class Engine:
 
     def begin_step(self, most: int | None = None, number: int | None = None) -> StepPlan | None:
         """Choose what the step computes; None: nothing. `most`: of micro-batches."""
+        for sequence in self._scheduler.overdue():
+            self._pending.append(self._fail(sequence, TOO_DEAR))
         self._schedule = self._scheduler.schedule()
         self._executor.clear_pages(self._scheduler.take_unproven_pages())
         self._executor.copy_pages(self._scheduler.sharing.copies)
@@ -226,10 +228,8 @@ class Engine:
         _log.error("step %d failed with %d sequences", self._num_steps, len(schedule))
         _log.error("the failure:", exc_info=outcome)
         if len(schedule) == 1:
-            for sequence, _ in schedule.values():
-                self._pending.append(
-                    self._fail(sequence, RowFailure(f"its step failed: {outcome}"))
-                )
+            failure = RowFailure(f"its step failed: {outcome}")
+            self._pending += [self._fail(sequence, failure) for sequence, _ in schedule.values()]
             return
         for part in [{key: item} for key, item in schedule.items()]:
             plan = make_step_plan(part, 1, self._policy)
@@ -272,6 +272,7 @@ class Engine:
         """Advance the sequences, append what was sampled, and tell: before the executor is asked
         for the pages of those that end, as it may be lost."""
         ended, made = [], made_tokens(schedule, outcome.choices)
+        self._scheduler.mask_share.charge(outcome.mask_seconds, sequences_of(schedule).values())
         for key, (sequence, count) in schedule.items():
             unread = sequence.num_prompt_tokens - sequence.num_computed_tokens
             self._num_prompt_tokens += max(0, min(count, unread))

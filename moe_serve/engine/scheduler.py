@@ -22,6 +22,7 @@ from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.config import SchedulerConfig
 from moe_serve.engine.batch_policy.policy import BatchPolicy
 from moe_serve.engine.left_aside import LeftAside
+from moe_serve.engine.mask_share import MaskShare
 from moe_serve.engine.prefix_sharing import PrefixSharing
 from moe_serve.engine.sequence import Sequence
 from moe_serve.engine.step_tokens import StepTokenCounter
@@ -44,6 +45,7 @@ class Scheduler:
         self.waiting = WaitingLine(config.max_passed_over_s)
         self.running: list[Sequence] = []  # in the order in which they started
         self.left_aside = LeftAside()
+        self.mask_share = MaskShare(config.max_held_s)
         self.num_preemptions = 0
         self.num_missed_tokens = 0  # of prompts that started, not found in the cache
         self.step_tokens = StepTokenCounter()
@@ -81,6 +83,7 @@ class Scheduler:
                 self.waiting.remove(sequence)
             self._release(sequence)
         self.left_aside.forget(sequences)
+        self.mask_share.forget(sequences)
         self.policy.forget(s.id for s in sequences)
 
     def discard(self, sequence: Sequence) -> None:
@@ -99,6 +102,8 @@ class Scheduler:
         num_preempted = self.num_preemptions
         decoding = [s for s in self.running if s.num_pending_tokens == 1]
         reading = [s for s in self.running if s.num_pending_tokens > 1]
+        is_alone = not (reading or self.waiting and self._has_seat)
+        decoding = self.mask_share.affordable(decoding, is_alone=is_alone)
         for sequence in (*decoding, *reading):
             count = min(sequence.num_pending_tokens, budget)
             if count and self._make_room(sequence, count, chosen):
@@ -110,6 +115,12 @@ class Scheduler:
             self._admit(budget, chosen)
         return chosen
 
+    def overdue(self) -> list[Sequence]:
+        """Running sequences that keep their seats from others, as their grammars cost too much."""
+        if not self.waiting or self._has_seat:
+            return []
+        return self.mask_share.overdue(self.running, len(self.waiting))
+
     def follow(self, schedule: Schedule) -> Schedule | None:
         """The step after `schedule` while that still runs, with pages for it; None if it is not
         sure yet. It is when all who run are in the step and get a token from it, there are pages
@@ -119,6 +130,8 @@ class Scheduler:
         if any(count != s.num_pending_tokens for s, count in schedule.values()):
             return None  # still reading
         sequences = [s for s, _ in schedule.values()]
+        if not self.mask_share.can_afford(sequences):
+            return None
         missing = sum(max(0, s.num_missing_pages(s.num_tokens + 1)) for s in sequences)
         if missing > self.cache.num_available:
             return None

@@ -8,7 +8,7 @@ from moe_serve.engine.bad_words import with_bad_word_ids
 from moe_serve.engine.request import MAX_PRIORITY
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.errors import InvalidGrammarError, InvalidRequestError
-from moe_serve.http.auth import current_key_settings
+from moe_serve.http.auth import current_client
 from moe_serve.http.context import ServerContext
 
 
@@ -18,7 +18,7 @@ async def admit_params(
     """The constraint is judged (`param`: the field it came from), and bad words become tokens."""
     if params.constraint is not None:
         try:
-            constraint = await server.gate.admit(params.constraint)
+            constraint = await server.gate.admit(params.constraint, current_client().name)
         except InvalidGrammarError as error:
             if param is None:
                 raise InvalidGrammarError(str(error), param=None) from None
@@ -30,7 +30,7 @@ async def admit_params(
 def admit_priority(server: ServerContext, priority: int | None) -> int:
     """The priority of a request's sequences. A client may be less urgent than its key allows, and
     not more: else it could have all others wait."""
-    own = current_key_settings().min_priority
+    own = current_client().settings.min_priority
     lowest = server.config.key_min_priority if own is None else own
     if priority is None:
         return max(0, lowest)

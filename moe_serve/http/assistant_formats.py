@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from moe_serve.config import ServerConfig
 from moe_serve.engine.constraint import Constraint
+from moe_serve.engine.grammar.schema_rules import SchemaRuleError, prepared_source
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.engine.thinking_limit import thinking_markers, with_thinking_markers
 from moe_serve.engine.thinking_markers import ThinkingMarkers
-from moe_serve.errors import InvalidRequestError
+from moe_serve.errors import InvalidGrammarError, InvalidRequestError
 from moe_serve.http.schemas import ChatBody
 from moe_serve.http.served_model import ServedModel
 from moe_serve.http.tool_fields import tools_by_name
@@ -24,6 +26,7 @@ from moe_serve.text.assistant.formats import (
     reasoning_format_of,
     tool_format_of,
 )
+from moe_serve.text.assistant.tool import Tool
 from moe_serve.text.tokenizer import Tokenizer
 
 _SENDER = ("message.name", "message['name']", 'message["name"]')
@@ -143,8 +146,21 @@ def forced(
         )
     name = body.named_tool
     called = [plan.tools[name]] if name else list(plan.tools.values())
+    for tool in called:
+        _check_schema(tool)
     grammar, lead = plan.forced_grammar(called, special_ids), plan.call_lead(special_ids)
     return replace(params, constraint=Constraint(kind="lark", source=grammar, lead=lead))
+
+
+def _check_schema(tool: Tool) -> None:
+    """Before the tools' schemas are parts of one grammar, which knows no tool."""
+    try:
+        prepared_source(json.dumps(tool.parameters))
+    except SchemaRuleError as error:
+        raise InvalidGrammarError(
+            f"A call of {tool.name!r:.100} cannot be forced: {error}, or use tool_choice 'auto'.",
+            param="tools",
+        ) from None
 
 
 def led(params: SamplingParams, plan: ParserPlan, special_ids: Mapping[str, int]) -> SamplingParams:

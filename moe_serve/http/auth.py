@@ -5,7 +5,8 @@ What is under /admin needs an admin key instead, and is off where none is config
 
 from __future__ import annotations
 
-import contextvars
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -19,9 +20,17 @@ from moe_serve.http.page_files import PAGE_FILES
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", *PAGE_FILES})
 ADMIN_PREFIX = "/admin"
 KEY_IN_SCOPE = "moe_serve.api_key"  # where the digest of a request's key is
-_settings: contextvars.ContextVar[KeySettings] = contextvars.ContextVar(
-    "key_settings", default=NO_SETTINGS
-)
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Who sent a request: the digest of its key, else its address, and what its key may ask for."""
+
+    name: str
+    settings: KeySettings
+
+
+_client: ContextVar[Client] = ContextVar("moe_serve_client", default=Client("", NO_SETTINGS))
 
 
 class ApiKeyMiddleware:
@@ -35,9 +44,7 @@ class ApiKeyMiddleware:
         if error is not None:
             await error.response(scope["path"])(scope, receive, send)
             return
-        digest: bytes | None = scope.get(KEY_IN_SCOPE)
-        if digest is not None:
-            _settings.set(self._keys.settings(digest))
+        _client.set(self._client_of(scope))  # for this request's task
         await self._app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
@@ -54,16 +61,23 @@ class ApiKeyMiddleware:
         scope[KEY_IN_SCOPE] = self._keys.find(given)
         return _key_error("API") if scope[KEY_IN_SCOPE] is None else None
 
-
-def current_key_settings() -> KeySettings:
-    """The settings of the key of the request that the current task serves."""
-    return _settings.get()
+    def _client_of(self, scope: Scope) -> Client:
+        digest: bytes | None = scope.get(KEY_IN_SCOPE)
+        if digest is None:
+            address = scope.get("client") or ("",)
+            return Client(str(address[0]), NO_SETTINGS)
+        return Client(digest.hex(), self._keys.settings(digest))
 
 
 def owner_of(request: Request) -> str:
     """Who asks, as far as keys tell: the digest of the key; "" where none is needed."""
     digest: bytes | None = request.scope.get(KEY_IN_SCOPE)
     return "" if digest is None else digest.hex()
+
+
+def current_client() -> Client:
+    """Return the client of the request that the current task serves."""
+    return _client.get()
 
 
 def _given_key(headers: Headers) -> bytes:

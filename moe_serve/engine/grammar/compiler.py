@@ -11,6 +11,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from moe_serve.engine.constraint import ANSWER, Constraint
 from moe_serve.engine.grammar.limits import MAX_REASON_CHARS, parser_limits
+from moe_serve.engine.grammar.schema_rules import prepared_lark, prepared_source
 from moe_serve.engine.grammar.tag_grammar import tag_grammar
 from moe_serve.engine.grammar.vocabulary import Vocabulary
 from moe_serve.engine.structural_tag import StructuralTagError, read_structural_tag
@@ -64,15 +65,13 @@ def check_parts(constraint: Constraint, vocabulary: Vocabulary) -> None:
 
 def _compiled(constraint: Constraint, grammar: str, vocabulary: Vocabulary) -> llguidance.LLMatcher:
     matcher = llguidance.LLMatcher(
-        vocabulary.tokenizer, grammar, log_level=0, limits=parser_limits()
+        vocabulary.tokenizer, grammar, log_level=0, limits=parser_limits(len(vocabulary.tokens))
     )
-    if not matcher.is_error():
-        first = matcher.deep_copy()
-        mask = first.compute_bitmask()
-        if not first.is_error() and any(mask):
-            return matcher
-        raise refusal(constraint, first.get_error() or "it allows no token at all")
-    raise refusal(constraint, matcher.get_error())
+    # Computed once: every copy of the matcher has the first mask in its cache.
+    mask = b"" if matcher.is_error() else matcher.compute_bitmask()
+    if matcher.is_error() or not any(mask):
+        raise refusal(constraint, matcher.get_error() or "it allows no token at all")
+    return matcher
 
 
 def grammar_of(constraint: Constraint, vocabulary: Vocabulary) -> str:
@@ -82,7 +81,7 @@ def grammar_of(constraint: Constraint, vocabulary: Vocabulary) -> str:
         if constraint.kind == "json_object":
             return _of_schema('{"type":"object"}')
         if constraint.kind == "json_schema":
-            return _of_schema(source)
+            return _of_schema(prepared_source(source))
         if constraint.kind == "regex":
             return llguidance.LLMatcher.grammar_from_regex(source)
         if constraint.kind == "choice":
@@ -93,7 +92,7 @@ def grammar_of(constraint: Constraint, vocabulary: Vocabulary) -> str:
             return _of_lark(
                 tag_grammar(read_structural_tag(constraint.source), vocabulary, _WHITESPACE)
             )
-        return _of_lark(lark_of(constraint).source)
+        return _of_lark(prepared_lark(lark_of(constraint).source))
     except StructuralTagError as error:
         raise refusal(constraint, str(error), error.place) from None
     except ValueError as error:
@@ -131,7 +130,7 @@ def refusal(constraint: Constraint, reason: str, place: str = "") -> InvalidGram
 
 def _of_schema(schema: str) -> str:
     return llguidance.LLMatcher.grammar_from_json_schema(
-        schema, overrides={"whitespace_pattern": _WHITESPACE}
+        schema, overrides={"whitespace_pattern": _WHITESPACE, "coerce_one_of": True}
     )
 
 

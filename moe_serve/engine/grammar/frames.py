@@ -24,11 +24,12 @@ class Compile(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """From the worker: the constraint as it is to be used, or why it cannot be, and which place in
-    it is meant. After `Words` neither."""
+    it is meant. After `Words` neither. `is_ended`: the worker gave no answer and was ended."""
 
     constraint: Constraint | None = None
     why: str | None = None
     place: str = ""
+    is_ended: bool = False
 
 
 def send(descriptor: int, message: Words | Compile | Verdict) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
+import threading
 
 import msgspec
 
@@ -27,31 +28,40 @@ class GuardError(MoeServeError):
 
 
 class Guard:
-    """Of one vocabulary. One worker is kept, from the first question on. Not for several threads
-    at once."""
+    """Of one vocabulary. One worker is kept, from the first question on; questions wait for each
+    other."""
 
     def __init__(self, timeout_s: float = COMPILE_TIMEOUT_S) -> None:
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
+        self._lock = threading.Lock()
         self._worker: subprocess.Popen[bytes] | None = None
         self.num_ended = 0  # workers that a constraint has cost
 
     def judge(self, constraint: Constraint, vocabulary: Vocabulary) -> Verdict:
         """Never raises for a constraint, whatever it does to the worker."""
+        with self._lock:
+            return self._judge(constraint, vocabulary)
+
+    def _judge(self, constraint: Constraint, vocabulary: Vocabulary) -> Verdict:
         worker = self._running(vocabulary)
         try:
-            answer = self._ask(worker, Compile(constraint), self._timeout_s)
+            answer = self._ask(worker, Compile(constraint), self.timeout_s)
             why = "compiling it takes more memory than is allowed, or fails"
         except TimeoutError:
-            answer, why = None, f"compiling it takes longer than {self._timeout_s:g} s"
+            answer, why = None, f"compiling it takes longer than {self.timeout_s:g} s"
         if answer is not None:
             return answer
-        self.close()
+        self._end()
         self.num_ended += 1
         _log.warning("a constraint has ended its worker: %s", why)
-        return Verdict(why=str(refusal(constraint, why)))
+        return Verdict(why=str(refusal(constraint, why)), is_ended=True)
 
     def close(self) -> None:
-        """End the worker; the next question starts another one."""
+        """End the worker, after the question that it has; the next one starts another one."""
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.kill()
@@ -62,7 +72,7 @@ class Guard:
 
     def _running(self, vocabulary: Vocabulary) -> subprocess.Popen[bytes]:
         if self._worker is not None and self._worker.poll() is not None:
-            self.close()  # ended between two questions: by nobody's fault
+            self._end()  # ended between two questions: by nobody's fault
         if self._worker is None:
             self._worker = self._start(vocabulary)
         return self._worker
@@ -85,7 +95,7 @@ class Guard:
         except TimeoutError:
             answer = None
         if answer is None:
-            self.close()
+            self._end()
             raise GuardError("The process that judges grammars has ended before its first one.")
         return worker
 

@@ -14,19 +14,33 @@ MAX_CHOICES = 1024
 MAX_REASON_CHARS = 200  # of the library's words in an error
 
 COMPILE_TIMEOUT_S = 2.0  # usually a few ms
+QUICK_TIMEOUT_S = 0.5  # of what looks quick; then it is judged again among the others
+MAX_QUICK_CHARS, MAX_QUICK_COUNTS = 16_384, 10_000  # what looks quick
+NUM_SLOW_WORKERS = 2  # beside the one for what looks quick
+MAX_WAITING_OF_CLIENT = 32  # of MAX_WAITING
 WORKER_BYTES = 1 << 30  # of address space
-MAX_WAITING = 64  # constraints nobody has compiled yet, in the queue for the worker
+MAX_WAITING = 64  # constraints that are not compiled yet, in each of the two lines
 MAX_KEPT = 128  # compiled grammars; some 200 KB each, more for large ones
 MAX_VERDICTS = 4096  # digests of constraints that were judged, and why they are refused
 
 
-def parser_limits() -> llguidance.LLParserLimits:
-    """Of one grammar: its size, and what a single step of following it may cost."""
+# A sequence may spend this much of the processor on its grammar, and so much more for each token.
+MAX_FOLLOW_S, MAX_FOLLOW_TOKEN_S = 2.0, 0.05
+
+# Items of Earley's algorithm in one mask. An ordinary grammar needs up to 5 000 with 4 096 tokens
+# and 30 000 with 150 000; the time of an ambiguous one grows with their third power.
+_LEAST_ITEMS, _MOST_ITEMS, _ITEMS_PER_TOKEN = 10_000, 50_000, 0.3
+
+
+def parser_limits(vocab_size: int) -> llguidance.LLParserLimits:
+    """Of one grammar: its size, and what a single step of following it may cost. All of them count
+    work, so the same grammar ends at the same token on every machine."""
+    items = round(_LEAST_ITEMS + _ITEMS_PER_TOKEN * vocab_size)
     return llguidance.LLParserLimits(
         max_grammar_size=200_000,
         max_lexer_states=16_000,  # 1 to 2 KB each
         initial_lexer_fuel=1_000_000,  # about 20 ms
         step_lexer_fuel=200_000,  # about 15 ms
-        step_max_items=50_000,  # about 3 ms
+        step_max_items=min(items, _MOST_ITEMS),
         verbose_errors=False,
     )

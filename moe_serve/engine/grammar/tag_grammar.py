@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 
+from moe_serve.engine.grammar.schema_rules import prepared_source
 from moe_serve.engine.grammar.vocabulary import Vocabulary
 from moe_serve.engine.structural_tag import StructuralTag, StructuralTagError, Trigger
 from moe_serve.text.assistant.spelling import quoted
@@ -46,9 +47,9 @@ def _tag_rules(structure: StructuralTag, spell: _Spelling, whitespace: str) -> l
     """What comes after the begins. Tags of the same schema share its rule."""
     lines, names = [], dict[str, str]()
     for i, tag in enumerate(structure.tags):
-        own = tag.schema.get("x-guidance")
-        guidance = {**(own if isinstance(own, dict) else {}), "whitespace_pattern": whitespace}
-        schema = json.dumps({**tag.schema, "x-guidance": guidance}, ensure_ascii=False)
+        own = json.loads(prepared_source(json.dumps(tag.schema)))
+        guidance = {"whitespace_pattern": whitespace, "coerce_one_of": True}
+        schema = json.dumps({**own, "x-guidance": guidance}, ensure_ascii=False)
         if schema not in names:
             names[schema] = f"json_{i}"
             lines.append(f"json_{i}: %json {schema}")

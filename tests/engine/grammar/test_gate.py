@@ -6,17 +6,19 @@ import asyncio
 import json
 import os
 import signal
+import threading
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from moe_serve.engine.constraint import Constraint
+from moe_serve.engine.grammar.compile_lane import CompileLane, looks_quick
 from moe_serve.engine.grammar.frames import Verdict
 from moe_serve.engine.grammar.gate import GrammarGate
 from moe_serve.engine.grammar.grammars import Grammars, digest
 from moe_serve.engine.grammar.guard import Guard
-from moe_serve.engine.grammar.limits import MAX_WAITING
+from moe_serve.engine.grammar.limits import MAX_WAITING, MAX_WAITING_OF_CLIENT
 from moe_serve.engine.grammar.source_check import STRING
 from moe_serve.engine.grammar.vocabulary import Vocabulary
 from moe_serve.errors import InvalidGrammarError, ServerOverloadedError
@@ -203,7 +205,7 @@ def test_an_event_loop_goes_on_and_asks_once() -> None:
         wanted = Constraint("regex", "[ab]")
         assert await gate.admit(wanted) == wanted
         assert await gate.admit(wanted) == wanted
-        gate._num_waiting = MAX_WAITING
+        gate._quick.num_waiting = MAX_WAITING
         assert await gate.admit(wanted) == wanted, "what is known needs no waiting"
         with pytest.raises(ServerOverloadedError, match="64 grammars wait"):
             await gate.admit(Constraint("regex", "new"))
@@ -240,3 +242,116 @@ def test_a_constraint_of_the_wrong_size_or_type(source: object) -> None:
         Constraint("regex", source)  # type: ignore[arg-type]
     with pytest.raises(InvalidGrammarError, match="json_object, json_schema"):
         Constraint("xml")  # type: ignore[arg-type]
+
+
+SCHEMA = Constraint("json_schema", '{"type":"object","properties":{"a":{"maxLength":20}}}')
+
+
+@pytest.mark.parametrize(
+    ("constraint", "is_quick"),
+    [
+        (SCHEMA, True),
+        (Constraint("regex", "[a-z]{2,80}"), True),
+        (Constraint("choice", json.dumps([f"item {i}" for i in range(500)])), True),
+        (RUNAWAY, False),
+        (Constraint("regex", "(a{1,500}){1,500}"), False),
+        (Constraint("regex", "a{99999999999999999999}"), False),
+        (Constraint("lark", "start: (x~100)~101"), False),
+        (Constraint("json_schema", '{"maxItems": 2000, "items": {"maxLength": 2000}}'), False),
+        (Constraint("json_schema", json.dumps({"enum": ["x" * 20_000]})), False),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_looks_quick(constraint: Constraint, is_quick: bool) -> None:
+    assert looks_quick(constraint) is is_quick
+
+
+class SlowGuard(YesGuard):
+    """Holds what is dear until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def judge(self, constraint: Constraint, vocabulary: Vocabulary) -> Verdict:
+        super().judge(constraint, vocabulary)
+        assert self.go.wait(60), "the test lets go"
+        return Verdict(constraint)
+
+
+def test_a_trivial_schema_does_not_wait_behind_hostile_ones() -> None:
+    """Twenty clients held the only worker for two seconds each, one after the other."""
+
+    async def work() -> None:
+        slow = SlowGuard()
+        gate = GrammarGate(Grammars(lambda: BYTES))
+        gate._slow = CompileLane([slow])
+        hostile = [
+            asyncio.create_task(gate.admit(Constraint("regex", f"x{{9999}}{{9999}}{i}"), f"c{i}"))
+            for i in range(20)
+        ]
+        await asyncio.sleep(0)
+        assert await asyncio.wait_for(gate.admit(SCHEMA, "neighbour"), 60) == SCHEMA
+        assert not any(task.done() for task in hostile)
+        for task in hostile:
+            task.cancel()
+        await asyncio.gather(*hostile, return_exceptions=True)
+        slow.go.set()
+        gate.close()
+
+    asyncio.run(work())
+
+
+def test_clients_take_turns() -> None:
+    async def work() -> list[str]:
+        guard, done = SlowGuard(), list[str]()
+        lane = CompileLane([guard])
+
+        async def ask(client: str, number: int) -> None:
+            constraint = Constraint("regex", f"{client}{number}")
+            await lane.run(client, lambda g: g.judge(constraint, BYTES))
+            done.append(f"{client}{number}")
+
+        tasks = [asyncio.create_task(ask("a", i)) for i in range(4)]
+        tasks += [asyncio.create_task(ask("b", i)) for i in range(2)]
+        await asyncio.sleep(0)
+        tasks[3].cancel()  # one that waits gives up its place
+        await asyncio.sleep(0)
+        guard.go.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert lane.num_waiting == 0 and not lane._lines and lane._free == [guard]
+        lane.close()
+        return done
+
+    assert asyncio.run(work()) == ["a0", "a1", "b0", "a2", "b1"]
+
+
+def test_one_client_cannot_fill_the_line() -> None:
+    async def work() -> None:
+        slow = SlowGuard()
+        gate = GrammarGate(Grammars(lambda: BYTES), slow)
+        asked = [
+            asyncio.create_task(gate.admit(Constraint("regex", f"x{i}"), "greedy"))
+            for i in range(MAX_WAITING_OF_CLIENT + 1)
+        ]
+        await asyncio.sleep(0)
+        with pytest.raises(ServerOverloadedError, match="32 of them of this client"):
+            await gate.admit(Constraint("regex", "y"), "greedy")
+        other = asyncio.create_task(gate.admit(Constraint("regex", "z"), "other"))
+        slow.go.set()
+        assert (await other).source == "z"
+        await asyncio.gather(*asked)
+        gate.close()
+
+    asyncio.run(work())
+
+
+def test_what_looks_quick_and_is_not_gets_the_time_of_the_others() -> None:
+    async def work() -> None:
+        gate = GrammarGate(Grammars(lambda: BYTES))
+        gate._quick = CompileLane([Guard(timeout_s=0.0)])
+        assert await gate.admit(SCHEMA) == SCHEMA
+        assert await gate.admit(SCHEMA) == SCHEMA
+        gate.close()
+
+    asyncio.run(work())
