@@ -30,7 +30,8 @@ class Client:
     settings: KeySettings
 
 
-_client: ContextVar[Client] = ContextVar("moe_serve_client", default=Client("", NO_SETTINGS))
+_STRANGER = Client("", NO_SETTINGS)
+_client: ContextVar[Client] = ContextVar("moe_serve_client", default=_STRANGER)
 
 
 class ApiKeyMiddleware:
