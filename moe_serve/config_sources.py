@@ -42,6 +42,7 @@ ADMIN_KEY_VARIABLE = "MOE_SERVE_ADMIN_KEY"  # the operator's, which `moe-serve t
 CLUSTER_SECRET_VARIABLE = "MOE_SERVE_CLUSTER_SECRET"  # shared by every process of one cluster
 DEFAULT_SOURCE = "default"
 _COMMENT = re.compile(r"(^|\s)#.*")  # in a file of keys
+_KEY_SETTING = re.compile(r"\s+(\w+)=(\S*)\Z")  # behind a key, at the end of its line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,6 +241,20 @@ def read_secret_file(path: str) -> list[str]:
     if not secrets:
         raise ConfigError(f"the file {path} holds no API key: write one on each line.")
     return secrets
+
+
+def split_key(line: str) -> tuple[str, list[tuple[str, str]]]:
+    """A key, and the settings behind it: `s3cret min_priority=-10`."""
+    settings: list[tuple[str, str]] = []
+    while found := _KEY_SETTING.search(line):
+        settings.append((found[1], found[2]))
+        line = line[: found.start()]
+    return line, settings
+
+
+def read_first_key(path: str) -> str:
+    """The key that a client sends: the first one of a file, without its settings."""
+    return split_key(read_secret_file(path)[0])[0]
 
 
 def _build(component: type, values: Mapping[str, Value], section: str = "") -> Any:

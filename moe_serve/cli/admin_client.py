@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from moe_serve.bench.plain_text import plain
-from moe_serve.config_sources import ADMIN_KEY_VARIABLE, read_secret_file
+from moe_serve.config_sources import ADMIN_KEY_VARIABLE, read_first_key
 from moe_serve.errors import MoeServeError
 
 Url = Annotated[str, typer.Option(help="Where the server is.")]
@@ -74,7 +74,7 @@ class AdminClient:
     def _headers(self) -> list[tuple[bytes, bytes]]:
         key = self.key
         if key is not None and key.startswith("@"):
-            key = read_secret_file(key[1:])[0]
+            key = read_first_key(key[1:])
         return [] if key is None else [(b"Authorization", f"Bearer {key}".encode())]
 
 

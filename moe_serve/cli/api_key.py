@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from moe_serve.config_sources import read_secret_file
+from moe_serve.config_sources import read_first_key
 
 
 def sent_key(text: str | None) -> str | None:
     """@FILE stands for the first key in that file. Raises ConfigError."""
-    return read_secret_file(text[1:])[0] if text is not None and text.startswith("@") else text
+    return read_first_key(text[1:]) if text is not None and text.startswith("@") else text

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from moe_serve.bench.plain_text import plain
 from moe_serve.cli.chat_client import AnswerTiming, ChatClient, ChatError, ChatOptions, Message
-from moe_serve.config_sources import API_KEY_VARIABLE, read_secret_file
+from moe_serve.config_sources import API_KEY_VARIABLE, read_first_key
 from moe_serve.errors import ConfigError
 
 with contextlib.suppress(ImportError):
@@ -89,7 +89,7 @@ def chat(
 ) -> None:
     """Talk to a running server, with the answer streamed. Text piped in is one message."""
     if api_key is not None and api_key.startswith("@"):
-        api_key = read_secret_file(api_key[1:])[0]
+        api_key = read_first_key(api_key[1:])
     if message is None and not sys.stdin.isatty():
         message = sys.stdin.read().strip()
     if message == "":

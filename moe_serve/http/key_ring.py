@@ -14,13 +14,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from moe_serve.config_keys import RANGES
-from moe_serve.config_sources import read_secret_file
+from moe_serve.config_sources import read_secret_file, split_key
 from moe_serve.errors import ConfigError
 from moe_serve.http.file_watch import FileWatch
 
 _LOGGER = logging.getLogger(__name__)
 _LOOK_S = 1.0  # between two looks at the file
-_SETTING = re.compile(r"\s+(\w+)=(\S*)\Z")  # at the end of a line
 _INTEGER = re.compile(r"-?[0-9]{1,10}")
 
 
@@ -84,18 +83,15 @@ def _parsed(lines: Iterable[str]) -> dict[bytes, KeySettings]:
 
 def _parse(line: str) -> tuple[bytes, KeySettings]:
     """The digest of a line's key, and its settings. No message shows the key."""
-    values: dict[str, str] = {}
-    while found := _SETTING.search(line):
-        name, value = found.groups()
-        if name != "min_priority" or name in values:
-            raise ConfigError(
-                f"API keys: {name}= behind a key is no setting, or is there twice; known is "
-                "min_priority=NUMBER."
-            )
-        values[name] = value
-        line = line[: found.start()]
-    settings = KeySettings(min_priority=_min_priority(values.get("min_priority")))
-    return hashlib.sha256(line.encode()).digest(), settings
+    key, settings = split_key(line)
+    values = dict(settings)
+    if len(values) < len(settings) or values.keys() - {"min_priority"}:
+        raise ConfigError(
+            f"API keys: {', '.join(f'{name}=' for name, _ in settings)} behind a key: the only "
+            "setting is min_priority=NUMBER, once."
+        )
+    own = KeySettings(min_priority=_min_priority(values.get("min_priority")))
+    return hashlib.sha256(key.encode()).digest(), own
 
 
 def _min_priority(text: str | None) -> int | None:

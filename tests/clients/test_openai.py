@@ -145,6 +145,14 @@ class TestResponses:
             client.responses.retrieve(response.id)
         assert caught.value.code == "response_not_found"
 
+    def test_input_tokens(self, client: openai.OpenAI) -> None:
+        counted = client.responses.input_tokens.count(model=MODEL, input="Tell me a joke")
+        answered = client.responses.create(model=MODEL, input="Tell me a joke", max_output_tokens=1)
+        assert answered.usage is not None
+        assert counted.input_tokens == answered.usage.input_tokens
+        with pytest.raises(openai.NotFoundError, match="does not compact"):
+            client.post("/responses/compact", cast_to=object, body={"model": MODEL, "input": "a"})
+
     def test_a_conversation(self, client: openai.OpenAI) -> None:
         first = client.responses.create(model=MODEL, input="Tell me a joke", max_output_tokens=8)
         second = client.responses.create(

@@ -15,6 +15,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
+from moe_serve.cli.api_key import sent_key
 from moe_serve.config import ServerConfig
 from moe_serve.errors import ConfigError
 from moe_serve.http import key_ring
@@ -345,8 +346,8 @@ def test_priorities_by_key(make_app: MakeApp, engine: Any, tmp_path: Path, eager
         ("swordfish min_priority=high", "must be an integer in [-2147483648, 2147483647]"),
         ("swordfish min_priority=", "must be an integer"),
         ("swordfish min_priority=-2147483649", "got '-2147483649'"),
-        ("swordfish min_priority=1 min_priority=2", "is there twice"),
-        ("swordfish min_prioritty=1", "min_prioritty= behind a key is no setting"),
+        ("swordfish min_priority=1 min_priority=2", "min_priority=, min_priority= behind a key"),
+        ("swordfish min_prioritty=1", "min_prioritty= behind a key: the only setting"),
     ],
 )
 def test_wrong_settings_of_a_key_are_refused(line: str, message: str) -> None:
@@ -358,3 +359,9 @@ def test_wrong_settings_of_a_key_are_refused(line: str, message: str) -> None:
 @pytest.mark.parametrize("key", ["a=b", "a b", "YWJj==", "min_priority=1"])
 def test_keys_with_equals_signs_are_whole(key: str) -> None:
     assert KeyRing((key,)).find(key.encode()) is not None
+
+
+def test_a_client_reads_the_servers_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# team one\ns3cret word min_priority=-10  # urgent\nother\n")
+    assert sent_key(f"@{file}") == "s3cret word"
