@@ -6,6 +6,7 @@ Nothing of a template runs here: not its compilation, and not the check of a fol
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -17,6 +18,8 @@ from moe_serve.regular_file import is_there, regular_file
 from moe_serve.text.template_frames import Kind, Order, Reply, Setup
 from moe_serve.text.template_renderer import SLOW, TemplateRenderer
 from moe_serve.text.tokenizer import read_json_file
+
+_log = logging.getLogger(__name__)
 
 MAX_RENDERED_CHARS = 8 * 1024 * 1024
 MAX_RENDER_SECONDS = SLOW.max_seconds
@@ -190,6 +193,8 @@ class ChatTemplate:
             Kind.LATE: f"Rendering the chat took longer than {setup.max_seconds:g} s.",
             Kind.LARGE: f"Rendering the chat took more than {mib} MiB of memory.",
         }
+        if reply.kind in (Kind.LATE, Kind.LARGE):
+            _log.warning("a chat is refused: %s", reasons[reply.kind])
         raise _refusal(reasons[reply.kind])
 
     def _invalid(self, reply: Reply) -> CheckpointError:

@@ -84,10 +84,7 @@ class TemplateWorker:
             _log.warning("a process that renders chats was lost (status %s)", process.poll())
             self.close()
             return Reply(Kind.LARGE)
-        reply = Reply.decode(content)
-        if reply.kind in (Kind.LATE, Kind.LARGE):
-            _log.warning("a chat was not rendered within the limits: %s", reply.kind.name.lower())
-        return reply
+        return Reply.decode(content)
 
     def make_ready(self) -> Reply | None:
         """Wait until the template is compiled; the reply that says why it cannot be."""
