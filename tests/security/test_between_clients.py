@@ -17,7 +17,7 @@ from moe_serve.cache.page_key import following_keys, root_key, token_array
 from real_server import BOTH, CHAT, MESSAGES, REFERENCE, TEXT, RealServer, refused
 
 OTHERS_ROUTES = (
-    "/invocations", "/pause", "/resume", "/sleep", "/wake_up", "/scale_elastic_ep",
+    "/tokenizer_info", "/pause", "/resume", "/sleep", "/wake_up", "/scale_elastic_ep",
     "/is_scaling_elastic_ep", "/update_weights", "/update_weights_from_disk", "/collective_rpc",
     "/init_weights_update_group", "/start_profile", "/stop_profile", "/flush_cache", "/route",
     "/reset_prefix_cache", "/reset_mm_cache", "/load_lora_adapter", "/v1/load_lora_adapter",
