@@ -27,7 +27,7 @@ from harness.soak.crowd import Seen, keep_visiting
 from harness.soak.sample import Sample, take_sample
 from harness.soak.served import Served
 from harness.soak.soak_plot import write_plot
-from harness.soak.trend import trend_of
+from harness.soak.trend import SettleRule, trend_of
 
 # What may be gained in an hour, as the upper end of the 95% interval.
 LIMITS = {"own_mib": 24.0, "num_fds": 8.0, "num_threads": 2.0, "num_series": 12.0}
@@ -57,7 +57,7 @@ def main() -> int:
     if arguments.log:
         arguments.log.write_text(log, encoding="utf-8")
     if arguments.plot:
-        write_plot(arguments.plot, samples, arguments.warm_up)
+        write_plot(arguments.plot, samples, report["warm_up_s"])
     for problem in report["problems"]:
         console.print(f"[red]{problem}[/red]")
     return 1 if report["problems"] else 0
@@ -74,20 +74,31 @@ async def _soak(
     samples: list[Sample] = []
     while time.monotonic() - begin < arguments.seconds and not visits.done():
         await asyncio.sleep(arguments.every)
-        samples.append(await asyncio.to_thread(take_sample, served.url, served.process, begin))
+        samples.append(await _sample(served, begin, seen))
     stop.set()
     await visits
     deadline = time.monotonic() + _IDLE_LIMIT_S
     while time.monotonic() < deadline:
-        sample = await asyncio.to_thread(take_sample, served.url, served.process, begin)
+        sample = await _sample(served, begin, seen)
         if not sample.pages_used and not sample.num_running and not sample.num_waiting:
             return samples, True
         await asyncio.sleep(0.2)
     return samples, False
 
 
+async def _sample(served: Served, begin: float, seen: Seen) -> Sample:
+    num_visits = seen.num_visits
+    return await asyncio.to_thread(take_sample, served.url, served.process, begin, num_visits)
+
+
 def _report(samples: list[Sample], seen: Seen, arguments: argparse.Namespace) -> dict[str, Any]:
-    rest = [sample for sample in samples if sample.seconds >= arguments.warm_up]
+    rule = SettleRule(num_visits=arguments.settle_visits, most_mib=arguments.settle_mib)
+    first, is_settled = rule.first_settled(
+        [sample.seconds for sample in samples],
+        [sample.num_visits for sample in samples],
+        [sample.own_mib for sample in samples],
+    )
+    rest = samples[first:]
     if len(rest) < 4:
         raise SystemExit(f"{len(rest)} samples after the warm-up are too few: run longer.")
     seconds = [sample.seconds for sample in rest]
@@ -96,7 +107,9 @@ def _report(samples: list[Sample], seen: Seen, arguments: argparse.Namespace) ->
     }
     return {
         "seconds": samples[-1].seconds,
-        "warm_up_s": arguments.warm_up,
+        "warm_up_s": rest[0].seconds,
+        "warm_up_visits": rest[0].num_visits,
+        "is_settled": is_settled,
         "num_visits": seen.num_visits,
         "visits": {name: dict(counter) for name, counter in seen.counts.items()},
         "num_failures": len(seen.failures),
@@ -131,6 +144,10 @@ def _problems(report: dict[str, Any], arguments: argparse.Namespace) -> list[str
 
 
 def _print(console: Console, report: dict[str, Any]) -> None:
+    end = "settled" if report["is_settled"] else "still growing"
+    console.print(
+        f"warm-up: {report['warm_up_s']} s, {report['warm_up_visits']} visits, memory {end}"
+    )
     table = Table(f"{report['seconds']} s", "after the warm-up", "now", "an hour (95%)")
     for name in report["first"]:
         trend = report["trends_per_hour"].get(name)
@@ -150,7 +167,12 @@ def _print(console: Console, report: dict[str, Any]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="All kinds of clients for half an hour.")
     parser.add_argument("--seconds", type=float, default=1800.0, help="default %(default)s")
-    parser.add_argument("--warm-up", type=float, default=300.0, help="seconds, %(default)s")
+    parser.add_argument(
+        "--settle-visits", type=int, default=1000, help="the warm-up ends when in so many visits"
+    )
+    parser.add_argument(
+        "--settle-mib", type=float, default=2.0, help="memory grew by so little, %(default)s MiB"
+    )
     parser.add_argument("--every", type=float, default=10.0, help="a sample, s, %(default)s")
     parser.add_argument("--visitors", type=int, default=12, help="at once, default %(default)s")
     parser.add_argument("--rest", type=float, default=0.5, help="between visits, s, %(default)s")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from harness.soak.sample import quantile_of_buckets
-from harness.soak.trend import trend_of
+from harness.soak.trend import SettleRule, trend_of
 
 
 def test_a_leak_is_seen_and_noise_is_not() -> None:
@@ -36,3 +36,32 @@ def test_a_quantile_is_its_buckets_upper_end() -> None:
     buckets = [(0.01, 90.0), (0.05, 99.0), (1.0, 100.0), (float("inf"), 100.0)]
     assert [quantile_of_buckets(buckets, share) for share in (0.5, 0.99, 1.0)] == [0.01, 0.05, 1.0]
     assert quantile_of_buckets([(0.01, 0.0)], 0.99) == 0.0
+
+
+def settled(visits_per_sample: int, num_samples: int, growth: list[float]) -> tuple[int, bool]:
+    """Samples of every 10 s; `growth`: MiB by sample, the last of them for all that follow."""
+    seconds = [10.0 * (i + 1) for i in range(num_samples)]
+    visits = [visits_per_sample * (i + 1) for i in range(num_samples)]
+    mib, own = [], 300.0
+    for i in range(num_samples):
+        own += growth[min(i, len(growth) - 1)]
+        mib.append(own)
+    return SettleRule().first_settled(seconds, visits, mib)
+
+
+def test_the_warm_up_ends_when_memory_has_settled() -> None:
+    """1 MiB a sample for 40 samples, then nothing: at 100 visits a sample, 10 samples are 1 000."""
+    assert settled(100, 180, [1.0] * 40 + [0.0]) == (47, True)  # samples 37 to 47: +2 MiB
+    assert settled(100, 180, [0.0]) == (10, True)
+    assert settled(50, 180, [1.0] * 40 + [0.0]) == (57, True)  # slower visits, a longer warm-up
+    assert settled(10, 180, [0.0]) == (89, False)  # 1 000 visits are more than half of the run
+
+
+def test_a_leak_does_not_settle_and_is_judged() -> None:
+    """24 MiB an hour at 5.5 visits a second is 1.2 MiB in 1 000: it settles, and the trend sees it;
+    faster ones run into the end of the warm-up."""
+    assert settled(54, 180, [24 / 360]) == (19, True)
+    first, is_settled = settled(54, 180, [80 / 360])
+    assert (first, is_settled) == (89, False)
+    seconds = [10.0 * i for i in range(91)]
+    assert not trend_of(seconds, [80 * at / 3600 for at in seconds]).is_flat(24.0)

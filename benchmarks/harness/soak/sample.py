@@ -18,6 +18,7 @@ class Sample:
     """
 
     seconds: float
+    num_visits: int  # that have ended
     own_mib: float  # memory that is nobody else's and no file's: what leaks
     rss_mib: float
     num_fds: int
@@ -31,12 +32,13 @@ class Sample:
     cpu_s: float
 
 
-def take_sample(url: str, process: psutil.Process, begin: float) -> Sample:
+def take_sample(url: str, process: psutil.Process, begin: float, num_visits: int) -> Sample:
     text = httpx.get(f"{url}/metrics", timeout=60, trust_env=False).text
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     times, memory = process.cpu_times(), process.memory_info()
     return Sample(
         seconds=round(time.monotonic() - begin, 1),
+        num_visits=num_visits,
         own_mib=round((memory.rss - getattr(memory, "shared", 0)) / 2**20, 2),
         rss_mib=round(memory.rss / 2**20, 2),
         num_fds=process.num_fds(),

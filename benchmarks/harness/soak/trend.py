@@ -8,6 +8,7 @@ number, n (1 - r) / (1 + r).
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,28 @@ class Trend:
     def is_flat(self, limit: float) -> bool:
         """Surely below `limit`: an interval that reaches it says too little."""
         return self.high <= limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettleRule:
+    """The warm-up ends when memory has grown by at most `most_mib` in the last `num_visits` visits,
+    and after `most_share` of the run in any case: a leak never settles, and is judged then."""
+
+    num_visits: int = 1000
+    most_mib: float = 2.0
+    most_share: float = 0.5
+
+    def first_settled(
+        self, seconds: Sequence[float], visits: Sequence[int], mib: Sequence[float]
+    ) -> tuple[int, bool]:
+        """-> the first sample after the warm-up, and whether memory had settled by then."""
+        for now in range(len(visits)):
+            if seconds[now] >= self.most_share * seconds[-1]:
+                return now, False
+            earlier = bisect_right(visits, visits[now] - self.num_visits) - 1
+            if earlier >= 0 and mib[now] - mib[earlier] <= self.most_mib:
+                return now, True
+        return len(visits), False
 
 
 def trend_of(seconds: Sequence[float], values: Sequence[float]) -> Trend:
