@@ -115,3 +115,16 @@ def test_a_schema_that_cannot_be_compiled(demo: openai.OpenAI) -> None:
             model="demo", messages=ASK, tools=[tool], tool_choice="required"
         )
     assert (caught.value.param, caught.value.code) == ("tools", "invalid_grammar")
+
+
+def test_a_tool_whose_schema_cannot_be_kept_is_named(demo: openai.OpenAI) -> None:
+    tags = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    schema = {"type": "object", "properties": {"tags": tags}}
+    tools: Any = [*TOOLS, {"type": "function", "function": {"name": "tag", "parameters": schema}}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        demo.chat.completions.create(
+            model="demo", messages=ASK, tools=tools, tool_choice="required", max_tokens=4
+        )
+    assert "'tag'" in str(caught.value) and "#/properties/tags" in str(caught.value)
+    assert caught.value.param == "tools"
+    demo.chat.completions.create(model="demo", messages=ASK, tools=tools, max_tokens=4)
