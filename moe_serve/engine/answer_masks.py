@@ -94,7 +94,7 @@ class AnswerMasks:
             assert constraint is not None, f"{sequence.request.request_id} has no constraint"
             if self._grammars is None:
                 raise InvalidGrammarError("This engine follows no grammars.")
-            sequence.matcher = SequenceMatcher(self._grammars.matcher(constraint))
+            sequence.matcher = SequenceMatcher(self._grammars.matcher_within(constraint))
         return sequence.matcher
 
 

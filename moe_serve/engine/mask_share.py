@@ -44,11 +44,11 @@ class MaskShare:
         self._balance_s -= masks_s
         for sequence in sequences:
             constraint, seconds = sequence.request.params.constraint, mask_seconds.get(sequence.id)
-            if constraint is None or seconds is None:
-                continue
+            if constraint is None or seconds is None or not sequence.num_output_tokens:
+                continue  # the first one may have compiled the grammar
             self._expected[sequence.id] = max(seconds, self._expected.get(sequence.id, 0.0) / 2)
             known_s = self._by_grammar.pop(constraint, 0.0)
-            self._by_grammar[constraint] = max(seconds, known_s * 0.9)
+            self._by_grammar[constraint] = max(seconds, known_s / 2)
             if len(self._by_grammar) > _MAX_GRAMMARS:
                 self._by_grammar.popitem(last=False)
 

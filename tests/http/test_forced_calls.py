@@ -132,3 +132,16 @@ def test_a_call_that_max_tokens_cuts(demo: openai.OpenAI, num_tokens: int) -> No
     assert "".join(delta.function.arguments for delta in deltas) == "".join(found)
     assert not any(chunk.delta.content for chunk in chunks)
     assert chunks[-1].finish_reason == "length"
+
+
+def test_a_tool_whose_schema_cannot_be_kept_is_named(demo: openai.OpenAI) -> None:
+    tags = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    schema = {"type": "object", "properties": {"tags": tags}}
+    tools: Any = [*TOOLS, {"type": "function", "function": {"name": "tag", "parameters": schema}}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        demo.chat.completions.create(
+            model="demo", messages=ASK, tools=tools, tool_choice="required", max_tokens=4
+        )
+    assert "'tag'" in str(caught.value) and "#/properties/tags" in str(caught.value)
+    assert caught.value.param == "tools"
+    demo.chat.completions.create(model="demo", messages=ASK, tools=tools, max_tokens=4)

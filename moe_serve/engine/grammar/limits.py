@@ -20,6 +20,10 @@ NUM_SLOW_WORKERS = 2  # beside the one for what looks quick
 MAX_WAITING_OF_CLIENT = 32  # of MAX_WAITING
 WORKER_BYTES = 1 << 30  # of address space
 MAX_WAITING = 64  # constraints that are not compiled yet, in each of the two lines
+# Where a step needs a grammar that is not compiled yet, as on an attention rank, it waits: up to
+# COMPILE_TIMEOUT_S, but lately no more than this share of the time, and at least so long.
+PATIENCE_SHARE, LEAST_PATIENCE_S = 0.2, 0.1
+MAX_COMPILING = 4  # threads for that
 MAX_KEPT = 128  # compiled grammars; some 200 KB each, more for large ones
 MAX_VERDICTS = 4096  # digests of constraints that were judged, and why they are refused
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import numpy as np
 import pytest
 import torch
+from llguidance import LLMatcher
 
 from moe_serve.engine.answer_masks import AnswerMasks, MaskedRows
 from moe_serve.engine.constraint import Constraint
@@ -17,6 +21,7 @@ from moe_serve.engine.sampler import Sampler
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.engine.sequence import Sequence
 from moe_serve.engine.thinking_markers import ThinkingMarkers
+from moe_serve.errors import InvalidGrammarError
 
 EOS = 40
 TOKENS = tuple(bytes([97 + i]) for i in range(26)) + (b"ab", b"abc", b"") + (b"?",) * 12
@@ -231,3 +236,40 @@ def test_a_mask_hides_no_fault_of_the_model(masks: AnswerMasks, value: float) ->
     rows = [sequence(regex="a")]
     (found,) = Sampler(frozenset()).sample(logits, rows, masks.of(rows).masks)
     assert not found.is_valid
+
+
+class StuckGrammars(Grammars):
+    """One of its grammars is not compiled before it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: VOCABULARY)
+        self.go, self.num_begun = threading.Event(), 0
+
+    def matcher(self, constraint: Constraint) -> LLMatcher:
+        if constraint.source == "stuck" and not self.has(constraint):
+            self.num_begun += 1
+            assert self.go.wait(60), "the test lets go"
+        return super().matcher(constraint)
+
+
+def test_a_step_does_not_wait_long_for_a_grammar_that_is_slow_to_compile() -> None:
+    """Ranks compile within their steps: 2 s for each of many hostile ones held the others up."""
+    grammars = StuckGrammars()
+    grammars._patience.spend(3600)
+    own = AnswerMasks(len(TOKENS), frozenset({EOS}), grammars)
+    for _ in range(3):
+        found = own.of([sequence(regex="stuck"), sequence(regex="a"), sequence()])
+        assert found.failures.keys() == {0} and "still being compiled" in found.failures[0]
+        assert allowed(found, 1) == {A}
+    assert grammars.num_begun == 1
+    grammars.go.set()
+    while not grammars.has(Constraint("regex", "stuck")):
+        time.sleep(0.01)
+    assert own.of([sequence(regex="stuck")]).failures == {}
+
+
+def test_grammars_that_cannot_be_compiled_say_so_within_a_step() -> None:
+    grammars = Grammars(lambda: VOCABULARY)
+    for _ in range(2):
+        with pytest.raises(InvalidGrammarError, match="regular expression"):
+            grammars.matcher_within(Constraint("regex", "("))
