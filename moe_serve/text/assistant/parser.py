@@ -24,7 +24,7 @@ class AssistantParser(Protocol):
 
     @property
     def has_spoilt_call(self) -> bool:
-        """Whether something began as a call does, and was none: it is content, if it was not cut."""
+        """Whether something began as a call does, and was none: it is content, unless cut off."""
         ...
 
     @property
