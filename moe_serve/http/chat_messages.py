@@ -21,8 +21,8 @@ _IGNORED_PART_FIELDS = frozenset(
 
 
 class ChatMessage(StrictSchema):
-    """`content` may be left out beside `tool_calls`, and be null in an earlier answer that has
-    only reasoning or a refusal.
+    """`content` may be null in an earlier answer, and left out beside its calls, its reasoning or a
+    refusal.
 
     An assistant message is an answer that comes back, with whatever the client's library keeps in
     it (`parsed`, `provider_specific_fields`): unknown fields there are never an error.
@@ -68,9 +68,11 @@ class ChatMessage(StrictSchema):
 
     @property
     def _has_other_content(self) -> bool:
-        """An answer that is more than its content."""
+        """An answer that is more than its content, or that says itself that it is empty."""
         if not self.is_answer:
             return False
+        if "content" in self.model_fields_set:
+            return True
         said = (self.reasoning, self.reasoning_content, self.refusal)
         return bool(self.tool_calls) or any(text is not None for text in said)
 

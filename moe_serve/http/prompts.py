@@ -131,9 +131,9 @@ def check_prompt_length(
     if num_tokens < max_model_len:
         return
     used = tokens_requested(max_model_len, num_tokens, param, max_tokens or 1)
-    why = "" if max_tokens else ", as one place is kept for the next token (also with max_tokens 0)"
     raise ContextLengthError(
-        f"{used} Send at most {max_model_len - 1} in {_place(param)}{why}.",
+        f"{used} One place is kept for the next token (also with max_tokens 0): send at most "
+        f"{max_model_len - 1} in {_place(param)}.",
         param=param,
         num_prompt_tokens=num_tokens,
         max_prompt_tokens=max_model_len - 1,

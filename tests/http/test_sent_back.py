@@ -50,6 +50,8 @@ def call(**more: Any) -> dict[str, Any]:
         ({"content": None, "tool_calls": [call(provider_specific_fields={})]}, "<tool_call>"),
         ({"content": "", "tool_calls": [call(function={"name": "f", "arguments": None})]}, "{}"),
         ({"content": None, "reasoning_content": "y", "refusal": None}, "(y)"),
+        ({"content": None, "refusal": None, "tool_calls": []}, "<assistant><user>"),
+        ({"refusal": "I will not"}, "<assistant>I will not"),
         ({"content": None, "refusal": "I will not"}, "<assistant>I will not"),
         ({"content": [{"type": "refusal", "refusal": "Not I"}]}, "<assistant>Not I"),
         ({"content": [{"type": "text", "text": "x", "parsed": {}, "phase": "final"}]}, "x"),
