@@ -7,7 +7,7 @@ slot to the next. Nothing is copied or freed then.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from experts.memory.slot_table import ExpertKey
 from moe_kernels.kernels import ExpertSlots, ExpertWeights, SlotBank
@@ -35,8 +35,17 @@ class SlotRoom:
         """Slots that nothing is in."""
         return len(self._free)
 
-    def stage(self, layer: int, expert: int, weights: ExpertWeights) -> None:
-        """Pack an expert into a free slot."""
+    def stage(
+        self,
+        layer: int,
+        expert: int,
+        weights: ExpertWeights,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Pack an expert into a free slot. Nothing is staged where `is_cancelled` says so by then:
+        who cancels drops afterwards, and so finds all that ever is."""
+        if is_cancelled():
+            return
         key = ExpertKey(layer, expert)
         with self._lock:
             assert key not in self._serving and key not in self._staged, f"{key} is here already"
@@ -49,7 +58,10 @@ class SlotRoom:
                 self._free.append(slot)
             raise
         with self._lock:
-            self._staged[key] = slot
+            if is_cancelled():
+                self._free.append(slot)
+            else:
+                self._staged[key] = slot
 
     def drop_staged(self) -> None:
         """It is not needed after all."""

@@ -136,6 +136,7 @@ class ClusterConfig:
     heartbeat_s: float = 1.0  # a rank that misses three is replaced
     timeout_s: float = 30.0  # the longest that a rank waits for another one's rows
     start_timeout_s: float = 600.0  # until every rank has come and loaded its weights
+    rejoin_s: float = 120.0  # for which a node of a launch looks for node 0 after it lost it
     calibration: str | None = None  # a file of `moe-serve calibrate`; None: measured as it runs
 
     @property

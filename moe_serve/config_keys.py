@@ -56,6 +56,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "cluster.heartbeat_s": (0.05, 600.0),
     "cluster.timeout_s": (0.1, 3600.0),
     "cluster.start_timeout_s": (1.0, 86400.0),
+    "cluster.rejoin_s": (0.0, 86400.0),
     "trace.sample_rate": (0.0001, 1.0),
     "trace.part_bytes": (64 * 1024, 2**30),
     "trace.max_bytes": (64 * 1024, 2**50),

@@ -50,6 +50,10 @@ class VirtualHost:
         self.processes.append(process)
         return process
 
+    def pids(self) -> list[int]:
+        """Of every process in there."""
+        return [int(pid) for pid in _ip("netns", "pids", self.name).stdout.split()]
+
     def run(self, *argv: str, **options: Any) -> subprocess.CompletedProcess[str]:
         options = {"capture_output": True, "text": True, "check": False, **options}
         return subprocess.run(self.command(*argv), **options)
@@ -103,10 +107,10 @@ def _remove(host: VirtualHost) -> None:
         if process.poll() is None:
             process.kill()
     deadline = time.monotonic() + _KILL_WAIT_S
-    while pids := _ip("netns", "pids", host.name).stdout.split():
+    while pids := host.pids():
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
             break  # zombies, which their parent has not taken yet, hold no namespace
         time.sleep(0.05)

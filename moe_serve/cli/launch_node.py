@@ -18,10 +18,11 @@ from moe_serve.cli.listening import check_can_listen, check_is_guarded
 from moe_serve.cli.service import run_service
 from moe_serve.cli.standard_output import optional_output
 from moe_serve.cluster.build import build_cluster
+from moe_serve.cluster.channel import Channel
 from moe_serve.cluster.launch.cluster_file import find_node
 from moe_serve.cluster.launch.endpoint import Endpoint
 from moe_serve.cluster.launch.environment import NodeEnvironment, detect_node, is_spare_copy
-from moe_serve.cluster.launch.node_agent import NodeAgent, connect_agent
+from moe_serve.cluster.launch.node_agent import AgentMessage, NodeLife, connect_agent
 from moe_serve.cluster.launch.node_layout import NodeLayout
 from moe_serve.cluster.launch.node_ranks import NodeRanks
 from moe_serve.cluster.launch.node_starter import NodeStarter
@@ -86,14 +87,25 @@ def find_secret(
 def run_agent(
     config: Config, node: NodeEnvironment, secret: ClusterSecret, environ: Mapping[str, str]
 ) -> None:
-    """Until node 0 dismisses us, or a signal comes and it has had its time to drain."""
-    timeout_s = config.engine.cluster.start_timeout_s
-    channel = connect_agent(node, socket.gethostname(), secret, timeout_s)
-    _tell(f"node {node.node_rank} of {node.num_nodes} has found node 0 at {node.coordinator}")
-    agent = NodeAgent(channel, NodeRanks(channel.local_host, secret, environ))
+    """Until node 0 dismisses us or stays lost, or a signal comes and it has had its time to
+    drain."""
+    cluster = config.engine.cluster
+
+    def find(timeout_s: float) -> Channel[AgentMessage]:
+        channel = connect_agent(node, socket.gethostname(), secret, timeout_s)
+        found = f"node {node.node_rank} of {node.num_nodes} has found node 0 at {node.coordinator}"
+        _tell(found)
+        return channel
+
+    life = NodeLife(
+        find,
+        lambda host: NodeRanks(host, secret, environ),
+        start_timeout_s=cluster.start_timeout_s,
+        rejoin_s=cluster.rejoin_s,
+    )
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: agent.stop(config.server.drain_timeout_s))
-    agent.run()
+        signal.signal(number, lambda *_: life.stop(config.server.drain_timeout_s))
+    life.run()
 
 
 def _run_node_0(

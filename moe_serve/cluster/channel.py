@@ -25,8 +25,15 @@ SEND_TIMEOUT_S = 5.0
 _RECEIVE_BYTES = 256 * 1024
 _ATTEMPT_S = 5.0  # one attempt to connect, handshake included
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.02, 0.5
-# Dead peers that send no FIN are the heartbeats' business; this frees their sockets.
-_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+# A peer that a cut cable or a dead host keeps from answering: both ends must notice by themselves,
+# whether something is on its way or not. Without these TCP tries for a quarter of an hour.
+UNREACHED_S = 10
+_LIVENESS = {
+    "TCP_KEEPIDLE": 5,
+    "TCP_KEEPINTVL": 2,
+    "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": UNREACHED_S * 1000,
+}
 
 M = TypeVar("M")
 
@@ -197,7 +204,7 @@ def _attempt(host: str, port: int, secret: ClusterSecret, timeout_s: float) -> s
 def _set_options(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
+    for name, value in _LIVENESS.items():
         if hasattr(socket, name):  # macOS has not all of them
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 

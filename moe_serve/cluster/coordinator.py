@@ -87,8 +87,10 @@ class Coordinator:
         return [flight.describe() for flight in list(self._open)]
 
     def stop(self) -> None:
-        """Nobody waits any more for ranks to come back. On any thread."""
+        """Nobody waits any more for ranks to come back, nor for long for an answer. On any
+        thread."""
         self._is_stopping.set()
+        self._calls.stop()
 
     def is_in(self, name: str, start: int) -> bool:
         """Whether this process of a rank is in the epoch."""
@@ -266,8 +268,11 @@ class Coordinator:
         """Wait for those who compute a step."""
         deadline = time.monotonic() + 10 * self._timeout_s
         while flight.waiting:
-            if self._calls.next_event(deadline - time.monotonic()) is None:
-                self._give_up_silent(flight)
+            if self._calls.wait_for_event(deadline) is None:
+                if self._calls.is_stopped:
+                    self._leave(flight)
+                else:
+                    self._give_up_silent(flight)
         if flight in self._open:
             self._open.remove(flight)
             now, start = time.perf_counter(), max(flight.start, self._last_end)
@@ -305,6 +310,13 @@ class Coordinator:
         for name in [n for n in flight.waiting if not self._is_member(n)]:
             flight.waiting.discard(name)
             flight.results[name] = RankLostError(f"{name} is away: {self.membership.last_loss}")
+
+    def _leave(self, flight: Flight) -> None:
+        """The server ends, and waits for nobody."""
+        why = "the server ends"
+        flight.results |= {name: RankLostError(f"{name}: {why}") for name in flight.waiting}
+        flight.waiting.clear()
+        flight.break_up(why)
 
     def _give_up_silent(self, flight: Flight) -> None:
         self._drop_lost(flight)

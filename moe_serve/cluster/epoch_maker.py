@@ -96,14 +96,14 @@ class EpochMaker:
             why = "it is lost" if report is None else report.why
             if why is not None:
                 if not refused:
-                    self._place.call_off(epoch.number, len(names))
+                    self._place.call_off(epoch.number)
                 refused[name] = why
 
         # A member may wait for a lost one until its old step's time-out, and then twice in here.
         timeout_s = self._timeout_s + 2 * MEETING_TIMEOUT_S
         self._calls.ask(dict.fromkeys(names, join), Joined, timeout_s, note)
         last, self._last = self._last, epoch
-        self._place.forget(last.number, len(last.starts))
+        self._place.forget(last.number)
         if refused:
             told = "; ".join(f"{name}: {why}" for name, why in refused.items())
             _log.warning("epoch %d did not meet: %s", epoch.number, told)

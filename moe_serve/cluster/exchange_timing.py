@@ -10,6 +10,7 @@ what is left of the clock is the way.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -22,8 +23,9 @@ from torch import Tensor
 
 from experts.routed_rows import RoutedRows
 from moe_serve.child_python import module_command
+from moe_serve.cluster.secret import new_secret, secret_from_environment
 from moe_serve.cluster.stopwatch import usual
-from moe_serve.cluster.store import connect_store, serve_store
+from moe_serve.cluster.store import StoreServer, connect_store
 from moe_serve.errors import ConfigError
 from moe_serve.model.attention_stage import Routed
 from moe_serve.pipeline.data_group import DataGroup
@@ -86,14 +88,19 @@ class _NoExperts:
 
 def time_exchanges(setup: ExchangeSetup) -> list[ExchangeSample]:
     """Raises ConfigError if the second process cannot be reached."""
-    store = serve_store(_HOST, 0, _START_TIMEOUT_S)
-    setup = replace(setup, port=store.port)
+    secret = new_secret()
+    server = StoreServer(_HOST, 0, secret, _START_TIMEOUT_S)
+    setup = replace(setup, port=server.port)
     command = module_command(__name__, json.dumps(asdict(setup)))
-    peer = subprocess.Popen(command)
+    peer = subprocess.Popen(command, env={**os.environ, **secret.environment()})
     try:
-        store.wait(["ready"])  # it imports for seconds; a group's meeting is shorter
-        group = _group(setup, _ATTENTION, _EXPERT, store)
-        return _attention_side(setup, group, store)
+        store = connect_store(_HOST, server.port, secret, _START_TIMEOUT_S)
+        try:
+            store.wait(["ready"])  # it imports for seconds; a group's meeting is shorter
+            group = _group(setup, _ATTENTION, _EXPERT, store)
+            return _attention_side(setup, group, store)
+        finally:
+            store.close()
     except (PeerLostError, RuntimeError) as error:
         raise ConfigError(
             f"exchanges could not be measured between two processes of this machine: {error}"
@@ -101,6 +108,7 @@ def time_exchanges(setup: ExchangeSetup) -> list[ExchangeSample]:
     finally:
         peer.kill()
         peer.wait()
+        server.close()
 
 
 def _group(setup: ExchangeSetup, me: str, peer: str, store: Any) -> DataGroup:
@@ -174,7 +182,7 @@ def _sample(
 
 def _expert_side(setup: ExchangeSetup) -> None:
     torch.set_num_threads(1)
-    store = connect_store(_HOST, setup.port, _TIMEOUT_S)
+    store = connect_store(_HOST, setup.port, secret_from_environment(), _TIMEOUT_S)
     store.set("ready", "")
     group = _group(setup, _EXPERT, _ATTENTION, store)
     stage: Any = _NoExperts(setup.width)

@@ -133,7 +133,7 @@ class ExpertRank:
         """The rank's end."""
         self.leave()
         if self._copies is not None:
-            self._copies.cancel()
+            self._copies.close()
         if self._stage.memory is not None:
             self._stage.memory.close()
 
@@ -170,8 +170,6 @@ class ExpertRank:
             self._copies.cancel()
 
     def _switch(self, order: SwitchPlacement) -> None:
-        if self._copies is not None:
-            self._copies.end()
         self._stage.own(self._placement.switch(order))
 
     def _serve(self, order: ServeStep) -> Report:

@@ -33,7 +33,7 @@ from moe_serve.cluster.rebalance.rebalancer import Rebalancer
 from moe_serve.cluster.remote_executor import RemoteExecutor
 from moe_serve.cluster.roster import Roster
 from moe_serve.cluster.secret import ClusterSecret, new_secret, read_secret
-from moe_serve.cluster.store import serve_store
+from moe_serve.cluster.store import StoreServer
 from moe_serve.cluster.transport_check import check_transport
 from moe_serve.engine.batch_policy.make import MakePolicy
 from moe_serve.engine.batch_policy.policy import BatchPolicy
@@ -66,11 +66,11 @@ class StartedRanks:
             cluster.host, cluster.port, self._secret, decoder, self._membership.admit
         )
         try:
-            store = serve_store(cluster.host, 0, cluster.timeout_s)
+            store = StoreServer(cluster.host, 0, self._secret, cluster.timeout_s)
         except BaseException:
             self._listener.close()
             raise
-        self._place: MeetingPlace | None = MeetingPlace(store, cluster.host)  # holds the store
+        self._place = MeetingPlace(store, cluster.host)
 
     def start(self, make_starter: MakeStarter, progress: LoadProgress | None) -> None:
         """Start the processes and wait until all have loaded; raises what keeps one from it."""
@@ -103,10 +103,9 @@ class StartedRanks:
         self, watch: PoolWatch, routes: RouteListeners, make_policy: MakePolicy, plan: Plan
     ) -> ClusterEngine:
         """The engine over all ranks; `routes`: who hears what they choose."""
-        assert self._place is not None, "the ranks have been closed"
         calls = RankCalls(self._membership, watch)
         mover = make_mover(self._model, self._roster, calls, self.current)
-        coordinator = self._coordinator(calls, watch, mover, self._place)
+        coordinator = self._coordinator(calls, watch, mover)
         stacks = self._starter.stacks if isinstance(self._starter, LocalStarter) else None
         self.witness = RankWitness(self._roster, coordinator, stacks)
         first = self.first_loaded
@@ -129,15 +128,13 @@ class StartedRanks:
         self.rebalancer = rebalancer
         return engine
 
-    def _coordinator(
-        self, calls: RankCalls, watch: PoolWatch, mover: Mover, place: MeetingPlace
-    ) -> Coordinator:
+    def _coordinator(self, calls: RankCalls, watch: PoolWatch, mover: Mover) -> Coordinator:
         timeout_s, start_timeout_s = self._cluster.timeout_s, self._cluster.start_timeout_s
         maker = EpochMaker(
             self._membership,
             calls,
             self.current,
-            place,
+            self._place,
             timeout_s=timeout_s,
             start_timeout_s=start_timeout_s,
         )
@@ -159,7 +156,7 @@ class StartedRanks:
         """End the ranks, and stop listening."""
         self._membership.close()
         self._listener.close()
-        self._place = None
+        self._place.close()
 
     def _engine(
         self,

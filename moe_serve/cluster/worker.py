@@ -41,9 +41,9 @@ from moe_serve.cluster.parent_watch import end_with_parent
 from moe_serve.cluster.probe import ProbePort
 from moe_serve.cluster.processes import STACKS_SIGNAL
 from moe_serve.cluster.rank_name import RankName
-from moe_serve.cluster.secret import read_secret
+from moe_serve.cluster.secret import ClusterSecret, read_secret
 from moe_serve.cluster.shard_starter import ProcessShardStarter, ShardStarter
-from moe_serve.cluster.store import connect_store
+from moe_serve.cluster.store import RemoteStore, connect_store
 from moe_serve.config_sources import CLUSTER_SECRET_VARIABLE
 from moe_serve.engine.allocator import keep_freed_memory
 from moe_serve.errors import ChannelClosedError, MoeServeError
@@ -65,14 +65,16 @@ class Worker:
         name: RankName,
         channel: Channel[Any],
         host: str,
+        secret: ClusterSecret,
         shard_starter: ShardStarter | None = None,
     ) -> None:
         self._name, self._channel, self._host = name, channel, host
+        self._secret = secret
         self._shard_starter = shard_starter or ProcessShardStarter()
         self._step = -1  # the last one begun
         self._num_read = 0  # tensors
         self._rank: AttentionRank | ExpertRank | None = None  # once it has loaded
-        self._store: Any = None
+        self._store: RemoteStore | None = None  # kept: groups use it
         self._ended = threading.Event()
 
     def run(self) -> None:
@@ -130,8 +132,10 @@ class Worker:
         return rank.handle(order)
 
     def _join(self, rank: AttentionRank | ExpertRank, order: Join) -> Joined:
-        if self._store is None:
-            self._store = connect_store(order.store_host, order.store_port, CONNECT_TIMEOUT_S)
+        if self._store is None or self._store.is_closed:
+            self._store = connect_store(
+                order.store_host, order.store_port, self._secret, CONNECT_TIMEOUT_S
+            )
         try:
             rank.join(order, self._store, self._host)
         except PeerLostError as error:
@@ -170,6 +174,8 @@ class Worker:
     def end(self) -> None:
         self._ended.set()
         self._channel.close()
+        if self._store is not None:
+            self._store.close()
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -193,7 +199,7 @@ def main(arguments: list[str] | None = None) -> int:
     if secret is None:
         parser.error(f"{CLUSTER_SECRET_VARIABLE} is not set: it is the coordinator's")
     channel: Channel[Any] = connect(host, int(port), secret, decoder, CONNECT_TIMEOUT_S)
-    worker = Worker(name, channel, options.host)
+    worker = Worker(name, channel, options.host, secret)
     try:
         worker.run()
     except (ChannelClosedError, ShardLostError) as error:

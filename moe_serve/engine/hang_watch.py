@@ -21,7 +21,8 @@ class HangWatch:
     """A thread of its own, from its construction until `close`.
 
     A hang is one as long as the engine makes no step: it gets one report, however long it lasts.
-    Ranks that are away are no hang: that has an end and messages of its own.
+    Ranks that are away are no hang: that has an end and messages of its own. What the engine waits
+    for afterwards, in the same step, counts from their return.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class HangWatch:
         self._engine, self._witness, self._after_s = engine, witness, after_s
         self._directory = Path(directory or tempfile.gettempdir()).expanduser()
         self._is_reported = False  # the hang at hand
+        self._excused_s = 0.0  # of the time since the last turn: until ranks came back
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
         self._thread.start()
@@ -51,16 +53,18 @@ class HangWatch:
 
     def _look(self) -> None:
         stats = self._engine.stats()
-        if not self._is_stuck(stats):
+        age_s = stats.last_turn_age_s or 0.0
+        has_work = stats.num_running > 0 or stats.num_waiting > 0
+        if not has_work or age_s <= self._after_s:  # it came round, or sleeps
             self._is_reported = False
-        elif not self._is_reported:
+        if stats.outage_s:
+            self._excused_s = age_s
+        elif age_s < self._excused_s:
+            self._excused_s = 0.0
+        is_stuck = has_work and age_s - self._excused_s > self._after_s and not stats.outage_s
+        if stats.is_alive and is_stuck and not self._is_reported:
             self._is_reported = True
             self._tell(stats)
-
-    def _is_stuck(self, stats: EngineStats) -> bool:
-        has_work = stats.num_running > 0 or stats.num_waiting > 0
-        is_late = stats.last_turn_age_s is not None and stats.last_turn_age_s > self._after_s
-        return stats.is_alive and has_work and is_late and not stats.outage_s
 
     def _tell(self, stats: EngineStats) -> None:
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())

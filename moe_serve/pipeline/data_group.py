@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from moe_serve.config import TransportName
 from moe_serve.pipeline.gloo_link import ProcessGroup, first_line
-from moe_serve.pipeline.meeting import Met, meet, meeting_store
+from moe_serve.pipeline.meeting import Met, epoch_prefix, meet, meeting_store
 from moe_serve.pipeline.nccl_link import NcclGroups, gpu_of
 from moe_serve.pipeline.shared_link import SharedLink
 from moe_serve.pipeline.transfer import Link, PeerLostError, Transfer
@@ -51,7 +51,7 @@ class DataGroup:
         self._group: ProcessGroup | None = None
         self._nccl: NcclGroups | None = None
         self.is_nccl = False
-        prefix = PrefixStore(f"data-{epoch}", store)
+        prefix = PrefixStore(epoch_prefix(epoch), store)
         places = [(name, index[name]) for name in peers]
         try:
             met: Met = meet(

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from torch.distributed.distributed_c10d import PrefixStore
 
-_OFF_KEY, _OFF = "off", "-"  # in place of what a member tells: it does not come
+_OFF_KEY = "off"  # set by nobody: to look for it fails once the meeting was called off
 _LOOK_S = 0.1  # between two looks whether the meeting was called off
+_FULL_S = 0.001  # between two tries of a queue that is full
 _GREETING = struct.Struct("<I16s")  # index, token
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 
@@ -60,34 +61,55 @@ class Met:
         return len({w.host_key for w in self.everybody.values()}) == 1
 
 
-class MeetingPlace:
-    """The store in which members of an epoch find each other, as the coordinator that serves it
-    uses it: it never waits there."""
+class StoreOfMembers(Protocol):
+    """The store in which members of epochs find each other, as the process that serves it sees
+    it."""
 
-    def __init__(self, store: Any, host: str) -> None:
+    @property
+    def port(self) -> int: ...
+
+    def call_off(self, prefix: str) -> None:
+        """Every request for a key with this prefix fails, also one that waits now."""
+        ...
+
+    def forget(self, prefix: str) -> None:
+        """Drop the keys with this prefix."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class MeetingPlace:
+    """Where members of an epoch find each other, as the coordinator uses it: it never waits
+    there."""
+
+    def __init__(self, store: StoreOfMembers, host: str) -> None:
         self._store, self.host = store, host
 
     @property
     def port(self) -> int:
-        return int(self._store.port)
+        return self._store.port
 
-    def call_off(self, epoch: int, num_members: int) -> None:
+    def call_off(self, epoch: int) -> None:
         """Not all members come: those that wait for them leave at once."""
-        store = meeting_store(self._store, epoch)
-        store.set(_OFF_KEY, _OFF)
-        for index in range(num_members):
-            store.compare_set(str(index), "", _OFF)
+        self._store.call_off(f"{epoch_prefix(epoch)}/")
 
-    def forget(self, epoch: int, num_members: int) -> None:
+    def forget(self, epoch: int) -> None:
         """Nobody meets there any more."""
-        store = meeting_store(self._store, epoch)
-        for key in (_OFF_KEY, *map(str, range(num_members))):
-            store.delete_key(key)
+        self._store.forget(f"{epoch_prefix(epoch)}/")
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def epoch_prefix(epoch: int) -> str:
+    """Before the keys of an epoch."""
+    return f"data-{epoch}"
 
 
 def meeting_store(store: Any, epoch: int) -> Any:
     """The part of a store in which an epoch's members meet."""
-    return PrefixStore("meeting", PrefixStore(f"data-{epoch}", store))
+    return PrefixStore("meeting", PrefixStore(epoch_prefix(epoch), store))
 
 
 def meet(
@@ -132,11 +154,9 @@ def _whereabouts(store: Any, index: int, deadline: float) -> Whereabouts:
     """What a member tells; waits for it."""
     store.wait([str(index)], timedelta(seconds=max(0.01, deadline - time.monotonic())))
     told = store.get(str(index))
-    if told == _OFF.encode():
-        raise ConnectionAbortedError("the meeting was called off")
     try:
         return msgspec.msgpack.decode(told, type=Whereabouts)
-    except (msgspec.MsgspecError, ValueError) as error:  # the store knows no secret
+    except (msgspec.MsgspecError, ValueError) as error:  # a member that errs
         raise ConnectionError(f"member {index} tells nonsense: {error}") from error
 
 
@@ -149,15 +169,35 @@ def _listen() -> socket.socket:
 
 
 def _connect(peer: Whereabouts, me: int, deadline: float) -> socket.socket:
+    """Raises OSError. Another user may have taken the name after the peer left: it gets no token.
+
+    It may also fill the peer's queue with connections, which the peer turns away one by one."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(max(0.01, deadline - time.monotonic()))
     try:
-        connection.connect(f"\0{peer.unix_name}")
+        while True:
+            remaining_s = deadline - time.monotonic()
+            connection.settimeout(max(0.01, remaining_s))
+            try:
+                connection.connect(f"\0{peer.unix_name}")
+                break
+            except BlockingIOError:  # the queue is full
+                if remaining_s <= 0:
+                    raise TimeoutError("a member's queue of connections stays full") from None
+                time.sleep(_FULL_S)
+        if not _is_our_user(connection):
+            raise ConnectionRefusedError("another user has a member's name")
         connection.sendall(_GREETING.pack(me, peer.token))
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def _is_our_user(connection: socket.socket) -> bool:
+    """Who listened, or who connected."""
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(packed)
+    return bool(user == os.getuid())
 
 
 def _accept(
@@ -189,9 +229,7 @@ def _accept(
 def _greeted(connection: socket.socket, mine: Whereabouts) -> int | None:
     """The index of a member of our own user that knows our token. Nobody waits for what another
     user may say: everybody on the host can see and reach an abstract name."""
-    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(packed)
-    if user != os.getuid():
+    if not _is_our_user(connection):
         return None
     try:
         data = connection.recv(_GREETING.size, socket.MSG_WAITALL)

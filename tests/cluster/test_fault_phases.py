@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -325,3 +326,38 @@ def step_until(drive: FaultDrive, is_done: Callable[[], bool]) -> None:
     while not is_done():
         assert time.monotonic() < end, "never"
         drive.engine.step()
+
+
+@pytest.mark.parametrize("phase", ["step", "meeting"])
+def test_the_servers_end_waits_for_no_frozen_rank(faults: Faults, phase: str) -> None:
+    """Its connections are there, its node or cable is not; every other wait would take a minute."""
+    if phase == "step":
+        faults.at(ExpertLoop, "run", faults.freeze, rank="expert-0", time=5)
+    else:
+        faults.at(Worker, "_join", faults.freeze, rank="attention-0", time=2)
+    of = fault_config(1, 2, heartbeat_s=60.0, timeout_s=60.0)
+    with driven(faults, of) as (drive, starter):
+        is_closing = threading.Event()
+
+        def step() -> None:
+            for request in requests(4, VOCAB_SIZE, num_tokens=200):
+                drive.engine.add(request)
+            while not is_closing.is_set():
+                drive.engine.step()
+
+        engine = threading.Thread(target=step)
+        engine.start()
+        if phase == "meeting":
+            while drive.coordinator.epoch.number == 0:
+                time.sleep(0.01)
+            starter.crash("expert-1")
+        while not faults.num_frozen:
+            time.sleep(0.01)
+        is_closing.set()
+        drive.engine.stop_waiting()
+        engine.join(30)
+        is_over = not engine.is_alive()
+        faults.thawed.set()
+        engine.join()
+        assert is_over, "the step went on"
+        assert not [name for name in drive.hurt.detected if name != "expert-1"], "nobody is blamed"

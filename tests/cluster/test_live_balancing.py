@@ -21,7 +21,7 @@ from layouts import Answer, requests, serve
 from live_moves import Moves, VersionLog
 from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.rank_name import RankName
-from moe_serve.cluster.rebalance import load_window, proposal, rebalancer
+from moe_serve.cluster.rebalance import expert_copies, load_window, proposal, rebalancer
 from moe_serve.cluster.rebalance.expert_copies import ExpertCopies
 from moe_serve.cluster.rebalance.plan_job import answer
 from moe_serve.cluster.rebalance.rank_placement import RankPlacement
@@ -192,8 +192,19 @@ def test_a_copy_that_hangs_while_the_engine_is_idle(
         engine.step()
         assert [end.why for end in moves.ends] == ["expert-1 did not read its experts in time"]
         assert not mover.is_moving and not mover.has_news
+        assert moves.serve(WANTED, {}) == expected, "the rank serves while the read hangs"
+        monkeypatch.setattr(mover, "_clock", time.monotonic)
+        monkeypatch.setattr(expert_copies, "EARLIER_S", 0.05)
+        at, before = {2: lambda: mover.propose(moves.shuffled(1))}, moves.placement
+        assert moves.serve(WANTED, at, until=lambda: len(moves.ends) == 2) == expected
+        assert str(moves.ends[1].why).endswith("for an earlier move has not ended")
+        assert moves.placement == before and moves.drive.membership.num_lost == 0
+        monkeypatch.setattr(expert_copies, "EARLIER_S", DEADLINE_S)
         read_on.set()
-        assert moves.serve(WANTED, {}) == expected
+        target = moves.shuffled(1)
+        at = {2: lambda: mover.propose(target)}
+        assert moves.serve(WANTED, at, until=lambda: len(moves.ends) == 3) == expected
+        assert moves.ends[2].why is None and moves.placement == target
 
 
 def assert_set(event: threading.Event) -> None:

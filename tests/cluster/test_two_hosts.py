@@ -202,6 +202,14 @@ class Launch:
         assert client.returncode == 0, f"{client.stderr}\n{self.output()}"
         return list(json.loads(client.stdout))
 
+    def wait_for(self, words: str, count: int = 1) -> None:
+        """Until they have been said so often."""
+        for _ in range(1200):
+            if self.output().count(words) >= count:
+                return
+            threading.Event().wait(0.1)
+        raise AssertionError(f"not {count} times {words!r}:\n{self.output()}")
+
     def output(self) -> str:
         return (self.folder / "output").read_text("utf-8", "replace")
 
@@ -222,7 +230,8 @@ class Launch:
 @pytest.mark.timeout(900)
 def test_launch_on_two_hosts_gives_the_tokens_of_one_process(tmp_path: Path) -> None:
     """Attention and an expert rank on one host, an expert rank on the other; the other host's
-    agent is killed, which takes its rank along, and comes back."""
+    agent is killed, which takes its rank along, and comes back. Then the cable is out for longer
+    than either end waits, and at last nothing that is sent arrives while the launch ends."""
     expected = colocated_texts()
     with two_hosts.two_hosts() as hosts, Launch(hosts, tmp_path) as launch:
         assert launch.texts() == expected
@@ -230,10 +239,32 @@ def test_launch_on_two_hosts_gives_the_tokens_of_one_process(tmp_path: Path) -> 
         launch.processes[1].wait()
         assert launch.texts() == expected, "the other rank takes the experts over"
         launch.processes[1] = launch.start(hosts[1])
-        until = "starting expert-0"
-        for _ in range(1200):
-            if launch.output().count(until) == 2:
-                break
-            threading.Event().wait(0.1)
-        assert launch.output().count(until) == 2, launch.output()
+        launch.wait_for("starting expert-0", 2)
         assert launch.texts() == expected
+        plug(hosts[1], "down")
+        launch.wait_for("it is looked for")
+        assert launch.texts() == expected, "the other rank has taken the experts over"
+        plug(hosts[1], "up")
+        launch.wait_for("starting expert-0", 3)
+        assert launch.texts() == expected and launch.processes[1].poll() is None
+        lose_everything_between(hosts)
+        launch.processes[0].send_signal(signal.SIGTERM)
+        assert launch.processes[0].wait(25) == 0, "it needs no word of the other host"
+        launch.processes[1].send_signal(signal.SIGTERM)
+        assert launch.processes[1].wait(25) == 0, "it notices by itself that node 0 is gone"
+        for host in hosts:
+            assert host.pids() == [], launch.output()
+
+
+def plug(host: VirtualHost, state: str) -> None:
+    subprocess.run(["ip", "-netns", host.name, "link", "set", host.device, state], check=True)
+
+
+def lose_everything_between(hosts: tuple[VirtualHost, VirtualHost]) -> None:
+    """Both send to an address that no card has: connections are open, and nothing arrives."""
+    for host, peer in (hosts, hosts[::-1]):
+        neighbour = (peer.address, "lladdr", "02:00:00:00:00:99", "dev", host.device)
+        subprocess.run(
+            ["ip", "-netns", host.name, "neigh", "replace", *neighbour, "nud", "permanent"],
+            check=True,
+        )

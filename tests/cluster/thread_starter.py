@@ -78,7 +78,7 @@ class ThreadStarter:
 
     def _live(self, rank: RankName, channel: Channel[Any]) -> None:
         shards = self.shards[str(rank)] = ThreadShards()
-        worker = Worker(rank, channel, self._host, shards)
+        worker = Worker(rank, channel, self._host, self._secret, shards)
         try:
             worker.run()
         except (ChannelClosedError, ShardLostError):

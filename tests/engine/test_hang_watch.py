@@ -89,6 +89,31 @@ def test_one_report_for_each_hang(
     assert len(reports(tmp_path)) == 2, "it had come round in between"
 
 
+def test_a_rank_that_is_given_up_and_replaced_in_a_hang_gives_no_second_report(
+    engine: ScriptedEngine, watch: HangWatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step that hangs is the same: it waits, is without a rank, and is repeated."""
+    for age_s, outage_s in [(4000.0, 0.0), (4500.0, 3.0), (4600.0, 0.0), (9999.0, 0.0)]:
+        engine.now = replace(STATS, last_turn_age_s=age_s, outage_s=outage_s)
+        watch._look()
+        assert caplog.text.count("has made no step for") == 1
+
+
+def test_after_an_outage_time_counts_from_its_end(
+    engine: ScriptedEngine, watch: HangWatch, tmp_path: Path
+) -> None:
+    """The step that ranks were away in is repeated, which takes as long as any step may."""
+    for age_s, outage_s, count in [(4000.0, 1.0, 0), (7500.0, 0.0, 0), (7700.0, 0.0, 1)]:
+        engine.now = replace(STATS, last_turn_age_s=age_s, outage_s=outage_s)
+        watch._look()
+        assert len(reports(tmp_path)) == count
+    engine.now = replace(STATS, last_turn_age_s=0.0, num_steps=6)
+    watch._look()
+    engine.now = replace(STATS, last_turn_age_s=3700.0, num_steps=6)
+    watch._look()
+    assert len(reports(tmp_path)) == 2, "nothing is excused in later steps"
+
+
 @pytest.mark.parametrize(
     "change",
     [

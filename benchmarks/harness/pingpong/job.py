@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +17,7 @@ class RankJob:
     host: str  # where this rank listens
     store_host: str
     store_port: int  # 0: this rank serves the store, and says its port first
+    secret: str = field(repr=False)  # of the store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

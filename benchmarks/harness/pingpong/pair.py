@@ -11,6 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from moe_serve.cluster.secret import new_secret
+
 from ..environment import child_environment
 from .job import RankJob, Series, StepMarks
 from .way import Way
@@ -49,7 +51,7 @@ def started_pair(
     """An attention rank on the first core and an expert rank on the second. The first serves the
     store: from here nobody may reach the network that they are in."""
     processes: list[subprocess.Popen[str]] = []
-    port = 0
+    port, secret = 0, new_secret()
     try:
         for place, role in enumerate(("attention", "expert")):
             processes.append(_start(way, place))
@@ -62,6 +64,7 @@ def started_pair(
                 host=way.addresses[place],
                 store_host=way.addresses[0],
                 store_port=port,
+                secret=secret.text,
             )
             _write(processes[place], asdict(job))
             port = port or _answer(processes[place])["store_port"]

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.cluster.store import connect_store, serve_store
+from moe_serve.cluster.secret import ClusterSecret
+from moe_serve.cluster.store import StoreServer, connect_store
 from moe_serve.config import PAGE_SIZE
 from moe_serve.model.loader import ModelLoader
 from moe_serve.model.step_inputs import StepInputs
@@ -49,7 +50,8 @@ class PairRank(ABC):
         torch.set_num_threads(1)
         self.spec = self.loader.spec
         self.layers = [i for i, layer in enumerate(self.spec.layers) if layer.is_sparse]
-        self._store: Any = connect_store(job.store_host, job.store_port, _TIMEOUT_S)
+        secret = ClusterSecret(job.secret)
+        self._store = connect_store(job.store_host, job.store_port, secret, _TIMEOUT_S)
 
     def serve(self, series: Series) -> list[StepMarks]:
         """Take a series of steps together with the other rank."""
@@ -171,9 +173,8 @@ def main() -> None:
     job = RankJob(**json.loads(sys.stdin.readline()))
     if job.core is not None:
         os.sched_setaffinity(0, {job.core})  # before there are other threads
-    store: Any = None
     if not job.store_port:
-        store = serve_store(job.store_host, 0, _TIMEOUT_S)
+        store = StoreServer(job.store_host, 0, ClusterSecret(job.secret), _TIMEOUT_S)
         job = replace(job, store_port=store.port)
         _send(replies, {"store_port": job.store_port})
     rank = (AttentionOfPair if job.role == "attention" else ExpertOfPair)(job)

@@ -1,7 +1,8 @@
 """What runs on every node but node 0: starts and ends the ranks that node 0 tells it to.
 
-It ends with the connection: without node 0 nobody serves, and whoever started the agent (systemd,
-Kubernetes, Slurm) starts it again, whereupon it says hello again.
+Its ranks end with the connection: node 0 has given them up by then, and asks for new ones. The node
+itself looks for node 0 for a while, and says hello again. Then it ends, and whoever started it
+(systemd, Kubernetes, Slurm) may start it again.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -32,6 +34,7 @@ from moe_serve.cluster.secret import ClusterSecret
 from moe_serve.errors import ChannelClosedError, ClusterError
 
 _PERIOD_S = 0.05  # how often ranks are looked after
+_ATTEMPT_S = 2.0  # to find node 0 again, between two looks whether to stop
 _log = logging.getLogger(__name__)
 
 AgentMessage = AgentOrder | AgentReport
@@ -46,7 +49,8 @@ class NodeAgent:
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Until dismissed or stopped; raises ClusterError when node 0 is lost or refuses us."""
+        """Until dismissed or stopped; raises ClusterError when node 0 refuses us, and as
+        ChannelClosedError when it is lost."""
         threading.Thread(target=self._beat, name="node-alive", daemon=True).start()
         try:
             while self._stop_at_s is None or time.monotonic() < self._stop_at_s:
@@ -58,7 +62,8 @@ class NodeAgent:
                 self._obey(order)
                 self._report()
         except ChannelClosedError as error:
-            raise ClusterError(f"node 0 is lost: {error}") from error
+            if self._stop_at_s is None:
+                raise ChannelClosedError(f"node 0 is lost: {error}") from error
         finally:
             self._ranks.stop()
             self._ended.set()
@@ -99,6 +104,68 @@ class NodeAgent:
             while not self._ended.is_set():
                 self._channel.send(NodeAlive())
                 self._ended.wait(ALIVE_PERIOD_S)
+
+
+class NodeLife:
+    """A node's agent, and after each loss of node 0 the next one.
+
+    `find` connects to node 0 within the seconds it is given, or raises ClusterError. `make_ranks`
+    gets this node's address towards it.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[float], Channel[AgentMessage]],
+        make_ranks: Callable[[str], NodeRanks],
+        *,
+        start_timeout_s: float,
+        rejoin_s: float,
+    ) -> None:
+        """Finds node 0; raises ClusterError."""
+        self._find, self._make_ranks, self._rejoin_s = find, make_ranks, rejoin_s
+        self._is_stopped = False
+        self._agent = self._new_agent(find(start_timeout_s))
+
+    def run(self) -> None:
+        """Until dismissed or stopped; raises ClusterError when node 0 refuses us, or is not found
+        again in time."""
+        while True:
+            try:
+                self._agent.run()
+                return
+            except ChannelClosedError as error:
+                channel = self._find_again(error)
+            if channel is None:
+                return
+            self._agent = self._new_agent(channel)
+
+    def stop(self, grace_s: float = 0.0) -> None:
+        """See `NodeAgent.stop`; nothing is waited for while node 0 is lost."""
+        self._is_stopped = True
+        self._agent.stop(grace_s)
+
+    def _new_agent(self, channel: Channel[AgentMessage]) -> NodeAgent:
+        agent = NodeAgent(channel, self._make_ranks(channel.local_host))
+        if self._is_stopped:
+            agent.stop()
+        return agent
+
+    def _find_again(self, loss: ChannelClosedError) -> Channel[AgentMessage] | None:
+        """None when stopped meanwhile."""
+        deadline = time.monotonic() + self._rejoin_s
+        _log.warning("%s Its ranks here have ended; it is looked for", loss)
+        while not self._is_stopped:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                raise ClusterError(
+                    f"{loss} It was not found again in {self._rejoin_s:g} s (cluster.rejoin_s)."
+                ) from loss
+            try:
+                return self._find(min(_ATTEMPT_S, remaining_s))
+            except ClusterError as error:
+                _log.debug("%s", error)
+                time.sleep(_PERIOD_S)  # where it is refused at once
+        return None
 
 
 def connect_agent(

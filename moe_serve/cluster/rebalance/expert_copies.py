@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -19,9 +19,16 @@ _log = logging.getLogger(__name__)
 ReadExpert = Callable[[int, int], ExpertWeights]  # (layer, expert); raises if it cannot be read
 
 
+EARLIER_S = 10.0  # that an order waits for the last read of the one before
+_CLOSE_S = 2.0  # that the rank's end waits for a read
+
+
 class ExpertCopies:
     """At most one order at a time. A slice is one expert: after it the thread sleeps, so that the
-    rate is kept. `tell` is called on that thread, as its last act."""
+    rate is kept. `tell` is called on that thread, as its last act.
+
+    A read may hang, as on a network file system that is gone. The rank serves on meanwhile: what
+    such a read gives in the end is dropped, and until then later orders fail and say why."""
 
     def __init__(
         self, name: str, room: SlotRoom, read: ReadExpert, tell: Callable[[Staged], None]
@@ -29,6 +36,7 @@ class ExpertCopies:
         self._name, self._room, self._read, self._tell = name, room, read, tell
         self._thread: threading.Thread | None = None
         self._is_cancelled = threading.Event()
+        self._reading = threading.Lock()  # held by the thread that reads: at most one hangs
 
     def start(
         self, placement: int, gained: Mapping[int, Sequence[int]], bytes_per_s: float
@@ -40,17 +48,18 @@ class ExpertCopies:
         self._thread = threading.Thread(target=self._run, args=arguments, name=name, daemon=True)
         self._thread.start()
 
-    def end(self) -> None:
-        """All has been told; what was read stays where it is."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
-
     def cancel(self) -> None:
-        """What was read is not needed. Waits for the expert that is being read."""
+        """What was read is not needed, nor what is being read."""
         self._is_cancelled.set()
-        self.end()
         self._room.drop_staged()
+
+    def close(self) -> None:
+        """The rank's end, which a read that hangs does not hold up."""
+        self.cancel()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)
+            if self._reading.locked():
+                _log.warning("%s: the read of an expert hangs; it is left behind", self._name)
 
     def _run(
         self,
@@ -62,18 +71,29 @@ class ExpertCopies:
         num_bytes, why = 0, None
         pause_s = self._room.slot_bytes / bytes_per_s
         try:
-            for layer, expert in [(layer, e) for layer, ids in gained.items() for e in ids]:
-                if is_cancelled.is_set():
-                    return
-                self._copy(layer, expert)
-                num_bytes += self._room.slot_bytes
-                is_cancelled.wait(pause_s)
+            with self._alone():
+                for layer, expert in [(layer, e) for layer, ids in gained.items() for e in ids]:
+                    if is_cancelled.is_set():
+                        return
+                    self._copy(layer, expert, is_cancelled)
+                    num_bytes += self._room.slot_bytes
+                    is_cancelled.wait(pause_s)
         except Exception as error:  # top of the thread: whatever it is, the move is called off
             _log.exception("copies for placement %d", placement)
             why = str(error)
         with suppress(ChannelClosedError):
             self._tell(Staged(placement=placement, num_bytes=num_bytes, why=why))
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Raises TimeoutError if the last read of an earlier order does not end."""
+        if not self._reading.acquire(timeout=EARLIER_S):
+            raise TimeoutError("the read of an expert for an earlier move has not ended")
+        try:
+            yield
+        finally:
+            self._reading.release()
+
     @torch.inference_mode()
-    def _copy(self, layer: int, expert: int) -> None:
-        self._room.stage(layer, expert, self._read(layer, expert))
+    def _copy(self, layer: int, expert: int, is_cancelled: threading.Event) -> None:
+        self._room.stage(layer, expert, self._read(layer, expert), is_cancelled.is_set)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import pytest
@@ -18,7 +19,7 @@ from moe_serve.cluster.channel import Channel, connect
 from moe_serve.cluster.launch.agent_messages import AgentOrder, Dismiss, NodeHello
 from moe_serve.cluster.launch.endpoint import Endpoint
 from moe_serve.cluster.launch.environment import NodeEnvironment
-from moe_serve.cluster.launch.node_agent import AgentMessage, NodeAgent, connect_agent
+from moe_serve.cluster.launch.node_agent import AgentMessage, NodeAgent, NodeLife, connect_agent
 from moe_serve.cluster.launch.node_layout import fill_nodes
 from moe_serve.cluster.launch.node_ranks import NodeRanks
 from moe_serve.cluster.launch.node_starter import NodeStarter
@@ -48,6 +49,9 @@ def until(condition: Callable[[], object], what: str) -> None:
         threading.Event().wait(0.01)
 
 
+AgentOrLife = TypeVar("AgentOrLife", NodeAgent, NodeLife)
+
+
 class Nodes:
     """Node 0 in this process, and agents on threads of it."""
 
@@ -59,7 +63,7 @@ class Nodes:
         self.starter.listen(Endpoint("127.0.0.1", 0), self.secret)
         self.starter.use_coordinator(Endpoint("127.0.0.1", 1234))
         self.threads: list[threading.Thread] = []
-        self.agents: list[NodeAgent] = []
+        self.agents: list[NodeAgent | NodeLife] = []
         self.ends: dict[int, ClusterError | None] = {}
 
     def ranks(self) -> NodeRanks:
@@ -80,8 +84,19 @@ class Nodes:
     def join(self, node: int, *, num_nodes: int | None = None, host: str = "host") -> NodeAgent:
         environment = self.environment(node, num_nodes)
         channel = connect_agent(environment, f"{host}-{node}", self.secret, PATIENCE_S)
-        agent = NodeAgent(channel, self.ranks())
+        return self._run(node, NodeAgent(channel, self.ranks()))
 
+    def live(self, node: int, rejoin_s: float) -> NodeLife:
+        """A node that looks for node 0 again, as a launch's does."""
+        environment = self.environment(node)
+
+        def find(timeout_s: float) -> Channel[AgentMessage]:
+            return connect_agent(environment, f"host-{node}", self.secret, timeout_s)
+
+        life = NodeLife(find, lambda _: self.ranks(), start_timeout_s=PATIENCE_S, rejoin_s=rejoin_s)
+        return self._run(node, life)
+
+    def _run(self, node: int, agent: AgentOrLife) -> AgentOrLife:
         def run() -> None:
             try:
                 agent.run()
@@ -229,6 +244,55 @@ def test_agents_end_when_node_0_is_lost(nodes: Nodes) -> None:
     until(lambda: 1 in nodes.ends, "the agent ends")
     assert "node 0 is lost" in str(nodes.ends[1])
     assert not is_running(pid)
+
+
+def test_a_node_that_lost_node_0_comes_back(nodes: Nodes) -> None:
+    """Its ranks end, and are started anew when node 0 has taken it in again."""
+    nodes.live(1, rejoin_s=PATIENCE_S)
+    nodes.starter.start(EXPERT)
+    first = nodes.started(EXPERT)
+    for count in (2, 3):
+        nodes.starter._nodes[1].close()
+        assert [exit_.name for exit_ in nodes.exits()] == ["expert-0"]
+        nodes.starter.kill(EXPERT)
+        nodes.starter.start(EXPERT)  # as the coordinator does for a rank that is lost
+        assert nodes.started(EXPERT, count) != first and not is_running(first)
+    nodes.starter.stop()
+    until(lambda: 1 in nodes.ends, "dismissed")
+    assert nodes.ends[1] is None
+
+
+@pytest.mark.parametrize("rejoin_s", [0.0, 0.5])
+def test_a_node_that_does_not_find_node_0_again_ends(nodes: Nodes, rejoin_s: float) -> None:
+    nodes.live(1, rejoin_s)
+    nodes.starter.start(EXPERT)
+    pid = nodes.started(EXPERT)
+    vanish(nodes)
+    until(lambda: 1 in nodes.ends, "the node ends")
+    why = str(nodes.ends[1])
+    assert (
+        "node 0 is lost" in why and f"not found again in {rejoin_s:g} s (cluster.rejoin_s)" in why
+    )
+    assert not is_running(pid)
+
+
+def test_a_node_that_looks_for_node_0_ends_at_the_first_signal(
+    nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    life = nodes.live(1, rejoin_s=10 * PATIENCE_S)
+    vanish(nodes)
+    until(lambda: "it is looked for" in caplog.text, "the loss is noticed")
+    life.stop(grace_s=1000.0)
+    until(lambda: 1 in nodes.ends, "the node ends")
+    assert nodes.ends[1] is None
+
+
+def vanish(nodes: Nodes) -> None:
+    """Node 0 is gone without a word."""
+    until(lambda: 1 in nodes.starter._nodes, "node 1 is taken in")
+    assert nodes.starter._listener is not None
+    nodes.starter._listener.close()
+    nodes.starter._nodes[1].close()
 
 
 def test_missing_nodes_are_named(tmp_path: Path) -> None:
