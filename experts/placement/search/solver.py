@@ -46,7 +46,7 @@ class Search:
         try:
             kind = Effort.thorough if self._thorough else Effort.usual
             num_copies = int(state.rules.open_NDC.sum())
-            effort = self._effort or kind(len(bound.by_SL), num_copies)
+            effort = self._effort or kind(len(bound.by_SL), num_copies, len(problem.devices))
             improve(state, bound.by_SL.mean(axis=0), effort, self._seed, watch)
         except KeyboardInterrupt:
             watch.end()
