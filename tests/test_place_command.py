@@ -66,6 +66,22 @@ def loads(tmp_path: Path) -> list[Path]:
     return paths
 
 
+def test_files_that_contradict_themselves_or_the_flags(
+    loads: list[Path], tmp_path: Path, capsys: Capture
+) -> None:
+    """An expert twice in a token, and fewer or more experts than the file has."""
+    twice = np.array([[[0, 1]], [[3, 3]]], np.int64)
+    np.save(tmp_path / "twice.npy", twice)
+    for arguments, message in (
+        (("--trace", tmp_path / "twice.npy"), "token 1 has expert 3 twice in layer 0"),
+        (("--load", loads[0], "--num-experts", 8), "--num-experts is 8, and "),
+        (("--load", loads[0], "--num-experts", 20), "--num-experts is 20, and "),
+        (("--trace", TRACE, "--num-experts", 16), "has 32 experts"),
+    ):
+        assert run(*arguments, "--devices", 2, "--quick") == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+
+
 def test_the_quick_start(tmp_path: Path, capsys: Capture) -> None:
     """The command of the README, and the server's own reader of what it wrote."""
     out, figures = tmp_path / "plan.json", tmp_path / "figures.json"

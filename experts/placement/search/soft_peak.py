@@ -73,9 +73,7 @@ class SoftPeak:
             weight_b_nS=weighed_NDS[row_n, b_n],
         )
 
-    def against_all(
-        self, state: State, weighed_NDS: Floats, row_n: Ints, device_n: Ints
-    ) -> Floats:
+    def against_all(self, state: State, weighed_NDS: Floats, row_n: Ints, device_n: Ints) -> Floats:
         """[n, C, P]: change of the linear part when a slot of a device and one of all trade
         places."""
         num_rows, _, num_slots = state.slot_NDC.shape

@@ -150,4 +150,3 @@ def _do(
         change_nG = change_NG[live]
         change_nG[meets_nG] = 0.0
         change_NG[live] = change_nG
-
