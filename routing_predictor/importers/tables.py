@@ -144,7 +144,7 @@ def make_load(
         raise TraceError(f"steps of different shapes: {sorted(shapes)}")
     counts_SLE = np.stack(steps)
     numbers = list(layers) or list(range(counts_SLE.shape[1]))
-    is_sparse = counts_SLE.any(axis=(0, 2))
+    is_sparse = np.asarray(counts_SLE.any(axis=(0, 2)))
     if not is_sparse.any():
         raise TraceError("all counts are 0: nothing was recorded")
     return ExpertLoad(
