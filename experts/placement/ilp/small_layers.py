@@ -16,7 +16,9 @@ from experts.placement.ilp.layer_state import LayerState
 from experts.placement.ilp.layer_task import LayerTask, layer_tasks
 from experts.placement.problem import PlacementProblem
 
-_MOST_BINARIES = 240  # of a layer's program: 10 experts, 4 devices and up to 5 copies
+_MOST_BINARIES = 100  # of a layer's program: 5 to 150 ms on a busy core
+_MOST_OF_FEW, _MOST_OF_ALL = 160, 640  # of a layer where few layers are to be solved, up to 1 s
+_MOST_CHOICES = 48  # experts times devices: without replicas, programs of more take seconds
 _MOST_NODES = 2_000  # of HiGHS's tree
 _LONGEST_S = 5.0  # never reached on a machine that works; nodes are what ends a program
 
@@ -40,7 +42,11 @@ def solve_small(
     num_experts, num_devices = copies_LED.shape[1:]
     spare = int(problem.slots_by_layer().sum(axis=1).max()) - num_experts
     most_copies = max(1, min(num_devices, 1 + spare))
-    if num_experts * (1 + num_devices) * most_copies > _MOST_BINARIES:
+    num_binaries = num_experts * (1 + num_devices) * most_copies
+    is_small = num_binaries <= _MOST_BINARIES or (
+        num_binaries <= _MOST_OF_FEW and num_binaries * len(copies_LED) <= _MOST_OF_ALL
+    )
+    if not is_small or num_experts * num_devices > _MOST_CHOICES:
         return None
     result_LED, bound_L, num_proved = copies_LED.copy(), counted.by_SL.mean(axis=0), 0
     for row, task in enumerate(layer_tasks(problem, counted)):
@@ -55,7 +61,7 @@ def _solve(
     task: LayerTask, copies_ED: NDArray[np.int64], bound_L: NDArray[np.float64], row: int
 ) -> bool:
     """In place. Is the plan proved best by HiGHS."""
-    state = LayerState(task, copies_ED > 0, _MOST_BINARIES)
+    state = LayerState(task, copies_ED > 0, _MOST_OF_FEW)
     if state.is_closed:
         return False
     state.close(_LONGEST_S, _MOST_NODES)
