@@ -5,6 +5,7 @@ N tokens, L layers with routed experts, K choices per token and layer, E experts
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -89,3 +90,17 @@ class RoutingTrace:
             for layer in range(len(self.layers))
         ]
         return np.array(loads, dtype=np.int64).reshape(len(self.layers), self.num_experts)
+
+
+def check_distinct(ids_NLK: NDArray[np.integer], layers: Sequence[int] = ()) -> None:
+    """Raises TraceError where a token has an expert twice in a layer. `layers`: their numbers."""
+    for row in range(ids_NLK.shape[1]):
+        sorted_NK = np.sort(ids_NLK[:, row], axis=1)
+        repeats_NK = sorted_NK[:, 1:] == sorted_NK[:, :-1]
+        if repeats_NK.any():
+            token, place = (int(index) for index in np.argwhere(repeats_NK)[0])
+            layer = layers[row] if layers else row
+            raise TraceError(
+                f"token {token} has expert {sorted_NK[token, place]} twice in layer {layer}; the "
+                f"{ids_NLK.shape[2]} choices of a token are different experts"
+            )

@@ -6,14 +6,17 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import typer
+from rich.console import Console
 from safetensors.numpy import save_file
 
 from experts.placement.copies import placement_of as placement_of_copies
@@ -24,7 +27,7 @@ from experts.placement.problem import PlacementProblem
 from experts.placement.references.plain import Linear
 from experts.placement.search.solver import Search
 from experts.placement.solution import Progress, Solution, Solver
-from moe_serve.cli import place_compare, place_order, place_plan
+from moe_serve.cli import place_compare, place_order, place_plan, place_solve
 from moe_serve.cli.main import app, main
 from moe_serve.cli.many_files import spread
 from moe_serve.cluster.cluster_model import placement_of, read_spec
@@ -64,6 +67,22 @@ def loads(tmp_path: Path) -> list[Path]:
         paths.append(tmp_path / f"day{number}.csv")
         paths[-1].write_text("\n".join(",".join(map(str, row)) for row in counts) + "\n")
     return paths
+
+
+def test_files_that_contradict_themselves_or_the_flags(
+    loads: list[Path], tmp_path: Path, capsys: Capture
+) -> None:
+    """An expert twice in a token, and fewer or more experts than the file has."""
+    twice = np.array([[[0, 1]], [[3, 3]]], np.int64)
+    np.save(tmp_path / "twice.npy", twice)
+    for arguments, message in (
+        (("--trace", tmp_path / "twice.npy"), "token 1 has expert 3 twice in layer 0"),
+        (("--load", loads[0], "--num-experts", 8), "--num-experts is 8, and "),
+        (("--load", loads[0], "--num-experts", 20), "--num-experts is 20, and "),
+        (("--trace", TRACE, "--num-experts", 16), "has 32 experts"),
+    ):
+        assert run(*arguments, "--devices", 2, "--quick") == 2
+        assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_quick_start(tmp_path: Path, capsys: Capture) -> None:
@@ -573,3 +592,33 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: Capture) -> None:
         printed, error = capsys.readouterr()
         assert error.startswith("error: ") and error.count("\n") == 1, (arguments, error)
         assert message in error and not printed, (arguments, error, printed)
+
+
+def test_progress_without_a_terminal_and_with_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """A line now and then, also while the solver reports nothing yet; a bar on a terminal."""
+    monkeypatch.setattr(place_solve, "_FIRST_LINE_S", 0.01)
+    monkeypatch.setattr(place_solve, "_NEXT_LINE_S", 0.01)
+    told = Progress(objective=1.02, bound=1.0, done=0.5, seconds=1.0)
+    with place_solve._progress("search") as show:
+        time.sleep(0.2)
+        show(told)
+        time.sleep(0.2)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "search: 0 s, first plan"
+    assert lines[-1] == "search: 0 s, 50% done, objective 1.0200, bound 1.0000, gap 2.00%"
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(place_solve, "Console", partial(Console, force_terminal=True))
+    with place_solve._progress("search") as show:
+        show(told)
+        time.sleep(0.2)
+    assert "objective 1.0200" in capsys.readouterr().err
+
+
+def test_more_than_can_be_planned_is_one_sentence(tmp_path: Path, capsys: Capture) -> None:
+    counts = tmp_path / "counts.csv"
+    counts.write_text(("1," * 255 + "1\n") * 61)
+    assert run("--load", counts, "--devices", 16384, "--replicas", 32512) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "61 layers of 256 experts" in error and "plan at most 16 layers at a time" in error

@@ -14,6 +14,24 @@ from experts.placement.limits import Grouping, Move, Pin
 from experts.placement.loads import ExpertLoads
 from experts.placement.memory_slots import copies_in_memory
 
+_MOST_PLACES = 2**26  # of experts on devices, in all layers: a table of them takes 512 MiB
+_MOST_PACKED = 2**35  # steps of a first packing: about two minutes
+
+
+def check_size(loads: ExpertLoads, devices: Devices) -> None:
+    """What can be planned in reasonable time and memory; layers may be planned one by one."""
+    num_scenarios, num_layers, num_experts = loads.counts_SLE.shape
+    of_layer = num_experts * len(devices)
+    packed = num_scenarios * len(devices) * min(devices.num_slots, of_layer)
+    most_layers = min(_MOST_PLACES // of_layer, _MOST_PACKED // packed)
+    if num_layers > most_layers:
+        less = f"at most {most_layers} layers at a time" if most_layers else "for fewer devices"
+        raise PlacementError(
+            f"{num_layers} layers of {num_experts} experts with {num_scenarios} load tables on "
+            f"{len(devices)} devices with {devices.num_slots} slots are more than is planned at "
+            f"once: plan {less} (a layer's plan needs no other layer)."
+        )
+
 
 def check_numbers(
     loads: ExpertLoads, batch_size: int, top_k: int | None, *, needs_top_k: bool

@@ -48,6 +48,7 @@ class PlacementProblem:
             self.loads, self.batch_size, self.top_k, needs_top_k=self.balance == "activated"
         )
         feasible.check_slots(self.loads, self.devices, fill=self.fill)
+        feasible.check_size(self.loads, self.devices)
         feasible.check_memory(self.loads, self.devices, self.bytes_per_expert, fill=self.fill)
         slots_LD = self.slots_by_layer()
         feasible.check_pins(self.loads, slots_LD, self.pins)

@@ -61,6 +61,7 @@ class Solver(Protocol):
         report: Callable[[Progress], bool] | None = None,
     ) -> Solution:
         """`report` is called now and then; the solver ends with the best so far where it answers
-        False, and after `seconds`. Raises PlacementError where it cannot make a plan.
+        False, and after `seconds` (None: a default of the solver). Raises PlacementError where it
+        cannot make a plan.
         """
         ...

@@ -18,7 +18,7 @@ from routing_predictor.importers.tables import Imported, ImportOptions, read_jso
 from routing_predictor.importers.trtllm import META
 from routing_predictor.load_file import FORMAT, ExpertLoad, read_load
 from routing_predictor.metadata import read_metadata
-from routing_predictor.trace import RoutingTrace
+from routing_predictor.trace import RoutingTrace, check_distinct
 from routing_predictor.trace_file import read_traces
 from routing_predictor.trace_stats import windows
 
@@ -42,6 +42,8 @@ def read_workloads(paths: Sequence[Path], num_windows: int, num_experts: int | N
         raise ConfigError("give --trace or --load: a plan needs loads.")
     options = ImportOptions(num_experts=num_experts)
     found = [_read(path, options) for path in paths]
+    for one, path in zip(found, paths, strict=True):
+        _check_distinct(one, path)
     _check_alike(found, paths)
     names, tables = list[str](), list[NDArray[np.float64]]()
     for one, name in zip(found, _names(paths), strict=True):
@@ -97,6 +99,15 @@ def _is_plan(path: Path) -> bool:
         return False
     keys = content.keys() if isinstance(content, dict) else ()
     return any(key in keys for key in _PLAN_KEYS)
+
+
+def _check_distinct(one: Imported, path: Path) -> None:
+    """A token chooses an expert once, whatever the format."""
+    if isinstance(one, RoutingTrace):
+        try:
+            check_distinct(one.expert_ids_NLK, one.layers)
+        except TraceError as error:
+            raise ConfigError(f"{path}: {error}.") from None
 
 
 def _check_alike(found: Sequence[Imported], paths: Sequence[Path]) -> None:

@@ -90,6 +90,12 @@ class ProblemOrder:
         """Reads every file. Raises ConfigError, CheckpointError, TraceError, PlacementError."""
         facts = self.model.facts()
         read = read_workloads(self.files, self.num_windows, self.num_experts or facts.num_experts)
+        if self.num_experts not in (None, read.loads.num_experts):
+            raise ConfigError(
+                f"--num-experts is {self.num_experts}, and {self.files[0]} has "
+                f"{read.loads.num_experts} experts: leave the flag out; it is for files that do "
+                "not say how many there are."
+            )
         workloads, facts = facts.with_loads(read)
         loads, tokens = workloads.loads, workloads.tokens
         cluster = self.devices.read()

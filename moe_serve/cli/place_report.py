@@ -86,7 +86,7 @@ def make_report(
     plans = [judge.judge(*_before(posed)), judge.judge("plan", copies_LED)]
     replicas = held_out = None
     if not is_quick:
-        plans += _by_the_engines(posed, judge)
+        plans += _by_the_engines(posed, judge, interrupts)
         solver = make_solver("search", posed)
         replicas = judge_replicas(
             problem, copies_LED, lambda p: solve(solver, p, seconds, interrupts), judge.step
@@ -115,11 +115,11 @@ def _before(posed: Posed) -> tuple[str, Ints]:
     return "linear", solution_copies(make_solver("linear", posed).solve(problem), problem)
 
 
-def _by_the_engines(posed: Posed, judge: Judge) -> list[Judged]:
+def _by_the_engines(posed: Posed, judge: Judge, interrupts: Interrupts) -> list[Judged]:
     """EPLB, where it can be: it knows equal devices only."""
     name = engine_default(posed)
     try:
-        solution = make_solver(name, posed).solve(posed.problem)
+        solution = solve(make_solver(name, posed), posed.problem, None, interrupts)
     except PlacementError:
         return []
     return [judge.judge(name, solution_copies(solution, posed.problem))]

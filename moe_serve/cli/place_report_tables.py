@@ -35,7 +35,7 @@ def _facts(report: PlanReport) -> list[tuple[str, str]]:
     each = f"{slots[0]}" if len(slots) == 1 else f"{slots[0]} to {slots[-1]}"
     by = "rows" if problem.balance == "tokens" else f"activated experts of {problem.batch_size}"
     gap = "proved best" if solution.gap < 1e-6 else f"at most {solution.gap:.2%} above the best"
-    ended = "" if solution.is_complete else ", ended early"
+    ended = "" if solution.is_complete else ", ended early (--seconds gives it more time)"
     return [
         ("model", report.model),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -15,6 +16,9 @@ from rich.progress import Progress as Bar
 
 from experts.placement.problem import PlacementProblem
 from experts.placement.solution import Progress, Solution, Solver
+
+_Tell = Callable[[str, float], None]  # words, and the part that is done
+_FIRST_LINE_S, _NEXT_LINE_S = 5.0, 10.0
 
 
 class Interrupts:
@@ -45,7 +49,7 @@ def solve(
     solver: Solver, problem: PlacementProblem, seconds: float | None, interrupts: Interrupts
 ) -> Solution:
     """With the incumbent and the bound shown. Raises PlacementError."""
-    with _bar(solver.name) as show:
+    with _progress(solver.name) as show:
 
         def report(progress: Progress) -> bool:
             show(progress)
@@ -55,18 +59,43 @@ def solve(
 
 
 @contextmanager
-def _bar(name: str) -> Iterator[Callable[[Progress], None]]:
-    """On a terminal; elsewhere nothing is shown."""
+def _progress(name: str) -> Iterator[Callable[[Progress], None]]:
+    """On a terminal a bar; elsewhere a line now and then, from some seconds on. Both tell the time
+    while a solver reports nothing yet."""
     console = Console(highlight=False, stderr=True)
+    with _bar(name, console) if console.is_terminal else _lines(name) as tell:
+        yield lambda progress: tell(_words(progress), progress.done)
+
+
+def _words(progress: Progress) -> str:
+    gap = progress.objective / progress.bound - 1.0
+    return f"objective {progress.objective:.4f}, bound {progress.bound:.4f}, gap {gap:.2%}"
+
+
+@contextmanager
+def _bar(name: str, console: Console) -> Iterator[_Tell]:
     columns = (
         TextColumn(name), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(),
     )  # fmt: skip
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=1.0)
+    with Bar(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("first plan", total=1.0)
+        yield lambda words, done: bar.update(task, description=words, completed=done)
 
-        def show(progress: Progress) -> None:
-            gap = progress.objective / progress.bound - 1.0
-            words = f"objective {progress.objective:.4f}, bound {progress.bound:.4f}, gap {gap:.2%}"
-            bar.update(task, description=words, completed=progress.done)
 
-        yield show
+@contextmanager
+def _lines(name: str) -> Iterator[_Tell]:
+    ended, began, last = threading.Event(), time.monotonic(), ["first plan"]
+
+    def tell() -> None:
+        wait = _FIRST_LINE_S
+        while not ended.wait(wait):
+            wait = _NEXT_LINE_S
+            typer.echo(f"{name}: {time.monotonic() - began:.0f} s, {last[0]}", err=True)
+
+    teller = threading.Thread(target=tell, name="place-progress", daemon=True)
+    teller.start()
+    try:
+        yield lambda words, done: last.__setitem__(0, f"{done:.0%} done, {words}")
+    finally:
+        ended.set()
+        teller.join()

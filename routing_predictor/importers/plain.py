@@ -12,11 +12,11 @@ N tokens, L layers, K choices, E experts.
 from __future__ import annotations
 
 import csv
-import io
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 from zipfile import BadZipFile
 
 import numpy as np
@@ -34,8 +34,9 @@ from routing_predictor.importers.tables import (
 )
 from routing_predictor.load_file import ExpertLoad
 from routing_predictor.metadata import regular
-from routing_predictor.trace import RoutingTrace
+from routing_predictor.trace import RoutingTrace, check_distinct
 
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]?(nan|inf)", re.ASCII | re.I)
 _MAX_NUMBER = 2**31  # of a layer or a token
 
 
@@ -84,19 +85,42 @@ def import_npy(paths: Sequence[Path], options: ImportOptions) -> RoutingTrace:
 def import_csv(paths: Sequence[Path], options: ImportOptions) -> ExpertLoad:
     """Raises TraceError. A first row of words is a heading."""
     path = _one(paths)
-    try:
-        rows = [row for row in csv.reader(io.StringIO(read_text(path))) if any(row)]
-    except csv.Error as error:
-        raise TraceError(f"{path} is no CSV: {error}") from None
-    if rows and not _is_number(rows[0][0]):
+    rows = _csv_rows(read_text(path), path)
+    if rows and not any(_is_number(cell) for cell in rows[0].cells):
         rows = rows[1:]
     if not rows:
         raise TraceError(f"{path} has no rows of counts")
+    width = len(rows[0].cells)
     for number, row in enumerate(rows, 1):
-        if len(row) != len(rows[0]) or not all(map(_is_number, row)):
-            raise TraceError(f"{path}: row {number} is not {len(rows[0])} counts")
-    counts_LE = as_array([[float(cell) for cell in row] for row in rows], 2, str(path))
+        if row.is_quoted:
+            raise TraceError(f"{path}: row {number} has a text in quotes; write counts without")
+        wrong = [cell for cell in row.cells if not _is_number(cell)]
+        if wrong:
+            raise TraceError(f"{path}: row {number} has {wrong[0][:40]!r}, which is no count")
+        if len(row.cells) != width:
+            raise TraceError(f"{path}: row {number} is not {width} counts, but {len(row.cells)}")
+    counts_LE = as_array([[float(cell) for cell in row.cells] for row in rows], 2, str(path))
     return make_load([counts_LE], "csv", options.model)
+
+
+class _CsvRow(NamedTuple):
+    cells: list[str]
+    is_quoted: bool
+
+
+def _csv_rows(text: str, path: Path) -> list[_CsvRow]:
+    """Rows that hold anything. Raises TraceError."""
+    lines = text.splitlines(keepends=True)
+    reader, rows, first = csv.reader(lines), list[_CsvRow](), 0
+    try:
+        for cells in reader:
+            is_quoted = any('"' in line for line in lines[first : reader.line_num])
+            first = reader.line_num
+            if any(cells):
+                rows.append(_CsvRow(cells, is_quoted))
+    except csv.Error as error:
+        raise TraceError(f"{path} is no CSV: {error}") from None
+    return rows
 
 
 def import_token_lines(paths: Sequence[Path], options: ImportOptions) -> RoutingTrace:
@@ -118,7 +142,7 @@ def import_token_lines(paths: Sequence[Path], options: ImportOptions) -> Routing
         )
     rows = [[found[token, layer] for layer in layers] for token in tokens]
     ids_NLK = as_ids(rows, 3, f"{path}: topk_ids")
-    _check_ids(ids_NLK, path)
+    _check_ids(ids_NLK, path, layers)
     return make_trace(ids_NLK, options, layers=layers, position_N=np.array(tokens))
 
 
@@ -143,9 +167,13 @@ def _numpy_arrays(path: Path) -> Mapping[str, NDArray[Any]]:
         raise TraceError(f"{path} cannot be read as numpy arrays: {reason}") from None
 
 
-def _check_ids(ids: NDArray[Any], path: Path) -> None:
+def _check_ids(ids: NDArray[Any], path: Path, layers: Sequence[int] = ()) -> None:
     if not ids.size or int(ids.min()) < 0:
         raise TraceError(f"{path} has no ids, or one below 0")
+    try:
+        check_distinct(ids, layers)
+    except TraceError as error:
+        raise TraceError(f"{path}: {error}") from None
 
 
 def _names(array: NDArray[Any] | None, samples: NDArray[Any], path: Path) -> list[str]:
@@ -173,8 +201,5 @@ def _is_index(value: Any) -> TypeGuard[int]:
 
 
 def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
+    """As spreadsheets write it; Python would also read 1_000 and digits of other scripts."""
+    return _NUMBER.fullmatch(cell.strip()) is not None

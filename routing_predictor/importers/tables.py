@@ -73,7 +73,9 @@ def parse_json(text: str, place: str) -> Any:
 
 
 def as_array(value: Any, num_dimensions: int, what: str) -> NDArray[np.float64]:
-    """Numbers (lists of lists, or an array) with so many dimensions."""
+    """Numbers (lists of lists, or an array) with so many dimensions: neither texts nor booleans,
+    which numpy would take for numbers."""
+    _check_types(value, what, ())
     try:
         array = np.asarray(value, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
@@ -88,6 +90,25 @@ def as_array(value: Any, num_dimensions: int, what: str) -> NDArray[np.float64]:
             f"{array[first]} at {list(first)}"
         )
     return array
+
+
+def _check_types(value: Any, what: str, place: tuple[int, ...]) -> None:
+    """Raises TraceError with the first entry that is not a number."""
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "iuf":
+            raise TraceError(f"{what} is an array of {value.dtype}, not of numbers")
+        return
+    if isinstance(value, list):
+        if not set(map(type, value)) <= {int, float}:  # a whole row of numbers is quickly seen
+            for index, entry in enumerate(value):
+                _check_types(entry, what, (*place, index))
+        return
+    if type(value) not in (int, float):
+        shown = json.dumps(value)[:40] if isinstance(value, (str, bool)) else type(value).__name__
+        where = f" at {list(place)}" if place else ""
+        raise TraceError(
+            f"{what} is not a table of numbers: it has {shown}{where}; write numbers without quotes"
+        )
 
 
 def as_ids(value: Any, num_dimensions: int, what: str) -> NDArray[np.int64]:
@@ -112,7 +133,8 @@ def logical_counts(
     logical_LE = np.zeros((len(counts_LP), num_experts))
     for layer, (counts_P, map_P) in enumerate(zip(counts_LP, map_LP, strict=True)):
         used = map_P >= 0
-        np.add.at(logical_LE[layer], map_P[used], counts_P[used])
+        with np.errstate(over="ignore"):  # ExpertLoad refuses what is too large
+            np.add.at(logical_LE[layer], map_P[used], counts_P[used])
     return logical_LE
 
 
@@ -125,7 +147,7 @@ def make_load(
         raise TraceError(f"steps of different shapes: {sorted(shapes)}")
     counts_SLE = np.stack(steps)
     numbers = list(layers) or list(range(counts_SLE.shape[1]))
-    is_sparse = counts_SLE.sum(axis=(0, 2)) != 0
+    is_sparse = np.asarray(counts_SLE.any(axis=(0, 2)))
     if not is_sparse.any():
         raise TraceError("all counts are 0: nothing was recorded")
     return ExpertLoad(

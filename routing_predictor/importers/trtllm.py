@@ -41,7 +41,8 @@ def import_trtllm(paths: Sequence[Path], options: ImportOptions) -> ExpertLoad:
             if len(found) != num_experts:
                 raise TraceError(f"{file}: {key} has {len(found)} counts, of {num_experts} experts")
             place = int(iteration), int(layer)
-            counts[place] = counts[place] + found if place in counts else found
+            with np.errstate(over="ignore"):  # ExpertLoad refuses what is too large
+                counts[place] = counts[place] + found if place in counts else found
     iterations = sorted({iteration for iteration, _ in counts})
     layers = sorted({layer for _, layer in counts})
     nothing = np.zeros(num_experts)

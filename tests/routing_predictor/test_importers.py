@@ -167,7 +167,7 @@ def test_trtllm(tmp_path: Path) -> None:
 
 def test_npz_with_samples(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    experts = rng.integers(0, 8, (6, 3, 2)).astype(np.uint8)
+    experts = rng.permuted(np.tile(np.arange(8), (6, 3, 1)), axis=2)[:, :, :2].astype(np.uint8)
     path = tmp_path / "tokens.npz"
     np.savez(
         path,
@@ -227,7 +227,7 @@ def test_a_spreadsheets_csv_keeps_its_first_row(tmp_path: Path) -> None:
 
 
 def test_token_lines(tmp_path: Path) -> None:
-    ids = np.random.default_rng(0).integers(0, 8, (3, 2, 2))
+    ids = np.random.default_rng(0).permuted(np.tile(np.arange(8), (3, 2, 1)), axis=2)[:, :, :2]
     lines = [
         {"layer": (5, 9)[layer], "token_idx": token, "topk_ids": ids[token, layer].tolist()}
         for layer in range(2)
@@ -274,7 +274,39 @@ def test_token_lines(tmp_path: Path) -> None:
             f'{{"topk_ids": [1], "layer": 0, "token_idx": {2**31}}}',
             "layer and token_idx are",
         ),
-        ("a.csv", "x,1\n" + "9" * 200_000, "is no CSV: field larger"),
+        ("a.csv", "x,y\n" + "9" * 200_000, "is no CSV: field larger"),
+        (
+            "a.json",
+            '{"logical_count": [[1, "2"]]}',
+            r'not a table of numbers: it has "2" at \[0, 1\]',
+        ),
+        (
+            "a.json",
+            '{"logical_count": [["1", "2"]]}',
+            r'has "1" at \[0, 0\]; write numbers without',
+        ),
+        ("a.json", '{"logical_count": [[1, true]]}', r"has true at \[0, 1\]"),
+        ("a.json", '{"logical_count": [[1, null]]}', "has NoneType"),
+        ("a.json", '{"logical_count": [[1e308, 1e308]]}', r"above 2\^53; the first is 1e\+308"),
+        (
+            "a.json",
+            '{"snapshots": [{"window_expert_load": [[1e308, 1e308]], '
+            '"physical_to_logical_map": [[0, 0]]}]}',
+            r"above 2\^53; the first is inf",
+        ),
+        ("a.json", '{"snapshots": [{"window_expert_load": [[1, "2"]]}]}', 'has "2"'),
+        ("a.jsonl", '{"topk_ids": ["1", 2], "layer": 0, "token_idx": 0}', 'has "1"'),
+        ("a.jsonl", '{"topk_ids": [true, 2], "layer": 0, "token_idx": 0}', "has true"),
+        (
+            "a.jsonl",
+            '{"topk_ids": [3, 3], "layer": 7, "token_idx": 0}',
+            "expert 3 twice in layer 7",
+        ),
+        ("a.csv", '1,2\n3,"4"\n', "row 2 has a text in quotes"),
+        ("a.csv", "1,2\n3,x\n", "row 2 has 'x', which is no count"),
+        ("a.csv", "layer,2\n3,4\n", "row 1 has 'layer', which is no count"),
+        ("a.csv", "1,1_0\n", "row 1 has '1_0', which is no count"),
+        ("a.csv", "1,\n", "row 1 has '', which is no count"),
     ],
 )
 def test_mistakes_are_sentences(tmp_path: Path, name: str, content: str, message: str) -> None:

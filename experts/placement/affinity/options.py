@@ -16,4 +16,5 @@ class FanOutOptions:
     max_tokens: int = 20_000  # more are thinned out evenly
     patience: int = 12  # swaps without a better plan, after which a layer is left
     max_sweeps: int = 3
+    seconds: float = 600.0  # where `solve` is given none
     exact_slice_s: float | None = None  # for a small layer's integer program; None: 10 with `ilp`

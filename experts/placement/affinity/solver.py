@@ -54,19 +54,18 @@ class FanOutSolver:
     ) -> Solution:
         """`Progress` is of balance at first; then its objective is a token's nodes, and its bound
         the least that these can be."""
+        seconds = self._options.seconds if seconds is None else seconds
         choices = _thinned(self._choices, self._options.max_tokens)
         _check_same(choices, problem)
         watch = Watch(_least_nodes(problem, choices.expert_ids_NLK.shape[2]), seconds, report)
-        start = self._balance.solve(
-            problem, seconds=None if seconds is None else seconds / 3, report=report
-        )
-        if not start.is_complete and (seconds is None or watch.elapsed < seconds / 3):
+        start = self._balance.solve(problem, seconds=seconds / 3, report=report)
+        if not start.is_complete and watch.elapsed < seconds / 3:
             return replace(start, solver=self.name)  # Ctrl-C
         placement, is_complete, proof = start.placement, False, ""
         try:
             state = State(problem, choices, start.placement, self._options)
             try:
-                left = None if seconds is None else seconds - watch.elapsed
+                left = seconds - watch.elapsed
                 is_complete = state.descend(lambda nodes, done: not watch.tell(nodes, done), left)
             finally:
                 placement, proof = state.placement(), state.proof

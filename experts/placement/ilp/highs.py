@@ -37,8 +37,11 @@ class Found:
     is_optimal: bool  # x is the best
 
 
-def run_highs(program: Program, seconds: float) -> Found:
-    """Cannot be interrupted: ask for short times."""
+def run_highs(
+    program: Program, seconds: float, *, gap: float = 1e-5, most_nodes: int | None = None
+) -> Found:
+    """Cannot be interrupted: ask for short times. `most_nodes`: a limit that, unlike seconds, ends
+    it at the same place on any machine."""
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
 
@@ -47,13 +50,16 @@ def run_highs(program: Program, seconds: float) -> Found:
         (np.concatenate(rows.value), (np.concatenate(rows.row), np.concatenate(rows.column))),
         (len(rows.low), len(program.cost)),
     )
+    options = {"time_limit": max(0.05, seconds), "mip_rel_gap": gap}
+    if most_nodes is not None:
+        options["node_limit"] = most_nodes
     with _without_prints():
         result = milp(
             program.cost,
             integrality=program.is_integer,
             bounds=Bounds(0.0, program.upper),
             constraints=LinearConstraint(matrix, np.array(rows.low), np.array(rows.high)),
-            options={"time_limit": max(0.05, seconds), "mip_rel_gap": 1e-5},
+            options=options,
         )
     assert result.status != _INFEASIBLE, f"the program has a solution: {result.message}"
     dual = result.mip_dual_bound

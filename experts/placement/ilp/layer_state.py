@@ -10,11 +10,12 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.ilp.highs import run_highs
+from experts.placement.ilp.highs import Found, run_highs
 from experts.placement.ilp.layer_program import LayerProgram, Window
 from experts.placement.ilp.layer_task import LayerTask
 
 _CLOSED = 2e-6  # a relative gap below this is none: solvers' tolerances
+_EXACT = 1e-9  # the gap asked for where a program is solved to its end
 _MIN_FREE, _MAX_FREE = 2, 12  # devices of a window
 _WHOLE_EVERY = 4  # programs: the others are windows, which find more, and prove nothing
 
@@ -53,6 +54,17 @@ class LayerState:
         """Windows of all sizes found nothing for a while."""
         return self._since_better > 3 * self.task.num_devices
 
+    def close(self, seconds: float, most_nodes: int) -> None:
+        """The whole program to its end, if it fits; `most_nodes` of HiGHS's tree."""
+        whole = self._whole()
+        if whole is None:
+            self.bound = self.objective
+        elif whole.num_binaries <= self._max_binaries:
+            program = LayerProgram(self.task, whole, self.holds_ED, self.objective)
+            found = run_highs(program, seconds, gap=_EXACT, most_nodes=most_nodes)
+            self._take_plan(program, found)
+            self._take_bound(found.bound, found.is_optimal)
+
     def work(self, seconds: float) -> None:
         """One program, for so long at most."""
         whole = self._whole()
@@ -66,14 +78,17 @@ class LayerState:
         program = LayerProgram(self.task, window, self.holds_ED, self.objective)
         found = run_highs(program, seconds)
         self._since_better += 1
-        holds_ED = None if found.x is None else program.plan_of(found.x)
-        if holds_ED is not None and self.task.objective(holds_ED) < self.objective:
-            self.holds_ED, self.objective = holds_ED, self.task.objective(holds_ED)
-            self._since_better = 0
+        self._take_plan(program, found)
         if is_whole:
             self._take_bound(found.bound, found.is_optimal)
         else:
             self._next_window(found.is_optimal)
+
+    def _take_plan(self, program: LayerProgram, found: Found) -> None:
+        holds_ED = None if found.x is None else program.plan_of(found.x)
+        if holds_ED is not None and self.task.objective(holds_ED) < self.objective:
+            self.holds_ED, self.objective = holds_ED, self.task.objective(holds_ED)
+            self._since_better = 0
 
     def _take_bound(self, bound: float, is_optimal: bool) -> None:
         if is_optimal:

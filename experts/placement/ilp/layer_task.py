@@ -10,6 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from experts.placement.bound import Bound
+from experts.placement.copies import copies_of
+from experts.placement.copy_load import CopyLoad
+from experts.placement.feasible import pins_of_layer
+from experts.placement.problem import PlacementProblem
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTask:
@@ -72,3 +78,55 @@ class LayerTask:
             )
             kinds.setdefault(kind, []).append(device)
         return [devices for devices in kinds.values() if len(devices) > 1]
+
+
+def layer_tasks(problem: PlacementProblem, counted: Bound) -> list[LayerTask]:
+    """A task for each layer of the loads."""
+    devices = problem.devices.devices
+    speeds_D = np.array([device.speed for device in devices])
+    node_D = np.array([device.node for device in devices], dtype=np.int64)
+    load = CopyLoad.of(problem)
+    even_SL = load.totals() / speeds_D.sum()
+    slots_LD, floor_SL = problem.slots_by_layer(), counted.by_SL
+    return [
+        _task(problem, index, slots_LD[index], speeds_D, node_D, load, even_SL, floor_SL)
+        for index in range(len(problem.loads.layers))
+    ]
+
+
+def _task(
+    problem: PlacementProblem,
+    index: int,
+    slots_D: NDArray[np.int64],
+    speeds_D: NDArray[np.float64],
+    node_D: NDArray[np.int64],
+    load: CopyLoad,
+    even_SL: NDArray[np.float64],
+    floor_SL: NDArray[np.float64],
+) -> LayerTask:
+    layer, num_experts = problem.loads.layers[index], problem.loads.num_experts
+    most = max(1, min(len(slots_D), 1 + int(slots_D.sum()) - num_experts))
+    shares_SE1 = load.shares_SLE[:, index, :, None]
+    each_SER = load.each(shares_SE1, np.arange(1, most + 1)) / even_SL[:, index, None, None]
+    grouping, move = problem.grouping, problem.move
+    is_current_ED = None
+    if move is not None and move.max_copies_per_layer is not None:
+        is_current_ED = copies_of(move.current, [layer])[0] > 0
+    return LayerTask(
+        copy_load_SER=each_SER,
+        slots_D=slots_D,
+        speeds_D=speeds_D,
+        node_D=node_D,
+        floor_S=floor_SL[:, index],
+        is_filled=problem.fill,
+        pins=tuple(pins_of_layer(problem.pins, layer)),
+        group_E=None if grouping is None else group_of(num_experts, grouping.num_groups),
+        max_nodes_per_group=1 if grouping is None else grouping.max_nodes_per_group,
+        is_current_ED=is_current_ED,
+        max_moves=0 if move is None else move.max_copies_per_layer or 0,
+    )
+
+
+def group_of(num_experts: int, num_groups: int) -> NDArray[np.int64]:
+    """By expert; groups are equal runs."""
+    return np.arange(num_experts) * num_groups // num_experts

@@ -11,14 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from experts.placement.bound import Bound, lower_bound
 from experts.placement.copies import copies_of, placement_of
-from experts.placement.copy_load import CopyLoad
-from experts.placement.feasible import pins_of_layer
 from experts.placement.ilp.layer_state import LayerState, Proof
-from experts.placement.ilp.layer_task import LayerTask
+from experts.placement.ilp.layer_task import layer_tasks
 from experts.placement.problem import PlacementProblem
 from experts.placement.search.solver import Search
 from experts.placement.solution import Progress, Solution, Solver
@@ -62,7 +59,7 @@ class IlpSolver:
         counted = lower_bound(problem)
         states = [
             LayerState(task, copies_ED > 0, self._options.max_binaries)
-            for task, copies_ED in zip(_tasks(problem, counted), copies_LED, strict=True)
+            for task, copies_ED in zip(layer_tasks(problem, counted), copies_LED, strict=True)
         ]
         rounds = _Rounds(states, self._options, began, budget, report)
         try:
@@ -121,57 +118,6 @@ class _Rounds:
             seconds=spent,
         )
         return self._report is None or self._report(now)
-
-
-def _tasks(problem: PlacementProblem, counted: Bound) -> list[LayerTask]:
-    devices = problem.devices.devices
-    speeds_D = np.array([device.speed for device in devices])
-    node_D = np.array([device.node for device in devices], dtype=np.int64)
-    load = CopyLoad.of(problem)
-    even_SL = load.totals() / speeds_D.sum()
-    slots_LD, floor_SL = problem.slots_by_layer(), counted.by_SL
-    return [
-        _task(problem, index, slots_LD[index], speeds_D, node_D, load, even_SL, floor_SL)
-        for index in range(len(problem.loads.layers))
-    ]
-
-
-def _task(
-    problem: PlacementProblem,
-    index: int,
-    slots_D: NDArray[np.int64],
-    speeds_D: NDArray[np.float64],
-    node_D: NDArray[np.int64],
-    load: CopyLoad,
-    even_SL: NDArray[np.float64],
-    floor_SL: NDArray[np.float64],
-) -> LayerTask:
-    layer, num_experts = problem.loads.layers[index], problem.loads.num_experts
-    most = max(1, min(len(slots_D), 1 + int(slots_D.sum()) - num_experts))
-    shares_SE1 = load.shares_SLE[:, index, :, None]
-    each_SER = load.each(shares_SE1, np.arange(1, most + 1)) / even_SL[:, index, None, None]
-    grouping, move = problem.grouping, problem.move
-    is_current_ED = None
-    if move is not None and move.max_copies_per_layer is not None:
-        is_current_ED = copies_of(move.current, [layer])[0] > 0
-    return LayerTask(
-        copy_load_SER=each_SER,
-        slots_D=slots_D,
-        speeds_D=speeds_D,
-        node_D=node_D,
-        floor_S=floor_SL[:, index],
-        is_filled=problem.fill,
-        pins=tuple(pins_of_layer(problem.pins, layer)),
-        group_E=None if grouping is None else group_of(num_experts, grouping.num_groups),
-        max_nodes_per_group=1 if grouping is None else grouping.max_nodes_per_group,
-        is_current_ED=is_current_ED,
-        max_moves=0 if move is None else move.max_copies_per_layer or 0,
-    )
-
-
-def group_of(num_experts: int, num_groups: int) -> NDArray[np.int64]:
-    """By expert; groups are equal runs."""
-    return np.arange(num_experts) * num_groups // num_experts
 
 
 def _certificate(states: list[LayerState], problem: PlacementProblem, counted: Bound) -> str:

@@ -10,6 +10,8 @@ time is compared with.
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -69,12 +71,14 @@ def packed(weights: list[float], num_packs: int) -> list[list[int]]:
     """
     size = len(weights) // num_packs
     packs: list[list[int]] = [[] for _ in range(num_packs)]
-    loads = [0.0] * num_packs
+    open_packs = [(0.0, pack) for pack in range(num_packs)]  # a heap: load, then number
     for thing in sorted(range(len(weights)), key=lambda index: -weights[index]):
-        open_packs = (pack for pack in range(num_packs) if len(packs[pack]) < size)
-        lightest = min(open_packs, key=loads.__getitem__)
+        load, lightest = open_packs[0]
         packs[lightest].append(thing)
-        loads[lightest] += weights[thing]
+        if len(packs[lightest]) < size:
+            heapq.heapreplace(open_packs, (load + weights[thing], lightest))
+        else:
+            heapq.heappop(open_packs)
     return packs
 
 
@@ -82,8 +86,11 @@ def replicated(loads: list[float], num_copies: int) -> list[int]:
     """What each copy is of: one of everything, then of what weighs most a copy."""
     copies = list(range(len(loads)))
     counts = [1] * len(loads)
+    heaviest_first = [(-load, thing) for thing, load in enumerate(loads)]
+    heapq.heapify(heaviest_first)
     for _ in range(num_copies - len(loads)):
-        heaviest = max(range(len(loads)), key=lambda thing: loads[thing] / counts[thing])
+        _, heaviest = heaviest_first[0]
         counts[heaviest] += 1
         copies.append(heaviest)
+        heapq.heapreplace(heaviest_first, (-loads[heaviest] / counts[heaviest], heaviest))
     return copies

@@ -17,6 +17,7 @@ from experts.placement.search.recount import recount, without_replicas
 from experts.placement.search.soft_peak import SoftPeak
 from experts.placement.search.spend import spend
 from experts.placement.search.state import Bools, Floats, Ints, State
+from experts.placement.search.sweep import MANY
 from experts.placement.search.watch import Watch
 
 
@@ -34,16 +35,17 @@ class Effort:
     tolerance: float = 5e-4  # a layer so near its bound is as good as proved
 
     @classmethod
-    def usual(cls, num_scenarios: int, num_copies: int) -> Effort:
+    def usual(cls, num_scenarios: int, num_copies: int, num_devices: int = 1) -> Effort:
         """Until a good plan is there; `num_copies` of all layers."""
         if num_scenarios == 1:
-            return cls(stages=(_FINE,), rounds=12, tries=6, patience=4)
+            tries = 6 if num_devices <= MANY else 4
+            return cls(stages=(_FINE,), rounds=12, tries=tries, patience=4)
         # Kicks only where a round is quick.
         rounds = min(_MANY_COPIES // (num_scenarios * num_copies), 12)
         return cls(stages=(_BROAD, _NARROW), rounds=rounds, tries=4, patience=4)
 
     @classmethod
-    def thorough(cls, num_scenarios: int, num_copies: int) -> Effort:
+    def thorough(cls, num_scenarios: int, num_copies: int, num_devices: int = 1) -> Effort:
         """Until hardly anything is found; for a search that has a deadline."""
         if num_scenarios == 1:
             return cls(stages=(_FINE,), rounds=10_000, tries=8, patience=60, spending_rounds=10_000)
@@ -56,6 +58,9 @@ _FINE = Stage(sharpness=1000.0, least=1e-3, sizes=(1, 2), num_pairs=8)
 _BROAD = Stage(sharpness=100.0, least=2.5e-2, sizes=(1, 2))
 _NARROW = Stage(sharpness=300.0, least=2.5e-2, sizes=(1, 2))
 _MANY_COPIES = 100_000
+_MOST_KICKS, _RECOUNTS = 3, 0.5  # changes of a kick, and the share of them that change counts
+_MOST_KICKS_OF_MANY, _RECOUNTS_OF_MANY = 4, 0.3  # with many devices
+_NEAR = 2000.0
 _LEAVING_SHARPNESS = (10.0, 50.0)
 _SPENDING_SHARPNESS = (8.0, 80.0)
 _NARROWEST = Stage(sharpness=300.0, least=8e-3, sizes=(1, 2, 3), num_pairs=8)
@@ -173,20 +178,32 @@ def _round(
     before_NDS = part.loads_NDS.copy()
     _kick(part, random)
     same_ND = (np.abs(part.loads_NDS - before_NDS) < 1e-12).all(axis=2)
-    tried_NDD = same_ND[:, :, None] & same_ND[:, None]
-    settle(part, effort.stages[-1], np.repeat(enough_N[live], tries), stop, tried_NDD)
-    costs_nt = part.costs().reshape(-1, tries)
+    settle(part, effort.stages[-1], np.repeat(enough_N[live], tries), stop, same_ND)
+    costs_nt = _compared(part).reshape(-1, tries)
     best_n = costs_nt.argmin(axis=1)
-    better_n = costs_nt.min(axis=1) < state.costs()[live] - 1e-9
+    better_n = costs_nt.min(axis=1) < _compared(state)[live] - 1e-9
     chosen_n = np.arange(len(live)) * tries + best_n
     state.put(live[better_n], part, chosen_n[better_n])
     return np.asarray(better_n)
 
 
+def _compared(state: State) -> Floats:
+    """[N]: by which a try is better: the peak, and where devices are many, how many come near it,
+    as each change cools two of them."""
+    if state.slot_NDC.shape[1] <= MANY:
+        return state.costs()
+    peak_N1S = state.loads_NDS.max(axis=1, keepdims=True)
+    near_NS = np.exp(_NEAR * (state.loads_NDS - peak_N1S)).sum(axis=1)
+    return np.asarray((peak_N1S[:, 0] + np.log(near_NS) / _NEAR).mean(axis=1))
+
+
 def _kick(state: State, random: np.random.Generator) -> None:
-    """One to three random changes of each row."""
-    num_kicks_N = random.integers(1, 4, size=len(state.slot_NDC))
-    for kick in range(3):
-        recounts_N = random.random(len(num_kicks_N)) < 0.5
+    """A few random changes of each row."""
+    kicks, share = (_MOST_KICKS, _RECOUNTS)
+    if state.slot_NDC.shape[1] > MANY:
+        kicks, share = (_MOST_KICKS_OF_MANY, _RECOUNTS_OF_MANY)
+    num_kicks_N = random.integers(1, kicks + 1, size=len(state.slot_NDC))
+    for kick in range(kicks):
+        recounts_N = random.random(len(num_kicks_N)) < share
         kick_recount(state, np.flatnonzero((num_kicks_N > kick) & recounts_N), random)
         kick_swap(state, np.flatnonzero((num_kicks_N > kick) & ~recounts_N), random)

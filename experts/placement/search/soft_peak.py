@@ -14,6 +14,7 @@ import numpy as np
 from experts.placement.search.state import Bools, Floats, Ints, State
 
 _LARGEST_EXPONENT = 200.0  # of one copy: those of three multiply to a finite number
+LARGEST_OF_ONE = 600.0  # the same where copies change places one by one
 FORBIDDEN = 1e30  # more than any sum that is worth a swap
 _FAR_ABOVE = 14.0  # exponents of a load: more than all devices and scenarios can lose together
 
@@ -21,9 +22,11 @@ _FAR_ABOVE = 14.0  # exponents of a load: more than all devices and scenarios ca
 class SoftPeak:
     """For rows as they are now; `weigh` again when numbers of copies have changed."""
 
-    def __init__(self, state: State, sharpness: float | Floats) -> None:
-        """`sharpness`: of all rows, or [N]."""
-        self._sharpness = sharpness
+    def __init__(
+        self, state: State, sharpness: float | Floats, largest: float = _LARGEST_EXPONENT
+    ) -> None:
+        """`sharpness`: of all rows, or [N]; less where a copy's exponent were above `largest`."""
+        self._sharpness, self._largest = sharpness, largest
         self._class_D = np.unique(state.speed_D, return_inverse=True)[1]
         self._speeds = np.unique(state.speed_D)
         self.weigh(state)
@@ -31,7 +34,7 @@ class SoftPeak:
     def weigh(self, state: State) -> None:
         """Tables of exp(+-beta x load of a copy on a device of a speed)."""
         heaviest_N = state.each_NES.max(axis=(1, 2)) / self._speeds[0]
-        self._beta_N = np.minimum(self._sharpness, _LARGEST_EXPONENT / heaviest_N)
+        self._beta_N = np.minimum(self._sharpness, self._largest / heaviest_N)
         exponent_NES = self._beta_N[:, None, None] * state.each_NES
         exponent_KNES = exponent_NES / self._speeds[:, None, None, None]
         self._up_KNES, self._down_KNES = np.exp(exponent_KNES), np.exp(-exponent_KNES)
@@ -69,6 +72,37 @@ class SoftPeak:
             weight_a_nS=weighed_NDS[row_n, a_n],
             weight_b_nS=weighed_NDS[row_n, b_n],
         )
+
+    def against_all(self, state: State, weighed_NDS: Floats, row_n: Ints, device_n: Ints) -> Floats:
+        """[n, C, P]: change of the linear part when a slot of a device and one of all trade
+        places."""
+        num_rows, _, num_slots = state.slot_NDC.shape
+        slot_NP = state.slot_NDC.reshape(num_rows, -1)
+        row_N1, row_n1 = np.arange(num_rows)[:, None], row_n[:, None]
+        class_P, class_n = np.repeat(self._class_D, num_slots), self._class_D[device_n]
+        mine_nC = state.slot_NDC[row_n, device_n]
+        weight_NPS = np.repeat(weighed_NDS, num_slots, axis=1)
+        weight_nS = weighed_NDS[row_n, device_n]
+        gone_nCS = self._down_KNES[class_n[:, None], row_n1, mine_nC] * weight_nS[:, None]
+        left_NPS = self._down_KNES[class_P, row_N1, slot_NP] * weight_NPS
+        before_NP = weight_NPS.sum(axis=2)
+        if len(self._speeds) == 1:
+            # One product of small matrices: gone x come + come x left - before.
+            come_NPS = self._up_KNES[0][row_N1, slot_NP]
+            theirs_NPK = np.concatenate((come_NPS, left_NPS, -before_NP[:, :, None]), axis=2)
+            come_nCS = self._up_KNES[0][row_n1, mine_nC]
+            one_nC1 = np.ones((*mine_nC.shape, 1))
+            mine_nCK = np.concatenate((gone_nCS, come_nCS, one_nC1), axis=2)
+            theirs_NKP = np.ascontiguousarray(theirs_NPK.transpose(0, 2, 1))
+            change_nCP = mine_nCK @ theirs_NKP[row_n]
+        else:
+            come_nPS = self._up_KNES[class_n[:, None], row_n1, slot_NP[row_n]]
+            change_nCP = gone_nCS @ come_nPS.transpose(0, 2, 1)
+            for slot, mine_n in enumerate(mine_nC.T):
+                come_nPS = self._up_KNES[class_P, row_n1, mine_n[:, None]]
+                change_nCP[:, slot] += (come_nPS * left_NPS[row_n]).sum(axis=2) - before_NP[row_n]
+        change_nCP -= weight_nS.sum(axis=1)[:, None, None]
+        return np.asarray(change_nCP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

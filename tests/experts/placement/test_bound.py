@@ -111,3 +111,22 @@ def test_redundancy_needed() -> None:
     assert redundancy.hottest_over_even == pytest.approx(2.0)
     never = Redundancy.of(problem_of([100, 1], 1, 2))
     assert never.needed(1.0) == 0  # one device is always even
+
+
+@pytest.mark.parametrize("num_devices", [2, 8, 64, 256])
+@pytest.mark.parametrize("exponent", [0.0, 0.8, 2.0])
+def test_without_replicas_it_is_no_looser_than_the_hottest_expert(
+    num_devices: int, exponent: float
+) -> None:
+    """The simple bound: the hottest expert over the even load, on the fastest device there is."""
+    random = np.random.default_rng(num_devices)
+    weights_E = 1.0 / np.arange(1, 257) ** exponent
+    counts_SLE = np.stack([random.multinomial(10**6, weights_E / weights_E.sum(), 3)] * 2)
+    loads = ExpertLoads(counts_SLE=counts_SLE.astype(float), layers=(0, 1, 2), scenarios=("a", "b"))
+    speeds = random.choice((1.0, 1.4), num_devices)
+    devices = Devices(
+        devices=tuple(Device(node=0, num_slots=256 // num_devices, speed=s) for s in speeds)
+    )
+    simple_SL = counts_SLE.max(axis=2) / speeds.max() / (counts_SLE.sum(axis=2) / speeds.sum())
+    bound = lower_bound(PlacementProblem(loads=loads, devices=devices))
+    assert (bound.by_SL >= np.maximum(simple_SL, 1.0) - 1e-9).all()

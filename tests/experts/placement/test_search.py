@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from experts.placement.plan import contiguous
 from experts.placement.problem import PlacementProblem
 from experts.placement.references.eplb_solver import Eplb
 from experts.placement.references.plain import Linear
-from experts.placement.search import watch
+from experts.placement.search import solver, sweep, watch
 from experts.placement.search.improve import Effort
 from experts.placement.search.solver import Search
 from experts.placement.solution import Progress
@@ -273,3 +274,66 @@ def test_a_group_without_a_node_is_called_one() -> None:
     why = r"No node was found for group 0 in layer \d+ within groups, pins and slots"
     with pytest.raises(PlacementError, match=why):
         Search().solve(problem)
+
+
+class TestManyDevices:
+    """More than 64: a device that changed is held against all others."""
+
+    @pytest.mark.parametrize(("num_scenarios", "speed"), [(1, 1.0), (2, 1.0), (1, 1.5)])
+    def test_as_even_as_the_bound_allows(self, num_scenarios: int, speed: float) -> None:
+        loads = skewed(num_scenarios, 2, 128, seed=4)
+        devices = tuple(
+            Device(node=0, num_slots=3, speed=speed if index % 2 else 1.0) for index in range(72)
+        )
+        problem = PlacementProblem(loads=loads, devices=Devices(devices=devices))
+        first, second = Search().solve(problem), Search().solve(problem)
+        assert faults(problem, first.placement) == []
+        assert first.placement == second.placement and first.is_complete
+        assert first.gap < (0.004 if num_scenarios == 1 else 0.12)
+
+    def test_work_does_not_grow_with_the_square_of_devices(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Two layers of 256 experts: devices held against all others, counted. Tables of all pairs
+        took about 5000 steps of 16384 pairs for each of eight layers."""
+        looks = 0
+        best = sweep._best
+
+        def counted(*arguments: Any) -> Any:
+            nonlocal looks
+            looks += len(arguments[3])
+            return best(*arguments)
+
+        monkeypatch.setattr(sweep, "_best", counted)
+        problem = PlacementProblem(
+            loads=skewed(1, 2, 256, seed=1), devices=even_devices(128, 16, 384)
+        )
+        solution = Search().solve(problem)
+        assert solution.gap < 0.003
+        assert 128 < looks < 40_000
+
+    def test_limits_are_kept(self) -> None:
+        """Pins and a budget of moves, and groups on nodes."""
+        loads = skewed(1, 2, 128, seed=2)
+        devices = even_devices(128, 4, 256)
+        current = Search().solve(PlacementProblem(loads=loads, devices=devices)).placement
+        pins = tuple(Pin(expert=e, device=e % 7) for e in (3, 5, 80))
+        problem = PlacementProblem(
+            loads=skewed(1, 2, 128, seed=3),
+            devices=devices,
+            pins=pins,
+            move=Move(current=current, max_copies_per_layer=20),
+        )
+        moved = Search().solve(problem)
+        assert faults(problem, moved.placement) == []
+        stale = objective_of(problem, copies_of(current, loads.layers))
+        assert moved.objective < stale
+        grouped = PlacementProblem(loads=loads, devices=devices, grouping=Grouping(num_groups=8))
+        assert faults(grouped, Search().solve(grouped).placement) == []
+
+
+def test_a_plan_has_a_limit_of_time_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solver, "SECONDS", 0.0)
+    problem = PlacementProblem(loads=skewed(1, 2, 16), devices=even_devices(4, 1, 20))
+    solution = Search().solve(problem)
+    assert not solution.is_complete and faults(problem, solution.placement) == []
