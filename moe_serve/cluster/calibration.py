@@ -43,6 +43,7 @@ from moe_serve.cluster.measured_model import LayerKind, MeasuredModel, load_meas
 from moe_serve.cluster.model_facts import weight_bytes
 from moe_serve.cluster.natural_steps import DecodeSample, decode_steps, natural_rows
 from moe_serve.cluster.stopwatch import Stopwatch
+from moe_serve.errors import ConfigError
 from moe_serve.pipeline.batch_load import BatchLoad
 from moe_serve.pipeline.cost_model import (
     AttentionCost,
@@ -130,6 +131,10 @@ def _measure_experts(
     """The mean of the sparse layers: they differ in weights only."""
     progress("router", 0.1)
     layers = [index for kind in model.kinds if kind.is_sparse for index in kind.measured]
+    if not layers:
+        raise ConfigError(
+            f"{model.folder} has no routed experts in any layer: there is no layout to calibrate."
+        )
     num_sequences = min(_NATURAL_SEQUENCES, model.cache.num_pages // 2)
     rows = natural_rows(model, num_sequences, _NATURAL_STEPS)
     rows = {layer: rows[layer] for layer in layers}

@@ -15,6 +15,7 @@ from experts.memory.expectation import Hint
 from experts.memory.expert_memory import ExpertMemory
 from layouts import Answer, colocated, config, requests, serve
 from moe_serve.cluster.build import build_cluster
+from moe_serve.cluster.calibration import CalibrationRequest, calibrate
 from moe_serve.cluster.cluster_model import read_spec
 from moe_serve.cluster.needed_experts import pack_needed, unpack_needed
 from moe_serve.config import BatchPolicyName, EngineConfig, MemoryPolicyName, PredictorConfig
@@ -295,3 +296,9 @@ def test_a_model_without_routed_experts_is_refused(dense_folder: Path) -> None:
     for refused in (ranks, within(ranks, 2**20)):
         with pytest.raises(ConfigError, match=rf"^cluster.expert_ranks is 2, but {reason}"):
             build_cluster(refused, ThreadStarter)
+
+
+def test_a_model_without_routed_experts_is_not_calibrated(dense_folder: Path) -> None:
+    request = CalibrationRequest(folder=dense_folder, device="cpu", num_threads=1, is_quick=True)
+    with pytest.raises(ConfigError, match="has no routed experts in any layer"):
+        calibrate(request, lambda stage, share: None)
