@@ -286,7 +286,7 @@ class AttentionRank:
             seconds=seconds,
             records=self._log.take(),
             choices=None if outcome.choices is None else pack_choices(outcome.choices),
-            mask_seconds=outcome.mask_seconds,
+            mask_costs=outcome.mask_costs,
         )
 
     def _failed(self, order: RunStep, why: str, peer: str | None) -> StepFailed:

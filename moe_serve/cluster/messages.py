@@ -12,6 +12,7 @@ import msgspec
 from experts.memory.memory_stats import MemoryStats
 from moe_serve.cluster.probe import ProbeResult, ProbeTarget
 from moe_serve.config import EngineConfig
+from moe_serve.engine.answer_masks import MaskCost
 from moe_serve.engine.request import TokenLogprob
 from moe_serve.engine.sampler import Sampled
 from moe_serve.engine.sampling_params import SamplingParams
@@ -252,7 +253,7 @@ class StepDone(_Message, frozen=True):
     seconds: StageSeconds
     records: bytes = b""  # of the timeline
     choices: Choices | None = None
-    mask_seconds: Mapping[int, float] = {}
+    mask_costs: Mapping[int, MaskCost] = {}
 
 
 class StepServed(_Message, frozen=True):

@@ -123,7 +123,7 @@ def as_outcome(done: StepDone) -> StepOutcome:
         sampled=sampled,
         prompt_logprobs=prompts,
         choices=choices,
-        mask_seconds=done.mask_seconds,
+        mask_costs=done.mask_costs,
     )
 
 

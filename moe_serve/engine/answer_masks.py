@@ -25,13 +25,22 @@ _NOTHING_LEFT = "its parameters together allow no token here"
 
 
 @dataclass(frozen=True, slots=True)
+class MaskCost:
+    """`cpu_s` tells of the grammar, however busy the machine is; `wall_s` of what its neighbours
+    waited for."""
+
+    cpu_s: float
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class MaskedRows:
     """`masks`: None where every row is free. `failures`: row -> why it can take no token.
-    `seconds`: row -> how long its mask took, of rows that follow a grammar."""
+    `costs`: row -> what its mask took, of rows that follow a grammar."""
 
     masks: TokenMasks | None = None
     failures: dict[int, str] = field(default_factory=dict)
-    seconds: dict[int, float] = field(default_factory=dict)
+    costs: dict[int, MaskCost] = field(default_factory=dict)
 
 
 class AnswerMasks:
@@ -50,14 +59,14 @@ class AnswerMasks:
             return MaskedRows()
         bits_CW = np.empty((len(rows), len(self._any_W)), np.uint32)
         failures: dict[int, str] = {}
-        seconds: dict[int, float] = {}
+        costs: dict[int, MaskCost] = {}
         for bits_W, row in zip(bits_CW, rows, strict=True):
-            clock = time.perf_counter()
+            cpu, clock = time.thread_time(), time.perf_counter()
             if (why := self._fill(sequences[row], bits_W)) is not None:
                 failures[row] = why
             if sequences[row].request.params.constraint is not None:
-                seconds[row] = time.perf_counter() - clock
-        return MaskedRows(TokenMasks(np.array(rows, np.int64), bits_CW), failures, seconds)
+                costs[row] = MaskCost(time.thread_time() - cpu, time.perf_counter() - clock)
+        return MaskedRows(TokenMasks(np.array(rows, np.int64), bits_CW), failures, costs)
 
     def _fill(self, sequence: Sequence, bits_W: NDArray[np.uint32]) -> str | None:
         """The mask of one row; or why it is empty."""

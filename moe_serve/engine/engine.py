@@ -272,7 +272,7 @@ class Engine:
         """Advance the sequences, append what was sampled, and tell: before the executor is asked
         for the pages of those that end, as it may be lost."""
         ended, made = [], made_tokens(schedule, outcome.choices)
-        self._scheduler.mask_share.charge(outcome.mask_seconds, sequences_of(schedule).values())
+        self._scheduler.mask_share.charge(outcome.mask_costs, sequences_of(schedule).values())
         for key, (sequence, count) in schedule.items():
             unread = sequence.num_prompt_tokens - sequence.num_computed_tokens
             self._num_prompt_tokens += max(0, min(count, unread))

@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 
+from moe_serve.engine.answer_masks import MaskCost
 from moe_serve.engine.constraint import Constraint
 from moe_serve.engine.sequence import Sequence
 
@@ -37,18 +38,18 @@ class MaskShare:
         self._held: dict[int, float] = {}  # sequence id -> seconds that it was left out lately
         self.num_held = 0  # sequences that the last step left out
 
-    def charge(self, mask_seconds: Mapping[int, float], sequences: Iterable[Sequence]) -> None:
-        """A step has ended: `mask_seconds` by sequence id, of `sequences` that were in it."""
-        masks_s = sum(mask_seconds.values())
+    def charge(self, costs: Mapping[int, MaskCost], sequences: Iterable[Sequence]) -> None:
+        """A step has ended: `costs` by sequence id, of `sequences` that were in it."""
+        masks_s = sum(cost.wall_s for cost in costs.values())
         self._earn(masks_s)
         self._balance_s -= masks_s
         for sequence in sequences:
-            constraint, seconds = sequence.request.params.constraint, mask_seconds.get(sequence.id)
-            if constraint is None or seconds is None or not sequence.num_output_tokens:
+            constraint, cost = sequence.request.params.constraint, costs.get(sequence.id)
+            if constraint is None or cost is None or not sequence.num_output_tokens:
                 continue  # the first one may have compiled the grammar
-            self._expected[sequence.id] = max(seconds, self._expected.get(sequence.id, 0.0) / 2)
+            self._expected[sequence.id] = max(cost.cpu_s, self._expected.get(sequence.id, 0.0) / 2)
             known_s = self._by_grammar.pop(constraint, 0.0)
-            self._by_grammar[constraint] = max(seconds, known_s / 2)
+            self._by_grammar[constraint] = max(cost.cpu_s, known_s / 2)
             if len(self._by_grammar) > _MAX_GRAMMARS:
                 self._by_grammar.popitem(last=False)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from experts.memory.expert_memory import ExpertMemory
 from experts.memory.memory_stats import MemoryStats
-from moe_serve.engine.answer_masks import AnswerMasks
+from moe_serve.engine.answer_masks import AnswerMasks, MaskCost
 from moe_serve.engine.request import TokenLogprob
 from moe_serve.engine.sampler import Sampled
 from moe_serve.engine.sampling_backend import SamplingBackend
@@ -47,7 +47,7 @@ class StepOutcome:
     sampled: Mapping[int, Sampled | RowFailure] = field(default_factory=dict)  # by sequence id
     prompt_logprobs: Mapping[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
     choices: StepChoices | None = None  # of the routers, where the plan asked for them
-    mask_seconds: Mapping[int, float] = field(default_factory=dict)  # by sequence id: see MaskShare
+    mask_costs: Mapping[int, MaskCost] = field(default_factory=dict)  # by sequence id
 
 
 class StepRunner(Protocol):
@@ -110,7 +110,7 @@ class LocalExecutor:
         `masks`: for requests that may not take every token; None: there are none."""
         self.runner, self._sampler, self._tap, self._memory = runner, sampler, tap, memory
         self._masks = masks
-        self._mask_seconds: dict[int, float] = {}  # of the last step
+        self._mask_costs: dict[int, MaskCost] = {}  # of the last step
         self.plan: StepPlan | None = None  # of the last step that was begun
 
     @property
@@ -137,13 +137,13 @@ class LocalExecutor:
         if not sampling:
             return StepOutcome(prompt_logprobs=described, choices=choices)
         chosen = logits if len(rows) == len(logits) else logits[rows]
-        self._mask_seconds = {}
+        self._mask_costs = {}
         tokens = self._sample(chosen, sampling)
         return StepOutcome(
             sampled={s.id: token for s, token in zip(sampling, tokens, strict=True)},
             prompt_logprobs=described,
             choices=choices,
-            mask_seconds=self._mask_seconds,
+            mask_costs=self._mask_costs,
         )
 
     def forget(self, sequence_ids: list[int]) -> None:
@@ -176,9 +176,8 @@ class LocalExecutor:
         if self._masks is None:
             return list(self._sampler.sample(logits, sequences))
         masked = self._masks.of(sequences)
-        for row, seconds in masked.seconds.items():  # twice for a row whose neighbour failed
-            key = sequences[row].id
-            self._mask_seconds[key] = self._mask_seconds.get(key, 0.0) + seconds
+        for row, cost in masked.costs.items():  # the first counts, where others are asked again
+            self._mask_costs.setdefault(sequences[row].id, cost)
         if not masked.failures:
             return list(self._sampler.sample(logits, sequences, masked.masks))
         left = [row for row in range(len(sequences)) if row not in masked.failures]

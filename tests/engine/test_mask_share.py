@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from moe_serve.engine.answer_masks import MaskCost
 from moe_serve.engine.constraint import Constraint
 from moe_serve.engine.mask_share import MaskShare
 from moe_serve.engine.request import GenerationRequest
@@ -41,7 +42,7 @@ def steps(
         masks = {s.id: costs[s.id] for s in chosen if s.id in costs}
         longest = max(longest, STEP_S + sum(masks.values()))
         clock.now += STEP_S + sum(masks.values())
-        share.charge(masks, chosen)
+        share.charge({key: MaskCost(cost, cost) for key, cost in masks.items()}, chosen)
         for s in chosen:
             ran[s.id] += 1
     return ran, longest
@@ -111,3 +112,15 @@ def test_ended_sequences_are_forgotten(clock: Clock) -> None:
         steps(share, clock, made, {i: DEAR_S}, 2)
         share.forget(made)
     assert not share._expected and not share._held and len(share._by_grammar) <= 256
+
+
+def test_a_busy_machine_makes_no_grammar_dear(clock: Clock) -> None:
+    """A mask that waited for the processor took long, and cost little."""
+    share = MaskShare(1.0, clock)
+    running = [sequence(i, f"cheap{i}") for i in range(64)]
+    for _ in range(100):
+        chosen = share.affordable(running, is_alone=True)
+        clock.now += 1.0
+        share.charge({s.id: MaskCost(CHEAP_S, 0.1) for s in chosen}, chosen)
+    assert len(share.affordable(running, is_alone=True)) == 64
+    assert share.overdue(running, 64) == []
