@@ -16,6 +16,7 @@ from harness.placement.part import Bar, PartResult, Setting, Stopwatch, timed
 from harness.placement.synthetic import workloads
 
 _REPEATS = 5
+_CELLS = ((8, 0), (8, 32), (16, 32), (32, 32), (64, 64), (128, 128))
 
 
 def run(setting: Setting) -> Iterator[PartResult]:
@@ -23,9 +24,10 @@ def run(setting: Setting) -> Iterator[PartResult]:
     num_layers = 4 if setting.quick else 58
     one, many = workloads(1, num_layers, 256), workloads(12, num_layers, 256)
     rows: list[dict[str, object]] = []
-    for num_devices, num_replicas in ((8, 0), (8, 32), (16, 32), (32, 32), (64, 64)):
+    for num_devices, num_replicas in _CELLS:
         problem = _problem(one, num_devices, num_replicas)
-        search, eplb = _best(Search().solve, problem), _best(Eplb().solve, problem)
+        repeats = _REPEATS if num_devices <= 64 else 1
+        search, eplb = _best(Search().solve, problem, repeats), _best(Eplb().solve, problem)
         rows.append(_row(num_devices, num_replicas, 1, search, eplb))
         if (num_devices, num_replicas) == (32, 32):
             single = search
