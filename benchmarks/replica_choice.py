@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from experts.expert_stage import ExpertStage
-from experts.placement.replica_choice import LayerChoice, ReplicaPolicy
+from experts.placement.replicas.replica_choice import LayerChoice, ReplicaPolicy
 from experts.routed_rows import RoutedRows
 from harness.environment import describe_environment
 from harness.expert_memory.rounds import interval

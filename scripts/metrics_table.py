@@ -18,7 +18,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from experts.memory.memory_stats import MemoryStats
-from experts.placement.plan import contiguous
+from experts.placement.problem.plan import contiguous
 from moe_serve.engine.batch_policy.policy import PolicyStats
 from moe_serve.engine.client import EngineStats
 from moe_serve.engine.expert_load import ExpertLoad

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from random_model.families import Sizes
-from random_model.writer import write_random_model
 
 from moe_serve import LLM, SamplingParams
+from random_model.families import Sizes
+from random_model.writer import write_random_model
 
 ROOT = Path(__file__).resolve().parents[1]
 CASES = ROOT / "tests/families"

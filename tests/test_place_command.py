@@ -19,14 +19,14 @@ import typer
 from rich.console import Console
 from safetensors.numpy import save_file
 
-from experts.placement.copies import placement_of as placement_of_copies
 from experts.placement.errors import PlacementError
-from experts.placement.plan import contiguous
+from experts.placement.judge.copies import placement_of as placement_of_copies
 from experts.placement.plan_file import read_placement, write_placement
-from experts.placement.problem import PlacementProblem
-from experts.placement.references.plain import Linear
-from experts.placement.search.solver import Search
+from experts.placement.problem.plan import contiguous
+from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solution import Progress, Solution, Solver
+from experts.placement.solvers.references.plain import Linear
+from experts.placement.solvers.search.solver import Search
 from moe_serve.cli import place_compare, place_order, place_plan, place_solve
 from moe_serve.cli.main import app, main
 from moe_serve.cli.many_files import spread

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from experts.placement.errors import NotAPlanError, PlacementError
-from experts.placement.plan import Placement, RanksOf
+from experts.placement.problem.plan import Placement, RanksOf
 
 FORMAT, VERSION = "moe-serve placement", 1
 _MOST_DIGITS = 19

@@ -9,8 +9,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.plan import Placement
-from experts.placement.problem import PlacementProblem
+from experts.placement.problem.plan import Placement
+from experts.placement.problem.problem import PlacementProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from typing import Annotated
 import msgspec
 import yaml
 
-from experts.placement.devices import Device, Devices
+from experts.placement.problem.devices import Device, Devices
 from moe_serve.cluster.launch.cluster_file import parse_cluster_file
 from moe_serve.errors import ConfigError
 from moe_serve.regular_file import regular_file

@@ -12,8 +12,8 @@ from typing import Any
 import typer
 
 from experts.placement.errors import PlacementError
-from experts.placement.limits import Grouping
-from experts.placement.problem import PlacementProblem
+from experts.placement.problem.limits import Grouping
+from experts.placement.problem.problem import PlacementProblem
 from moe_serve.cli.output_file import check_output
 from moe_serve.cli.place_judge import Judge, Judged, solution_copies
 from moe_serve.cli.place_order import Posed, ProblemOrder

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.balance import Balancedness, balancedness
 from experts.placement.errors import PlacementError
-from experts.placement.loads import ExpertLoads
+from experts.placement.judge.balance import Balancedness, balancedness
+from experts.placement.problem.loads import ExpertLoads
 from experts.placement.solution import Solution
 from moe_serve.cli.place_judge import solution_copies
 from moe_serve.cli.place_order import Posed

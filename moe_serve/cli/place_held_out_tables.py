@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from experts.placement.balance import Balancedness
+from experts.placement.judge.balance import Balancedness
 from moe_serve.cli.place_held_out import HeldOut
 
 _NUM_SHOWN = 12  # scenarios of the table of distances

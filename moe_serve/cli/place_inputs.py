@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.loads import ExpertLoads
-from experts.placement.token_choices import TokenChoices
+from experts.placement.problem.loads import ExpertLoads
+from experts.placement.problem.token_choices import TokenChoices
 from moe_serve.errors import ConfigError
 from routing_predictor.errors import TraceError
 from routing_predictor.importers.importer import import_files

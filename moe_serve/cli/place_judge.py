@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.balance import (
+from experts.placement.judge.balance import (
     Balancedness,
     activated_experts,
     balancedness,
     memory_bytes,
     objective_of,
 )
-from experts.placement.copies import copies_of, num_layers_with_repeats, placement_of
-from experts.placement.fan_out import measure_fan_out
-from experts.placement.steps import StepBalance, draw_steps, step_balance
+from experts.placement.judge.copies import copies_of, num_layers_with_repeats, placement_of
+from experts.placement.judge.fan_out import measure_fan_out
+from experts.placement.judge.steps import StepBalance, draw_steps, step_balance
 
 if TYPE_CHECKING:
-    from experts.placement.problem import PlacementProblem
+    from experts.placement.problem.problem import PlacementProblem
     from experts.placement.solution import Solution
     from moe_serve.cli.place_order import Posed
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from experts.placement.formats.engine_plan import EnginePlan, PlanFacts
-from experts.placement.limits import Grouping, Move, Pin
-from experts.placement.problem import Balance, PlacementProblem
+from experts.placement.problem.limits import Grouping, Move, Pin
+from experts.placement.problem.problem import Balance, PlacementProblem
 from moe_serve.cli.place_cluster import DeviceOrder
 from moe_serve.cli.place_inputs import Workloads, read_workloads
 from moe_serve.cli.place_model import ModelFacts, ModelOrder

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.balance import objective_of
-from experts.placement.copies import copies_of
 from experts.placement.errors import PlacementError
-from experts.placement.problem import PlacementProblem
+from experts.placement.judge.balance import objective_of
+from experts.placement.judge.copies import copies_of
+from experts.placement.judge.steps import StepBalance
+from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solution import Solution
-from experts.placement.steps import StepBalance
 from moe_serve.cli.counted import counted
 
 _WORTH, _OF_MEMORY = 0.01, 0.1  # the largest load falls by 1%, and by a tenth of the memory

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from experts.placement.copies import copies_of
 from experts.placement.errors import PlacementError
-from experts.placement.moves import Moves, count_moves
-from experts.placement.problem import PlacementProblem
-from experts.placement.redundancy import Redundancy
+from experts.placement.judge.copies import copies_of
+from experts.placement.judge.moves import Moves, count_moves
+from experts.placement.judge.redundancy import Redundancy
+from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solution import Solution
 from moe_serve.cli.place_held_out import HeldOut, hold_out
 from moe_serve.cli.place_judge import Ints, Judge, Judged, solution_copies

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experts.placement.redundancy import Redundancy
+from experts.placement.judge.redundancy import Redundancy
 from moe_serve.cli.counted import counted
 from moe_serve.cli.place_held_out_tables import print_held_out
 from moe_serve.cli.place_report import PlanReport

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-from experts.placement.balance import device_loads
-from experts.placement.copies import copies_of
 from experts.placement.formats.engine_plan import EnginePlan
-from experts.placement.plan import contiguous
-from experts.placement.problem import PlacementProblem
+from experts.placement.judge.balance import device_loads
+from experts.placement.judge.copies import copies_of
+from experts.placement.problem.plan import contiguous
+from experts.placement.problem.problem import PlacementProblem
 from moe_serve.cli.output_file import check_output
 from moe_serve.cli.place_heat_map import LoadPicture, check_suffix, draw
 from moe_serve.cli.place_inputs import read_workloads

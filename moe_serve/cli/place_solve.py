@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from experts.placement.problem import PlacementProblem
+from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solution import Progress, Solution, Solver
 
 _Tell = Callable[[str, float], None]  # words, and the part that is done

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from experts.placement.references.eplb_solver import Eplb
-from experts.placement.references.plain import Linear, RoundRobin
-from experts.placement.search.solver import Search
+from experts.placement.solvers.references.eplb_solver import Eplb
+from experts.placement.solvers.references.plain import Linear, RoundRobin
+from experts.placement.solvers.search.solver import Search
 from moe_serve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def make_solver(name: str, posed: Posed, *, thorough: bool = False) -> Solver:
     if name == "search":
         return Search(thorough=thorough)
     if name == "ilp":
-        from experts.placement.ilp.solver import IlpSolver
+        from experts.placement.solvers.ilp.solver import IlpSolver
 
         return IlpSolver(Search())
     if name == "linear":
@@ -59,7 +59,7 @@ def fan_out_solver(base: Solver, posed: Posed, slack: float) -> Solver:
             "--objective fan-out needs the choices of single tokens: give traces with --trace, all "
             "of the same top-k, and no tables of loads."
         )
-    from experts.placement.affinity.solver import FanOutOptions, FanOutSolver
+    from experts.placement.solvers.fan_out.solver import FanOutOptions, FanOutSolver
 
     return FanOutSolver(posed.workloads.tokens, base, FanOutOptions(cap=slack))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from experts.placement.plan import Placement
+from experts.placement.problem.plan import Placement
 from moe_serve.cache.sizing import num_pages
 from moe_serve.cluster.cluster_model import num_slots, placement_of, read_spec
 from moe_serve.cluster.model_facts import WeightBytes, weight_bytes

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from experts.placement.replica_choice import LayerChoice, ReplicaChoice, ReplicaPolicy
+from experts.placement.replicas.replica_choice import LayerChoice, ReplicaChoice, ReplicaPolicy
 from experts.routed_rows import RoutedRows
 
 

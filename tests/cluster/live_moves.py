@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experts.placement.plan import Placement
+from experts.placement.problem.plan import Placement
 from fault_drive import DEADLINE_S, FaultDrive
 from layouts import Answer
 from moe_serve.cluster.messages import Join, RunStep, ServeStep

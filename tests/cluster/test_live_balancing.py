@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from experts.placement.search.solver import Search
+from experts.placement.solvers.search.solver import Search
 from experts.slot_room import SlotRoom
 from fault_drive import DEADLINE_S, FaultDrive, fault_config, undisturbed
 from fault_starter import Faults, FaultStarter

@@ -12,7 +12,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from experts.memory.memory_stats import MemoryStats
-from experts.placement.plan import Placement
+from experts.placement.problem.plan import Placement
 from moe_serve.config import ServerConfig
 from moe_serve.engine.batch_policy.policy import PolicyStats
 from moe_serve.engine.client import EngineStats

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 import torch
 
-from experts.placement.replica_choice import ReplicaPolicy
+from experts.placement.replicas.replica_choice import ReplicaPolicy
 from experts.routed_rows import RoutedRows
 from moe_serve.pipeline.row_split import RowSplit
 

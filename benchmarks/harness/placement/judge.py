@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.balance import device_loads
-from experts.placement.copies import copies_of
-from experts.placement.loads import ExpertLoads
-from experts.placement.problem import PlacementProblem
+from experts.placement.judge.balance import device_loads
+from experts.placement.judge.copies import copies_of
+from experts.placement.problem.loads import ExpertLoads
+from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solution import Solution
 
 

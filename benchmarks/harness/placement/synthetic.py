@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.loads import ExpertLoads
+from experts.placement.problem.loads import ExpertLoads
 
 Floats = NDArray[np.float64]
 SEED = 20240601

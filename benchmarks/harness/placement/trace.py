@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.loads import ExpertLoads
-from experts.placement.token_choices import TokenChoices
+from experts.placement.problem.loads import ExpertLoads
+from experts.placement.problem.token_choices import TokenChoices
 
 _NUM_EXPERTS, _NUM_GROUPS = 32, 4
 

@@ -15,7 +15,7 @@ import io
 
 from experts.placement.errors import PlacementError
 from experts.placement.formats.engine_plan import EnginePlan, PlanFacts, counted_layers
-from experts.placement.plan import Placement
+from experts.placement.problem.plan import Placement
 
 NAME, HEADER = "csv", ("Expert", "Node")
 

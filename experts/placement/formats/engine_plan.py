@@ -13,9 +13,9 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.copies import copies_in_slots, copies_of, placement_of
 from experts.placement.errors import PlacementError
-from experts.placement.plan import Placement
+from experts.placement.judge.copies import copies_in_slots, copies_of, placement_of
+from experts.placement.problem.plan import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

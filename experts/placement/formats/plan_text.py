@@ -8,8 +8,8 @@ from typing import Any
 from experts.placement.errors import NotAPlanError, PlacementError
 from experts.placement.formats import ascend, csv_table, sglang, trtllm, vllm
 from experts.placement.formats.engine_plan import EnginePlan, PlanFacts, check_size
-from experts.placement.plan import Placement
 from experts.placement.plan_file import FORMAT, parse_json, parse_placement
+from experts.placement.problem.plan import Placement
 
 OURS = "moe-serve"
 WRITERS: Mapping[str, Callable[[Placement, PlanFacts], str]] = {

@@ -23,7 +23,7 @@ from experts.placement.formats.engine_plan import (
     plan_of_slots,
     slots_of_plan,
 )
-from experts.placement.plan import Placement
+from experts.placement.problem.plan import Placement
 
 NAME = "trtllm"
 ASSIGNMENTS = "initial_global_assignments"

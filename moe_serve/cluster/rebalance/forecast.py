@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from experts.placement.balance import device_loads
-from experts.placement.copies import copies_of
-from experts.placement.plan import Placement
-from experts.placement.problem import PlacementProblem
+from experts.placement.judge.balance import device_loads
+from experts.placement.judge.copies import copies_of
+from experts.placement.problem.plan import Placement
+from experts.placement.problem.problem import PlacementProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

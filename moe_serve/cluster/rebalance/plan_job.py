@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from experts.placement.devices import Device, Devices
 from experts.placement.errors import PlacementError
-from experts.placement.loads import ExpertLoads
-from experts.placement.plan import Placement
-from experts.placement.problem import Move, PlacementProblem
+from experts.placement.problem.devices import Device, Devices
+from experts.placement.problem.loads import ExpertLoads
+from experts.placement.problem.plan import Placement
+from experts.placement.problem.problem import Move, PlacementProblem
 from experts.placement.solution import Solver
 
 SECONDS = 30.0  # that may be spent on a search

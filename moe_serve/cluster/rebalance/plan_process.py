@@ -12,7 +12,7 @@ import sys
 
 import msgspec
 
-from experts.placement.search.solver import Search
+from experts.placement.solvers.search.solver import Search
 from moe_serve.cluster.rebalance.plan_job import PlanJob, answer
 
 _NICE = 15

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from batch_world import NUM_EXPERTS, World, decode, of_domain
-from experts.placement.plan import contiguous
+from experts.placement.problem.plan import contiguous
 from moe_serve.engine.batch_policy.expert_aware import Bounds, ExpertAware
 from moe_serve.engine.batch_policy.rank_load import RankLoads
 

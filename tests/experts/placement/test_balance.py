@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from experts.placement.balance import (
+from experts.placement.judge.balance import (
     Balancedness,
     activated_experts,
     balancedness,
@@ -13,16 +13,16 @@ from experts.placement.balance import (
     memory_bytes,
     objective_of,
 )
-from experts.placement.copies import (
+from experts.placement.judge.copies import (
     copies_in_slots,
     copies_of,
     num_layers_with_repeats,
     placement_of,
 )
-from experts.placement.devices import Device, Devices
-from experts.placement.loads import ExpertLoads
-from experts.placement.plan import Placement
-from experts.placement.problem import PlacementProblem
+from experts.placement.problem.devices import Device, Devices
+from experts.placement.problem.loads import ExpertLoads
+from experts.placement.problem.plan import Placement
+from experts.placement.problem.problem import PlacementProblem
 
 # Expert 0 on both devices, 1 on the first, 2 on the second.
 PLACEMENT = Placement(num_ranks=2, num_experts=3, ranks_of={4: ((0, 1), (0,), (1,))})

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from experts.placement.balance import objective_of
-from experts.placement.bound import TERMS, lower_bound
-from experts.placement.copies import placement_of
-from experts.placement.crowding import crowded
-from experts.placement.devices import Device, Devices, even_devices
 from experts.placement.errors import PlacementError
-from experts.placement.limits import Grouping
-from experts.placement.loads import ExpertLoads
-from experts.placement.problem import PlacementProblem
-from experts.placement.redundancy import Redundancy
+from experts.placement.judge.balance import objective_of
+from experts.placement.judge.bound import TERMS, lower_bound
+from experts.placement.judge.copies import placement_of
+from experts.placement.judge.crowding import crowded
+from experts.placement.judge.redundancy import Redundancy
+from experts.placement.problem.devices import Device, Devices, even_devices
+from experts.placement.problem.limits import Grouping
+from experts.placement.problem.loads import ExpertLoads
+from experts.placement.problem.problem import PlacementProblem
 from tiny import every_plan, faults, tiny_problems
 
 

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experts.placement.balance import objective_of
-from experts.placement.copies import copies_of, placement_of
-from experts.placement.devices import Device, Devices, even_devices
 from experts.placement.errors import PlacementError
-from experts.placement.ilp import small_layers
-from experts.placement.limits import Grouping, Move, Pin
-from experts.placement.loads import ExpertLoads
-from experts.placement.plan import contiguous
-from experts.placement.problem import PlacementProblem
-from experts.placement.search.solver import Search
+from experts.placement.judge.balance import objective_of
+from experts.placement.judge.copies import copies_of, placement_of
+from experts.placement.problem.devices import Device, Devices, even_devices
+from experts.placement.problem.limits import Grouping, Move, Pin
+from experts.placement.problem.loads import ExpertLoads
+from experts.placement.problem.plan import contiguous
+from experts.placement.problem.problem import PlacementProblem
+from experts.placement.solvers.ilp import small_layers
+from experts.placement.solvers.search.solver import Search
 from tiny import every_plan, faults, tiny_problems
 
 

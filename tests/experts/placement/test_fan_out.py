@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experts.placement.devices import Device, Devices, even_devices
 from experts.placement.errors import PlacementError
-from experts.placement.fan_out import measure_fan_out
-from experts.placement.plan import Placement, contiguous
-from experts.placement.relabel import relabelled
-from experts.placement.token_choices import TokenChoices
+from experts.placement.judge.fan_out import measure_fan_out
+from experts.placement.problem.devices import Device, Devices, even_devices
+from experts.placement.problem.plan import Placement, contiguous
+from experts.placement.problem.token_choices import TokenChoices
+from experts.placement.solvers.fan_out.relabel import relabelled
 
 
 def choices_of(rows: list[list[list[int]]], num_experts: int) -> TokenChoices:

@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experts.placement.affinity.layer_cost import CostWeights
-from experts.placement.affinity.solver import FanOutOptions, FanOutSolver
-from experts.placement.affinity.token_sets import TokenSets
-from experts.placement.balance import objective_of
-from experts.placement.copies import copies_of
-from experts.placement.devices import Device, Devices, even_devices
 from experts.placement.errors import PlacementError
-from experts.placement.fan_out import measure_fan_out
-from experts.placement.plan import Placement
-from experts.placement.problem import Grouping, Move, Pin, PlacementProblem
-from experts.placement.search import watch
+from experts.placement.judge.balance import objective_of
+from experts.placement.judge.copies import copies_of
+from experts.placement.judge.fan_out import measure_fan_out
+from experts.placement.problem.devices import Device, Devices, even_devices
+from experts.placement.problem.plan import Placement
+from experts.placement.problem.problem import Grouping, Move, Pin, PlacementProblem
+from experts.placement.problem.token_choices import TokenChoices
 from experts.placement.solution import Progress, Solution
-from experts.placement.token_choices import TokenChoices
+from experts.placement.solvers.fan_out.layer_cost import CostWeights
+from experts.placement.solvers.fan_out.solver import FanOutOptions, FanOutSolver
+from experts.placement.solvers.fan_out.token_sets import TokenSets
+from experts.placement.solvers.search import watch
 
 NUM_LAYERS, NUM_EXPERTS, NUM_DEVICES = 3, 16, 4
 

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experts.placement.devices import Device, Devices, even_devices
 from experts.placement.errors import PlacementError
-from experts.placement.limits import Grouping, Move, Pin
-from experts.placement.loads import ExpertLoads
-from experts.placement.plan import Placement
-from experts.placement.problem import PlacementProblem
+from experts.placement.problem.devices import Device, Devices, even_devices
+from experts.placement.problem.limits import Grouping, Move, Pin
+from experts.placement.problem.loads import ExpertLoads
+from experts.placement.problem.plan import Placement
+from experts.placement.problem.problem import PlacementProblem
 
 
 def loads_of(num_layers: int = 2, num_experts: int = 4) -> ExpertLoads:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from experts.placement.errors import PlacementError
 from experts.placement.formats.engine_plan import EnginePlan, PlanFacts
 from experts.placement.formats.plan_text import WRITERS, parse_content, parse_text, render_plan
-from experts.placement.plan import Placement
+from experts.placement.problem.plan import Placement
 
 # Three experts and a replica of the first, or of the second, on two devices of two slots each.
 SLOTS = [[0, 1, 2, 0], [1, 2, 0, 1]]

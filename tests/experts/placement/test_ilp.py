@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from experts.placement.balance import objective_of
-from experts.placement.copies import copies_of
-from experts.placement.devices import Device, Devices, even_devices
-from experts.placement.feasible import pins_of_layer
-from experts.placement.ilp.solver import IlpOptions, IlpSolver
-from experts.placement.judged import judged
-from experts.placement.loads import ExpertLoads
-from experts.placement.plan import Placement
-from experts.placement.problem import Grouping, Move, Pin, PlacementProblem
-from experts.placement.search.solver import Search
+from experts.placement.judge.balance import objective_of
+from experts.placement.judge.copies import copies_of
+from experts.placement.judge.judged import judged
+from experts.placement.problem.devices import Device, Devices, even_devices
+from experts.placement.problem.feasible import pins_of_layer
+from experts.placement.problem.loads import ExpertLoads
+from experts.placement.problem.plan import Placement
+from experts.placement.problem.problem import Grouping, Move, Pin, PlacementProblem
 from experts.placement.solution import Progress, Solution
+from experts.placement.solvers.ilp.solver import IlpOptions, IlpSolver
+from experts.placement.solvers.search.solver import Search
 
 
 class FirstPlan:

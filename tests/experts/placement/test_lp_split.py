@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experts.placement.errors import PlacementError
-from experts.placement.lp_split import LpSplit, least_busiest
+from experts.placement.replicas.lp_split import LpSplit, least_busiest
 
 Ranks = list[list[int]]
 

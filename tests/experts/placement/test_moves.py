@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from experts.placement.copies import copies_of
-from experts.placement.devices import Device, Devices
-from experts.placement.limits import Move
-from experts.placement.loads import ExpertLoads
-from experts.placement.moves import count_moves
-from experts.placement.plan import Placement, RanksOf, contiguous
-from experts.placement.problem import PlacementProblem
-from experts.placement.steps import draw_steps, step_balance
-from experts.placement.token_choices import TokenChoices
+from experts.placement.judge.copies import copies_of
+from experts.placement.judge.moves import count_moves
+from experts.placement.judge.steps import draw_steps, step_balance
+from experts.placement.problem.devices import Device, Devices
+from experts.placement.problem.limits import Move
+from experts.placement.problem.loads import ExpertLoads
+from experts.placement.problem.plan import Placement, RanksOf, contiguous
+from experts.placement.problem.problem import PlacementProblem
+from experts.placement.problem.token_choices import TokenChoices
 
 FOUR = Devices(
     devices=tuple(Device(node=node, num_slots=3) for node in (0, 0, 1, 1)),

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experts.placement.errors import PlacementError
-from experts.placement.plan import LostExpert, Placement, RanksOf, contiguous
+from experts.placement.problem.plan import LostExpert, Placement, RanksOf, contiguous
 
 ROOT = Path(__file__).resolve().parents[3]
 

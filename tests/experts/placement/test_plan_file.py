@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from experts.placement.errors import PlacementError
-from experts.placement.plan import Placement, contiguous
 from experts.placement.plan_file import read_placement, write_placement
+from experts.placement.problem.plan import Placement, contiguous
 
 GOOD: dict[str, Any] = {
     "format": "moe-serve placement", "version": 1, "num_ranks": 2, "num_experts": 3,

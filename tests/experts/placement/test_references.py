@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from experts.placement.copies import copies_of, num_layers_with_repeats
-from experts.placement.devices import Device, Devices, even_devices
 from experts.placement.errors import PlacementError
-from experts.placement.limits import Grouping
-from experts.placement.loads import ExpertLoads
-from experts.placement.problem import PlacementProblem
-from experts.placement.references.eplb import eplb_slots
-from experts.placement.references.eplb_solver import Eplb
-from experts.placement.references.plain import Linear, RoundRobin
+from experts.placement.judge.copies import copies_of, num_layers_with_repeats
+from experts.placement.problem.devices import Device, Devices, even_devices
+from experts.placement.problem.limits import Grouping
+from experts.placement.problem.loads import ExpertLoads
+from experts.placement.problem.problem import PlacementProblem
+from experts.placement.solvers.references.eplb import eplb_slots
+from experts.placement.solvers.references.eplb_solver import Eplb
+from experts.placement.solvers.references.plain import Linear, RoundRobin
 
 WEIGHT_LE = np.array(
     [

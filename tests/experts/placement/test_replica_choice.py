@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from experts.placement.fewest_activated import FewestActivated
-from experts.placement.least_tokens import LeastTokens, poured
-from experts.placement.replica_choice import LayerChoice, ReplicaPolicy
+from experts.placement.replicas.fewest_activated import FewestActivated
+from experts.placement.replicas.least_tokens import LeastTokens, poured
+from experts.placement.replicas.replica_choice import LayerChoice, ReplicaPolicy
 
 POLICIES: tuple[ReplicaPolicy, ...] = (
     "round-robin",

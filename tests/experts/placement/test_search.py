@@ -10,20 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experts.placement.balance import balancedness, objective_of
-from experts.placement.copies import copies_of
-from experts.placement.devices import Device, Devices, even_devices
 from experts.placement.errors import PlacementError
-from experts.placement.limits import Grouping, Move, Pin
-from experts.placement.loads import ExpertLoads
-from experts.placement.plan import contiguous
-from experts.placement.problem import PlacementProblem
-from experts.placement.references.eplb_solver import Eplb
-from experts.placement.references.plain import Linear
-from experts.placement.search import solver, sweep, watch
-from experts.placement.search.improve import Effort
-from experts.placement.search.solver import Search
+from experts.placement.judge.balance import balancedness, objective_of
+from experts.placement.judge.copies import copies_of
+from experts.placement.problem.devices import Device, Devices, even_devices
+from experts.placement.problem.limits import Grouping, Move, Pin
+from experts.placement.problem.loads import ExpertLoads
+from experts.placement.problem.plan import contiguous
+from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solution import Progress
+from experts.placement.solvers.references.eplb_solver import Eplb
+from experts.placement.solvers.references.plain import Linear
+from experts.placement.solvers.search import solver, sweep, watch
+from experts.placement.solvers.search.improve import Effort
+from experts.placement.solvers.search.solver import Search
 from tiny import every_plan, faults, tiny_problems
 
 

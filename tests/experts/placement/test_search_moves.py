@@ -7,19 +7,19 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from experts.placement.copy_load import CopyLoad
-from experts.placement.devices import even_devices
-from experts.placement.loads import ExpertLoads
-from experts.placement.problem import PlacementProblem
-from experts.placement.search.descent import Stage, settle
-from experts.placement.search.exchange import Pairs, best_swaps, bundles_of, exchange
-from experts.placement.search.folding import can_fold, folded
-from experts.placement.search.kick import kick_recount, kick_swap
-from experts.placement.search.recount import best_recounts, put
-from experts.placement.search.relabel import _assigned
-from experts.placement.search.soft_peak import SoftPeak
-from experts.placement.search.start import first_state
-from experts.placement.search.state import State
+from experts.placement.judge.copy_load import CopyLoad
+from experts.placement.problem.devices import even_devices
+from experts.placement.problem.loads import ExpertLoads
+from experts.placement.problem.problem import PlacementProblem
+from experts.placement.solvers.search.descent import Stage, settle
+from experts.placement.solvers.search.exchange import Pairs, best_swaps, bundles_of, exchange
+from experts.placement.solvers.search.folding import can_fold, folded
+from experts.placement.solvers.search.kick import kick_recount, kick_swap
+from experts.placement.solvers.search.recount import best_recounts, put
+from experts.placement.solvers.search.relabel import _assigned
+from experts.placement.solvers.search.soft_peak import SoftPeak
+from experts.placement.solvers.search.start import first_state
+from experts.placement.solvers.search.state import State
 
 SHARPNESS = 40.0
 

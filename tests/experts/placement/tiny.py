@@ -9,11 +9,11 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from experts.placement.copies import copies_of
-from experts.placement.devices import Device, Devices
-from experts.placement.loads import ExpertLoads
-from experts.placement.plan import Placement
-from experts.placement.problem import PlacementProblem
+from experts.placement.judge.copies import copies_of
+from experts.placement.problem.devices import Device, Devices
+from experts.placement.problem.loads import ExpertLoads
+from experts.placement.problem.plan import Placement
+from experts.placement.problem.problem import PlacementProblem
 
 Ints = NDArray[np.int64]
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.bound import lower_bound
-from experts.placement.devices import even_devices
 from experts.placement.errors import PlacementError
-from experts.placement.loads import ExpertLoads
-from experts.placement.problem import PlacementProblem
-from experts.placement.references.eplb_solver import Eplb
-from experts.placement.references.plain import Linear
-from experts.placement.search.solver import Search
+from experts.placement.judge.bound import lower_bound
+from experts.placement.problem.devices import even_devices
+from experts.placement.problem.loads import ExpertLoads
+from experts.placement.problem.problem import PlacementProblem
+from experts.placement.solvers.references.eplb_solver import Eplb
+from experts.placement.solvers.references.plain import Linear
+from experts.placement.solvers.search.solver import Search
 from harness.placement.judge import balance_of, figures
 from harness.placement.part import Bar, PartResult, Setting
 from harness.placement.synthetic import workloads, zipf_loads

@@ -6,16 +6,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from experts.placement.affinity.solver import FanOutSolver
-from experts.placement.balance import balancedness
-from experts.placement.copies import copies_of
-from experts.placement.devices import Devices, even_devices
-from experts.placement.fan_out import FanOut, measure_fan_out
-from experts.placement.plan import Placement
-from experts.placement.problem import PlacementProblem
-from experts.placement.references.eplb_solver import Eplb
-from experts.placement.relabel import relabelled
-from experts.placement.search.solver import Search
+from experts.placement.judge.balance import balancedness
+from experts.placement.judge.copies import copies_of
+from experts.placement.judge.fan_out import FanOut, measure_fan_out
+from experts.placement.problem.devices import Devices, even_devices
+from experts.placement.problem.plan import Placement
+from experts.placement.problem.problem import PlacementProblem
+from experts.placement.solvers.fan_out.relabel import relabelled
+from experts.placement.solvers.fan_out.solver import FanOutSolver
+from experts.placement.solvers.references.eplb_solver import Eplb
+from experts.placement.solvers.search.solver import Search
 from harness.placement.part import Bar, PartResult, Setting, Stopwatch, timed
 from harness.placement.trace import Halves, read_halves
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from experts.placement.devices import even_devices
-from experts.placement.ilp.solver import IlpSolver
-from experts.placement.loads import ExpertLoads
-from experts.placement.problem import Move, PlacementProblem
-from experts.placement.search.solver import Search
+from experts.placement.problem.devices import even_devices
+from experts.placement.problem.loads import ExpertLoads
+from experts.placement.problem.problem import Move, PlacementProblem
+from experts.placement.solvers.ilp.solver import IlpSolver
+from experts.placement.solvers.search.solver import Search
 from harness.placement.judge import balance_of, figures, scenario
 from harness.placement.part import Bar, PartResult, Setting, timed
 from harness.placement.synthetic import workloads

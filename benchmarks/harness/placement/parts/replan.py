@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from experts.placement.copies import copies_of
-from experts.placement.devices import even_devices
-from experts.placement.limits import Move
-from experts.placement.plan import Placement
-from experts.placement.problem import PlacementProblem
-from experts.placement.references.eplb_solver import Eplb
-from experts.placement.search.solver import Search
+from experts.placement.judge.copies import copies_of
+from experts.placement.problem.devices import even_devices
+from experts.placement.problem.limits import Move
+from experts.placement.problem.plan import Placement
+from experts.placement.problem.problem import PlacementProblem
+from experts.placement.solvers.references.eplb_solver import Eplb
+from experts.placement.solvers.search.solver import Search
 from harness.placement.judge import balance_of, figures, scenario
 from harness.placement.part import Bar, PartResult, Setting
 from harness.placement.synthetic import distances, workloads

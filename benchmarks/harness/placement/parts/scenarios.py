@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from experts.placement.devices import even_devices
-from experts.placement.loads import ExpertLoads
-from experts.placement.problem import PlacementProblem
-from experts.placement.references.eplb_solver import Eplb
-from experts.placement.search.solver import Search
+from experts.placement.problem.devices import even_devices
+from experts.placement.problem.loads import ExpertLoads
+from experts.placement.problem.problem import PlacementProblem
+from experts.placement.solvers.references.eplb_solver import Eplb
+from experts.placement.solvers.search.solver import Search
 from harness.placement.judge import average, balance_of, figures, scenario, without
 from harness.placement.part import Bar, PartResult, Setting, timed
 from harness.placement.synthetic import distances, workloads

@@ -6,12 +6,12 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from experts.placement.devices import even_devices
-from experts.placement.loads import ExpertLoads
-from experts.placement.problem import PlacementProblem
-from experts.placement.references.eplb_solver import Eplb
-from experts.placement.search.solver import Search
+from experts.placement.problem.devices import even_devices
+from experts.placement.problem.loads import ExpertLoads
+from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solution import Solution
+from experts.placement.solvers.references.eplb_solver import Eplb
+from experts.placement.solvers.search.solver import Search
 from harness.placement.part import Bar, PartResult, Setting, Stopwatch, timed
 from harness.placement.synthetic import workloads
 

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.devices import even_devices
-from experts.placement.lp_split import LpSplit
-from experts.placement.plan import Placement
-from experts.placement.problem import PlacementProblem
-from experts.placement.replica_choice import LayerChoice, ReplicaPolicy
-from experts.placement.search.solver import Search
-from experts.placement.token_choices import TokenChoices
+from experts.placement.problem.devices import even_devices
+from experts.placement.problem.plan import Placement
+from experts.placement.problem.problem import PlacementProblem
+from experts.placement.problem.token_choices import TokenChoices
+from experts.placement.replicas.lp_split import LpSplit
+from experts.placement.replicas.replica_choice import LayerChoice, ReplicaPolicy
+from experts.placement.solvers.search.solver import Search
 from harness.placement.part import Bar, PartResult, Setting
 from harness.placement.synthetic import workloads
 from harness.placement.trace import Halves, read_halves

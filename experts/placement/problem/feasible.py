@@ -1,0 +1,221 @@
+"""Whether any plan can exist: told before a solver starts, one sentence with the numbers each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experts.placement.errors import PlacementError
+from experts.placement.problem.devices import Devices
+from experts.placement.problem.limits import Grouping, Move, Pin
+from experts.placement.problem.loads import ExpertLoads
+from experts.placement.problem.memory_slots import copies_in_memory
+
+_MOST_PLACES = 2**26  # of experts on devices, in all layers: a table of them takes 512 MiB
+_MOST_PACKED = 2**35  # steps of a first packing: about two minutes
+
+
+def check_size(loads: ExpertLoads, devices: Devices) -> None:
+    """What can be planned in reasonable time and memory; layers may be planned one by one."""
+    num_scenarios, num_layers, num_experts = loads.counts_SLE.shape
+    of_layer = num_experts * len(devices)
+    packed = num_scenarios * len(devices) * min(devices.num_slots, of_layer)
+    most_layers = min(_MOST_PLACES // of_layer, _MOST_PACKED // packed)
+    if num_layers > most_layers:
+        less = f"at most {most_layers} layers at a time" if most_layers else "for fewer devices"
+        raise PlacementError(
+            f"{num_layers} layers of {num_experts} experts with {num_scenarios} load tables on "
+            f"{len(devices)} devices with {devices.num_slots} slots are more than is planned at "
+            f"once: plan {less} (a layer's plan needs no other layer)."
+        )
+
+
+def check_numbers(
+    loads: ExpertLoads, batch_size: int, top_k: int | None, *, needs_top_k: bool
+) -> None:
+    """What a step chooses."""
+    if batch_size < 1:
+        raise PlacementError(f"A step of {batch_size} tokens is none: the batch size is 1 or more.")
+    if top_k is not None and not 1 <= top_k <= loads.num_experts:
+        raise PlacementError(
+            f"A token cannot choose {top_k} of {loads.num_experts} experts: top-k is 1 to "
+            f"{loads.num_experts}."
+        )
+    if needs_top_k and top_k is None:
+        raise PlacementError(
+            "Balancing activated experts needs top-k, the number of experts that a token chooses."
+        )
+
+
+def check_slots(loads: ExpertLoads, devices: Devices, *, fill: bool) -> None:
+    """A copy of every expert has room, and where all slots are used, each has an expert to take."""
+    num_experts, num_slots = loads.num_experts, devices.num_slots
+    if num_slots < num_experts:
+        raise PlacementError(
+            f"{num_slots} slots on {len(devices)} devices cannot hold {num_experts} experts"
+            f": {num_experts - num_slots} more are needed."
+        )
+    largest = max(range(len(devices)), key=lambda index: devices.devices[index].num_slots)
+    if fill and devices.devices[largest].num_slots > num_experts:
+        raise PlacementError(
+            f"Device {largest} has {devices.devices[largest].num_slots} slots for {num_experts} "
+            "experts, and none may be there twice: leave slots empty (no fill), or give it "
+            f"{num_experts}."
+        )
+
+
+def check_memory(
+    loads: ExpertLoads, devices: Devices, bytes_per_expert: int | None, *, fill: bool
+) -> None:
+    """Every layer's copies together fit what memory is limited."""
+    limited = [i for i, device in enumerate(devices.devices) if device.memory_bytes is not None]
+    if bytes_per_expert is None:
+        if limited:
+            raise PlacementError(
+                f"Device {limited[0]} has {devices.devices[limited[0]].memory_bytes} bytes of "
+                "memory, but the bytes of an expert are not given."
+            )
+        return
+    if bytes_per_expert < 1:
+        raise PlacementError(f"An expert of {bytes_per_expert} bytes is none.")
+    num_layers, total = len(loads.layers), 0
+    for index, device in enumerate(devices.devices):
+        wanted = min(device.num_slots, loads.num_experts) * num_layers
+        copies = copies_in_memory(device.memory_bytes, bytes_per_expert)
+        if fill and copies is not None and copies < wanted:
+            raise PlacementError(
+                f"Device {index} needs {wanted * bytes_per_expert} bytes for {device.num_slots} "
+                f"slots in {num_layers} layers of {bytes_per_expert} bytes each and has "
+                f"{device.memory_bytes}: give it {copies // num_layers} slots, or do not fill."
+            )
+        total += wanted if copies is None else min(copies, wanted)
+    needed = loads.num_experts * num_layers
+    if total < needed:
+        raise PlacementError(
+            f"The devices' memory holds {total} copies of {bytes_per_expert} bytes, and "
+            f"{loads.num_experts} experts in {num_layers} layers are {needed}."
+        )
+
+
+def check_pins(loads: ExpertLoads, slots_LD: NDArray[np.int64], pins: Sequence[Pin]) -> None:
+    """Pins name what there is, and leave room for the experts that are not pinned."""
+    num_devices = slots_LD.shape[1]
+    for pin in pins:
+        if not 0 <= pin.device < num_devices:
+            raise PlacementError(f"Pin of {pin}: devices are 0 to {num_devices - 1}.")
+        if not 0 <= pin.expert < loads.num_experts:
+            raise PlacementError(f"Pin of {pin}: experts are 0 to {loads.num_experts - 1}.")
+        if pin.layer is not None and pin.layer not in loads.layers:
+            raise PlacementError(
+                f"Pin of {pin}: loads are for layers {loads.layers[0]} to {loads.layers[-1]}, "
+                f"{len(loads.layers)} of them."
+            )
+    for row, layer in enumerate(loads.layers):
+        pairs = pins_of_layer(pins, layer)
+        for device, count in Counter(device for _, device in pairs).items():
+            if count > slots_LD[row, device]:
+                raise PlacementError(
+                    f"Layer {layer} pins {count} experts to device {device}, which has "
+                    f"{slots_LD[row, device]} slots there."
+                )
+        copies = len(pairs) + loads.num_experts - len({expert for expert, _ in pairs})
+        if copies > slots_LD[row].sum():
+            raise PlacementError(
+                f"Layer {layer} has {slots_LD[row].sum()} slots, and its {len(pairs)} pinned copies"
+                f" with one of each other expert are {copies}."
+            )
+
+
+def pins_of_layer(pins: Sequence[Pin], layer: int) -> list[tuple[int, int]]:
+    """(expert, device), each once."""
+    return sorted({(pin.expert, pin.device) for pin in pins if pin.layer in (None, layer)})
+
+
+def check_grouping(
+    loads: ExpertLoads, devices: Devices, grouping: Grouping, pins: Sequence[Pin], *, fill: bool
+) -> None:
+    """Groups divide the experts, and nodes have slots for the groups that come to them."""
+    num_groups, most = grouping.num_groups, grouping.max_nodes_per_group
+    if num_groups < 1 or loads.num_experts % num_groups:
+        raise PlacementError(f"{num_groups} groups do not divide {loads.num_experts} experts.")
+    if most < 1:
+        raise PlacementError(f"A group on {most} nodes has no place: 1 or more are needed.")
+    group_size = loads.num_experts // num_groups
+    slots_of = [0] * devices.num_nodes
+    widest_of = [0] * devices.num_nodes
+    for device in devices.devices:
+        slots_of[device.node] += device.num_slots
+        widest_of[device.node] = max(widest_of[device.node], device.num_slots)
+    room = sum(slots // group_size for slots in slots_of)
+    if most == 1 and room < num_groups:
+        raise PlacementError(
+            f"Nodes of {slots_of} slots hold {room} whole groups of {group_size} experts; there "
+            f"are {num_groups}."
+        )
+    places = num_groups * min(most, devices.num_nodes)
+    wanted = sum(-(-widest // group_size) for widest in widest_of)
+    if fill and wanted > places:
+        raise PlacementError(
+            f"Filling nodes whose largest devices have {widest_of} slots takes {wanted} groups of "
+            f"{group_size} experts; {num_groups} groups on {most} nodes each are {places}."
+        )
+    _check_pinned_groups(loads, devices, grouping, pins)
+
+
+def _check_pinned_groups(
+    loads: ExpertLoads, devices: Devices, grouping: Grouping, pins: Sequence[Pin]
+) -> None:
+    group_size = loads.num_experts // grouping.num_groups
+    for layer in loads.layers if pins else ():
+        nodes_of: dict[int, set[int]] = {}
+        for expert, device in pins_of_layer(pins, layer):
+            nodes_of.setdefault(expert // group_size, set()).add(devices.devices[device].node)
+        for group, nodes in nodes_of.items():
+            if len(nodes) > grouping.max_nodes_per_group:
+                raise PlacementError(
+                    f"Layer {layer} pins experts of group {group} to nodes {sorted(nodes)}; a "
+                    f"group may be on {grouping.max_nodes_per_group}."
+                )
+
+
+def check_move(
+    loads: ExpertLoads,
+    slots_LD: NDArray[np.int64],
+    pins: Sequence[Pin],
+    move: Move,
+    *,
+    fill: bool,
+) -> None:
+    """The current plan is one for this model on these devices, and the budget is no contradiction.
+
+    Counted are copies that any plan must get: pins that are not there, and slots to fill.
+    """
+    move.current.check_fits(loads.layers, loads.num_experts, slots_LD.shape[1])
+    budget = move.max_copies_per_layer
+    if budget is not None and budget < 0:
+        raise PlacementError(f"A budget of {budget} copies a layer is none: 0 or more.")
+    for row, layer in enumerate(loads.layers):
+        held = [(e, d) for e, ranks in enumerate(move.current.ranks_of[layer]) for d in ranks]
+        if any(not ranks for ranks in move.current.ranks_of[layer]):
+            raise PlacementError(f"The current plan has an expert on no device in layer {layer}.")
+        counts_D = np.bincount([device for _, device in held], minlength=slots_LD.shape[1])
+        over = np.flatnonzero(counts_D > slots_LD[row])
+        if len(over):
+            raise PlacementError(
+                f"The current plan has {counts_D[over[0]]} experts on device {over[0]} in layer "
+                f"{layer}, where {slots_LD[row, over[0]]} fit."
+            )
+        if budget is None:
+            continue
+        missing = set(pins_of_layer(pins, layer)) - set(held)
+        pinned_D = np.bincount([device for _, device in missing], minlength=slots_LD.shape[1])
+        empty_D = slots_LD[row] - counts_D if fill else np.zeros_like(counts_D)
+        needed = int(np.maximum(pinned_D, empty_D).sum())
+        if needed > budget:
+            raise PlacementError(
+                f"Layer {layer} must get {needed} copies ({len(missing)} pinned, "
+                f"{int(empty_D.sum())} in slots to fill), and {budget} may be moved."
+            )

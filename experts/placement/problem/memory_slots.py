@@ -1,0 +1,73 @@
+"""How many copies a device may hold in each layer, where memory is for all layers together."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experts.placement.problem.devices import Devices
+from experts.placement.problem.loads import ExpertLoads
+from experts.placement.problem.plan import Placement
+
+
+def slots_by_layer(
+    loads: ExpertLoads,
+    devices: Devices,
+    bytes_per_expert: int | None,
+    current: Placement | None = None,
+) -> NDArray[np.int64]:
+    """Slots [L, D]: a device's own, or as many as its memory holds, shared over the layers; the
+    copies of the plan in use have theirs first.
+
+    What does not divide goes to the layers with fewest slots so far, of these to the one whose
+    hottest expert is hottest. Worked example, two layers, one device of 4 slots and memory for 5
+    copies: 3 slots in the layer with the hotter expert, 2 in the other.
+    """
+    num_layers = len(loads.layers)
+    slots_D = np.array([device.num_slots for device in devices.devices])
+    slots_LD = np.tile(np.minimum(slots_D, loads.num_experts), (num_layers, 1))
+    if bytes_per_expert is None:
+        return slots_LD
+    heat_L = loads.shares_SLE().max(axis=(0, 2))
+    for index, device in enumerate(devices.devices):
+        copies = copies_in_memory(device.memory_bytes, bytes_per_expert)
+        if copies is not None and copies < slots_LD[:, index].sum():
+            others_L = slots_LD.sum(axis=1) - slots_LD[:, index]
+            held_L = _held(current, loads, index)
+            slots_LD[:, index] = _shared_out(copies, slots_LD[:, index], held_L, others_L, heat_L)
+    return slots_LD
+
+
+def _held(current: Placement | None, loads: ExpertLoads, device: int) -> NDArray[np.int64]:
+    """[L]: copies of the plan in use; none where it has other layers, which is told elsewhere."""
+    if current is None or not 0 <= device < current.num_ranks:
+        return np.zeros(len(loads.layers), dtype=np.int64)
+    return np.array(
+        [
+            sum(device in ranks for ranks in current.ranks_of.get(layer, ()))
+            for layer in loads.layers
+        ]
+    )
+
+
+def _shared_out(
+    copies: int,
+    slots_L: NDArray[np.int64],
+    held_L: NDArray[np.int64],
+    others_L: NDArray[np.int64],
+    heat_L: NDArray[np.float64],
+) -> NDArray[np.int64]:
+    given_L = np.minimum(held_L, slots_L)
+    if given_L.sum() > copies:
+        given_L = np.zeros_like(given_L)  # it does not fit, which is told elsewhere
+    for _ in range(copies - int(given_L.sum())):
+        is_full_L = given_L >= slots_L
+        given_L[np.lexsort((-heat_L, others_L + given_L, is_full_L))[0]] += 1
+    return given_L
+
+
+def copies_in_memory(memory_bytes: int | None, bytes_per_expert: int | None) -> int | None:
+    """Of all layers together; None: as many as there are slots."""
+    if memory_bytes is None or bytes_per_expert is None:
+        return None
+    return memory_bytes // bytes_per_expert

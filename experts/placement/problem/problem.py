@@ -1,0 +1,73 @@
+"""What is to be placed, where, and under which limits.
+
+S scenarios, L layers with routed experts, E experts of a layer, D devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experts.placement.errors import PlacementError
+from experts.placement.problem import feasible
+from experts.placement.problem.devices import Devices
+from experts.placement.problem.limits import Grouping, Move, Pin
+from experts.placement.problem.loads import ExpertLoads
+from experts.placement.problem.memory_slots import slots_by_layer
+
+# tokens: rows a device computes (prefill, large batches). activated: the expected number of experts
+# that a batch of `batch_size` tokens activates on a device, whose weights it then reads (decode).
+Balance = Literal["tokens", "activated"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementProblem:
+    """Checked when made: PlacementError, with the numbers, where no plan can exist.
+
+    Every plan keeps, in each layer: a copy of every expert; no two of one expert on a device; at
+    most a device's slots and memory; every pin; the grouping; the budget of moves. `fill` asks for
+    every slot to be used, as other engines' formats want it.
+    """
+
+    loads: ExpertLoads
+    devices: Devices
+    bytes_per_expert: int | None = None  # of one layer; needed where memory is limited
+    balance: Balance = "tokens"
+    batch_size: int = 64  # tokens of a step, for `activated` and per-step expectations
+    top_k: int | None = None  # experts of a token in a layer; `activated` needs it
+    pins: tuple[Pin, ...] = ()
+    grouping: Grouping | None = None
+    move: Move | None = None
+    fill: bool = True
+
+    def __post_init__(self) -> None:
+        feasible.check_numbers(
+            self.loads, self.batch_size, self.top_k, needs_top_k=self.balance == "activated"
+        )
+        feasible.check_slots(self.loads, self.devices, fill=self.fill)
+        feasible.check_size(self.loads, self.devices)
+        feasible.check_memory(self.loads, self.devices, self.bytes_per_expert, fill=self.fill)
+        slots_LD = self.slots_by_layer()
+        feasible.check_pins(self.loads, slots_LD, self.pins)
+        if self.grouping is not None:
+            feasible.check_grouping(
+                self.loads, self.devices, self.grouping, self.pins, fill=self.fill
+            )
+        if self.move is not None:
+            feasible.check_move(self.loads, slots_LD, self.pins, self.move, fill=self.fill)
+
+    @property
+    def num_replicas(self) -> int:
+        """Slots beyond one for each expert, in one layer."""
+        return self.devices.num_slots - self.loads.num_experts
+
+    def slots_by_layer(self) -> NDArray[np.int64]:
+        """[L, D]: copies that a device may hold: its slots, or fewer where memory is short."""
+        current = None if self.move is None else self.move.current
+        return slots_by_layer(self.loads, self.devices, self.bytes_per_expert, current)
+
+
+__all__ = ["Balance", "Grouping", "Move", "Pin", "PlacementError", "PlacementProblem"]

@@ -1,0 +1,1 @@
+"""Chooses which copy of an expert serves a row."""

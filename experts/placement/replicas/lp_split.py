@@ -1,0 +1,214 @@
+"""Rows of replicated experts over their copies, so that the busiest rank has the least that can be.
+
+T rows, K choices per row, E experts, R ranks. The linear program "rows of an expert sum to its
+count, a rank's to at most t, least t" is solved in whole rows: poured as `LeastTokens` does, then
+levelled pair by pair, then along paths of copies for as long as a path lowers the busiest rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experts.placement.errors import PlacementError
+from experts.placement.replicas.least_tokens import poured
+
+_SWEEPS = 4  # of pairwise levelling; what they leave, paths finish
+
+
+class LpSplit:
+    """The least busiest rank of one layer's placement, exactly, and always the same way."""
+
+    def __init__(self, ranks_of: Sequence[Sequence[int]]) -> None:
+        """`ranks_of[expert]`: the ranks that hold it; none: it is never chosen."""
+        self._num_ranks = 1 + max((rank for ranks in ranks_of for rank in ranks), default=0)
+        self._ranks_of = [tuple(ranks) or (-1,) for ranks in ranks_of]
+        self._single_E = np.array([ranks[0] for ranks in self._ranks_of], dtype=np.int64)
+        self._is_single_E = np.array([len(ranks) == 1 for ranks in self._ranks_of])
+        by_copies = sorted((len(ranks), e) for e, ranks in enumerate(ranks_of) if len(ranks) > 1)
+        self._replicated = [(expert, tuple(ranks_of[expert])) for _, expert in by_copies]
+        self._replicated_n = np.array([expert for _, expert in by_copies], dtype=np.int64)
+
+    def quotas(self, counts_E: NDArray[np.int64]) -> dict[int, list[int]]:
+        """Rows of each replicated expert that has any, by copy as its placement names them.
+
+        Worked example, experts 0, 1 and 2 on ranks [0], [0, 1] and [1, 2] with 6, 3 and 9 rows:
+        rank 0 has 6 already, so expert 1 goes to rank 1 in full, expert 2 mostly to rank 2: {1: [0,
+        3], 2: [3, 6]}, 6 on each.
+        """
+        loads = self._loads_of_singles(counts_E)
+        counts = counts_E[self._replicated_n].tolist()
+        quotas = {}
+        for (expert, ranks), count in zip(self._replicated, counts, strict=True):
+            if not count:
+                continue
+            if len(ranks) == 2:
+                quotas[expert] = [count, 0]
+                loads[ranks[0]] += count
+                _level_two(ranks, quotas[expert], loads)
+                continue
+            quotas[expert] = poured([loads[rank] for rank in ranks], count)
+            for copy, rank in enumerate(ranks):
+                loads[rank] += quotas[expert][copy]
+        paths = _Paths(self._ranks_of, quotas, loads)
+        for _ in range(_SWEEPS):
+            if not paths.can_lower() or not self._level(quotas, loads):
+                break
+        paths.lower()
+        return quotas
+
+    def ranks(self, expert_ids_TK: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The rank of each choice [T, K]; -1 for a choice of -1. An expert's first rows go to the
+        copy that its placement names first, as many as its quota says, and so on."""
+        flat_N = expert_ids_TK.reshape(-1)
+        counts_E = np.bincount(flat_N + 1, minlength=len(self._ranks_of) + 1)[1:]
+        rank_N = np.where(flat_N < 0, -1, self._single_E[flat_N])
+        quotas = self.quotas(counts_E)
+        if not quotas:
+            return rank_N.reshape(expert_ids_TK.shape)
+        # Choices of replicated experts, sorted by expert: so many for its first copy, and so on.
+        places_n = np.flatnonzero((flat_N >= 0) & ~self._is_single_E[flat_N])
+        by_expert_n = np.argsort(flat_N[places_n].astype(np.uint16), kind="stable")
+        used = sorted(quotas)
+        ranks_in_turn = [rank for expert in used for rank in self._ranks_of[expert]]
+        repeats = [quota for expert in used for quota in quotas[expert]]
+        rank_N[places_n[by_expert_n]] = np.repeat(ranks_in_turn, repeats)
+        return rank_N.reshape(expert_ids_TK.shape)
+
+    def _loads_of_singles(self, counts_E: NDArray[np.int64]) -> list[int]:
+        """Rows by rank of experts with one copy."""
+        is_here_E = self._is_single_E & (self._single_E >= 0)
+        loads_R = np.bincount(
+            self._single_E[is_here_E], weights=counts_E[is_here_E], minlength=self._num_ranks
+        )
+        return [int(load) for load in loads_R]
+
+    def _level(self, quotas: dict[int, list[int]], loads: list[int]) -> bool:
+        """Each expert's rows poured anew over its copies, all others as they are; whether any
+        moved."""
+        has_moved = False
+        for expert, quota in quotas.items():
+            ranks = self._ranks_of[expert]
+            if len(ranks) == 2:
+                has_moved |= _level_two(ranks, quota, loads)
+                continue
+            under = [loads[rank] - quota[copy] for copy, rank in enumerate(ranks)]
+            anew = poured(under, sum(quota))
+            has_moved |= anew != quota
+            for copy, rank in enumerate(ranks):
+                loads[rank] = under[copy] + anew[copy]
+            quota[:] = anew
+        return has_moved
+
+
+def _level_two(ranks: tuple[int, ...], quota: list[int], loads: list[int]) -> bool:
+    """Half of the difference, as far as there are rows; whether any moved."""
+    first, second = ranks
+    more = loads[first] - loads[second]
+    rows = min(more // 2, quota[0]) if more > 0 else -min(-more // 2, quota[1])
+    if not rows:
+        return False
+    quota[0] -= rows
+    quota[1] += rows
+    loads[first] -= rows
+    loads[second] += rows
+    return True
+
+
+class _Paths:
+    """Rows moved from the busiest rank along experts' copies to a rank that has two fewer.
+
+    Where the busiest rank reaches none such, the ranks that it reaches hold every copy of the
+    experts they have rows of, so their rows must be there and no split has a lower busiest rank.
+    """
+
+    def __init__(
+        self, ranks_of: list[tuple[int, ...]], quotas: dict[int, list[int]], loads: list[int]
+    ) -> None:
+        self._ranks_of, self._quotas, self._loads = ranks_of, quotas, loads
+        self._on: list[list[tuple[int, int]]] = [[] for _ in loads]  # rank -> (expert, copy)
+        for expert in quotas:
+            for copy, rank in enumerate(ranks_of[expert]):
+                self._on[rank].append((expert, copy))
+
+    def can_lower(self) -> bool:
+        """Whether some split has a lower busiest rank."""
+        return bool(self._path_from(self._loads.index(max(self._loads))))
+
+    def lower(self) -> None:
+        """Until the busiest rank cannot have fewer."""
+        loads = self._loads
+        while True:
+            busiest = loads.index(max(loads))
+            path = self._path_from(busiest)
+            if not path:
+                return
+            last_expert, _, last_copy = path[-1]
+            end = self._ranks_of[last_expert][last_copy]
+            rows = min(self._quotas[expert][copy] for expert, copy, _ in path)
+            rows = min(rows, (loads[busiest] - loads[end]) // 2)
+            for expert, copy, to_copy in path:
+                self._quotas[expert][copy] -= rows
+                self._quotas[expert][to_copy] += rows
+            loads[busiest] -= rows
+            loads[end] += rows
+
+    def _path_from(self, start: int) -> list[tuple[int, int, int]]:
+        """(expert, copy that gives, copy that takes) of each step to the first rank found, breadth
+        first, that has two rows fewer; none: empty."""
+        loads, room = self._loads, self._loads[start] - 1
+        came_by: dict[int, tuple[int, int, int]] = {}
+        ranks = [start]
+        for rank in ranks:
+            for expert, copy in self._on[rank]:
+                if not self._quotas[expert][copy]:
+                    continue
+                for to_copy, to_rank in enumerate(self._ranks_of[expert]):
+                    if to_rank == start or to_rank in came_by:
+                        continue
+                    came_by[to_rank] = (expert, copy, to_copy)
+                    if loads[to_rank] < room:
+                        return self._way(start, to_rank, came_by)
+                    ranks.append(to_rank)
+        return []
+
+    def _way(
+        self, start: int, end: int, came_by: dict[int, tuple[int, int, int]]
+    ) -> list[tuple[int, int, int]]:
+        steps: list[tuple[int, int, int]] = []
+        rank = end
+        while rank != start:
+            step = came_by[rank]
+            steps.append(step)
+            rank = self._ranks_of[step[0]][step[1]]
+        return steps[::-1]
+
+
+def least_busiest(
+    rows_E: NDArray[np.float64],
+    ranks_of: Sequence[Sequence[int]],
+    speeds_R: NDArray[np.float64],
+) -> float:
+    """The largest load of a rank over its speed under the best split, rows divisible: by HiGHS."""
+    from scipy.optimize import linprog
+    from scipy.sparse import csr_array
+
+    pairs = [(expert, rank) for expert, ranks in enumerate(ranks_of) for rank in ranks]
+    if not pairs or len({expert for expert, _ in pairs}) < len(rows_E):
+        raise PlacementError("A split needs at least one copy of every expert.")
+    expert_n, rank_n = np.array(pairs).T
+    num_pairs = len(pairs)
+    columns_n = np.arange(num_pairs)
+    shares = csr_array((np.ones(num_pairs), (expert_n, columns_n)), (len(rows_E), num_pairs + 1))
+    num_ranks = len(speeds_R)
+    values = np.concatenate((np.ones(num_pairs), -speeds_R))
+    rows = np.concatenate((rank_n, np.arange(num_ranks)))
+    columns = np.concatenate((columns_n, np.full(num_ranks, num_pairs)))
+    loads = csr_array((values, (rows, columns)), (num_ranks, num_pairs + 1))
+    cost = np.zeros(num_pairs + 1)
+    cost[-1] = 1.0
+    found = linprog(cost, A_ub=loads, b_ub=np.zeros(num_ranks), A_eq=shares, b_eq=rows_E)
+    assert found.status == 0, f"the split's linear program: {found.message}"
+    return float(found.fun)

@@ -1,0 +1,1 @@
+"""Solvers of the placement problem; each folder holds one."""

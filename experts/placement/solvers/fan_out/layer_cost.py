@@ -1,0 +1,117 @@
+"""What a layer's plan costs, and by how much each swap of two copies changes that.
+
+S scenarios, C copies, D devices, M nodes, B bins: the devices, or the nodes, whose load is capped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experts.placement.solvers.fan_out.token_sets import TokenSets
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostWeights:
+    """Of the parts of a layer's cost."""
+
+    nodes: float = 1.0  # distinct nodes of a token
+    pairs: float = 1.0  # share of pairs with a neighbouring layer that cross nodes
+    devices: float = 0.05  # distinct devices of a token
+    spread: float = 0.2  # squares of what bins' loads differ by from the even load, summed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bins:
+    """Where loads are summed and capped."""
+
+    bin_D: Ints
+    speeds_B: Floats
+    caps_S: Floats  # of a bin's load over its speed; 1 where all is even
+
+
+class LayerCost:
+    """Costs are means over tokens; `crossing_CM` is what a copy's place costs with the layers
+    beside, and constant while the layer is searched."""
+
+    def __init__(
+        self,
+        sets: TokenSets,
+        loads_SC: Floats,
+        node_D: Ints,
+        bins: Bins,
+        weights: CostWeights,
+        crossing_CM: Floats,
+    ) -> None:
+        self._sets, self._loads_SC, self._node_D, self._bins = sets, loads_SC, node_D, bins
+        self._weights, self._crossing_CM = weights, crossing_CM
+
+    def cost(self, device_C: Ints) -> float:
+        """Without the cap."""
+        weights, node_C = self._weights, self._node_D[device_C]
+        total = weights.pairs * float(self._crossing_CM[np.arange(len(node_C)), node_C].sum())
+        if weights.nodes:
+            total += weights.nodes * self._sets.groups_per_token(node_C)
+        if weights.devices:
+            total += weights.devices * self._sets.groups_per_token(device_C)
+        off_SB = self._filled(device_C) - 1.0
+        return total + weights.spread * float(np.square(off_SB).sum(axis=1).mean())
+
+    def changes(self, device_C: Ints) -> Floats:
+        """[a, b]: of the cost, when they change places."""
+        weights, node_C = self._weights, self._node_D[device_C]
+        here_C = self._crossing_CM[np.arange(len(node_C)), node_C]
+        one_CC = weights.pairs * (self._crossing_CM[:, node_C] - here_C[:, None])
+        if weights.spread:
+            one_CC += weights.spread * self._spread_changes(device_C)
+        change_CC = one_CC + one_CC.T
+        if weights.nodes:
+            num_nodes = self._crossing_CM.shape[1]
+            change_CC += weights.nodes * self._sets.swap_changes(node_C, num_nodes)
+        if weights.devices:
+            num_devices = len(self._node_D)
+            change_CC += weights.devices * self._sets.swap_changes(device_C, num_devices)
+        return np.asarray(change_CC)
+
+    def overload(self, device_C: Ints) -> float:
+        """Above the caps, summed over bins and scenarios."""
+        return float(self._over(self._filled(device_C)).sum())
+
+    def overload_changes(self, device_C: Ints) -> Floats:
+        """[a, b]: of the overload."""
+        bin_C = self._bins.bin_D[device_C]
+        filled_SB = self._filled(device_C)
+        over_SB = self._over(filled_SB)
+        change_CC = np.zeros((len(bin_C), len(bin_C)))
+        for index, loads_C in enumerate(self._loads_SC):
+            more_CC = (loads_C - loads_C[:, None]) / self._bins.speeds_B[bin_C][:, None]
+            after_CC = filled_SB[index, bin_C][:, None] + more_CC - self._bins.caps_S[index]
+            one_CC = np.maximum(0.0, after_CC) - over_SB[index, bin_C][:, None]
+            change_CC += one_CC + one_CC.T
+        change_CC[bin_C[:, None] == bin_C] = 0.0
+        return change_CC
+
+    def _spread_changes(self, device_C: Ints) -> Floats:
+        """[a, b]: of the bin of a, when b comes in its place."""
+        bin_C = self._bins.bin_D[device_C]
+        off_SB = self._filled(device_C) - 1.0
+        change_CC = np.zeros((len(bin_C), len(bin_C)))
+        for loads_C, off_B in zip(self._loads_SC, off_SB, strict=True):
+            more_CC = (loads_C - loads_C[:, None]) / self._bins.speeds_B[bin_C][:, None]
+            change_CC += more_CC * (more_CC + 2.0 * off_B[bin_C][:, None])
+        change_CC[bin_C[:, None] == bin_C] = 0.0
+        return np.asarray(change_CC / len(self._loads_SC))
+
+    def _filled(self, device_C: Ints) -> Floats:
+        """Loads over speeds."""
+        bin_C, num_bins = self._bins.bin_D[device_C], len(self._bins.speeds_B)
+        loads = [np.bincount(bin_C, loads_C, num_bins) for loads_C in self._loads_SC]
+        return np.asarray(np.array(loads) / self._bins.speeds_B)
+
+    def _over(self, filled_SB: Floats) -> Floats:
+        return np.asarray(np.maximum(0.0, filled_SB - self._bins.caps_S[:, None]))

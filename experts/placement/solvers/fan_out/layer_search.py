@@ -1,0 +1,118 @@
+"""One layer: copies to nodes, then to devices of their node, then whatever still helps.
+
+S scenarios, C copies, D devices, M nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experts.placement.solvers.fan_out.fan_out_program import FanOutProgram
+from experts.placement.solvers.fan_out.layer_copies import LayerCopies
+from experts.placement.solvers.fan_out.layer_cost import Bins, CostWeights, LayerCost
+from experts.placement.solvers.fan_out.limits import LayerLimits
+from experts.placement.solvers.fan_out.swaps import best_swaps
+from experts.placement.solvers.fan_out.token_sets import TokenSets
+from experts.placement.solvers.ilp.highs import run_highs
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+_EPSILON, _TOLERANCE = 1e-9, 1e-6  # of sums here, and of HiGHS
+_MOST_ENTRIES = 3_000  # of an exact program: 120 sets of 2 choices, 2 nodes and 8 devices are 2400
+_COPIES_PER_PATIENCE = 8  # many copies take more swaps to come out of a bad place
+_OVER_CAP = 1e3  # the cost of a plan over the cap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exact:
+    """What a layer's integer program came to."""
+
+    device_C: Ints
+    is_proved: bool  # none is cheaper, with the layers beside as they are
+
+
+class LayerSearch:
+    """Loads of nodes are capped first, which leaves more freedom than devices do: inside of a node
+    copies are levelled afterwards, at no cost in nodes."""
+
+    def __init__(
+        self,
+        copies: LayerCopies,
+        limits: LayerLimits,
+        sets: TokenSets,
+        speeds_D: Floats,
+        caps_S: Floats,
+        weights: CostWeights,
+    ) -> None:
+        """`caps_S`: of a device's load over its speed, in each scenario."""
+        self._copies, self._limits, self._sets, self._weights = copies, limits, sets, weights
+        node_D = limits.node_D
+        self._num_nodes = int(node_D.max()) + 1
+        self._devices = Bins(bin_D=np.arange(len(node_D)), speeds_B=speeds_D, caps_S=caps_S)
+        self._nodes = Bins(
+            bin_D=node_D, speeds_B=np.bincount(node_D, speeds_D).astype(np.float64), caps_S=caps_S
+        )
+
+    def improved(
+        self, device_C: Ints, crossing_CM: Floats, patience: int, goes_on: Callable[[], bool]
+    ) -> Ints:
+        """As cheap as `device_C` or cheaper, and under the caps if that is."""
+        patience = max(patience, len(device_C) // _COPIES_PER_PATIENCE)
+        whole = self._cost(self._devices, self._weights, crossing_CM)
+        by_node = self._cost(self._nodes, replace(self._weights, devices=0.0), crossing_CM)
+        inside = self._cost(
+            self._devices, replace(self._weights, nodes=0.0, pairs=0.0), crossing_CM
+        )
+        found_C = best_swaps(by_node, device_C, self._across, patience, goes_on)
+        found_C = best_swaps(inside, found_C, self._within, patience, goes_on)
+        found_C = best_swaps(whole, found_C, self._limits.is_legal, patience, goes_on)
+        is_under = whole.overload(found_C) <= _EPSILON
+        is_better = whole.cost(found_C) < whole.cost(device_C) - _EPSILON
+        return found_C if is_under and is_better else device_C
+
+    def exact(self, device_C: Ints, crossing_CM: Floats, seconds: float) -> Exact | None:
+        """The best of all plans by HiGHS, with the layers beside as they are, where it is small
+        enough for that; the spread of loads below the cap does not count. None: it is not."""
+        weights = replace(self._weights, spread=0.0)
+        num_groups = self._num_nodes + len(self._limits.node_D) * bool(weights.devices)
+        size = len(self._sets.weights_M) * num_groups * self._sets.copies_MK.shape[1]
+        if size > _MOST_ENTRIES or not self._limits.are_none:
+            return None
+        cost = self._cost(self._devices, weights, crossing_CM)
+        known, is_under = cost.cost(device_C), cost.overload(device_C) <= _EPSILON
+        program = FanOutProgram(
+            self._copies,
+            self._sets,
+            self._devices,
+            self._limits.node_D,
+            weights,
+            crossing_CM,
+            known if is_under else _OVER_CAP,
+        )
+        found = run_highs(program, seconds)
+        plan_C = None if found.x is None else program.plan_of(found.x)
+        if plan_C is None or cost.overload(plan_C) > _TOLERANCE:
+            plan_C = device_C
+        is_better = not is_under or cost.cost(plan_C) < known - _TOLERANCE
+        return Exact(device_C=plan_C if is_better else device_C, is_proved=found.is_optimal)
+
+    def nodes_per_token(self, device_C: Ints) -> float:
+        """Distinct, mean over tokens."""
+        return self._sets.groups_per_token(self._limits.node_D[device_C])
+
+    def _cost(self, bins: Bins, weights: CostWeights, crossing_CM: Floats) -> LayerCost:
+        return LayerCost(
+            self._sets, self._copies.loads_SC, self._limits.node_D, bins, weights, crossing_CM
+        )
+
+    def _across(self, device_C: Ints) -> NDArray[np.bool_]:
+        node_C = self._limits.node_D[device_C]
+        return np.asarray(self._limits.is_legal(device_C) & (node_C[:, None] != node_C))
+
+    def _within(self, device_C: Ints) -> NDArray[np.bool_]:
+        node_C = self._limits.node_D[device_C]
+        return np.asarray(self._limits.is_legal(device_C) & (node_C[:, None] == node_C))

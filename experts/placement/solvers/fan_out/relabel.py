@@ -1,0 +1,90 @@
+"""Other devices for the same bundles of experts: fewer pairs cross nodes, and no load changes.
+
+L layers, N tokens, K choices of a token, D devices, M nodes. What a device holds in a layer is a
+bundle; devices of equal slots, speed and memory may trade bundles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experts.placement.problem.devices import Devices
+from experts.placement.problem.plan import Placement
+from experts.placement.problem.token_choices import TokenChoices
+from experts.placement.solvers.fan_out.neighbours import Neighbours
+
+_MAX_SWEEPS = 20
+
+
+def relabelled(
+    placement: Placement,
+    choices: TokenChoices,
+    devices: Devices,
+    slots_LD: NDArray[np.int64] | None = None,
+) -> Placement:
+    """Layer by layer the assignment of bundles to devices whose rows cross nodes least, with the
+    layers beside as they are, until none gets better. Knows no pins, groups or budget of moves.
+    `slots_LD`: where memory is shared over the layers, what it leaves a device in each."""
+    placement.check_fits(choices.layers, choices.num_experts, len(devices))
+    device_LNK = [
+        placement.assign(layer, choices.expert_ids_NLK[:, index].astype(np.int64))
+        for index, layer in enumerate(choices.layers)
+    ]
+    neighbours = Neighbours(device_LNK, [len(devices)] * len(device_LNK))
+    if slots_LD is None:
+        slots_LD = np.zeros((len(choices.layers), len(devices)), dtype=np.int64)
+    node_D, kinds_LD = node_of(devices), kinds_of(devices, slots_LD)
+    label_LD = [np.arange(len(devices)) for _ in choices.layers]
+    for sweep in range(_MAX_SWEEPS):
+        has_changed = False
+        for index, before_D in enumerate(label_LD):
+            nodes = [node_D[label_D] for label_D in label_LD]
+            cost_DM = neighbours.crossing(index, nodes, devices.num_nodes, is_first=sweep == 0)
+            after_D = best_labels(cost_DM[:, node_D], before_D, kinds_LD[index])
+            has_changed |= not np.array_equal(before_D, after_D)
+            label_LD[index] = after_D
+        if not has_changed:
+            break
+    return replace(
+        placement,
+        ranks_of={
+            layer: tuple(
+                tuple(int(label_D[rank]) for rank in ranks) for ranks in placement.ranks_of[layer]
+            )
+            for layer, label_D in zip(choices.layers, label_LD, strict=True)
+        },
+    )
+
+
+def best_labels(
+    cost_DD: NDArray[np.float64], label_D: NDArray[np.int64], kind_D: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """The device of each bundle, least cost [bundle, device] in all; `label_D` where that is as
+    good. A bundle stays on devices of the kind of its label."""
+    from scipy.optimize import linear_sum_assignment
+
+    allowed_DD = kind_D[label_D][:, None] == kind_D
+    never = 1.0 + float(np.abs(cost_DD).sum())
+    _, found_D = linear_sum_assignment(np.where(allowed_DD, cost_DD, never))
+    bundles_D = np.arange(len(label_D))
+    gain = cost_DD[bundles_D, label_D].sum() - cost_DD[bundles_D, found_D].sum()
+    return np.asarray(found_D, dtype=np.int64) if gain > 1e-12 else label_D
+
+
+def node_of(devices: Devices) -> NDArray[np.int64]:
+    """By device."""
+    return np.array([device.node for device in devices.devices], dtype=np.int64)
+
+
+def kinds_of(devices: Devices, slots_LD: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[L, D]: equal numbers may trade all that they hold in a layer. Memory may leave devices that
+    are alike different slots of it."""
+    alike = [(each.num_slots, each.speed, each.memory_bytes) for each in devices.devices]
+    kinds_LD = []
+    for slots_D in slots_LD.tolist():
+        kinds = list(zip(alike, slots_D, strict=True))
+        kinds_LD.append([kinds.index(kind) for kind in kinds])
+    return np.array(kinds_LD, dtype=np.int64)

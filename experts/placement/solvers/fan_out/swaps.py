@@ -1,0 +1,101 @@
+"""The best swap again and again, past local optima, and over a cap for a while: tabu search.
+
+C copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experts.placement.solvers.fan_out.layer_cost import LayerCost
+
+_EPSILON = 1e-9
+_STILL = 6  # swaps for which copies that just moved stay where they are
+_PRICE = 4.0  # of a load over the cap, at first
+_COPIES_PER_SWAP = 16  # of a large step
+_OSCILLATION = 4  # swaps over or under the cap, after which being over costs more or less
+
+
+def best_swaps(
+    cost_of: LayerCost,
+    device_C: NDArray[np.int64],
+    is_legal_CC: Callable[[NDArray[np.int64]], NDArray[np.bool_]],
+    patience: int,
+    goes_on: Callable[[], bool],
+) -> NDArray[np.int64]:
+    """The cheapest plan under the cap that was met, or the one least over it; ends after `patience`
+    swaps without a better one. `is_legal_CC` says which two may change places."""
+    device_C = _large_steps(cost_of, device_C, is_legal_CC, goes_on)
+    cost, overload = cost_of.cost(device_C), cost_of.overload(device_C)
+    best_C, best = device_C.copy(), (_over(overload), cost)
+    still_until_C = np.zeros(len(device_C), dtype=np.int64)
+    price, num_over, num_under, since_best, turn = _PRICE, 0, 0, 0, 0
+    while since_best < patience and goes_on():
+        change_CC, over_CC = cost_of.changes(device_C), cost_of.overload_changes(device_C)
+        is_still_C = still_until_C > turn
+        is_best_CC = (overload + over_CC <= _EPSILON) & (
+            (cost + change_CC < best[1] - _EPSILON) | (best[0] > 0)
+        )
+        is_allowed_CC = is_best_CC | ~(is_still_C[:, None] | is_still_C)
+        is_allowed_CC &= is_legal_CC(device_C)
+        score_CC = np.where(is_allowed_CC, change_CC + price * over_CC, np.inf)
+        first, second = divmod(int(score_CC.argmin()), len(device_C))
+        if not np.isfinite(score_CC[first, second]):
+            break
+        cost += float(change_CC[first, second])
+        overload = max(0.0, overload + float(over_CC[first, second]))
+        device_C[[first, second]] = device_C[[second, first]]
+        still_until_C[[first, second]] = turn + 1 + _STILL
+        is_under = overload <= _EPSILON
+        num_over, num_under = (0, num_under + 1) if is_under else (num_over + 1, 0)
+        if max(num_over, num_under) >= _OSCILLATION:
+            price *= 0.5 if is_under else 2.0
+            num_over = num_under = 0
+        turn, since_best = turn + 1, since_best + 1
+        if (_over(overload), cost + _EPSILON) < best:
+            best_C, best, since_best = device_C.copy(), (_over(overload), cost), 0
+    return np.asarray(best_C)
+
+
+def _over(overload: float) -> float:
+    """0 where it is rounding."""
+    return overload if overload > _EPSILON else 0.0
+
+
+def _large_steps(
+    cost_of: LayerCost,
+    device_C: NDArray[np.int64],
+    is_legal_CC: Callable[[NDArray[np.int64]], NDArray[np.bool_]],
+    goes_on: Callable[[], bool],
+) -> NDArray[np.int64]:
+    """Where there are many copies, the first way down in large steps: several swaps of different
+    copies, as long as they help together."""
+    at_once = len(device_C) // _COPIES_PER_SWAP
+    score = cost_of.cost(device_C) + _PRICE * cost_of.overload(device_C)
+    while at_once > 1 and goes_on():
+        score_CC = cost_of.changes(device_C) + _PRICE * cost_of.overload_changes(device_C)
+        score_CC[~is_legal_CC(device_C)] = 0.0
+        after_C = device_C.copy()
+        for first, second in _apart(score_CC, at_once):
+            if is_legal_CC(after_C)[first, second]:
+                after_C[[first, second]] = after_C[[second, first]]
+        after = cost_of.cost(after_C) + _PRICE * cost_of.overload(after_C)
+        if after < score - _EPSILON:
+            device_C, score = after_C, after
+        else:
+            at_once //= 2
+    return np.array(device_C)
+
+
+def _apart(score_CC: NDArray[np.float64], most: int) -> Iterator[tuple[int, int]]:
+    """Pairs of lowest scores below 0, each copy once."""
+    firsts, seconds = np.nonzero(np.triu(score_CC) < -_EPSILON)
+    order = np.argsort(score_CC[firsts, seconds], kind="stable")[: 8 * most]
+    used: set[int] = set()
+    for pair in zip(firsts[order].tolist(), seconds[order].tolist(), strict=True):
+        if used.isdisjoint(pair) and len(used) < 2 * most:
+            used.update(pair)
+            yield pair

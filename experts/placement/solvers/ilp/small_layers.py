@@ -1,0 +1,70 @@
+"""Layers so small that their whole integer program takes milliseconds: solved exactly.
+
+L layers, E experts, D devices, R copies that an expert may have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experts.placement.judge.bound import Bound
+from experts.placement.problem.problem import PlacementProblem
+from experts.placement.solvers.ilp.layer_state import LayerState
+from experts.placement.solvers.ilp.layer_task import LayerTask, layer_tasks
+
+_MOST_BINARIES = 100  # of a layer's program: 5 to 150 ms on a busy core
+_MOST_OF_FEW, _MOST_OF_ALL = 160, 640  # of a layer where few layers are to be solved, up to 1 s
+_MOST_CHOICES = 48  # experts times devices: without replicas, programs of more take seconds
+_MOST_NODES = 2_000  # of HiGHS's tree
+_LONGEST_S = 5.0  # never reached on a machine that works; nodes are what ends a program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallLayers:
+    """Plans of all layers, of which `num_proved` are proved best by HiGHS."""
+
+    copies_LED: NDArray[np.int64]
+    bound_L: NDArray[np.float64]
+    num_proved: int
+
+
+def solve_small(
+    problem: PlacementProblem,
+    copies_LED: NDArray[np.int64],
+    counted: Bound,
+    stop: Callable[[], bool],
+) -> SmallLayers | None:
+    """Layers that do not meet their bound yet; None where layers are too large."""
+    num_experts, num_devices = copies_LED.shape[1:]
+    spare = int(problem.slots_by_layer().sum(axis=1).max()) - num_experts
+    most_copies = max(1, min(num_devices, 1 + spare))
+    num_binaries = num_experts * (1 + num_devices) * most_copies
+    is_small = num_binaries <= _MOST_BINARIES or (
+        num_binaries <= _MOST_OF_FEW and num_binaries * len(copies_LED) <= _MOST_OF_ALL
+    )
+    if not is_small or num_experts * num_devices > _MOST_CHOICES:
+        return None
+    result_LED, bound_L, num_proved = copies_LED.copy(), counted.by_SL.mean(axis=0), 0
+    for row, task in enumerate(layer_tasks(problem, counted)):
+        if stop():
+            break
+        if _solve(task, result_LED[row], bound_L, row):
+            num_proved += 1
+    return SmallLayers(copies_LED=result_LED, bound_L=bound_L, num_proved=num_proved)
+
+
+def _solve(
+    task: LayerTask, copies_ED: NDArray[np.int64], bound_L: NDArray[np.float64], row: int
+) -> bool:
+    """In place. Is the plan proved best by HiGHS."""
+    state = LayerState(task, copies_ED > 0, _MOST_OF_FEW)
+    if state.is_closed:
+        return False
+    state.close(_LONGEST_S, _MOST_NODES)
+    copies_ED[:] = state.holds_ED
+    bound_L[row] = state.bound
+    return state.is_closed

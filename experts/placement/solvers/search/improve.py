@@ -1,0 +1,209 @@
+"""From a first plan to a good one: descents, then kicks and descents of what is not proved best.
+
+Shapes as in `state.py`; n rows still worth a try, t tries of each at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from experts.placement.solvers.search.descent import Stage, Stop, settle
+from experts.placement.solvers.search.folding import can_fold, folded
+from experts.placement.solvers.search.kick import kick_recount, kick_swap
+from experts.placement.solvers.search.recount import recount, without_replicas
+from experts.placement.solvers.search.soft_peak import SoftPeak
+from experts.placement.solvers.search.spend import spend
+from experts.placement.solvers.search.state import Bools, Floats, Ints, State
+from experts.placement.solvers.search.sweep import MANY
+from experts.placement.solvers.search.watch import Watch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How long a search goes on; every part is deterministic."""
+
+    stages: tuple[Stage, ...]
+    rounds: int  # of kicks, at most
+    tries: int  # in each round, of each layer
+    patience: int  # rounds without a better plan of a layer, after which it is left
+    folding_steps: int = 2500  # where devices have two slots
+    spending_rounds: int = 2  # where moves are limited
+    spending_tries: int = 6
+    tolerance: float = 5e-4  # a layer so near its bound is as good as proved
+
+    @classmethod
+    def usual(cls, num_scenarios: int, num_copies: int, num_devices: int = 1) -> Effort:
+        """Until a good plan is there; `num_copies` of all layers."""
+        if num_scenarios == 1:
+            tries = 6 if num_devices <= MANY else 4
+            return cls(stages=(_FINE,), rounds=12, tries=tries, patience=4)
+        # Kicks only where a round is quick.
+        rounds = min(_MANY_COPIES // (num_scenarios * num_copies), 12)
+        return cls(stages=(_BROAD, _NARROW), rounds=rounds, tries=4, patience=4)
+
+    @classmethod
+    def thorough(cls, num_scenarios: int, num_copies: int, num_devices: int = 1) -> Effort:
+        """Until hardly anything is found; for a search that has a deadline."""
+        if num_scenarios == 1:
+            return cls(stages=(_FINE,), rounds=10_000, tries=8, patience=60, spending_rounds=10_000)
+        stages = (_BROAD, _NARROW, _NARROWEST)
+        return cls(stages=stages, rounds=10_000, tries=2, patience=30, spending_rounds=10_000)
+
+
+# One scenario: the peak itself. Several: broad strokes first, or scenarios block each other.
+_FINE = Stage(sharpness=1000.0, least=1e-3, sizes=(1, 2), num_pairs=8)
+_BROAD = Stage(sharpness=100.0, least=2.5e-2, sizes=(1, 2))
+_NARROW = Stage(sharpness=300.0, least=2.5e-2, sizes=(1, 2))
+_MANY_COPIES = 100_000
+_MOST_KICKS, _RECOUNTS = 3, 0.5  # changes of a kick, and the share of them that change counts
+_MOST_KICKS_OF_MANY, _RECOUNTS_OF_MANY = 4, 0.3  # with many devices
+_NEAR = 2000.0
+_LEAVING_SHARPNESS = (10.0, 50.0)
+_SPENDING_SHARPNESS = (8.0, 80.0)
+_NARROWEST = Stage(sharpness=300.0, least=8e-3, sizes=(1, 2, 3), num_pairs=8)
+
+
+def improve(state: State, bound_N: Floats, effort: Effort, seed: int, watch: Watch) -> None:
+    """In place; whenever it is interrupted, `state` holds valid slots."""
+    random = np.random.default_rng(seed)
+    enough_N = bound_N * (1.0 + 0.2 * effort.tolerance)
+    if state.rules.budget is not None:
+        _spend(state, effort, random, watch)
+    num_parts = len(effort.stages) + effort.rounds
+    for done, stage in enumerate(effort.stages):
+        settle(state, stage, enough_N, partial(_tell_cost, watch, done / num_parts))
+    if not state.rules.fill:
+        _leave_out(state, effort.stages[-1], enough_N, partial(_tell_cost, watch, 1.0))
+    if state.rules.budget is not None:
+        return  # kicks would have to be paid for
+    if can_fold(state):
+        _fold(state, effort, enough_N, random, partial(_tell_cost, watch, 0.5))
+    idle_N = np.zeros(len(bound_N), dtype=np.int64)
+    for done in range(len(effort.stages), num_parts):
+        cost_N = state.costs()
+        is_open_N = cost_N > bound_N * (1.0 + effort.tolerance)
+        live = np.flatnonzero(is_open_N & (idle_N < effort.patience))
+        stop = partial(_tell, watch, float(cost_N.mean()), done / num_parts)
+        if not len(live) or stop(0.0):
+            return
+        better_n = _round(state, live, enough_N, effort, random, stop)
+        idle_N[live] = np.where(better_n, 0, idle_N[live] + 1)
+
+
+def _fold(
+    state: State, effort: Effort, enough_N: Floats, random: np.random.Generator, stop: Stop
+) -> None:
+    """Rows for which numbers of copies were found that pack better."""
+    cost_N = state.costs()
+    live = np.flatnonzero(cost_N > enough_N * (1.0 + effort.tolerance))
+    told = partial(stop, float(cost_N.mean()))
+    if not len(live) or told():
+        return
+    part = folded(state.take(live), effort.folding_steps, random, told)
+    is_full_n = (part.slot_NDC < part.num_experts).all(axis=(1, 2))  # no copy met itself
+    live, part = live[is_full_n], part.take(np.flatnonzero(is_full_n))
+    settle(part, effort.stages[-1], enough_N[live], stop)
+    better = np.flatnonzero(part.costs() < state.costs()[live])
+    state.put(live[better], part, better)
+
+
+def _leave_out(state: State, stage: Stage, enough_N: Floats, stop: Stop) -> None:
+    """Copies that do no good go, and others may come into their slots, which filled slots need not
+    ask: from the plan as it is, and from one without replicas."""
+    _recount_softly(state, stage, enough_N, stop)
+    if state.rules.budget is None:
+        other = without_replicas(state)
+        settle(other, stage, enough_N, stop)
+        _recount_softly(other, stage, enough_N, stop)
+        better = np.flatnonzero(other.costs() < state.costs() - 1e-9)
+        state.put(better, other, better)
+
+
+def _recount_softly(state: State, stage: Stage, enough_N: Floats, stop: Stop) -> None:
+    """Several changes at a time, as the peak falls only with the last device that is as hot, and
+    others may rise on the way."""
+    for sharpness in (*_LEAVING_SHARPNESS, stage.sharpness):
+        live = np.arange(len(state.slot_NDC))
+        while len(live) and not stop(float(state.costs().mean())):
+            part = state.take(live)
+            before_n = part.costs()
+            for _ in range(part.slot_NDC[0].size):
+                if not recount(part, SoftPeak(part, sharpness)).any():
+                    break
+            settle(part, stage, enough_N[live], stop)
+            after_n = part.costs()
+            kept = np.flatnonzero(after_n <= before_n)
+            state.put(live[kept], part, kept)
+            live = live[after_n < before_n - 1e-9]
+
+
+def _spend(state: State, effort: Effort, random: np.random.Generator, watch: Watch) -> None:
+    """From the plan in use, with soft and sharp peaks; of each row the best try is kept."""
+    tries, rows = effort.spending_tries, np.arange(len(state.slot_NDC))
+    first, idle = state.take(rows), 0
+    for done in range(effort.spending_rounds):
+        if done and (idle >= effort.patience or watch.tell(float(state.costs().mean()), 0.0)):
+            return
+        part = first.take(np.repeat(rows, tries))
+        spend(part, np.tile(np.geomspace(*_SPENDING_SHARPNESS, tries), len(rows)), random)
+        costs_Nt = part.costs().reshape(-1, tries)
+        better_N = costs_Nt.min(axis=1) < state.costs() - 1e-9
+        chosen_N = rows * tries + costs_Nt.argmin(axis=1)
+        state.put(rows[better_N], part, chosen_N[better_N])
+        idle = 0 if better_N.any() else idle + 1
+
+
+def _tell_cost(watch: Watch, done: float, objective: float) -> bool:
+    return watch.tell(objective, done)
+
+
+def _tell(watch: Watch, objective: float, done: float, _: float) -> bool:
+    return watch.tell(objective, done)
+
+
+def _round(
+    state: State,
+    live: Ints,
+    enough_N: Floats,
+    effort: Effort,
+    random: np.random.Generator,
+    stop: Stop,
+) -> Bools:
+    """Each row's best try, where it is better. [n]: was it."""
+    tries = effort.tries
+    part = state.take(np.repeat(live, tries))
+    before_NDS = part.loads_NDS.copy()
+    _kick(part, random)
+    same_ND = (np.abs(part.loads_NDS - before_NDS) < 1e-12).all(axis=2)
+    settle(part, effort.stages[-1], np.repeat(enough_N[live], tries), stop, same_ND)
+    costs_nt = _compared(part).reshape(-1, tries)
+    best_n = costs_nt.argmin(axis=1)
+    better_n = costs_nt.min(axis=1) < _compared(state)[live] - 1e-9
+    chosen_n = np.arange(len(live)) * tries + best_n
+    state.put(live[better_n], part, chosen_n[better_n])
+    return np.asarray(better_n)
+
+
+def _compared(state: State) -> Floats:
+    """[N]: by which a try is better: the peak, and where devices are many, how many come near it,
+    as each change cools two of them."""
+    if state.slot_NDC.shape[1] <= MANY:
+        return state.costs()
+    peak_N1S = state.loads_NDS.max(axis=1, keepdims=True)
+    near_NS = np.exp(_NEAR * (state.loads_NDS - peak_N1S)).sum(axis=1)
+    return np.asarray((peak_N1S[:, 0] + np.log(near_NS) / _NEAR).mean(axis=1))
+
+
+def _kick(state: State, random: np.random.Generator) -> None:
+    """A few random changes of each row."""
+    kicks, share = (_MOST_KICKS, _RECOUNTS)
+    if state.slot_NDC.shape[1] > MANY:
+        kicks, share = (_MOST_KICKS_OF_MANY, _RECOUNTS_OF_MANY)
+    num_kicks_N = random.integers(1, kicks + 1, size=len(state.slot_NDC))
+    for kick in range(kicks):
+        recounts_N = random.random(len(num_kicks_N)) < share
+        kick_recount(state, np.flatnonzero((num_kicks_N > kick) & recounts_N), random)
+        kick_swap(state, np.flatnonzero((num_kicks_N > kick) & ~recounts_N), random)

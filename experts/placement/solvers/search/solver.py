@@ -1,0 +1,84 @@
+"""The default solver: a packing, improved in all layers and scenarios at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from experts.placement.judge.bound import lower_bound
+from experts.placement.judge.copies import copies_in_slots
+from experts.placement.judge.judged import judged
+from experts.placement.problem.problem import PlacementProblem
+from experts.placement.solution import Progress, Solution
+from experts.placement.solvers.ilp.small_layers import SmallLayers, solve_small
+from experts.placement.solvers.search.improve import Effort, improve
+from experts.placement.solvers.search.relabel import relabelled
+from experts.placement.solvers.search.start import first_state
+from experts.placement.solvers.search.watch import Watch
+
+SECONDS = 120.0  # where `solve` is given none; what is planned in practice takes far less
+
+
+class Search:
+    """The same plan for the same problem and seed, unless it was ended early: work is counted in
+    rounds of tries, not in seconds, and the default limit of time is for what is very large.
+
+    It ends as soon as the plan is good; `thorough` goes on until hardly anything is found, which is
+    for callers with a deadline.
+    """
+
+    name = "search"
+
+    def __init__(
+        self, *, seed: int = 0, thorough: bool = False, effort: Effort | None = None
+    ) -> None:
+        """`effort`: in place of the usual or the thorough one."""
+        self._seed, self._thorough, self._effort = seed, thorough, effort
+
+    def solve(
+        self,
+        problem: PlacementProblem,
+        *,
+        seconds: float | None = None,
+        report: Callable[[Progress], bool] | None = None,
+    ) -> Solution:
+        """See `Solver`; Ctrl-C ends it with the best so far, as a deadline does. Without `seconds`
+        the deadline is after `SECONDS`."""
+        bound = lower_bound(problem)
+        watch = Watch(bound.value, SECONDS if seconds is None else seconds, report)
+        state = first_state(problem)
+        try:
+            kind = Effort.thorough if self._thorough else Effort.usual
+            num_copies = int(state.rules.open_NDC.sum())
+            effort = self._effort or kind(len(bound.by_SL), num_copies, len(problem.devices))
+            improve(state, bound.by_SL.mean(axis=0), effort, self._seed, watch)
+        except KeyboardInterrupt:
+            watch.end()
+        slot_LDC = np.where(state.slot_NDC == state.num_experts, -1, state.slot_NDC)
+        copies_LED = copies_in_slots(slot_LDC, problem.loads.num_experts)
+        small = solve_small(problem, copies_LED, bound, watch.stop)
+        if small is not None:
+            copies_LED = small.copies_LED
+        solution = judged(
+            problem,
+            relabelled(problem, copies_LED),
+            solver=self.name,
+            seconds=watch.elapsed,
+            is_complete=not watch.is_over,
+            bound=bound,
+        )
+        return solution if small is None else _with_proof(problem, solution, small)
+
+
+def _with_proof(problem: PlacementProblem, solution: Solution, small: SmallLayers) -> Solution:
+    """With what HiGHS proved, unless memory is shared by layers: then it holds for these slots."""
+    if not small.num_proved or problem.bytes_per_expert is not None:
+        return solution
+    words = f"{small.num_proved} of {len(small.bound_L)} layers proved best by HiGHS."
+    return replace(
+        solution,
+        bound=min(float(small.bound_L.mean()), solution.objective),
+        bound_proof=f"{words} {solution.bound_proof}",
+    )
