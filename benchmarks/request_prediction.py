@@ -21,10 +21,10 @@ from moe_serve.config import ModelConfig
 from moe_serve.engine.batch_policy.live_learning import LiveLearning
 from moe_serve.engine.build import model_folder, open_loader
 from moe_serve.engine.request_prediction import open_request_predictor
-from routing_predictor.online import OnlineLimits, OnlinePredictor
-from routing_predictor.pools import PrefixPools
-from routing_predictor.prefix_samples import HORIZON
-from routing_predictor.request_mlp import PrefixPredictor, RequestMLP
+from routing_predictor.requests.online import OnlineLimits, OnlinePredictor
+from routing_predictor.requests.pools import PrefixPools
+from routing_predictor.requests.prefix_samples import HORIZON
+from routing_predictor.requests.request_mlp import PrefixPredictor, RequestMLP
 
 BATCHES, LENGTHS = (1, 16, 64, 256), (16, 128, 1024)
 SHAPES = ((6, 32, 4), (58, 256, 8))  # the demonstration model's, DeepSeek-V3's

@@ -18,14 +18,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from torch import Tensor, nn
 
-from routing_predictor.card import PredictorCard, PredictorKind, read_card, write_card
-from routing_predictor.errors import PredictorError
-from routing_predictor.layer_data import predicted_pairs
-from routing_predictor.metadata import regular
-from routing_predictor.pools import PrefixPools
-from routing_predictor.request_mlp import PrefixPredictor, RequestMLP
-from routing_predictor.router_residual import RouterResidual, RouterWeights
-from routing_predictor.train_layers import LayerPredictors
+from routing_predictor.layers.layer_data import predicted_pairs
+from routing_predictor.layers.router_residual import RouterResidual, RouterWeights
+from routing_predictor.layers.train_layers import LayerPredictors
+from routing_predictor.requests.pools import PrefixPools
+from routing_predictor.requests.request_mlp import PrefixPredictor, RequestMLP
+from routing_predictor.traces.card import PredictorCard, PredictorKind, read_card, write_card
+from routing_predictor.traces.errors import PredictorError
+from routing_predictor.traces.metadata import regular
 
 
 def write_predictor(folder: Path, card: PredictorCard, module: nn.Module) -> None:

@@ -36,7 +36,7 @@ from moe_serve.http.metrics import PREFIX, RejectionReason, ServerMetrics
 from moe_serve.http.metrics_alias import SAME_AS_VLLM
 from moe_serve.http.server_collector import ServerCollector
 from page_block import PageBlock
-from routing_predictor.recording import RecordingStats
+from routing_predictor.traces.recording import RecordingStats
 
 BLOCK = PageBlock(
     Path(__file__).resolve().parents[1] / "docs" / "observability.md",

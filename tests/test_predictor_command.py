@@ -20,8 +20,8 @@ from moe_serve.engine.request_prediction import open_request_predictor
 from moe_serve.errors import ConfigError
 from moe_serve.model.demo import demo_model_folder
 from moe_serve.text.tokenizer import Tokenizer
-from routing_predictor.trace import RoutingTrace
-from routing_predictor.trace_file import write_trace
+from routing_predictor.traces.trace import RoutingTrace
+from routing_predictor.traces.trace_file import write_trace
 
 TEXT = "The bill was read twice and sent to the committee. " * 8
 CODE = "static int next(struct list *l) { return l->head + 1; }\n" * 8

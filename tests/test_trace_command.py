@@ -13,11 +13,11 @@ from moe_serve.cli import trace_record
 from moe_serve.cli.main import main
 from moe_serve.cli.trace_prompts import TracePrompt, read_prompts
 from moe_serve.errors import InvalidRequestError
-from routing_predictor import trace_file
-from routing_predictor.errors import TraceError
-from routing_predictor.load_file import read_load
-from routing_predictor.trace import RoutingTrace
-from routing_predictor.trace_file import read_trace, read_traces, write_trace
+from routing_predictor.traces import trace_file
+from routing_predictor.traces.errors import TraceError
+from routing_predictor.traces.load_file import read_load
+from routing_predictor.traces.trace import RoutingTrace
+from routing_predictor.traces.trace_file import read_trace, read_traces, write_trace
 
 Capture = pytest.CaptureFixture[str]
 

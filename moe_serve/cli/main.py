@@ -34,7 +34,7 @@ from moe_serve.cli.top import top
 from moe_serve.cli.trace import trace
 from moe_serve.errors import ClusterError, EngineDeadError, MoeServeError, printable
 from moe_serve.logs import is_json_log
-from routing_predictor.errors import RoutingError
+from routing_predictor.traces.errors import RoutingError
 
 EXIT_FAILURE = 1
 EXIT_MISTAKE = 2

@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 from experts.placement.problem.loads import ExpertLoads
 from experts.placement.problem.token_choices import TokenChoices
 from moe_serve.errors import ConfigError
-from routing_predictor.errors import TraceError
 from routing_predictor.importers.importer import import_files
 from routing_predictor.importers.tables import Imported, ImportOptions, read_json
 from routing_predictor.importers.trtllm import META
-from routing_predictor.load_file import FORMAT, ExpertLoad, read_load
-from routing_predictor.metadata import read_metadata
-from routing_predictor.trace import RoutingTrace, check_distinct
-from routing_predictor.trace_file import read_traces
-from routing_predictor.trace_stats import windows
+from routing_predictor.traces.errors import TraceError
+from routing_predictor.traces.load_file import FORMAT, ExpertLoad, read_load
+from routing_predictor.traces.metadata import read_metadata
+from routing_predictor.traces.trace import RoutingTrace, check_distinct
+from routing_predictor.traces.trace_file import read_traces
+from routing_predictor.traces.trace_stats import windows
 
 _PLAN_KEYS = ("num_ranks", "physical_to_logical_map", "layer_list", "initial_global_assignments")
 _COUNTED = ("vllm", "csv", "npz", "npy")  # they count layers among those with experts, from 0

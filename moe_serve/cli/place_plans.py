@@ -19,8 +19,8 @@ from moe_serve.cli.place_inputs import holds_loads
 from moe_serve.errors import ConfigError
 from moe_serve.regular_file import regular_file
 from moe_serve.yaml_nodes import plain_value, read_yaml
-from routing_predictor.errors import TraceError
 from routing_predictor.importers.torch_file import read_torch_file
+from routing_predictor.traces.errors import TraceError
 
 _YAML = (".yaml", ".yml")
 _GIVE = (

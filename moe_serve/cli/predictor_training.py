@@ -20,12 +20,12 @@ from moe_serve.engine.predictor_training import (
 )
 from moe_serve.errors import ConfigError
 from moe_serve.text.tokenizer import Tokenizer
-from routing_predictor.card import PredictorKind
-from routing_predictor.fitting import Progress, Recipe
+from routing_predictor.layers.train_layers import Loss
 from routing_predictor.predictor_file import write_predictor
-from routing_predictor.trace import RoutingTrace
-from routing_predictor.trace_file import read_traces
-from routing_predictor.train_layers import Loss
+from routing_predictor.traces.card import PredictorKind
+from routing_predictor.traces.fitting import Progress, Recipe
+from routing_predictor.traces.trace import RoutingTrace
+from routing_predictor.traces.trace_file import read_traces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

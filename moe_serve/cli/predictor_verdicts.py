@@ -18,12 +18,12 @@ from moe_serve.engine.predictor_evaluation import judge_layers, judge_request
 from moe_serve.engine.predictor_training import data_facts
 from moe_serve.errors import ConfigError
 from moe_serve.text.tokenizer import Tokenizer
-from routing_predictor.card import PredictorKind
-from routing_predictor.evaluate import METRICS, Verdict
-from routing_predictor.fitting import Progress
-from routing_predictor.history_rivals import judge_history
-from routing_predictor.texts import RoutedTexts, split_documents, texts_of
-from routing_predictor.trace_file import read_traces
+from routing_predictor.judge.evaluate import METRICS, Verdict
+from routing_predictor.judge.history_rivals import judge_history
+from routing_predictor.requests.texts import RoutedTexts, split_documents, texts_of
+from routing_predictor.traces.card import PredictorKind
+from routing_predictor.traces.fitting import Progress
+from routing_predictor.traces.trace_file import read_traces
 
 Verdicts = dict[str, list[Verdict]]  # by what was judged
 

@@ -38,8 +38,8 @@ def import_(
 
     from routing_predictor.importers.importer import import_files
     from routing_predictor.importers.tables import ImportOptions
-    from routing_predictor.load_file import ExpertLoad, write_load
-    from routing_predictor.trace_file import write_trace
+    from routing_predictor.traces.load_file import ExpertLoad, write_load
+    from routing_predictor.traces.trace_file import write_trace
 
     options = ImportOptions(
         num_experts=num_experts, num_layers=num_layers, top_k=top_k, model=model

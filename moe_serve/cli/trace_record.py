@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from moe_serve.engine.build import BuiltEngine
     from moe_serve.engine.request import GenerationRequest
     from moe_serve.engine.route_recorder import TokenSink
-    from routing_predictor.recording import RecordingWriter, TraceHeader
+    from routing_predictor.traces.recording import RecordingWriter, TraceHeader
 
 _EXIT_INTERRUPTED = 130
 _SUFFIX = ".safetensors"
@@ -39,8 +39,8 @@ class _Output:
 
     def close(self) -> int:
         """-> tokens that were recorded. Parts stay where joining them fails."""
-        from routing_predictor.errors import TraceError
-        from routing_predictor.trace_file import read_traces, write_trace
+        from routing_predictor.traces.errors import TraceError
+        from routing_predictor.traces.trace_file import read_traces, write_trace
 
         stats = self.writer.close()
         num_tokens = stats.num_tokens - stats.num_lost_tokens
@@ -110,7 +110,7 @@ def _parts_of(out: Path) -> Path:
 
 
 def _open(out: Path, header: TraceHeader, prompts: list[TracePrompt]) -> _Output:
-    from routing_predictor.recording import RecordingWriter
+    from routing_predictor.traces.recording import RecordingWriter
 
     parts = _parts_of(out)
     writer = RecordingWriter(

@@ -15,8 +15,8 @@ from moe_serve.cli.wide_console import wide_console
 from moe_serve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from routing_predictor.trace import RoutingTrace
-    from routing_predictor.trace_stats import Activation, Drift, LayerLoad, Loads
+    from routing_predictor.traces.trace import RoutingTrace
+    from routing_predictor.traces.trace_stats import Activation, Drift, LayerLoad, Loads
 
 
 def show(
@@ -38,8 +38,8 @@ def show(
     ] = 8,
 ) -> None:
     """Who is hot, how many experts a batch touches, and how the loads drift."""
-    from routing_predictor.heat_map import draw_heat_map
-    from routing_predictor.trace_stats import drifts, layer_loads
+    from routing_predictor.traces.heat_map import draw_heat_map
+    from routing_predictor.traces.trace_stats import drifts, layer_loads
 
     check_output(json_file, heatmap)
     if heatmap is not None and heatmap.suffix != ".png":
@@ -85,10 +85,10 @@ class _Shown:
 
 
 def _read(files: list[Path], num_windows: int) -> _Shown:
-    from routing_predictor.load_file import FORMAT, read_load
-    from routing_predictor.metadata import read_metadata
-    from routing_predictor.trace_file import read_traces
-    from routing_predictor.trace_stats import activations, shuffled, windows
+    from routing_predictor.traces.load_file import FORMAT, read_load
+    from routing_predictor.traces.metadata import read_metadata
+    from routing_predictor.traces.trace_file import read_traces
+    from routing_predictor.traces.trace_stats import activations, shuffled, windows
 
     if len(files) == 1 and files[0].is_file() and read_metadata(files[0]).get("format") == FORMAT:
         load = read_load(files[0])
@@ -102,7 +102,7 @@ def _read(files: list[Path], num_windows: int) -> _Shown:
 
 
 def _trace_facts(trace: RoutingTrace) -> dict[str, Any]:
-    from routing_predictor.trace import DECODE
+    from routing_predictor.traces.trace import DECODE
 
     num_decode = int((trace.phase_N == DECODE).sum())
     more = [

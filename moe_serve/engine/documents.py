@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from moe_serve.errors import ConfigError
 from moe_serve.regular_file import regular_file
 from moe_serve.text.tokenizer import Tokenizer
-from routing_predictor.texts import PIECE
+from routing_predictor.requests.texts import PIECE
 
 _SEPARATOR = "<|endoftext|>"
 _SUFFIXES = (".txt", ".txt.xz")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from moe_serve.errors import ConfigError
 from moe_serve.model.loader import ModelLoader
 from moe_serve.model.spec import ModelSpec
-from routing_predictor.router_residual import RouterWeights
+from routing_predictor.layers.router_residual import RouterWeights
 
 
 def layer_routers(loader: ModelLoader) -> list[RouterWeights]:

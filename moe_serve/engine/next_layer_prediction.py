@@ -12,10 +12,10 @@ from moe_serve.errors import ConfigError
 from moe_serve.model.loader import ModelLoader
 from moe_serve.model.spec import ModelSpec
 from moe_serve.pipeline.next_layer import NextLayer
-from routing_predictor.card import PredictorKind
-from routing_predictor.errors import PredictorError
+from routing_predictor.layers.recall_guard import GuardLimits, RecallGuard
 from routing_predictor.predictor_file import load_layer_predictors, read_predictor_card
-from routing_predictor.recall_guard import GuardLimits, RecallGuard
+from routing_predictor.traces.card import PredictorKind
+from routing_predictor.traces.errors import PredictorError
 
 _POLICY = "next-layer"
 _KIND = PredictorKind.NEXT_LAYER

@@ -19,8 +19,8 @@ from moe_serve.engine.build import model_folder, open_loader
 from moe_serve.engine.documents import Piece
 from moe_serve.engine.hidden_capture import HiddenCapture
 from moe_serve.engine.layer_routers import check_routers, layer_routers
-from routing_predictor.router_residual import RouterWeights
-from routing_predictor.trace import PREFILL, RoutingTrace
+from routing_predictor.layers.router_residual import RouterWeights
+from routing_predictor.traces.trace import PREFILL, RoutingTrace
 
 CaptureProgress = Callable[[int, int], None]  # (tokens done, tokens in all)
 

@@ -12,25 +12,25 @@ import torch
 
 from moe_serve.engine.predictor_data import Captured, PredictorModel
 from moe_serve.engine.predictor_training import layer_source
-from routing_predictor.card import PredictorKind
-from routing_predictor.evaluate import Verdict, judge
-from routing_predictor.fitting import Progress
-from routing_predictor.history_rivals import load_of
-from routing_predictor.layer_data import layer_data, predicted_pairs
-from routing_predictor.layer_rivals import (
+from routing_predictor.judge.evaluate import Verdict, judge
+from routing_predictor.judge.history_rivals import load_of
+from routing_predictor.judge.layer_rivals import (
     judged_previous_token,
     truth_of_tokens,
 )
-from routing_predictor.pools import PrefixPools
-from routing_predictor.predictor_file import load_layer_predictors, load_request_predictor
-from routing_predictor.request_rivals import (
+from routing_predictor.judge.request_rivals import (
     cuts_to_judge,
     judged_history,
     judged_predictor,
     judged_regression,
 )
-from routing_predictor.router_residual import RouterResidual, choice_probability
-from routing_predictor.texts import RoutedTexts, texts_of
+from routing_predictor.layers.layer_data import layer_data, predicted_pairs
+from routing_predictor.layers.router_residual import RouterResidual, choice_probability
+from routing_predictor.predictor_file import load_layer_predictors, load_request_predictor
+from routing_predictor.requests.pools import PrefixPools
+from routing_predictor.requests.texts import RoutedTexts, texts_of
+from routing_predictor.traces.card import PredictorKind
+from routing_predictor.traces.fitting import Progress
 
 
 def judge_request(

@@ -11,17 +11,17 @@ import torch
 
 from moe_serve.engine.documents import Piece, hash_of
 from moe_serve.engine.predictor_data import Captured, PredictorModel
-from routing_predictor.card import PredictorCard, PredictorKind
-from routing_predictor.fitting import Fit, Progress, Recipe
-from routing_predictor.layer_data import LayerSource, layer_data, predicted_pairs
-from routing_predictor.pools import PrefixPools
-from routing_predictor.prefix_samples import HORIZON
-from routing_predictor.request_mlp import NUM_HIDDEN
-from routing_predictor.router_residual import NUM_CONTEXT
-from routing_predictor.texts import PIECE, check_two_documents, texts_of
-from routing_predictor.trace import RoutingTrace
-from routing_predictor.train_layers import LayerPredictors, Loss, train_layer
-from routing_predictor.train_request import pooled, train_request
+from routing_predictor.layers.layer_data import LayerSource, layer_data, predicted_pairs
+from routing_predictor.layers.router_residual import NUM_CONTEXT
+from routing_predictor.layers.train_layers import LayerPredictors, Loss, train_layer
+from routing_predictor.requests.pools import PrefixPools
+from routing_predictor.requests.prefix_samples import HORIZON
+from routing_predictor.requests.request_mlp import NUM_HIDDEN
+from routing_predictor.requests.texts import PIECE, check_two_documents, texts_of
+from routing_predictor.requests.train_request import pooled, train_request
+from routing_predictor.traces.card import PredictorCard, PredictorKind
+from routing_predictor.traces.fitting import Fit, Progress, Recipe
+from routing_predictor.traces.trace import RoutingTrace
 
 REQUEST_RECIPE = Recipe(epochs=12, batch_size=256, learning_rate=1.5e-3, weight_decay=0.1)
 LAYER_RECIPE = Recipe(epochs=6, batch_size=512, learning_rate=3e-3, weight_decay=0.01)

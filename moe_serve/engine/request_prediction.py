@@ -11,9 +11,9 @@ from moe_serve.errors import ConfigError
 from moe_serve.model.families import family_of
 from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.weight_reader import open_checkpoint
-from routing_predictor.errors import PredictorError
 from routing_predictor.predictor_file import load_request_predictor
-from routing_predictor.request_mlp import PrefixPredictor
+from routing_predictor.requests.request_mlp import PrefixPredictor
+from routing_predictor.traces.errors import PredictorError
 
 
 def open_request_predictor(

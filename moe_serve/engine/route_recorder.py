@@ -11,7 +11,7 @@ import msgspec
 
 from moe_serve.engine.route_records import RouteRecord
 from moe_serve.engine.sequence import Sequence as EngineSequence
-from routing_predictor.recording import TracedTokens
+from routing_predictor.traces.recording import TracedTokens
 
 _MAX_KNOWN = 2**16  # requests that are remembered: more than run at a time
 

@@ -19,7 +19,7 @@ from moe_serve.engine.sequence import Sequence
 from moe_serve.engine.token_experts import sequences_that_ask
 from moe_serve.model.step_plan import RouteAsk, StepPlan
 from moe_serve.pipeline.route_tap import StepChoices
-from routing_predictor.recording import TracedTokens
+from routing_predictor.traces.recording import TracedTokens
 
 _log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from moe_serve.engine.placement_version import placement_version
 from moe_serve.engine.route_recorder import RouteRecorder
 from moe_serve.engine.route_records import RouteListeners
 from moe_serve.errors import CheckpointError, ConfigError, InvalidRequestError, TracingError
-from routing_predictor.capped_parts import earlier_parts
-from routing_predictor.errors import TraceError
-from routing_predictor.recording import RecordingStats, RecordingWriter, TraceHeader
+from routing_predictor.traces.capped_parts import earlier_parts
+from routing_predictor.traces.errors import TraceError
+from routing_predictor.traces.recording import RecordingStats, RecordingWriter, TraceHeader
 
 MIN_RATE = 0.0001
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from routing_predictor.recall_guard import RecallGuard
-from routing_predictor.router_residual import choice_odds
-from routing_predictor.train_layers import LayerPredictors
+from routing_predictor.layers.recall_guard import RecallGuard
+from routing_predictor.layers.router_residual import choice_odds
+from routing_predictor.layers.train_layers import LayerPredictors
 
 _MAX_ROWS = 32  # of a micro-batch that are looked at
 _EVERY = 16  # steps, in one of which recall is measured

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from routing_predictor.errors import TraceError
 from routing_predictor.importers.plain import (
     import_csv,
     import_npy,
@@ -16,6 +15,7 @@ from routing_predictor.importers.sglang import import_sglang
 from routing_predictor.importers.tables import Imported, ImportOptions, read_json, read_json_lines
 from routing_predictor.importers.trtllm import import_trtllm
 from routing_predictor.importers.vllm import import_vllm
+from routing_predictor.traces.errors import TraceError
 
 Importer = Callable[[Sequence[Path], ImportOptions], Imported]
 IMPORTERS: Mapping[str, Importer] = {

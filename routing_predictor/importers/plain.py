@@ -22,7 +22,6 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from routing_predictor.errors import TraceError
 from routing_predictor.importers.tables import (
     ImportOptions,
     as_array,
@@ -32,9 +31,10 @@ from routing_predictor.importers.tables import (
     read_json_lines,
     read_text,
 )
-from routing_predictor.load_file import ExpertLoad
-from routing_predictor.metadata import regular
-from routing_predictor.trace import RoutingTrace, check_distinct
+from routing_predictor.traces.errors import TraceError
+from routing_predictor.traces.load_file import ExpertLoad
+from routing_predictor.traces.metadata import regular
+from routing_predictor.traces.trace import RoutingTrace, check_distinct
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]?(nan|inf)", re.ASCII | re.I)
 _MAX_NUMBER = 2**31  # of a layer or a token

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from routing_predictor.errors import TraceError
 from routing_predictor.importers.tables import (
     Imported,
     ImportOptions,
@@ -32,8 +31,9 @@ from routing_predictor.importers.tables import (
     read_json_lines,
 )
 from routing_predictor.importers.torch_file import read_torch_file
-from routing_predictor.load_file import ExpertLoad
-from routing_predictor.trace import DECODE, PREFILL, RoutingTrace
+from routing_predictor.traces.errors import TraceError
+from routing_predictor.traces.load_file import ExpertLoad
+from routing_predictor.traces.trace import DECODE, PREFILL, RoutingTrace
 
 _EXTEND = 1  # of forward_mode: tokens of prompts
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from routing_predictor.errors import TraceError
 from routing_predictor.importers.tables import ImportOptions, as_array, make_load, read_json
-from routing_predictor.load_file import ExpertLoad
-from routing_predictor.metadata import regular, unreadable
+from routing_predictor.traces.errors import TraceError
+from routing_predictor.traces.load_file import ExpertLoad
+from routing_predictor.traces.metadata import regular, unreadable
 
 META = "meta_info.json"
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from routing_predictor.errors import TraceError
 from routing_predictor.importers.tables import (
     ImportOptions,
     as_array,
@@ -23,7 +22,8 @@ from routing_predictor.importers.tables import (
     read_json,
     read_json_lines,
 )
-from routing_predictor.load_file import ExpertLoad
+from routing_predictor.traces.errors import TraceError
+from routing_predictor.traces.load_file import ExpertLoad
 
 STATS, VERSION = "eplb_load_stats", 1
 

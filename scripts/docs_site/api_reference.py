@@ -19,7 +19,7 @@ from moe_serve.http.app import create_app
 from moe_serve.http.operations import Operations
 from moe_serve.http.served_model import ServedModel
 from moe_serve.text.tokenizer import Tokenizer
-from routing_predictor.recording import TraceHeader
+from routing_predictor.traces.recording import TraceHeader
 
 INTRODUCTION = """\
 # HTTP API: reference

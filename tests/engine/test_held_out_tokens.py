@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from moe_serve.engine.predictor_training import held_out_tokens
-from routing_predictor.errors import TraceError
-from routing_predictor.texts import PIECE
-from routing_predictor.trace import PREFILL, RoutingTrace
+from routing_predictor.requests.texts import PIECE
+from routing_predictor.traces.errors import TraceError
+from routing_predictor.traces.trace import PREFILL, RoutingTrace
 
 
 def trace_of(*request_ids: str) -> RoutingTrace:

@@ -18,8 +18,8 @@ from moe_serve.engine.route_records import RouteRecord
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.engine.tracing import Tracing, trace_header
 from moe_serve.errors import ConfigError, InvalidRequestError, TracingError
-from routing_predictor.recording import TracedTokens, TraceHeader
-from routing_predictor.trace_file import read_traces
+from routing_predictor.traces.recording import TracedTokens, TraceHeader
+from routing_predictor.traces.trace_file import read_traces
 
 CONFIG = EngineConfig(
     model=ModelConfig(num_threads=1),

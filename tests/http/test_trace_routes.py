@@ -15,7 +15,7 @@ from moe_serve.engine.tracing import Tracing
 from moe_serve.errors import ConfigError
 from moe_serve.http.app import create_app
 from moe_serve.http.served_model import ServedModel
-from routing_predictor.recording import TraceHeader
+from routing_predictor.traces.recording import TraceHeader
 
 HEADER = TraceHeader(num_experts=8, layers=(0,))
 ADMIN, USER = {"Authorization": "Bearer root"}, {"Authorization": "Bearer user"}

@@ -7,9 +7,13 @@ import torch
 from torch import Tensor
 
 from moe_serve.pipeline.next_layer import NextLayer, together
-from routing_predictor.recall_guard import GuardLimits, RecallGuard
-from routing_predictor.router_residual import RouterResidual, RouterWeights, choice_probability
-from routing_predictor.train_layers import LayerPredictors
+from routing_predictor.layers.recall_guard import GuardLimits, RecallGuard
+from routing_predictor.layers.router_residual import (
+    RouterResidual,
+    RouterWeights,
+    choice_probability,
+)
+from routing_predictor.layers.train_layers import LayerPredictors
 
 NUM_EXPERTS, LAYERS, STEPS = 6, (0, 2, 3), 16
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from routing_predictor.online import OnlineLimits, OnlinePredictor
-from routing_predictor.recall_guard import GuardLimits, RecallGuard
+from routing_predictor.layers.recall_guard import GuardLimits, RecallGuard
+from routing_predictor.requests.online import OnlineLimits, OnlinePredictor
 
 LIMITS = GuardLimits(min_recall=0.5, hysteresis=0.1, window=10, min_measured=5)
 

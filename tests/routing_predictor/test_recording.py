@@ -8,17 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from routing_predictor import recording
-from routing_predictor.capped_parts import earlier_parts
-from routing_predictor.errors import TraceError
-from routing_predictor.recording import (
+from routing_predictor.traces import recording
+from routing_predictor.traces.capped_parts import earlier_parts
+from routing_predictor.traces.errors import TraceError
+from routing_predictor.traces.recording import (
     RecordingStats,
     RecordingWriter,
     TracedTokens,
     TraceHeader,
 )
-from routing_predictor.trace import DECODE, PREFILL
-from routing_predictor.trace_file import part_files, read_traces
+from routing_predictor.traces.trace import DECODE, PREFILL
+from routing_predictor.traces.trace_file import part_files, read_traces
 
 HEADER = TraceHeader(num_experts=8, layers=(0, 2), model="tiny", has_tokens=True, has_weights=True)
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from routing_predictor import predictor_file
-from routing_predictor.card import PredictorCard, PredictorKind, read_card
-from routing_predictor.errors import PredictorError, TraceError
-from routing_predictor.fitting import Fit, Recipe, Task, fit
-from routing_predictor.pools import PrefixPools
 from routing_predictor.predictor_file import load_request_predictor, write_predictor
-from routing_predictor.prefix_samples import MIN_PREFIX, PrefixCuts, cut_each, cut_texts
-from routing_predictor.request_mlp import RequestMLP
-from routing_predictor.texts import PIECE, RoutedTexts, split_documents, texts_of
-from routing_predictor.trace import RoutingTrace
-from routing_predictor.train_request import history_shares, pooled, train_request
+from routing_predictor.requests.pools import PrefixPools
+from routing_predictor.requests.prefix_samples import MIN_PREFIX, PrefixCuts, cut_each, cut_texts
+from routing_predictor.requests.request_mlp import RequestMLP
+from routing_predictor.requests.texts import PIECE, RoutedTexts, split_documents, texts_of
+from routing_predictor.requests.train_request import history_shares, pooled, train_request
+from routing_predictor.traces.card import PredictorCard, PredictorKind, read_card
+from routing_predictor.traces.errors import PredictorError, TraceError
+from routing_predictor.traces.fitting import Fit, Recipe, Task, fit
+from routing_predictor.traces.trace import RoutingTrace
 
 EMBEDDING = torch.randn(40, 8, generator=torch.Generator().manual_seed(1))
 CARD = PredictorCard(

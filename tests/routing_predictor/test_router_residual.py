@@ -8,23 +8,28 @@ import numpy as np
 import pytest
 import torch
 
-from routing_predictor.card import PredictorCard, PredictorKind
-from routing_predictor.errors import PredictorError
-from routing_predictor.fitting import Recipe
-from routing_predictor.layer_data import predicted_pairs
-from routing_predictor.layer_rivals import (
+from routing_predictor.judge.layer_rivals import (
     judged_previous_token,
     truth_of_tokens,
 )
-from routing_predictor.predictor_file import load_layer_predictors, write_predictor
-from routing_predictor.router_residual import (
+from routing_predictor.layers.layer_data import predicted_pairs
+from routing_predictor.layers.router_residual import (
     RouterResidual,
     RouterWeights,
     choice_probability,
     context_of,
 )
-from routing_predictor.texts import RoutedTexts
-from routing_predictor.train_layers import LayerData, LayerPredictors, ranked_loss, train_layer
+from routing_predictor.layers.train_layers import (
+    LayerData,
+    LayerPredictors,
+    ranked_loss,
+    train_layer,
+)
+from routing_predictor.predictor_file import load_layer_predictors, write_predictor
+from routing_predictor.requests.texts import RoutedTexts
+from routing_predictor.traces.card import PredictorCard, PredictorKind
+from routing_predictor.traces.errors import PredictorError
+from routing_predictor.traces.fitting import Recipe
 
 _RANDOM = torch.Generator().manual_seed(0)
 

@@ -11,9 +11,9 @@ import pytest
 from safetensors.numpy import load, save
 from traces import make_trace, same
 
-from routing_predictor.errors import TraceError
-from routing_predictor.trace import RoutingTrace
-from routing_predictor.trace_file import join_traces, read_trace, read_traces, write_trace
+from routing_predictor.traces.errors import TraceError
+from routing_predictor.traces.trace import RoutingTrace
+from routing_predictor.traces.trace_file import join_traces, read_trace, read_traces, write_trace
 
 
 @pytest.mark.parametrize(

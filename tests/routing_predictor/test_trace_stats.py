@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from traces import make_trace
 
-from routing_predictor.trace import DECODE, RoutingTrace
-from routing_predictor.trace_stats import (
+from routing_predictor.traces.trace import DECODE, RoutingTrace
+from routing_predictor.traces.trace_stats import (
     activations,
     balancedness,
     drifts,

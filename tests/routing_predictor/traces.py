@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from routing_predictor.trace import DECODE, PREFILL, RoutingTrace
+from routing_predictor.traces.trace import DECODE, PREFILL, RoutingTrace
 
 
 def make_trace(

@@ -25,10 +25,10 @@ from moe_serve.model.demo import demo_model_folder
 from moe_serve.model.hf_config import HFConfig, generation_eos_token_ids
 from moe_serve.model.safetensors_file import SafetensorsFile
 from moe_serve.text.tokenizer import read_json_file
-from routing_predictor.card import read_card
-from routing_predictor.errors import RoutingError
 from routing_predictor.importers.importer import import_files
 from routing_predictor.importers.tables import ImportOptions
+from routing_predictor.traces.card import read_card
+from routing_predictor.traces.errors import RoutingError
 
 DIGITS = pytest.mark.parametrize("digits", [4000, 5000])
 

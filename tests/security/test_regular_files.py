@@ -32,10 +32,10 @@ from moe_serve.http.tls import Tls
 from moe_serve.model.demo import demo_model_folder
 from moe_serve.pipeline.timeline_reader import read_timeline
 from moe_serve.text.chat_template import ChatTemplate
-from routing_predictor.card import read_card
-from routing_predictor.errors import RoutingError
 from routing_predictor.importers.importer import import_files
 from routing_predictor.importers.tables import ImportOptions
+from routing_predictor.traces.card import read_card
+from routing_predictor.traces.errors import RoutingError
 
 CHECKPOINT_FILES = (
     "config.json",

@@ -20,7 +20,7 @@ from moe_serve.engine.request import GenerationRequest
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.engine.sequence import Sequence
 from moe_serve.model.step_plan import SequenceSlice
-from routing_predictor.history import ChoiceHistory
+from routing_predictor.requests.history import ChoiceHistory
 
 SHORTEST = 32
 REFRESH = 32

@@ -16,7 +16,7 @@ from moe_serve.engine.request import GenerationRequest
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.engine.sequence import Sequence
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
-from routing_predictor.history import ChoiceHistory
+from routing_predictor.requests.history import ChoiceHistory
 
 HORIZON = 32
 STEPS = (0, 8, 16, 24)  # of the horizon, that are counted

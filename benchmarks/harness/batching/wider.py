@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_serve.cache.model_identity import model_identity
-from routing_predictor.card import PredictorKind, read_card, write_card
+from routing_predictor.traces.card import PredictorKind, read_card, write_card
 
 _ROWS, _COLUMNS = ("gate_proj.weight", "up_proj.weight"), ("down_proj.weight",)
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.engine.batch_policy.concave_cost import Floats
-from routing_predictor.online import OnlinePredictor
+from routing_predictor.requests.online import OnlinePredictor
 
 _LEAST_TOKENS = 4  # of a comparison: fewer say nothing
 _MOST_TOKENS = 64

@@ -22,9 +22,9 @@ from moe_serve.engine.batch_policy.live_learning import LiveLearning
 from moe_serve.engine.batch_policy.signature_table import SignatureTable
 from moe_serve.engine.route_records import RouteRecord
 from moe_serve.engine.sequence import Sequence
-from routing_predictor.history import ChoiceHistory
-from routing_predictor.recall_guard import RecallGuard
-from routing_predictor.request_predictor import RequestPredictor
+from routing_predictor.layers.recall_guard import RecallGuard
+from routing_predictor.requests.history import ChoiceHistory
+from routing_predictor.requests.request_predictor import RequestPredictor
 
 _SHARE_S = 1e-3  # of a step, of all engines of a server
 _LARGEST_PREFIX = 512  # tokens that a predictor is given

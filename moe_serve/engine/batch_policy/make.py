@@ -24,9 +24,9 @@ from moe_serve.engine.request_prediction import open_request_predictor
 from moe_serve.engine.route_records import RouteListeners
 from moe_serve.errors import ConfigError
 from moe_serve.model.spec import ModelSpec
-from routing_predictor.online import OnlineLimits, OnlinePredictor
-from routing_predictor.recall_guard import GuardLimits, RecallGuard
-from routing_predictor.request_predictor import RequestPredictor
+from routing_predictor.layers.recall_guard import GuardLimits, RecallGuard
+from routing_predictor.requests.online import OnlineLimits, OnlinePredictor
+from routing_predictor.requests.request_predictor import RequestPredictor
 
 _log = logging.getLogger(__name__)
 

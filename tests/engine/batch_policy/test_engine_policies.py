@@ -22,7 +22,7 @@ from moe_serve.engine.request import GenerationRequest
 from moe_serve.engine.route_records import RouteRecord
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.engine.sequence import Sequence
-from routing_predictor.recall_guard import GuardLimits, RecallGuard
+from routing_predictor.layers.recall_guard import GuardLimits, RecallGuard
 
 VOCAB_SIZE = 4096  # of the demonstration model
 NUM_LAYERS, NUM_EXPERTS = 2, 8

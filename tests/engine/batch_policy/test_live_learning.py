@@ -24,8 +24,8 @@ from moe_serve.engine.route_records import RouteRecord
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.engine.sequence import Sequence
 from moe_serve.http.batching_families import batching_families
-from routing_predictor.online import OnlineLimits, OnlinePredictor
-from routing_predictor.recall_guard import GuardLimits, RecallGuard
+from routing_predictor.layers.recall_guard import GuardLimits, RecallGuard
+from routing_predictor.requests.online import OnlineLimits, OnlinePredictor
 
 DEMO = Path(moe_serve.__file__).parent / "demo_model" / "predictor"
 NUM_LAYERS, NUM_EXPERTS, TOP_K = 2, 8, 2

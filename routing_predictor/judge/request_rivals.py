@@ -8,14 +8,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from routing_predictor.baselines import blended, from_history, logistic_regression, marginal
-from routing_predictor.evaluate import Truth, Verdict, judge
-from routing_predictor.fitting import Progress
-from routing_predictor.pools import PrefixPools
-from routing_predictor.prefix_samples import PrefixCuts, cut_each, cut_texts
-from routing_predictor.request_predictor import RequestPredictor
-from routing_predictor.texts import RoutedTexts
-from routing_predictor.train_request import pooled
+from routing_predictor.judge.baselines import blended, from_history, logistic_regression, marginal
+from routing_predictor.judge.evaluate import Truth, Verdict, judge
+from routing_predictor.requests.pools import PrefixPools
+from routing_predictor.requests.prefix_samples import PrefixCuts, cut_each, cut_texts
+from routing_predictor.requests.request_predictor import RequestPredictor
+from routing_predictor.requests.texts import RoutedTexts
+from routing_predictor.requests.train_request import pooled
+from routing_predictor.traces.fitting import Progress
 
 CUTS_PER_TEXT = 8
 _CUTS_TO_FIT = 8_000  # of the logistic regression

@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from routing_predictor.fitting import Fit, Progress, Recipe, Task, fit
-from routing_predictor.pools import WINDOWS, PrefixPools
-from routing_predictor.prefix_samples import HORIZON, PrefixCuts, cut_each, cut_texts
-from routing_predictor.request_mlp import NUM_HIDDEN, RequestMLP
-from routing_predictor.texts import RoutedTexts, split_documents
+from routing_predictor.requests.pools import WINDOWS, PrefixPools
+from routing_predictor.requests.prefix_samples import HORIZON, PrefixCuts, cut_each, cut_texts
+from routing_predictor.requests.request_mlp import NUM_HIDDEN, RequestMLP
+from routing_predictor.requests.texts import RoutedTexts, split_documents
+from routing_predictor.traces.fitting import Fit, Progress, Recipe, Task, fit
 
 _TOKENS_PER_CUT = 8
 _CUTS_AT_ONCE = 1024

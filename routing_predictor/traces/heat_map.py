@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from routing_predictor.errors import TraceError
-from routing_predictor.trace_stats import Loads
+from routing_predictor.traces.errors import TraceError
+from routing_predictor.traces.trace_stats import Loads
 
 _MOST = 4.0  # times the mean: everything above has the same colour
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from routing_predictor.card import PredictorKind
-from routing_predictor.router_residual import NUM_CONTEXT, context_of
-from routing_predictor.train_layers import LayerData
+from routing_predictor.layers.router_residual import NUM_CONTEXT, context_of
+from routing_predictor.layers.train_layers import LayerData
+from routing_predictor.traces.card import PredictorKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from routing_predictor.errors import TraceError
-from routing_predictor.metadata import read_tensors, write_tensors
-from routing_predictor.trace import RoutingTrace
-from routing_predictor.trace_stats import windows
+from routing_predictor.traces.errors import TraceError
+from routing_predictor.traces.metadata import read_tensors, write_tensors
+from routing_predictor.traces.trace import RoutingTrace
+from routing_predictor.traces.trace_stats import windows
 
 FORMAT, VERSION = "moe-serve expert load", 1
 _MOST = 2.0**53  # of choices: beyond it, floats do not count

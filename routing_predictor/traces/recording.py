@@ -25,10 +25,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from routing_predictor.capped_parts import CappedParts, Part
-from routing_predictor.errors import TraceError
-from routing_predictor.trace import DECODE, PREFILL, RoutingTrace
-from routing_predictor.trace_file import SUFFIX, id_dtype, write_trace
+from routing_predictor.traces.capped_parts import CappedParts, Part
+from routing_predictor.traces.errors import TraceError
+from routing_predictor.traces.trace import DECODE, PREFILL, RoutingTrace
+from routing_predictor.traces.trace_file import SUFFIX, id_dtype, write_trace
 
 _log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from routing_predictor.errors import TraceError
-from routing_predictor.trace_file import SUFFIX
+from routing_predictor.traces.errors import TraceError
+from routing_predictor.traces.trace_file import SUFFIX
 
 _RECORDING = re.compile(r"\d{8}-\d{6}(-\d+)?")
 

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from routing_predictor.evaluate import Truth, Verdict, judge
-from routing_predictor.fitting import Progress, Recipe
-from routing_predictor.prefix_samples import PrefixCuts, cut_each
-from routing_predictor.request_mlp import as_probability
-from routing_predictor.request_rivals import judged_history, truth_of
-from routing_predictor.texts import RoutedTexts
-from routing_predictor.trace import RoutingTrace
-from routing_predictor.train_request import history_shares, train_request
+from routing_predictor.judge.evaluate import Truth, Verdict, judge
+from routing_predictor.judge.request_rivals import judged_history, truth_of
+from routing_predictor.requests.prefix_samples import PrefixCuts, cut_each
+from routing_predictor.requests.request_mlp import as_probability
+from routing_predictor.requests.texts import RoutedTexts
+from routing_predictor.requests.train_request import history_shares, train_request
+from routing_predictor.traces.fitting import Progress, Recipe
+from routing_predictor.traces.trace import RoutingTrace
 
 HALF_LIFE = 64  # tokens
 _CUTS_PER_TEXT = 4

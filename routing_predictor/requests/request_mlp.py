@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from routing_predictor.pools import PrefixPools
+from routing_predictor.requests.pools import PrefixPools
 
 NUM_HIDDEN = 512
 _DROPOUT = 0.1  # in training

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from routing_predictor.trace import DECODE, RoutingTrace
+from routing_predictor.traces.trace import DECODE, RoutingTrace
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _NUM_DRAWS = 48  # batches of each size

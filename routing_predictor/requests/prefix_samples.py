@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from routing_predictor.errors import TraceError
-from routing_predictor.texts import RoutedTexts
+from routing_predictor.requests.texts import RoutedTexts
+from routing_predictor.traces.errors import TraceError
 
 HORIZON = 32
 MIN_PREFIX = 8  # tokens that a cut leaves before it

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from routing_predictor.errors import TraceError
+from routing_predictor.traces.errors import TraceError
 
 Tensors = Mapping[str, NDArray[Any]]
 

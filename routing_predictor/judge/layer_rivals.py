@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from routing_predictor.evaluate import Truth, Verdict, judge
-from routing_predictor.scores import is_among
-from routing_predictor.texts import RoutedTexts
+from routing_predictor.judge.evaluate import Truth, Verdict, judge
+from routing_predictor.judge.scores import is_among
+from routing_predictor.requests.texts import RoutedTexts
 
 
 def truth_of_tokens(texts: RoutedTexts, layers: tuple[int, ...], columns: list[int]) -> Truth:

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from routing_predictor.fitting import Fit, Progress, Recipe, Task, fit
-from routing_predictor.router_residual import RouterResidual, RouterWeights
+from routing_predictor.layers.router_residual import RouterResidual, RouterWeights
+from routing_predictor.traces.fitting import Fit, Progress, Recipe, Task, fit
 
 Loss = Literal["router", "ranked"]
 _MARGIN, _HINGE = 0.1, 0.3

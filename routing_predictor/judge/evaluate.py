@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from routing_predictor.bootstrap import Interval, interval
-from routing_predictor.scores import (
+from routing_predictor.judge.bootstrap import Interval, interval
+from routing_predictor.judge.scores import (
     Calibration,
     calibration,
     captured,

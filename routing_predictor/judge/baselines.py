@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from routing_predictor.scores import share
+from routing_predictor.judge.scores import share
 
 Floats = NDArray[np.floating]
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from routing_predictor.errors import TraceError
-from routing_predictor.trace import RoutingTrace
+from routing_predictor.traces.errors import TraceError
+from routing_predictor.traces.trace import RoutingTrace
 
 PIECE = "#piece"
 

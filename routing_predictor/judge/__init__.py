@@ -1,0 +1,1 @@
+"""Judges predictors beside simple rivals."""

@@ -1,0 +1,1 @@
+"""Predicts the experts of the next layer."""

@@ -1,0 +1,1 @@
+"""Predicts the experts of a request's coming tokens."""

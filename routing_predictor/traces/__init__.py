@@ -1,0 +1,1 @@
+"""Records, stores and describes the routing of tokens."""
