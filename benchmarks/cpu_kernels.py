@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from harness.machine import MachineLimits, measure_limits
-from moe_kernels.attention_shape import AttentionShape, QKNormWeights, StepTokens
 from moe_kernels.choice import choose_kernels
-from moe_kernels.kernels import ExpertWeights, GatedActivation, Kernels, KVPages
-from moe_kernels.norm import rotary_table
+from moe_kernels.interface.attention_shape import AttentionShape, QKNormWeights, StepTokens
+from moe_kernels.interface.kernels import ExpertWeights, GatedActivation, Kernels, KVPages
+from moe_kernels.reference.norm import rotary_table
 
 D, F, E, K = 1024, 768, 32, 4
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 16, 4, 64, 16

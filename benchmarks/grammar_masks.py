@@ -23,7 +23,7 @@ import psutil
 import torch
 
 from harness.environment import describe_environment
-from moe_kernels.token_mask import TokenMasks, ban_others, num_words
+from moe_kernels.interface.token_mask import TokenMasks, ban_others, num_words
 from moe_serve.engine.constraint import Constraint
 from moe_serve.engine.grammar.compiler import compile_constraint
 from moe_serve.engine.grammar.gate import GrammarGate

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from moe_kernels.kernels import ExpertBank
+from moe_kernels.interface.kernels import ExpertBank
 
 MakeBank = Callable[[], ExpertBank]
 

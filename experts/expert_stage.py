@@ -14,7 +14,7 @@ from experts.expert_layer import ExpertLayer, MakeBank
 from experts.memory.expert_memory import ExpertMemory
 from experts.routed_rows import RoutedRows
 from experts.slot_room import SlotRoom
-from moe_kernels.kernels import ExpertBank
+from moe_kernels.interface.kernels import ExpertBank
 
 
 class ExpertStage:

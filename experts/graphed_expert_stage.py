@@ -12,8 +12,8 @@ from torch import Tensor
 
 from experts.expert_stage import ExpertStage
 from experts.routed_rows import RoutedRows
-from moe_kernels.graph_recorder import Recorder
-from moe_kernels.row_graphs import RowFunction, RowGraphs
+from moe_kernels.graphs.graph_recorder import Recorder
+from moe_kernels.graphs.row_graphs import RowFunction, RowGraphs
 
 
 class GraphedExpertStage:

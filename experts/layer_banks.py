@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from experts.expert_layer import MakeBank
-from moe_kernels.kernels import ExpertBank
+from moe_kernels.interface.kernels import ExpertBank
 
 
 @dataclass(frozen=True, slots=True)

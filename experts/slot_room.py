@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from experts.memory.slot_table import ExpertKey
-from moe_kernels.kernels import ExpertSlots, ExpertWeights, SlotBank
+from moe_kernels.interface.kernels import ExpertSlots, ExpertWeights, SlotBank
 
 
 class SlotRoom:

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_kernels.byte_table import E2M1, E4M3, INT8, OFFSET4, ByteTable
-from moe_kernels.matrix_form import MatrixForm
-from moe_kernels.quantised_matrix import QuantisedMatrix
+from moe_kernels.interface.byte_table import E2M1, E4M3, INT8, OFFSET4, ByteTable
+from moe_kernels.interface.matrix_form import MatrixForm
+from moe_kernels.interface.quantised_matrix import QuantisedMatrix
 from moe_serve.model.hf_config import HFConfig
 
 Shape = tuple[int, ...]

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernel_bench.shapes import DecodeShape
-from moe_kernels.attention_shape import RotaryTable, StepTokens
-from moe_kernels.kernels import Kernels, KVPages
-from moe_kernels.norm import rotary_table
+from moe_kernels.interface.attention_shape import RotaryTable, StepTokens
+from moe_kernels.interface.kernels import Kernels, KVPages
+from moe_kernels.reference.norm import rotary_table
 
 PAGE_SIZE = 16
 Decode = Callable[[], Tensor]

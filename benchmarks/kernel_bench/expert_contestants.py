@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernel_bench.expert_work import LayerRows, LayerWeights
 from moe_kernels.choice import KernelsName, choose_kernels, native_refusal
-from moe_kernels.expert_mlp import activate, combine_choices
+from moe_kernels.reference.expert_mlp import activate, combine_choices
 
 Layer = Callable[[LayerRows], Tensor]
 REFERENCE = "F.linear loop"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.gpu.expert_layers import ExpertLayer
-from moe_kernels.kernels import ExpertWeights
+from moe_kernels.interface.kernels import ExpertWeights
 
 _WEIGHT_SCALE = 0.02
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_kernels.attention_shape import AttentionShape
 from moe_kernels.gpu.expert_layers import EXPERT_LAYERS, ExpertLayer
+from moe_kernels.interface.attention_shape import AttentionShape
 
 ALL_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 FEW_TOKENS = (1, 4, 16)

@@ -22,7 +22,7 @@ from experts.memory.policy import MemoryPolicy
 from experts.memory.reader_threads import ReaderThreads
 from experts.memory.slot_table import ExpertKey, SlotState, SlotTable
 from experts.memory.transitions import Transitions
-from moe_kernels.kernels import ExpertSlots, ExpertWeights, SlotBank
+from moe_kernels.interface.kernels import ExpertSlots, ExpertWeights, SlotBank
 
 _NUM_READERS = 1  # beside the one that runs stages
 _MARGIN = 0.5  # visits by which a read ahead must be expected before what it evicts

@@ -11,11 +11,11 @@ from typing import Literal
 
 import torch
 
-from moe_kernels.cpu_library import load_cpu_library
-from moe_kernels.kernels import Kernels
-from moe_kernels.linear import packing_refusal
-from moe_kernels.native_kernels import NativeKernels
-from moe_kernels.torch_kernels import TorchKernels
+from moe_kernels.cpu.cpu_library import load_cpu_library
+from moe_kernels.cpu.native_kernels import NativeKernels
+from moe_kernels.interface.kernels import Kernels
+from moe_kernels.reference.linear import packing_refusal
+from moe_kernels.reference.torch_kernels import TorchKernels
 
 KernelsName = Literal["auto", "native", "torch", "triton"]
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_kernels.kernels import KVPages
+from moe_kernels.interface.kernels import KVPages
 from moe_serve.config import PAGE_SIZE
 from moe_serve.model.spec import ModelSpec
 

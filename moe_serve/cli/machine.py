@@ -183,7 +183,7 @@ def _cpu_backends(torch: Any) -> list[Backend]:
 
 def _native_backend() -> Backend:
     """Builds the compiled kernels if no one has yet: seconds."""
-    from moe_kernels.cpu_library import cache_folder, load_cpu_library
+    from moe_kernels.cpu.cpu_library import cache_folder, load_cpu_library
 
     library = load_cpu_library()
     reason = library.refusal or (

@@ -10,7 +10,7 @@ import torch
 
 from experts.expert_stage import ExpertStage
 from moe_kernels.choice import default_num_threads
-from moe_kernels.kernels import Kernels
+from moe_kernels.interface.kernels import Kernels
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.config import PAGE_SIZE
 from moe_serve.errors import ConfigError

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_kernels.token_mask import TokenMasks, num_words
+from moe_kernels.interface.token_mask import TokenMasks, num_words
 from moe_serve.engine.grammar.grammars import Grammars
 from moe_serve.engine.grammar.matcher import SequenceMatcher
 from moe_serve.engine.sequence import Sequence

@@ -6,10 +6,10 @@ import logging
 
 import torch
 
-from moe_kernels.cuda_recorder import CudaRecorder
-from moe_kernels.graph_recorder import Recorder
-from moe_kernels.graph_sizes import GraphSize, context_buckets, row_buckets
-from moe_kernels.kernels import Kernels
+from moe_kernels.graphs.cuda_recorder import CudaRecorder
+from moe_kernels.graphs.graph_recorder import Recorder
+from moe_kernels.graphs.graph_sizes import GraphSize, context_buckets, row_buckets
+from moe_kernels.interface.kernels import Kernels
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.config import EngineConfig
 from moe_serve.engine.step_executor import StepRunner

@@ -7,8 +7,8 @@ from collections.abc import Sequence as Rows
 import numpy as np
 from torch import Tensor
 
-from moe_kernels.token_mask import TokenMasks
-from moe_kernels.token_sampler import ScoredTokens, TokenSampler
+from moe_kernels.interface.token_mask import TokenMasks
+from moe_kernels.interface.token_sampler import ScoredTokens, TokenSampler
 from moe_serve.engine.request import TokenLogprob
 from moe_serve.engine.sampler import Sampled, with_given
 from moe_serve.engine.sampling_step import make_sampling_step

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_kernels.token_mask import TokenMasks, ban_others, ban_others_on_device
+from moe_kernels.interface.token_mask import TokenMasks, ban_others, ban_others_on_device
 from moe_serve.engine.nucleus import least_probabilities
 from moe_serve.engine.random_draw import uniform
 from moe_serve.engine.request import TokenLogprob

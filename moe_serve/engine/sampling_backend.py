@@ -7,8 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from moe_kernels.kernels import Kernels
-from moe_kernels.token_mask import TokenMasks
+from moe_kernels.interface.kernels import Kernels
+from moe_kernels.interface.token_mask import TokenMasks
 from moe_serve.engine.kernel_sampler import KernelSampler
 from moe_serve.engine.request import TokenLogprob
 from moe_serve.engine.sampler import Sampled, Sampler

@@ -11,8 +11,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from moe_kernels.attention_shape import AttentionShape, LatentShape, QKNormWeights, RotaryTable
-from moe_kernels.kernels import HeadLinear, Kernels, KVPages, Linear
+from moe_kernels.interface.attention_shape import (
+    AttentionShape,
+    LatentShape,
+    QKNormWeights,
+    RotaryTable,
+)
+from moe_kernels.interface.kernels import HeadLinear, Kernels, KVPages, Linear
 from moe_serve.model.step_inputs import StepInputs
 
 

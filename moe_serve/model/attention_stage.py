@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from experts.routed_rows import RoutedRows
-from moe_kernels.kernels import Kernels, LayerFront, LayerFrontParts, Linear
+from moe_kernels.interface.kernels import Kernels, LayerFront, LayerFrontParts, Linear
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.attention import Attention, GroupedQueryAttention
 from moe_serve.model.dense_mlp import DenseMLP

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_kernels.kernels import ExpertBank, RouterLinear
+from moe_kernels.interface.kernels import ExpertBank, RouterLinear
 from moe_serve.model.gather import GatheredMLP
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from experts.routed_rows import RoutedRows
-from moe_kernels.kernels import Kernels, RouterLinear
+from moe_kernels.interface.kernels import Kernels, RouterLinear
 from moe_serve.model.spec import RouterSpec
 
 

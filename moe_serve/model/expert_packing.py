@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from moe_kernels.kernels import Kernels
-from moe_kernels.matrix_form import MatrixForm, PackedLayout
+from moe_kernels.interface.kernels import Kernels
+from moe_kernels.interface.matrix_form import MatrixForm, PackedLayout
 from moe_serve.config import ExpertWeightsName
 from moe_serve.errors import ConfigError
 from moe_serve.model.manifest import Stored

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from experts.routed_rows import RoutedRows
-from moe_kernels.graph_recorder import Recorder, Recording
-from moe_kernels.graph_sizes import GraphSize, GraphSizes
-from moe_kernels.kernels import Kernels
-from moe_kernels.row_graphs import RowGraphs
+from moe_kernels.graphs.graph_recorder import Recorder, Recording
+from moe_kernels.graphs.graph_sizes import GraphSize, GraphSizes
+from moe_kernels.graphs.row_graphs import RowGraphs
+from moe_kernels.interface.kernels import Kernels
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.attention_stage import Advance, AttentionStage, Routed
 from moe_serve.model.spec import ModelSpec

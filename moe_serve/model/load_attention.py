@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from moe_kernels.attention_shape import QKNormWeights, RotaryTable
-from moe_kernels.kernels import Kernels
+from moe_kernels.interface.attention_shape import QKNormWeights, RotaryTable
+from moe_kernels.interface.kernels import Kernels
 from moe_serve.model.attention import Attention, GroupedQueryAttention, LatentAttention
 from moe_serve.model.rope import identity_table, make_rotary_table
 from moe_serve.model.spec import ModelSpec

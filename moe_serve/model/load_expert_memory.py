@@ -9,7 +9,7 @@ from experts.expert_stage import ExpertStage
 from experts.memory.expert_memory import ExpertMemory
 from experts.memory.memory_layer import MemoryLayer
 from experts.memory.policy import MemoryPolicy
-from moe_kernels.kernels import Kernels
+from moe_kernels.interface.kernels import Kernels
 from moe_serve.config import MemoryPolicyName, ModelConfig
 from moe_serve.errors import ConfigError
 from moe_serve.model.load_experts import ExpertLoader

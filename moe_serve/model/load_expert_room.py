@@ -10,7 +10,7 @@ import torch
 from experts.expert_stage import ExpertStage
 from experts.layer_banks import LayerBanks
 from experts.slot_room import SlotRoom
-from moe_kernels.kernels import Kernels
+from moe_kernels.interface.kernels import Kernels
 from moe_serve.errors import ConfigError
 from moe_serve.model.load_experts import ExpertLoader
 from moe_serve.model.spec import ModelSpec

@@ -11,9 +11,9 @@ from typing import TypeVar, overload
 
 from torch import Tensor
 
-from moe_kernels.kernels import ExpertWeights
-from moe_kernels.matrix_form import MatrixForm
-from moe_kernels.quantised_matrix import Weight
+from moe_kernels.interface.kernels import ExpertWeights
+from moe_kernels.interface.matrix_form import MatrixForm
+from moe_kernels.interface.quantised_matrix import Weight
 from moe_serve.errors import CheckpointError
 from moe_serve.model.expert_packing import BankForms, ExpertPacking, StoredProduct
 from moe_serve.model.manifest import Stored, Table, expert_table
@@ -144,7 +144,7 @@ class LayerExperts(Sequence[ExpertWeights | None]):
 
     @property
     def num_held(self) -> int:
-        """See moe_kernels.kernels.LazyExperts."""
+        """See moe_kernels.interface.kernels.LazyExperts."""
         return len(self._held)
 
     def __len__(self) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from experts.expert_stage import ExpertStage
 from experts.layer_banks import LayerBanks
 from moe_kernels.choice import KernelsName, choose_kernels, default_num_threads
-from moe_kernels.kernels import ExpertBank, ExpertWeights, Kernels, Linear
+from moe_kernels.interface.kernels import ExpertBank, ExpertWeights, Kernels, Linear
 from moe_serve.config import ExpertWeightsName
 from moe_serve.model.attention import GroupedQueryAttention
 from moe_serve.model.attention_stage import AttentionLayer, AttentionStage

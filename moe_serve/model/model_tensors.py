@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe_kernels.quantised_matrix import QuantisedMatrix
+from moe_kernels.interface.quantised_matrix import QuantisedMatrix
 from moe_serve.model.manifest import Stored
 from moe_serve.model.weight_source import WeightSource
 

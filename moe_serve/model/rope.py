@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_kernels.attention_shape import RotaryTable
-from moe_kernels.norm import rotary_table
+from moe_kernels.interface.attention_shape import RotaryTable
+from moe_kernels.reference.norm import rotary_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from moe_kernels.attention_shape import AttentionShape, LatentShape
-from moe_kernels.kernels import GatedActivation
-from moe_kernels.routing import RouterShape
+from moe_kernels.interface.attention_shape import AttentionShape, LatentShape
+from moe_kernels.interface.kernels import GatedActivation
+from moe_kernels.interface.routing import RouterShape
 from moe_serve.model.rope import RopeSpec
 
 

@@ -19,10 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_kernels.attention_shape import AttentionShape, StepTokens
-from moe_kernels.fixed_attention import DecodeRoom, FixedAttention
-from moe_kernels.graph_sizes import GraphSize
-from moe_kernels.kernels import Kernels
+from moe_kernels.graphs.graph_sizes import GraphSize
+from moe_kernels.interface.attention_shape import AttentionShape, StepTokens
+from moe_kernels.interface.fixed_attention import DecodeRoom, FixedAttention
+from moe_kernels.interface.kernels import Kernels
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.config import PAGE_SIZE
 from moe_serve.model.spec import ModelSpec

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_kernels.attention_shape import AttentionShape, StepTokens
-from moe_kernels.kernels import Kernels
+from moe_kernels.interface.attention_shape import AttentionShape, StepTokens
+from moe_kernels.interface.kernels import Kernels
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.config import PAGE_SIZE
 from moe_serve.model.spec import ModelSpec

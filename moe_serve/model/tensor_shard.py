@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from moe_kernels.attention_shape import AttentionShape
-from moe_kernels.kernels import ExpertWeights
-from moe_kernels.quantised_matrix import only_floats
+from moe_kernels.interface.attention_shape import AttentionShape
+from moe_kernels.interface.kernels import ExpertWeights
+from moe_kernels.interface.quantised_matrix import only_floats
 from moe_serve.errors import ConfigError
 from moe_serve.model.spec import ModelSpec
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_kernels.matrix_form import MatrixForm
-from moe_kernels.quantised_matrix import QuantisedMatrix
+from moe_kernels.interface.matrix_form import MatrixForm
+from moe_kernels.interface.quantised_matrix import QuantisedMatrix
 from moe_serve.model.checkpoint import FLOAT_DTYPES, Checkpoint, Shape
 from moe_serve.model.formats import WeightFormat, format_of
 from moe_serve.model.hf_config import HFConfig

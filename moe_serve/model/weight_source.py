@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe_kernels.matrix_form import MatrixForm
-from moe_kernels.quantised_matrix import QuantisedMatrix
+from moe_kernels.interface.matrix_form import MatrixForm
+from moe_kernels.interface.quantised_matrix import QuantisedMatrix
 from moe_serve.model.checkpoint import Shape
 from moe_serve.model.hf_config import HFConfig
 

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from kernel_compilation.facts import CompiledFacts
-from moe_kernels.cpu_library import cache_folder
+from moe_kernels.cpu.cpu_library import cache_folder
 
 _FIELDS = {field.name for field in dataclasses.fields(CompiledFacts)}
 

@@ -11,9 +11,9 @@ import torch
 from kernel_sets import KERNEL_SETS, make_kernels
 
 from moe_kernels.choice import KernelsName
-from moe_kernels.eager_recorder import EagerRecorder, EagerRecording
-from moe_kernels.graph_recorder import Addresses
-from moe_kernels.graph_sizes import GraphSize
+from moe_kernels.graphs.eager_recorder import EagerRecorder, EagerRecording
+from moe_kernels.graphs.graph_recorder import Addresses
+from moe_kernels.graphs.graph_sizes import GraphSize
 from moe_serve.cli.service import describe_layout
 from moe_serve.config import EngineConfig, ModelConfig, SchedulerConfig
 from moe_serve.engine import cuda_graphs

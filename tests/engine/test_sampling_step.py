@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_kernels.token_sampler import TokenEntries
+from moe_kernels.interface.token_sampler import TokenEntries
 from moe_serve.engine.request import GenerationRequest
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.engine.sampling_step import make_sampling_step

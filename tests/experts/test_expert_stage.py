@@ -19,7 +19,7 @@ from torch import Tensor
 from experts.expert_stage import ExpertStage
 from experts.routed_rows import RoutedRows
 from moe_kernels.choice import KernelsName, native_refusal
-from moe_kernels.native_library import NativeLibrary
+from moe_kernels.cpu.native_library import NativeLibrary
 from moe_serve.model.checkpoint import Checkpoint
 from moe_serve.model.loader import ModelLoader
 

@@ -15,8 +15,8 @@ from quantised_cases import CASES
 from quantised_folder import write_pair
 from torch import Tensor
 
-from moe_kernels.matrix_form import MatrixForm, PackedLayout
-from moe_kernels.torch_kernels import TorchKernels
+from moe_kernels.interface.matrix_form import MatrixForm, PackedLayout
+from moe_kernels.reference.torch_kernels import TorchKernels
 from moe_serve.config import ExpertWeightsName
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.errors import ConfigError

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_kernels.choice import KernelsName, choose_kernels, native_refusal
-from moe_kernels.kernels import Kernels
+from moe_kernels.interface.kernels import Kernels
 
 _REFUSAL = native_refusal(torch.device("cpu"), torch.float32)
 KERNEL_SETS = [

@@ -10,9 +10,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moe_kernels.byte_table import E2M1, E4M3, INT8, OFFSET4, OFFSET8, UINT4, UINT8, ByteTable
-from moe_kernels.matrix_form import MatrixForm, ValueFormat
-from moe_kernels.quantised_matrix import QuantisedMatrix
+from moe_kernels.interface.byte_table import (
+    E2M1,
+    E4M3,
+    INT8,
+    OFFSET4,
+    OFFSET8,
+    UINT4,
+    UINT8,
+    ByteTable,
+)
+from moe_kernels.interface.matrix_form import MatrixForm, ValueFormat
+from moe_kernels.interface.quantised_matrix import QuantisedMatrix
 
 _VALUES: dict[ByteTable, ValueFormat] = {
     UINT4: "int4",

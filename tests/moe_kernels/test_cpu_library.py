@@ -10,11 +10,12 @@ import pytest
 import torch
 from kernel_sets import KERNEL_SETS
 
-from moe_kernels import choice, cpu_library
+from moe_kernels import choice
 from moe_kernels.choice import choose_kernels
-from moe_kernels.kernels import ExpertWeights, GatedActivation
-from moe_kernels.native_kernels import NativeKernels
-from moe_kernels.routing import RouterShape
+from moe_kernels.cpu import cpu_library
+from moe_kernels.cpu.native_kernels import NativeKernels
+from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
+from moe_kernels.interface.routing import RouterShape
 
 CPU = torch.device("cpu")
 needs_native = KERNEL_SETS[1].marks[0]  # type: ignore[union-attr]

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from moe_kernels import cuda_recorder
-from moe_kernels.cuda_recorder import CudaRecorder
+from moe_kernels.graphs import cuda_recorder
+from moe_kernels.graphs.cuda_recorder import CudaRecorder
 
 DEVICE = torch.device("cuda:1")
 

@@ -13,8 +13,8 @@ from kernel_sets import KERNEL_SETS, make_kernels
 from torch import Tensor
 
 from moe_kernels.choice import KernelsName
-from moe_kernels.expert_mlp import combine_choices, routed_experts_reference
-from moe_kernels.kernels import ExpertBank, ExpertWeights, GatedActivation
+from moe_kernels.interface.kernels import ExpertBank, ExpertWeights, GatedActivation
+from moe_kernels.reference.expert_mlp import combine_choices, routed_experts_reference
 
 NUM_EXPERTS, WIDTH, EXPERT_WIDTH = 7, 45, 24  # off every vector
 SEEDS = st.integers(0, 20)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from moe_kernels.graph_sizes import GraphSize, GraphSizes, context_buckets, row_buckets
+from moe_kernels.graphs.graph_sizes import GraphSize, GraphSizes, context_buckets, row_buckets
 
 
 @pytest.mark.parametrize(

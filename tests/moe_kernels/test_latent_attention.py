@@ -8,11 +8,11 @@ import torch
 from kernel_sets import KERNEL_SETS, make_kernels
 from torch import Tensor
 
-from moe_kernels.attention_shape import LatentShape, StepTokens
 from moe_kernels.choice import KernelsName
-from moe_kernels.kernels import KVPages
-from moe_kernels.norm import rotary_table
-from moe_kernels.paged_attention import paged_attention_reference
+from moe_kernels.interface.attention_shape import LatentShape, StepTokens
+from moe_kernels.interface.kernels import KVPages
+from moe_kernels.reference.norm import rotary_table
+from moe_kernels.reference.paged_attention import paged_attention_reference
 
 PAGE = 16
 CPU = torch.device("cpu")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from quantised_matrices import KINDS, Kind
 
-from moe_kernels.byte_table import E4M3, UINT4
-from moe_kernels.expert_mlp import ExpertMLP, QuantisedMLP, made_mlp
-from moe_kernels.kernels import ExpertWeights, GatedActivation
+from moe_kernels.interface.byte_table import E4M3, UINT4
+from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
+from moe_kernels.reference.expert_mlp import ExpertMLP, QuantisedMLP, made_mlp
 
 
 def id_of(kind: Kind) -> str:

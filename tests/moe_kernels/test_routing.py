@@ -8,7 +8,7 @@ from kernel_sets import KERNEL_SETS, make_kernels
 from torch import Tensor
 
 from moe_kernels.choice import KernelsName
-from moe_kernels.routing import RouterShape
+from moe_kernels.interface.routing import RouterShape
 
 
 def make_logits(num_rows: int, num_experts: int) -> Tensor:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_kernels.eager_recorder import EagerRecorder
-from moe_kernels.row_graphs import RowGraphs
+from moe_kernels.graphs.eager_recorder import EagerRecorder
+from moe_kernels.graphs.row_graphs import RowGraphs
 
 
 def make_graphs(recorder: EagerRecorder, calls: list[tuple[str, int]]) -> RowGraphs:

@@ -7,7 +7,7 @@ import torch
 from kernel_sets import KERNEL_SETS, make_kernels
 
 from moe_kernels.choice import KernelsName, choose_kernels
-from moe_kernels.linear import PlainLinear, make_linear
+from moe_kernels.reference.linear import PlainLinear, make_linear
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}

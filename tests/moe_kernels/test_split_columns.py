@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kernel_sets import KERNEL_SETS, make_kernels
 from torch import Tensor
 
-from moe_kernels.kernels import ExpertWeights, GatedActivation
+from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
 
 pytestmark = list(KERNEL_SETS[1].marks)  # the native kernels: the others refuse
 

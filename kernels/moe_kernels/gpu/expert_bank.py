@@ -15,7 +15,7 @@ from moe_kernels.gpu.grouped_gemm.api import Chip, grouped_experts
 from moe_kernels.gpu.grouped_gemm.experts import GroupedExperts
 from moe_kernels.gpu.grouped_gemm.from_matrix import grouped_weight, joined
 from moe_kernels.gpu.grouped_gemm.pack import GroupedWeight
-from moe_kernels.kernels import ExpertWeights, GatedActivation
+from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
 
 # Layers are loaded by several threads; of what is in memory twice, one layer at a time.
 _STACKING = threading.Lock()

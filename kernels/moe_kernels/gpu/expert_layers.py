@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_kernels.kernels import GatedActivation
+from moe_kernels.interface.kernels import GatedActivation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from moe_kernels.gpu.grouped_gemm.api import Chip
 from moe_kernels.gpu.grouped_gemm.experts import GroupedExperts
 from moe_kernels.gpu.grouped_gemm.from_matrix import grouped_weight
 from moe_kernels.gpu.grouped_gemm.pack import GroupedWeight
-from moe_kernels.kernels import ExpertWeights, GatedActivation
+from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
 
 
 class GroupedSlots:

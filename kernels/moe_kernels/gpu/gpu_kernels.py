@@ -14,14 +14,6 @@ import torch
 import triton
 from torch import Tensor
 
-from moe_kernels.attention_shape import (
-    AttentionShape,
-    LatentShape,
-    QKNormWeights,
-    RotaryTable,
-    StepTokens,
-)
-from moe_kernels.fixed_attention import DecodeRoom
 from moe_kernels.gpu.expert_bank import GroupedExpertBank, stacked_experts
 from moe_kernels.gpu.expert_slots import GroupedSlots
 from moe_kernels.gpu.grouped_gemm import linear, self_check
@@ -47,15 +39,23 @@ from moe_kernels.gpu.paged_attention.plan import PagedPlan
 from moe_kernels.gpu.router.api import route
 from moe_kernels.gpu.rows.api import Addends, add, rms_norm
 from moe_kernels.gpu.sampling.token_sampler import GpuTokenSampler
-from moe_kernels.kernels import (
+from moe_kernels.interface.attention_shape import (
+    AttentionShape,
+    LatentShape,
+    QKNormWeights,
+    RotaryTable,
+    StepTokens,
+)
+from moe_kernels.interface.fixed_attention import DecodeRoom
+from moe_kernels.interface.kernels import (
     ExpertWeights,
     GatedActivation,
     KVPages,
     LayerFrontParts,
     SplitMLP,
 )
-from moe_kernels.matrix_form import MatrixForm, PackedLayout
-from moe_kernels.routing import RouterShape
+from moe_kernels.interface.matrix_form import MatrixForm, PackedLayout
+from moe_kernels.interface.routing import RouterShape
 
 # What the interpreter, which computes on the CPU, is told to be. No tile size may be chosen by the
 # batch there: numpy's products do not treat rows alike.

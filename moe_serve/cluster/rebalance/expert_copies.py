@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from experts.slot_room import SlotRoom
-from moe_kernels.kernels import ExpertWeights
+from moe_kernels.interface.kernels import ExpertWeights
 from moe_serve.cluster.messages import Staged
 from moe_serve.errors import ChannelClosedError
 

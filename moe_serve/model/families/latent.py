@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from moe_kernels.attention_shape import LatentShape
+from moe_kernels.interface.attention_shape import LatentShape
 from moe_serve.model.families.common import decoder_basics, shared_expert
 from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.hf_rope import read_rope, rope_values, yarn_softmax_factor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_kernels.routing import RouterShape
+from moe_kernels.interface.routing import RouterShape
 from moe_serve.model.families.common import decoder_basics, grouped_attention, head_dim_of
 from moe_serve.model.families.family import Family
 from moe_serve.model.families.layer_types import layer_types

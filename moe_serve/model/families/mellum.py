@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moe_kernels.attention_shape import AttentionShape
-from moe_kernels.routing import RouterShape
+from moe_kernels.interface.attention_shape import AttentionShape
+from moe_kernels.interface.routing import RouterShape
 from moe_serve.model.families.common import (
     decoder_basics,
     grouped_attention,

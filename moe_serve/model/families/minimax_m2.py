@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moe_kernels.routing import RouterShape
+from moe_kernels.interface.routing import RouterShape
 from moe_serve.model.families.common import (
     decoder_basics,
     grouped_attention,

@@ -5,7 +5,7 @@ It comes by itself, or as the text model beside a vision tower.
 
 from __future__ import annotations
 
-from moe_kernels.routing import RouterShape
+from moe_kernels.interface.routing import RouterShape
 from moe_serve.model.families.common import sparse_layers
 from moe_serve.model.families.family import Family
 from moe_serve.model.families.latent import latent_decoder

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moe_kernels.routing import RouterShape
+from moe_kernels.interface.routing import RouterShape
 from moe_serve.model.families.family import Family
 from moe_serve.model.families.qwen3_moe import read_spec
 from moe_serve.model.hf_config import HFConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from moe_kernels.attention_shape import AttentionShape
+from moe_kernels.interface.attention_shape import AttentionShape
 from moe_serve.model.families.layer_types import layer_types
 from moe_serve.model.hf_config import HFConfig
 

@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_kernels.byte_table import UINT4
-from moe_kernels.matrix_form import MatrixForm
-from moe_kernels.quantised_matrix import QuantisedMatrix
+from moe_kernels.interface.byte_table import UINT4
+from moe_kernels.interface.matrix_form import MatrixForm
+from moe_kernels.interface.quantised_matrix import QuantisedMatrix
 from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint import FLOAT_DTYPES, Checkpoint, Shape
 from moe_serve.model.formats.weight_format import matrix_shape, present, scale_bits, stem_of

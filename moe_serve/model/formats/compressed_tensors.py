@@ -23,9 +23,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_kernels.byte_table import INT8, OFFSET4, OFFSET8, transposed_bytes
-from moe_kernels.matrix_form import MatrixForm
-from moe_kernels.quantised_matrix import QuantisedMatrix
+from moe_kernels.interface.byte_table import INT8, OFFSET4, OFFSET8, transposed_bytes
+from moe_kernels.interface.matrix_form import MatrixForm
+from moe_kernels.interface.quantised_matrix import QuantisedMatrix
 from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint import FLOAT_DTYPES, Checkpoint, Shape
 from moe_serve.model.formats.compressed_scheme import (

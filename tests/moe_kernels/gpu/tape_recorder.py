@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
 
-from moe_kernels.graph_recorder import Addresses
+from moe_kernels.graphs.graph_recorder import Addresses
 
 _WAITS = {
     "aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::masked_select",

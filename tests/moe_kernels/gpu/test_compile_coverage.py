@@ -15,21 +15,21 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_kernels.attention_shape import (
-    AttentionShape,
-    LatentShape,
-    QKNormWeights,
-    RotaryTable,
-    StepTokens,
-)
 from moe_kernels.gpu.compile_case import TARGETS, CompileCase, find_cases
 from moe_kernels.gpu.gpu_kernels import TritonKernels
 from moe_kernels.gpu.sampling import kernel as sampling_kernels
 from moe_kernels.gpu.sampling.api import sample
 from moe_kernels.gpu.sampling.logits_api import adjust, score_tokens, uniform
 from moe_kernels.gpu.sampling.rows import Adjustments, SamplingRows
-from moe_kernels.kernels import ExpertWeights, GatedActivation, KVPages
-from moe_kernels.routing import RouterShape
+from moe_kernels.interface.attention_shape import (
+    AttentionShape,
+    LatentShape,
+    QKNormWeights,
+    RotaryTable,
+    StepTokens,
+)
+from moe_kernels.interface.kernels import ExpertWeights, GatedActivation, KVPages
+from moe_kernels.interface.routing import RouterShape
 
 META = torch.device("meta")
 BOUNDS = ("VOCAB", "NUM_BLOCKS")  # of sampling: sizes that only bound a loop or a mask

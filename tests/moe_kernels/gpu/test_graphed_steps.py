@@ -15,8 +15,8 @@ from tape_recorder import TapeRecorder
 from test_gpu_kernels import CASES, TOKENS
 
 from experts.graphed_expert_stage import GraphedExpertStage
-from moe_kernels.cuda_recorder import CudaRecorder
-from moe_kernels.graph_sizes import GraphSize
+from moe_kernels.graphs.cuda_recorder import CudaRecorder
+from moe_kernels.graphs.graph_sizes import GraphSize
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.graphed_attention_stage import GraphedAttentionStage
 from moe_serve.model.loader import ModelLoader

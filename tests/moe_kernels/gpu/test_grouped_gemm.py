@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from routed_ids import ids_of
 from torch import Tensor
 
-from moe_kernels.expert_mlp import routed_experts_reference
 from moe_kernels.gpu.grouped_gemm.api import Chip, grouped_experts
 from moe_kernels.gpu.grouped_gemm.experts import GroupedExperts
 from moe_kernels.gpu.grouped_gemm.heuristics import BLOCK_MS, PACKED_FORMATS, WeightFormat
 from moe_kernels.gpu.grouped_gemm.pack import GroupedWeight, quantised
 from moe_kernels.gpu.grouped_gemm.self_check import has_equal_tiles
-from moe_kernels.kernels import ExpertWeights, GatedActivation
+from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
+from moe_kernels.reference.expert_mlp import routed_experts_reference
 
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 FORMATS: tuple[tuple[WeightFormat, int], ...] = (

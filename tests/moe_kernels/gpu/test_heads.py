@@ -8,12 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_kernels import torch_kernels
-from moe_kernels.attention_shape import AttentionShape, LatentShape, QKNormWeights, RotaryTable
 from moe_kernels.gpu.heads.api import shape_latent, shape_qkv
 from moe_kernels.gpu.heads.heuristics import HeadConfig, head_config
-from moe_kernels.kernels import KVPages
-from moe_kernels.norm import rms_norm, rotary_table
+from moe_kernels.interface.attention_shape import (
+    AttentionShape,
+    LatentShape,
+    QKNormWeights,
+    RotaryTable,
+)
+from moe_kernels.interface.kernels import KVPages
+from moe_kernels.reference import torch_kernels
+from moe_kernels.reference.norm import rms_norm, rotary_table
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # Relative to 1: a norm may round to the neighbouring value, and the rotation rounds once more.

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_kernels.attention_shape import AttentionShape, StepTokens
 from moe_kernels.gpu.paged_attention import plan as plan_module
 from moe_kernels.gpu.paged_attention.api import attention, config_of, is_latent
 from moe_kernels.gpu.paged_attention.plan import PagedPlan, plan_paged_attention, plan_sizes
-from moe_kernels.paged_attention import paged_attention_reference
+from moe_kernels.interface.attention_shape import AttentionShape, StepTokens
+from moe_kernels.reference.paged_attention import paged_attention_reference
 
 PAGE = 16
 # Queries, weights and results are rounded to the pages' dtype.

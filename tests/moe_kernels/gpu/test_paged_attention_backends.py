@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.nn.attention import varlen
 
-from moe_kernels.attention_shape import AttentionShape, StepTokens
 from moe_kernels.gpu.paged_attention import backends
 from moe_kernels.gpu.paged_attention.backends import BackendName, choose_backend
+from moe_kernels.interface.attention_shape import AttentionShape, StepTokens
 
 SHAPE = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=128)
 ALL: frozenset[BackendName] = frozenset({"FA3", "FA4"})

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from moe_kernels.attention_shape import AttentionShape, StepTokens
-from moe_kernels.fixed_attention import DecodeRoom
 from moe_kernels.gpu.paged_attention import plan as plan_module
 from moe_kernels.gpu.paged_attention.api import config_of
 from moe_kernels.gpu.paged_attention.compile_cases import CASES
@@ -20,7 +18,9 @@ from moe_kernels.gpu.paged_attention.plan import (
     plan_paged_attention,
     plan_sizes,
 )
-from moe_kernels.graph_sizes import GraphSize
+from moe_kernels.graphs.graph_sizes import GraphSize
+from moe_kernels.interface.attention_shape import AttentionShape, StepTokens
+from moe_kernels.interface.fixed_attention import DecodeRoom
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(num_heads=32, num_kv_heads=4, head_dim=128)  # 8 tokens x 8 heads a tile

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_kernels.gpu.router.api import route as route_gpu
 from moe_kernels.gpu.router.heuristics import RouterConfig, router_config
-from moe_kernels.routing import RouterShape, route
+from moe_kernels.interface.routing import RouterShape, route
 
 SHAPES = {
     "mixtral": RouterShape(num_experts=8, top_k=2, is_renormalised=True),

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from moe_kernels.gpu.rows.api import Addends, add, add_and_norm, rms_norm
 from moe_kernels.gpu.rows.heuristics import RowConfig, row_config
-from moe_kernels.norm import rms_norm as reference_norm
-from moe_kernels.torch_kernels import TorchKernels
+from moe_kernels.reference.norm import rms_norm as reference_norm
+from moe_kernels.reference.torch_kernels import TorchKernels
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}

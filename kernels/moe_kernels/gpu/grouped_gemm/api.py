@@ -21,7 +21,7 @@ from moe_kernels.gpu.grouped_gemm.kernel_tma import grouped_gemm_tma_kernel
 from moe_kernels.gpu.grouped_gemm.pack import GroupedWeight
 from moe_kernels.gpu.grouped_gemm.tuning import tuned_tile
 from moe_kernels.gpu.tuned import TunedTable
-from moe_kernels.kernels import GatedActivation
+from moe_kernels.interface.kernels import GatedActivation
 
 _COMBINE_BLOCK = 1024
 

@@ -17,7 +17,7 @@ from moe_kernels.gpu.grouped_gemm.heuristics import (
 )
 from moe_kernels.gpu.grouped_gemm.kernel import combine_kernel, grouped_gemm_kernel
 from moe_kernels.gpu.grouped_gemm.kernel_tma import grouped_gemm_tma_kernel
-from moe_kernels.kernels import GatedActivation
+from moe_kernels.interface.kernels import GatedActivation
 
 _GROUPED: tuple[tuple[WeightFormat, int], ...] = (
     ("int4", 128),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moe_kernels.gpu.grouped_gemm.pack import GroupedWeight
-from moe_kernels.kernels import GatedActivation
+from moe_kernels.interface.kernels import GatedActivation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

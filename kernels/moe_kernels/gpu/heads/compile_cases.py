@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from moe_kernels.attention_shape import AttentionShape
 from moe_kernels.gpu.compile_case import CompileCase
 from moe_kernels.gpu.heads.api import norm_code
 from moe_kernels.gpu.heads.heuristics import head_config
 from moe_kernels.gpu.heads.kernel import shape_heads, shape_latents
+from moe_kernels.interface.attention_shape import AttentionShape
 
 _SHAPES = {
     "mixtral": AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128),

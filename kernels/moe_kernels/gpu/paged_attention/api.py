@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_kernels.attention_shape import AttentionShape, StepTokens
-from moe_kernels.fixed_attention import DecodeRoom
 from moe_kernels.gpu.paged_attention.heuristics import (
     AttentionConfig,
     TileConfig,
@@ -29,6 +27,8 @@ from moe_kernels.gpu.paged_attention.plan import (
     plan_paged_attention,
 )
 from moe_kernels.gpu.paged_attention.wide_kernel import attend_wide_tiles
+from moe_kernels.interface.attention_shape import AttentionShape, StepTokens
+from moe_kernels.interface.fixed_attention import DecodeRoom
 
 LOG2_E = 1.4426950408889634
 

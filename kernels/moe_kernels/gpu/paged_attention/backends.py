@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import attention as torch_attention
 from torch.nn.attention import varlen
 
-from moe_kernels.attention_shape import AttentionShape, StepTokens
+from moe_kernels.interface.attention_shape import AttentionShape, StepTokens
 
 BackendName = Literal["triton", "FA3", "FA4"]
 

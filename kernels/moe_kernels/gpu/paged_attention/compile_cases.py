@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from moe_kernels.attention_shape import AttentionShape
 from moe_kernels.gpu.compile_case import TARGETS, CompileCase
 from moe_kernels.gpu.paged_attention.api import attending_constants, config_of, joining_constants
 from moe_kernels.gpu.paged_attention.heuristics import AttentionConfig, TileConfig
 from moe_kernels.gpu.paged_attention.kernel import attend_items, attend_tiles, join_items
 from moe_kernels.gpu.paged_attention.wide_kernel import attend_wide_tiles
+from moe_kernels.interface.attention_shape import AttentionShape
 
 _PAGE_SIZE = 16
 _STRIDES = tuple(

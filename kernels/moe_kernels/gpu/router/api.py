@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_kernels.gpu.router.heuristics import router_config
 from moe_kernels.gpu.router.kernel import route_rows
-from moe_kernels.routing import RouterShape
+from moe_kernels.interface.routing import RouterShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from moe_kernels.gpu.compile_case import CompileCase
 from moe_kernels.gpu.router.heuristics import router_config
 from moe_kernels.gpu.router.kernel import route_rows
-from moe_kernels.routing import RouterShape
+from moe_kernels.interface.routing import RouterShape
 
 
 def _softmax(num_experts: int, top_k: int, is_renormalised: bool = True) -> RouterShape:

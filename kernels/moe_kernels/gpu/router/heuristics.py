@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_kernels.routing import RouterShape
+from moe_kernels.interface.routing import RouterShape
 
 MAX_EXPERTS = 1024  # a row is held in the registers of one warp
 

@@ -17,8 +17,8 @@ from moe_kernels.gpu.sampling.logits_api import adjust, score_tokens, uniform
 from moe_kernels.gpu.sampling.rows import Adjustments, SamplingRows
 from moe_kernels.gpu.sampling.tops import likeliest
 from moe_kernels.gpu.transfers import download, upload
-from moe_kernels.token_mask import ban_others_on_device
-from moe_kernels.token_sampler import SampledStep, SamplingStep, ScoredTokens
+from moe_kernels.interface.token_mask import ban_others_on_device
+from moe_kernels.interface.token_sampler import SampledStep, SamplingStep, ScoredTokens
 
 
 class GpuTokenSampler:

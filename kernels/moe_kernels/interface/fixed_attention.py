@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from moe_kernels.attention_shape import StepTokens
-from moe_kernels.graph_sizes import GraphSize
+from moe_kernels.graphs.graph_sizes import GraphSize
+from moe_kernels.interface.attention_shape import StepTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,17 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_kernels.attention_plan import AttentionPlan, plan_attention
-from moe_kernels.attention_shape import (
+from moe_kernels.interface.attention_shape import (
     AttentionShape,
     LatentShape,
     QKNormWeights,
     RotaryTable,
     StepTokens,
 )
-from moe_kernels.expert_mlp import ExpertMLP, QuantisedMLP, made_mlp, routed_experts
-from moe_kernels.fixed_attention import DecodeRoom, ReplannedAttention
-from moe_kernels.kernels import (
+from moe_kernels.interface.fixed_attention import DecodeRoom, ReplannedAttention
+from moe_kernels.interface.kernels import (
     ExpertBank,
     ExpertWeights,
     GatedActivation,
@@ -25,12 +23,14 @@ from moe_kernels.kernels import (
     LayerFrontParts,
     SplitMLP,
 )
-from moe_kernels.linear import FastLinear, make_linear
-from moe_kernels.matrix_form import MatrixForm, PackedLayout
-from moe_kernels.norm import rms_norm, rotate
-from moe_kernels.paged_attention import paged_attention
-from moe_kernels.routing import RouterShape, route
-from moe_kernels.torch_slots import TorchSlots
+from moe_kernels.interface.matrix_form import MatrixForm, PackedLayout
+from moe_kernels.interface.routing import RouterShape, route
+from moe_kernels.reference.attention_plan import AttentionPlan, plan_attention
+from moe_kernels.reference.expert_mlp import ExpertMLP, QuantisedMLP, made_mlp, routed_experts
+from moe_kernels.reference.linear import FastLinear, make_linear
+from moe_kernels.reference.norm import rms_norm, rotate
+from moe_kernels.reference.paged_attention import paged_attention
+from moe_kernels.reference.torch_slots import TorchSlots
 
 
 class TorchExperts:

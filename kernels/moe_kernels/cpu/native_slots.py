@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from moe_kernels.kernels import ExpertWeights, GatedActivation
-from moe_kernels.native_experts import ExpertPanels, ExpertTable, PackedExpert
-from moe_kernels.native_library import NativeLibrary
+from moe_kernels.cpu.native_experts import ExpertPanels, ExpertTable, PackedExpert
+from moe_kernels.cpu.native_library import NativeLibrary
+from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
 
 _UNIT_BYTES = 4
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_kernels.kernels import ExpertWeights, GatedActivation, num_held
-from moe_kernels.native_library import Float, Int, NativeLibrary, Pointer, num_panels
-from moe_kernels.quantised_matrix import only_floats
+from moe_kernels.cpu.native_library import Float, Int, NativeLibrary, Pointer, num_panels
+from moe_kernels.interface.kernels import ExpertWeights, GatedActivation, num_held
+from moe_kernels.interface.quantised_matrix import only_floats
 
 
 class ExpertsStruct(ctypes.Structure):

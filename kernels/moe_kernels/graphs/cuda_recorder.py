@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from moe_kernels.graph_recorder import Addresses
+from moe_kernels.graphs.graph_recorder import Addresses
 
 _WARM_UPS = 2  # the first compiles kernels and fills caches, the second runs as it will be recorded
 

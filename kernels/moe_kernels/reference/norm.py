@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_kernels.attention_shape import RotaryTable
+from moe_kernels.interface.attention_shape import RotaryTable
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moe_kernels.graph_recorder import Addresses
+from moe_kernels.graphs.graph_recorder import Addresses
 
 
 class EagerRecorder:

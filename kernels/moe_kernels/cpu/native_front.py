@@ -10,10 +10,10 @@ import ctypes
 import torch
 from torch import Tensor
 
-from moe_kernels.kernels import FrontResult, KVPages, LayerFrontParts
-from moe_kernels.native_attention import NativePlan
-from moe_kernels.native_library import Int, NativeLibrary, Pointer, address
-from moe_kernels.native_linear import NativeLinear, NativeRouterLinear
+from moe_kernels.cpu.native_attention import NativePlan
+from moe_kernels.cpu.native_library import Int, NativeLibrary, Pointer, address
+from moe_kernels.cpu.native_linear import NativeLinear, NativeRouterLinear
+from moe_kernels.interface.kernels import FrontResult, KVPages, LayerFrontParts
 
 
 class _FrontStruct(ctypes.Structure):

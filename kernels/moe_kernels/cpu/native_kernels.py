@@ -11,17 +11,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_kernels import native_attention
-from moe_kernels.attention_shape import (
+from moe_kernels.cpu import native_attention
+from moe_kernels.cpu.cpu_library import instruction_set
+from moe_kernels.cpu.native_attention import NativePlan
+from moe_kernels.cpu.native_experts import native_experts
+from moe_kernels.cpu.native_front import NativeFront
+from moe_kernels.cpu.native_library import SUFFIXES, Float, Int, NativeLibrary, address
+from moe_kernels.cpu.native_linear import NativeHeadLinear, NativeLinear, NativeRouterLinear
+from moe_kernels.cpu.native_slots import NativeSlots
+from moe_kernels.cpu.native_split_mlp import NativeSplitMLP
+from moe_kernels.interface.attention_shape import (
     AttentionShape,
     LatentShape,
     QKNormWeights,
     RotaryTable,
     StepTokens,
 )
-from moe_kernels.cpu_library import instruction_set
-from moe_kernels.fixed_attention import DecodeRoom, ReplannedAttention
-from moe_kernels.kernels import (
+from moe_kernels.interface.fixed_attention import DecodeRoom, ReplannedAttention
+from moe_kernels.interface.kernels import (
     ExpertBank,
     ExpertWeights,
     GatedActivation,
@@ -31,15 +38,8 @@ from moe_kernels.kernels import (
     Linear,
     RouterLinear,
 )
-from moe_kernels.matrix_form import MatrixForm
-from moe_kernels.native_attention import NativePlan
-from moe_kernels.native_experts import native_experts
-from moe_kernels.native_front import NativeFront
-from moe_kernels.native_library import SUFFIXES, Float, Int, NativeLibrary, address
-from moe_kernels.native_linear import NativeHeadLinear, NativeLinear, NativeRouterLinear
-from moe_kernels.native_slots import NativeSlots
-from moe_kernels.native_split_mlp import NativeSplitMLP
-from moe_kernels.routing import RouterShape
+from moe_kernels.interface.matrix_form import MatrixForm
+from moe_kernels.interface.routing import RouterShape
 
 
 class _RouterStruct(ctypes.Structure):

@@ -11,10 +11,10 @@ import math
 import torch
 from torch import Tensor
 
-from moe_kernels.kernels import ExpertWeights, GatedActivation
-from moe_kernels.native_experts import Addresses, ExpertsStruct
-from moe_kernels.native_library import NativeLibrary, num_panels
-from moe_kernels.quantised_matrix import only_floats
+from moe_kernels.cpu.native_experts import Addresses, ExpertsStruct
+from moe_kernels.cpu.native_library import NativeLibrary, num_panels
+from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
+from moe_kernels.interface.quantised_matrix import only_floats
 
 
 class NativeSplitMLP:

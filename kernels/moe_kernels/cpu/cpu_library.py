@@ -107,7 +107,7 @@ def cache_folder() -> Path:
 
 def _build(compiler: str) -> Path:
     """The library for this source, compiler and processor, built if it is not in the cache."""
-    folder = Path(__file__).parent / "cpu"
+    folder = Path(__file__).parent / "source"
     sources = sorted(folder.glob("*.cpp"))
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_kernels.token_mask import TokenMasks
+from moe_kernels.interface.token_mask import TokenMasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

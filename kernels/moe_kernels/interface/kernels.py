@@ -13,18 +13,18 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from moe_kernels.attention_shape import (
+from moe_kernels.interface.attention_shape import (
     AttentionShape,
     LatentShape,
     QKNormWeights,
     RotaryTable,
     StepTokens,
 )
-from moe_kernels.fixed_attention import DecodeRoom, FixedAttention
-from moe_kernels.matrix_form import MatrixForm, PackedLayout
-from moe_kernels.quantised_matrix import Weight
-from moe_kernels.routing import RouterShape
-from moe_kernels.token_sampler import TokenSampler
+from moe_kernels.interface.fixed_attention import DecodeRoom, FixedAttention
+from moe_kernels.interface.matrix_form import MatrixForm, PackedLayout
+from moe_kernels.interface.quantised_matrix import Weight
+from moe_kernels.interface.routing import RouterShape
+from moe_kernels.interface.token_sampler import TokenSampler
 
 
 class Linear(Protocol):

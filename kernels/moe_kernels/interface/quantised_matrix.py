@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moe_kernels.byte_table import E8M0, ByteTable
-from moe_kernels.matrix_form import MatrixForm
+from moe_kernels.interface.byte_table import E8M0, ByteTable
+from moe_kernels.interface.matrix_form import MatrixForm
 
 _InPlace = Callable[[Tensor, Tensor], Tensor]
 _VALUES_AT_ONCE = 2**18  # a chunk of rows in float32 stays in the second-level cache

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_kernels.expert_mlp import ExpertMLP, QuantisedMLP, made_mlp, routed_experts
-from moe_kernels.kernels import ExpertWeights, GatedActivation
+from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
+from moe_kernels.reference.expert_mlp import ExpertMLP, QuantisedMLP, made_mlp, routed_experts
 
 
 class TorchSlots:

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_kernels.kernels import ExpertWeights, GatedActivation
-from moe_kernels.linear import FastLinear, make_linear
-from moe_kernels.quantised_matrix import Weight, as_floats
+from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
+from moe_kernels.interface.quantised_matrix import Weight, as_floats
+from moe_kernels.reference.linear import FastLinear, make_linear
 
 _SWIGLU = GatedActivation()
 # C: doubles from 2^16 to 2^17 are 2^-36 apart, so t + C - C is t's nearest multiple (ties: even).

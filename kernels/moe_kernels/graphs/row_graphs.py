@@ -11,8 +11,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from moe_kernels.graph_recorder import Recorder, Recording
-from moe_kernels.graph_sizes import smallest
+from moe_kernels.graphs.graph_recorder import Recorder, Recording
+from moe_kernels.graphs.graph_sizes import smallest
 
 RowFunction = Callable[..., Tensor]  # tensors of B rows -> [B, D]
 

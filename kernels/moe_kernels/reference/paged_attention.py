@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_kernels.attention_plan import BLOCK_TOKENS, AttentionPlan, AttentionSegment
+from moe_kernels.reference.attention_plan import BLOCK_TOKENS, AttentionPlan, AttentionSegment
 
 _VALUE_MULTIPLE = 8  # in products of fewer columns (5, 10) a CPU's sums depend on the row's place
 

@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_kernels.attention_shape import (
+from moe_kernels.cpu.native_library import Float, Int, NativeLibrary, Pointer, address
+from moe_kernels.interface.attention_shape import (
     AttentionShape,
     LatentShape,
     QKNormWeights,
     RotaryTable,
     StepTokens,
 )
-from moe_kernels.kernels import KVPages
-from moe_kernels.native_library import Float, Int, NativeLibrary, Pointer, address
+from moe_kernels.interface.kernels import KVPages
 
 _NORMS = {"none": 0, "head": 1, "row": 2}
 _NORM_AFTER_ROTATION = 3

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_kernels.attention_shape import AttentionShape, StepTokens
+from moe_kernels.interface.attention_shape import AttentionShape, StepTokens
 
 BLOCK_TOKENS = 128
 _LARGE_TILE_TOKENS = 32

@@ -1,0 +1,1 @@
+"""Recorders of steps that are replayed as graphs."""

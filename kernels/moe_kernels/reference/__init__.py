@@ -1,0 +1,1 @@
+"""The kernels in plain torch: the definition of the math, and the fallback."""
