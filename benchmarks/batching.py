@@ -28,7 +28,7 @@ from harness.batching.requests import Routed
 from harness.batching.splits import count_bursts, count_splits
 from harness.batching.wider import write_its_predictor, write_wider
 from harness.environment import describe_environment
-from moe_serve.model.demo import demo_model_folder
+from moe_serve.model.checkpoint.demo import demo_model_folder
 
 PARTS = ("splits", "queue", "cost", "throughput")
 

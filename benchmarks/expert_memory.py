@@ -36,7 +36,7 @@ from moe_serve.config import (
 )
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.driven_engine import DrivenEngine
-from moe_serve.model.demo import demo_model_folder
+from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.text.tokenizer import Tokenizer
 from random_model.families import Sizes
 from random_model.writer import write_random_model

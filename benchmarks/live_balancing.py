@@ -46,7 +46,7 @@ from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.placement_control import PlacementControl
 from moe_serve.engine.request import GenerationRequest
 from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.model.demo import demo_model_folder
+from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.text.tokenizer import Tokenizer
 
 _LOOK_S = 0.5  # between two looks at the balance

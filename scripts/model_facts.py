@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+from moe_serve.model.checkpoint.manifest import all_tensors, expert_table
 from moe_serve.model.families import Family
-from moe_serve.model.manifest import all_tensors, expert_table
 from moe_serve.model.rope import LinearScaling, Llama3Scaling, YarnScaling
 from moe_serve.model.spec import ModelSpec
 

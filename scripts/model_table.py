@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import model_facts
+from moe_serve.model.checkpoint.hf_config import HFConfig
+from moe_serve.model.checkpoint.spec_check import check_spec
 from moe_serve.model.families import FAMILIES, Family, family_of
 from moe_serve.model.formats import FORMATS
-from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.spec import ModelSpec
-from moe_serve.model.spec_check import check_spec
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "models.md"

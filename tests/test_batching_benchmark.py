@@ -9,7 +9,7 @@ import pytest
 
 import batching
 from harness.batching import cost, queue
-from moe_serve.model.demo import demo_model_folder
+from moe_serve.model.checkpoint.demo import demo_model_folder
 
 PREDICTOR = str(demo_model_folder() / "predictor")
 TEXTS = {

@@ -12,7 +12,7 @@ import expert_memory
 import replica_choice
 from harness.expert_memory.slow_weights import Tier
 from harness.expert_memory.texts import draw
-from moe_serve.model.demo import demo_model_folder
+from moe_serve.model.checkpoint.demo import demo_model_folder
 
 
 def test_policies_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

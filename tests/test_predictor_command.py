@@ -18,7 +18,7 @@ from moe_serve.engine.documents import cut_into_pieces, read_documents
 from moe_serve.engine.predictor_data import PredictorModel
 from moe_serve.engine.request_prediction import open_request_predictor
 from moe_serve.errors import ConfigError
-from moe_serve.model.demo import demo_model_folder
+from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.text.tokenizer import Tokenizer
 from routing_predictor.traces.trace import RoutingTrace
 from routing_predictor.traces.trace_file import write_trace

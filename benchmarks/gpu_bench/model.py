@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.model_size import ModelSize
+from moe_serve.model.checkpoint.hf_config import HFConfig
+from moe_serve.model.checkpoint.manifest import all_tensors
 from moe_serve.model.families import family_of
-from moe_serve.model.hf_config import HFConfig
-from moe_serve.model.manifest import all_tensors
 from moe_serve.model.spec import ModelSpec
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "models"

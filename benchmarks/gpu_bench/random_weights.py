@@ -20,7 +20,7 @@ from torch import Tensor
 from moe_kernels.interface.byte_table import E2M1, E4M3, INT8, OFFSET4, ByteTable
 from moe_kernels.interface.matrix_form import MatrixForm
 from moe_kernels.interface.quantised_matrix import QuantisedMatrix
-from moe_serve.model.hf_config import HFConfig
+from moe_serve.model.checkpoint.hf_config import HFConfig
 
 Shape = tuple[int, ...]
 _INTO_RESIDUAL = ("o_proj.", "down_proj", ".w2.")  # what layers add up, so it is kept small

@@ -30,7 +30,7 @@ class ModelOrder:
         if self.model is not None:
             if self.num_layers is not None or self.dense_layers is not None:
                 raise ConfigError("--model says which layers are dense: leave out the other flags.")
-            from moe_serve.model.expert_shape import read_expert_shape
+            from moe_serve.model.checkpoint.expert_shape import read_expert_shape
 
             shape = read_expert_shape(self.model.expanduser())
             return ModelFacts(

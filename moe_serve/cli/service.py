@@ -29,7 +29,7 @@ from moe_serve.http.operations import Operations
 from moe_serve.http.server import run_server
 from moe_serve.http.span_export import make_span_export
 from moe_serve.logs import is_json_log, set_up_logs
-from moe_serve.model.model_tensors import LoadProgress
+from moe_serve.model.load.model_tensors import LoadProgress
 
 BuildEngine = Callable[[EngineConfig, LoadProgress | None], BuiltEngine]
 

@@ -16,7 +16,7 @@ from moe_serve.engine.startup import Startup
 from moe_serve.http.loading_server import LoadingServer
 from moe_serve.http.server import bind
 from moe_serve.logs import STARTUP_LOG
-from moe_serve.model.model_tensors import LoadProgress
+from moe_serve.model.load.model_tensors import LoadProgress
 
 _log = logging.getLogger(STARTUP_LOG)
 _SIGTERM_STATUS = 128 + signal.SIGTERM

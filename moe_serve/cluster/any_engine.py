@@ -5,7 +5,7 @@ from __future__ import annotations
 from moe_serve.cluster.build import build_cluster
 from moe_serve.config import EngineConfig
 from moe_serve.engine.build import BuiltEngine, build_engine
-from moe_serve.model.model_tensors import LoadProgress
+from moe_serve.model.load.model_tensors import LoadProgress
 
 
 def build_any_engine(config: EngineConfig, progress: LoadProgress | None = None) -> BuiltEngine:

@@ -50,7 +50,7 @@ from moe_serve.engine.next_layer_prediction import open_next_layer
 from moe_serve.engine.sampler import Sampled
 from moe_serve.engine.sampling_backend import make_sampler
 from moe_serve.engine.step_executor import LocalExecutor, RowFailure, StepOutcome
-from moe_serve.model.model_tensors import LoadProgress
+from moe_serve.model.load.model_tensors import LoadProgress
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.data_group import DataGroup
 from moe_serve.pipeline.group_transport import GroupTransport

@@ -31,7 +31,7 @@ from moe_serve.cluster.shard_orders import (
 )
 from moe_serve.engine.build import device_of, max_model_len_of, open_loader
 from moe_serve.errors import MoeServeError
-from moe_serve.model.tensor_shard import TensorShard
+from moe_serve.model.stage.tensor_shard import TensorShard
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.shard_group import ShardGroup, ShardLostError, StepAbandonedError
 from moe_serve.pipeline.shard_transport import FollowerTransport

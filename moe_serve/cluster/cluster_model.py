@@ -17,10 +17,10 @@ from moe_serve.cluster.rebalance.current_placement import PlacementVersion
 from moe_serve.config import ClusterConfig, EngineConfig
 from moe_serve.engine.build import model_folder
 from moe_serve.errors import ConfigError
+from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.families import family_of
-from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.spec import ModelSpec
-from moe_serve.model.tensor_shard import check_shards
+from moe_serve.model.stage.tensor_shard import check_shards
 from moe_serve.pipeline.router_side import is_broadcast_worth
 
 _TURNS = "round-robin"  # goes by a row's place and the expert alone

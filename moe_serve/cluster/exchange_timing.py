@@ -27,7 +27,7 @@ from moe_serve.cluster.secret import new_secret, secret_from_environment
 from moe_serve.cluster.stopwatch import usual
 from moe_serve.cluster.store import StoreServer, connect_store
 from moe_serve.errors import ConfigError
-from moe_serve.model.attention_stage import Routed
+from moe_serve.model.stage.attention_stage import Routed
 from moe_serve.pipeline.data_group import DataGroup
 from moe_serve.pipeline.expert_loop import ExpertLoop
 from moe_serve.pipeline.group_transport import GroupTransport

@@ -39,9 +39,9 @@ from moe_serve.cluster.rebalance.expert_copies import ExpertCopies
 from moe_serve.cluster.rebalance.rank_placement import RankPlacement
 from moe_serve.engine.build import open_loader
 from moe_serve.errors import MoeServeError
-from moe_serve.model.expert_choice import Router, choose_experts
-from moe_serve.model.load_expert_memory import MemoryBudget
-from moe_serve.model.model_tensors import LoadProgress
+from moe_serve.model.load.load_expert_memory import MemoryBudget
+from moe_serve.model.load.model_tensors import LoadProgress
+from moe_serve.model.stage.expert_choice import Router, choose_experts
 from moe_serve.pipeline.data_group import DataGroup
 from moe_serve.pipeline.expert_loop import ExpertLoop
 from moe_serve.pipeline.frame_header import WireError

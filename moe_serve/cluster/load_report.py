@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moe_serve.cache.model_identity import model_identity
 from moe_serve.cluster.messages import Configure, Loaded
-from moe_serve.model.loader import ModelLoader
+from moe_serve.model.load.loader import ModelLoader
 from moe_serve.pipeline.nccl_link import gpu_of
 
 

@@ -14,10 +14,10 @@ from moe_kernels.interface.kernels import Kernels
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.config import PAGE_SIZE
 from moe_serve.errors import ConfigError
-from moe_serve.model.attention_stage import AttentionStage
-from moe_serve.model.loader import ModelLoader
-from moe_serve.model.model_tensors import LoadProgress
+from moe_serve.model.load.loader import ModelLoader
+from moe_serve.model.load.model_tensors import LoadProgress
 from moe_serve.model.spec import ModelSpec
+from moe_serve.model.stage.attention_stage import AttentionStage
 
 _MAX_LAYERS = 8  # measured of one kind; they take turns, as a step's do, so no layer stays cached
 _CACHE_BYTES = 2**30

@@ -33,7 +33,7 @@ from moe_serve.cluster.rank_name import RankName
 from moe_serve.cluster.rank_starter import RankStarter
 from moe_serve.cluster.roster import Phase, RankState, Roster
 from moe_serve.errors import ChannelClosedError, ClusterError, ConfigError, MoeServeError
-from moe_serve.model.model_tensors import LoadProgress
+from moe_serve.model.load.model_tensors import LoadProgress
 
 _log = logging.getLogger(__name__)
 

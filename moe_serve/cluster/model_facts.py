@@ -7,9 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_serve.model.checkpoint.hf_config import HFConfig
+from moe_serve.model.checkpoint.manifest import (
+    Table,
+    attention_table,
+    feed_forward_table,
+    model_table,
+)
 from moe_serve.model.families import family_of
-from moe_serve.model.hf_config import HFConfig
-from moe_serve.model.manifest import Table, attention_table, feed_forward_table, model_table
 from moe_serve.model.spec import ModelSpec
 
 

@@ -22,7 +22,7 @@ from moe_serve.engine.request import GenerationRequest
 from moe_serve.engine.sampler import Sampler
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.engine.step_executor import LocalExecutor
-from moe_serve.model.attention_stage import Routed
+from moe_serve.model.stage.attention_stage import Routed
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.transport import LocalTransport
 

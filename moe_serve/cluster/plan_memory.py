@@ -16,7 +16,7 @@ from moe_serve.engine.build import device_of, max_model_len_of, model_folder
 from moe_serve.engine.free_memory import free_bytes
 from moe_serve.engine.memory_plan import MemoryPlan, ProcessMemory, Room
 from moe_serve.engine.next_layer_prediction import num_foreseen
-from moe_serve.model.hf_config import HFConfig
+from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.spec import ModelSpec
 from moe_serve.pipeline.wire import make_wire_format
 

@@ -13,7 +13,7 @@ from moe_serve.child_python import module_command
 from moe_serve.cluster.attention_shard import shard_name
 from moe_serve.config_sources import CLUSTER_SECRET_VARIABLE
 from moe_serve.errors import ClusterError
-from moe_serve.model.tensor_shard import TensorShard
+from moe_serve.model.stage.tensor_shard import TensorShard
 
 _END_S = 5.0
 

@@ -35,16 +35,16 @@ from moe_serve.engine.step_timeline import StepTimeline
 from moe_serve.engine.watched_runner import WatchedRunner
 from moe_serve.engine.witness import LocalWitness, Witness
 from moe_serve.errors import CheckpointError, ConfigError
-from moe_serve.model.attention_stage import AttentionStage
-from moe_serve.model.demo import demo_model_folder
-from moe_serve.model.gather import Gather
-from moe_serve.model.hf_config import generation_eos_token_ids
-from moe_serve.model.load_expert_memory import MemoryBudget
-from moe_serve.model.loader import ModelLoader
-from moe_serve.model.model_tensors import LoadProgress
+from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.model.checkpoint.hf_config import generation_eos_token_ids
+from moe_serve.model.load.load_expert_memory import MemoryBudget
+from moe_serve.model.load.loader import ModelLoader
+from moe_serve.model.load.model_tensors import LoadProgress
+from moe_serve.model.load.weight_reader import open_checkpoint
+from moe_serve.model.load.weight_source import OpenWeights
 from moe_serve.model.spec import ModelSpec
-from moe_serve.model.weight_reader import open_checkpoint
-from moe_serve.model.weight_source import OpenWeights
+from moe_serve.model.stage.attention_stage import AttentionStage
+from moe_serve.model.stage.gather import Gather
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.route_tap import RouteTap
 from moe_serve.pipeline.stage_log import StageLog

@@ -18,7 +18,7 @@ from moe_serve.cache.model_identity import Digest, add_weight_file
 from moe_serve.config import Config
 from moe_serve.engine.layout import Layout
 from moe_serve.errors import CheckpointError
-from moe_serve.model.safetensors_file import SafetensorsFile
+from moe_serve.model.checkpoint.safetensors_file import SafetensorsFile
 
 MAX_WHOLE_BYTES = 256 * 2**20  # of weights that are read whole; of larger ones every tensor
 _TEXTS = (

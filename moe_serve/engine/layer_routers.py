@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_serve.errors import ConfigError
-from moe_serve.model.loader import ModelLoader
+from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.spec import ModelSpec
 from routing_predictor.layers.router_residual import RouterWeights
 

@@ -9,7 +9,7 @@ from moe_serve.config import EngineConfig
 from moe_serve.engine.layer_routers import check_routers, layer_routers
 from moe_serve.engine.placement_version import placement_version
 from moe_serve.errors import ConfigError
-from moe_serve.model.loader import ModelLoader
+from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.spec import ModelSpec
 from moe_serve.pipeline.next_layer import NextLayer
 from routing_predictor.layers.recall_guard import GuardLimits, RecallGuard

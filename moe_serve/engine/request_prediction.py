@@ -8,9 +8,9 @@ import torch
 
 from moe_serve.cache.model_identity import model_identity
 from moe_serve.errors import ConfigError
+from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.families import family_of
-from moe_serve.model.hf_config import HFConfig
-from moe_serve.model.weight_reader import open_checkpoint
+from moe_serve.model.load.weight_reader import open_checkpoint
 from routing_predictor.predictor_file import load_request_predictor
 from routing_predictor.requests.request_mlp import PrefixPredictor
 from routing_predictor.traces.errors import PredictorError

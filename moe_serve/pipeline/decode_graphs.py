@@ -19,8 +19,13 @@ from torch import Tensor
 from moe_kernels.graphs.graph_recorder import Recorder, Recording
 from moe_kernels.graphs.graph_sizes import GraphSize, GraphSizes
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.model.attention_stage import AttentionStage
-from moe_serve.model.static_inputs import StaticInputs, is_decode, make_static_inputs, num_keys
+from moe_serve.model.stage.attention_stage import AttentionStage
+from moe_serve.model.stage.static_inputs import (
+    StaticInputs,
+    is_decode,
+    make_static_inputs,
+    num_keys,
+)
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.pipeline import Pipeline
 

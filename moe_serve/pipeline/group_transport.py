@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_serve.model.attention_stage import Routed
+from moe_serve.model.stage.attention_stage import Routed
 from moe_serve.pipeline.data_group import DataGroup
 from moe_serve.pipeline.frame_header import Exchange, Leg
 from moe_serve.pipeline.frame_layout import CompactLayout, FrameLayout

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.model.attention_stage import AttentionStage
-from moe_serve.model.graphed_attention_stage import GraphedAttentionStage
-from moe_serve.model.step_inputs import StepInputs
+from moe_serve.model.stage.attention_stage import AttentionStage
+from moe_serve.model.stage.graphed_attention_stage import GraphedAttentionStage
+from moe_serve.model.stage.step_inputs import StepInputs
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.next_layer import NextLayer
 from moe_serve.pipeline.route_tap import RouteTap

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.errors import MoeServeError
-from moe_serve.model.tensor_shard import TensorShard
+from moe_serve.model.stage.tensor_shard import TensorShard
 from moe_serve.pipeline.shared_link import SharedLink
 from moe_serve.pipeline.transfer import PeerLostError
 

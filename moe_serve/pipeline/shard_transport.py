@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_serve.model.attention_stage import Routed
+from moe_serve.model.stage.attention_stage import Routed
 from moe_serve.pipeline.shard_group import ShardGroup
 from moe_serve.pipeline.transport import Transport
 

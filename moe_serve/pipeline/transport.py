@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from experts.expert_stage import ExpertStage
-from moe_serve.model.attention_stage import Routed
+from moe_serve.model.stage.attention_stage import Routed
 from moe_serve.pipeline.wire import WireFormat, as_received
 
 

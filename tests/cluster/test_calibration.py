@@ -18,7 +18,7 @@ from moe_serve.cluster.expert_timing import ExpertSample, fit_experts, random_ch
 from moe_serve.cluster.measured_model import load_measured_model
 from moe_serve.cluster.model_facts import weight_bytes
 from moe_serve.cluster.natural_steps import natural_rows
-from moe_serve.model.demo import demo_model_folder
+from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.pipeline.batch_load import BatchLoad
 from moe_serve.pipeline.cost_model import AttentionCost
 

@@ -14,7 +14,7 @@ from layouts import colocated, config, on_ranks, requests
 from moe_serve.engine.constraint import Constraint
 from moe_serve.engine.request import FinishReason, GenerationRequest
 from moe_serve.engine.thinking_markers import ThinkingMarkers
-from moe_serve.model.demo import demo_model_folder
+from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 4096  # of the demonstration model

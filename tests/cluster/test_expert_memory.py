@@ -23,8 +23,8 @@ from moe_serve.engine.build import build_engine
 from moe_serve.engine.next_layer_prediction import check_next_layer
 from moe_serve.engine.request import GenerationRequest
 from moe_serve.errors import ConfigError
-from moe_serve.model.demo import demo_model_folder
-from moe_serve.model.safetensors_file import SafetensorsFile
+from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.model.checkpoint.safetensors_file import SafetensorsFile
 from thread_starter import ThreadStarter
 
 VOCAB_SIZE, NUM_LAYERS, NUM_EXPERTS = 4096, 6, 32  # of the demonstration model

@@ -27,7 +27,7 @@ from moe_serve.config import EngineConfig
 from moe_serve.engine.build import model_folder
 from moe_serve.engine.request import FinishReason
 from moe_serve.engine.step_executor import LocalExecutor
-from moe_serve.model.loader import ModelLoader
+from moe_serve.model.load.loader import ModelLoader
 from moe_serve.pipeline import data_group
 from moe_serve.pipeline.expert_loop import ExpertLoop
 from moe_serve.pipeline.group_transport import GroupTransport

@@ -13,7 +13,7 @@ from moe_serve.cluster import cluster_model
 from moe_serve.cluster.cluster_model import ClusterModel, placement_of, read_spec
 from moe_serve.config import ClusterConfig, EngineConfig, ReplicaPolicyName
 from moe_serve.errors import ConfigError
-from moe_serve.model.demo import demo_model_folder
+from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.model.spec import ModelSpec
 
 

@@ -17,7 +17,7 @@ from moe_serve.config import Config, ServerConfig
 from moe_serve.engine import fingerprint
 from moe_serve.engine.fingerprint import checkpoint_digest, system_fingerprint
 from moe_serve.engine.layout import Layout
-from moe_serve.model.demo import demo_model_folder
+from moe_serve.model.checkpoint.demo import demo_model_folder
 
 WEIGHTS = "model.safetensors"
 

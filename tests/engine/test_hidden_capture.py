@@ -14,7 +14,7 @@ from moe_serve.engine.build import open_loader
 from moe_serve.engine.documents import Piece
 from moe_serve.engine.predictor_data import PredictorModel
 from moe_serve.errors import ConfigError
-from moe_serve.model.demo import demo_model_folder
+from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.model.step_plan import MicroBatch, RouteAsk, SequenceSlice, StepPlan
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.route_tap import RouteTap

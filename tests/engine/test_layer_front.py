@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_kernels.choice import native_refusal
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.model.loader import ModelLoader
+from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.transport import LocalTransport

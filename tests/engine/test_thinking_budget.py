@@ -25,7 +25,7 @@ from moe_serve.engine.sampler import Sampler
 from moe_serve.engine.sequence import Sequence
 from moe_serve.engine.thinking_limit import with_thinking_markers
 from moe_serve.errors import InvalidRequestError
-from moe_serve.model.demo import demo_model_folder
+from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.text.assistant.delta import joined
 from moe_serve.text.assistant.formats import REASONING_FORMATS, ReasoningFormat
 from moe_serve.text.assistant.harmony import MARKERS, HarmonyParser

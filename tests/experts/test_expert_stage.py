@@ -20,8 +20,8 @@ from experts.expert_stage import ExpertStage
 from experts.routed_rows import RoutedRows
 from moe_kernels.choice import KernelsName, native_refusal
 from moe_kernels.cpu.native_library import NativeLibrary
-from moe_serve.model.checkpoint import Checkpoint
-from moe_serve.model.loader import ModelLoader
+from moe_serve.model.checkpoint.checkpoint import Checkpoint
+from moe_serve.model.load.loader import ModelLoader
 
 NUM_EXPERTS, TOP_K, ROWS = 6, 3, 11
 REFUSAL = native_refusal(torch.device("cpu"), torch.float32)

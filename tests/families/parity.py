@@ -19,7 +19,7 @@ from moe_kernels.choice import KernelsName
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.config import ExpertWeightsName
 from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.model.loader import ModelLoader
+from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.transport import LocalTransport

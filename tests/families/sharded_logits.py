@@ -15,10 +15,10 @@ from torch import Tensor
 
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cluster.attention_shard import make_group
-from moe_serve.model.attention_stage import AttentionStage
-from moe_serve.model.loader import ModelLoader
+from moe_serve.model.load.loader import ModelLoader
+from moe_serve.model.stage.attention_stage import AttentionStage
+from moe_serve.model.stage.tensor_shard import TensorShard
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
-from moe_serve.model.tensor_shard import TensorShard
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.shard_group import ShardGroup
 from moe_serve.pipeline.shard_transport import FollowerTransport, LeaderTransport

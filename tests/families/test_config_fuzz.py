@@ -11,7 +11,7 @@ import pytest
 from published import published, spec_of
 
 from moe_serve.errors import CheckpointError
-from moe_serve.model.hf_config import HFConfig, generation_eos_token_ids
+from moe_serve.model.checkpoint.hf_config import HFConfig, generation_eos_token_ids
 from moe_serve.model.rope import inverse_frequencies
 
 _NAMES = (

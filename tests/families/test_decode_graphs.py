@@ -21,9 +21,9 @@ from moe_kernels.choice import KernelsName
 from moe_kernels.graphs.eager_recorder import EagerRecorder
 from moe_kernels.graphs.graph_sizes import GraphSize
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.model.graphed_attention_stage import GraphedAttentionStage
-from moe_serve.model.loader import ModelLoader
-from moe_serve.model.static_inputs import make_static_inputs
+from moe_serve.model.load.loader import ModelLoader
+from moe_serve.model.stage.graphed_attention_stage import GraphedAttentionStage
+from moe_serve.model.stage.static_inputs import make_static_inputs
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
 from moe_serve.pipeline.decode_graphs import DecodeGraphs
 from moe_serve.pipeline.graphed_pipeline import GraphedPipeline

@@ -17,7 +17,7 @@ from transformers import GptOssConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moe_kernels.choice import KernelsName
-from moe_serve.model.loader import ModelLoader
+from moe_serve.model.load.loader import ModelLoader
 
 _BLOCK = 32
 _CASE = Case(GptOssConfig(**COMMON | {"hidden_size": 64, "intermediate_size": 96}))

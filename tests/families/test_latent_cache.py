@@ -12,7 +12,7 @@ from published_latent import GLM_FLASH, KIMI_K2, MISTRAL_SMALL_4, V2_LITE, V3, s
 
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.config import PAGE_SIZE
-from moe_serve.model.loader import ModelLoader
+from moe_serve.model.load.loader import ModelLoader
 
 
 def test_deepseek_v3_holds_576_values_per_token_and_layer() -> None:

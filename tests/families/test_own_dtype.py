@@ -10,7 +10,7 @@ from cases_minimax_m2 import CASES
 from parity import write_checkpoint
 from safetensors.torch import load_file, save_file
 
-from moe_serve.model.loader import ModelLoader
+from moe_serve.model.load.loader import ModelLoader
 
 
 def test_a_dtype_that_is_not_stated_is_that_of_the_embedding(tmp_path: Path) -> None:

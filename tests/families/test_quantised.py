@@ -14,7 +14,7 @@ from quantised_folder import QuantisedCase, write_pair
 from moe_kernels.choice import KernelsName
 from moe_serve.config import ExpertWeightsName
 from moe_serve.errors import ConfigError
-from moe_serve.model.loader import ModelLoader
+from moe_serve.model.load.loader import ModelLoader
 
 WAYS_TO_HOLD: tuple[ExpertWeightsName, ...] = ("dequantised", "packed")
 _DTYPES: dict[str, torch.dtype] = {"torch": torch.float32, "native": torch.bfloat16}

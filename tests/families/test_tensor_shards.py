@@ -12,7 +12,7 @@ from sharded_logits import CPU, sharded_logits
 from test_families import CASES
 
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.model.loader import ModelLoader
+from moe_serve.model.load.loader import ModelLoader
 
 NAMES = (  # of each kind of attention and of MLP
     "deepseek_v2-lite",

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moe_serve.model.checkpoint import Checkpoint
-from moe_serve.model.hf_config import HFConfig
-from moe_serve.model.weight_reader import WeightReader
+from moe_serve.model.checkpoint.checkpoint import Checkpoint
+from moe_serve.model.checkpoint.hf_config import HFConfig
+from moe_serve.model.load.weight_reader import WeightReader
 
 
 @pytest.fixture()

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_serve.errors import CheckpointError
-from moe_serve.model.demo import demo_model_folder
+from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.model.families import FAMILIES
-from moe_serve.model.loader import ModelLoader
+from moe_serve.model.load.loader import ModelLoader
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 20, "hidden_size": 16,

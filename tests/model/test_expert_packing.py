@@ -21,10 +21,10 @@ from moe_serve.config import ExpertWeightsName
 from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.errors import ConfigError
 from moe_serve.llm import LLM
-from moe_serve.model.expert_packing import BankForms, ExpertPacking, StoredProduct
-from moe_serve.model.loader import ModelLoader
-from moe_serve.model.manifest import Stored
-from moe_serve.model.weight_reader import WeightReader
+from moe_serve.model.checkpoint.manifest import Stored
+from moe_serve.model.load.expert_packing import BankForms, ExpertPacking, StoredProduct
+from moe_serve.model.load.loader import ModelLoader
+from moe_serve.model.load.weight_reader import WeightReader
 
 ReaderOf = Callable[..., WeightReader]
 FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save, save_file
 
 from moe_serve.errors import CheckpointError
-from moe_serve.model.safetensors_file import SafetensorsFile
+from moe_serve.model.checkpoint.safetensors_file import SafetensorsFile
 
 
 def file_of(header: Any, num_data_bytes: int = 0) -> bytes:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from moe_serve.cluster.cluster_model import read_spec
 from moe_serve.errors import ConfigError
-from moe_serve.model.demo import demo_model_folder
+from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.model.spec import ModelSpec
-from moe_serve.model.tensor_shard import TensorShard, check_shards, column_borders
+from moe_serve.model.stage.tensor_shard import TensorShard, check_shards, column_borders
 
 
 @cache

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 from moe_serve.errors import CheckpointError
-from moe_serve.model.checkpoint import Checkpoint
+from moe_serve.model.checkpoint.checkpoint import Checkpoint
+from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.formats import FORMATS
-from moe_serve.model.hf_config import HFConfig
-from moe_serve.model.weight_reader import WeightReader
+from moe_serve.model.load.weight_reader import WeightReader
 
 ReaderOf = Callable[..., WeightReader]
 SCHEME = {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel"}}

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from experts.routed_rows import RoutedRows
-from moe_serve.model.attention_stage import Routed
+from moe_serve.model.stage.attention_stage import Routed
 from moe_serve.pipeline.data_group import DataGroup
 from moe_serve.pipeline.expert_loop import ExpertLoop
 from moe_serve.pipeline.frame_layout import FrameLayout

@@ -20,10 +20,10 @@ from moe_serve.cluster.calibration_file import read_calibration
 from moe_serve.engine.constraint import Constraint
 from moe_serve.engine.grammar.source_check import check_source
 from moe_serve.errors import CheckpointError, InvalidGrammarError, MoeServeError
-from moe_serve.model.checkpoint import Checkpoint
-from moe_serve.model.demo import demo_model_folder
-from moe_serve.model.hf_config import HFConfig, generation_eos_token_ids
-from moe_serve.model.safetensors_file import SafetensorsFile
+from moe_serve.model.checkpoint.checkpoint import Checkpoint
+from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.model.checkpoint.hf_config import HFConfig, generation_eos_token_ids
+from moe_serve.model.checkpoint.safetensors_file import SafetensorsFile
 from moe_serve.text.tokenizer import read_json_file
 from routing_predictor.importers.importer import import_files
 from routing_predictor.importers.tables import ImportOptions

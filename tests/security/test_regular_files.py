@@ -29,7 +29,7 @@ from moe_serve.config_sources import load_config, read_secret_file
 from moe_serve.engine.documents import read_documents
 from moe_serve.errors import CheckpointError, MoeServeError
 from moe_serve.http.tls import Tls
-from moe_serve.model.demo import demo_model_folder
+from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.pipeline.timeline_reader import read_timeline
 from moe_serve.text.chat_template import ChatTemplate
 from routing_predictor.importers.importer import import_files

@@ -23,8 +23,8 @@ from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cluster.secret import ClusterSecret
 from moe_serve.cluster.store import StoreServer, connect_store
 from moe_serve.config import PAGE_SIZE
-from moe_serve.model.loader import ModelLoader
-from moe_serve.model.step_inputs import StepInputs
+from moe_serve.model.load.loader import ModelLoader
+from moe_serve.model.stage.step_inputs import StepInputs
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
 from moe_serve.pipeline.expert_loop import ExpertLoop
 from moe_serve.pipeline.group_transport import GroupTransport

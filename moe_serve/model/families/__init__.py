@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 
+from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.families import (
     deepseek_v2,
     deepseek_v3,
@@ -29,7 +30,6 @@ from moe_serve.model.families import (
     solar_open,
 )
 from moe_serve.model.families.family import Family
-from moe_serve.model.hf_config import HFConfig
 
 FAMILIES: tuple[Family, ...] = (
     deepseek_v2.FAMILY,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moe_kernels.interface.attention_shape import AttentionShape
-from moe_serve.model.hf_config import HFConfig
+from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.rope import RopeSpec
 from moe_serve.model.spec import SharedExpertSpec
 

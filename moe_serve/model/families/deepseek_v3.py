@@ -6,11 +6,11 @@ Multi-token-prediction layers, stored after the last layer, are not read.
 
 from __future__ import annotations
 
+from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.families.common import sparse_layers
 from moe_serve.model.families.family import Family
 from moe_serve.model.families.latent import latent_decoder
 from moe_serve.model.families.router import biased_sigmoid_router
-from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.spec import ModelSpec
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from moe_serve.model.checkpoint.hf_config import HFConfig
+from moe_serve.model.checkpoint.hf_rope import read_rope
 from moe_serve.model.families.common import (
     decoder_basics,
     grouped_attention,
@@ -12,8 +14,6 @@ from moe_serve.model.families.common import (
 from moe_serve.model.families.family import Family
 from moe_serve.model.families.router import biased_sigmoid_router
 from moe_serve.model.families.windows import windowed_layers
-from moe_serve.model.hf_config import HFConfig
-from moe_serve.model.hf_rope import read_rope
 from moe_serve.model.spec import LayerSpec, ModelSpec
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from moe_kernels.interface.routing import RouterShape
+from moe_serve.model.checkpoint.hf_config import HFConfig
+from moe_serve.model.checkpoint.hf_rope import read_rope
+from moe_serve.model.checkpoint.tensor_names import TensorNames
 from moe_serve.model.families.common import decoder_basics, grouped_attention, head_dim_of
 from moe_serve.model.families.family import Family
-from moe_serve.model.hf_config import HFConfig
-from moe_serve.model.hf_rope import read_rope
 from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec, SharedExpertSpec
-from moe_serve.model.tensor_names import TensorNames
 
 
 def _read_spec(config: HFConfig) -> ModelSpec:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from moe_serve.model.hf_config import HFConfig
+from moe_serve.model.checkpoint.hf_config import HFConfig
+from moe_serve.model.checkpoint.tensor_names import TensorNames
 from moe_serve.model.spec import ModelSpec
-from moe_serve.model.tensor_names import TensorNames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

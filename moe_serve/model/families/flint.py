@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from moe_kernels.interface.routing import RouterShape
+from moe_serve.model.checkpoint.hf_config import HFConfig
+from moe_serve.model.checkpoint.hf_rope import read_rope
+from moe_serve.model.checkpoint.tensor_names import TensorNames, mlp_names
 from moe_serve.model.families.common import decoder_basics, grouped_attention, head_dim_of
 from moe_serve.model.families.family import Family
 from moe_serve.model.families.qwen3_moe import sparse_layers
 from moe_serve.model.families.windows import windowed_layers
-from moe_serve.model.hf_config import HFConfig
-from moe_serve.model.hf_rope import read_rope
 from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec, SharedExpertSpec
-from moe_serve.model.tensor_names import TensorNames, mlp_names
 
 _LAYER = "model.layers.{layer}."
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from moe_kernels.interface.kernels import GatedActivation
 from moe_kernels.interface.routing import RouterShape
+from moe_serve.model.checkpoint.hf_config import HFConfig
+from moe_serve.model.checkpoint.hf_rope import read_rope
+from moe_serve.model.checkpoint.tensor_names import ExpertNames, TensorNames
 from moe_serve.model.families.common import decoder_basics, grouped_attention, head_dim_of
 from moe_serve.model.families.family import Family
 from moe_serve.model.families.windows import windowed_layers
-from moe_serve.model.hf_config import HFConfig
-from moe_serve.model.hf_rope import read_rope
 from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec
-from moe_serve.model.tensor_names import ExpertNames, TensorNames
 
 _MLP = "model.layers.{layer}.mlp."
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from moe_kernels.interface.routing import RouterShape
+from moe_serve.model.checkpoint.hf_config import HFConfig
+from moe_serve.model.checkpoint.hf_rope import read_rope
+from moe_serve.model.checkpoint.tensor_names import TensorNames, mlp_names
 from moe_serve.model.families.common import (
     decoder_basics,
     grouped_attention,
@@ -10,10 +13,7 @@ from moe_serve.model.families.common import (
     sparse_layers,
 )
 from moe_serve.model.families.family import Family
-from moe_serve.model.hf_config import HFConfig
-from moe_serve.model.hf_rope import read_rope
 from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec, SharedExpertSpec
-from moe_serve.model.tensor_names import TensorNames, mlp_names
 
 _MLP = "model.layers.{layer}.mlp."
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from moe_serve.model.hf_config import HFConfig
+from moe_serve.model.checkpoint.hf_config import HFConfig
 
 
 def layer_types(

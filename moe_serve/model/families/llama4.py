@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from moe_kernels.interface.routing import RouterShape
+from moe_serve.model.checkpoint.hf_config import HFConfig
+from moe_serve.model.checkpoint.hf_rope import read_rope
+from moe_serve.model.checkpoint.tensor_names import (
+    ExpertNames,
+    TensorNames,
+    mlp_names,
+    separate_experts,
+)
 from moe_serve.model.families.common import decoder_basics, grouped_attention, head_dim_of
 from moe_serve.model.families.family import Family
 from moe_serve.model.families.layer_types import layer_types
-from moe_serve.model.hf_config import HFConfig
-from moe_serve.model.hf_rope import read_rope
 from moe_serve.model.rope import RopeSpec
 from moe_serve.model.spec import (
     LayerSpec,
@@ -15,12 +21,6 @@ from moe_serve.model.spec import (
     QueryTemperature,
     RouterSpec,
     SharedExpertSpec,
-)
-from moe_serve.model.tensor_names import (
-    ExpertNames,
-    TensorNames,
-    mlp_names,
-    separate_experts,
 )
 
 _FEED = "model.layers.{layer}.feed_forward."

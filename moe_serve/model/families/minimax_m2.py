@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moe_kernels.interface.routing import RouterShape
+from moe_serve.model.checkpoint.hf_config import HFConfig
+from moe_serve.model.checkpoint.hf_rope import read_rope
 from moe_serve.model.families.common import (
     decoder_basics,
     grouped_attention,
@@ -13,8 +15,6 @@ from moe_serve.model.families.common import (
 )
 from moe_serve.model.families.family import Family
 from moe_serve.model.families.mixtral import FAMILY as MIXTRAL
-from moe_serve.model.hf_config import HFConfig
-from moe_serve.model.hf_rope import read_rope
 from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moe_kernels.interface.routing import RouterShape
+from moe_serve.model.checkpoint.hf_config import HFConfig
+from moe_serve.model.checkpoint.tensor_names import ExpertNames, TensorNames, separate_experts
 from moe_serve.model.families.family import Family
 from moe_serve.model.families.qwen3_moe import read_spec
-from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.spec import ModelSpec
-from moe_serve.model.tensor_names import ExpertNames, TensorNames, separate_experts
 
 _EXPERTS = "model.layers.{layer}.mlp.experts."
 

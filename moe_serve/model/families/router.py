@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moe_kernels.interface.routing import RouterShape
-from moe_serve.model.hf_config import HFConfig
+from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.spec import RouterSpec
 
 

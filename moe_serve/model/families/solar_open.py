@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.families.common import require_off
 from moe_serve.model.families.family import Family
 from moe_serve.model.families.glm4_moe import glm_decoder
-from moe_serve.model.hf_config import HFConfig
 from moe_serve.model.spec import ModelSpec
 
 

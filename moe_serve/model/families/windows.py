@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from moe_kernels.interface.attention_shape import AttentionShape
+from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.families.layer_types import layer_types
-from moe_serve.model.hf_config import HFConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.formats.awq import awq_from
 from moe_serve.model.formats.compressed_tensors import compressed_tensors_from
 from moe_serve.model.formats.fp8 import fp8_from
 from moe_serve.model.formats.gptq import gptq_from
 from moe_serve.model.formats.mxfp4 import mxfp4_from
 from moe_serve.model.formats.weight_format import WeightFormat
-from moe_serve.model.hf_config import HFConfig
 
 FORMATS: Mapping[str, Callable[[HFConfig], WeightFormat]] = {
     "awq": awq_from,

@@ -23,9 +23,9 @@ from moe_kernels.interface.byte_table import UINT4
 from moe_kernels.interface.matrix_form import MatrixForm
 from moe_kernels.interface.quantised_matrix import QuantisedMatrix
 from moe_serve.errors import CheckpointError
-from moe_serve.model.checkpoint import FLOAT_DTYPES, Checkpoint, Shape
+from moe_serve.model.checkpoint.checkpoint import FLOAT_DTYPES, Checkpoint, Shape
+from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.formats.weight_format import matrix_shape, present, scale_bits, stem_of
-from moe_serve.model.hf_config import HFConfig
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 

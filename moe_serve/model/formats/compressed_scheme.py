@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_serve.errors import CheckpointError
-from moe_serve.model.hf_config import HFConfig
+from moe_serve.model.checkpoint.hf_config import HFConfig
 
 _LAYOUTS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 _STRATEGIES = ("tensor", "channel", "group", "block")

@@ -27,7 +27,8 @@ from moe_kernels.interface.byte_table import INT8, OFFSET4, OFFSET8, transposed_
 from moe_kernels.interface.matrix_form import MatrixForm
 from moe_kernels.interface.quantised_matrix import QuantisedMatrix
 from moe_serve.errors import CheckpointError
-from moe_serve.model.checkpoint import FLOAT_DTYPES, Checkpoint, Shape
+from moe_serve.model.checkpoint.checkpoint import FLOAT_DTYPES, Checkpoint, Shape
+from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.formats.compressed_scheme import (
     Scheme,
     scheme_of,
@@ -36,7 +37,6 @@ from moe_serve.model.formats.compressed_scheme import (
 )
 from moe_serve.model.formats.fp8 import fp8_matrix
 from moe_serve.model.formats.weight_format import matrix_shape, present, scale_bits, stem_of
-from moe_serve.model.hf_config import HFConfig
 
 _PARTS = ("packed", "scale", "zero_point", "g_idx", "shape")
 _PACKED_TABLES = {4: OFFSET4, 8: OFFSET8}

@@ -23,9 +23,9 @@ from moe_kernels.interface.byte_table import E4M3, E8M0
 from moe_kernels.interface.matrix_form import MatrixForm
 from moe_kernels.interface.quantised_matrix import QuantisedMatrix
 from moe_serve.errors import CheckpointError
-from moe_serve.model.checkpoint import FLOAT_DTYPES, Checkpoint, Shape
+from moe_serve.model.checkpoint.checkpoint import FLOAT_DTYPES, Checkpoint, Shape
+from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.formats.weight_format import present, scale_bits
-from moe_serve.model.hf_config import HFConfig
 
 _EXPONENT_DTYPES = ("F8_E8M0", "U8")
 

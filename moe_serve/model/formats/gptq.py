@@ -28,9 +28,9 @@ from moe_kernels.interface.byte_table import UINT4, UINT8, transposed_bytes
 from moe_kernels.interface.matrix_form import MatrixForm
 from moe_kernels.interface.quantised_matrix import QuantisedMatrix
 from moe_serve.errors import CheckpointError
-from moe_serve.model.checkpoint import FLOAT_DTYPES, Checkpoint, Shape
+from moe_serve.model.checkpoint.checkpoint import FLOAT_DTYPES, Checkpoint, Shape
+from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.formats.weight_format import matrix_shape, present, scale_bits, stem_of
-from moe_serve.model.hf_config import HFConfig
 
 _TABLES = {4: UINT4, 8: UINT8}
 _GROUP_SIZE = 128  # where the config does not state one

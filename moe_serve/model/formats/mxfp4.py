@@ -17,9 +17,9 @@ from moe_kernels.interface.byte_table import E2M1
 from moe_kernels.interface.matrix_form import MatrixForm
 from moe_kernels.interface.quantised_matrix import QuantisedMatrix
 from moe_serve.errors import CheckpointError
-from moe_serve.model.checkpoint import Checkpoint, Shape
+from moe_serve.model.checkpoint.checkpoint import Checkpoint, Shape
+from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.formats.weight_format import present
-from moe_serve.model.hf_config import HFConfig
 
 _BLOCK = 32
 

@@ -12,7 +12,7 @@ from typing import Protocol
 from moe_kernels.interface.matrix_form import MatrixForm
 from moe_kernels.interface.quantised_matrix import QuantisedMatrix
 from moe_serve.errors import CheckpointError
-from moe_serve.model.checkpoint import Checkpoint, Shape
+from moe_serve.model.checkpoint.checkpoint import Checkpoint, Shape
 
 
 class WeightFormat(Protocol):

@@ -19,7 +19,7 @@ from moe_serve.engine.grammar.matcher import SequenceMatcher
 from moe_serve.engine.grammar.vocabulary import Vocabulary, vocabulary_of
 from moe_serve.engine.request import FinishReason
 from moe_serve.errors import InvalidGrammarError
-from moe_serve.model.demo import demo_model_folder
+from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 4096  # of the demonstration model

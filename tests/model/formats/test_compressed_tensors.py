@@ -10,7 +10,7 @@ import torch
 from packing import pack_offset
 
 from moe_serve.errors import CheckpointError
-from moe_serve.model.weight_reader import WeightReader
+from moe_serve.model.load.weight_reader import WeightReader
 
 ReaderOf = Callable[..., WeightReader]
 

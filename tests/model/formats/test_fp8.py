@@ -10,7 +10,7 @@ import torch
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from moe_serve.errors import CheckpointError
-from moe_serve.model.weight_reader import WeightReader
+from moe_serve.model.load.weight_reader import WeightReader
 
 ReaderOf = Callable[..., WeightReader]
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}

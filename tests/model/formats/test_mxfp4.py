@@ -9,7 +9,7 @@ import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moe_serve.errors import CheckpointError
-from moe_serve.model.weight_reader import WeightReader
+from moe_serve.model.load.weight_reader import WeightReader
 
 ReaderOf = Callable[..., WeightReader]
 CONFIG = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}

@@ -17,8 +17,8 @@ from stored_forms import compressed_int, mxfp4
 
 from experts.routed_rows import RoutedRows
 from moe_kernels.choice import KernelsName
-from moe_serve.model.load_expert_memory import MemoryBudget
-from moe_serve.model.loader import ModelLoader
+from moe_serve.model.load.load_expert_memory import MemoryBudget
+from moe_serve.model.load.loader import ModelLoader
 
 ROWS = 5
 FORMS = {

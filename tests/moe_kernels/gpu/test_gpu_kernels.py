@@ -24,7 +24,7 @@ from moe_kernels.gpu.grouped_gemm.linear import RowTiles, checked_rows, has_equa
 from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
 from moe_kernels.reference.expert_mlp import routed_experts_reference
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.model.loader import ModelLoader
+from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.transport import LocalTransport

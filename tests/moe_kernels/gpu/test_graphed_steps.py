@@ -18,8 +18,8 @@ from experts.graphed_expert_stage import GraphedExpertStage
 from moe_kernels.graphs.cuda_recorder import CudaRecorder
 from moe_kernels.graphs.graph_sizes import GraphSize
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.model.graphed_attention_stage import GraphedAttentionStage
-from moe_serve.model.loader import ModelLoader
+from moe_serve.model.load.loader import ModelLoader
+from moe_serve.model.stage.graphed_attention_stage import GraphedAttentionStage
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
 from moe_serve.pipeline.decode_graphs import DecodeGraphs
 from moe_serve.pipeline.graphed_pipeline import GraphedPipeline

@@ -22,7 +22,7 @@ from quantised_folder import QuantisedCase, write_pair
 from stored_forms import awq, compressed_int, fp8, gptq, mxfp4
 
 from moe_serve.errors import ConfigError
-from moe_serve.model.loader import ModelLoader
+from moe_serve.model.load.loader import ModelLoader
 
 _PROJECTIONS = r".*_proj(_with_mqa)?"
 _EXPERTS = r".*\.experts\.\d+\.\w+"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_serve.errors import CheckpointError
-from moe_serve.model.hf_config import HFConfig
+from moe_serve.model.checkpoint.hf_config import HFConfig
 
 _NUM_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "experts_per_token", "moe_topk", "moe_k")

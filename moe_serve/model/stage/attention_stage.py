@@ -16,11 +16,11 @@ from torch import Tensor
 from experts.routed_rows import RoutedRows
 from moe_kernels.interface.kernels import Kernels, LayerFront, LayerFrontParts, Linear
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.model.attention import Attention, GroupedQueryAttention
-from moe_serve.model.dense_mlp import DenseMLP
-from moe_serve.model.expert_choice import Router, choose_experts
 from moe_serve.model.spec import ModelSpec
-from moe_serve.model.step_inputs import StepInputs, make_step_inputs
+from moe_serve.model.stage.attention import Attention, GroupedQueryAttention
+from moe_serve.model.stage.dense_mlp import DenseMLP
+from moe_serve.model.stage.expert_choice import Router, choose_experts
+from moe_serve.model.stage.step_inputs import StepInputs, make_step_inputs
 from moe_serve.model.step_plan import MicroBatch
 
 

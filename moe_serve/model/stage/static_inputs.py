@@ -26,7 +26,7 @@ from moe_kernels.interface.kernels import Kernels
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.config import PAGE_SIZE
 from moe_serve.model.spec import ModelSpec
-from moe_serve.model.step_inputs import StepInputs
+from moe_serve.model.stage.step_inputs import StepInputs
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
 
 _ALIGNED = 2  # numbers of 8 bytes: every part begins at 16, as tensors of their own would

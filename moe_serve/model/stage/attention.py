@@ -18,7 +18,7 @@ from moe_kernels.interface.attention_shape import (
     RotaryTable,
 )
 from moe_kernels.interface.kernels import HeadLinear, Kernels, KVPages, Linear
-from moe_serve.model.step_inputs import StepInputs
+from moe_serve.model.stage.step_inputs import StepInputs
 
 
 class Attention(Protocol):

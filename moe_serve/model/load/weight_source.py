@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moe_kernels.interface.matrix_form import MatrixForm
 from moe_kernels.interface.quantised_matrix import QuantisedMatrix
-from moe_serve.model.checkpoint import Shape
-from moe_serve.model.hf_config import HFConfig
+from moe_serve.model.checkpoint.checkpoint import Shape
+from moe_serve.model.checkpoint.hf_config import HFConfig
 
 
 class WeightSource(Protocol):

@@ -15,13 +15,30 @@ from experts.layer_banks import LayerBanks
 from moe_kernels.choice import KernelsName, choose_kernels, default_num_threads
 from moe_kernels.interface.kernels import ExpertBank, ExpertWeights, Kernels, Linear
 from moe_serve.config import ExpertWeightsName
-from moe_serve.model.attention import GroupedQueryAttention
-from moe_serve.model.attention_stage import AttentionLayer, AttentionStage
-from moe_serve.model.dense_mlp import DenseMLP
-from moe_serve.model.expert_choice import Router
-from moe_serve.model.expert_packing import ExpertPacking
+from moe_serve.model.checkpoint.hf_config import HFConfig
+from moe_serve.model.checkpoint.manifest import (
+    Table,
+    all_tensors,
+    attention_table,
+    feed_forward_table,
+    model_table,
+)
+from moe_serve.model.checkpoint.spec_check import check_spec
 from moe_serve.model.families import Family, family_of
-from moe_serve.model.gather import (
+from moe_serve.model.load.expert_packing import ExpertPacking
+from moe_serve.model.load.load_attention import AttentionLoader
+from moe_serve.model.load.load_expert_memory import MemoryBudget, memory_stage
+from moe_serve.model.load.load_expert_room import room_stage
+from moe_serve.model.load.load_experts import ExpertLoader, expert_names
+from moe_serve.model.load.model_tensors import LoadProgress, ModelTensors
+from moe_serve.model.load.weight_reader import open_checkpoint
+from moe_serve.model.load.weight_source import OpenWeights
+from moe_serve.model.spec import ModelSpec
+from moe_serve.model.stage.attention import GroupedQueryAttention
+from moe_serve.model.stage.attention_stage import AttentionLayer, AttentionStage
+from moe_serve.model.stage.dense_mlp import DenseMLP
+from moe_serve.model.stage.expert_choice import Router
+from moe_serve.model.stage.gather import (
     Gather,
     GatheredAttention,
     GatheredHead,
@@ -29,23 +46,6 @@ from moe_serve.model.gather import (
     GatheredMLP,
     RowNormedQKV,
 )
-from moe_serve.model.hf_config import HFConfig
-from moe_serve.model.load_attention import AttentionLoader
-from moe_serve.model.load_expert_memory import MemoryBudget, memory_stage
-from moe_serve.model.load_expert_room import room_stage
-from moe_serve.model.load_experts import ExpertLoader, expert_names
-from moe_serve.model.manifest import (
-    Table,
-    all_tensors,
-    attention_table,
-    feed_forward_table,
-    model_table,
-)
-from moe_serve.model.model_tensors import LoadProgress, ModelTensors
-from moe_serve.model.spec import ModelSpec
-from moe_serve.model.spec_check import check_spec
-from moe_serve.model.weight_reader import open_checkpoint
-from moe_serve.model.weight_source import OpenWeights
 
 
 class ModelLoader:

@@ -18,8 +18,8 @@ from moe_kernels.interface.kernels import Kernels
 from moe_kernels.interface.matrix_form import MatrixForm, PackedLayout
 from moe_serve.config import ExpertWeightsName
 from moe_serve.errors import ConfigError
-from moe_serve.model.manifest import Stored
-from moe_serve.model.weight_source import WeightSource
+from moe_serve.model.checkpoint.manifest import Stored
+from moe_serve.model.load.weight_source import WeightSource
 
 _log = logging.getLogger(__name__)
 _FLOATS = "it is stored in floats"  # no reason to log

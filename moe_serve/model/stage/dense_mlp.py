@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.interface.kernels import ExpertBank, RouterLinear
-from moe_serve.model.gather import GatheredMLP
+from moe_serve.model.stage.gather import GatheredMLP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from moe_kernels.interface.matrix_form import MatrixForm
 from moe_kernels.interface.quantised_matrix import QuantisedMatrix
-from moe_serve.model.checkpoint import FLOAT_DTYPES, Checkpoint, Shape
+from moe_serve.model.checkpoint.checkpoint import FLOAT_DTYPES, Checkpoint, Shape
+from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.formats import WeightFormat, format_of
-from moe_serve.model.hf_config import HFConfig
 
 _log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from moe_kernels.interface.attention_shape import AttentionShape, QKNormWeights
 from moe_kernels.interface.kernels import Kernels, KVPages, Linear, SplitMLP
-from moe_serve.model.attention import Attention
-from moe_serve.model.step_inputs import StepInputs
-from moe_serve.model.tensor_shard import TensorShard, column_borders
+from moe_serve.model.stage.attention import Attention
+from moe_serve.model.stage.step_inputs import StepInputs
+from moe_serve.model.stage.tensor_shard import TensorShard, column_borders
 
 
 class Gather(Protocol):

@@ -22,16 +22,16 @@ from moe_kernels.graphs.graph_sizes import GraphSize, GraphSizes
 from moe_kernels.graphs.row_graphs import RowGraphs
 from moe_kernels.interface.kernels import Kernels
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.model.attention_stage import Advance, AttentionStage, Routed
 from moe_serve.model.spec import ModelSpec
-from moe_serve.model.static_inputs import (
+from moe_serve.model.stage.attention_stage import Advance, AttentionStage, Routed
+from moe_serve.model.stage.static_inputs import (
     PackedInputs,
     StaticInputs,
     is_decode,
     make_static_inputs,
     num_keys,
 )
-from moe_serve.model.step_inputs import StepInputs
+from moe_serve.model.stage.step_inputs import StepInputs
 from moe_serve.model.step_plan import MicroBatch
 
 

@@ -12,7 +12,7 @@ from experts.memory.policy import MemoryPolicy
 from moe_kernels.interface.kernels import Kernels
 from moe_serve.config import MemoryPolicyName, ModelConfig
 from moe_serve.errors import ConfigError
-from moe_serve.model.load_experts import ExpertLoader
+from moe_serve.model.load.load_experts import ExpertLoader
 from moe_serve.model.spec import ModelSpec
 
 _LEAST_SLOTS = 2  # one in use, and one that is being read into

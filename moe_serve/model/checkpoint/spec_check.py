@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_serve.errors import CheckpointError
-from moe_serve.model.hf_config import HFConfig
+from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.spec import ModelSpec
 
 _MAX_HEAD_DIM = 1024  # of the compiled kernels

@@ -15,12 +15,12 @@ from moe_kernels.interface.kernels import ExpertWeights
 from moe_kernels.interface.matrix_form import MatrixForm
 from moe_kernels.interface.quantised_matrix import Weight
 from moe_serve.errors import CheckpointError
-from moe_serve.model.expert_packing import BankForms, ExpertPacking, StoredProduct
-from moe_serve.model.manifest import Stored, Table, expert_table
-from moe_serve.model.model_tensors import ModelTensors
+from moe_serve.model.checkpoint.manifest import Stored, Table, expert_table
+from moe_serve.model.checkpoint.tensor_names import ExpertNames, TensorNames
+from moe_serve.model.load.expert_packing import BankForms, ExpertPacking, StoredProduct
+from moe_serve.model.load.model_tensors import ModelTensors
+from moe_serve.model.load.weight_source import WeightSource
 from moe_serve.model.spec import ModelSpec
-from moe_serve.model.tensor_names import ExpertNames, TensorNames
-from moe_serve.model.weight_source import WeightSource
 
 
 class ExpertLoader:

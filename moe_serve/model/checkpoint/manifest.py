@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from moe_serve.model.checkpoint.tensor_names import ExpertNames, MLPNames, TensorNames, bias_of
 from moe_serve.model.spec import ModelSpec
-from moe_serve.model.tensor_names import ExpertNames, MLPNames, TensorNames, bias_of
 
 Shape = tuple[int, ...]
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from moe_kernels.interface.attention_shape import QKNormWeights, RotaryTable
 from moe_kernels.interface.kernels import Kernels
-from moe_serve.model.attention import Attention, GroupedQueryAttention, LatentAttention
 from moe_serve.model.rope import identity_table, make_rotary_table
 from moe_serve.model.spec import ModelSpec
+from moe_serve.model.stage.attention import Attention, GroupedQueryAttention, LatentAttention
 
 Weights = Mapping[str, Tensor]
 

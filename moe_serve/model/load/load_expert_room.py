@@ -12,7 +12,7 @@ from experts.layer_banks import LayerBanks
 from experts.slot_room import SlotRoom
 from moe_kernels.interface.kernels import Kernels
 from moe_serve.errors import ConfigError
-from moe_serve.model.load_experts import ExpertLoader
+from moe_serve.model.load.load_experts import ExpertLoader
 from moe_serve.model.spec import ModelSpec
 
 _ANY_SIZE = 2**62  # bytes: the number of slots says how many

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from moe_kernels.interface.quantised_matrix import QuantisedMatrix
-from moe_serve.model.manifest import Stored
-from moe_serve.model.weight_source import WeightSource
+from moe_serve.model.checkpoint.manifest import Stored
+from moe_serve.model.load.weight_source import WeightSource
 
 LoadProgress = Callable[[int, int], None]  # (tensors read, tensors in all)
 

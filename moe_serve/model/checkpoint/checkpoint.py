@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_serve.errors import CheckpointError
 from moe_serve.json_text import parse_json
-from moe_serve.model.safetensors_file import SafetensorsFile, TensorHeader
+from moe_serve.model.checkpoint.safetensors_file import SafetensorsFile, TensorHeader
 from moe_serve.regular_file import regular_file
 
 FLOAT_DTYPES = ("F32", "F16", "BF16")

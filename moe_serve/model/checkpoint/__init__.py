@@ -1,0 +1,1 @@
+"""Reads checkpoints: the configuration, the files and the names of tensors."""

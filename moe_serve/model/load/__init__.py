@@ -1,0 +1,1 @@
+"""Loads the weights of a checkpoint into the stages."""

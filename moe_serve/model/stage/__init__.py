@@ -1,0 +1,1 @@
+"""The attention stage of a decoder layer."""
