@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from moe_serve.pipeline.timeline import (
+from moe_serve.pipeline.timeline.timeline import (
     NO_LAYER,
     NO_MICRO_BATCH,
     RECORD_DTYPE,

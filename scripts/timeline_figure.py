@@ -10,9 +10,9 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from moe_serve.pipeline.pool_metrics import measure
-from moe_serve.pipeline.timeline import Role, Track
-from moe_serve.pipeline.timeline_plot import add_legend, describe, draw_rows
+from moe_serve.pipeline.timeline.pool_metrics import measure
+from moe_serve.pipeline.timeline.timeline import Role, Track
+from moe_serve.pipeline.timeline.timeline_plot import add_legend, describe, draw_rows
 from simulated_timeline import SimulatedPipeline, StageTimes
 
 TARGET = Path(__file__).parents[1] / "docs" / "images" / "timeline.png"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from moe_serve.cli.main import main
-from moe_serve.pipeline.timeline import Role, Track
-from moe_serve.pipeline.timeline_file import TimelineWriter
+from moe_serve.pipeline.timeline.timeline import Role, Track
+from moe_serve.pipeline.timeline.timeline_file import TimelineWriter
 from simulated_timeline import SimulatedPipeline
 
 Capture = pytest.CaptureFixture[str]
@@ -114,7 +114,7 @@ def test_without_matplotlib_the_table_still_comes(
 def test_too_many_stages_for_one_picture(
     file: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe_serve.pipeline.timeline_plot.MAX_BARS", 10)
+    monkeypatch.setattr("moe_serve.pipeline.timeline.timeline_plot.MAX_BARS", 10)
     assert run(file) == 2
     assert "choose fewer with --step or --layers" in capsys.readouterr().err
 

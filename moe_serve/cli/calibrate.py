@@ -18,7 +18,7 @@ from moe_serve.errors import ConfigError
 
 if TYPE_CHECKING:
     from moe_serve.cluster.calibration_file import Calibration
-    from moe_serve.pipeline.cost_model import Line, LinkCosts
+    from moe_serve.pipeline.costs.cost_model import Line, LinkCosts
 
 _DEVICES = ("auto", "cpu", "cuda")
 

@@ -15,8 +15,8 @@ from moe_serve.cli.wide_console import wide_console
 from moe_serve.errors import TimelineError
 
 if TYPE_CHECKING:
-    from moe_serve.pipeline.pool_metrics import TimelineMetrics
-    from moe_serve.pipeline.timeline_reader import Timeline
+    from moe_serve.pipeline.timeline.pool_metrics import TimelineMetrics
+    from moe_serve.pipeline.timeline.timeline_reader import Timeline
 
 
 def timeline(
@@ -36,9 +36,9 @@ def timeline(
     ] = None,
 ) -> None:
     """Draw a recorded timeline, and say how busy the pools were."""
-    from moe_serve.pipeline.pool_metrics import measure
-    from moe_serve.pipeline.timeline_plot import draw_timeline
-    from moe_serve.pipeline.timeline_reader import read_timeline
+    from moe_serve.pipeline.timeline.pool_metrics import measure
+    from moe_serve.pipeline.timeline.timeline_plot import draw_timeline
+    from moe_serve.pipeline.timeline.timeline_reader import read_timeline
 
     if step is not None and steps is not None:
         raise TimelineError("--step and --steps exclude each other: give one of them")

@@ -52,17 +52,17 @@ from moe_serve.engine.sampling_backend import make_sampler
 from moe_serve.engine.step_executor import LocalExecutor, RowFailure, StepOutcome
 from moe_serve.model.load.model_tensors import LoadProgress
 from moe_serve.model.step_plan import StepPlan
-from moe_serve.pipeline.data_group import DataGroup
-from moe_serve.pipeline.group_transport import GroupTransport
-from moe_serve.pipeline.operation import Operation
+from moe_serve.pipeline.exchange.group_transport import GroupTransport
+from moe_serve.pipeline.exchange.step_shape import StepShape
+from moe_serve.pipeline.links.data_group import DataGroup
+from moe_serve.pipeline.links.shard_group import ShardLostError
+from moe_serve.pipeline.links.shard_transport import LeaderTransport
+from moe_serve.pipeline.links.transfer import PeerLostError
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.route_tap import RouteTap
-from moe_serve.pipeline.shard_group import ShardLostError
-from moe_serve.pipeline.shard_transport import LeaderTransport
-from moe_serve.pipeline.stage_log import StageLog
-from moe_serve.pipeline.step_shape import StepShape
-from moe_serve.pipeline.timeline import NO_LAYER, NO_MICRO_BATCH, Stage
-from moe_serve.pipeline.transfer import PeerLostError
+from moe_serve.pipeline.timeline.operation import Operation
+from moe_serve.pipeline.timeline.stage_log import StageLog
+from moe_serve.pipeline.timeline.timeline import NO_LAYER, NO_MICRO_BATCH, Stage
 from moe_serve.pipeline.transport import Transport
 
 _log = logging.getLogger(__name__)

@@ -32,10 +32,10 @@ from moe_serve.cluster.shard_orders import (
 from moe_serve.engine.build import device_of, max_model_len_of, open_loader
 from moe_serve.errors import MoeServeError
 from moe_serve.model.stage.tensor_shard import TensorShard
+from moe_serve.pipeline.links.shard_group import ShardGroup, ShardLostError, StepAbandonedError
+from moe_serve.pipeline.links.shard_transport import FollowerTransport
+from moe_serve.pipeline.links.shared_link import SharedLink
 from moe_serve.pipeline.pipeline import Pipeline
-from moe_serve.pipeline.shard_group import ShardGroup, ShardLostError, StepAbandonedError
-from moe_serve.pipeline.shard_transport import FollowerTransport
-from moe_serve.pipeline.shared_link import SharedLink
 
 _log = logging.getLogger(__name__)
 

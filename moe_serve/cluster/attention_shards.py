@@ -22,7 +22,7 @@ from moe_serve.cluster.shard_starter import ShardStarter, StartShard
 from moe_serve.errors import ConfigError
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.stage.tensor_shard import TensorShard, check_shards
-from moe_serve.pipeline.shard_group import ShardGroup, ShardLostError
+from moe_serve.pipeline.links.shard_group import ShardGroup, ShardLostError
 
 _FOLLOWERS_PATIENCE = 4  # the leader may itself wait for as long as its time-out, for several ranks
 

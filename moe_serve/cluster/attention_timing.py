@@ -12,7 +12,7 @@ from moe_serve.cluster.stopwatch import Stopwatch
 from moe_serve.config import PAGE_SIZE
 from moe_serve.model.stage.step_inputs import StepInputs, make_step_inputs
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
-from moe_serve.pipeline.batch_load import BatchLoad
+from moe_serve.pipeline.costs.batch_load import BatchLoad
 
 _DECODE = tuple((n, c) for n in (1, 2, 4, 8, 16, 32, 64, 128) for c in (64, 512, 2048))
 _QUICK_DECODE = tuple((n, c) for n in (1, 4, 16, 64) for c in (64, 512))

@@ -25,7 +25,7 @@ from moe_serve.engine.layout import Layout, memory_line
 from moe_serve.engine.next_layer_prediction import check_next_layer
 from moe_serve.engine.route_records import RouteListeners
 from moe_serve.model.load.model_tensors import LoadProgress
-from moe_serve.pipeline.micro_batch_choice import MAX_MICRO_BATCHES
+from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES
 
 
 def build_cluster(

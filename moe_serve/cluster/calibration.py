@@ -44,8 +44,8 @@ from moe_serve.cluster.model_facts import weight_bytes
 from moe_serve.cluster.natural_steps import DecodeSample, decode_steps, natural_rows
 from moe_serve.cluster.stopwatch import Stopwatch
 from moe_serve.errors import ConfigError
-from moe_serve.pipeline.batch_load import BatchLoad
-from moe_serve.pipeline.cost_model import (
+from moe_serve.pipeline.costs.batch_load import BatchLoad
+from moe_serve.pipeline.costs.cost_model import (
     AttentionCost,
     ExpertCost,
     Experts,

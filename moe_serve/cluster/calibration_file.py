@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from moe_serve.errors import ConfigError, shortened
-from moe_serve.pipeline.cost_model import LinkCosts, StageCosts
+from moe_serve.pipeline.costs.cost_model import LinkCosts, StageCosts
 from moe_serve.regular_file import regular_file
 
 SCHEMA = 1

@@ -9,10 +9,10 @@ import torch
 from moe_serve.cluster.messages import Configure, Join
 from moe_serve.engine.next_layer_prediction import num_foreseen
 from moe_serve.model.spec import ModelSpec
-from moe_serve.pipeline.data_group import DataGroup
-from moe_serve.pipeline.frame_layout import CompactLayout, FrameLayout, MaskedLayout
-from moe_serve.pipeline.row_split import RowSplit
-from moe_serve.pipeline.wire import WireFormat, make_wire_format
+from moe_serve.pipeline.exchange.frame_layout import CompactLayout, FrameLayout, MaskedLayout
+from moe_serve.pipeline.exchange.row_split import RowSplit
+from moe_serve.pipeline.exchange.wire import WireFormat, make_wire_format
+from moe_serve.pipeline.links.data_group import DataGroup
 
 
 def meet(

@@ -13,8 +13,8 @@ from moe_serve.cluster.messages import DropExperts, Join, Joined, Order, TakeExp
 from moe_serve.cluster.rank_calls import RankCalls
 from moe_serve.cluster.rebalance.current_placement import CurrentPlacement
 from moe_serve.cluster.roster import Phase, RankState
-from moe_serve.pipeline.data_group import MEETING_TIMEOUT_S
-from moe_serve.pipeline.meeting import MeetingPlace
+from moe_serve.pipeline.links.data_group import MEETING_TIMEOUT_S
+from moe_serve.pipeline.links.meeting import MeetingPlace
 
 _log = logging.getLogger(__name__)
 

@@ -28,14 +28,14 @@ from moe_serve.cluster.stopwatch import usual
 from moe_serve.cluster.store import StoreServer, connect_store
 from moe_serve.errors import ConfigError
 from moe_serve.model.stage.attention_stage import Routed
-from moe_serve.pipeline.data_group import DataGroup
-from moe_serve.pipeline.expert_loop import ExpertLoop
-from moe_serve.pipeline.group_transport import GroupTransport
-from moe_serve.pipeline.row_split import RowSplit
-from moe_serve.pipeline.stage_log import StageLog
-from moe_serve.pipeline.step_shape import StepShape
-from moe_serve.pipeline.transfer import PeerLostError
-from moe_serve.pipeline.wire import WireFormat, make_wire_format
+from moe_serve.pipeline.exchange.expert_loop import ExpertLoop
+from moe_serve.pipeline.exchange.group_transport import GroupTransport
+from moe_serve.pipeline.exchange.row_split import RowSplit
+from moe_serve.pipeline.exchange.step_shape import StepShape
+from moe_serve.pipeline.exchange.wire import WireFormat, make_wire_format
+from moe_serve.pipeline.links.data_group import DataGroup
+from moe_serve.pipeline.links.transfer import PeerLostError
+from moe_serve.pipeline.timeline.stage_log import StageLog
 
 EXCHANGES = (1, 4, 16, 64, 128, 256, 512)  # rows
 QUICK_EXCHANGES = (1, 16, 64, 256)

@@ -42,13 +42,13 @@ from moe_serve.errors import MoeServeError
 from moe_serve.model.load.load_expert_memory import MemoryBudget
 from moe_serve.model.load.model_tensors import LoadProgress
 from moe_serve.model.stage.expert_choice import Router, choose_experts
-from moe_serve.pipeline.data_group import DataGroup
-from moe_serve.pipeline.expert_loop import ExpertLoop
-from moe_serve.pipeline.frame_header import WireError
-from moe_serve.pipeline.operation import Operation
-from moe_serve.pipeline.stage_log import StageLog
-from moe_serve.pipeline.step_shape import StepShape
-from moe_serve.pipeline.transfer import PeerLostError
+from moe_serve.pipeline.exchange.expert_loop import ExpertLoop
+from moe_serve.pipeline.exchange.frame_header import WireError
+from moe_serve.pipeline.exchange.step_shape import StepShape
+from moe_serve.pipeline.links.data_group import DataGroup
+from moe_serve.pipeline.links.transfer import PeerLostError
+from moe_serve.pipeline.timeline.operation import Operation
+from moe_serve.pipeline.timeline.stage_log import StageLog
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import torch
 from experts.routed_rows import RoutedRows
 from moe_serve.cluster.measured_model import MeasuredModel
 from moe_serve.cluster.stopwatch import Stopwatch
-from moe_serve.pipeline.cost_model import Experts
+from moe_serve.pipeline.costs.cost_model import Experts
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 QUICK_ROWS = (1, 4, 16, 64, 256)

@@ -16,10 +16,10 @@ from typing import Literal
 
 from moe_serve.cluster.calibration_file import Calibration, ModelFacts
 from moe_serve.errors import ConfigError
-from moe_serve.pipeline.batch_load import BatchLoad
-from moe_serve.pipeline.cost_model import Ranks, StageCosts
-from moe_serve.pipeline.lockstep import simulate_layers
-from moe_serve.pipeline.micro_batch_choice import MAX_MICRO_BATCHES
+from moe_serve.pipeline.costs.batch_load import BatchLoad
+from moe_serve.pipeline.costs.cost_model import Ranks, StageCosts
+from moe_serve.pipeline.costs.lockstep import simulate_layers
+from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES
 
 MAX_BATCH = 65536
 MAX_DEVICES = 1024

@@ -7,7 +7,7 @@ from pathlib import Path
 from moe_serve.cache.model_identity import model_identity
 from moe_serve.cluster.messages import Configure, Loaded
 from moe_serve.model.load.loader import ModelLoader
-from moe_serve.pipeline.nccl_link import gpu_of
+from moe_serve.pipeline.links.nccl_link import gpu_of
 
 
 def load_report(

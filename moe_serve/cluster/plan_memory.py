@@ -18,7 +18,7 @@ from moe_serve.engine.memory_plan import MemoryPlan, ProcessMemory, Room
 from moe_serve.engine.next_layer_prediction import num_foreseen
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.spec import ModelSpec
-from moe_serve.pipeline.wire import make_wire_format
+from moe_serve.pipeline.exchange.wire import make_wire_format
 
 SERVER = "server"
 

@@ -20,12 +20,12 @@ from moe_serve.engine.recent_pools import RecentPools
 from moe_serve.engine.step_timeline import StepTimeline
 from moe_serve.errors import ConfigError
 from moe_serve.model.step_plan import StepPlan
-from moe_serve.pipeline.batch_load import BatchLoad
-from moe_serve.pipeline.cost_model import Ranks, StageCosts
-from moe_serve.pipeline.micro_batch_choice import MAX_MICRO_BATCHES, Choice, MicroBatchChooser
-from moe_serve.pipeline.online_costs import OnlineCosts, StepTiming
-from moe_serve.pipeline.timeline import Role, Track, decode_records
-from moe_serve.pipeline.timeline_file import TimelineWriter
+from moe_serve.pipeline.costs.batch_load import BatchLoad
+from moe_serve.pipeline.costs.cost_model import Ranks, StageCosts
+from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES, Choice, MicroBatchChooser
+from moe_serve.pipeline.costs.online_costs import OnlineCosts, StepTiming
+from moe_serve.pipeline.timeline.timeline import Role, Track, decode_records
+from moe_serve.pipeline.timeline.timeline_file import TimelineWriter
 
 _log = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ from moe_serve.engine.build import eos_token_ids_of, max_model_len_of
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.route_records import RouteListeners
 from moe_serve.model.load.model_tensors import LoadProgress
-from moe_serve.pipeline.meeting import MeetingPlace
+from moe_serve.pipeline.links.meeting import MeetingPlace
 
 MakeStarter = Callable[[str, int, ClusterSecret, int], RankStarter]
 

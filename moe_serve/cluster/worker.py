@@ -47,8 +47,8 @@ from moe_serve.cluster.store import RemoteStore, connect_store
 from moe_serve.config_sources import CLUSTER_SECRET_VARIABLE
 from moe_serve.engine.allocator import keep_freed_memory
 from moe_serve.errors import ChannelClosedError, MoeServeError
-from moe_serve.pipeline.shard_group import ShardLostError
-from moe_serve.pipeline.transfer import PeerLostError
+from moe_serve.pipeline.links.shard_group import ShardLostError
+from moe_serve.pipeline.links.transfer import PeerLostError
 
 CONNECT_TIMEOUT_S = 60.0
 _PATIENCE_S = 3600.0  # between orders; the coordinator's end closes the channel

@@ -11,7 +11,7 @@ from moe_serve.engine.placement_version import placement_version
 from moe_serve.errors import ConfigError
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.spec import ModelSpec
-from moe_serve.pipeline.next_layer import NextLayer
+from moe_serve.pipeline.exchange.next_layer import NextLayer
 from routing_predictor.layers.recall_guard import GuardLimits, RecallGuard
 from routing_predictor.predictor_file import load_layer_predictors, read_predictor_card
 from routing_predictor.traces.card import PredictorKind

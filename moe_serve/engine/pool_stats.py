@@ -38,7 +38,7 @@ class RankUse:
 class StageUse:
     """One stage of a step, over the same steps."""
 
-    stage: str  # dispatch; closed: the labels of `moe_serve.pipeline.timeline.Stage`
+    stage: str  # dispatch; closed: the labels of `moe_serve.pipeline.timeline.timeline.Stage`
     seconds: float  # of one step, mean of the ranks that have the stage
 
 

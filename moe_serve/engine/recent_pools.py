@@ -18,8 +18,8 @@ from moe_serve.engine.pool_stats import (
 )
 from moe_serve.engine.step_timeline import StepTimeline, step_timeline
 from moe_serve.errors import TimelineError
-from moe_serve.pipeline.pool_metrics import PoolMetrics, TimelineMetrics, measure
-from moe_serve.pipeline.timeline import Records, Role, Stage, Track
+from moe_serve.pipeline.timeline.pool_metrics import PoolMetrics, TimelineMetrics, measure
+from moe_serve.pipeline.timeline.timeline import Records, Role, Stage, Track
 
 _NUM_STEPS = 64
 _POOLS: dict[Role, Pool] = {Role.ATTENTION: "attention", Role.EXPERT: "expert"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_serve.pipeline.timeline import RECORD_DTYPE, WAITING, Records, Stage
+from moe_serve.pipeline.timeline.timeline import RECORD_DTYPE, WAITING, Records, Stage
 
 MAX_SPANS = 6000  # of a step that is shown; of a large model on many ranks the first layers
 

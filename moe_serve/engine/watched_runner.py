@@ -7,8 +7,8 @@ from torch import Tensor
 from moe_serve.engine.step_executor import StepRunner
 from moe_serve.engine.step_timeline import StepTimeline, step_timeline
 from moe_serve.model.step_plan import StepPlan
-from moe_serve.pipeline.stage_log import StageLog
-from moe_serve.pipeline.timeline import Stage, decode_records
+from moe_serve.pipeline.timeline.stage_log import StageLog
+from moe_serve.pipeline.timeline.timeline import Stage, decode_records
 
 WHY = "one process"
 

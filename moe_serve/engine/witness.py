@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from moe_serve.engine.step_executor import LocalExecutor
-from moe_serve.pipeline.stage_log import StageLog
+from moe_serve.pipeline.timeline.stage_log import StageLog
 
 
 class Witness(Protocol):

@@ -20,10 +20,10 @@ from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.model.stage.graphed_attention_stage import GraphedAttentionStage
 from moe_serve.model.stage.step_inputs import StepInputs
 from moe_serve.model.step_plan import StepPlan
-from moe_serve.pipeline.next_layer import NextLayer
+from moe_serve.pipeline.exchange.next_layer import NextLayer
 from moe_serve.pipeline.route_tap import RouteTap
-from moe_serve.pipeline.stage_log import StageLog
-from moe_serve.pipeline.timeline import NO_LAYER, Stage
+from moe_serve.pipeline.timeline.stage_log import StageLog
+from moe_serve.pipeline.timeline.timeline import NO_LAYER, Stage
 from moe_serve.pipeline.transport import Transport
 
 AnyStage = AttentionStage | GraphedAttentionStage

@@ -9,7 +9,7 @@ from moe_serve.cluster.calibration_file import (
     MachineFacts,
     ModelFacts,
 )
-from moe_serve.pipeline.cost_model import (
+from moe_serve.pipeline.costs.cost_model import (
     AttentionCost,
     ExpertCost,
     Experts,

@@ -19,8 +19,8 @@ from moe_serve.cluster.measured_model import load_measured_model
 from moe_serve.cluster.model_facts import weight_bytes
 from moe_serve.cluster.natural_steps import natural_rows
 from moe_serve.model.checkpoint.demo import demo_model_folder
-from moe_serve.pipeline.batch_load import BatchLoad
-from moe_serve.pipeline.cost_model import AttentionCost
+from moe_serve.pipeline.costs.batch_load import BatchLoad
+from moe_serve.pipeline.costs.cost_model import AttentionCost
 
 
 def run(*arguments: str) -> int:

@@ -28,9 +28,9 @@ from moe_serve.engine.build import model_folder
 from moe_serve.engine.request import FinishReason
 from moe_serve.engine.step_executor import LocalExecutor
 from moe_serve.model.load.loader import ModelLoader
-from moe_serve.pipeline import data_group
-from moe_serve.pipeline.expert_loop import ExpertLoop
-from moe_serve.pipeline.group_transport import GroupTransport
+from moe_serve.pipeline.exchange.expert_loop import ExpertLoop
+from moe_serve.pipeline.exchange.group_transport import GroupTransport
+from moe_serve.pipeline.links import data_group
 
 VOCAB_SIZE = 4096  # of the demonstration model
 OF = fault_config(2, 3)

@@ -17,8 +17,8 @@ from layouts import Answer, colocated, config, on_ranks, random_placement, reque
 from moe_serve.cluster import epoch
 from moe_serve.config import EngineConfig
 from moe_serve.engine.request import GenerationRequest
-from moe_serve.pipeline.data_group import DataGroup
-from moe_serve.pipeline.frame_layout import CompactLayout, FrameLayout, MaskedLayout
+from moe_serve.pipeline.exchange.frame_layout import CompactLayout, FrameLayout, MaskedLayout
+from moe_serve.pipeline.links.data_group import DataGroup
 
 VOCAB_SIZE, NUM_LAYERS, NUM_EXPERTS = 4096, 6, 32  # of the demonstration model
 WANTED = requests(6, VOCAB_SIZE, num_tokens=6)

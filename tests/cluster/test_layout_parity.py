@@ -16,7 +16,7 @@ from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.cluster_engine import ClusterEngine
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.request import TokenLogprob
-from moe_serve.pipeline.group_transport import GroupTransport
+from moe_serve.pipeline.exchange.group_transport import GroupTransport
 from thread_starter import ThreadStarter
 
 VOCAB_SIZE = 4096  # of the demonstration model

@@ -23,11 +23,11 @@ from moe_serve.engine.sequence import Sequence
 from moe_serve.engine.step_executor import LocalExecutor, StepOutcome
 from moe_serve.errors import ClusterError
 from moe_serve.model.step_plan import StepPlan
-from moe_serve.pipeline.data_group import DataGroup
-from moe_serve.pipeline.expert_loop import ExpertLoop
-from moe_serve.pipeline.shard_group import ShardLostError
-from moe_serve.pipeline.step_shape import StepShape
-from moe_serve.pipeline.transfer import PeerLostError
+from moe_serve.pipeline.exchange.expert_loop import ExpertLoop
+from moe_serve.pipeline.exchange.step_shape import StepShape
+from moe_serve.pipeline.links.data_group import DataGroup
+from moe_serve.pipeline.links.shard_group import ShardLostError
+from moe_serve.pipeline.links.transfer import PeerLostError
 from thread_starter import ThreadStarter
 
 VOCAB_SIZE = 4096  # of the demonstration model

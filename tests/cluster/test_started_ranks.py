@@ -15,7 +15,7 @@ from layouts import config, requests, serve
 from moe_serve.cluster import build, started_ranks
 from moe_serve.cluster.build import build_cluster
 from moe_serve.errors import CheckpointError, ClusterError, ConfigError
-from moe_serve.pipeline.timeline_file import TimelineWriter
+from moe_serve.pipeline.timeline.timeline_file import TimelineWriter
 from thread_starter import ThreadStarter
 
 OF = config(1, 1)

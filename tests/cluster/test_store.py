@@ -19,7 +19,7 @@ from torch.distributed import DistStoreError, PrefixStore, ProcessGroupGloo
 from moe_serve.cluster.secret import new_secret
 from moe_serve.cluster.store import RemoteStore, StoreServer, connect_store, make_data_device
 from moe_serve.errors import ClusterError, ConfigError
-from moe_serve.pipeline.meeting import MeetingPlace, meeting_store
+from moe_serve.pipeline.links.meeting import MeetingPlace, meeting_store
 
 SECRET = new_secret()
 # Becomes another user, then tries to set what calls meetings off, and to read what members tell.

@@ -17,7 +17,7 @@ from moe_serve.cluster.secret import ClusterSecret
 from moe_serve.cluster.shard_starter import StartShard
 from moe_serve.cluster.worker import Worker
 from moe_serve.errors import ChannelClosedError
-from moe_serve.pipeline.shard_group import ShardGroup, ShardLostError
+from moe_serve.pipeline.links.shard_group import ShardGroup, ShardLostError
 
 
 class ThreadShards:

@@ -27,8 +27,8 @@ from moe_serve.engine.sampling_params import SamplingParams
 from moe_serve.engine.step_executor import LocalExecutor
 from moe_serve.engine.witness import LocalWitness
 from moe_serve.model.step_plan import StepPlan
-from moe_serve.pipeline.stage_log import StageLog
-from moe_serve.pipeline.timeline import Stage
+from moe_serve.pipeline.timeline.stage_log import StageLog
+from moe_serve.pipeline.timeline.timeline import Stage
 
 STATS = EngineStats(
     num_steps=5,

@@ -13,8 +13,8 @@ from moe_serve.engine.recent_pools import RecentPools
 from moe_serve.engine.step_timeline import step_timeline
 from moe_serve.engine.watched_runner import WatchedRunner
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
-from moe_serve.pipeline.stage_log import SAMPLED_EVERY, StageLog
-from moe_serve.pipeline.timeline import RECORD_DTYPE, Records, Role, Stage, Track
+from moe_serve.pipeline.timeline.stage_log import SAMPLED_EVERY, StageLog
+from moe_serve.pipeline.timeline.timeline import RECORD_DTYPE, Records, Role, Stage, Track
 
 ATTENTION, EXPERT, OTHER = (
     Track(Role.ATTENTION, 0),

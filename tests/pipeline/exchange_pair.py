@@ -14,14 +14,14 @@ from torch.distributed import HashStore
 
 from experts.routed_rows import RoutedRows
 from moe_serve.model.stage.attention_stage import Routed
-from moe_serve.pipeline.data_group import DataGroup
-from moe_serve.pipeline.expert_loop import ExpertLoop
-from moe_serve.pipeline.frame_layout import FrameLayout
-from moe_serve.pipeline.group_transport import GroupTransport
-from moe_serve.pipeline.row_split import RowSplit
-from moe_serve.pipeline.stage_log import StageLog
-from moe_serve.pipeline.step_shape import StepShape
-from moe_serve.pipeline.wire import WireFormat, make_wire_format
+from moe_serve.pipeline.exchange.expert_loop import ExpertLoop
+from moe_serve.pipeline.exchange.frame_layout import FrameLayout
+from moe_serve.pipeline.exchange.group_transport import GroupTransport
+from moe_serve.pipeline.exchange.row_split import RowSplit
+from moe_serve.pipeline.exchange.step_shape import StepShape
+from moe_serve.pipeline.exchange.wire import WireFormat, make_wire_format
+from moe_serve.pipeline.links.data_group import DataGroup
+from moe_serve.pipeline.timeline.stage_log import StageLog
 
 WIDTH, TOP_K, NUM_EXPERTS, LAYERS = 8, 2, 4, (0, 1, 2)
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from moe_serve.pipeline import data_group
-from moe_serve.pipeline.gloo_link import make_group
-from moe_serve.pipeline.nccl_link import NcclGroups
+from moe_serve.pipeline.links import data_group
+from moe_serve.pipeline.links.gloo_link import make_group
+from moe_serve.pipeline.links.nccl_link import NcclGroups
 
 
 @dataclass(slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moe_serve.pipeline.batch_load import BatchLoad
-from moe_serve.pipeline.cost_model import (
+from moe_serve.pipeline.costs.batch_load import BatchLoad
+from moe_serve.pipeline.costs.cost_model import (
     AttentionCost,
     ExpertCost,
     Experts,
@@ -15,8 +15,8 @@ from moe_serve.pipeline.cost_model import (
     Ranks,
     StageCosts,
 )
-from moe_serve.pipeline.lockstep import simulate_layers
-from moe_serve.pipeline.online_costs import StepTiming
+from moe_serve.pipeline.costs.lockstep import simulate_layers
+from moe_serve.pipeline.costs.online_costs import StepTiming
 
 NUM_LAYERS = 6
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from moe_serve.pipeline.batch_load import BatchLoad
-from moe_serve.pipeline.cost_model import AttentionCost, Experts, Line, LinkCosts, Ranks
+from moe_serve.pipeline.costs.batch_load import BatchLoad
+from moe_serve.pipeline.costs.cost_model import AttentionCost, Experts, Line, LinkCosts, Ranks
 from synthetic_costs import synthetic_costs
 
 NONE = Line(0.0, 0.0)

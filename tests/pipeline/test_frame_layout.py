@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from exchange_pair import LAYERS, NUM_EXPERTS, expected, pair, routed, whole_step
-from moe_serve.pipeline.data_group import DataGroup
-from moe_serve.pipeline.frame_header import Exchange, HeaderLog, WireError
-from moe_serve.pipeline.frame_layout import CompactLayout, FrameLayout, MaskedLayout
+from moe_serve.pipeline.exchange.frame_header import Exchange, HeaderLog, WireError
+from moe_serve.pipeline.exchange.frame_layout import CompactLayout, FrameLayout, MaskedLayout
+from moe_serve.pipeline.links.data_group import DataGroup
 
 Make = Callable[[torch.device], FrameLayout]
 LAYOUTS: dict[str, Make] = {

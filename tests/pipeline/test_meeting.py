@@ -14,7 +14,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from moe_serve.pipeline.meeting import (
+from moe_serve.pipeline.links.meeting import (
     _GREETING,
     Met,
     Whereabouts,

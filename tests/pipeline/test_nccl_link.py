@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-import moe_serve.pipeline.data_group as data_group
+import moe_serve.pipeline.links.data_group as data_group
 from exchange_pair import pair, whole_step
 from gloo_as_nccl import put_gloo
-from moe_serve.pipeline.frame_layout import MaskedLayout
-from moe_serve.pipeline.nccl_link import NcclGroups, gpu_of
-from moe_serve.pipeline.transfer import PeerLostError
+from moe_serve.pipeline.exchange.frame_layout import MaskedLayout
+from moe_serve.pipeline.links.nccl_link import NcclGroups, gpu_of
+from moe_serve.pipeline.links.transfer import PeerLostError
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_serve.pipeline.next_layer import NextLayer, together
+from moe_serve.pipeline.exchange.next_layer import NextLayer, together
 from routing_predictor.layers.recall_guard import GuardLimits, RecallGuard
 from routing_predictor.layers.router_residual import (
     RouterResidual,

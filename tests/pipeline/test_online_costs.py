@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from moe_serve.pipeline.batch_load import BatchLoad
-from moe_serve.pipeline.cost_model import Ranks
-from moe_serve.pipeline.online_costs import OnlineCosts, RowAverages
+from moe_serve.pipeline.costs.batch_load import BatchLoad
+from moe_serve.pipeline.costs.cost_model import Ranks
+from moe_serve.pipeline.costs.online_costs import OnlineCosts, RowAverages
 from synthetic_costs import NUM_LAYERS, simulated_timing, synthetic_costs
 
 RANKS = Ranks(num_attention=2, num_experts=2)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from moe_serve.pipeline.router_side import broadcast_bytes, is_broadcast_worth, routed_bytes
+from moe_serve.pipeline.exchange.router_side import (
+    broadcast_bytes,
+    is_broadcast_worth,
+    routed_bytes,
+)
 
 
 @pytest.mark.parametrize(

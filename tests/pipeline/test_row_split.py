@@ -9,7 +9,7 @@ import torch
 
 from experts.placement.replicas.replica_choice import ReplicaPolicy
 from experts.routed_rows import RoutedRows
-from moe_serve.pipeline.row_split import RowSplit
+from moe_serve.pipeline.exchange.row_split import RowSplit
 
 T, K, E, R = 24, 2, 6, 3
 SINGLE = [[0], [0], [1], [1], [2], [2]]

@@ -9,8 +9,8 @@ import torch
 from sharded_logits import connected
 from torch import Tensor
 
-from moe_serve.pipeline.micro_batch_choice import MAX_MICRO_BATCHES
-from moe_serve.pipeline.shard_group import ShardGroup, ShardLostError, StepAbandonedError
+from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES
+from moe_serve.pipeline.links.shard_group import ShardGroup, ShardLostError, StepAbandonedError
 
 
 def columns(group: ShardGroup, num_rows: int, width: int) -> Tensor:

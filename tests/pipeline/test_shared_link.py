@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from moe_serve.pipeline.shared_link import SharedLink
-from moe_serve.pipeline.transfer import PeerLostError
+from moe_serve.pipeline.links.shared_link import SharedLink
+from moe_serve.pipeline.links.transfer import PeerLostError
 
 TAG, COUNT = 16, 2000
 

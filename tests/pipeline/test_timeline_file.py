@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from moe_serve.errors import TimelineError
-from moe_serve.pipeline import timeline_file
-from moe_serve.pipeline.timeline import Records, Stage, Track
-from moe_serve.pipeline.timeline_file import TimelineWriter
-from moe_serve.pipeline.timeline_reader import Timeline, read_timeline
+from moe_serve.pipeline.timeline import timeline_file
+from moe_serve.pipeline.timeline.timeline import Records, Stage, Track
+from moe_serve.pipeline.timeline.timeline_file import TimelineWriter
+from moe_serve.pipeline.timeline.timeline_reader import Timeline, read_timeline
 from simulated_timeline import SimulatedPipeline
 from stage_rows import ATTENTION_0, EXPERT_0, records
 
@@ -103,7 +103,7 @@ KILLED = """
 import os, signal, sys, threading
 from pathlib import Path
 from simulated_timeline import SimulatedPipeline
-from moe_serve.pipeline.timeline_file import TimelineWriter
+from moe_serve.pipeline.timeline.timeline_file import TimelineWriter
 
 pipeline, path = SimulatedPipeline(1, 1, num_layers=2), Path(sys.argv[1])
 pipeline.run_step(0, 2)

@@ -30,7 +30,7 @@ from moe_serve.engine.documents import read_documents
 from moe_serve.errors import CheckpointError, MoeServeError
 from moe_serve.http.tls import Tls
 from moe_serve.model.checkpoint.demo import demo_model_folder
-from moe_serve.pipeline.timeline_reader import read_timeline
+from moe_serve.pipeline.timeline.timeline_reader import read_timeline
 from moe_serve.text.chat_template import ChatTemplate
 from routing_predictor.importers.importer import import_files
 from routing_predictor.importers.tables import ImportOptions

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_serve.cluster.calibration import CalibrationRequest, calibrate
-from moe_serve.pipeline.batch_load import BatchLoad
-from moe_serve.pipeline.cost_model import Ranks, StageCosts
-from moe_serve.pipeline.step_seconds import step_seconds
+from moe_serve.pipeline.costs.batch_load import BatchLoad
+from moe_serve.pipeline.costs.cost_model import Ranks, StageCosts
+from moe_serve.pipeline.costs.step_seconds import step_seconds
 
 from .ablation import Ablation
 

@@ -26,13 +26,13 @@ from moe_serve.config import PAGE_SIZE
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.stage.step_inputs import StepInputs
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
-from moe_serve.pipeline.expert_loop import ExpertLoop
-from moe_serve.pipeline.group_transport import GroupTransport
+from moe_serve.pipeline.exchange.expert_loop import ExpertLoop
+from moe_serve.pipeline.exchange.group_transport import GroupTransport
+from moe_serve.pipeline.exchange.row_split import RowSplit
+from moe_serve.pipeline.exchange.step_shape import StepShape
+from moe_serve.pipeline.exchange.wire import WireFormat, make_wire_format
 from moe_serve.pipeline.pipeline import Pipeline
-from moe_serve.pipeline.row_split import RowSplit
-from moe_serve.pipeline.stage_log import StageLog
-from moe_serve.pipeline.step_shape import StepShape
-from moe_serve.pipeline.wire import WireFormat, make_wire_format
+from moe_serve.pipeline.timeline.stage_log import StageLog
 
 from .job import RankJob, Series, StepMarks
 from .timed_group import TimedGroup

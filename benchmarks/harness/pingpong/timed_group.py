@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moe_serve.pipeline.data_group import DataGroup
-from moe_serve.pipeline.transfer import Transfer
+from moe_serve.pipeline.links.data_group import DataGroup
+from moe_serve.pipeline.links.transfer import Transfer
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.stage.graphed_attention_stage import GraphedAttentionStage
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
-from moe_serve.pipeline.decode_graphs import DecodeGraphs
-from moe_serve.pipeline.graphed_pipeline import GraphedPipeline
+from moe_serve.pipeline.graphs.decode_graphs import DecodeGraphs
+from moe_serve.pipeline.graphs.graphed_pipeline import GraphedPipeline
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.transport import LocalTransport
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from moe_serve.pipeline.gloo_link import first_line
-from moe_serve.pipeline.transfer import PeerLostError, Transfer
+from moe_serve.pipeline.links.gloo_link import first_line
+from moe_serve.pipeline.links.transfer import PeerLostError, Transfer
 
 _DIRECTIONS = ("rows", "sums")  # by the tag's lowest bit, see step_shape.py
 _POLL_S = 50e-6

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_serve.pipeline.transfer import PeerLostError, Transfer
+from moe_serve.pipeline.links.transfer import PeerLostError, Transfer
 
 Bytes = NDArray[np.uint8]
 

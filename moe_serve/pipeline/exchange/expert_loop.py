@@ -15,16 +15,21 @@ from torch import Tensor
 
 from experts.expert_stage import ExpertStage
 from experts.routed_rows import RoutedRows
-from moe_serve.pipeline.data_group import DataGroup
-from moe_serve.pipeline.frame_header import Exchange, Leg
-from moe_serve.pipeline.frame_layout import CompactLayout, FrameLayout
-from moe_serve.pipeline.frame_pool import FramePool
-from moe_serve.pipeline.next_layer import together
-from moe_serve.pipeline.row_split import RowSplit
-from moe_serve.pipeline.stage_log import StageLog
-from moe_serve.pipeline.step_shape import StepShape, combine_tag, dispatch_tag, exchange_order
-from moe_serve.pipeline.timeline import Stage
-from moe_serve.pipeline.wire import WireFormat
+from moe_serve.pipeline.exchange.frame_header import Exchange, Leg
+from moe_serve.pipeline.exchange.frame_layout import CompactLayout, FrameLayout
+from moe_serve.pipeline.exchange.frame_pool import FramePool
+from moe_serve.pipeline.exchange.next_layer import together
+from moe_serve.pipeline.exchange.row_split import RowSplit
+from moe_serve.pipeline.exchange.step_shape import (
+    StepShape,
+    combine_tag,
+    dispatch_tag,
+    exchange_order,
+)
+from moe_serve.pipeline.exchange.wire import WireFormat
+from moe_serve.pipeline.links.data_group import DataGroup
+from moe_serve.pipeline.timeline.stage_log import StageLog
+from moe_serve.pipeline.timeline.timeline import Stage
 
 _log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 
-from moe_serve.pipeline.operation import Operation
-from moe_serve.pipeline.timeline import (
+from moe_serve.pipeline.timeline.operation import Operation
+from moe_serve.pipeline.timeline.timeline import (
     NO_LAYER,
     NO_MICRO_BATCH,
     NO_TIMELINE,

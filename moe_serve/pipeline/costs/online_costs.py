@@ -11,9 +11,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_serve.pipeline.batch_load import BatchLoad
-from moe_serve.pipeline.cost_model import Ranks
-from moe_serve.pipeline.step_seconds import LayerTimes
+from moe_serve.pipeline.costs.batch_load import BatchLoad
+from moe_serve.pipeline.costs.cost_model import Ranks
+from moe_serve.pipeline.costs.step_seconds import LayerTimes
 
 _WEIGHT = 0.2  # of a new measurement
 _MOST_SLOWER = 1.25  # than the average, that a new measurement counts as

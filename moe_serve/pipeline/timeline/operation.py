@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from moe_serve.pipeline.timeline import NO_LAYER, NO_MICRO_BATCH, Stage
+from moe_serve.pipeline.timeline.timeline import NO_LAYER, NO_MICRO_BATCH, Stage
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from moe_serve.pipeline.transfer import Transfer
+from moe_serve.pipeline.links.transfer import Transfer
 
 FrameT = TypeVar("FrameT")
 

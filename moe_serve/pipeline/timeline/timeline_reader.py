@@ -11,14 +11,14 @@ from typing import Any, TextIO
 import numpy as np
 
 from moe_serve.errors import TimelineError
-from moe_serve.pipeline.timeline import (
+from moe_serve.pipeline.timeline.timeline import (
     RECORD_DTYPE,
     Records,
     Stage,
     Track,
     check_records,
 )
-from moe_serve.pipeline.timeline_file import (
+from moe_serve.pipeline.timeline.timeline_file import (
     LEFT_OUT,
     LOST,
     MARK,

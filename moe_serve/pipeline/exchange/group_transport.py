@@ -12,15 +12,20 @@ import torch
 from torch import Tensor
 
 from moe_serve.model.stage.attention_stage import Routed
-from moe_serve.pipeline.data_group import DataGroup
-from moe_serve.pipeline.frame_header import Exchange, Leg
-from moe_serve.pipeline.frame_layout import CompactLayout, FrameLayout
-from moe_serve.pipeline.frame_pool import FramePool
-from moe_serve.pipeline.row_split import RankRows, RowSplit
-from moe_serve.pipeline.stage_log import StageLog
-from moe_serve.pipeline.step_shape import StepShape, combine_tag, dispatch_tag, exchange_order
-from moe_serve.pipeline.timeline import Stage
-from moe_serve.pipeline.wire import CombineFrame, WireFormat
+from moe_serve.pipeline.exchange.frame_header import Exchange, Leg
+from moe_serve.pipeline.exchange.frame_layout import CompactLayout, FrameLayout
+from moe_serve.pipeline.exchange.frame_pool import FramePool
+from moe_serve.pipeline.exchange.row_split import RankRows, RowSplit
+from moe_serve.pipeline.exchange.step_shape import (
+    StepShape,
+    combine_tag,
+    dispatch_tag,
+    exchange_order,
+)
+from moe_serve.pipeline.exchange.wire import CombineFrame, WireFormat
+from moe_serve.pipeline.links.data_group import DataGroup
+from moe_serve.pipeline.timeline.stage_log import StageLog
+from moe_serve.pipeline.timeline.timeline import Stage
 
 
 class GroupTransport:

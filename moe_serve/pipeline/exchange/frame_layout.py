@@ -16,10 +16,10 @@ from typing import Protocol
 import torch
 
 from experts.routed_rows import RoutedRows
-from moe_serve.pipeline.frame_header import Exchange, HeaderLog, HostHeader
-from moe_serve.pipeline.frame_memory import direct_memory, staged_memory
-from moe_serve.pipeline.row_split import RankRows, RowSplit
-from moe_serve.pipeline.wire import CombineFrame, DispatchFrame
+from moe_serve.pipeline.exchange.frame_header import Exchange, HeaderLog, HostHeader
+from moe_serve.pipeline.exchange.frame_memory import direct_memory, staged_memory
+from moe_serve.pipeline.exchange.row_split import RankRows, RowSplit
+from moe_serve.pipeline.exchange.wire import CombineFrame, DispatchFrame
 
 
 class FrameLayout(Protocol):

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 
-from moe_serve.pipeline.transfer import PeerLostError, Transfer
+from moe_serve.pipeline.links.transfer import PeerLostError, Transfer
 
 
 @dataclass(slots=True)

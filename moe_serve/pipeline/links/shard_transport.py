@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.model.stage.attention_stage import Routed
-from moe_serve.pipeline.shard_group import ShardGroup
+from moe_serve.pipeline.links.shard_group import ShardGroup
 from moe_serve.pipeline.transport import Transport
 
 

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from moe_serve.errors import MoeServeError
 from moe_serve.model.stage.tensor_shard import TensorShard
-from moe_serve.pipeline.shared_link import SharedLink
-from moe_serve.pipeline.transfer import PeerLostError
+from moe_serve.pipeline.links.shared_link import SharedLink
+from moe_serve.pipeline.links.transfer import PeerLostError
 
 _HEADER_BYTES = 64
 _DATA, _ORDER, _ABANDON = 1, 2, 3

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_serve.pipeline.step_seconds import LayerTimes
+from moe_serve.pipeline.costs.step_seconds import LayerTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

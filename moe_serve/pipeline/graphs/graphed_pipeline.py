@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.model.step_plan import StepPlan
-from moe_serve.pipeline.decode_graphs import DecodeGraphs
+from moe_serve.pipeline.graphs.decode_graphs import DecodeGraphs
 from moe_serve.pipeline.pipeline import Pipeline
 
 _log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_serve.pipeline.batch_load import BatchLoad
-from moe_serve.pipeline.step_seconds import LayerTimes, step_seconds
+from moe_serve.pipeline.costs.batch_load import BatchLoad
+from moe_serve.pipeline.costs.step_seconds import LayerTimes, step_seconds
 
 HEADER_BYTES = 64  # of a message
 _CHOICE_BYTES = 8  # an expert's number and its weight

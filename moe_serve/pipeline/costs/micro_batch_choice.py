@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from moe_serve.pipeline.batch_load import BatchLoad
-from moe_serve.pipeline.cost_model import Ranks, StageCosts
-from moe_serve.pipeline.online_costs import OnlineCosts, StepTiming
-from moe_serve.pipeline.step_seconds import step_seconds
+from moe_serve.pipeline.costs.batch_load import BatchLoad
+from moe_serve.pipeline.costs.cost_model import Ranks, StageCosts
+from moe_serve.pipeline.costs.online_costs import OnlineCosts, StepTiming
+from moe_serve.pipeline.costs.step_seconds import step_seconds
 
 MAX_MICRO_BATCHES = 4
 Reason = Literal["one sequence", "not measured yet", "trying out", "predicted best"]

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from moe_serve.config import TransportName
-from moe_serve.pipeline.gloo_link import ProcessGroup, first_line
-from moe_serve.pipeline.meeting import Met, epoch_prefix, meet, meeting_store
-from moe_serve.pipeline.nccl_link import NcclGroups, gpu_of
-from moe_serve.pipeline.shared_link import SharedLink
-from moe_serve.pipeline.transfer import Link, PeerLostError, Transfer
+from moe_serve.pipeline.links.gloo_link import ProcessGroup, first_line
+from moe_serve.pipeline.links.meeting import Met, epoch_prefix, meet, meeting_store
+from moe_serve.pipeline.links.nccl_link import NcclGroups, gpu_of
+from moe_serve.pipeline.links.shared_link import SharedLink
+from moe_serve.pipeline.links.transfer import Link, PeerLostError, Transfer
 
 MEETING_TIMEOUT_S = 5.0  # all members are idle when they are called together
 

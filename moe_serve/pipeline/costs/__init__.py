@@ -1,0 +1,1 @@
+"""Predicts what a step costs, and chooses the number of micro-batches."""

@@ -1,0 +1,1 @@
+"""Exchanges rows and partial sums between attention and expert ranks."""

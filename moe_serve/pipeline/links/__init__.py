@@ -1,0 +1,1 @@
+"""Carries tensors between ranks: shared memory, gloo, NCCL."""

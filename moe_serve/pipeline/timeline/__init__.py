@@ -1,0 +1,1 @@
+"""Records what each stage did and when."""
