@@ -27,7 +27,7 @@ from harness.environment import describe_environment
 from harness.expert_memory.rounds import TOLD, Outcome, run_rounds
 from harness.expert_memory.slow_weights import Tier, slow_weights
 from harness.expert_memory.texts import draw, token_streams
-from moe_serve.config import (
+from moe_serve.config.sections import (
     CacheConfig,
     EngineConfig,
     ModelConfig,

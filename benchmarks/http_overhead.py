@@ -24,7 +24,7 @@ from rich.table import Table
 from harness.environment import describe_environment
 from harness.http.many_streams import Body, bodies, stream_all
 from harness.soak.served import Served
-from moe_serve.config import CacheConfig, EngineConfig, ModelConfig
+from moe_serve.config.sections import CacheConfig, EngineConfig, ModelConfig
 from moe_serve.engine.build import BuiltEngine, build_engine
 from moe_serve.engine.request import GenerationRequest
 from moe_serve.engine.sampling_params import SamplingParams

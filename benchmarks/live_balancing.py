@@ -33,7 +33,7 @@ from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.rebalance.load_window import LoadWindow
 from moe_serve.cluster.rebalance.plan_job import PlanAnswer, PlanJob
 from moe_serve.cluster.rebalance.planner import plan_in_process
-from moe_serve.config import (
+from moe_serve.config.sections import (
     CacheConfig,
     ClusterConfig,
     EngineConfig,

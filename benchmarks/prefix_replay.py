@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_serve.config import PAGE_SIZE, SchedulerConfig
+from moe_serve.config.sections import PAGE_SIZE, SchedulerConfig
 from moe_serve.engine.client import EngineStats
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.request import GenerationRequest

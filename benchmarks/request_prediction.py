@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from moe_serve.config import ModelConfig
+from moe_serve.config.sections import ModelConfig
 from moe_serve.engine.batch_policy.live_learning import LiveLearning
 from moe_serve.engine.build import model_folder, open_loader
 from moe_serve.engine.request_prediction import open_request_predictor

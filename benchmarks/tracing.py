@@ -26,7 +26,7 @@ import numpy as np
 
 from harness.environment import describe_environment
 from moe_serve.cluster.any_engine import build_any_engine
-from moe_serve.config import (
+from moe_serve.config.sections import (
     CacheConfig,
     ClusterConfig,
     EngineConfig,

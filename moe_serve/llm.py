@@ -20,7 +20,8 @@ from typing import Any, Literal
 from rich.progress import Progress, TextColumn
 
 from moe_serve.cluster.any_engine import build_any_engine
-from moe_serve.config import (
+from moe_serve.config.keys import check_engine_config
+from moe_serve.config.sections import (
     BatchPolicyName,
     CacheConfig,
     ClusterConfig,
@@ -35,7 +36,6 @@ from moe_serve.config import (
     PredictorConfig,
     SchedulerConfig,
 )
-from moe_serve.config_keys import check_engine_config
 from moe_serve.engine.bad_words import with_bad_word_ids
 from moe_serve.engine.build import model_folder
 from moe_serve.engine.client import EngineStats

@@ -17,8 +17,8 @@ import typer.main
 import yaml
 
 from moe_serve.cli.main import app
-from moe_serve.config_keys import ConfigKey, config_keys
-from moe_serve.config_sources import variable_name
+from moe_serve.config.keys import ConfigKey, config_keys
+from moe_serve.config.sources import variable_name
 from page_block import PageBlock
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,9 +21,9 @@ from moe_serve.cli.foreign_flags import ADVICE
 from moe_serve.cli.listening import is_loopback
 from moe_serve.cli.main import app, main
 from moe_serve.cli.ready import curl_line, loading_bar, print_ready, server_url
-from moe_serve.config import Config
-from moe_serve.config_keys import config_keys
-from moe_serve.config_sources import load_config, variable_name
+from moe_serve.config.keys import config_keys
+from moe_serve.config.sections import Config
+from moe_serve.config.sources import load_config, variable_name
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -9,9 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from moe_serve.config import CacheConfig, Config, EngineConfig, ModelConfig, SchedulerConfig
-from moe_serve.config_keys import check_engine_config, config_keys
-from moe_serve.config_sources import LoadedConfig, describe, load_config, variable_name
+from moe_serve.config.keys import check_engine_config, config_keys
+from moe_serve.config.sections import (
+    CacheConfig,
+    Config,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from moe_serve.config.sources import LoadedConfig, describe, load_config, variable_name
 from moe_serve.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import yaml
 
 import config_table
-from moe_serve.config_keys import config_keys
+from moe_serve.config.keys import config_keys
 
 
 def test_the_page_holds_the_generated_tables() -> None:

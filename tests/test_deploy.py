@@ -26,8 +26,8 @@ from packaging.version import Version
 import lock
 from moe_serve import __version__
 from moe_serve.cli.main import app
-from moe_serve.config_keys import config_keys
-from moe_serve.config_sources import LoadedConfig, load_config, variable_name
+from moe_serve.config.keys import config_keys
+from moe_serve.config.sources import LoadedConfig, load_config, variable_name
 from moe_serve.http.auth import OPEN_PATHS
 
 ROOT = Path(__file__).resolve().parents[1]

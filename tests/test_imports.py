@@ -46,8 +46,8 @@ LEAVES: Mapping[str, frozenset[str]] = {
     "moe_serve": frozenset({"moe_serve.llm", "moe_serve.outputs", "moe_serve.engine"}),
     "moe_serve.errors": frozenset(),
     "moe_serve.child_python": frozenset(),
-    "moe_serve.config": frozenset({"moe_serve.errors"}),
-    "moe_serve.logs": frozenset({"moe_serve.config", "moe_serve.errors"}),
+    "moe_serve.config.sections": frozenset({"moe_serve.errors"}),
+    "moe_serve.config.logs": frozenset({"moe_serve.config.sections", "moe_serve.errors"}),
     "moe_serve.regular_file": frozenset(),
     "moe_serve.json_text": frozenset(),
     "moe_serve.text": frozenset(
@@ -58,15 +58,15 @@ LEAVES: Mapping[str, frozenset[str]] = {
             "moe_serve.regular_file",
         }
     ),
-    "moe_serve.config_keys": frozenset({"moe_serve.config", "moe_serve.errors"}),
-    "moe_serve.yaml_nodes": frozenset({"moe_serve.errors"}),
-    "moe_serve.config_sources": frozenset(
+    "moe_serve.config.keys": frozenset({"moe_serve.config.sections", "moe_serve.errors"}),
+    "moe_serve.config.yaml_nodes": frozenset({"moe_serve.errors"}),
+    "moe_serve.config.sources": frozenset(
         {
-            "moe_serve.config",
-            "moe_serve.config_keys",
+            "moe_serve.config.sections",
+            "moe_serve.config.keys",
             "moe_serve.errors",
             "moe_serve.regular_file",
-            "moe_serve.yaml_nodes",
+            "moe_serve.config.yaml_nodes",
         }
     ),
 }

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from moe_serve.cli.main import main
-from moe_serve.config import ModelConfig
+from moe_serve.config.sections import ModelConfig
 from moe_serve.engine.build import model_folder
 from moe_serve.engine.documents import cut_into_pieces, read_documents
 from moe_serve.engine.predictor_data import PredictorModel

@@ -9,7 +9,7 @@ import torch
 
 from gpu_bench.job import Job
 from gpu_bench.random_weights import random_weights
-from moe_serve.config import (
+from moe_serve.config.sections import (
     PAGE_SIZE,
     CacheConfig,
     DeviceName,

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from moe_kernels.interface.kernels import KVPages
-from moe_serve.config import PAGE_SIZE
+from moe_serve.config.sections import PAGE_SIZE
 from moe_serve.model.spec import ModelSpec
 
 _PAGES_AT_ONCE = 256  # that `finite` copies of a layer

@@ -15,7 +15,7 @@ from hashlib import sha256
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.config import PAGE_SIZE
+from moe_serve.config.sections import PAGE_SIZE
 
 TOKEN_DTYPE = np.dtype("<i4")
 _PAGE_BYTES = PAGE_SIZE * TOKEN_DTYPE.itemsize

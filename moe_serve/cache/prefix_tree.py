@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.cache.page_key import TOKEN_DTYPE
-from moe_serve.config import PAGE_SIZE
+from moe_serve.config.sections import PAGE_SIZE
 
 _NO_TOKEN = -1  # in the rest of a page that is not full
 _NO_PAGE = 0  # page 0 is the empty page: here the root, or the end of a chain

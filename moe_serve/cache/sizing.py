@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_serve.config import PAGE_SIZE, CacheConfig
+from moe_serve.config.sections import PAGE_SIZE, CacheConfig
 from moe_serve.errors import ConfigError
 
 _DEFAULT_SHARE = 0.3  # of the memory that is available, at most

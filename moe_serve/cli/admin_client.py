@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from moe_serve.bench.plain_text import plain
-from moe_serve.config_sources import ADMIN_KEY_VARIABLE, read_first_key
+from moe_serve.config.sources import ADMIN_KEY_VARIABLE, read_first_key
 from moe_serve.errors import MoeServeError
 
 Url = Annotated[str, typer.Option(help="Where the server is.")]

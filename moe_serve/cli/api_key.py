@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_serve.config_sources import read_first_key
+from moe_serve.config.sources import read_first_key
 
 
 def sent_key(text: str | None) -> str | None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moe_serve.config_sources import API_KEY_VARIABLE
+from moe_serve.config.sources import API_KEY_VARIABLE
 
 SERVER, LOAD, PROMPTS, TRACES, RESULTS = "Server", "Load", "Prompts", "Traces", "Results"
 

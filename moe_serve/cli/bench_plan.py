@@ -20,7 +20,7 @@ from moe_serve.bench.slo import Slo
 from moe_serve.bench.trace_cut import TraceCut
 from moe_serve.bench.trace_rows import Trace, read_trace
 from moe_serve.bench.workload import SharedPrefixes, Workload
-from moe_serve.config_sources import read_secret_file
+from moe_serve.config.sources import read_secret_file
 from moe_serve.errors import BenchError
 from moe_serve.json_text import parse_json
 

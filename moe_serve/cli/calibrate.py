@@ -47,7 +47,7 @@ def calibrate(
     from moe_serve.cluster.calibration import CalibrationRequest
     from moe_serve.cluster.calibration import calibrate as measure
     from moe_serve.cluster.calibration_file import write_calibration
-    from moe_serve.config import ModelConfig
+    from moe_serve.config.sections import ModelConfig
     from moe_serve.engine.build import model_folder
 
     request = CalibrationRequest(

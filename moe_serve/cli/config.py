@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from moe_serve.config_sources import DEFAULT_SOURCE, LoadedConfig, load_config
+from moe_serve.config.sources import DEFAULT_SOURCE, LoadedConfig, load_config
 
 config = typer.Typer(no_args_is_help=True)
 

@@ -17,8 +17,8 @@ from moe_serve.cli.doctor_checks import Check, CheckState, has_problem, machine_
 from moe_serve.cli.machine import MachineReport, look_at_machine
 from moe_serve.cli.machine_limits import Fact
 from moe_serve.cli.wide_console import wide_console
-from moe_serve.config_sources import load_config
-from moe_serve.logs import set_up_logs
+from moe_serve.config.logs import set_up_logs
+from moe_serve.config.sources import load_config
 
 _STYLES: Mapping[CheckState, str] = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 

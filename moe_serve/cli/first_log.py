@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from moe_serve.config import LogConfig
-from moe_serve.config_sources import wants_json_log
-from moe_serve.logs import set_up_logs
+from moe_serve.config.logs import set_up_logs
+from moe_serve.config.sections import LogConfig
+from moe_serve.config.sources import wants_json_log
 
 
 def begin_log(

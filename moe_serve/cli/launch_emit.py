@@ -19,9 +19,9 @@ from moe_serve.cluster.launch.emit.slurm import slurm_files
 from moe_serve.cluster.launch.emit.systemd import systemd_files
 from moe_serve.cluster.launch.launch_command import LaunchCommand
 from moe_serve.cluster.launch.node_layout import NodeLayout, fill_nodes
-from moe_serve.config import ServerConfig
-from moe_serve.config_keys import config_keys
-from moe_serve.config_sources import LoadedConfig, variable_name
+from moe_serve.config.keys import config_keys
+from moe_serve.config.sections import ServerConfig
+from moe_serve.config.sources import LoadedConfig, variable_name
 from moe_serve.errors import ConfigError
 
 _EVERYWHERE = "0.0.0.0"

@@ -29,10 +29,10 @@ from moe_serve.cluster.launch.node_starter import NodeStarter
 from moe_serve.cluster.launch.own_address import own_address
 from moe_serve.cluster.rank_starter import RankStarter
 from moe_serve.cluster.secret import ClusterSecret, new_secret, read_secret
-from moe_serve.config import Config
-from moe_serve.config_sources import CLUSTER_SECRET_VARIABLE, LoadedConfig
+from moe_serve.config.logs import set_up_logs
+from moe_serve.config.sections import Config
+from moe_serve.config.sources import CLUSTER_SECRET_VARIABLE, LoadedConfig
 from moe_serve.errors import ConfigError
-from moe_serve.logs import set_up_logs
 
 
 def run_node(

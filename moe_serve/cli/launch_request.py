@@ -14,7 +14,7 @@ from moe_serve.cluster.launch.environment import NodeFlags, node_flags
 from moe_serve.cluster.launch.launch_command import LaunchCommand
 from moe_serve.cluster.launch.node_layout import NodeLayout, fill_nodes
 from moe_serve.cluster.rank_name import RankName
-from moe_serve.config_sources import LoadedConfig, load_config
+from moe_serve.config.sources import LoadedConfig, load_config
 from moe_serve.errors import ConfigError
 
 EmitKind = Literal["slurm", "kubernetes", "systemd", "shell"]

@@ -6,7 +6,7 @@ import errno
 import ipaddress
 import socket
 
-from moe_serve.config import ServerConfig
+from moe_serve.config.sections import ServerConfig
 from moe_serve.errors import ConfigError
 
 

@@ -32,8 +32,8 @@ from moe_serve.cli.standard_output import OutputError, checked_output, open_miss
 from moe_serve.cli.timeline import timeline
 from moe_serve.cli.top import top
 from moe_serve.cli.trace import trace
+from moe_serve.config.logs import is_json_log
 from moe_serve.errors import ClusterError, EngineDeadError, MoeServeError, printable
-from moe_serve.logs import is_json_log
 from routing_predictor.traces.errors import RoutingError
 
 EXIT_FAILURE = 1

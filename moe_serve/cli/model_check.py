@@ -13,7 +13,7 @@ from pathlib import Path
 from moe_serve.cli.doctor_checks import Check
 from moe_serve.cli.machine_limits import Fact
 from moe_serve.cluster.plan_memory import plan_memory
-from moe_serve.config import EngineConfig
+from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import (
     device_of,
     model_folder,

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from moe_serve.config import Config
+from moe_serve.config.sections import Config
 from moe_serve.engine.async_engine import AsyncEngine
 from moe_serve.engine.build import BuiltEngine, model_folder
 from moe_serve.engine.fingerprint import system_fingerprint

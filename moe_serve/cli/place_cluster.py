@@ -22,9 +22,9 @@ import yaml
 
 from experts.placement.problem.devices import Device, Devices
 from moe_serve.cluster.launch.cluster_file import parse_cluster_file
+from moe_serve.config.yaml_nodes import plain_value, read_yaml, value_place
 from moe_serve.errors import ConfigError
 from moe_serve.regular_file import regular_file
-from moe_serve.yaml_nodes import plain_value, read_yaml, value_place
 
 MAX_DEVICES = 2**14
 _GIB, _GB = 2**30, 1e9

@@ -16,9 +16,9 @@ from experts.placement.formats import trtllm
 from experts.placement.formats.engine_plan import EnginePlan, PlanFacts
 from experts.placement.formats.plan_text import parse_content, parse_text
 from moe_serve.cli.place_inputs import holds_loads
+from moe_serve.config.yaml_nodes import plain_value, read_yaml
 from moe_serve.errors import ConfigError
 from moe_serve.regular_file import regular_file
-from moe_serve.yaml_nodes import plain_value, read_yaml
 from routing_predictor.importers.torch_file import read_torch_file
 from routing_predictor.traces.errors import TraceError
 

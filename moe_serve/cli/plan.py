@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from moe_serve.cli.wide_console import wide_console
-from moe_serve.config_keys import parse_size
+from moe_serve.config.keys import parse_size
 from moe_serve.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from moe_serve import __version__
-from moe_serve.config_sources import API_KEY_VARIABLE
+from moe_serve.config.sources import API_KEY_VARIABLE
 
 WILDCARD_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # listened on -> where this machine asks
 

@@ -19,7 +19,7 @@ from moe_serve.cli.api_key import sent_key
 from moe_serve.cli.batch_output import BatchOutput
 from moe_serve.cli.batch_run import BatchCount, run_lines
 from moe_serve.cli.batch_target import OWN_URL, BatchTarget
-from moe_serve.config_sources import API_KEY_VARIABLE, load_config
+from moe_serve.config.sources import API_KEY_VARIABLE, load_config
 from moe_serve.errors import ConfigError
 
 EXIT_SOME_FAILED = 3

@@ -11,7 +11,7 @@ import typer
 from moe_serve.cli.first_log import begin_log
 from moe_serve.cli.listening import check_can_listen, check_is_guarded
 from moe_serve.cli.setting_flags import SERVE_KEYS, given_flags
-from moe_serve.config_sources import LoadedConfig, load_config
+from moe_serve.config.sources import LoadedConfig, load_config
 
 MODEL, LIMITS, RANKS, HTTP, RUN = "Model", "Limits", "Ranks", "HTTP", "Run"
 

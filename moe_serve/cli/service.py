@@ -16,8 +16,9 @@ from moe_serve.cli.ready import curl_line, loading_bar, print_ready, server_url
 from moe_serve.cli.service_start import ServiceStart
 from moe_serve.cli.standard_output import optional_output
 from moe_serve.cluster.any_engine import build_any_engine
-from moe_serve.config import Config, EngineConfig
-from moe_serve.config_sources import ConfigEntry
+from moe_serve.config.logs import is_json_log, set_up_logs
+from moe_serve.config.sections import Config, EngineConfig
+from moe_serve.config.sources import ConfigEntry
 from moe_serve.engine.async_engine import AsyncEngine
 from moe_serve.engine.build import BuiltEngine
 from moe_serve.engine.hang_watch import HangWatch
@@ -28,7 +29,6 @@ from moe_serve.http.dashboard.facts import dashboard_facts
 from moe_serve.http.operations import Operations
 from moe_serve.http.server import run_server
 from moe_serve.http.span_export import make_span_export
-from moe_serve.logs import is_json_log, set_up_logs
 from moe_serve.model.load.model_tensors import LoadProgress
 
 BuildEngine = Callable[[EngineConfig, LoadProgress | None], BuiltEngine]

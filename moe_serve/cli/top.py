@@ -15,7 +15,7 @@ from moe_serve.cli.keyboard import single_keys, wait_for_key
 from moe_serve.cli.server_answer import Answer
 from moe_serve.cli.top_source import NotReachedError, TopSource
 from moe_serve.cli.top_view import frame
-from moe_serve.config_sources import API_KEY_VARIABLE
+from moe_serve.config.sources import API_KEY_VARIABLE
 from moe_serve.errors import ConfigError
 
 _TICK_S = 0.2  # how soon a key or a new size of the terminal is noticed

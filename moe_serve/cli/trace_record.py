@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from moe_serve.cli.ready import loading_bar
 from moe_serve.cli.trace_prompts import TracePrompt, read_prompts
-from moe_serve.config_sources import load_config
+from moe_serve.config.sources import load_config
 from moe_serve.errors import GenerationError, InvalidRequestError
 
 if TYPE_CHECKING:

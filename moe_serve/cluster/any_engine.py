@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_serve.cluster.build import build_cluster
-from moe_serve.config import EngineConfig
+from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import BuiltEngine, build_engine
 from moe_serve.model.load.model_tensors import LoadProgress
 

@@ -36,7 +36,7 @@ from moe_serve.cluster.rank_device import rank_device
 from moe_serve.cluster.rank_name import RankName
 from moe_serve.cluster.rebalance.rank_placement import RankPlacement
 from moe_serve.cluster.shard_starter import ShardStarter
-from moe_serve.config import EngineConfig
+from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.answer_masks import AnswerMasks
 from moe_serve.engine.build import (
     AttentionPart,

@@ -9,7 +9,7 @@ import torch
 
 from moe_serve.cluster.measured_model import LayerKind, MeasuredModel
 from moe_serve.cluster.stopwatch import Stopwatch
-from moe_serve.config import PAGE_SIZE
+from moe_serve.config.sections import PAGE_SIZE
 from moe_serve.model.stage.step_inputs import StepInputs, make_step_inputs
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
 from moe_serve.pipeline.costs.batch_load import BatchLoad

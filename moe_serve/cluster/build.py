@@ -12,7 +12,7 @@ from moe_serve.cluster.pool_watch import PoolWatch, make_watch
 from moe_serve.cluster.rank_starter import LocalStarter
 from moe_serve.cluster.rebalance.planner import Plan, plan_in_process
 from moe_serve.cluster.started_ranks import MakeStarter, StartedRanks
-from moe_serve.config import PAGE_SIZE, EngineConfig
+from moe_serve.config.sections import PAGE_SIZE, EngineConfig
 from moe_serve.engine.batch_policy.make import policy_maker
 from moe_serve.engine.batch_policy.rank_load import RankLoads
 from moe_serve.engine.build import (

@@ -14,7 +14,7 @@ from moe_serve.cluster.epoch import sparse_layers
 from moe_serve.cluster.messages import Configure
 from moe_serve.cluster.rank_name import RankName, all_ranks
 from moe_serve.cluster.rebalance.current_placement import PlacementVersion
-from moe_serve.config import ClusterConfig, EngineConfig
+from moe_serve.config.sections import ClusterConfig, EngineConfig
 from moe_serve.engine.build import model_folder
 from moe_serve.errors import ConfigError
 from moe_serve.model.checkpoint.hf_config import HFConfig

@@ -11,7 +11,7 @@ import msgspec
 
 from experts.memory.memory_stats import MemoryStats
 from moe_serve.cluster.probe import ProbeResult, ProbeTarget
-from moe_serve.config import EngineConfig
+from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.answer_masks import MaskCost
 from moe_serve.engine.request import TokenLogprob
 from moe_serve.engine.sampler import Sampled

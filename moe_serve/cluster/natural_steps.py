@@ -16,7 +16,7 @@ from experts.expert_stage import ExpertStage
 from experts.routed_rows import RoutedRows
 from moe_serve.cluster.measured_model import MeasuredModel
 from moe_serve.cluster.stopwatch import usual
-from moe_serve.config import SchedulerConfig
+from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.request import GenerationRequest
 from moe_serve.engine.sampler import Sampler

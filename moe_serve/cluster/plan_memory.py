@@ -11,7 +11,7 @@ from experts.placement.problem.plan import Placement
 from moe_serve.cache.sizing import num_pages
 from moe_serve.cluster.cluster_model import num_slots, placement_of, read_spec
 from moe_serve.cluster.model_facts import WeightBytes, weight_bytes
-from moe_serve.config import PAGE_SIZE, EngineConfig
+from moe_serve.config.sections import PAGE_SIZE, EngineConfig
 from moe_serve.engine.build import device_of, max_model_len_of, model_folder
 from moe_serve.engine.free_memory import free_bytes
 from moe_serve.engine.memory_plan import MemoryPlan, ProcessMemory, Room

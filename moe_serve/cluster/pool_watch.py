@@ -14,7 +14,7 @@ from moe_serve.cluster.calibration_file import read_calibration
 from moe_serve.cluster.cluster_model import ClusterModel
 from moe_serve.cluster.epoch import sparse_layers
 from moe_serve.cluster.messages import StageSeconds, StepDone, StepServed
-from moe_serve.config import EngineConfig
+from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.pool_stats import MicroBatchReason, PoolStats
 from moe_serve.engine.recent_pools import RecentPools
 from moe_serve.engine.step_timeline import StepTimeline

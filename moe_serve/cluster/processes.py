@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 from moe_serve.child_python import module_command
 from moe_serve.cluster.output_pump import Output, OutputPump
+from moe_serve.config.logs import RANK_LOG, is_json_log
 from moe_serve.errors import ClusterError
-from moe_serve.logs import RANK_LOG, is_json_log
 
 _log, _ranks_log = logging.getLogger(__name__), logging.getLogger(RANK_LOG)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_serve.config import ModelConfig
+from moe_serve.config.sections import ModelConfig
 from moe_serve.engine.build import device_of
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moe_serve.config_sources import CLUSTER_SECRET_VARIABLE
+from moe_serve.config.sources import CLUSTER_SECRET_VARIABLE
 from moe_serve.errors import ConfigError
 from moe_serve.regular_file import regular_file
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from moe_serve.cluster.messages import QueryPages, RunStep
-from moe_serve.config import EngineConfig
+from moe_serve.config.sections import EngineConfig
 
 
 class _Order(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from moe_serve.child_python import module_command
 from moe_serve.cluster.attention_shard import shard_name
-from moe_serve.config_sources import CLUSTER_SECRET_VARIABLE
+from moe_serve.config.sources import CLUSTER_SECRET_VARIABLE
 from moe_serve.errors import ClusterError
 from moe_serve.model.stage.tensor_shard import TensorShard
 

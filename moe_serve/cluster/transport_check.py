@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moe_serve.config import TransportName
+from moe_serve.config.sections import TransportName
 from moe_serve.errors import ConfigError
 
 

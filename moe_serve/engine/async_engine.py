@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from moe_serve.config import SchedulerConfig
+from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.build import BuiltEngine
 from moe_serve.engine.client import EngineStats
 from moe_serve.engine.delta_queue import DeltaQueue

@@ -15,7 +15,7 @@ from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cache.model_identity import model_identity
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.cache.sizing import num_pages
-from moe_serve.config import PAGE_SIZE, EngineConfig, ModelConfig
+from moe_serve.config.sections import PAGE_SIZE, EngineConfig, ModelConfig
 from moe_serve.engine.allocator import keep_freed_memory
 from moe_serve.engine.answer_masks import AnswerMasks
 from moe_serve.engine.batch_policy.make import policy_maker

@@ -11,7 +11,7 @@ from moe_kernels.graphs.graph_recorder import Recorder
 from moe_kernels.graphs.graph_sizes import GraphSize, context_buckets, row_buckets
 from moe_kernels.interface.kernels import Kernels
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.config import EngineConfig
+from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.step_executor import StepRunner
 from moe_serve.errors import ConfigError
 from moe_serve.model.stage.attention_stage import AttentionStage

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.cache.prefix_cache import PrefixCache
-from moe_serve.config import PAGE_SIZE, SchedulerConfig
+from moe_serve.config.sections import PAGE_SIZE, SchedulerConfig
 from moe_serve.engine.batch_policy.arrival_order import FIFO
 from moe_serve.engine.batch_policy.policy import BatchPolicy
 from moe_serve.engine.batcher import make_next_plan, make_step_plan

@@ -15,7 +15,7 @@ import torch
 
 from moe_serve import __version__
 from moe_serve.cache.model_identity import Digest, add_weight_file
-from moe_serve.config import Config
+from moe_serve.config.sections import Config
 from moe_serve.engine.layout import Layout
 from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint.safetensors_file import SafetensorsFile

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from experts.expert_stage import ExpertStage
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.config import PAGE_SIZE
+from moe_serve.config.sections import PAGE_SIZE
 from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
 

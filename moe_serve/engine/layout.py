@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_serve.config import ModelConfig
+from moe_serve.config.sections import ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

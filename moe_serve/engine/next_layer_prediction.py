@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moe_serve.cache.model_identity import model_identity
-from moe_serve.config import EngineConfig
+from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.layer_routers import check_routers, layer_routers
 from moe_serve.engine.placement_version import placement_version
 from moe_serve.errors import ConfigError

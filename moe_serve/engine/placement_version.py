@@ -5,7 +5,7 @@ from __future__ import annotations
 from hashlib import sha256
 from pathlib import Path
 
-from moe_serve.config import ClusterConfig
+from moe_serve.config.sections import ClusterConfig
 from moe_serve.errors import ConfigError
 from moe_serve.regular_file import regular_file
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.cache.model_identity import model_identity
-from moe_serve.config import ModelConfig
+from moe_serve.config.sections import ModelConfig
 from moe_serve.engine.build import model_folder, open_loader
 from moe_serve.engine.documents import Piece
 from moe_serve.engine.hidden_capture import HiddenCapture

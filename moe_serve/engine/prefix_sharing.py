@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from moe_serve.cache.page_key import page_key, root_key, token_array
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.cache.prefix_tree import num_in_common
-from moe_serve.config import PAGE_SIZE
+from moe_serve.config.sections import PAGE_SIZE
 from moe_serve.engine.sequence import Sequence
 
 # On a CPU, copying and checking a page takes about the time of one token of a prompt.

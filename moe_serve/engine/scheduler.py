@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 from moe_serve.cache.prefix_cache import PrefixCache
-from moe_serve.config import SchedulerConfig
+from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.batch_policy.policy import BatchPolicy
 from moe_serve.engine.left_aside import LeftAside
 from moe_serve.engine.mask_share import MaskShare

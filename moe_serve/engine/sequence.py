@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.cache.page_key import following_keys, token_array
-from moe_serve.config import PAGE_SIZE
+from moe_serve.config.sections import PAGE_SIZE
 from moe_serve.engine.grammar.matcher import SequenceMatcher
 from moe_serve.engine.request import GenerationRequest, TokenLogprob
 from moe_serve.engine.thought_counter import ThoughtCounter

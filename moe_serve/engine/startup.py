@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
+from moe_serve.config.logs import STARTUP_LOG
 from moe_serve.engine.memory_plan import MemoryPlan
-from moe_serve.logs import STARTUP_LOG
 
 _log = logging.getLogger(STARTUP_LOG)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moe_serve.cache.model_identity import model_identity
-from moe_serve.config import EngineConfig, TraceConfig
+from moe_serve.config.sections import EngineConfig, TraceConfig
 from moe_serve.engine.build import BuiltEngine
 from moe_serve.engine.placement_version import placement_version
 from moe_serve.engine.route_recorder import RouteRecorder

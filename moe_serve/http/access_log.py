@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from moe_serve.logs import ACCESS_LOG
+from moe_serve.config.logs import ACCESS_LOG
 
 _LOGGER = logging.getLogger(ACCESS_LOG)
 _MAX_PATH_CHARS = 200

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from moe_serve import __version__
-from moe_serve.config import ServerConfig
+from moe_serve.config.sections import ServerConfig
 from moe_serve.engine.client import EngineClient
 from moe_serve.engine.grammar.gate import GrammarGate
 from moe_serve.engine.grammar.grammars import Grammars

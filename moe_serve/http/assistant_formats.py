@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from moe_serve.config import ServerConfig
+from moe_serve.config.sections import ServerConfig
 from moe_serve.engine.constraint import Constraint
 from moe_serve.engine.grammar.schema_rules import SchemaRuleError, prepared_source
 from moe_serve.engine.sampling_params import SamplingParams

@@ -9,11 +9,11 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from moe_serve.config.logs import current_request
 from moe_serve.http.access_log import AccessLog
 from moe_serve.http.errors import internal_error
 from moe_serve.http.metrics import ServerMetrics
 from moe_serve.http.pace import Pace
-from moe_serve.logs import current_request
 
 _LOGGER = logging.getLogger(__name__)
 _MAX_REQUEST_ID_CHARS = 128

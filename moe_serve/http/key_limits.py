@@ -19,7 +19,7 @@ from typing import Literal
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from moe_serve.config import ServerConfig
+from moe_serve.config.sections import ServerConfig
 from moe_serve.errors import InvalidRequestError
 from moe_serve.http.auth import ADMIN_PREFIX, KEY_IN_SCOPE
 from moe_serve.http.errors import ApiError, retry_headers

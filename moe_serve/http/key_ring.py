@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from moe_serve.config_keys import RANGES
-from moe_serve.config_sources import read_secret_file, split_key
+from moe_serve.config.keys import RANGES
+from moe_serve.config.sources import read_secret_file, split_key
 from moe_serve.errors import ConfigError
 from moe_serve.http.file_watch import FileWatch
 

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 
-from moe_serve.config import ServerConfig
+from moe_serve.config.sections import ServerConfig
 from moe_serve.engine.startup import Startup
 from moe_serve.http.closing_server import ClosingServer
 from moe_serve.http.httptools_protocol import GuardedHttpToolsProtocol

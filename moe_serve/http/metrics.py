@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moe_serve.config import MetricsAlias
+from moe_serve.config.sections import MetricsAlias
 from moe_serve.engine.client import EngineClient
 from moe_serve.engine.placement_control import PlacementControl
 from moe_serve.engine.request import FinishReason

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moe_serve.config import LogConfig
+from moe_serve.config.sections import LogConfig
 from moe_serve.engine.hang_watch import HangWatch
 from moe_serve.engine.startup import Startup
 

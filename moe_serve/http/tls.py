@@ -7,7 +7,7 @@ import ssl
 import time
 from pathlib import Path
 
-from moe_serve.config import ServerConfig
+from moe_serve.config.sections import ServerConfig
 from moe_serve.errors import ConfigError
 from moe_serve.http.file_watch import FileWatch
 from moe_serve.regular_file import regular_file

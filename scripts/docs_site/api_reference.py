@@ -8,7 +8,7 @@ from typing import Any
 
 import tokenizers
 
-from moe_serve.config import ServerConfig, TraceConfig
+from moe_serve.config.sections import ServerConfig, TraceConfig
 from moe_serve.engine.client import EngineStats
 from moe_serve.engine.delta_queue import DeltaQueue
 from moe_serve.engine.hang_watch import HangWatch

@@ -6,7 +6,7 @@ import pytest
 
 from moe_serve.cache.page_pool import PagePool
 from moe_serve.cache.sizing import num_pages
-from moe_serve.config import CacheConfig
+from moe_serve.config.sections import CacheConfig
 from moe_serve.errors import ConfigError
 
 

@@ -14,7 +14,7 @@ from moe_serve.cluster.coordinator import Coordinator
 from moe_serve.cluster.membership import Membership
 from moe_serve.cluster.roster import Phase, RankState
 from moe_serve.cluster.started_ranks import MakeStarter
-from moe_serve.config import CacheConfig, ClusterConfig, EngineConfig, SchedulerConfig
+from moe_serve.config.sections import CacheConfig, ClusterConfig, EngineConfig, SchedulerConfig
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.request import GenerationRequest
 

@@ -11,7 +11,7 @@ import numpy as np
 from experts.placement.plan_file import write_placement
 from experts.placement.problem.plan import Placement
 from moe_serve.cluster.build import build_cluster
-from moe_serve.config import (
+from moe_serve.config.sections import (
     CacheConfig,
     ClusterConfig,
     EngineConfig,

@@ -17,8 +17,8 @@ from layouts import Answer, colocated, config, on_ranks, requests, serve
 from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.rank_name import RankName
 from moe_serve.cluster.secret import ClusterSecret
-from moe_serve.config import ClusterConfig, EngineConfig, PipelineConfig
-from moe_serve.config_keys import check_engine_config
+from moe_serve.config.keys import check_engine_config
+from moe_serve.config.sections import ClusterConfig, EngineConfig, PipelineConfig
 from moe_serve.engine.request import TokenDelta
 from moe_serve.errors import ConfigError
 from thread_starter import ThreadStarter

@@ -18,7 +18,12 @@ from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.calibration import CalibrationRequest, calibrate
 from moe_serve.cluster.cluster_model import read_spec
 from moe_serve.cluster.needed_experts import pack_needed, unpack_needed
-from moe_serve.config import BatchPolicyName, EngineConfig, MemoryPolicyName, PredictorConfig
+from moe_serve.config.sections import (
+    BatchPolicyName,
+    EngineConfig,
+    MemoryPolicyName,
+    PredictorConfig,
+)
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.next_layer_prediction import check_next_layer
 from moe_serve.engine.request import GenerationRequest

@@ -10,7 +10,7 @@ import pytest
 
 from layouts import config, requests, serve
 from moe_serve.cluster.build import build_cluster
-from moe_serve.config import EngineConfig
+from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import BuiltEngine, build_engine
 from moe_serve.engine.expert_load import ExpertCounts, ExpertLoad
 from moe_serve.engine.request import GenerationRequest

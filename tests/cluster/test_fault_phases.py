@@ -23,7 +23,7 @@ from moe_serve.cluster import membership as membership_module
 from moe_serve.cluster.expert_rank import ExpertRank
 from moe_serve.cluster.mirror import Mirrors
 from moe_serve.cluster.worker import Worker
-from moe_serve.config import EngineConfig
+from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import model_folder
 from moe_serve.engine.request import FinishReason
 from moe_serve.engine.step_executor import LocalExecutor

@@ -26,7 +26,7 @@ from moe_serve.cluster.rebalance.expert_copies import ExpertCopies
 from moe_serve.cluster.rebalance.plan_job import answer
 from moe_serve.cluster.rebalance.rank_placement import RankPlacement
 from moe_serve.cluster.rebalance.rounds import num_copies, rounds
-from moe_serve.config import EngineConfig
+from moe_serve.config.sections import EngineConfig
 from thread_starter import ThreadStarter
 
 VOCAB_SIZE = 4096  # of the demonstration model

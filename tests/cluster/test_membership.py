@@ -21,7 +21,7 @@ from moe_serve.cluster.rank_name import RankName, all_ranks
 from moe_serve.cluster.rank_starter import RankExit
 from moe_serve.cluster.roster import Phase, Roster
 from moe_serve.cluster.secret import new_secret
-from moe_serve.config import EngineConfig
+from moe_serve.config.sections import EngineConfig
 from moe_serve.errors import ChannelClosedError, ClusterError
 
 WEIGHTS = "the hash"

@@ -18,7 +18,7 @@ from moe_serve.cluster.cluster_engine import ClusterEngine
 from moe_serve.cluster.coordinator import Coordinator
 from moe_serve.cluster.flight import Flight
 from moe_serve.cluster.rank_work import RankWork
-from moe_serve.config import CacheConfig, EngineConfig
+from moe_serve.config.sections import CacheConfig, EngineConfig
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.request import FinishReason, GenerationRequest
 from moe_serve.engine.sampler import Sampled

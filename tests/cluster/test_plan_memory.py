@@ -16,7 +16,7 @@ from moe_serve.cluster.cluster_model import ClusterModel
 from moe_serve.cluster.plan_memory import plan_memory
 from moe_serve.cluster.rank_name import RankName
 from moe_serve.cluster.rebalance.current_placement import PlacementVersion
-from moe_serve.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
+from moe_serve.config.sections import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
 from moe_serve.engine import free_memory
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.free_memory import free_bytes

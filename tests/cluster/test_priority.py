@@ -10,7 +10,7 @@ import pytest
 from layouts import Answer, colocated, config, requests
 from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.cluster_engine import ClusterEngine
-from moe_serve.config import BatchPolicyName
+from moe_serve.config.sections import BatchPolicyName
 from thread_starter import ThreadStarter
 
 VOCAB_SIZE = 4096  # of the demonstration model

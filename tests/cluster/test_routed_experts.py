@@ -10,7 +10,7 @@ import pytest
 
 from layouts import config, requests
 from moe_serve.cluster.build import build_cluster
-from moe_serve.config import EngineConfig
+from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.engine import Engine

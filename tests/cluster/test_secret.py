@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moe_serve.cluster.secret import ClusterSecret, new_secret, read_secret, secret_from_environment
-from moe_serve.config_sources import CLUSTER_SECRET_VARIABLE, load_config
+from moe_serve.config.sources import CLUSTER_SECRET_VARIABLE, load_config
 from moe_serve.errors import ConfigError
 
 TEXT = "0123456789abcdef" * 2

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fault_drive import FaultDrive, undisturbed
 from layouts import config, requests
-from moe_serve.config import CacheConfig
+from moe_serve.config.sections import CacheConfig
 from thread_starter import ThreadStarter
 
 VOCAB_SIZE = 4096  # of the demonstration model

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fake_runner import FakeRunner, continuation
-from moe_serve.config import EngineConfig, ModelConfig, SchedulerConfig
+from moe_serve.config.sections import EngineConfig, ModelConfig, SchedulerConfig
 from moe_serve.engine.async_engine import AsyncEngine
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.client import stream

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fake_runner import VOCAB_SIZE, FakeRunner, continuation
-from moe_serve.config import SchedulerConfig
+from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.batch_policy.arrival_order import FIFO, ArrivalOrder
 from moe_serve.engine.batch_policy.longest_first import split
 from moe_serve.engine.batch_policy.policy import BatchPolicy

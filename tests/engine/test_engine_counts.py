@@ -10,7 +10,7 @@ import pytest
 
 from fake_runner import FakeRunner, continuation
 from moe_serve.cache.page_times import SampledPages
-from moe_serve.config import SchedulerConfig
+from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.batch_policy.arrival_order import FIFO, ArrivalOrder
 from moe_serve.engine.batch_policy.longest_first import split
 from moe_serve.engine.batch_policy.policy import BatchPolicy

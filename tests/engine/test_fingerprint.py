@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_serve.config import Config, ServerConfig
+from moe_serve.config.sections import Config, ServerConfig
 from moe_serve.engine import fingerprint
 from moe_serve.engine.fingerprint import checkpoint_digest, system_fingerprint
 from moe_serve.engine.layout import Layout

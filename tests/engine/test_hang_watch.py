@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fake_runner import FakeRunner
-from moe_serve.config import SchedulerConfig
+from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.async_engine import AsyncEngine
 from moe_serve.engine.build import BuiltEngine
 from moe_serve.engine.client import EngineStats

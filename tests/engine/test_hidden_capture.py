@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.config import ModelConfig
+from moe_serve.config.sections import ModelConfig
 from moe_serve.engine.build import open_loader
 from moe_serve.engine.documents import Piece
 from moe_serve.engine.predictor_data import PredictorModel

@@ -9,7 +9,7 @@ import pytest
 
 from moe_serve import LLM, SamplingParams
 from moe_serve import llm as llm_module
-from moe_serve.config import EngineConfig
+from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import BuiltEngine
 from moe_serve.errors import (
     CheckpointError,

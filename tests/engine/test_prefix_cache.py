@@ -13,7 +13,7 @@ import torch
 from kernel_sets import KERNEL_SETS
 
 from moe_kernels.choice import KernelsName
-from moe_serve.config import PAGE_SIZE
+from moe_serve.config.sections import PAGE_SIZE
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.sampling_params import SamplingParams

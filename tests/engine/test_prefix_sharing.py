@@ -11,7 +11,7 @@ import random
 import pytest
 
 from fake_runner import NAN, FakeRunner, continuation
-from moe_serve.config import SchedulerConfig
+from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.sampler import Sampler

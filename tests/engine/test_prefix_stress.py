@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fake_runner import NAN, PAGE_SIZE, VOCAB_SIZE, FakeRunner, continuation, next_token
-from moe_serve.config import SchedulerConfig
+from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.sampler import Sampler

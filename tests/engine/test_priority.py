@@ -10,7 +10,7 @@ import pytest
 
 from batch_world import World, of_domain
 from fake_runner import VOCAB_SIZE, FakeRunner, continuation
-from moe_serve.config import SchedulerConfig
+from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.batch_policy.arrival_order import FIFO
 from moe_serve.engine.batch_policy.policy import BatchPolicy
 from moe_serve.engine.engine import Engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from fake_runner import FakeRunner
-from moe_serve.config import SchedulerConfig
+from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.request import GenerationRequest
 from moe_serve.engine.sampler import Sampler

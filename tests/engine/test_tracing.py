@@ -10,7 +10,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from moe_serve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, TraceConfig
+from moe_serve.config.sections import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    TraceConfig,
+)
 from moe_serve.engine.build import BuiltEngine, build_engine
 from moe_serve.engine.request import GenerationRequest
 from moe_serve.engine.route_recorder import RouteRecorder

@@ -11,7 +11,7 @@ from parity import write_checkpoint
 from published_latent import GLM_FLASH, KIMI_K2, MISTRAL_SMALL_4, V2_LITE, V3, spec_of
 
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.config import PAGE_SIZE
+from moe_serve.config.sections import PAGE_SIZE
 from moe_serve.model.load.loader import ModelLoader
 
 

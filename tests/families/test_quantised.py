@@ -12,7 +12,7 @@ from quantised_cases import CASES
 from quantised_folder import QuantisedCase, write_pair
 
 from moe_kernels.choice import KernelsName
-from moe_serve.config import ExpertWeightsName
+from moe_serve.config.sections import ExpertWeightsName
 from moe_serve.errors import ConfigError
 from moe_serve.model.load.loader import ModelLoader
 

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 from tokenizers import decoders, models, pre_tokenizers
 
-from moe_serve.config import ServerConfig
+from moe_serve.config.sections import ServerConfig
 from moe_serve.engine.client import EngineStats
 from moe_serve.engine.delta_queue import DeltaQueue
 from moe_serve.engine.pool_stats import PoolStats

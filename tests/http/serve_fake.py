@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from moe_serve.config import ServerConfig
+from moe_serve.config.sections import ServerConfig
 from moe_serve.http.app import create_app
 from moe_serve.http.served_model import ServedModel
 from moe_serve.http.server import run_server

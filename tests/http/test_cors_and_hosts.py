@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from moe_serve.config import ServerConfig
+from moe_serve.config.sections import ServerConfig
 from moe_serve.http.host_check import COUNTS, host_name, is_loopback_name
 
 MakeApp = Callable[..., FastAPI]

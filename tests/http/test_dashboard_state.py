@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 from experts.memory.memory_stats import MemoryStats
 from experts.placement.problem.plan import Placement
-from moe_serve.config import ServerConfig
+from moe_serve.config.sections import ServerConfig
 from moe_serve.engine.batch_policy.policy import PolicyStats
 from moe_serve.engine.client import EngineStats
 from moe_serve.engine.expert_load import ExpertLoad

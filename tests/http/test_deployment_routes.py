@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from moe_serve.cli.model_files import ModelFiles
-from moe_serve.config import Config, EngineConfig, ModelConfig, ServerConfig
+from moe_serve.config.sections import Config, EngineConfig, ModelConfig, ServerConfig
 from moe_serve.http.app import create_app
 from moe_serve.http.schemas import ChatBody
 from moe_serve.model.checkpoint.demo import demo_model_folder

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from moe_serve.config import CacheConfig, EngineConfig, ServerConfig
+from moe_serve.config.sections import CacheConfig, EngineConfig, ServerConfig
 from moe_serve.engine.async_engine import AsyncEngine
 from moe_serve.engine.build import build_engine, model_folder
 from moe_serve.http.app import create_app

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from moe_serve.cli.api_key import sent_key
-from moe_serve.config import ServerConfig
+from moe_serve.config.sections import ServerConfig
 from moe_serve.errors import ConfigError
 from moe_serve.http import key_ring
 from moe_serve.http.key_limits import Allowance, KeyAccount

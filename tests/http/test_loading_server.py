@@ -14,7 +14,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from moe_serve.config import ServerConfig
+from moe_serve.config.sections import ServerConfig
 from moe_serve.engine.memory_plan import MemoryPlan, ProcessMemory, Room
 from moe_serve.engine.startup import Startup
 from moe_serve.errors import ConfigError

@@ -18,12 +18,12 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from moe_serve.cli.main import main
-from moe_serve.config import LogConfig, ServerConfig
-from moe_serve.config_sources import wants_json_log
+from moe_serve.config.logs import ACCESS_LOG, JsonFormatter, current_request, set_up_logs
+from moe_serve.config.sections import LogConfig, ServerConfig
+from moe_serve.config.sources import wants_json_log
 from moe_serve.errors import ConfigError, printable
 from moe_serve.http.app import create_app
 from moe_serve.http.operations import Operations
-from moe_serve.logs import ACCESS_LOG, JsonFormatter, current_request, set_up_logs
 
 
 @pytest.fixture

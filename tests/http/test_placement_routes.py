@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 
 from experts.placement.problem.plan import Placement, contiguous
 from moe_serve.cli.main import main
-from moe_serve.config import ServerConfig
+from moe_serve.config.sections import ServerConfig
 from moe_serve.engine.client import EngineClient
 from moe_serve.engine.placement_control import (
     OUTCOMES,

@@ -10,7 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
-from moe_serve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+from moe_serve.config.sections import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
 from moe_serve.engine.async_engine import AsyncEngine
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.delta_queue import DeltaQueue

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moe_serve.config import CacheConfig, EngineConfig, ModelConfig, ServerConfig
+from moe_serve.config.sections import CacheConfig, EngineConfig, ModelConfig, ServerConfig
 from moe_serve.engine.async_engine import AsyncEngine
 from moe_serve.engine.build import build_engine
 from moe_serve.http.app import create_app

@@ -14,7 +14,7 @@ import tokenizers
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from moe_serve.config import ServerConfig
+from moe_serve.config.sections import ServerConfig
 from moe_serve.errors import ServerOverloadedError
 from moe_serve.http import text_threads
 from moe_serve.http.app import create_app

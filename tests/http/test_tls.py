@@ -22,7 +22,7 @@ import pytest
 from moe_serve.cli.batch_target import BatchTarget
 from moe_serve.cli.chat_client import ChatClient
 from moe_serve.cli.top_source import TopSource
-from moe_serve.config import ServerConfig
+from moe_serve.config.sections import ServerConfig
 from moe_serve.errors import ConfigError
 from moe_serve.http import patient_transport, tls
 from moe_serve.http.app import create_app

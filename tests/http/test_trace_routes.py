@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from moe_serve.config import ServerConfig, TraceConfig
+from moe_serve.config.sections import ServerConfig, TraceConfig
 from moe_serve.engine.client import EngineClient
 from moe_serve.engine.route_records import RouteListeners
 from moe_serve.engine.tracing import Tracing

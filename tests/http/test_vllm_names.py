@@ -11,7 +11,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from moe_serve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+from moe_serve.config.sections import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
 from moe_serve.engine.async_engine import AsyncEngine
 from moe_serve.engine.build import BuiltEngine, build_engine, model_folder
 from moe_serve.http.app import create_app

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import forbidden_calls
-from moe_serve.config import CacheConfig, EngineConfig, ModelConfig
+from moe_serve.config.sections import CacheConfig, EngineConfig, ModelConfig
 from moe_serve.engine.build import build_engine
 from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint.demo import demo_model_folder

@@ -16,7 +16,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from moe_serve.cli.listening import check_is_guarded
-from moe_serve.config import ServerConfig
+from moe_serve.config.sections import ServerConfig
 from moe_serve.errors import ConfigError
 from moe_serve.http.app import create_app
 from real_server import BOTH, TEXT, RealServer, refused

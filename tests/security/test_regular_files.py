@@ -25,7 +25,7 @@ from moe_serve.cluster.file_marks import file_marks
 from moe_serve.cluster.launch.cluster_file import read_cluster_file
 from moe_serve.cluster.launch.hostfile import read_hostfile
 from moe_serve.cluster.secret import read_secret
-from moe_serve.config_sources import load_config, read_secret_file
+from moe_serve.config.sources import load_config, read_secret_file
 from moe_serve.engine.documents import read_documents
 from moe_serve.errors import CheckpointError, MoeServeError
 from moe_serve.http.tls import Tls

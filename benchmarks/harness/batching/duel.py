@@ -12,7 +12,7 @@ from harness.batching.interval import Interval
 from harness.batching.queue import SHORTEST
 from harness.batching.requests import LONGEST, PREFIX, Request
 from moe_serve import LLM, SamplingParams
-from moe_serve.config import BatchPolicyName
+from moe_serve.config.sections import BatchPolicyName
 from moe_serve.outputs import RequestOutput
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from moe_serve import LLM, SamplingParams
-from moe_serve.config import DtypeName
+from moe_serve.config.sections import DtypeName
 
 from ..job import Job, Ready
 from . import versions

@@ -22,7 +22,7 @@ from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.rank_name import RankName
 from moe_serve.cluster.rank_starter import LocalStarter
 from moe_serve.cluster.secret import ClusterSecret
-from moe_serve.config import (
+from moe_serve.config.sections import (
     CacheConfig,
     ClusterConfig,
     EngineConfig,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from moe_serve.cluster.cluster_model import ClusterModel
 from moe_serve.cluster.epoch import sparse_layers
 from moe_serve.cluster.pool_watch import PoolWatch
-from moe_serve.config import EngineConfig
+from moe_serve.config.sections import EngineConfig
 from moe_serve.pipeline.costs.batch_load import BatchLoad
 from moe_serve.pipeline.costs.cost_model import Ranks
 from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES, Choice, MicroBatchChooser

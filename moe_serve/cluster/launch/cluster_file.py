@@ -25,10 +25,10 @@ from moe_serve.cluster.launch.endpoint import Endpoint
 from moe_serve.cluster.launch.environment import NodeEnvironment, NodeFlags, detect_node
 from moe_serve.cluster.launch.node_layout import NodeLayout, explicit_layout
 from moe_serve.cluster.rank_name import RankName
-from moe_serve.config_keys import SECRETS
+from moe_serve.config.keys import SECRETS
+from moe_serve.config.yaml_nodes import plain_value, read_yaml, value_place
 from moe_serve.errors import ConfigError
 from moe_serve.regular_file import regular_file
-from moe_serve.yaml_nodes import plain_value, read_yaml, value_place
 
 
 class CoordinatorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

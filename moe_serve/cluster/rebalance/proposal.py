@@ -17,7 +17,7 @@ from moe_serve.cluster.rebalance.load_window import STRIDE, WindowCounts
 from moe_serve.cluster.rebalance.plan_job import PlanJob, placement_of, problem_of
 from moe_serve.cluster.rebalance.planner import Plan
 from moe_serve.cluster.rebalance.rounds import changed_layers
-from moe_serve.config import RebalanceObjective
+from moe_serve.config.sections import RebalanceObjective
 
 Refusal = Literal["window", "gain", "nothing", "away", "planner"]
 

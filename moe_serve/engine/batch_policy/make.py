@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from moe_serve.config import EngineConfig, SchedulerConfig
+from moe_serve.config.sections import EngineConfig, SchedulerConfig
 from moe_serve.engine.batch_policy.ageing import Ageing
 from moe_serve.engine.batch_policy.arrival_order import BALANCED, FIFO
 from moe_serve.engine.batch_policy.concave_cost import ConcaveCost

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moe_serve.config import EngineConfig
+from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import BuiltEngine
 from moe_serve.engine.expert_load import INTERVAL_S, ExpertLoad
 from moe_serve.engine.layout import Layout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_serve.config import PAGE_SIZE
+from moe_serve.config.sections import PAGE_SIZE
 from moe_serve.engine.client import EngineStats
 from moe_serve.engine.expert_load import WINDOW_S, ExpertCounts, ExpertLoad
 from moe_serve.engine.placement_control import PlacementBrief

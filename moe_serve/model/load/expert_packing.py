@@ -16,7 +16,7 @@ import torch
 
 from moe_kernels.interface.kernels import Kernels
 from moe_kernels.interface.matrix_form import MatrixForm, PackedLayout
-from moe_serve.config import ExpertWeightsName
+from moe_serve.config.sections import ExpertWeightsName
 from moe_serve.errors import ConfigError
 from moe_serve.model.checkpoint.manifest import Stored
 from moe_serve.model.load.weight_source import WeightSource

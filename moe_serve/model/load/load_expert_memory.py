@@ -10,7 +10,7 @@ from experts.memory.expert_memory import ExpertMemory
 from experts.memory.memory_layer import MemoryLayer
 from experts.memory.policy import MemoryPolicy
 from moe_kernels.interface.kernels import Kernels
-from moe_serve.config import MemoryPolicyName, ModelConfig
+from moe_serve.config.sections import MemoryPolicyName, ModelConfig
 from moe_serve.errors import ConfigError
 from moe_serve.model.load.load_experts import ExpertLoader
 from moe_serve.model.spec import ModelSpec

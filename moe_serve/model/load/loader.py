@@ -14,7 +14,7 @@ from experts.expert_stage import ExpertStage
 from experts.layer_banks import LayerBanks
 from moe_kernels.choice import KernelsName, choose_kernels, default_num_threads
 from moe_kernels.interface.kernels import ExpertBank, ExpertWeights, Kernels, Linear
-from moe_serve.config import ExpertWeightsName
+from moe_serve.config.sections import ExpertWeightsName
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.manifest import (
     Table,

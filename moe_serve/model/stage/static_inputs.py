@@ -24,7 +24,7 @@ from moe_kernels.interface.attention_shape import AttentionShape, StepTokens
 from moe_kernels.interface.fixed_attention import DecodeRoom, FixedAttention
 from moe_kernels.interface.kernels import Kernels
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.config import PAGE_SIZE
+from moe_serve.config.sections import PAGE_SIZE
 from moe_serve.model.spec import ModelSpec
 from moe_serve.model.stage.step_inputs import StepInputs
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice

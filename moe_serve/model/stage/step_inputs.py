@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_kernels.interface.attention_shape import AttentionShape, StepTokens
 from moe_kernels.interface.kernels import Kernels
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.config import PAGE_SIZE
+from moe_serve.config.sections import PAGE_SIZE
 from moe_serve.model.spec import ModelSpec
 from moe_serve.model.step_plan import MicroBatch
 

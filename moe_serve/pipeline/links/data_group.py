@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from moe_serve.config import TransportName
+from moe_serve.config.sections import TransportName
 from moe_serve.pipeline.links.gloo_link import ProcessGroup, first_line
 from moe_serve.pipeline.links.meeting import Met, epoch_prefix, meet, meeting_store
 from moe_serve.pipeline.links.nccl_link import NcclGroups, gpu_of

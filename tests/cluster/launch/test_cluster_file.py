@@ -13,7 +13,7 @@ from moe_serve.cluster.launch.cluster_file import (
     read_cluster_file,
 )
 from moe_serve.cluster.launch.environment import NodeFlags
-from moe_serve.config_keys import config_keys
+from moe_serve.config.keys import config_keys
 from moe_serve.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]

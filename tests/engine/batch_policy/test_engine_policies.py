@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from batch_world import decode
 from layouts import colocated, config, on_ranks, requests, serve
-from moe_serve.config import BatchPolicyName, PipelineConfig, SchedulerConfig
+from moe_serve.config.sections import BatchPolicyName, PipelineConfig, SchedulerConfig
 from moe_serve.engine.batch_policy.concave_cost import ConcaveCost
 from moe_serve.engine.batch_policy.expected_experts import ExpectedExperts
 from moe_serve.engine.batch_policy.live_signatures import FollowedPredictor, LiveSignatures

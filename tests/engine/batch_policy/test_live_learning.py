@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 import moe_serve
 from layouts import colocated, config, requests, serve
-from moe_serve.config import CacheConfig, PredictorConfig, PredictorMode
+from moe_serve.config.sections import CacheConfig, PredictorConfig, PredictorMode
 from moe_serve.engine.batch_policy.concave_cost import ConcaveCost
 from moe_serve.engine.batch_policy.live_learning import LiveLearning
 from moe_serve.engine.batch_policy.live_signatures import FollowedPredictor, LiveSignatures

@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 
 import moe_serve
-from moe_serve.config import ReasoningParserName, ToolParserName
+from moe_serve.config.sections import ReasoningParserName, ToolParserName
 from moe_serve.engine.constraint import Constraint
 from moe_serve.engine.grammar.compiler import compile_constraint
 from moe_serve.engine.grammar.vocabulary import Vocabulary, vocabulary_of

@@ -23,17 +23,17 @@ from typing import Any
 
 import yaml
 
-from moe_serve.config import Config
-from moe_serve.config_keys import (
+from moe_serve.config.keys import (
     ConfigKey,
     Value,
     check_engine_config,
     config_keys,
     unknown_name,
 )
+from moe_serve.config.sections import Config
+from moe_serve.config.yaml_nodes import plain_value, read_yaml, yaml_line
 from moe_serve.errors import ConfigError
 from moe_serve.regular_file import regular_file
-from moe_serve.yaml_nodes import plain_value, read_yaml, yaml_line
 
 PREFIX = "MOE_SERVE_"
 CONFIG_VARIABLE = "MOE_SERVE_CONFIG"

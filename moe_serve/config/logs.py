@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from types import TracebackType
 from typing import Any, TextIO
 
-from moe_serve.config import LogConfig
+from moe_serve.config.sections import LogConfig
 from moe_serve.errors import printable
 
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"

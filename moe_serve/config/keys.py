@@ -18,7 +18,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from moe_serve.config import ClusterConfig, Config, EngineConfig
+from moe_serve.config.sections import ClusterConfig, Config, EngineConfig
 from moe_serve.errors import ConfigError, shortened
 
 Scalar = bool | int | float | str

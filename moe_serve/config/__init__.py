@@ -1,0 +1,1 @@
+"""The configuration: its sections, the range of each key, and where values come from."""
