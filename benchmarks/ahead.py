@@ -28,8 +28,8 @@ from moe_serve.config.sections import (
     SchedulerConfig,
 )
 from moe_serve.engine.driven_engine import DrivenEngine
-from moe_serve.engine.request import GenerationRequest
-from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
 
 PROMPT, WARM = 16, 20  # tokens
 Tokens = dict[str, list[int]]

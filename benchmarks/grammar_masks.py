@@ -24,12 +24,12 @@ import torch
 
 from harness.environment import describe_environment
 from moe_kernels.interface.token_mask import TokenMasks, ban_others, num_words
-from moe_serve.engine.constraint import Constraint
-from moe_serve.engine.grammar.compiler import compile_constraint
-from moe_serve.engine.grammar.gate import GrammarGate
-from moe_serve.engine.grammar.grammars import Grammars
-from moe_serve.engine.grammar.matcher import SequenceMatcher
-from moe_serve.engine.grammar.vocabulary import Vocabulary, vocabulary_of
+from moe_serve.engine.request.constraint import Constraint
+from moe_serve.engine.request.matcher import SequenceMatcher
+from moe_serve.engine.sampling.grammar.compiler import compile_constraint
+from moe_serve.engine.sampling.grammar.gate import GrammarGate
+from moe_serve.engine.sampling.grammar.grammars import Grammars
+from moe_serve.engine.sampling.grammar.vocabulary import Vocabulary, vocabulary_of
 from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.text.assistant.lead import thinking_lead
 from moe_serve.text.assistant.spelling import Spelling

@@ -26,8 +26,8 @@ from harness.http.many_streams import Body, bodies, stream_all
 from harness.soak.served import Served
 from moe_serve.config.sections import CacheConfig, EngineConfig, ModelConfig
 from moe_serve.engine.build import BuiltEngine, build_engine
-from moe_serve.engine.request import GenerationRequest
-from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
 
 _VOCAB_SIZE = 4096
 _NUM_RESAMPLES = 4000

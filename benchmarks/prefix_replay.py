@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from moe_serve.config.sections import PAGE_SIZE, SchedulerConfig
-from moe_serve.engine.client import EngineStats
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.request import GenerationRequest
-from moe_serve.engine.sampler import Sampler
-from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.engine.step_executor import LocalExecutor
+from moe_serve.engine.execute.step_executor import LocalExecutor
+from moe_serve.engine.request.client import EngineStats
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.sampling.sampler import Sampler
 from moe_serve.model.step_plan import StepPlan
 
 BLOCK_TOKENS = 512

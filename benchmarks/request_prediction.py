@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from moe_serve.config.sections import ModelConfig
-from moe_serve.engine.batch_policy.live_learning import LiveLearning
 from moe_serve.engine.build import model_folder, open_loader
-from moe_serve.engine.request_prediction import open_request_predictor
+from moe_serve.engine.schedule.policy.live_learning import LiveLearning
+from moe_serve.engine.schedule.policy.request_prediction import open_request_predictor
 from routing_predictor.requests.online import OnlineLimits, OnlinePredictor
 from routing_predictor.requests.pools import PrefixPools
 from routing_predictor.requests.prefix_samples import HORIZON

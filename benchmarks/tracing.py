@@ -35,9 +35,9 @@ from moe_serve.config.sections import (
     TraceConfig,
 )
 from moe_serve.engine.build import BuiltEngine
-from moe_serve.engine.request import GenerationRequest
-from moe_serve.engine.route_records import RouteListeners
-from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.engine.tracing import Tracing, trace_header
 from moe_serve.http.dashboard.facts import dashboard_facts
 from moe_serve.pipeline.route_tap import RouteTap

@@ -11,8 +11,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from moe_serve.engine.constraint import Constraint
-    from moe_serve.engine.sampling_params import SamplingParams
+    from moe_serve.engine.request.constraint import Constraint
+    from moe_serve.engine.request.sampling_params import SamplingParams
     from moe_serve.llm import LLM
     from moe_serve.outputs import CompletionOutput, Logprob, RequestOutput
 
@@ -21,10 +21,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "moe_serve.llm",
     "CompletionOutput": "moe_serve.outputs",
-    "Constraint": "moe_serve.engine.constraint",
+    "Constraint": "moe_serve.engine.request.constraint",
     "Logprob": "moe_serve.outputs",
     "RequestOutput": "moe_serve.outputs",
-    "SamplingParams": "moe_serve.engine.sampling_params",
+    "SamplingParams": "moe_serve.engine.request.sampling_params",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from moe_serve.engine.request import FinishReason, GenerationRequest, TokenLogprob
+from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenLogprob
 from moe_serve.errors import ContextLengthError, InvalidRequestError
 from moe_serve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from moe_serve.text.text_stream import TextStream

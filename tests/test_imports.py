@@ -71,7 +71,9 @@ LEAVES: Mapping[str, frozenset[str]] = {
     ),
 }
 # The one exception: text/ turns the engine's deltas into text, so it reads these frozen objects.
-BOUNDARIES = frozenset({"moe_serve.engine.request", "moe_serve.engine.sampling_params"})
+BOUNDARIES = frozenset(
+    {"moe_serve.engine.request.request", "moe_serve.engine.request.sampling_params"}
+)
 STANDALONE = ("experts", "routing_predictor", "moe_kernels")  # usable without moe_serve
 # What a function may import: backends that are heavy, optional, or both.
 BACKENDS = frozenset(

@@ -19,8 +19,8 @@ from moe_serve.config.sections import (
     SchedulerConfig,
 )
 from moe_serve.engine.build import build_engine
-from moe_serve.engine.request import FinishReason, GenerationRequest
-from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.request.request import FinishReason, GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
 
 
 class OwnEngine:

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from moe_serve.config.sections import Config
 from moe_serve.config.sources import DEFAULT_SOURCE, ConfigEntry
 from moe_serve.engine.layout import Layout
-from moe_serve.engine.placement_control import PlacementControl
+from moe_serve.engine.routes.placement_control import PlacementControl
 from moe_serve.http.page_files import PAGE_FILES
 
 

@@ -15,7 +15,7 @@ from moe_serve.cluster.any_engine import build_any_engine
 from moe_serve.config.logs import set_up_logs
 from moe_serve.config.sections import Config, ServerConfig
 from moe_serve.engine.async_engine import AsyncEngine
-from moe_serve.engine.request import MIN_PRIORITY
+from moe_serve.engine.request.request import MIN_PRIORITY
 from moe_serve.http.app import create_app
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from moe_serve.engine.documents import cut_into_pieces, read_documents
-from moe_serve.engine.predictor_data import Captured, PredictorModel
-from moe_serve.engine.predictor_training import (
+from moe_serve.errors import ConfigError
+from moe_serve.learn.documents import cut_into_pieces, read_documents
+from moe_serve.learn.predictor_data import Captured, PredictorModel
+from moe_serve.learn.predictor_training import (
     LAYER_RECIPE,
     REQUEST_RECIPE,
     Trained,
@@ -18,7 +19,6 @@ from moe_serve.engine.predictor_training import (
     train_layer_predictors,
     train_request_predictor,
 )
-from moe_serve.errors import ConfigError
 from moe_serve.text.tokenizer import Tokenizer
 from routing_predictor.layers.train_layers import Loss
 from routing_predictor.predictor_file import write_predictor

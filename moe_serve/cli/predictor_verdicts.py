@@ -12,11 +12,11 @@ import torch
 from rich.table import Table
 
 from moe_serve.cli.wide_console import wide_console
-from moe_serve.engine.documents import Piece, cut_into_pieces, read_documents
-from moe_serve.engine.predictor_data import Captured, PredictorModel
-from moe_serve.engine.predictor_evaluation import judge_layers, judge_request
-from moe_serve.engine.predictor_training import data_facts
 from moe_serve.errors import ConfigError
+from moe_serve.learn.documents import Piece, cut_into_pieces, read_documents
+from moe_serve.learn.predictor_data import Captured, PredictorModel
+from moe_serve.learn.predictor_evaluation import judge_layers, judge_request
+from moe_serve.learn.predictor_training import data_facts
 from moe_serve.text.tokenizer import Tokenizer
 from routing_predictor.judge.evaluate import METRICS, Verdict
 from routing_predictor.judge.history_rivals import judge_history

@@ -21,9 +21,9 @@ from moe_serve.config.sections import Config, EngineConfig
 from moe_serve.config.sources import ConfigEntry
 from moe_serve.engine.async_engine import AsyncEngine
 from moe_serve.engine.build import BuiltEngine
-from moe_serve.engine.hang_watch import HangWatch
 from moe_serve.engine.layout import Layout
 from moe_serve.engine.tracing import make_tracing
+from moe_serve.engine.watch.hang_watch import HangWatch
 from moe_serve.http.app import create_app
 from moe_serve.http.dashboard.facts import dashboard_facts
 from moe_serve.http.operations import Operations

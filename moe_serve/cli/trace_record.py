@@ -20,8 +20,8 @@ from moe_serve.errors import GenerationError, InvalidRequestError
 
 if TYPE_CHECKING:
     from moe_serve.engine.build import BuiltEngine
-    from moe_serve.engine.request import GenerationRequest
-    from moe_serve.engine.route_recorder import TokenSink
+    from moe_serve.engine.request.request import GenerationRequest
+    from moe_serve.engine.routes.route_recorder import TokenSink
     from routing_predictor.traces.recording import RecordingWriter, TraceHeader
 
 _EXIT_INTERRUPTED = 130
@@ -150,8 +150,8 @@ def _requests(
     built: BuiltEngine, prompts: list[TracePrompt], max_tokens: int, temperature: float
 ) -> list[GenerationRequest]:
     """A prompt that does not fit the context with its answer is cut at its end."""
-    from moe_serve.engine.request import GenerationRequest
-    from moe_serve.engine.sampling_params import SamplingParams
+    from moe_serve.engine.request.request import GenerationRequest
+    from moe_serve.engine.request.sampling_params import SamplingParams
     from moe_serve.text.tokenizer import Tokenizer
 
     tokenizer, room = Tokenizer.load(built.layout.folder), built.layout.max_model_len - max_tokens
@@ -187,8 +187,8 @@ def _run(
     requests: list[GenerationRequest],
     has_weights: bool,
 ) -> None:
-    from moe_serve.engine.request import FinishReason
-    from moe_serve.engine.route_recorder import RouteRecorder
+    from moe_serve.engine.request.request import FinishReason
+    from moe_serve.engine.routes.route_recorder import RouteRecorder
 
     recorder = RouteRecorder(sink, 1.0, has_weights=has_weights)
     built.routes.add(recorder)

@@ -37,7 +37,6 @@ from moe_serve.cluster.rank_name import RankName
 from moe_serve.cluster.rebalance.rank_placement import RankPlacement
 from moe_serve.cluster.shard_starter import ShardStarter
 from moe_serve.config.sections import EngineConfig
-from moe_serve.engine.answer_masks import AnswerMasks
 from moe_serve.engine.build import (
     AttentionPart,
     eos_token_ids_of,
@@ -46,10 +45,11 @@ from moe_serve.engine.build import (
     max_model_len_of,
     open_loader,
 )
-from moe_serve.engine.next_layer_prediction import open_next_layer
-from moe_serve.engine.sampler import Sampled
-from moe_serve.engine.sampling_backend import make_sampler
-from moe_serve.engine.step_executor import LocalExecutor, RowFailure, StepOutcome
+from moe_serve.engine.execute.next_layer_prediction import open_next_layer
+from moe_serve.engine.execute.step_executor import LocalExecutor, RowFailure, StepOutcome
+from moe_serve.engine.sampling.answer_masks import AnswerMasks
+from moe_serve.engine.sampling.sampler import Sampled
+from moe_serve.engine.sampling.sampling_backend import make_sampler
 from moe_serve.model.load.model_tensors import LoadProgress
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.exchange.group_transport import GroupTransport

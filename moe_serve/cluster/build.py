@@ -13,17 +13,17 @@ from moe_serve.cluster.rank_starter import LocalStarter
 from moe_serve.cluster.rebalance.planner import Plan, plan_in_process
 from moe_serve.cluster.started_ranks import MakeStarter, StartedRanks
 from moe_serve.config.sections import PAGE_SIZE, EngineConfig
-from moe_serve.engine.batch_policy.make import policy_maker
-from moe_serve.engine.batch_policy.rank_load import RankLoads
 from moe_serve.engine.build import (
     BuiltEngine,
     eos_token_ids_of,
     grammars_of,
     max_model_len_of,
 )
+from moe_serve.engine.execute.next_layer_prediction import check_next_layer
 from moe_serve.engine.layout import Layout, memory_line
-from moe_serve.engine.next_layer_prediction import check_next_layer
-from moe_serve.engine.route_records import RouteListeners
+from moe_serve.engine.routes.route_records import RouteListeners
+from moe_serve.engine.schedule.policy.make import policy_maker
+from moe_serve.engine.schedule.policy.rank_load import RankLoads
 from moe_serve.model.load.model_tensors import LoadProgress
 from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES
 

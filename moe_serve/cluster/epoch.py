@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from moe_serve.cluster.messages import Configure, Join
-from moe_serve.engine.next_layer_prediction import num_foreseen
+from moe_serve.engine.execute.next_layer_prediction import num_foreseen
 from moe_serve.model.spec import ModelSpec
 from moe_serve.pipeline.exchange.frame_layout import CompactLayout, FrameLayout, MaskedLayout
 from moe_serve.pipeline.exchange.row_split import RowSplit

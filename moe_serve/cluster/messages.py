@@ -12,11 +12,11 @@ import msgspec
 from experts.memory.memory_stats import MemoryStats
 from moe_serve.cluster.probe import ProbeResult, ProbeTarget
 from moe_serve.config.sections import EngineConfig
-from moe_serve.engine.answer_masks import MaskCost
-from moe_serve.engine.request import TokenLogprob
-from moe_serve.engine.sampler import Sampled
-from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.engine.step_executor import RowFailure
+from moe_serve.engine.execute.step_executor import RowFailure
+from moe_serve.engine.request.request import TokenLogprob
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.sampling.answer_masks import MaskCost
+from moe_serve.engine.sampling.sampler import Sampled
 from moe_serve.model.step_plan import RouteAsk
 
 RanksOf = Mapping[int, Sequence[Sequence[int]]]  # layer -> expert -> expert ranks of the epoch

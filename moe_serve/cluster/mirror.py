@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from moe_serve.cluster.messages import OpenSequence, RunStep, Slice, unpack_params
-from moe_serve.engine.request import GenerationRequest
-from moe_serve.engine.sequence import Sequence
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sequence import Sequence
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
 
 

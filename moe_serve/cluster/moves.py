@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_serve.engine.sequence import Sequence
+from moe_serve.engine.request.sequence import Sequence
 
 MAX_MOVES = 5  # without a token between them
 

@@ -18,10 +18,10 @@ from moe_serve.cluster.measured_model import MeasuredModel
 from moe_serve.cluster.stopwatch import usual
 from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.request import GenerationRequest
-from moe_serve.engine.sampler import Sampler
-from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.engine.step_executor import LocalExecutor
+from moe_serve.engine.execute.step_executor import LocalExecutor
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.sampling.sampler import Sampler
 from moe_serve.model.stage.attention_stage import Routed
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.transport import LocalTransport

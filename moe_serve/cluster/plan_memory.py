@@ -13,9 +13,9 @@ from moe_serve.cluster.cluster_model import num_slots, placement_of, read_spec
 from moe_serve.cluster.model_facts import WeightBytes, weight_bytes
 from moe_serve.config.sections import PAGE_SIZE, EngineConfig
 from moe_serve.engine.build import device_of, max_model_len_of, model_folder
-from moe_serve.engine.free_memory import free_bytes
-from moe_serve.engine.memory_plan import MemoryPlan, ProcessMemory, Room
-from moe_serve.engine.next_layer_prediction import num_foreseen
+from moe_serve.engine.execute.next_layer_prediction import num_foreseen
+from moe_serve.engine.memory.free_memory import free_bytes
+from moe_serve.engine.memory.memory_plan import MemoryPlan, ProcessMemory, Room
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.spec import ModelSpec
 from moe_serve.pipeline.exchange.wire import make_wire_format

@@ -15,9 +15,9 @@ from moe_serve.cluster.cluster_model import ClusterModel
 from moe_serve.cluster.epoch import sparse_layers
 from moe_serve.cluster.messages import StageSeconds, StepDone, StepServed
 from moe_serve.config.sections import EngineConfig
-from moe_serve.engine.pool_stats import MicroBatchReason, PoolStats
-from moe_serve.engine.recent_pools import RecentPools
-from moe_serve.engine.step_timeline import StepTimeline
+from moe_serve.engine.execute.step_timeline import StepTimeline
+from moe_serve.engine.request.pool_stats import MicroBatchReason, PoolStats
+from moe_serve.engine.watch.recent_pools import RecentPools
 from moe_serve.errors import ConfigError
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.costs.batch_load import BatchLoad

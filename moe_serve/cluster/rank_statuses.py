@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from moe_serve.cluster.roster import Roster
-from moe_serve.engine.pool_stats import PoolStats
-from moe_serve.engine.rank_status import RankStatus
+from moe_serve.engine.request.pool_stats import PoolStats
+from moe_serve.engine.request.rank_status import RankStatus
 
 
 def statuses(roster: Roster, pools: PoolStats) -> tuple[RankStatus, ...]:

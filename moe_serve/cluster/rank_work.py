@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.cluster.messages import OpenSequence, PageWork, Slice
-from moe_serve.engine.step_executor import ExecutorLostError
+from moe_serve.engine.execute.step_executor import ExecutorLostError
 from moe_serve.errors import MoeServeError
 from moe_serve.model.step_plan import RouteAsk
 

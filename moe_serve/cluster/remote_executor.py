@@ -16,9 +16,9 @@ from moe_serve.cluster.messages import (
 )
 from moe_serve.cluster.mirror import pack_tokens
 from moe_serve.cluster.rank_work import RankWork
-from moe_serve.engine.sampler import Sampled
-from moe_serve.engine.sequence import Sequence
-from moe_serve.engine.step_executor import RowFailure, StepOutcome
+from moe_serve.engine.execute.step_executor import RowFailure, StepOutcome
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.sampling.sampler import Sampled
 from moe_serve.model.step_plan import SequenceSlice, StepPlan
 
 

@@ -35,11 +35,11 @@ from moe_serve.cluster.roster import Roster
 from moe_serve.cluster.secret import ClusterSecret, new_secret, read_secret
 from moe_serve.cluster.store import StoreServer
 from moe_serve.cluster.transport_check import check_transport
-from moe_serve.engine.batch_policy.make import MakePolicy
-from moe_serve.engine.batch_policy.policy import BatchPolicy
 from moe_serve.engine.build import eos_token_ids_of, max_model_len_of
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.route_records import RouteListeners
+from moe_serve.engine.routes.route_records import RouteListeners
+from moe_serve.engine.schedule.policy.make import MakePolicy
+from moe_serve.engine.schedule.policy.policy import BatchPolicy
 from moe_serve.model.load.model_tensors import LoadProgress
 from moe_serve.pipeline.links.meeting import MeetingPlace
 

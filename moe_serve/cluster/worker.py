@@ -45,7 +45,7 @@ from moe_serve.cluster.secret import ClusterSecret, read_secret
 from moe_serve.cluster.shard_starter import ProcessShardStarter, ShardStarter
 from moe_serve.cluster.store import RemoteStore, connect_store
 from moe_serve.config.sources import CLUSTER_SECRET_VARIABLE
-from moe_serve.engine.allocator import keep_freed_memory
+from moe_serve.engine.memory.allocator import keep_freed_memory
 from moe_serve.errors import ChannelClosedError, MoeServeError
 from moe_serve.pipeline.links.shard_group import ShardLostError
 from moe_serve.pipeline.links.transfer import PeerLostError

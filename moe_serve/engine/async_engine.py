@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 
 from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.build import BuiltEngine
-from moe_serve.engine.client import EngineStats
-from moe_serve.engine.delta_queue import DeltaQueue
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.layout import Layout
-from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
+from moe_serve.engine.request.client import EngineStats
+from moe_serve.engine.request.delta_queue import DeltaQueue
+from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.errors import EngineDeadError, InvalidRequestError, ServerOverloadedError
 
 _log = logging.getLogger(__name__)

@@ -16,24 +16,24 @@ from moe_serve.cache.model_identity import model_identity
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.cache.sizing import num_pages
 from moe_serve.config.sections import PAGE_SIZE, EngineConfig, ModelConfig
-from moe_serve.engine.allocator import keep_freed_memory
-from moe_serve.engine.answer_masks import AnswerMasks
-from moe_serve.engine.batch_policy.make import policy_maker
-from moe_serve.engine.cuda_graphs import with_cuda_graphs
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.free_memory import free_bytes
-from moe_serve.engine.grammar.grammars import Grammars
-from moe_serve.engine.grammar.vocabulary import read_vocabulary
+from moe_serve.engine.execute.cuda_graphs import with_cuda_graphs
+from moe_serve.engine.execute.next_layer_prediction import open_next_layer
+from moe_serve.engine.execute.step_executor import LocalExecutor
+from moe_serve.engine.execute.step_timeline import StepTimeline
+from moe_serve.engine.execute.watched_runner import WatchedRunner
 from moe_serve.engine.layout import Layout, memory_line
-from moe_serve.engine.next_layer_prediction import open_next_layer
-from moe_serve.engine.placement_control import PlacementControl
-from moe_serve.engine.route_records import RouteListeners
-from moe_serve.engine.sampling_backend import make_sampler
-from moe_serve.engine.step_executor import LocalExecutor
-from moe_serve.engine.step_timeline import StepTimeline
-from moe_serve.engine.watched_runner import WatchedRunner
-from moe_serve.engine.witness import LocalWitness, Witness
+from moe_serve.engine.memory.allocator import keep_freed_memory
+from moe_serve.engine.memory.free_memory import free_bytes
+from moe_serve.engine.routes.placement_control import PlacementControl
+from moe_serve.engine.routes.route_records import RouteListeners
+from moe_serve.engine.sampling.answer_masks import AnswerMasks
+from moe_serve.engine.sampling.grammar.grammars import Grammars
+from moe_serve.engine.sampling.grammar.vocabulary import read_vocabulary
+from moe_serve.engine.sampling.sampling_backend import make_sampler
+from moe_serve.engine.schedule.policy.make import policy_maker
+from moe_serve.engine.watch.witness import LocalWitness, Witness
 from moe_serve.errors import CheckpointError, ConfigError
 from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.model.checkpoint.hf_config import generation_eos_token_ids

@@ -12,19 +12,24 @@ from collections.abc import Callable, Iterator
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.config.sections import PAGE_SIZE, SchedulerConfig
-from moe_serve.engine.batch_policy.arrival_order import FIFO
-from moe_serve.engine.batch_policy.policy import BatchPolicy
-from moe_serve.engine.batcher import make_next_plan, make_step_plan
-from moe_serve.engine.client import EngineStats
-from moe_serve.engine.ends import TOO_DEAR, Ends, failed
-from moe_serve.engine.prefix_sharing import PrefixSharing
-from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
-from moe_serve.engine.route_records import RouteListeners
-from moe_serve.engine.sampler import Sampled
-from moe_serve.engine.scheduler import Schedule, Scheduler, sequences_of
-from moe_serve.engine.sequence import Sequence
-from moe_serve.engine.step_executor import ExecutorLostError, RowFailure, StepExecutor, StepOutcome
-from moe_serve.engine.token_experts import Made, experts_of, made_tokens
+from moe_serve.engine.execute.ends import TOO_DEAR, Ends, failed
+from moe_serve.engine.execute.step_executor import (
+    ExecutorLostError,
+    RowFailure,
+    StepExecutor,
+    StepOutcome,
+)
+from moe_serve.engine.request.client import EngineStats
+from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.routes.route_records import RouteListeners
+from moe_serve.engine.routes.token_experts import Made, experts_of, made_tokens
+from moe_serve.engine.sampling.sampler import Sampled
+from moe_serve.engine.schedule.batcher import make_next_plan, make_step_plan
+from moe_serve.engine.schedule.policy.arrival_order import FIFO
+from moe_serve.engine.schedule.policy.policy import BatchPolicy
+from moe_serve.engine.schedule.prefix_sharing import PrefixSharing
+from moe_serve.engine.schedule.scheduler import Schedule, Scheduler, sequences_of
 from moe_serve.model.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)

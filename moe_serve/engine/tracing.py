@@ -11,9 +11,9 @@ from pathlib import Path
 from moe_serve.cache.model_identity import model_identity
 from moe_serve.config.sections import EngineConfig, TraceConfig
 from moe_serve.engine.build import BuiltEngine
-from moe_serve.engine.placement_version import placement_version
-from moe_serve.engine.route_recorder import RouteRecorder
-from moe_serve.engine.route_records import RouteListeners
+from moe_serve.engine.request.placement_version import placement_version
+from moe_serve.engine.routes.route_recorder import RouteRecorder
+from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.errors import CheckpointError, ConfigError, InvalidRequestError, TracingError
 from routing_predictor.traces.capped_parts import earlier_parts
 from routing_predictor.traces.errors import TraceError

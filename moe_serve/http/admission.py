@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moe_serve.engine.bad_words import with_bad_word_ids
-from moe_serve.engine.request import MAX_PRIORITY
-from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.request.request import MAX_PRIORITY
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.sampling.bad_words import with_bad_word_ids
 from moe_serve.errors import InvalidGrammarError, InvalidRequestError
 from moe_serve.http.auth import current_client
 from moe_serve.http.context import ServerContext

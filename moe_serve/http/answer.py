@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from moe_serve.engine.request import FinishReason, TokenExperts, TokenLogprob
+from moe_serve.engine.request.request import FinishReason, TokenExperts, TokenLogprob
 from moe_serve.http.generation import Generation
 from moe_serve.http.logprob_format import MAX_INLINE_LOGPROBS, num_logprobs
 from moe_serve.http.routed_experts import IDS_PER_LOGPROB, num_expert_ids

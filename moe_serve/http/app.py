@@ -6,11 +6,11 @@ from fastapi import FastAPI
 
 from moe_serve import __version__
 from moe_serve.config.sections import ServerConfig
-from moe_serve.engine.client import EngineClient
-from moe_serve.engine.grammar.gate import GrammarGate
-from moe_serve.engine.grammar.grammars import Grammars
-from moe_serve.engine.grammar.vocabulary import vocabulary_of
-from moe_serve.engine.placement_control import PlacementControl
+from moe_serve.engine.request.client import EngineClient
+from moe_serve.engine.routes.placement_control import PlacementControl
+from moe_serve.engine.sampling.grammar.gate import GrammarGate
+from moe_serve.engine.sampling.grammar.grammars import Grammars
+from moe_serve.engine.sampling.grammar.vocabulary import vocabulary_of
 from moe_serve.engine.tracing import Tracing
 from moe_serve.http.access_log import AccessLog
 from moe_serve.http.assistant_formats import assistant_formats

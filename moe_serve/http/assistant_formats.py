@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from moe_serve.config.sections import ServerConfig
-from moe_serve.engine.constraint import Constraint
-from moe_serve.engine.grammar.schema_rules import SchemaRuleError, prepared_source
-from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.engine.thinking_limit import thinking_markers, with_thinking_markers
-from moe_serve.engine.thinking_markers import ThinkingMarkers
+from moe_serve.engine.request.constraint import Constraint
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.thinking_markers import ThinkingMarkers
+from moe_serve.engine.sampling.grammar.schema_rules import SchemaRuleError, prepared_source
+from moe_serve.engine.sampling.thinking_limit import thinking_markers, with_thinking_markers
 from moe_serve.errors import InvalidGrammarError, InvalidRequestError
 from moe_serve.http.schemas import ChatBody
 from moe_serve.http.served_model import ServedModel

@@ -15,7 +15,7 @@ from prometheus_client.core import (
 from moe_serve.cache.histogram import Histogram
 from moe_serve.cache.page_times import PageTimes
 from moe_serve.config.sections import PAGE_SIZE
-from moe_serve.engine.client import EngineStats
+from moe_serve.engine.request.client import EngineStats
 from moe_serve.http.cumulative import cumulative
 
 

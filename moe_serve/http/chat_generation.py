@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from moe_serve.engine.request import FinishReason, TokenLogprob
-from moe_serve.engine.thinking_markers import ThinkingMarkers
+from moe_serve.engine.request.request import FinishReason, TokenLogprob
+from moe_serve.engine.request.thinking_markers import ThinkingMarkers
 from moe_serve.http.admission import admit_params, admit_priority
 from moe_serve.http.assistant_formats import forced, led
 from moe_serve.http.context import ServerContext

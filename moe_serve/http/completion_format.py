@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from moe_serve.engine.request import TokenLogprob
+from moe_serve.engine.request.request import TokenLogprob
 from moe_serve.http.answer import Choice
 from moe_serve.http.chunk_format import ChunkWriter, ResponseHead, timing_fields, usage_fields
 from moe_serve.http.generation import Usage

@@ -10,8 +10,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from moe_serve.engine.request import GenerationRequest
-from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.http.admission import admit_params, admit_priority
 from moe_serve.http.answer import collect, written_answer
 from moe_serve.http.body import read_json_object

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_serve.config.sections import ServerConfig
-from moe_serve.engine.grammar.gate import GrammarGate
+from moe_serve.engine.sampling.grammar.gate import GrammarGate
 from moe_serve.http.assistant_formats import AssistantFormats
 from moe_serve.http.generation import GenerationService
 from moe_serve.http.metrics import ServerMetrics

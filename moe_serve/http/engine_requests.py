@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from moe_serve.engine.request import GenerationRequest
-from moe_serve.engine.sampling_params import MAX_CHOICES, SamplingParams
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sampling_params import MAX_CHOICES, SamplingParams
 from moe_serve.errors import ContextLengthError, InvalidRequestError
 from moe_serve.http.prompts import Prompt, check_prompt_length, tokens_requested
 

@@ -8,8 +8,8 @@ import numpy as np
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moe_serve.engine.expert_load import ExpertCounts, ExpertLoad
-from moe_serve.engine.placement_control import PlacementControl
+from moe_serve.engine.routes.placement_control import PlacementControl
+from moe_serve.engine.watch.expert_load import ExpertCounts, ExpertLoad
 from moe_serve.http.metrics import PREFIX
 from moe_serve.http.rank_shares import RankSharer
 

@@ -14,9 +14,8 @@ import msgspec
 from pydantic import BeforeValidator, Field
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from moe_serve.engine.grammar.limits import MAX_CHOICES
-from moe_serve.engine.request import MAX_PRIORITY, MIN_PRIORITY
-from moe_serve.engine.sampling_params import (
+from moe_serve.engine.request.request import MAX_PRIORITY, MIN_PRIORITY
+from moe_serve.engine.request.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
@@ -26,6 +25,7 @@ from moe_serve.engine.sampling_params import (
     all_logprobs_reason,
     shown_values,
 )
+from moe_serve.engine.sampling.grammar.limits import MAX_CHOICES
 from moe_serve.errors import InvalidRequestError
 
 MAX_STOP_TOKEN_IDS = 128

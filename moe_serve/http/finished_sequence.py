@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_serve.engine.request import FinishReason, GenerationRequest
+from moe_serve.engine.request.request import FinishReason, GenerationRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

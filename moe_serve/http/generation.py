@@ -7,9 +7,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from moe_serve.engine.client import EngineClient
-from moe_serve.engine.delta_queue import DeltaQueue
-from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
+from moe_serve.engine.request.client import EngineClient
+from moe_serve.engine.request.delta_queue import DeltaQueue
+from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.errors import ServerOverloadedError
 from moe_serve.http.errors import ApiError, draining_error, engine_dead_error
 from moe_serve.http.finished_sequence import FinishedSequence

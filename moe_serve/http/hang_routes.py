@@ -6,7 +6,7 @@ import asyncio
 
 from fastapi import APIRouter, Response
 
-from moe_serve.engine.hang_watch import HangWatch
+from moe_serve.engine.watch.hang_watch import HangWatch
 from moe_serve.http.auth import ADMIN_PREFIX
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from moe_serve.engine.client import EngineStats
+from moe_serve.engine.request.client import EngineStats
 from moe_serve.http.context import ServerContext
 from moe_serve.http.errors import ApiError, draining_error, engine_dead_error
 from moe_serve.http.readiness import OUTAGE_S

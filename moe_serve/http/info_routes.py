@@ -7,8 +7,8 @@ from typing import Any
 from fastapi import APIRouter
 
 from moe_serve import __version__
-from moe_serve.engine.client import EngineStats
-from moe_serve.engine.rank_load import RankLoad
+from moe_serve.engine.request.client import EngineStats
+from moe_serve.engine.request.rank_load import RankLoad
 from moe_serve.http.context import ServerContext
 
 

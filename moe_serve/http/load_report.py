@@ -16,7 +16,7 @@ import msgspec
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moe_serve.engine.client import EngineStats
+from moe_serve.engine.request.client import EngineStats
 
 FORMATS = frozenset({"text", "json"})
 _ASKED = "endpoint-load-metrics-format"

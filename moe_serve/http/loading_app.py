@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moe_serve.config.sections import ServerConfig
-from moe_serve.engine.startup import Startup
+from moe_serve.engine.watch.startup import Startup
 from moe_serve.http.auth import ApiKeyMiddleware
 from moe_serve.http.cors import ConfiguredCors
 from moe_serve.http.edge import request_id_of

@@ -8,7 +8,7 @@ import threading
 import time
 
 from moe_serve.config.sections import ServerConfig
-from moe_serve.engine.startup import Startup
+from moe_serve.engine.watch.startup import Startup
 from moe_serve.http.closing_server import ClosingServer
 from moe_serve.http.httptools_protocol import GuardedHttpToolsProtocol
 from moe_serve.http.loading_app import loading_app

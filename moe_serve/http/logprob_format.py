@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from moe_serve.engine.request import TokenLogprob
+from moe_serve.engine.request.request import TokenLogprob
 from moe_serve.text.tokenizer import Tokenizer
 
 MAX_INLINE_LOGPROBS = 2048  # formatted on the event loop; more take milliseconds, or seconds

@@ -14,9 +14,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from moe_serve.config.sections import MetricsAlias
-from moe_serve.engine.client import EngineClient
-from moe_serve.engine.placement_control import PlacementControl
-from moe_serve.engine.request import FinishReason
+from moe_serve.engine.request.client import EngineClient
+from moe_serve.engine.request.request import FinishReason
+from moe_serve.engine.routes.placement_control import PlacementControl
 from moe_serve.engine.tracing import Tracing
 from moe_serve.http.batching_families import batching_families
 from moe_serve.http.cache_families import NO_CACHE_FACTS, CacheFacts, cache_families

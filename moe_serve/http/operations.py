@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from moe_serve.config.sections import LogConfig
-from moe_serve.engine.hang_watch import HangWatch
-from moe_serve.engine.startup import Startup
+from moe_serve.engine.watch.hang_watch import HangWatch
+from moe_serve.engine.watch.startup import Startup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

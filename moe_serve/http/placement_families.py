@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from moe_serve.engine.placement_control import PlacementStatus
+from moe_serve.engine.routes.placement_control import PlacementStatus
 
 
 def placement_families(status: PlacementStatus, prefix: str, model_name: str) -> Iterator[Metric]:

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 
 from experts.placement.plan_file import placement_text
-from moe_serve.engine.placement_control import PlacementControl
+from moe_serve.engine.routes.placement_control import PlacementControl
 from moe_serve.errors import RebalanceError
 from moe_serve.http.auth import ADMIN_PREFIX
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from moe_serve.engine.pool_stats import PoolStats
+from moe_serve.engine.request.pool_stats import PoolStats
 
 
 def pool_families(stats: PoolStats, prefix: str, model_name: str) -> Iterator[Metric]:

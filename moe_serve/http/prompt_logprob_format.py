@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from moe_serve.engine.request import TokenLogprob
+from moe_serve.engine.request.request import TokenLogprob
 from moe_serve.http.logprob_format import finite
 from moe_serve.text.tokenizer import Tokenizer
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from moe_serve.engine.request import GenerationRequest, TokenLogprob
+from moe_serve.engine.request.request import GenerationRequest, TokenLogprob
 from moe_serve.http.sequence import Piece
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from moe_serve.engine.sampling_params import MAX_CHOICES
+from moe_serve.engine.request.sampling_params import MAX_CHOICES
 from moe_serve.errors import ContextLengthError, InvalidRequestError
 from moe_serve.http.chat_messages import ChatMessage
 from moe_serve.http.schemas import ChatBody, TruncationSide

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experts.placement.problem.plan import Placement
-from moe_serve.engine.batch_policy.rank_load import RankLoads
+from moe_serve.engine.schedule.policy.rank_load import RankLoads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_serve.engine.client import EngineStats
+from moe_serve.engine.request.client import EngineStats
 
 OUTAGE_S = 1.0  # of ranks; a shorter one is not worth a client's attention
 

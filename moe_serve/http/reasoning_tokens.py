@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moe_serve.engine.thinking_markers import ThinkingMarkers
-from moe_serve.engine.thought_counter import ThoughtCounter
+from moe_serve.engine.request.thinking_markers import ThinkingMarkers
+from moe_serve.engine.request.thought_counter import ThoughtCounter
 
 _NO_BUDGET = 2**62
 

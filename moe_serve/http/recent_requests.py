@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_serve.engine.request import FinishReason
+from moe_serve.engine.request.request import FinishReason
 from moe_serve.http.recent_times import RecentTimes
 from moe_serve.http.token_gaps import TokenGaps
 

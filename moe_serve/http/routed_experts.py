@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from moe_serve.engine.request import TokenExperts
+from moe_serve.engine.request.request import TokenExperts
 from moe_serve.text.tokenizer import Tokenizer
 
 IDS_PER_LOGPROB = 64  # so many take about as long to write as one log probability

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moe_serve.engine.request import GenerationRequest
+from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.errors import InvalidRequestError
 from moe_serve.http.context import ServerContext
 from moe_serve.http.schemas import GenerationBody

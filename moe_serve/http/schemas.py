@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.errors import InvalidRequestError
 from moe_serve.http.chat_messages import ChatMessage, template_messages
 from moe_serve.http.field_types import (

@@ -7,7 +7,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta, TokenLogprob
+from moe_serve.engine.request.request import (
+    FinishReason,
+    GenerationRequest,
+    TokenDelta,
+    TokenLogprob,
+)
 from moe_serve.http.finished_sequence import FinishedSequence
 from moe_serve.http.logprob_format import num_logprobs
 from moe_serve.http.metrics import ServerMetrics

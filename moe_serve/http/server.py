@@ -19,7 +19,7 @@ from types import FrameType
 from fastapi import FastAPI
 
 from moe_serve.config.sections import ServerConfig
-from moe_serve.engine.client import EngineClient
+from moe_serve.engine.request.client import EngineClient
 from moe_serve.errors import ConfigError, EngineDeadError
 from moe_serve.http.closing_server import ClosingServer
 from moe_serve.http.errors import ApiError, draining_error, engine_dead_error

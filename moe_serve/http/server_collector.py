@@ -9,10 +9,10 @@ from typing import get_args
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moe_serve.engine.client import EngineStats
-from moe_serve.engine.pool_stats import Pool
-from moe_serve.engine.rank_status import RankPhase
-from moe_serve.engine.startup import Startup
+from moe_serve.engine.request.client import EngineStats
+from moe_serve.engine.request.pool_stats import Pool
+from moe_serve.engine.request.rank_status import RankPhase
+from moe_serve.engine.watch.startup import Startup
 from moe_serve.http.generation import GenerationService
 from moe_serve.http.metrics import PREFIX
 from moe_serve.http.readiness import is_ready

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from moe_serve.engine.memory_plan import MemoryPlan
-from moe_serve.engine.startup import Startup
+from moe_serve.engine.memory.memory_plan import MemoryPlan
+from moe_serve.engine.watch.startup import Startup
 
 
 def startup_families(startup: Startup, prefix: str, model_name: str) -> Iterator[Metric]:

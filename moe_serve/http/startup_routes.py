@@ -7,8 +7,8 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from moe_serve.engine.memory_plan import MemoryPlan
-from moe_serve.engine.startup import Startup
+from moe_serve.engine.memory.memory_plan import MemoryPlan
+from moe_serve.engine.watch.startup import Startup
 
 
 def startup_router(startup: Startup) -> APIRouter:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from moe_serve.engine.client import EngineStats
-from moe_serve.engine.step_tokens import BOUNDS
+from moe_serve.engine.request.client import EngineStats
+from moe_serve.engine.request.step_tokens import BOUNDS
 from moe_serve.http.cumulative import cumulative
 from moe_serve.http.waiting import waiting_by_reason
 

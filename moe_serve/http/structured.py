@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 from pydantic import Field
 
-from moe_serve.engine.constraint import Constraint, ConstraintKind
+from moe_serve.engine.request.constraint import Constraint, ConstraintKind
 from moe_serve.errors import InvalidGrammarError, InvalidRequestError
 from moe_serve.http.field_types import ChoiceList
 from moe_serve.http.strict_schema import StrictSchema

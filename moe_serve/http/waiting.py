@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Literal
 
-from moe_serve.engine.client import EngineStats
+from moe_serve.engine.request.client import EngineStats
 
 WaitingReason = Literal["capacity", "deferred"]
 

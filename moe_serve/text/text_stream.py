@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from moe_serve.engine.request import FinishReason, TokenDelta, TokenExperts, TokenLogprob
-from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.request.request import FinishReason, TokenDelta, TokenExperts, TokenLogprob
+from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.text.detokenizer import make_detokenizer
 from moe_serve.text.stop_strings import StopStringMatcher, StopStrings
 from moe_serve.text.tokenizer import Tokenizer

@@ -9,12 +9,12 @@ from typing import Any
 import tokenizers
 
 from moe_serve.config.sections import ServerConfig, TraceConfig
-from moe_serve.engine.client import EngineStats
-from moe_serve.engine.delta_queue import DeltaQueue
-from moe_serve.engine.hang_watch import HangWatch
-from moe_serve.engine.request import GenerationRequest
-from moe_serve.engine.route_records import RouteListeners
+from moe_serve.engine.request.client import EngineStats
+from moe_serve.engine.request.delta_queue import DeltaQueue
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.engine.tracing import Tracing
+from moe_serve.engine.watch.hang_watch import HangWatch
 from moe_serve.http.app import create_app
 from moe_serve.http.operations import Operations
 from moe_serve.http.served_model import ServedModel

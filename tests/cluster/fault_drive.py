@@ -16,7 +16,7 @@ from moe_serve.cluster.roster import Phase, RankState
 from moe_serve.cluster.started_ranks import MakeStarter
 from moe_serve.config.sections import CacheConfig, ClusterConfig, EngineConfig, SchedulerConfig
 from moe_serve.engine.build import build_engine
-from moe_serve.engine.request import GenerationRequest
+from moe_serve.engine.request.request import GenerationRequest
 
 DEADLINE_S = 100.0  # of anything in here; a hang is a failure, not a wait
 

@@ -17,7 +17,7 @@ from layouts import Answer
 from moe_serve.cluster.messages import Join, RunStep, ServeStep
 from moe_serve.cluster.rebalance.mover import MoveEnd, Mover
 from moe_serve.cluster.rebalance.rank_placement import RankPlacement
-from moe_serve.engine.request import GenerationRequest
+from moe_serve.engine.request.request import GenerationRequest
 
 
 class VersionLog:

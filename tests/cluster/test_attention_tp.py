@@ -19,7 +19,7 @@ from moe_serve.cluster.rank_name import RankName
 from moe_serve.cluster.secret import ClusterSecret
 from moe_serve.config.keys import check_engine_config
 from moe_serve.config.sections import ClusterConfig, EngineConfig, PipelineConfig
-from moe_serve.engine.request import TokenDelta
+from moe_serve.engine.request.request import TokenDelta
 from moe_serve.errors import ConfigError
 from thread_starter import ThreadStarter
 

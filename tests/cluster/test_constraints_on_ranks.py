@@ -11,9 +11,9 @@ import pytest
 
 from fault_drive import FaultDrive, fault_config, undisturbed
 from layouts import colocated, config, on_ranks, requests
-from moe_serve.engine.constraint import Constraint
-from moe_serve.engine.request import FinishReason, GenerationRequest
-from moe_serve.engine.thinking_markers import ThinkingMarkers
+from moe_serve.engine.request.constraint import Constraint
+from moe_serve.engine.request.request import FinishReason, GenerationRequest
+from moe_serve.engine.request.thinking_markers import ThinkingMarkers
 from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.text.tokenizer import Tokenizer
 

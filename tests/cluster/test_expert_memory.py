@@ -25,8 +25,8 @@ from moe_serve.config.sections import (
     PredictorConfig,
 )
 from moe_serve.engine.build import build_engine
-from moe_serve.engine.next_layer_prediction import check_next_layer
-from moe_serve.engine.request import GenerationRequest
+from moe_serve.engine.execute.next_layer_prediction import check_next_layer
+from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.errors import ConfigError
 from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.model.checkpoint.safetensors_file import SafetensorsFile

@@ -12,8 +12,8 @@ from layouts import config, requests, serve
 from moe_serve.cluster.build import build_cluster
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import BuiltEngine, build_engine
-from moe_serve.engine.expert_load import ExpertCounts, ExpertLoad
-from moe_serve.engine.request import GenerationRequest
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.watch.expert_load import ExpertCounts, ExpertLoad
 from moe_serve.http.dashboard.facts import dashboard_facts
 from thread_starter import ThreadStarter
 

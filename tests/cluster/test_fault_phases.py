@@ -25,8 +25,8 @@ from moe_serve.cluster.mirror import Mirrors
 from moe_serve.cluster.worker import Worker
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import model_folder
-from moe_serve.engine.request import FinishReason
-from moe_serve.engine.step_executor import LocalExecutor
+from moe_serve.engine.execute.step_executor import LocalExecutor
+from moe_serve.engine.request.request import FinishReason
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.pipeline.exchange.expert_loop import ExpertLoop
 from moe_serve.pipeline.exchange.group_transport import GroupTransport

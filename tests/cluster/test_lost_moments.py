@@ -18,9 +18,9 @@ from moe_serve.cluster.expert_rank import ExpertRank
 from moe_serve.cluster.flight import Flight
 from moe_serve.cluster.messages import FinitePages, Join, StepDone, StepFailed
 from moe_serve.cluster.rank_name import RankName
-from moe_serve.engine.request import FinishReason, TokenDelta
-from moe_serve.engine.sequence import Sequence
-from moe_serve.engine.step_executor import LocalExecutor, StepOutcome
+from moe_serve.engine.execute.step_executor import LocalExecutor, StepOutcome
+from moe_serve.engine.request.request import FinishReason, TokenDelta
+from moe_serve.engine.request.sequence import Sequence
 from moe_serve.errors import ClusterError
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.exchange.expert_loop import ExpertLoop

@@ -20,11 +20,11 @@ from moe_serve.cluster.flight import Flight
 from moe_serve.cluster.rank_work import RankWork
 from moe_serve.config.sections import CacheConfig, EngineConfig
 from moe_serve.engine.build import build_engine
-from moe_serve.engine.request import FinishReason, GenerationRequest
-from moe_serve.engine.sampler import Sampled
-from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.engine.sequence import Sequence as EngineSequence
-from moe_serve.engine.step_executor import LocalExecutor, StepOutcome
+from moe_serve.engine.execute.step_executor import LocalExecutor, StepOutcome
+from moe_serve.engine.request.request import FinishReason, GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.sequence import Sequence as EngineSequence
+from moe_serve.engine.sampling.sampler import Sampled
 from moe_serve.model.step_plan import StepPlan
 from thread_starter import ThreadStarter
 

@@ -17,10 +17,10 @@ from moe_serve.cluster.plan_memory import plan_memory
 from moe_serve.cluster.rank_name import RankName
 from moe_serve.cluster.rebalance.current_placement import PlacementVersion
 from moe_serve.config.sections import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
-from moe_serve.engine import free_memory
 from moe_serve.engine.build import build_engine
-from moe_serve.engine.free_memory import free_bytes
-from moe_serve.engine.memory_plan import MemoryPlan, ProcessMemory, Room, gib
+from moe_serve.engine.memory import free_memory
+from moe_serve.engine.memory.free_memory import free_bytes
+from moe_serve.engine.memory.memory_plan import MemoryPlan, ProcessMemory, Room, gib
 from moe_serve.errors import ConfigError
 
 PUBLISHED = sorted((Path(__file__).parents[2] / "configs" / "models").glob("*.json"))

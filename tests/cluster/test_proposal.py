@@ -14,7 +14,7 @@ from moe_serve.cluster.rebalance.load_window import LoadWindow, WindowCounts
 from moe_serve.cluster.rebalance.plan_job import PlanAnswer, PlanJob, problem_of
 from moe_serve.cluster.rebalance.planner import plan_in_process
 from moe_serve.cluster.rebalance.proposal import PlanLimits, Proposer
-from moe_serve.engine.route_records import RouteRecord
+from moe_serve.engine.routes.route_records import RouteRecord
 
 LAYERS, E = (1, 3), 4
 NOW = contiguous(LAYERS, E, 2)  # experts 0, 1 | 2, 3

@@ -14,8 +14,8 @@ from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.choices import pack_choices, unpack_choices
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import build_engine
-from moe_serve.engine.route_records import RouteListeners, RouteRecord
-from moe_serve.engine.sequence import Sequence
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.routes.route_records import RouteListeners, RouteRecord
 from moe_serve.pipeline.route_tap import StepChoices
 from thread_starter import ThreadStarter
 

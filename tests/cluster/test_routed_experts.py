@@ -14,9 +14,9 @@ from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.request import GenerationRequest, TokenExperts
-from moe_serve.engine.sequence import Sequence as EngineSequence
-from moe_serve.engine.step_executor import StepOutcome
+from moe_serve.engine.execute.step_executor import StepOutcome
+from moe_serve.engine.request.request import GenerationRequest, TokenExperts
+from moe_serve.engine.request.sequence import Sequence as EngineSequence
 from moe_serve.model.step_plan import StepPlan
 from thread_starter import ThreadStarter
 

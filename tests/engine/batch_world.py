@@ -9,13 +9,13 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.engine.batch_policy.ageing import Ageing
-from moe_serve.engine.batch_policy.concave_cost import ConcaveCost
-from moe_serve.engine.batch_policy.expert_aware import Bounds, ExpertAware
-from moe_serve.engine.batch_policy.signature_table import SignatureTable
-from moe_serve.engine.request import GenerationRequest
-from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.engine.sequence import Sequence
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.schedule.policy.ageing import Ageing
+from moe_serve.engine.schedule.policy.concave_cost import ConcaveCost
+from moe_serve.engine.schedule.policy.expert_aware import Bounds, ExpertAware
+from moe_serve.engine.schedule.policy.signature_table import SignatureTable
 from moe_serve.model.step_plan import SequenceSlice
 
 Signature = NDArray[np.float32]

@@ -11,7 +11,7 @@ CODE = """
 import resource
 import sys
 import torch
-from moe_serve.engine.allocator import keep_freed_memory
+from moe_serve.engine.memory.allocator import keep_freed_memory
 
 x = torch.zeros(64, 4096)
 

@@ -13,13 +13,13 @@ from fake_runner import FakeRunner, continuation
 from moe_serve.config.sections import EngineConfig, ModelConfig, SchedulerConfig
 from moe_serve.engine.async_engine import AsyncEngine
 from moe_serve.engine.build import build_engine
-from moe_serve.engine.client import stream
-from moe_serve.engine.delta_queue import DeltaQueue
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
-from moe_serve.engine.sampler import Sampler
-from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.engine.step_executor import LocalExecutor
+from moe_serve.engine.execute.step_executor import LocalExecutor
+from moe_serve.engine.request.client import stream
+from moe_serve.engine.request.delta_queue import DeltaQueue
+from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.sampling.sampler import Sampler
 from moe_serve.errors import InvalidRequestError, ServerOverloadedError
 from moe_serve.model.step_plan import StepPlan
 

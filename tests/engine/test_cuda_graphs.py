@@ -16,7 +16,7 @@ from moe_kernels.graphs.graph_recorder import Addresses
 from moe_kernels.graphs.graph_sizes import GraphSize
 from moe_serve.cli.service import describe_layout
 from moe_serve.config.sections import EngineConfig, ModelConfig, SchedulerConfig
-from moe_serve.engine import cuda_graphs
+from moe_serve.engine.execute import cuda_graphs
 from moe_serve.errors import ConfigError
 from moe_serve.llm import LLM
 from test_invariance import content, prompts_and_params

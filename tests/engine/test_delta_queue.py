@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from moe_serve.engine.delta_queue import DeltaQueue
-from moe_serve.engine.request import FinishReason, TokenDelta, TokenLogprob
+from moe_serve.engine.request.delta_queue import DeltaQueue
+from moe_serve.engine.request.request import FinishReason, TokenDelta, TokenLogprob
 
 
 def delta(number: int, **fields: Any) -> TokenDelta:

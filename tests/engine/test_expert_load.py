@@ -6,11 +6,11 @@ import threading
 
 import numpy as np
 
-from moe_serve.engine.expert_load import WINDOW_S, ExpertLoad
-from moe_serve.engine.request import GenerationRequest
-from moe_serve.engine.route_records import RouteRecord
-from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.engine.sequence import Sequence
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.routes.route_records import RouteRecord
+from moe_serve.engine.watch.expert_load import WINDOW_S, ExpertLoad
 
 
 class Clock:

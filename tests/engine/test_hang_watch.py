@@ -17,15 +17,15 @@ from fake_runner import FakeRunner
 from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.async_engine import AsyncEngine
 from moe_serve.engine.build import BuiltEngine
-from moe_serve.engine.client import EngineStats
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.hang_report import hang_report
-from moe_serve.engine.hang_watch import HangWatch
-from moe_serve.engine.request import GenerationRequest, TokenDelta
-from moe_serve.engine.sampler import Sampler
-from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.engine.step_executor import LocalExecutor
-from moe_serve.engine.witness import LocalWitness
+from moe_serve.engine.execute.step_executor import LocalExecutor
+from moe_serve.engine.request.client import EngineStats
+from moe_serve.engine.request.request import GenerationRequest, TokenDelta
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.sampling.sampler import Sampler
+from moe_serve.engine.watch.hang_report import hang_report
+from moe_serve.engine.watch.hang_watch import HangWatch
+from moe_serve.engine.watch.witness import LocalWitness
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.timeline.stage_log import StageLog
 from moe_serve.pipeline.timeline.timeline import Stage

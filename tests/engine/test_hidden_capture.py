@@ -11,9 +11,9 @@ import torch
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.config.sections import ModelConfig
 from moe_serve.engine.build import open_loader
-from moe_serve.engine.documents import Piece
-from moe_serve.engine.predictor_data import PredictorModel
 from moe_serve.errors import ConfigError
+from moe_serve.learn.documents import Piece
+from moe_serve.learn.predictor_data import PredictorModel
 from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.model.step_plan import MicroBatch, RouteAsk, SequenceSlice, StepPlan
 from moe_serve.pipeline.pipeline import Pipeline

@@ -12,7 +12,7 @@ import pytest
 from kernel_sets import KERNEL_SETS
 
 from moe_kernels.choice import KernelsName
-from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.llm import LLM
 from moe_serve.outputs import RequestOutput
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from moe_serve.engine.answer_masks import MaskCost
-from moe_serve.engine.constraint import Constraint
-from moe_serve.engine.mask_share import MaskShare
-from moe_serve.engine.request import GenerationRequest
-from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.engine.sequence import Sequence
+from moe_serve.engine.request.constraint import Constraint
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.sampling.answer_masks import MaskCost
+from moe_serve.engine.sampling.mask_share import MaskShare
 
 STEP_S, DEAR_S, CHEAP_S = 0.01, 0.05, 0.0001
 

@@ -15,8 +15,8 @@ from kernel_sets import KERNEL_SETS
 from moe_kernels.choice import KernelsName
 from moe_serve.config.sections import PAGE_SIZE
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
-from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
+from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.llm import LLM
 from moe_serve.outputs import RequestOutput
 

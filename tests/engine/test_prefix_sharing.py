@@ -13,10 +13,10 @@ import pytest
 from fake_runner import NAN, FakeRunner, continuation
 from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
-from moe_serve.engine.sampler import Sampler
-from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.engine.step_executor import LocalExecutor
+from moe_serve.engine.execute.step_executor import LocalExecutor
+from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.sampling.sampler import Sampler
 
 
 def make_engine(

@@ -11,13 +11,13 @@ import pytest
 from batch_world import World, of_domain
 from fake_runner import VOCAB_SIZE, FakeRunner, continuation
 from moe_serve.config.sections import SchedulerConfig
-from moe_serve.engine.batch_policy.arrival_order import FIFO
-from moe_serve.engine.batch_policy.policy import BatchPolicy
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.request import GenerationRequest
-from moe_serve.engine.sampler import Sampler
-from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.engine.step_executor import LocalExecutor
+from moe_serve.engine.execute.step_executor import LocalExecutor
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.sampling.sampler import Sampler
+from moe_serve.engine.schedule.policy.arrival_order import FIFO
+from moe_serve.engine.schedule.policy.policy import BatchPolicy
 
 AN_HOUR = 3600.0  # nobody waits that long here
 

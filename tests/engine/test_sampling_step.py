@@ -6,10 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_kernels.interface.token_sampler import TokenEntries
-from moe_serve.engine.request import GenerationRequest
-from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.engine.sampling_step import make_sampling_step
-from moe_serve.engine.sequence import Sequence
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.sampling.sampling_step import make_sampling_step
 
 
 def sequence(

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from moe_serve.engine import step_timeline as timelines
-from moe_serve.engine.recent_pools import RecentPools
-from moe_serve.engine.step_timeline import step_timeline
-from moe_serve.engine.watched_runner import WatchedRunner
+from moe_serve.engine.execute import step_timeline as timelines
+from moe_serve.engine.execute.step_timeline import step_timeline
+from moe_serve.engine.execute.watched_runner import WatchedRunner
+from moe_serve.engine.watch.recent_pools import RecentPools
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
 from moe_serve.pipeline.timeline.stage_log import SAMPLED_EVERY, StageLog
 from moe_serve.pipeline.timeline.timeline import RECORD_DTYPE, Records, Role, Stage, Track

@@ -7,10 +7,10 @@ import time
 from fake_runner import FakeRunner
 from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.request import GenerationRequest
-from moe_serve.engine.sampler import Sampler
-from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.engine.step_executor import LocalExecutor
+from moe_serve.engine.execute.step_executor import LocalExecutor
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.sampling.sampler import Sampler
 
 
 def make_engine(num_pages: int, max_num_seqs: int) -> Engine:

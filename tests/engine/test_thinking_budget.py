@@ -17,13 +17,13 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers
 
 from moe_serve import LLM, CompletionOutput, Constraint, SamplingParams
-from moe_serve.engine.answer_masks import AnswerMasks
-from moe_serve.engine.grammar.grammars import Grammars
-from moe_serve.engine.grammar.vocabulary import vocabulary_of
-from moe_serve.engine.request import GenerationRequest
-from moe_serve.engine.sampler import Sampler
-from moe_serve.engine.sequence import Sequence
-from moe_serve.engine.thinking_limit import with_thinking_markers
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.sampling.answer_masks import AnswerMasks
+from moe_serve.engine.sampling.grammar.grammars import Grammars
+from moe_serve.engine.sampling.grammar.vocabulary import vocabulary_of
+from moe_serve.engine.sampling.sampler import Sampler
+from moe_serve.engine.sampling.thinking_limit import with_thinking_markers
 from moe_serve.errors import InvalidRequestError
 from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.text.assistant.delta import joined

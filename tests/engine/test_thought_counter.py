@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.engine.thinking_markers import ThinkingMarkers
-from moe_serve.engine.thought_counter import ThoughtCounter
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.thinking_markers import ThinkingMarkers
+from moe_serve.engine.request.thought_counter import ThoughtCounter
 from moe_serve.errors import InvalidRequestError
 
 PROMPT = [7, 8, 1, 2, 3]  # its markers do not count

@@ -18,10 +18,10 @@ from moe_serve.config.sections import (
     TraceConfig,
 )
 from moe_serve.engine.build import BuiltEngine, build_engine
-from moe_serve.engine.request import GenerationRequest
-from moe_serve.engine.route_recorder import RouteRecorder
-from moe_serve.engine.route_records import RouteRecord
-from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.routes.route_recorder import RouteRecorder
+from moe_serve.engine.routes.route_records import RouteRecord
 from moe_serve.engine.tracing import Tracing, trace_header
 from moe_serve.errors import ConfigError, InvalidRequestError, TracingError
 from routing_predictor.traces.recording import TracedTokens, TraceHeader

@@ -18,7 +18,7 @@ import moe_serve  # its LLM when it is used: the kernels' tests need none of its
 from moe_kernels.choice import KernelsName
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.config.sections import ExpertWeightsName
-from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
 from moe_serve.pipeline.pipeline import Pipeline

@@ -17,18 +17,18 @@ from starlette.testclient import TestClient
 from tokenizers import decoders, models, pre_tokenizers
 
 from moe_serve.config.sections import ServerConfig
-from moe_serve.engine.client import EngineStats
-from moe_serve.engine.delta_queue import DeltaQueue
-from moe_serve.engine.pool_stats import PoolStats
-from moe_serve.engine.request import (
+from moe_serve.engine.request.client import EngineStats
+from moe_serve.engine.request.delta_queue import DeltaQueue
+from moe_serve.engine.request.pool_stats import PoolStats
+from moe_serve.engine.request.request import (
     FinishReason,
     GenerationRequest,
     TokenDelta,
     TokenExperts,
     TokenLogprob,
 )
-from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.engine.step_tokens import StepTokens
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.step_tokens import StepTokens
 from moe_serve.errors import ServerOverloadedError
 from moe_serve.http.app import create_app
 from moe_serve.http.served_model import ServedModel

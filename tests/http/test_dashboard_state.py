@@ -14,22 +14,22 @@ from starlette.testclient import TestClient
 from experts.memory.memory_stats import MemoryStats
 from experts.placement.problem.plan import Placement
 from moe_serve.config.sections import ServerConfig
-from moe_serve.engine.batch_policy.policy import PolicyStats
-from moe_serve.engine.client import EngineStats
-from moe_serve.engine.expert_load import ExpertLoad
-from moe_serve.engine.placement_control import (
+from moe_serve.engine.execute.step_timeline import Span, StepTimeline, StepTrack
+from moe_serve.engine.request.client import EngineStats
+from moe_serve.engine.request.rank_load import RankLoad
+from moe_serve.engine.request.rank_status import RankStatus
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.routes.placement_control import (
     BalanceFigures,
     LastPlan,
     PlacementBrief,
     PlacementStatus,
 )
-from moe_serve.engine.rank_load import RankLoad
-from moe_serve.engine.rank_status import RankStatus
-from moe_serve.engine.request import GenerationRequest
-from moe_serve.engine.route_records import RouteRecord
-from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.engine.sequence import Sequence
-from moe_serve.engine.step_timeline import Span, StepTimeline, StepTrack
+from moe_serve.engine.routes.route_records import RouteRecord
+from moe_serve.engine.schedule.policy.policy import PolicyStats
+from moe_serve.engine.watch.expert_load import ExpertLoad
 from moe_serve.http.app import create_app
 from moe_serve.http.dashboard import board
 from moe_serve.http.dashboard.facts import DashboardFacts, PredictorFacts

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from moe_serve.engine.pool_stats import MicroBatchCount, Pool, PoolStats, PoolUse, StageUse
+from moe_serve.engine.request.pool_stats import MicroBatchCount, Pool, PoolStats, PoolUse, StageUse
 from moe_serve.http.health_routes import ProgressWatch
 from moe_serve.http.metrics import route_label
 

@@ -15,8 +15,8 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from moe_serve.config.sections import ServerConfig
-from moe_serve.engine.memory_plan import MemoryPlan, ProcessMemory, Room
-from moe_serve.engine.startup import Startup
+from moe_serve.engine.memory.memory_plan import MemoryPlan, ProcessMemory, Room
+from moe_serve.engine.watch.startup import Startup
 from moe_serve.errors import ConfigError
 from moe_serve.http import loading_server
 from moe_serve.http.loading_app import loading_app

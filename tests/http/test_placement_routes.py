@@ -11,8 +11,8 @@ from starlette.testclient import TestClient
 from experts.placement.problem.plan import Placement, contiguous
 from moe_serve.cli.main import main
 from moe_serve.config.sections import ServerConfig
-from moe_serve.engine.client import EngineClient
-from moe_serve.engine.placement_control import (
+from moe_serve.engine.request.client import EngineClient
+from moe_serve.engine.routes.placement_control import (
     OUTCOMES,
     BalanceFigures,
     LastPlan,

@@ -19,8 +19,8 @@ from moe_serve.config.sections import (
 )
 from moe_serve.engine.async_engine import AsyncEngine
 from moe_serve.engine.build import build_engine
-from moe_serve.engine.delta_queue import DeltaQueue
-from moe_serve.engine.request import GenerationRequest, TokenDelta
+from moe_serve.engine.request.delta_queue import DeltaQueue
+from moe_serve.engine.request.request import GenerationRequest, TokenDelta
 from moe_serve.http.app import create_app
 from moe_serve.http.served_model import ServedModel
 from moe_serve.model.checkpoint.demo import demo_model_folder

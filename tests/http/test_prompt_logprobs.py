@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from moe_serve.engine.request import GenerationRequest, TokenLogprob
-from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.request.request import GenerationRequest, TokenLogprob
+from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.errors import InvalidRequestError
 from moe_serve.http.engine_requests import TokenLimits, build_engine_requests
 from moe_serve.http.prompt_logprobs import SharedPromptLogprobs

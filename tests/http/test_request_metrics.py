@@ -10,9 +10,9 @@ from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from moe_serve.engine.request import FinishReason, GenerationRequest
-from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.engine.step_tokens import StepTokenCounter, StepTokens
+from moe_serve.engine.request.request import FinishReason, GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.step_tokens import StepTokenCounter, StepTokens
 from moe_serve.http.finished_sequence import FinishedSequence
 from moe_serve.http.metrics import ServerMetrics
 from moe_serve.http.metrics_alias import SAME_AS_VLLM

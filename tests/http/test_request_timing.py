@@ -10,8 +10,8 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from moe_serve.engine.request import FinishReason, GenerationRequest
-from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.request.request import FinishReason, GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.http.finished_sequence import FinishedSequence
 from moe_serve.http.request_timing import llama_timings, timing_of
 

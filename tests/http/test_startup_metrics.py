@@ -5,8 +5,8 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from moe_serve.engine.memory_plan import MemoryPlan, ProcessMemory
-from moe_serve.engine.startup import Startup
+from moe_serve.engine.memory.memory_plan import MemoryPlan, ProcessMemory
+from moe_serve.engine.watch.startup import Startup
 from moe_serve.http.startup_families import startup_families
 
 

@@ -10,8 +10,8 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from moe_serve.engine.constraint import Constraint
-from moe_serve.engine.request import FinishReason, GenerationRequest, TokenDelta
+from moe_serve.engine.request.constraint import Constraint
+from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

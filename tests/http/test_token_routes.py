@@ -10,8 +10,8 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from moe_serve import __version__
-from moe_serve.engine.client import EngineStats
-from moe_serve.engine.rank_load import RankLoad
+from moe_serve.engine.request.client import EngineStats
+from moe_serve.engine.request.rank_load import RankLoad
 
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])

@@ -9,8 +9,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from moe_serve.config.sections import ServerConfig, TraceConfig
-from moe_serve.engine.client import EngineClient
-from moe_serve.engine.route_records import RouteListeners
+from moe_serve.engine.request.client import EngineClient
+from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.engine.tracing import Tracing
 from moe_serve.errors import ConfigError
 from moe_serve.http.app import create_app

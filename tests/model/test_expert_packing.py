@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_kernels.interface.matrix_form import MatrixForm, PackedLayout
 from moe_kernels.reference.torch_kernels import TorchKernels
 from moe_serve.config.sections import ExpertWeightsName
-from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.errors import ConfigError
 from moe_serve.llm import LLM
 from moe_serve.model.checkpoint.manifest import Stored

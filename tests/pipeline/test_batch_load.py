@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_serve.engine.batch_policy.longest_first import split
+from moe_serve.engine.schedule.policy.longest_first import split
 from moe_serve.model.step_plan import SequenceSlice
 from moe_serve.pipeline.costs.batch_load import BatchLoad
 

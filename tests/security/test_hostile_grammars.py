@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moe_serve.engine.grammar.limits import MAX_KEPT, MAX_VERDICTS
+from moe_serve.engine.sampling.grammar.limits import MAX_KEPT, MAX_VERDICTS
 from real_server import CHAT, TEXT, RealServer
 
 PATTERNS = (

@@ -17,8 +17,8 @@ from moe_serve.cli import place_plans
 from moe_serve.cli.batch_lines import BatchRow, read_line
 from moe_serve.cli.trace_prompts import read_prompts
 from moe_serve.cluster.calibration_file import read_calibration
-from moe_serve.engine.constraint import Constraint
-from moe_serve.engine.grammar.source_check import check_source
+from moe_serve.engine.request.constraint import Constraint
+from moe_serve.engine.sampling.grammar.source_check import check_source
 from moe_serve.errors import CheckpointError, InvalidGrammarError, MoeServeError
 from moe_serve.model.checkpoint.checkpoint import Checkpoint
 from moe_serve.model.checkpoint.demo import demo_model_folder

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.errors import InvalidRequestError
 from real_server import BOTH, CHAT, REFERENCE, TEXT, RealServer, refused, whole_body
 

@@ -26,9 +26,9 @@ from moe_serve.cluster.launch.cluster_file import read_cluster_file
 from moe_serve.cluster.launch.hostfile import read_hostfile
 from moe_serve.cluster.secret import read_secret
 from moe_serve.config.sources import load_config, read_secret_file
-from moe_serve.engine.documents import read_documents
 from moe_serve.errors import CheckpointError, MoeServeError
 from moe_serve.http.tls import Tls
+from moe_serve.learn.documents import read_documents
 from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.pipeline.timeline.timeline_reader import read_timeline
 from moe_serve.text.chat_template import ChatTemplate

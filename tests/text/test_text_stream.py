@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from moe_serve.engine.constraint import Constraint
-from moe_serve.engine.request import FinishReason, TokenDelta, TokenLogprob
-from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.request.constraint import Constraint
+from moe_serve.engine.request.request import FinishReason, TokenDelta, TokenLogprob
+from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.text.text_stream import TextDelta, TextStream
 from moe_serve.text.tokenizer import Tokenizer
 

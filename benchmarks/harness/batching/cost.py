@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.batching.policies import expert_aware
-from moe_serve.engine.batch_policy.expert_aware import ExpertAware
-from moe_serve.engine.batch_policy.signature_table import SignatureTable
-from moe_serve.engine.request import GenerationRequest
-from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.engine.sequence import Sequence
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.schedule.policy.expert_aware import ExpertAware
+from moe_serve.engine.schedule.policy.signature_table import SignatureTable
 from moe_serve.model.step_plan import SequenceSlice
 
 _SHAPES = ((64, 6, 32), (256, 6, 32), (256, 60, 128))  # sequences, layers, experts

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
-from moe_serve.engine.batch_policy.ageing import Ageing
-from moe_serve.engine.batch_policy.concave_cost import ConcaveCost
-from moe_serve.engine.batch_policy.expert_aware import Bounds, ExpertAware
-from moe_serve.engine.batch_policy.signature_table import SignatureTable
-from moe_serve.engine.sequence import Sequence
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.schedule.policy.ageing import Ageing
+from moe_serve.engine.schedule.policy.concave_cost import ConcaveCost
+from moe_serve.engine.schedule.policy.expert_aware import Bounds, ExpertAware
+from moe_serve.engine.schedule.policy.signature_table import SignatureTable
 
 
 class Told:

@@ -13,12 +13,12 @@ import numpy as np
 
 from harness.batching.policies import expert_aware
 from harness.batching.requests import LONGEST, PREFIX, Request, Routed, num_activated
-from moe_serve.engine.batch_policy.arrival_order import FIFO
-from moe_serve.engine.batch_policy.policy import BatchPolicy
-from moe_serve.engine.batch_policy.signature_table import SignatureTable
-from moe_serve.engine.request import GenerationRequest
-from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.engine.sequence import Sequence
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.schedule.policy.arrival_order import FIFO
+from moe_serve.engine.schedule.policy.policy import BatchPolicy
+from moe_serve.engine.schedule.policy.signature_table import SignatureTable
 from moe_serve.model.step_plan import SequenceSlice
 from routing_predictor.requests.history import ChoiceHistory
 

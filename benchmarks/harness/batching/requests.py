@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.engine.documents import cut_into_pieces, read_documents
-from moe_serve.engine.predictor_data import PredictorModel
+from moe_serve.learn.documents import cut_into_pieces, read_documents
+from moe_serve.learn.predictor_data import PredictorModel
 from moe_serve.text.tokenizer import Tokenizer
 from routing_predictor.predictor_file import load_request_predictor
 from routing_predictor.requests.request_predictor import RequestPredictor

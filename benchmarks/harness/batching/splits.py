@@ -10,11 +10,11 @@ import numpy as np
 
 from harness.batching.policies import expert_aware
 from harness.batching.requests import Request, Routed, Signatures, num_activated
-from moe_serve.engine.batch_policy.arrival_order import BALANCED, FIFO
-from moe_serve.engine.batch_policy.expert_aware import ExpertAware
-from moe_serve.engine.request import GenerationRequest
-from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.engine.sequence import Sequence
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.schedule.policy.arrival_order import BALANCED, FIFO
+from moe_serve.engine.schedule.policy.expert_aware import ExpertAware
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
 from routing_predictor.requests.history import ChoiceHistory
 

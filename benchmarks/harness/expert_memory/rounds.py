@@ -10,8 +10,8 @@ import numpy as np
 
 from experts.memory.memory_stats import MemoryStats
 from moe_serve.engine.driven_engine import DrivenEngine
-from moe_serve.engine.request import GenerationRequest
-from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
 
 TOLD = ", told"  # ends the name of an engine whose requests tell what they will need
 

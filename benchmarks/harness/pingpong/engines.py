@@ -31,8 +31,8 @@ from moe_serve.config.sections import (
 )
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.driven_engine import DrivenEngine
-from moe_serve.engine.request import GenerationRequest
-from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
 
 COLOCATED = "colocated"
 CUTS = (1, 2, 3, 4, "auto")

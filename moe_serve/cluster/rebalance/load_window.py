@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.engine.route_records import RouteRecord
-from moe_serve.engine.sequence import Sequence
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.routes.route_records import RouteRecord
 
 STRIDE = 8  # of a rank's steps, one in so many is counted
 _MOST_ROWS = 128  # of such a step that are counted; they stand for all

@@ -12,7 +12,7 @@ from moe_serve.cluster.rebalance.planner import Plan
 from moe_serve.cluster.rebalance.proposal import PlanLimits, Proposer
 from moe_serve.cluster.rebalance.rebalancer import Rebalancer
 from moe_serve.cluster.roster import Roster
-from moe_serve.engine.route_records import RouteListeners
+from moe_serve.engine.routes.route_records import RouteListeners
 
 _WIDEST = 4  # bytes of a weight
 

@@ -16,7 +16,7 @@ from moe_serve.cluster.rebalance.forecast import Forecast
 from moe_serve.cluster.rebalance.load_window import LoadWindow, WindowCounts
 from moe_serve.cluster.rebalance.mover import MoveEnd, Mover
 from moe_serve.cluster.rebalance.proposal import Proposal, Proposer
-from moe_serve.engine.placement_control import (
+from moe_serve.engine.routes.placement_control import (
     OUTCOMES,
     BalanceFigures,
     LastPlan,

@@ -16,7 +16,7 @@ import msgspec
 from fastapi import FastAPI
 
 from moe_serve import __version__
-from moe_serve.engine.placement_control import PlacementControl
+from moe_serve.engine.routes.placement_control import PlacementControl
 from moe_serve.http.context import ServerContext
 from moe_serve.http.dashboard import parts
 from moe_serve.http.dashboard.event_log import EventLog

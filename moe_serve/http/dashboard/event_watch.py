@@ -5,8 +5,8 @@ So nothing else of the server need know that there is such a log.
 
 from __future__ import annotations
 
-from moe_serve.engine.client import EngineStats
-from moe_serve.engine.placement_control import PlacementBrief, PlanOutcome
+from moe_serve.engine.request.client import EngineStats
+from moe_serve.engine.routes.placement_control import PlacementBrief, PlanOutcome
 from moe_serve.http.dashboard.event_log import EventLog
 from moe_serve.http.dashboard.snapshot import Snapshot
 from moe_serve.http.readiness import OUTAGE_S

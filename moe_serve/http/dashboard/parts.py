@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from moe_serve.config.sections import PAGE_SIZE
-from moe_serve.engine.client import EngineStats
-from moe_serve.engine.expert_load import WINDOW_S, ExpertCounts, ExpertLoad
-from moe_serve.engine.placement_control import PlacementBrief
+from moe_serve.engine.request.client import EngineStats
+from moe_serve.engine.routes.placement_control import PlacementBrief
+from moe_serve.engine.watch.expert_load import WINDOW_S, ExpertCounts, ExpertLoad
 from moe_serve.http.dashboard.facts import DashboardFacts, PredictorFacts
 from moe_serve.http.rank_shares import RankShares
 from moe_serve.http.recent_requests import RecentRequests

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from moe_serve.engine.client import EngineClient, EngineStats
-from moe_serve.engine.placement_control import PlacementBrief, PlacementControl
+from moe_serve.engine.request.client import EngineClient, EngineStats
+from moe_serve.engine.routes.placement_control import PlacementBrief, PlacementControl
 from moe_serve.http.generation import GenerationService
 from moe_serve.http.recent_requests import RecentRequests
 

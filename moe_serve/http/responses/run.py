@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from moe_serve.engine.request import FinishReason
+from moe_serve.engine.request.request import FinishReason
 from moe_serve.http.chat_generation import ChatGeneration, ChatPiece
 from moe_serve.http.errors import ApiError
 from moe_serve.http.logprob_format import MAX_INLINE_LOGPROBS, chat_logprobs

@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 from batch_world import decode
 from layouts import colocated, config, on_ranks, requests, serve
 from moe_serve.config.sections import BatchPolicyName, PipelineConfig, SchedulerConfig
-from moe_serve.engine.batch_policy.concave_cost import ConcaveCost
-from moe_serve.engine.batch_policy.expected_experts import ExpectedExperts
-from moe_serve.engine.batch_policy.live_signatures import FollowedPredictor, LiveSignatures
-from moe_serve.engine.batch_policy.signature_table import SignatureTable
 from moe_serve.engine.build import build_engine
-from moe_serve.engine.request import GenerationRequest
-from moe_serve.engine.route_records import RouteRecord
-from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.engine.sequence import Sequence
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.routes.route_records import RouteRecord
+from moe_serve.engine.schedule.policy.concave_cost import ConcaveCost
+from moe_serve.engine.schedule.policy.expected_experts import ExpectedExperts
+from moe_serve.engine.schedule.policy.live_signatures import FollowedPredictor, LiveSignatures
+from moe_serve.engine.schedule.policy.signature_table import SignatureTable
 from routing_predictor.layers.recall_guard import GuardLimits, RecallGuard
 
 VOCAB_SIZE = 4096  # of the demonstration model

@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 import moe_serve
 from layouts import colocated, config, requests, serve
 from moe_serve.config.sections import CacheConfig, PredictorConfig, PredictorMode
-from moe_serve.engine.batch_policy.concave_cost import ConcaveCost
-from moe_serve.engine.batch_policy.live_learning import LiveLearning
-from moe_serve.engine.batch_policy.live_signatures import FollowedPredictor, LiveSignatures
-from moe_serve.engine.batch_policy.signature_table import SignatureTable
 from moe_serve.engine.build import build_engine
-from moe_serve.engine.request import GenerationRequest
-from moe_serve.engine.route_records import RouteRecord
-from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.engine.sequence import Sequence
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.routes.route_records import RouteRecord
+from moe_serve.engine.schedule.policy.concave_cost import ConcaveCost
+from moe_serve.engine.schedule.policy.live_learning import LiveLearning
+from moe_serve.engine.schedule.policy.live_signatures import FollowedPredictor, LiveSignatures
+from moe_serve.engine.schedule.policy.signature_table import SignatureTable
 from moe_serve.http.batching_families import batching_families
 from routing_predictor.layers.recall_guard import GuardLimits, RecallGuard
 from routing_predictor.requests.online import OnlineLimits, OnlinePredictor

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from batch_world import NUM_EXPERTS, NUM_LAYERS, World, decode, of_domain
-from moe_serve.engine.sequence import Sequence
+from moe_serve.engine.request.sequence import Sequence
 
 
 def admit(

@@ -8,8 +8,8 @@ import numpy as np
 
 from batch_world import NUM_EXPERTS, World, decode, of_domain
 from experts.placement.problem.plan import contiguous
-from moe_serve.engine.batch_policy.expert_aware import Bounds, ExpertAware
-from moe_serve.engine.batch_policy.rank_load import RankLoads
+from moe_serve.engine.schedule.policy.expert_aware import Bounds, ExpertAware
+from moe_serve.engine.schedule.policy.rank_load import RankLoads
 
 
 def test_the_load_of_a_signature() -> None:

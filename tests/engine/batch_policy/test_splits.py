@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batch_world import World, decode, of_domain
-from moe_serve.engine.batch_policy.arrival_order import BALANCED, FIFO
-from moe_serve.engine.batch_policy.concave_cost import ConcaveCost
-from moe_serve.engine.batch_policy.first_split import first_split
-from moe_serve.engine.batch_policy.limits import SizeLimits
-from moe_serve.engine.batch_policy.local_search import LocalSearch
-from moe_serve.engine.batch_policy.longest_first import split
+from moe_serve.engine.schedule.policy.arrival_order import BALANCED, FIFO
+from moe_serve.engine.schedule.policy.concave_cost import ConcaveCost
+from moe_serve.engine.schedule.policy.first_split import first_split
+from moe_serve.engine.schedule.policy.limits import SizeLimits
+from moe_serve.engine.schedule.policy.local_search import LocalSearch
+from moe_serve.engine.schedule.policy.longest_first import split
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
 
 

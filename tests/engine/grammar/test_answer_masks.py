@@ -10,17 +10,17 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
-from moe_serve.engine.answer_masks import AnswerMasks, MaskedRows
-from moe_serve.engine.constraint import Constraint
-from moe_serve.engine.ends import Ends
-from moe_serve.engine.grammar.grammars import Grammars
-from moe_serve.engine.grammar.vocabulary import Vocabulary, _Wrapped
-from moe_serve.engine.kernel_sampler import make_sampling_step
-from moe_serve.engine.request import FinishReason, GenerationRequest
-from moe_serve.engine.sampler import Sampler
-from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.engine.sequence import Sequence
-from moe_serve.engine.thinking_markers import ThinkingMarkers
+from moe_serve.engine.execute.ends import Ends
+from moe_serve.engine.request.constraint import Constraint
+from moe_serve.engine.request.request import FinishReason, GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.request.thinking_markers import ThinkingMarkers
+from moe_serve.engine.sampling.answer_masks import AnswerMasks, MaskedRows
+from moe_serve.engine.sampling.grammar.grammars import Grammars
+from moe_serve.engine.sampling.grammar.vocabulary import Vocabulary, _Wrapped
+from moe_serve.engine.sampling.kernel_sampler import make_sampling_step
+from moe_serve.engine.sampling.sampler import Sampler
 from moe_serve.errors import InvalidGrammarError
 
 EOS = 40

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from layouts import colocated, config, on_ranks, requests
-from moe_serve.engine.constraint import Constraint
-from moe_serve.engine.grammar.compiler import compile_constraint
-from moe_serve.engine.grammar.grammars import Grammars
-from moe_serve.engine.grammar.matcher import SequenceMatcher
-from moe_serve.engine.grammar.vocabulary import Vocabulary, vocabulary_of
-from moe_serve.engine.request import FinishReason
+from moe_serve.engine.request.constraint import Constraint
+from moe_serve.engine.request.matcher import SequenceMatcher
+from moe_serve.engine.request.request import FinishReason
+from moe_serve.engine.sampling.grammar.compiler import compile_constraint
+from moe_serve.engine.sampling.grammar.grammars import Grammars
+from moe_serve.engine.sampling.grammar.vocabulary import Vocabulary, vocabulary_of
 from moe_serve.errors import InvalidGrammarError
 from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.text.tokenizer import Tokenizer

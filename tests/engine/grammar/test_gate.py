@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from moe_serve.engine.constraint import Constraint
-from moe_serve.engine.grammar.compile_lane import CompileLane, looks_quick
-from moe_serve.engine.grammar.frames import Verdict
-from moe_serve.engine.grammar.gate import GrammarGate
-from moe_serve.engine.grammar.grammars import Grammars, digest
-from moe_serve.engine.grammar.guard import Guard
-from moe_serve.engine.grammar.limits import MAX_WAITING, MAX_WAITING_OF_CLIENT
-from moe_serve.engine.grammar.source_check import STRING
-from moe_serve.engine.grammar.vocabulary import Vocabulary
+from moe_serve.engine.request.constraint import Constraint
+from moe_serve.engine.sampling.grammar.compile_lane import CompileLane, looks_quick
+from moe_serve.engine.sampling.grammar.frames import Verdict
+from moe_serve.engine.sampling.grammar.gate import GrammarGate
+from moe_serve.engine.sampling.grammar.grammars import Grammars, digest
+from moe_serve.engine.sampling.grammar.guard import Guard
+from moe_serve.engine.sampling.grammar.limits import MAX_WAITING, MAX_WAITING_OF_CLIENT
+from moe_serve.engine.sampling.grammar.source_check import STRING
+from moe_serve.engine.sampling.grammar.vocabulary import Vocabulary
 from moe_serve.errors import InvalidGrammarError, ServerOverloadedError
 
 BYTES = Vocabulary(tuple(bytes([i]) for i in range(256)) + (b"<end>",), frozenset({256}), (256,))

@@ -12,10 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_serve.engine.constraint import Constraint
-from moe_serve.engine.grammar.compiler import compile_constraint, grammar_of
-from moe_serve.engine.grammar.schema_rules import KNOWN_FORMATS, prepared_lark, prepared_source
-from moe_serve.engine.grammar.vocabulary import Vocabulary
+from moe_serve.engine.request.constraint import Constraint
+from moe_serve.engine.sampling.grammar.compiler import compile_constraint, grammar_of
+from moe_serve.engine.sampling.grammar.schema_rules import (
+    KNOWN_FORMATS,
+    prepared_lark,
+    prepared_source,
+)
+from moe_serve.engine.sampling.grammar.vocabulary import Vocabulary
 from moe_serve.errors import InvalidGrammarError
 
 BYTES = Vocabulary(tuple(bytes([i]) for i in range(256)) + (b"<end>",), frozenset({256}), (256,))

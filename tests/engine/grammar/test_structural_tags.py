@@ -15,13 +15,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from moe_serve.engine.constraint import Constraint
-from moe_serve.engine.grammar.compiler import compile_constraint
-from moe_serve.engine.grammar.gate import GrammarGate
-from moe_serve.engine.grammar.grammars import Grammars
-from moe_serve.engine.grammar.guard import Guard
-from moe_serve.engine.grammar.vocabulary import Vocabulary
-from moe_serve.engine.structural_tag import StructuralTagError, read_structural_tag
+from moe_serve.engine.request.constraint import Constraint
+from moe_serve.engine.request.structural_tag import StructuralTagError, read_structural_tag
+from moe_serve.engine.sampling.grammar.compiler import compile_constraint
+from moe_serve.engine.sampling.grammar.gate import GrammarGate
+from moe_serve.engine.sampling.grammar.grammars import Grammars
+from moe_serve.engine.sampling.grammar.guard import Guard
+from moe_serve.engine.sampling.grammar.vocabulary import Vocabulary
 from moe_serve.errors import InvalidGrammarError
 
 EOS, MARK, CALL = 256, 257, 258

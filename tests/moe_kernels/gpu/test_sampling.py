@@ -13,8 +13,8 @@ from moe_kernels.gpu.sampling import reference
 from moe_kernels.gpu.sampling.api import draw, least_probabilities, sample
 from moe_kernels.gpu.sampling.heuristics import SamplingConfig, sampling_config
 from moe_kernels.gpu.sampling.rows import SamplingRows
-from moe_serve.engine import nucleus
-from moe_serve.engine.sampling_params import SamplingParams
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.sampling import nucleus
 
 VOCAB = 300
 ROOMY = SamplingConfig(block=128, num_blocks=3, block_blocks=4, num_warps=1, capacity=512)

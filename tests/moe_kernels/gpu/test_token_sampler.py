@@ -22,13 +22,13 @@ from moe_kernels.gpu.transfers import download, upload
 from moe_kernels.interface.token_mask import TokenMasks
 from moe_serve.config.sections import CacheConfig, EngineConfig, ModelConfig
 from moe_serve.engine.build import build_engine
-from moe_serve.engine.kernel_sampler import KernelSampler
-from moe_serve.engine.random_draw import uniform
-from moe_serve.engine.request import FinishReason, GenerationRequest
-from moe_serve.engine.sampler import Sampled, Sampler
-from moe_serve.engine.sampling_backend import make_sampler
-from moe_serve.engine.sampling_params import SamplingParams
-from moe_serve.engine.sequence import Sequence
+from moe_serve.engine.request.request import FinishReason, GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.sampling.kernel_sampler import KernelSampler
+from moe_serve.engine.sampling.random_draw import uniform
+from moe_serve.engine.sampling.sampler import Sampled, Sampler
+from moe_serve.engine.sampling.sampling_backend import make_sampler
 
 VOCAB = 150  # two blocks
 EOS = frozenset({3, 140})

@@ -13,9 +13,9 @@ import tokenizers
 
 import moe_serve
 from moe_serve.config.sections import ReasoningParserName, ToolParserName
-from moe_serve.engine.constraint import Constraint
-from moe_serve.engine.grammar.compiler import compile_constraint
-from moe_serve.engine.grammar.vocabulary import Vocabulary, vocabulary_of
+from moe_serve.engine.request.constraint import Constraint
+from moe_serve.engine.sampling.grammar.compiler import compile_constraint
+from moe_serve.engine.sampling.grammar.vocabulary import Vocabulary, vocabulary_of
 from moe_serve.text.assistant import harmony, hermes
 from moe_serve.text.assistant.formats import (
     REASONING_FORMATS,

@@ -1,0 +1,1 @@
+"""Runs a planned step on the pipeline of this process."""

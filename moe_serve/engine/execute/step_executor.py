@@ -1,0 +1,199 @@
+"""What the engine asks of whoever computes its steps: a plan in, sampled tokens out.
+
+In one process that is `LocalExecutor`: a pipeline and a sampler. With separate attention ranks each
+rank has such an executor of its own, and the engine holds one that sends the plan there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from experts.memory.expert_memory import ExpertMemory
+from experts.memory.memory_stats import MemoryStats
+from moe_serve.engine.request.request import TokenLogprob
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.sampling.answer_masks import AnswerMasks, MaskCost
+from moe_serve.engine.sampling.sampler import Sampled
+from moe_serve.engine.sampling.sampling_backend import SamplingBackend
+from moe_serve.errors import MoeServeError
+from moe_serve.model.step_plan import SequenceSlice, StepPlan
+from moe_serve.pipeline.route_tap import RouteTap, StepChoices
+
+_log = logging.getLogger(__name__)
+
+
+class ExecutorLostError(MoeServeError):
+    """Whoever computes the steps is gone, with all pages: its requests start again elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowFailure:
+    """Sampling this row raised; the others are not touched. `is_of_request`: what the request
+    asks for cannot be had, and nothing is wrong here."""
+
+    why: str
+    is_of_request: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """What a step made: a token for each sequence that caught up, and descriptions of prompts."""
+
+    sampled: Mapping[int, Sampled | RowFailure] = field(default_factory=dict)  # by sequence id
+    prompt_logprobs: Mapping[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
+    choices: StepChoices | None = None  # of the routers, where the plan asked for them
+    mask_costs: Mapping[int, MaskCost] = field(default_factory=dict)  # by sequence id
+
+
+class StepRunner(Protocol):
+    """The pipeline as an executor needs it (tests and the simulator bring their own)."""
+
+    def run(self, plan: StepPlan) -> Tensor:
+        """-> the wanted logits [R, V] in fp32, slice after slice."""
+        ...
+
+    def clear_pages(self, pages: list[int]) -> None:
+        """Zero pages that a failed request may have left NaNs in."""
+        ...
+
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy pages, (from, to) each; all are read before any is written."""
+        ...
+
+    def finite_pages(self, pages: list[int]) -> list[bool]:
+        """For each page, whether all that it holds is finite."""
+        ...
+
+
+class StepExecutor(Protocol):
+    """Computes steps on one attention rank's pages. Pages change in the order of the calls."""
+
+    def run(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> StepOutcome:
+        """Compute a step; raises if it failed as a whole. `sequences`: those of its slices.
+
+        Any method may raise ExecutorLostError."""
+        ...
+
+    def forget(self, sequence_ids: list[int]) -> None:
+        """These sequences have ended or moved away."""
+        ...
+
+    def clear_pages(self, pages: list[int]) -> None: ...
+
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None: ...
+
+    def finite_pages(self, pages: list[int]) -> list[bool]: ...
+
+    @property
+    def expert_memory(self) -> MemoryStats | None:
+        """Of the experts in this process, where they need not all be in memory."""
+        ...
+
+
+class LocalExecutor:
+    """A pipeline and a sampler in this process; `tap` is the pipeline's, if it has one."""
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        sampler: SamplingBackend,
+        tap: RouteTap | None = None,
+        memory: ExpertMemory | None = None,
+        masks: AnswerMasks | None = None,
+    ) -> None:
+        """`memory`: of the experts that the runner uses, if they need not all be in memory.
+        `masks`: for requests that may not take every token; None: there are none."""
+        self.runner, self._sampler, self._tap, self._memory = runner, sampler, tap, memory
+        self._masks = masks
+        self._mask_costs: dict[int, MaskCost] = {}  # of the last step
+        self.plan: StepPlan | None = None  # of the last step that was begun
+
+    @property
+    def expert_memory(self) -> MemoryStats | None:
+        return None if self._memory is None else self._memory.stats
+
+    def run(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> StepOutcome:
+        """See `StepExecutor.run`."""
+        self.plan = plan
+        if self._memory is not None:
+            self._memory.hint(plan.needed_LE)
+        logits = self.runner.run(plan)
+        choices = None if self._tap is None else self._tap.end(plan)
+        rows, sampling, described, start = [], [], {}, 0
+        for piece in plan.slices:
+            sequence = sequences[piece.sequence_id]
+            end = start + piece.num_logits
+            if sequence.wants_prompt_logprobs:
+                described[sequence.id] = self._describe(sequence, piece, logits[start:end])
+            if piece.start + len(piece.token_ids) == sequence.num_tokens:
+                rows.append(end - 1)
+                sampling.append(sequence)
+            start = end
+        if not sampling:
+            return StepOutcome(prompt_logprobs=described, choices=choices)
+        chosen = logits if len(rows) == len(logits) else logits[rows]
+        self._mask_costs = {}
+        tokens = self._sample(chosen, sampling)
+        return StepOutcome(
+            sampled={s.id: token for s, token in zip(sampling, tokens, strict=True)},
+            prompt_logprobs=described,
+            choices=choices,
+            mask_costs=self._mask_costs,
+        )
+
+    def forget(self, sequence_ids: list[int]) -> None:
+        """Nothing is kept here between steps."""
+
+    def clear_pages(self, pages: list[int]) -> None:
+        self.runner.clear_pages(pages)
+
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        self.runner.copy_pages(pairs)
+
+    def finite_pages(self, pages: list[int]) -> list[bool]:
+        return self.runner.finite_pages(pages)
+
+    def _sample(self, logits: Tensor, sequences: list[Sequence]) -> list[Sampled | RowFailure]:
+        """One token for each; if sampling raises, row by row, and only the culprit fails."""
+        try:
+            return self._sample_together(logits, sequences)
+        except Exception as error:
+            _log.exception("sampling failed with %d sequences", len(sequences))
+            if len(sequences) == 1:
+                return [RowFailure(f"sampling failed: {error}")]
+            alone = zip(logits.split(1), sequences, strict=True)
+            return [token for row, sequence in alone for token in self._sample(row, [sequence])]
+
+    def _sample_together(
+        self, logits: Tensor, sequences: list[Sequence]
+    ) -> list[Sampled | RowFailure]:
+        """A row that may take no token fails; the others do not see it."""
+        if self._masks is None:
+            return list(self._sampler.sample(logits, sequences))
+        masked = self._masks.of(sequences)
+        for row, cost in masked.costs.items():  # the first counts, where others are asked again
+            self._mask_costs.setdefault(sequences[row].id, cost)
+        if not masked.failures:
+            return list(self._sampler.sample(logits, sequences, masked.masks))
+        left = [row for row in range(len(sequences)) if row not in masked.failures]
+        fates: dict[int, Sampled | RowFailure] = {
+            row: RowFailure(why, is_of_request=True) for row, why in masked.failures.items()
+        }
+        if left:
+            tokens = self._sample(logits[left], [sequences[row] for row in left])
+            fates |= zip(left, tokens, strict=True)
+        return [fates[row] for row in range(len(sequences))]
+
+    def _describe(
+        self, sequence: Sequence, piece: SequenceSlice, logits: Tensor
+    ) -> tuple[TokenLogprob, ...]:
+        """The prompt's tokens that follow those of a slice, as the model saw them coming."""
+        first, count = piece.start + 1, len(piece.token_ids)
+        following = sequence.token_ids[first : first + count]
+        num_top = sequence.request.params.prompt_logprobs or 0
+        return tuple(self._sampler.describe(logits[: len(following)], following, num_top))

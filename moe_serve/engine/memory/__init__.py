@@ -1,0 +1,1 @@
+"""Plans and allocates the memory of the KV pages."""

@@ -1,0 +1,1 @@
+"""The request, its sequences and parameters, and the figures about them."""

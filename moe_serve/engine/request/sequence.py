@@ -1,0 +1,152 @@
+"""A request inside the engine: its tokens, how many of them are computed, and its pages."""
+
+from __future__ import annotations
+
+import secrets
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.cache.page_key import following_keys, token_array
+from moe_serve.config.sections import PAGE_SIZE
+from moe_serve.engine.request.matcher import SequenceMatcher
+from moe_serve.engine.request.request import GenerationRequest, TokenLogprob
+from moe_serve.engine.request.thought_counter import ThoughtCounter
+
+
+class Sequence:
+    """`num_computed_tokens` runs after `num_tokens`: prompt chunks, decode and recomputation after
+    a preemption are all the same catching up.
+
+        token_ids  [ prompt ............ | generated ... ]
+                   [0, num_computed) in the cache   ...num_tokens
+    """
+
+    __slots__ = (
+        "awaited_key",
+        "id",
+        "is_proven",
+        "is_running",
+        "is_sound",
+        "matcher",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_found_pages",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_restarts",
+        "num_shared_pages",
+        "output_counts",
+        "page_keys",
+        "page_table",
+        "prompt_logprobs",
+        "request",
+        "seed",
+        "seen",
+        "started_at",
+        "thoughts",
+        "token_ids",
+        "waits_since",
+    )
+
+    def __init__(self, sequence_id: int, request: GenerationRequest) -> None:
+        self.id = sequence_id
+        self.request = request
+        self.token_ids = list(request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_computed_tokens = 0
+        self.num_preemptions = 0  # for want of pages; kept by the scheduler
+        self.num_restarts = 0  # of these, and of moves away from a lost rank
+        self.is_running = False  # kept by the scheduler
+        self.started_at: float | None = None  # when it first joined a step, of the engine's clock
+        self.waits_since = request.arrival_time  # or since it was put back last, of that clock
+        self.is_proven = True  # nothing computed since the last token that was sampled and valid
+        self.is_sound = True  # no page of it was found to hold NaN or infinity
+        self.page_table: list[int] = []
+        self.num_shared_pages = 0  # at the table's beginning: others can find them
+        self.num_found_pages = 0  # of these, how many it found when it started
+        self.num_cached_tokens = 0  # of the prompt, not computed for this request
+        self.page_keys: list[bytes] = []  # the root's and those of its full pages; none: no cache
+        self.awaited_key: bytes | None = None  # of a page that another sequence is computing
+        self.output_counts: dict[int, int] = {}
+        has_repetition = request.params.repetition_penalty != 1.0
+        self.seen = dict.fromkeys(self.token_ids if has_repetition else ())  # an ordered set
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.matcher: SequenceMatcher | None = None  # of its constraint, where it is sampled
+        self.thoughts: ThoughtCounter | None = None  # of its thinking budget, likewise
+        seed = request.params.seed
+        self.seed = secrets.randbits(63) if seed is None else seed
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_pending_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Until the first token is out: they go with it, and a recomputation needs none."""
+        return self.request.params.prompt_logprobs is not None and self.num_output_tokens == 0
+
+    def take_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
+        """Those of the prompt, once: the first token has none. None: nobody wants them."""
+        if not self.wants_prompt_logprobs:
+            return None
+        taken = (None, *self.prompt_logprobs)
+        self.prompt_logprobs = []
+        return taken
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the end may not come yet."""
+        return self.num_output_tokens < self.request.params.min_tokens
+
+    @property
+    def bans_end(self) -> bool:
+        """Whether samplers keep the end away; with a constraint its mask does (`answer_masks`)."""
+        return self.is_short and self.request.params.constraint is None
+
+    def num_missing_pages(self, num_tokens: int) -> int:
+        """Pages to add so that the table covers `num_tokens` tokens."""
+        return -(-num_tokens // PAGE_SIZE) - len(self.page_table)
+
+    @property
+    def num_full_pages(self) -> int:
+        """Pages that are computed to their end: nothing is written to them any more."""
+        return self.num_computed_tokens // PAGE_SIZE
+
+    @property
+    def can_share(self) -> bool:
+        return bool(self.page_keys) and self.is_sound
+
+    def extend_keys(self, num_pages: int) -> None:
+        """Make `page_keys` reach over the first `num_pages` pages; they must be full of tokens."""
+        known = len(self.page_keys) - 1
+        if num_pages > known:
+            tokens = token_array(self.token_ids[known * PAGE_SIZE : num_pages * PAGE_SIZE])
+            self.page_keys += following_keys(self.page_keys[-1], tokens)
+
+    def pending(self, count: int) -> NDArray[np.int64]:
+        """The next `count` tokens to compute."""
+        start = self.num_computed_tokens
+        return np.array(self.token_ids[start : start + count], dtype=np.int64)
+
+    def append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
+        if self.request.params.repetition_penalty != 1.0:
+            self.seen[token_id] = None
+
+    def restart(self) -> None:
+        """Forget what was computed (the pages are gone); the tokens stay."""
+        self.num_computed_tokens = 0
+        self.is_proven = True
+        self.num_shared_pages = self.num_found_pages = 0
+        self.num_restarts += 1
+        self.prompt_logprobs = []

@@ -1,0 +1,131 @@
+"""How much of its reasoning's budget an answer has spent, and what must come next for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Tokens
+
+from moe_serve.engine.request.thinking_markers import ThinkingMarkers
+
+
+class ThoughtCounter:
+    """Of one sequence, kept by whoever samples it. It reads the answer's tokens when it is asked,
+    and depends on nothing else: after a preemption it goes on, and on another rank it catches up.
+
+    With the budget 2, the closing marker [7, 8], and an answer that begins inside:
+
+        answer   4  4  7  8  5        4  7  8  5
+        forced   .  .  7  8  .        .  .  8  .      (begun by itself, and ended for it)
+    """
+
+    __slots__ = (
+        "_budget",
+        "_first",
+        "_has_closed",
+        "_is_inside",
+        "_markers",
+        "_may_open",
+        "_num_read",
+        "_num_spent",
+        "_rest",
+        "_since",
+        "barred",
+        "forced",
+    )
+
+    def __init__(self, markers: ThinkingMarkers, budget: int, start: int) -> None:
+        """`start`: where the answer begins in the sequence's tokens."""
+        self._markers, self._budget = markers, budget
+        self._is_inside, self._has_closed = markers.is_open, False
+        self._may_open = not markers.is_open  # as nothing but blanks has come
+        self._first = start  # of the answer's tokens, blanks left out
+        self._since = start  # this section, or what is between two of them
+        self._num_read, self._num_spent = start, 0
+        self._rest: tuple[int, ...] = ()  # of the end, behind what has closed the reasoning
+        self.forced = self._due((), start)  # the only token that may follow
+        self.barred: int | None = None  # the one that would begin to open it once more
+
+    @property
+    def is_free(self) -> bool:
+        return self.forced is None and self.barred is None
+
+    @property
+    def num_spent(self) -> int:
+        """The tokens of reasoning so far, without those that close it."""
+        return self._num_spent
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no further token can be reasoning."""
+        return not (self._is_inside or self._may_open or self._markers.can_reopen)
+
+    def read(self, tokens: Tokens[int]) -> None:
+        """Those of the sequence, its prompt too."""
+        while self._num_read < len(tokens):
+            token, due = tokens[self._num_read], self.forced
+            self._num_read += 1
+            if self._is_inside:
+                self._go_on(tokens, is_due=token == due)
+            else:
+                self._rest = self._rest[1:] if token == due else ()
+                self._wait(tokens)
+            self.forced = self._due(tokens, self._num_read)
+            self.barred = self._barred(tokens, self._num_read)
+
+    def _go_on(self, tokens: Tokens[int], *, is_due: bool) -> None:
+        """A token within the reasoning, or the last one of what closes it."""
+        self._num_spent += 1
+        stop, markers = self._num_read, self._markers
+        closing = _found(markers.closings, tokens, self._since, stop)
+        if closing is None:
+            return
+        self._num_spent -= len(closing)
+        self._is_inside, self._has_closed, self._since = False, True, stop
+        if is_due and markers.end[: len(closing)] == closing:
+            self._rest = markers.end[len(closing) :]
+
+    def _wait(self, tokens: Tokens[int]) -> None:
+        """A token outside of it, or the last one of what opens it."""
+        stop, markers = self._num_read, self._markers
+        if markers.can_reopen:
+            is_open = _found(markers.openings, tokens, self._since, stop) is not None
+        elif not self._may_open:
+            return
+        elif self._first == stop - 1 and tokens[self._first] in markers.blanks:
+            self._first = stop
+            return
+        else:
+            begun = tuple(tokens[self._first : stop])
+            is_open = begun in markers.openings
+            self._may_open = any(word[: len(begun)] == begun for word in markers.openings)
+        if is_open:
+            self._is_inside, self._may_open, self._since = True, False, stop
+
+    def _due(self, tokens: Tokens[int], stop: int) -> int | None:
+        """What goes on with an end that has begun, or begins it."""
+        if self._rest:
+            return self._rest[0]
+        if not self._is_inside or self._num_spent < self._budget:
+            return None
+        end = self._markers.end
+        begun = (end[:count] for count in range(len(end) - 1, 0, -1))
+        return end[len(_found(begun, tokens, self._since, stop) or ())]
+
+    def _barred(self, tokens: Tokens[int], stop: int) -> int | None:
+        if not self._has_closed or self._is_inside or self._num_spent < self._budget:
+            return None
+        if self._markers.can_reopen:
+            for opening in self._markers.openings:
+                if _found((opening[:1],), tokens, self._since, stop) and len(opening) > 1:
+                    return opening[1]
+        return None
+
+
+def _found(
+    words: Iterable[tuple[int, ...]], tokens: Tokens[int], since: int, stop: int
+) -> tuple[int, ...] | None:
+    """The first word that `tokens[since:stop]` ends with."""
+    for word in words:
+        if stop - len(word) >= since and tuple(tokens[stop - len(word) : stop]) == word:
+            return word
+    return None

@@ -1,0 +1,1 @@
+"""Passes the routing of computed tokens to its listeners."""

@@ -1,0 +1,118 @@
+"""What the routers chose for live requests, told to whoever asked before the step.
+
+    listener.wants(step, sequences)  ->  the plan asks the pipeline  ->  listener.take(records)
+
+N tokens of one sequence in one step, L layers with routed experts, K choices.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.routes.token_experts import sequences_that_ask
+from moe_serve.engine.schedule.scheduler import Schedule, sequences_of
+from moe_serve.model.step_plan import RouteAsk, StepPlan
+from moe_serve.pipeline.route_tap import StepChoices
+from routing_predictor.traces.recording import TracedTokens
+
+_log = logging.getLogger(__name__)
+
+
+class RouteRecord(TracedTokens, frozen=True, kw_only=True, eq=False, gc=False):
+    """Tokens at positions [start, start + N) of a request, and their experts in every layer.
+
+    A request that was preempted, or moved to another rank, is told again from its beginning.
+    Weights are there if any listener wants them.
+    """
+
+    sequence_id: int
+
+
+class RouteListener(Protocol):
+    """Called on the engine's thread, between steps: whatever it does delays the next one."""
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether it wants the routers' weights too."""
+        ...
+
+    def wants(self, step: int, sequences: Mapping[int, Sequence]) -> Collection[int]:
+        """Which of these sequences it wants to hear of. Asked again, it says the same. Engines that
+        step together give the same `step`."""
+        ...
+
+    def take(self, records: list[RouteRecord]) -> None:
+        """A step has ended. Holds also what only other listeners asked for."""
+        ...
+
+
+class RouteListeners:
+    """All listeners of a server's engines. They come and go on any thread."""
+
+    def __init__(self) -> None:
+        self._listeners: tuple[RouteListener, ...] = ()
+
+    def add(self, listener: RouteListener) -> None:
+        self._listeners = (*self._listeners, listener)
+
+    def remove(self, listener: RouteListener) -> None:
+        """Unknown ones are ignored."""
+        self._listeners = tuple(each for each in self._listeners if each is not listener)
+
+    def asked(self, plan: StepPlan, step: int, schedule: Schedule) -> StepPlan:
+        """The plan, with what the listeners and the requests themselves want to know of it."""
+        listeners, wanted = self._listeners, sequences_that_ask(plan, schedule)
+        if listeners:
+            sequences = sequences_of(schedule)
+            wanted = wanted.union(*(each.wants(step, sequences) for each in listeners))
+        if not wanted:
+            return plan
+        ask = RouteAsk(wanted, any(listener.has_weights for listener in listeners))
+        return replace(plan, routes=ask)
+
+    def tell(self, schedule: Schedule, choices: StepChoices | None) -> None:
+        """What came of a step, before its sequences advance."""
+        listeners = self._listeners
+        if choices is None or not listeners:
+            return
+        records = _records(schedule, choices)
+        for listener in listeners if records else ():
+            listener.take(records)
+
+
+def _records(schedule: Schedule, choices: StepChoices) -> list[RouteRecord]:
+    """Views of the step's arrays. A sequence that ended while the step ran is left out."""
+    known = [schedule.get(key) for key in choices.sequence_ids]
+    tokens: list[int] = []
+    for item, count in zip(known, choices.counts, strict=True):
+        sequence = None if item is None else item[0]
+        start = 0 if sequence is None else sequence.num_computed_tokens
+        told = [0] * count if sequence is None else sequence.token_ids[start : start + count]
+        tokens += told
+        if len(told) != count:
+            _log.warning("%d choices came for %d tokens: the step is not told", count, len(told))
+            return []
+    token_ids = np.array(tokens, dtype=np.int32)
+    ids, weights = choices.expert_ids_NLK, choices.weights_NLK
+    records, end = [], 0
+    for item, count in zip(known, choices.counts, strict=True):
+        first, end = end, end + count
+        if item is not None:
+            records.append(
+                RouteRecord(
+                    request_id=item[0].request.request_id,
+                    sequence_id=item[0].id,
+                    start=item[0].num_computed_tokens,
+                    num_prompt_tokens=item[0].num_prompt_tokens,
+                    token_ids_N=token_ids[first:end],
+                    expert_ids_NLK=ids[first:end],
+                    weights_NLK=None if weights is None else weights[first:end],
+                )
+            )
+    return records

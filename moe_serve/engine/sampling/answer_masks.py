@@ -1,0 +1,162 @@
+"""Which tokens a step's sequences may take next: constraints, allowed tokens, bad words, and the
+end of reasoning whose budget is spent.
+
+C rows that are not free, W words of 32 tokens each (on a little-endian machine).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_kernels.interface.token_mask import TokenMasks, num_words
+from moe_serve.engine.request.matcher import SequenceMatcher
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.request.thought_counter import ThoughtCounter
+from moe_serve.engine.sampling.grammar.grammars import Grammars
+from moe_serve.errors import InvalidGrammarError
+
+_NOTHING_LEFT = "its parameters together allow no token here"
+
+
+@dataclass(frozen=True, slots=True)
+class MaskCost:
+    """`cpu_s` tells of the grammar, however busy the machine is; `wall_s` of what its neighbours
+    waited for."""
+
+    cpu_s: float
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedRows:
+    """`masks`: None where every row is free. `failures`: row -> why it can take no token.
+    `costs`: row -> what its mask took, of rows that follow a grammar."""
+
+    masks: TokenMasks | None = None
+    failures: dict[int, str] = field(default_factory=dict)
+    costs: dict[int, MaskCost] = field(default_factory=dict)
+
+
+class AnswerMasks:
+    """Of one model. A sequence's mask depends on its own tokens and request only."""
+
+    def __init__(
+        self, vocab_size: int, eos_token_ids: frozenset[int], grammars: Grammars | None = None
+    ) -> None:
+        self._vocab_size, self._grammars, self._eos = vocab_size, grammars, sorted(eos_token_ids)
+        self._any_W = _bits(range(vocab_size), num_words(vocab_size))
+
+    def of(self, sequences: Rows[Sequence]) -> MaskedRows:
+        """One mask for each row that is not free."""
+        rows = [row for row, sequence in enumerate(sequences) if _is_masked(sequence)]
+        if not rows:
+            return MaskedRows()
+        bits_CW = np.empty((len(rows), len(self._any_W)), np.uint32)
+        failures: dict[int, str] = {}
+        costs: dict[int, MaskCost] = {}
+        for bits_W, row in zip(bits_CW, rows, strict=True):
+            cpu, clock = time.thread_time(), time.perf_counter()
+            if (why := self._fill(sequences[row], bits_W)) is not None:
+                failures[row] = why
+            if sequences[row].request.params.constraint is not None:
+                costs[row] = MaskCost(time.thread_time() - cpu, time.perf_counter() - clock)
+        return MaskedRows(TokenMasks(np.array(rows, np.int64), bits_CW), failures, costs)
+
+    def _fill(self, sequence: Sequence, bits_W: NDArray[np.uint32]) -> str | None:
+        """The mask of one row; or why it is empty."""
+        params = sequence.request.params
+        bits_W[:] = self._any_W
+        if params.constraint is not None:
+            bits_W[:] = 0
+            answer = sequence.token_ids[sequence.num_prompt_tokens :]
+            try:
+                why = self._matcher(sequence).fill(answer, bits_W)
+            except InvalidGrammarError as error:
+                why = str(error)
+            if why is not None:
+                return why
+            if not _without(bits_W, self._eos).any():
+                return None  # it is complete: there is nothing to wait for or to choose from
+        if params.allowed_token_ids:
+            bits_W &= _bits(params.allowed_token_ids, len(bits_W))
+        # A tokenizer may know more tokens than the model, which makes none of those.
+        banned = [token for token in _bad_tokens(sequence) if token < self._vocab_size]
+        if sequence.is_short:
+            banned += [*self._eos, *params.stop_token_ids]
+        elif params.ignore_eos and params.constraint is not None:
+            banned += self._eos
+        bits_W[:] = _without(bits_W, banned)
+        if sequence.thoughts is not None:
+            bits_W[:] = _heeding(bits_W, sequence.thoughts)
+        return None if bits_W.any() else _NOTHING_LEFT
+
+    def _matcher(self, sequence: Sequence) -> SequenceMatcher:
+        """The sequence's own, made when it is first asked for."""
+        if sequence.matcher is None:
+            constraint = sequence.request.params.constraint
+            assert constraint is not None, f"{sequence.request.request_id} has no constraint"
+            if self._grammars is None:
+                raise InvalidGrammarError("This engine follows no grammars.")
+            sequence.matcher = SequenceMatcher(self._grammars.matcher_within(constraint))
+        return sequence.matcher
+
+
+def _is_masked(sequence: Sequence) -> bool:
+    """Within its thinking budget, and behind the reasoning, a row is as free as without one."""
+    params = sequence.request.params
+    is_thinking_free = _is_thinking_free(sequence)
+    is_bound = params.constraint or params.allowed_token_ids or params.bad_word_ids
+    return bool(is_bound or not is_thinking_free)
+
+
+def _is_thinking_free(sequence: Sequence) -> bool:
+    """Reads what is new of the answer."""
+    params = sequence.request.params
+    markers, budget = params.limited_thinking, params.thinking_token_budget
+    if markers is None or budget is None:
+        return True
+    if sequence.thoughts is None:
+        sequence.thoughts = ThoughtCounter(markers, budget, sequence.num_prompt_tokens)
+    sequence.thoughts.read(sequence.token_ids)
+    return sequence.thoughts.is_free
+
+
+def _heeding(bits_W: NDArray[np.uint32], thoughts: ThoughtCounter) -> NDArray[np.uint32]:
+    """The rest of the request comes first: an end that it does not allow yet, such as within a
+    character that a grammar wants complete, waits until it does."""
+    if thoughts.forced is not None:
+        only_W = bits_W & _bits([thoughts.forced], len(bits_W))
+        return only_W if only_W.any() else bits_W
+    if thoughts.barred is not None:
+        others_W = _without(bits_W, [thoughts.barred])
+        return others_W if others_W.any() else bits_W
+    return bits_W
+
+
+def _bad_tokens(sequence: Sequence) -> Iterable[int]:
+    """Tokens that would complete a bad word in the answer."""
+    num_prompt, tokens = sequence.num_prompt_tokens, sequence.token_ids
+    for word in sequence.request.params.bad_word_ids:
+        start = len(tokens) - len(word) + 1
+        if start >= num_prompt and tuple(tokens[start:]) == word[:-1]:
+            yield word[-1]
+
+
+def _bits(tokens: Iterable[int], num: int) -> NDArray[np.uint32]:
+    is_there = np.zeros(num * 32, np.bool_)
+    is_there[np.fromiter(tokens, np.int64)] = True
+    bits_W: NDArray[np.uint32] = np.packbits(is_there, bitorder="little").view(np.uint32)
+    return bits_W
+
+
+def _without(bits_W: NDArray[np.uint32], tokens: Iterable[int]) -> NDArray[np.uint32]:
+    rest: NDArray[np.uint32] = bits_W.copy()
+    for token in tokens:
+        rest[token >> 5] &= ~np.uint32(1 << (token & 31))
+    return rest

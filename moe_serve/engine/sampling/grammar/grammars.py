@@ -1,0 +1,109 @@
+"""The grammars that were compiled last, ready to be followed by new sequences."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
+from functools import cached_property
+
+import llguidance
+
+from moe_serve.engine.request.constraint import Constraint
+from moe_serve.engine.sampling.grammar.compiler import compile_constraint
+from moe_serve.engine.sampling.grammar.limits import (
+    COMPILE_TIMEOUT_S,
+    LEAST_PATIENCE_S,
+    MAX_COMPILING,
+    MAX_KEPT,
+    PATIENCE_SHARE,
+)
+from moe_serve.engine.sampling.grammar.vocabulary import Vocabulary
+from moe_serve.errors import InvalidGrammarError
+
+
+def digest(constraint: Constraint) -> bytes:
+    """By which a constraint is remembered, however large it is."""
+    kind, lead = constraint.kind, constraint.lead
+    return hashlib.sha256(f"{kind} {len(lead)}\n{lead}{constraint.source}".encode()).digest()
+
+
+class _Patience:
+    """Seconds that steps may still wait for grammars: a share of the time, saved up to a limit."""
+
+    def __init__(self) -> None:
+        self._left_s, self._told_at = COMPILE_TIMEOUT_S, time.monotonic()
+
+    def left(self, now: float) -> float:
+        earned_s, self._told_at = PATIENCE_SHARE * (now - self._told_at), now
+        self._left_s = min(COMPILE_TIMEOUT_S, self._left_s + earned_s)
+        return self._left_s
+
+    def spend(self, seconds: float) -> None:
+        self._left_s = max(0.0, self._left_s - seconds)
+
+
+class Grammars:
+    """Of one model. Safe to use from several threads: the server's compile, the engine's follow."""
+
+    def __init__(self, read: Callable[[], Vocabulary], max_kept: int = MAX_KEPT) -> None:
+        """`read` is called when the first constraint comes."""
+        self._read, self._max_kept = read, max_kept
+        self._kept: OrderedDict[bytes, llguidance.LLMatcher] = OrderedDict()
+        self._lock = threading.RLock()
+        self._threads = ThreadPoolExecutor(MAX_COMPILING, "moe-serve-grammar-step")
+        self._compiling: dict[bytes, Future[llguidance.LLMatcher]] = {}
+        self._patience = _Patience()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        return self._read()
+
+    def has(self, constraint: Constraint) -> bool:
+        """Whether `matcher` need not compile it. A GBNF grammar is kept as the Lark that it is."""
+        with self._lock:
+            return digest(constraint) in self._kept
+
+    def matcher_within(self, constraint: Constraint) -> llguidance.LLMatcher:
+        """The same within a step, which waits for a slow one only as long as steps have not waited
+        much lately. Raises InvalidGrammarError then; the grammar is compiled all the same."""
+        if self.has(constraint):
+            return self.matcher(constraint)
+        assert self.vocabulary.tokenizer is not None  # made once, whatever it takes
+        key, clock = digest(constraint), time.monotonic()
+        patience_s = self._patience.left(clock)
+        with self._lock:
+            work = self._compiling.get(key)
+            if work is None:
+                work = self._compiling[key] = self._threads.submit(self.matcher, constraint)
+                work.add_done_callback(lambda _: self._compiling.pop(key, None))
+        try:
+            return work.result(max(LEAST_PATIENCE_S, patience_s)).deep_copy()
+        except TimeoutError:
+            raise InvalidGrammarError(
+                "its grammar is still being compiled, as it takes long and others did too: send "
+                "the request again later"
+            ) from None
+        finally:
+            self._patience.spend(time.monotonic() - clock)
+
+    def matcher(self, constraint: Constraint) -> llguidance.LLMatcher:
+        """A new one, at the beginning. Raises InvalidGrammarError."""
+        key = digest(constraint)
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is not None:
+                self._kept.move_to_end(key)
+                return kept.deep_copy()
+        made = compile_constraint(constraint, self.vocabulary)  # others need not wait for it
+        with self._lock:
+            self._kept[key] = made
+            while len(self._kept) > self._max_kept:
+                self._kept.popitem(last=False)
+            return made.deep_copy()

@@ -1,0 +1,183 @@
+"""From logits to tokens, in torch. Each row's result depends on its own logits and request only.
+
+S rows, V vocabulary. Order of operations: logit bias and minimum length, penalties, masks,
+temperature, min_p, top-k, top-p, draw. Log probabilities are those of the model, before all of
+these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_kernels.interface.token_mask import TokenMasks, ban_others, ban_others_on_device
+from moe_serve.engine.request.request import TokenLogprob
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.sampling.nucleus import least_probabilities
+from moe_serve.engine.sampling.random_draw import uniform
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The token of one row; `is_valid` is False when the row's logits held NaN or infinity."""
+
+    token_id: int
+    is_valid: bool
+    logprob: TokenLogprob | None
+
+
+class Sampler:
+    """Implements SamplingBackend with torch operations, wherever the logits lie.
+
+    `eos_token_ids` may not come before a request's minimum length.
+    """
+
+    def __init__(self, eos_token_ids: frozenset[int]) -> None:
+        self._eos = sorted(eos_token_ids)
+
+    def sample(
+        self, logits_SV: Tensor, sequences: Rows[Sequence], masks: TokenMasks | None = None
+    ) -> list[Sampled]:
+        """One token for each row."""
+        adjusted_SV = self._adjust(logits_SV, sequences)
+        if masks is not None:
+            adjusted_SV = logits_SV.clone() if adjusted_SV is logits_SV else adjusted_SV
+            _ban_others(adjusted_SV, masks)
+        top_S, ids_S = adjusted_SV.max(dim=-1)
+        tokens = ids_S.tolist()
+        is_valid = torch.isfinite(top_S).tolist()
+        drawing = [
+            i for i, s in enumerate(sequences) if is_valid[i] and not s.request.params.is_greedy
+        ]
+        for wants_filter in (False, True):
+            rows = [i for i in drawing if _has_filter(sequences[i].request.params) == wants_filter]
+            if rows:
+                drawn = _draw(adjusted_SV[rows], [sequences[i] for i in rows], wants_filter)
+                for row, token in zip(rows, drawn, strict=True):
+                    tokens[row] = token
+        logprobs = _logprobs(logits_SV, tokens, sequences)
+        return [Sampled(*fields) for fields in zip(tokens, is_valid, logprobs, strict=True)]
+
+    def describe(self, logits_RV: Tensor, tokens: list[int], num_top: int) -> list[TokenLogprob]:
+        """See `describe_tokens`."""
+        return describe_tokens(logits_RV, tokens, num_top)
+
+    def _adjust(self, logits_SV: Tensor, sequences: Rows[Sequence]) -> Tensor:
+        """Bias, minimum length, penalties: in place on a copy, and only for rows that ask."""
+        adjusted_SV = logits_SV
+        for row, sequence in enumerate(sequences):
+            params = sequence.request.params
+            bans_end = sequence.bans_end
+            if not (params.logit_bias or params.has_penalties or bans_end):
+                continue
+            if adjusted_SV is logits_SV:
+                adjusted_SV = logits_SV.clone()
+            if params.logit_bias:
+                ids = torch.tensor(list(params.logit_bias), device=logits_SV.device)
+                adjusted_SV[row, ids] += torch.tensor(
+                    list(params.logit_bias.values()), device=logits_SV.device
+                )
+            if params.has_penalties:
+                _penalize(adjusted_SV[row], sequence)
+            if bans_end:
+                adjusted_SV[row, [*self._eos, *params.stop_token_ids]] = float("-inf")
+        return adjusted_SV
+
+
+def describe_tokens(logits_RV: Tensor, tokens: list[int], num_top: int) -> list[TokenLogprob]:
+    """The log probability and rank of one token in each row, and the row's likeliest ones."""
+    if not tokens:
+        return []
+    logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
+    ids_R1 = torch.tensor(tokens, device=logits_RV.device)[:, None]
+    values_R1 = logprobs_RV.gather(1, ids_R1)
+    ranks = ((logprobs_RV > values_R1).sum(dim=-1) + 1).tolist()
+    top_values, top_ids = logprobs_RV.topk(min(num_top, logits_RV.shape[-1]), dim=-1)
+    rows = zip(
+        tokens, values_R1[:, 0].tolist(), ranks, top_ids.tolist(), top_values.tolist(), strict=True
+    )
+    return [
+        TokenLogprob(token, value, rank, tuple(zip(ids, values, strict=True)))
+        for token, value, rank, ids, values in rows
+    ]
+
+
+def with_given(entry: TokenLogprob, logits_V: Tensor, given: Tokens[int]) -> TokenLogprob:
+    """The entry with the chosen token and the `given` ones in place of the likeliest ones.
+    Without any given the entry stays as it is."""
+    if not given:
+        return entry
+    logprobs_1V = torch.log_softmax(logits_V[None], dim=-1)
+    values: list[float] = logprobs_1V[0, list(given)].tolist()
+    others = dict(zip(given, values, strict=True))
+    others.pop(entry.token_id, None)
+    return replace(entry, top=((entry.token_id, entry.logprob), *others.items()))
+
+
+def _has_filter(params: SamplingParams) -> bool:
+    return params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0
+
+
+def _ban_others(logits_SV: Tensor, masks: TokenMasks) -> None:
+    if logits_SV.device.type == "cpu":
+        ban_others(logits_SV, masks)
+        return
+    parts = (masks.rows_C, masks.bits_CW.view(np.int32))
+    ban_others_on_device(logits_SV, *(torch.from_numpy(p).to(logits_SV.device) for p in parts))
+
+
+def _penalize(row_V: Tensor, sequence: Sequence) -> None:
+    """OpenAI's presence and frequency over the answer, repetition over prompt and answer (CTRL)."""
+    params = sequence.request.params
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(list(sequence.seen), device=row_V.device)
+        values = row_V[seen]
+        penalty = params.repetition_penalty
+        row_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if sequence.output_counts:
+        ids = torch.tensor(list(sequence.output_counts), device=row_V.device)
+        counts = torch.tensor(
+            list(sequence.output_counts.values()), device=row_V.device, dtype=row_V.dtype
+        )
+        row_V[ids] -= params.frequency_penalty * counts + params.presence_penalty
+
+
+def _draw(logits_SV: Tensor, sequences: Rows[Sequence], has_filter: bool) -> list[int]:
+    """Inverse transform sampling: the first token whose cumulative probability exceeds the draw."""
+    device, params = logits_SV.device, [s.request.params for s in sequences]
+    temperature_S1 = torch.tensor([[p.temperature] for p in params], device=device)
+    shifted_SV = logits_SV - logits_SV.amax(dim=-1, keepdim=True)
+    probs_SV = torch.softmax(shifted_SV / temperature_S1, dim=-1)
+    if has_filter:
+        probs_SV = probs_SV * (probs_SV >= least_probabilities(probs_SV, params))
+    cumulative_SV = probs_SV.double().cumsum(dim=-1)
+    total_S1 = cumulative_SV[:, -1:].contiguous()
+    draws = [uniform(s.seed, s.request.choice, s.num_tokens) for s in sequences]
+    draw_S1 = torch.tensor(draws, dtype=torch.float64, device=device)[:, None]
+    index_S1 = torch.searchsorted(cumulative_SV, draw_S1 * total_S1, right=True)
+    # A draw next to 1 may round past the end: the last token with any probability is meant.
+    last_S1 = torch.searchsorted(cumulative_SV, total_S1)
+    tokens: list[int] = torch.minimum(index_S1, last_S1)[:, 0].tolist()
+    return tokens
+
+
+def _logprobs(
+    logits_SV: Tensor, tokens: list[int], sequences: Rows[Sequence]
+) -> list[TokenLogprob | None]:
+    wanted = [s.request.params.logprobs for s in sequences]
+    rows = [row for row, num_top in enumerate(wanted) if num_top is not None]
+    result: list[TokenLogprob | None] = [None] * len(sequences)
+    if rows:
+        most = max(wanted[row] or 0 for row in rows)
+        described = describe_tokens(logits_SV[rows], [tokens[row] for row in rows], most)
+        for row, entry in zip(rows, described, strict=True):
+            natural = replace(entry, top=entry.top[: wanted[row]])
+            given = sequences[row].request.params.logprob_token_ids
+            result[row] = with_given(natural, logits_SV[row], given)
+    return result

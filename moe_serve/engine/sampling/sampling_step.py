@@ -1,0 +1,97 @@
+"""What a step's sequences ask of sampling, as the arrays that a set of kernels takes.
+
+S rows, M entries: single tokens of single rows, where a logit is biased, penalised or banned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from collections.abc import Sequence as Rows
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_kernels.interface.token_mask import TokenMasks
+from moe_kernels.interface.token_sampler import SamplingStep, TokenEntries
+from moe_serve.engine.request.sequence import Sequence
+
+
+def make_sampling_step(
+    sequences: Rows[Sequence], eos_token_ids: Collection[int], masks: TokenMasks | None = None
+) -> SamplingStep:
+    """The same numbers that the host's sampler works with, row by row."""
+    params = [s.request.params for s in sequences]
+    scored = [row for row, p in enumerate(params) if p.logprobs is not None]
+    return SamplingStep(
+        temperatures_S=np.array([0.0 if p.is_greedy else p.temperature for p in params], "f4"),
+        min_ps_S=np.array([p.min_p for p in params], "f4"),
+        top_ks_S=np.array([max(p.top_k, 0) for p in params], "i4"),
+        top_ps_S=np.array([p.top_p for p in params], "f8"),
+        seeds_S=np.array([s.seed for s in sequences], "i8"),
+        choices_S=np.array([s.request.choice for s in sequences], "i8"),
+        positions_S=np.array([s.num_tokens for s in sequences], "i8"),
+        repetitions_S=np.array([p.repetition_penalty for p in params], "f4"),
+        presences_S=np.array([p.presence_penalty for p in params], "f4"),
+        frequencies_S=np.array([p.frequency_penalty for p in params], "f4"),
+        entries=_entries(sequences, eos_token_ids),
+        scored_rows_R=np.array(scored, "i8"),
+        num_top=max((p.logprobs or 0 for p in params), default=0),
+        masks=masks,
+    )
+
+
+def _entries(sequences: Rows[Sequence], eos_token_ids: Collection[int]) -> TokenEntries | None:
+    parts = []
+    for row, sequence in enumerate(sequences):
+        params = sequence.request.params
+        bans_end = sequence.bans_end
+        if params.logit_bias or params.has_penalties or bans_end:
+            banned = (*eos_token_ids, *params.stop_token_ids) if bans_end else ()
+            parts.append(_entries_of(row, sequence, banned))
+    parts = [part for part in parts if len(part.tokens_M)]
+    if not parts:
+        return None
+    return TokenEntries(
+        rows_M=np.concatenate([part.rows_M for part in parts]),
+        tokens_M=np.concatenate([part.tokens_M for part in parts]),
+        biases_M=np.concatenate([part.biases_M for part in parts]),
+        counts_M=np.concatenate([part.counts_M for part in parts]),
+        is_seen_M=np.concatenate([part.is_seen_M for part in parts]),
+    )
+
+
+def _entries_of(row: int, sequence: Sequence, banned: Collection[int]) -> TokenEntries:
+    """One row's tokens, each once. It may be biased, seen, in the answer and banned together.
+
+    Example, the prompt [5, 3], the answer [3, 7], penalties of repetition and presence, a bias of 2
+    for 9: tokens [3, 5, 7, 9], biases [0, 0, 0, 2], counts [1, 0, 1, 0], seen [1, 1, 1, 0].
+    """
+    params = sequence.request.params
+    is_counting = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+    counts = sequence.output_counts if is_counting else {}
+    kinds = [_ids(sequence.seen), _ids(counts), _ids(params.logit_bias), _ids(banned)]
+    tokens = np.concatenate(kinds)
+    if banned or len(tokens) > max(map(len, kinds)):
+        tokens, places = np.unique(tokens, return_inverse=True)
+    else:  # of one kind, the usual case: no token comes twice
+        places = np.arange(len(tokens))
+    num_seen, num_counted, num_biased, _ = map(len, kinds)
+    num_known = num_seen + num_counted
+    biases, found = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32)
+    is_seen = np.zeros(len(tokens), np.bool_)
+    is_seen[places[:num_seen]] = True
+    found[places[num_seen:num_known]] = np.fromiter(counts.values(), np.int32, num_counted)
+    if num_biased:
+        biases[places[num_known : num_known + num_biased]] = list(params.logit_bias.values())
+    biases[places[num_known + num_biased :]] = -np.inf
+    return TokenEntries(
+        rows_M=np.full(len(tokens), row, np.int64),
+        tokens_M=tokens,
+        biases_M=biases,
+        counts_M=found,
+        is_seen_M=is_seen,
+    )
+
+
+def _ids(tokens: Collection[int]) -> NDArray[np.int64]:
+    return np.fromiter(tokens, np.int64, len(tokens))

@@ -1,0 +1,89 @@
+"""A thinking budget, as what the engine needs of it: the tokens of the model's own markers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.thinking_markers import ThinkingMarkers
+from moe_serve.errors import InvalidRequestError
+from moe_serve.text.assistant.formats import ReasoningFormat
+from moe_serve.text.token_spellings import blank_ids, spellings
+from moe_serve.text.tokenizer import Tokenizer
+
+_NAME = "thinking_token_budget"
+
+
+def with_thinking_markers(
+    params: SamplingParams,
+    reasoning: ReasoningFormat | None,
+    prompt: str,
+    tokenizer: Tokenizer,
+    *,
+    can_call: bool = False,
+) -> SamplingParams:
+    """`prompt` (its end will do) tells whether the reasoning has begun. Raises InvalidRequestError
+    if nobody knows how this model marks it. An answer without reasoning has nothing to limit."""
+    if params.thinking_token_budget in (None, -1):
+        return params
+    if reasoning is None:
+        raise InvalidRequestError(
+            f"{_NAME} needs a model that marks its reasoning, and this one's chat template shows "
+            "no markers that are known: leave it out, or set server.reasoning_parser.",
+            param=_NAME,
+            code="unsupported_parameter",
+        )
+    if _holds_at_once(params, reasoning):
+        return params
+    markers = _markers(reasoning, prompt, tokenizer, can_call=can_call)
+    return replace(params, thinking_markers=markers)
+
+
+def thinking_markers(
+    params: SamplingParams, reasoning: ReasoningFormat | None, prompt: str, tokenizer: Tokenizer
+) -> ThinkingMarkers | None:
+    """The markers of the reasoning, to count its tokens. None: the answer has no reasoning, or the
+    vocabulary cannot write the marker that ends it."""
+    if params.thinking_markers is not None:
+        return params.thinking_markers
+    if reasoning is None or _holds_at_once(params, reasoning):
+        return None
+    try:
+        return _markers(reasoning, prompt, tokenizer, can_call=True)
+    except InvalidRequestError:
+        return None
+
+
+def _markers(
+    reasoning: ReasoningFormat, prompt: str, tokenizer: Tokenizer, *, can_call: bool
+) -> ThinkingMarkers:
+    ends = reasoning.ends(can_call=can_call)
+    closings = [ids for text in ends.closings for ids in spellings(text, tokenizer)]
+    return ThinkingMarkers(
+        end=_written(ends.closings[0], tokenizer) + _written(ends.following, tokenizer),
+        closings=tuple(closings),
+        openings=spellings(ends.opening, tokenizer),
+        blanks=blank_ids(tokenizer),
+        is_open=reasoning.is_open_after(prompt),
+        can_reopen=ends.can_reopen,
+    )
+
+
+def _written(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    found = spellings(text, tokenizer)
+    if text and not found:
+        raise InvalidRequestError(
+            f"{_NAME} cannot be kept: the vocabulary of this model has no tokens for {text!r}.",
+            param=_NAME,
+            code="unsupported_parameter",
+        )
+    return found[0] if text else ()
+
+
+def _holds_at_once(params: SamplingParams, reasoning: ReasoningFormat) -> bool:
+    """Whether a grammar holds from the first token on, and has no reasoning in it."""
+    constraint = params.constraint
+    if constraint is None or constraint.lead:
+        return False
+    is_json = constraint.kind in ("json_object", "json_schema")
+    return is_json or not reasoning.is_part_of(constraint.source)

@@ -1,0 +1,43 @@
+"""From a schedule to a step plan: token ids, page tables, and the cut into micro-batches."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.schedule.policy.policy import BatchPolicy
+from moe_serve.engine.schedule.scheduler import Schedule
+from moe_serve.model.step_plan import SequenceSlice, StepPlan
+
+_UNKNOWN = np.zeros(1, dtype=np.int64)
+
+
+def make_step_plan(schedule: Schedule, max_micro_batches: int, policy: BatchPolicy) -> StepPlan:
+    """Slices of the scheduled sequences in at most `max_micro_batches` groups."""
+    slices = [_slice(sequence, count) for sequence, count in schedule.values()]
+    return _plan(slices, max_micro_batches, policy)
+
+
+def make_next_plan(schedule: Schedule, max_micro_batches: int, policy: BatchPolicy) -> StepPlan:
+    """The plan of a step that runs after one whose tokens are not known yet: of each sequence, the
+    token that is about to be sampled. Whoever computes the step has it; here it reads 0."""
+    slices = [
+        SequenceSlice(s.id, s.num_tokens, _UNKNOWN, tuple(s.page_table), num_logits=1)
+        for s, _ in schedule.values()
+    ]
+    return _plan(slices, max_micro_batches, policy)
+
+
+def _plan(slices: list[SequenceSlice], max_micro_batches: int, policy: BatchPolicy) -> StepPlan:
+    micro_batches = policy.split(slices, max_micro_batches)
+    return StepPlan(micro_batches, needed_LE=policy.needed(slices))
+
+
+def _slice(sequence: Sequence, count: int) -> SequenceSlice:
+    start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
+    num_logits = 1 if end == sequence.num_tokens else 0
+    if sequence.wants_prompt_logprobs:
+        num_logits = count
+    return SequenceSlice(
+        sequence.id, start, sequence.pending(count), tuple(sequence.page_table), num_logits
+    )

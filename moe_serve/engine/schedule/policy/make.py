@@ -1,0 +1,101 @@
+"""From a configuration to the policy of each engine, and what tells it the signatures."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from moe_serve.config.sections import EngineConfig, SchedulerConfig
+from moe_serve.engine.request.placement_version import placement_version
+from moe_serve.engine.routes.route_records import RouteListeners
+from moe_serve.engine.schedule.policy.ageing import Ageing
+from moe_serve.engine.schedule.policy.arrival_order import BALANCED, FIFO
+from moe_serve.engine.schedule.policy.concave_cost import ConcaveCost
+from moe_serve.engine.schedule.policy.expected_experts import ExpectedExperts
+from moe_serve.engine.schedule.policy.expert_aware import Bounds, ExpertAware
+from moe_serve.engine.schedule.policy.live_learning import LiveLearning
+from moe_serve.engine.schedule.policy.live_signatures import FollowedPredictor, LiveSignatures
+from moe_serve.engine.schedule.policy.observed import Observed
+from moe_serve.engine.schedule.policy.policy import BatchPolicy
+from moe_serve.engine.schedule.policy.rank_load import RankLoads
+from moe_serve.engine.schedule.policy.request_prediction import open_request_predictor
+from moe_serve.engine.schedule.policy.signature_table import SignatureTable
+from moe_serve.errors import ConfigError
+from moe_serve.model.spec import ModelSpec
+from routing_predictor.layers.recall_guard import GuardLimits, RecallGuard
+from routing_predictor.requests.online import OnlineLimits, OnlinePredictor
+from routing_predictor.requests.request_predictor import RequestPredictor
+
+_log = logging.getLogger(__name__)
+
+MakePolicy = Callable[[], BatchPolicy]
+
+
+def policy_maker(
+    config: EngineConfig,
+    folder: Path,
+    spec: ModelSpec,
+    routes: RouteListeners,
+    loads: RankLoads | None = None,
+) -> MakePolicy:
+    """Makes the policy of an engine; several engines share what is known of requests.
+    `loads`: of expert ranks, if there are some; it follows the placement.
+
+    Raises ConfigError for a predictor that cannot be read or is another model's.
+    """
+    followed = _predictor(config, folder, spec)
+    scheduler = config.scheduler
+    if scheduler.batch_policy != "expert-aware" and followed is None:
+        return lambda: FIFO if scheduler.batch_policy == "fifo" else BALANCED
+    cost = ConcaveCost(scheduler.expert_capacity)
+    table = SignatureTable(cost)
+    source = LiveSignatures(
+        table,
+        spec.router.num_experts,
+        followed,
+        config.predictor.refresh_tokens,
+        max(1, config.cluster.attention_ranks),
+    )
+    routes.add(source)
+    bounds, expected = Bounds(), None
+    if followed is not None and followed.is_acting and _has_memory(config):
+        expected = ExpectedExperts(table, spec.router.num_experts, lambda: source.is_on)
+    if scheduler.batch_policy != "expert-aware":
+        plain = FIFO if scheduler.batch_policy == "fifo" else BALANCED
+        return lambda: Observed(plain, source, bounds.window, expected)
+    return lambda: ExpertAware(source, table, _ageing(scheduler), cost, bounds, loads, expected)
+
+
+def _has_memory(config: EngineConfig) -> bool:
+    """Whether experts need not all be in memory, and their policy looks at what is expected."""
+    model = config.model
+    return model.expert_memory_bytes is not None and model.expert_memory_policy != "lru"
+
+
+def _ageing(config: SchedulerConfig) -> Ageing:
+    return Ageing(config.max_passed_over, config.max_passed_over_s, time.monotonic)
+
+
+def _predictor(config: EngineConfig, folder: Path, spec: ModelSpec) -> FollowedPredictor | None:
+    wanted = config.predictor
+    if wanted.path is None or wanted.mode == "off":
+        return None
+    version = placement_version(config.cluster)
+    try:
+        predictor: RequestPredictor = open_request_predictor(Path(wanted.path), folder, version)
+    except ConfigError as error:
+        raise ConfigError(f"predictor.path: {error}") from None
+    learning = None
+    if wanted.learn:
+        predictor = online = OnlinePredictor(predictor, spec.router.top_k, OnlineLimits())
+        learning = LiveLearning(online)
+    has_follower = config.scheduler.batch_policy == "expert-aware" or _has_memory(config)
+    is_acting = wanted.mode == "act" and has_follower
+    floor = wanted.min_recall if is_acting else 0.0
+    guard = RecallGuard(GuardLimits(min_recall=floor, window=2000, min_measured=256))
+    _log.info("a request predictor for the next %d tokens is loaded", predictor.horizon)
+    return FollowedPredictor(
+        predictor=predictor, guard=guard, is_acting=is_acting, learning=learning
+    )

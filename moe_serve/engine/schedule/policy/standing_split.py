@@ -1,0 +1,98 @@
+"""A split that stands: it changes where sequences come, go or get a new signature, and is improved
+a little in every step until there is nothing left to gain.
+
+R rows (sequences that compute one token each), D dimensions, G groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.engine.schedule.policy.concave_cost import ConcaveCost, Floats, sums_by_group
+from moe_serve.engine.schedule.policy.first_split import first_split
+from moe_serve.engine.schedule.policy.limits import SizeLimits
+from moe_serve.engine.schedule.policy.local_search import Groups, LocalSearch
+from moe_serve.engine.schedule.policy.signature_table import SignatureTable
+
+_MAX_NEW_SHARE = 0.5  # if more of them are new, it is made anew
+_ROUNDS_OF_A_ROW = 256  # 1 round with 256 sequences, 4 with 64
+
+
+class StandingSplit:
+    """One for each number of groups. `cost` and `table` are the policy's."""
+
+    def __init__(self, num_groups: int, cost: ConcaveCost, table: SignatureTable) -> None:
+        self._num_groups, self._cost, self._table = num_groups, cost, table
+        self._group: dict[int, int] = {}  # sequence id -> its group
+        self._settled: tuple[int, frozenset[int]] | None = None  # for which signatures and ids
+        self.cost_total = 0.0  # of all groups, as of the last update
+
+    def update(
+        self,
+        sequence_ids: Items[int],
+        fixed_GD: Floats,
+        fixed_sizes: NDArray[np.int64],
+        limits: SizeLimits,
+    ) -> list[int]:
+        """The group of each of these. `fixed`: what the step has beside them, and where."""
+        state = (self._table.stamp(sequence_ids), frozenset(sequence_ids))
+        if self._settled == state and not fixed_sizes.any():
+            return [self._group[key] for key in sequence_ids]
+        x_RD = self._table.rows(sequence_ids)
+        group_R = self._start(sequence_ids, x_RD, fixed_GD, fixed_sizes)
+        search = LocalSearch(self._cost, x_RD, group_R, fixed_GD, fixed_sizes, limits)
+        search.balance()
+        is_done = search.run(max(1, _ROUNDS_OF_A_ROW // max(1, len(sequence_ids))))
+        self._settled = state if is_done and not fixed_sizes.any() else None
+        self.cost_total = search.total
+        groups: list[int] = search.group_R.tolist()
+        self._group |= dict(zip(sequence_ids, groups, strict=True))
+        return groups
+
+    def sums(self, sequence_ids: Items[int]) -> tuple[Floats, NDArray[np.int64]]:
+        """[G, D] features and [G] sizes of these as they would be split; who is new joins the
+        smallest group."""
+        x_RD = self._table.rows(sequence_ids)
+        known = np.array([self._group.get(key, -1) for key in sequence_ids], dtype=np.int64)
+        sums_GD = sums_by_group(x_RD, known, self._num_groups)
+        sizes_G = np.bincount(known[known >= 0], minlength=self._num_groups)
+        for row in np.flatnonzero(known < 0):
+            group = int(sizes_G.argmin())
+            sums_GD[group] += x_RD[row]
+            sizes_G[group] += 1
+        return sums_GD, sizes_G
+
+    def expect(self, sequence_id: int, group: int) -> None:
+        """Who starts now was chosen to suit this group."""
+        self._group[sequence_id] = group
+
+    def forget(self, sequence_ids: Iterable[int]) -> None:
+        for key in sequence_ids:
+            self._group.pop(key, None)
+
+    def _start(
+        self,
+        sequence_ids: Items[int],
+        x_RD: Floats,
+        fixed_GD: Floats,
+        fixed_sizes: NDArray[np.int64],
+    ) -> Groups:
+        """As it stands; who is new joins where it costs least of the smallest groups."""
+        group_R = np.array([self._group.get(key, -1) for key in sequence_ids], dtype=np.int64)
+        new = np.flatnonzero(group_R < 0)
+        if len(new) > _MAX_NEW_SHARE * len(group_R) and not fixed_sizes.any():
+            return first_split(x_RD, self._num_groups)
+        sizes_G = fixed_sizes + np.bincount(group_R[group_R >= 0], minlength=self._num_groups)
+        sums_GD = fixed_GD + sums_by_group(x_RD, group_R, self._num_groups)
+        for row in new:
+            smallest = np.flatnonzero(sizes_G == sizes_G.min())
+            added = self._cost.total(sums_GD[smallest] + x_RD[row])
+            group = int(smallest[(added - self._cost.total(sums_GD[smallest])).argmin()])
+            group_R[row] = group
+            sums_GD[group] += x_RD[row]
+            sizes_G[group] += 1
+        return group_R

@@ -1,0 +1,202 @@
+"""What sequences take from each other's computed pages, and what they give.
+
+A page is given once it is full, its step has succeeded and its values are finite. It is taken by
+reference when all its 16 tokens are wanted, and copied when only its first tokens are (copy on
+write: the taker will write the rest).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.cache.page_key import page_key, root_key, token_array
+from moe_serve.cache.prefix_cache import PrefixCache
+from moe_serve.cache.prefix_tree import num_in_common
+from moe_serve.config.sections import PAGE_SIZE
+from moe_serve.engine.request.sequence import Sequence
+
+# On a CPU, copying and checking a page takes about the time of one token of a prompt.
+_LEAST_COPIED_TOKENS = 2
+
+
+class PrefixSharing:
+    """Between the scheduler's sequences and the cache. `model_identity` None: nothing is shared."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        model_identity: bytes | None,
+        finite_pages: Callable[[list[int]], list[bool]],
+    ) -> None:
+        self._cache, self._identity, self._finite_pages = cache, model_identity, finite_pages
+        self._computing: dict[bytes, int] = {}  # key of a page -> the sequence that will give it
+        self._copies: list[tuple[int, int]] = []
+        self.num_queried_tokens = self.num_hit_tokens = 0
+
+    def register(self, sequence: Sequence) -> None:
+        """Give a new sequence the key that its pages' keys start from."""
+        request = sequence.request
+        if self._identity is not None:
+            root = root_key(self._identity, request.adapter_id, request.cache_salt)
+            sequence.page_keys.append(root)
+
+    def find(self, sequence: Sequence) -> list[int] | None:
+        """The cached pages that a waiting sequence can start with; None: it should wait, as a
+        sequence that runs is computing the next one.
+
+        At least its last token is left to compute, for the logits. A request for the prompt's log
+        probabilities needs the logits of all its tokens, so it takes nothing.
+        """
+        if not sequence.can_share or sequence.wants_prompt_logprobs:
+            return []
+        if sequence.awaited_key in self._computing:
+            return None
+        num_wanted = (sequence.num_tokens - 1) // PAGE_SIZE
+        sequence.extend_keys(num_wanted)
+        keys = sequence.page_keys[1 : num_wanted + 1]
+        pages = self._cache.find(keys)
+        sequence.awaited_key = keys[len(pages)] if len(pages) < num_wanted else None
+        return None if sequence.awaited_key in self._computing else pages
+
+    def take(
+        self, sequence: Sequence, pages: list[int], running: Iterable[Sequence], *, can_copy: bool
+    ) -> None:
+        """Start a sequence with the pages found, and the beginning of one more if some page has it.
+        Others are told what it will compute."""
+        assert not sequence.page_table, f"sequence {sequence.id} has pages before it starts"
+        self._cache.hold(pages)
+        sequence.page_table = list(pages)
+        sequence.num_computed_tokens = len(pages) * PAGE_SIZE
+        sequence.num_shared_pages = sequence.num_found_pages = len(pages)
+        if not sequence.can_share:
+            return
+        if not sequence.wants_prompt_logprobs:
+            if can_copy:
+                self._copy_beginning(sequence, running)
+            self._count(sequence)
+        num_full = sequence.num_tokens // PAGE_SIZE
+        sequence.extend_keys(num_full)
+        for key in sequence.page_keys[len(pages) + 1 : num_full + 1]:
+            self._computing.setdefault(key, sequence.id)
+
+    def _count(self, sequence: Sequence) -> None:
+        if sequence.started_at is None:  # later it finds what it computed itself, too
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+            self.num_queried_tokens += sequence.num_tokens
+            self.num_hit_tokens += sequence.num_computed_tokens
+
+    def _copy_beginning(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
+        """Have the page copied that begins most like the next one of this sequence."""
+        start, most = sequence.num_computed_tokens, sequence.num_tokens - 1
+        wanted = token_array(sequence.token_ids[start : min(start + PAGE_SIZE, most)])
+        if len(wanted) < _LEAST_COPIED_TOKENS:
+            return
+        source, count = self._most_alike(sequence, wanted, running)
+        if count < _LEAST_COPIED_TOKENS:
+            return
+        self._cache.hold([source])
+        (target,) = self._cache.allocate(1)
+        sequence.page_table.append(target)
+        sequence.num_computed_tokens += count
+        self._copies.append((source, target))
+
+    def _most_alike(
+        self, sequence: Sequence, wanted: NDArray[np.int32], running: Iterable[Sequence]
+    ) -> tuple[int, int]:
+        """A page and how many tokens of it: a cached one, or the last of a sequence that runs
+        (n > 1, equal prompts), if its values are finite so far."""
+        index = sequence.num_shared_pages
+        parent_key, start = sequence.page_keys[index], index * PAGE_SIZE
+        best, most = self._cache.tree.most_alike(parent_key, wanted)
+        for other in running:
+            if other.num_computed_tokens - start <= most or other.num_full_pages != index:
+                continue  # it cannot be better
+            if other.num_shared_pages != index or not other.can_share:
+                continue
+            if other.page_keys[index] != parent_key or other.token_ids[start] != wanted[0]:
+                continue
+            tail = other.token_ids[start : other.num_computed_tokens]
+            count = num_in_common(token_array(tail), wanted)
+            if count > most and self._is_copyable(other.page_table[index]):
+                best, most = other.page_table[index], count
+        return best, most
+
+    def _is_copyable(self, page: int) -> bool:
+        """Its values are there (it is not itself about to be copied to), and finite."""
+        is_written = all(page != target for _, target in self._copies)
+        return is_written and self._finite_pages([page]) == [True]
+
+    @property
+    def copies(self) -> list[tuple[int, int]]:
+        """Pages to copy before the next step runs, (from, to) each; the sources are held."""
+        return self._copies
+
+    def end_copies(self) -> None:
+        """The copies are made: let go of their sources."""
+        for source, _ in self._copies:
+            self._cache.release([source])
+        self._copies = []
+
+    def give(self, sequences: Iterable[Sequence], *, is_end: bool = False) -> None:
+        """Make the newly filled pages of sequences visible to all; at their end the last page too,
+        full or not.
+
+        Called when somebody asks: all pages of many steps are checked in one go. Without the cache
+        they are checked at the end, as whoever gets them next must not find a NaN there.
+        """
+        fresh = []
+        for sequence in sequences:
+            if not (sequence.can_share or (is_end and sequence.is_sound)):
+                continue
+            num_pages = sequence.num_full_pages
+            if is_end and sequence.num_computed_tokens % PAGE_SIZE >= _LEAST_COPIED_TOKENS:
+                num_pages += 1
+            if num_pages > sequence.num_shared_pages:
+                fresh.append((sequence, range(sequence.num_shared_pages, num_pages)))
+        if not fresh:
+            return
+        pages = [sequence.page_table[index] for sequence, span in fresh for index in span]
+        verdicts = iter(self._finite_pages(pages))
+        for sequence, span in fresh:
+            is_finite = [next(verdicts) for _ in span]
+            if all(is_finite):
+                self._enter(sequence, span)
+            else:
+                sequence.is_sound = False
+                self._enter(sequence, span[: is_finite.index(False)])
+                self.stop_computing(sequence)
+
+    def _enter(self, sequence: Sequence, span: range) -> None:
+        if self._identity is None:
+            return
+        sequence.extend_keys(min(span.stop, sequence.num_full_pages))
+        start, end = span.start * PAGE_SIZE, sequence.num_computed_tokens
+        ids = token_array(sequence.token_ids[start : min(span.stop * PAGE_SIZE, end)])
+        for index in span:
+            tokens = ids[index * PAGE_SIZE - start :][:PAGE_SIZE]
+            parent_key, is_full = sequence.page_keys[index], len(tokens) == PAGE_SIZE
+            key = sequence.page_keys[index + 1] if is_full else page_key(parent_key, tokens)
+            page = self._cache.enter(sequence.page_table[index], key, parent_key, tokens)
+            sequence.page_table[index] = page
+            sequence.num_shared_pages += is_full
+            self._computing.pop(key, None)
+
+    def stop_computing(self, sequence: Sequence) -> None:
+        """It will give no more pages: nobody waits for it any longer."""
+        for key in sequence.page_keys[sequence.num_shared_pages + 1 :]:
+            if self._computing.get(key) == sequence.id:
+                del self._computing[key]
+
+    def check_integrity(self, running: Items[Sequence]) -> None:
+        """Only pages of running sequences are waited for, and shared pages are in the tree."""
+        lost = set(self._computing.values()) - {s.id for s in running}
+        assert not lost, f"sequences {lost} do not run and are waited for"
+        for sequence in running:
+            shared = sequence.page_table[: sequence.num_shared_pages]
+            keys = sequence.page_keys[1 : sequence.num_shared_pages + 1]
+            found = [self._cache.tree.find(key) for key in keys]
+            assert found == shared, f"sequence {sequence.id} shares {shared}, cached are {found}"

@@ -1,0 +1,270 @@
+"""Who runs in the next step, and how many tokens of each.
+
+One rule for prompts and answers alike: every running sequence has tokens that are not computed yet,
+and a step computes some of them under a token budget. Sequences with one token left (decode) go
+first, then prompts in the order in which they started, then who waits, the most urgent first.
+Nobody is put back because somebody more urgent came. When pages run out, the least urgent that
+runs (of several the one that started last) gives its pages back and waits, before all who are as
+urgent, to be computed again.
+
+A sequence starts with what is cached of its tokens. If a sequence that runs is just computing its
+next page, it waits for that page, and those behind it may start first. The batch policy may let
+others go first too, within bounds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+
+from moe_serve.cache.prefix_cache import PrefixCache
+from moe_serve.config.sections import SchedulerConfig
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.request.step_tokens import StepTokenCounter
+from moe_serve.engine.sampling.mask_share import MaskShare
+from moe_serve.engine.schedule.left_aside import LeftAside
+from moe_serve.engine.schedule.policy.policy import BatchPolicy
+from moe_serve.engine.schedule.prefix_sharing import PrefixSharing
+from moe_serve.engine.schedule.waiting_line import WaitingLine
+
+Schedule = dict[int, tuple[Sequence, int]]  # sequence id -> (sequence, tokens to compute)
+
+
+class Scheduler:
+    """Owns the waiting and running sequences and their page tables."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: PrefixCache,
+        sharing: PrefixSharing,
+        policy: BatchPolicy,
+    ) -> None:
+        self._config, self.cache, self.sharing, self.policy = config, cache, sharing, policy
+        self.waiting = WaitingLine(config.max_passed_over_s)
+        self.running: list[Sequence] = []  # in the order in which they started
+        self.left_aside = LeftAside()
+        self.mask_share = MaskShare(config.max_held_s)
+        self.num_preemptions = 0
+        self.num_missed_tokens = 0  # of prompts that started, not found in the cache
+        self.step_tokens = StepTokenCounter()
+        self._unproven_pages: list[int] = []
+
+    @property
+    def num_seats(self) -> int:
+        return self._config.max_num_seqs
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    @property
+    def oldest_arrival(self) -> float | None:
+        """Of who waits; None: nobody does. On any thread."""
+        try:
+            return self.waiting.line[0].request.arrival_time
+        except IndexError:
+            return None
+
+    def add(self, sequence: Sequence) -> None:
+        self.sharing.register(sequence)
+        self.waiting.add(sequence)
+
+    def remove(self, sequences: Iterable[Sequence]) -> None:
+        """Take sequences out, wherever they are. Pages that a valid token vouches for stay cached
+        if their values are finite; the others are free."""
+        sequences = list(sequences)
+        self.sharing.give((s for s in sequences if s.is_proven), is_end=True)
+        for sequence in sequences:
+            if sequence.is_running:
+                self._stop(sequence)
+            else:
+                self.waiting.remove(sequence)
+            self._release(sequence)
+        self.left_aside.forget(sequences)
+        self.mask_share.forget(sequences)
+        self.policy.forget(s.id for s in sequences)
+
+    def discard(self, sequence: Sequence) -> None:
+        """Take a failed sequence out. The pages that it computed leave the cache too, but for those
+        that somebody else uses by now: what failed once is not trusted for long."""
+        own = sequence.page_table[sequence.num_found_pages : sequence.num_shared_pages]
+        sequence.is_proven = False
+        self.remove([sequence])
+        self._unproven_pages += self.cache.forget(own)
+
+    def schedule(self) -> Schedule:
+        """Choose the step's sequences and give them the pages that they need."""
+        self.policy.prepare(self.waiting.line, self.running)
+        chosen: Schedule = {}
+        budget = self._config.max_batched_tokens
+        num_preempted = self.num_preemptions
+        decoding = [s for s in self.running if s.num_pending_tokens == 1]
+        reading = [s for s in self.running if s.num_pending_tokens > 1]
+        is_alone = not (reading or self.waiting and self._has_seat)
+        decoding = self.mask_share.affordable(decoding, is_alone=is_alone)
+        for sequence in (*decoding, *reading):
+            count = min(sequence.num_pending_tokens, budget)
+            if count and self._make_room(sequence, count, chosen):
+                chosen[sequence.id] = (sequence, count)
+                budget -= count
+            if self.num_preemptions > num_preempted:  # their share of the budget is free again
+                budget = self._config.max_batched_tokens - sum(n for _, n in chosen.values())
+        if self.num_preemptions == num_preempted:
+            self._admit(budget, chosen)
+        return chosen
+
+    def overdue(self) -> list[Sequence]:
+        """Running sequences that keep their seats from others, as their grammars cost too much."""
+        if not self.waiting or self._has_seat:
+            return []
+        return self.mask_share.overdue(self.running, len(self.waiting))
+
+    def follow(self, schedule: Schedule) -> Schedule | None:
+        """The step after `schedule` while that still runs, with pages for it; None if it is not
+        sure yet. It is when all who run are in the step and get a token from it, there are pages
+        for these tokens, and nobody who waits could start."""
+        if len(schedule) != len(self.running) or (self.waiting and self._has_seat):
+            return None
+        if any(count != s.num_pending_tokens for s, count in schedule.values()):
+            return None  # still reading
+        sequences = [s for s, _ in schedule.values()]
+        if not self.mask_share.can_afford(sequences):
+            return None
+        missing = sum(max(0, s.num_missing_pages(s.num_tokens + 1)) for s in sequences)
+        if missing > self.cache.num_available:
+            return None
+        self.policy.prepare(self.waiting.line, self.running)
+        for sequence in sequences:
+            self._grow(sequence, sequence.num_pending_tokens + 1)
+        return {s.id: (s, 1) for s in sequences}
+
+    def _admit(self, budget: int, chosen: Schedule) -> None:
+        """Start waiting sequences while there is budget, a seat, and pages for the whole prompt;
+        the less urgent once nobody more urgent waits."""
+        if not (self.waiting and budget and self._has_seat):
+            return
+        self.sharing.give(self.running)  # what the last steps computed, for those who wait
+        for group in self.waiting.groups():
+            num_waiting = len(group)
+            started = self._start(group, budget, chosen)
+            budget -= sum(chosen[sequence.id][1] for sequence in started)
+            if len(started) < num_waiting or not (budget and self._has_seat):
+                return
+
+    def _start(self, group: Items[Sequence], budget: int, chosen: Schedule) -> list[Sequence]:
+        """Those of equally urgent ones that can start, as the policy chooses."""
+        started: list[Sequence] = []
+        awaiting: list[Sequence] = []
+        lacking: list[Sequence] = []
+        try:
+            for sequence in self.policy.candidates(group, self.running):
+                found = self.sharing.find(sequence)
+                if found is None:
+                    awaiting.append(sequence)
+                    continue
+                num_spare = self._num_spare_pages(sequence, found)
+                if num_spare < 0:
+                    lacking.append(sequence)
+                    if self.policy.is_next(sequence):
+                        break
+                    continue
+                # One more page than it needs, as what it copies from is held until then.
+                self.sharing.take(sequence, found, self.running, can_copy=num_spare > 0)
+                self.running.append(sequence)
+                started.append(sequence)
+                sequence.is_running = True
+                if sequence.started_at is None:
+                    sequence.started_at = time.monotonic()
+                    self.num_missed_tokens += sequence.num_pending_tokens
+                self.policy.started(sequence)
+                count = min(sequence.num_pending_tokens, budget)
+                self._grow(sequence, count)
+                chosen[sequence.id] = (sequence, count)
+                budget -= count
+                if not (budget and self._has_seat):
+                    break
+        finally:
+            self.left_aside.note(self.waiting, started=started, lacking=lacking, awaiting=awaiting)
+            for sequence in started:
+                self.waiting.remove(sequence)
+        return started
+
+    @property
+    def _has_seat(self) -> bool:
+        return len(self.running) < self._config.max_num_seqs
+
+    @property
+    def _least_urgent(self) -> Sequence:
+        """Of those who run; of several, the one that started last."""
+        return max(reversed(self.running), key=lambda s: s.request.priority)
+
+    def _num_spare_pages(self, sequence: Sequence, found: list[int]) -> int:
+        """Pages left when a sequence has what it found and what its prompt and one token take, and
+        the prompts that run have what they will still take."""
+        missing = sequence.num_missing_pages(sequence.num_tokens + 1) - len(found)
+        promised = sum(max(0, s.num_missing_pages(s.num_tokens)) for s in self.running)
+        return self.cache.num_available - promised - missing - self.cache.num_idle(found)
+
+    def _make_room(self, sequence: Sequence, count: int, chosen: Schedule) -> bool:
+        """Pages for `count` more tokens, at the cost of the least urgent; False if that is it."""
+        if not sequence.is_running:
+            return False  # preempted a moment ago
+        needed = sequence.num_missing_pages(sequence.num_computed_tokens + count)
+        while needed > self.cache.num_available:
+            victim = self._least_urgent
+            self._preempt(victim, chosen)
+            if victim is sequence:
+                return False
+        self._grow(sequence, count)
+        return True
+
+    def _grow(self, sequence: Sequence, count: int) -> None:
+        missing = sequence.num_missing_pages(sequence.num_computed_tokens + count)
+        if missing > 0:
+            sequence.page_table += self.cache.allocate(missing)
+
+    def _preempt(self, victim: Sequence, chosen: Schedule) -> None:
+        # What is not evicted soon need not be computed again; the last page is checked too.
+        self.sharing.give([victim], is_end=True)
+        self._stop(victim)
+        self._release(victim)
+        victim.restart()
+        victim.num_preemptions += 1
+        self.waiting.put_back(victim)
+        chosen.pop(victim.id, None)
+        self.num_preemptions += 1
+
+    def _stop(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        sequence.is_running = False
+
+    def take_unproven_pages(self) -> list[int]:
+        """Freed pages whose values no sampled token has vouched for: a NaN may lie there."""
+        pages, self._unproven_pages = self._unproven_pages, []
+        return pages
+
+    def _release(self, sequence: Sequence) -> None:
+        self.sharing.stop_computing(sequence)
+        freed = self.cache.release(sequence.page_table)
+        sequence.page_table = []
+        if not (sequence.is_proven and sequence.is_sound):
+            self._unproven_pages += freed
+
+    def check_integrity(self) -> None:
+        """Pool, tree and tables agree, and only running sequences hold pages."""
+        self.cache.check_integrity(s.page_table for s in self.running)
+        self.sharing.check_integrity(self.running)
+        self.waiting.check_integrity()
+        self.left_aside.check_integrity(self.waiting)
+        for sequence in self.waiting:
+            assert not sequence.page_table, f"waiting sequence {sequence.id} holds pages"
+        for sequence in self.running:
+            covered = -sequence.num_missing_pages(sequence.num_computed_tokens)
+            assert covered >= 0, f"sequence {sequence.id} lacks {-covered} pages"
+
+
+def sequences_of(schedule: Schedule) -> dict[int, Sequence]:
+    """By their ids."""
+    return {key: sequence for key, (sequence, _) in schedule.items()}

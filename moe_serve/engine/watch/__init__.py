@@ -1,0 +1,1 @@
+"""Watches the engine: hangs, expert load, recent pools and the startup."""

@@ -1,0 +1,88 @@
+"""Looks whether the engine comes round, and writes one report when it does not."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from moe_serve.engine.request.client import EngineClient, EngineStats
+from moe_serve.engine.watch.hang_report import hang_report
+from moe_serve.engine.watch.witness import Witness
+
+_log = logging.getLogger(__name__)
+_LOOKS = 10  # in the time after which a report is written
+_MAX_LOOK_S = 5.0
+
+
+class HangWatch:
+    """A thread of its own, from its construction until `close`.
+
+    A hang is one as long as the engine makes no step: it gets one report, however long it lasts.
+    Ranks that are away are no hang: that has an end and messages of its own. What the engine waits
+    for afterwards, in the same step, counts from their return.
+    """
+
+    def __init__(
+        self, engine: EngineClient, witness: Witness | None, after_s: float, directory: str | None
+    ) -> None:
+        self._engine, self._witness, self._after_s = engine, witness, after_s
+        self._directory = Path(directory or tempfile.gettempdir()).expanduser()
+        self._is_reported = False  # the hang at hand
+        self._excused_s = 0.0  # of the time since the last turn: until ranks came back
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
+        self._thread.start()
+
+    def report(self) -> str:
+        """What would be written now. Takes a second with ranks."""
+        return hang_report(self._engine.stats(), self._witness)
+
+    def close(self) -> None:
+        self._is_closing.set()
+        self._thread.join(_MAX_LOOK_S)
+
+    def _watch(self) -> None:
+        while not self._is_closing.wait(min(_MAX_LOOK_S, self._after_s / _LOOKS)):
+            try:
+                self._look()
+            except Exception:  # the top of a thread, which must go on
+                _log.exception("the engine could not be looked at")
+
+    def _look(self) -> None:
+        stats = self._engine.stats()
+        age_s = stats.last_turn_age_s or 0.0
+        has_work = stats.num_running > 0 or stats.num_waiting > 0
+        if not has_work or age_s <= self._after_s:  # it came round, or sleeps
+            self._is_reported = False
+        if stats.outage_s:
+            self._excused_s = age_s
+        elif age_s < self._excused_s:
+            self._excused_s = 0.0
+        is_stuck = has_work and age_s - self._excused_s > self._after_s and not stats.outage_s
+        if stats.is_alive and is_stuck and not self._is_reported:
+            self._is_reported = True
+            self._tell(stats)
+
+    def _tell(self, stats: EngineStats) -> None:
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+        path = self._directory / f"moe-serve-hang-{stamp}-step{stats.num_steps}.txt"
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            report = self.report()  # before there is a file: who sees it may read it
+            with path.open("x", encoding="utf-8") as file:  # no file or link of somebody else
+                file.write(report)
+            where = f"the report is in {path}"
+        except OSError as error:
+            where = f"no report was written: {error}"
+        _log.error(
+            "the engine has made no step for %.0f s with %d sequences running and %d waiting "
+            "(step %d); %s",
+            stats.last_turn_age_s or 0.0,
+            stats.num_running,
+            stats.num_waiting,
+            stats.num_steps,
+            where,
+        )

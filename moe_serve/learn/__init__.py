@@ -1,0 +1,1 @@
+"""Trains predictors: from texts to captured routing to a trained file."""
