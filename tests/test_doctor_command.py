@@ -16,9 +16,9 @@ from moe_serve.cli.doctor_checks import Check, has_problem, machine_checks
 from moe_serve.cli.machine import Backend, MachineReport
 from moe_serve.cli.main import main
 from moe_serve.cli.model_check import check_model
-from moe_serve.cluster import plan_memory
 from moe_serve.config.sections import CacheConfig, EngineConfig, ModelConfig
 from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.planning import plan_memory
 from own_port import port_of_ones_own
 
 Capture = pytest.CaptureFixture[str]

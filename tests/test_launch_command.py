@@ -15,11 +15,11 @@ from moe_serve.cli.launch_node import config_of_node_0, find_secret
 from moe_serve.cli.launch_request import LaunchRequest, launch_request
 from moe_serve.cli.main import main
 from moe_serve.cli.setting_flags import KEYS
+from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.launch.environment import NodeEnvironment
 from moe_serve.cluster.launch.host_commands import HostCommand
 from moe_serve.cluster.launch.node_layout import fill_nodes
 from moe_serve.cluster.launch.own_address import own_address
-from moe_serve.cluster.rank_name import RankName
 from moe_serve.config.keys import config_keys
 from moe_serve.config.sections import Config
 from moe_serve.errors import ConfigError

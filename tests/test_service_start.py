@@ -15,10 +15,10 @@ from moe_serve.cli import service
 from moe_serve.cli.listening import check_is_guarded
 from moe_serve.cli.main import main
 from moe_serve.cli.service_start import ServiceStart
-from moe_serve.cluster import plan_memory
 from moe_serve.config.sections import Config, ServerConfig
 from moe_serve.errors import ConfigError
 from moe_serve.http.server import bind
+from moe_serve.planning import plan_memory
 from own_port import port_of_ones_own
 
 

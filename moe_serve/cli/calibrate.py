@@ -17,8 +17,8 @@ from moe_serve.cli.wide_console import wide_console
 from moe_serve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from moe_serve.cluster.calibration_file import Calibration
     from moe_serve.pipeline.costs.cost_model import Line, LinkCosts
+    from moe_serve.planning.calibration_file import Calibration
 
 _DEVICES = ("auto", "cpu", "cuda")
 
@@ -44,11 +44,11 @@ def calibrate(
     out = out.expanduser()
     check_output(out)
 
-    from moe_serve.cluster.calibration import CalibrationRequest
-    from moe_serve.cluster.calibration import calibrate as measure
-    from moe_serve.cluster.calibration_file import write_calibration
     from moe_serve.config.sections import ModelConfig
     from moe_serve.engine.build import model_folder
+    from moe_serve.planning.calibration import CalibrationRequest
+    from moe_serve.planning.calibration import calibrate as measure
+    from moe_serve.planning.calibration_file import write_calibration
 
     request = CalibrationRequest(
         folder=model_folder(ModelConfig(path=model)),

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from moe_serve.cli.doctor_checks import Check
 from moe_serve.cli.machine_limits import Fact
-from moe_serve.cluster.plan_memory import plan_memory
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import (
     device_of,
@@ -20,6 +19,7 @@ from moe_serve.engine.build import (
     open_loader,
 )
 from moe_serve.errors import MoeServeError
+from moe_serve.planning.plan_memory import plan_memory
 from moe_serve.text.chat_template import ChatTemplate
 from moe_serve.text.tokenizer import Tokenizer
 

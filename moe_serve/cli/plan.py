@@ -16,8 +16,8 @@ from moe_serve.config.keys import parse_size
 from moe_serve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from moe_serve.cluster.calibration_file import Calibration
-    from moe_serve.cluster.layout_planner import PlannedLayout
+    from moe_serve.planning.calibration_file import Calibration
+    from moe_serve.planning.layout_planner import PlannedLayout
 
 _NUM_SHOWN = 12
 
@@ -50,9 +50,9 @@ def plan(
 
     Without a batch or a rate: the largest batch that the other bounds allow.
     """
-    from moe_serve.cluster.calibration_file import read_calibration
-    from moe_serve.cluster.layout_planner import PlanRequest, plan_layouts
-    from moe_serve.cluster.plan_verdict import verdict
+    from moe_serve.planning.calibration_file import read_calibration
+    from moe_serve.planning.layout_planner import PlanRequest, plan_layouts
+    from moe_serve.planning.plan_verdict import verdict
 
     measured = read_calibration(calibration)
     if network:
@@ -85,7 +85,7 @@ def _simulated(
     measured: Calibration, layouts: Sequence[PlannedLayout], context: int
 ) -> Iterator[str]:
     """Of the best split, the step by both ways, where there is one."""
-    from moe_serve.cluster.layout_planner import simulated_step_s
+    from moe_serve.planning.layout_planner import simulated_step_s
 
     for split in layouts:
         if split.kind == "disaggregated" and not split.reason:

@@ -10,13 +10,13 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-from moe_serve.cluster.plan_memory import plan_memory
 from moe_serve.config.logs import STARTUP_LOG
 from moe_serve.config.sections import Config
 from moe_serve.engine.watch.startup import Startup
 from moe_serve.http.loading_server import LoadingServer
 from moe_serve.http.server import bind
 from moe_serve.model.load.model_tensors import LoadProgress
+from moe_serve.planning.plan_memory import plan_memory
 
 _log = logging.getLogger(STARTUP_LOG)
 _SIGTERM_STATUS = 128 + signal.SIGTERM

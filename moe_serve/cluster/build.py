@@ -6,10 +6,10 @@ import contextlib
 import time
 from collections.abc import Callable
 
-from moe_serve.cluster.cluster_model import ClusterModel
-from moe_serve.cluster.messages import Loaded
-from moe_serve.cluster.pool_watch import PoolWatch, make_watch
-from moe_serve.cluster.rank_starter import LocalStarter
+from moe_serve.cluster.control.messages import Loaded
+from moe_serve.cluster.members.cluster_model import ClusterModel
+from moe_serve.cluster.members.pool_watch import PoolWatch, make_watch
+from moe_serve.cluster.members.rank_starter import LocalStarter
 from moe_serve.cluster.rebalance.planner import Plan, plan_in_process
 from moe_serve.cluster.started_ranks import MakeStarter, StartedRanks
 from moe_serve.config.sections import PAGE_SIZE, EngineConfig

@@ -11,30 +11,30 @@ import msgspec
 
 from moe_serve.cache.model_identity import model_identity
 from moe_serve.cache.page_times import SampledPages
-from moe_serve.cluster.cluster_engine import ClusterEngine
-from moe_serve.cluster.cluster_model import ClusterModel
-from moe_serve.cluster.coordinator import Coordinator
-from moe_serve.cluster.epoch_maker import EpochMaker
-from moe_serve.cluster.listener import Listener
-from moe_serve.cluster.membership import Membership
-from moe_serve.cluster.messages import Configure, Loaded, Report
-from moe_serve.cluster.pool_watch import PoolWatch
-from moe_serve.cluster.preflight import ExpectedRank
-from moe_serve.cluster.preflight_round import PreflightRound
-from moe_serve.cluster.rank_calls import RankCalls
-from moe_serve.cluster.rank_name import RankName
-from moe_serve.cluster.rank_starter import LocalStarter, RankStarter
-from moe_serve.cluster.rank_witness import RankWitness
-from moe_serve.cluster.rebalance.current_placement import CurrentPlacement
+from moe_serve.cluster.control.listener import Listener
+from moe_serve.cluster.control.messages import Configure, Loaded, Report
+from moe_serve.cluster.control.rank_name import RankName
+from moe_serve.cluster.control.secret import ClusterSecret, new_secret, read_secret
+from moe_serve.cluster.control.store import StoreServer
+from moe_serve.cluster.members.cluster_model import ClusterModel
+from moe_serve.cluster.members.current_placement import CurrentPlacement
+from moe_serve.cluster.members.membership import Membership
+from moe_serve.cluster.members.pool_watch import PoolWatch
+from moe_serve.cluster.members.preflight import ExpectedRank
+from moe_serve.cluster.members.preflight_round import PreflightRound
+from moe_serve.cluster.members.rank_starter import LocalStarter, RankStarter
+from moe_serve.cluster.members.roster import Roster
+from moe_serve.cluster.members.transport_check import check_transport
 from moe_serve.cluster.rebalance.make import make_mover, make_rebalancer
 from moe_serve.cluster.rebalance.mover import Mover
 from moe_serve.cluster.rebalance.planner import Plan
 from moe_serve.cluster.rebalance.rebalancer import Rebalancer
-from moe_serve.cluster.remote_executor import RemoteExecutor
-from moe_serve.cluster.roster import Roster
-from moe_serve.cluster.secret import ClusterSecret, new_secret, read_secret
-from moe_serve.cluster.store import StoreServer
-from moe_serve.cluster.transport_check import check_transport
+from moe_serve.cluster.steps.cluster_engine import ClusterEngine
+from moe_serve.cluster.steps.coordinator import Coordinator
+from moe_serve.cluster.steps.epoch_maker import EpochMaker
+from moe_serve.cluster.steps.rank_calls import RankCalls
+from moe_serve.cluster.steps.rank_witness import RankWitness
+from moe_serve.cluster.steps.remote_executor import RemoteExecutor
 from moe_serve.engine.build import eos_token_ids_of, max_model_len_of
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.routes.route_records import RouteListeners

@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-from moe_serve.cluster.calibration_file import (
-    SCHEMA,
-    Calibration,
-    FitReport,
-    MachineFacts,
-    ModelFacts,
-)
 from moe_serve.pipeline.costs.cost_model import (
     AttentionCost,
     ExpertCost,
@@ -17,6 +10,13 @@ from moe_serve.pipeline.costs.cost_model import (
     Line,
     LinkCosts,
     StageCosts,
+)
+from moe_serve.planning.calibration_file import (
+    SCHEMA,
+    Calibration,
+    FitReport,
+    MachineFacts,
+    ModelFacts,
 )
 
 GIB = 2**30

@@ -8,9 +8,9 @@ from queue import SimpleQueue
 
 import msgspec
 
-from moe_serve.cluster.channel import Channel, connect
-from moe_serve.cluster.listener import Listener
-from moe_serve.cluster.secret import ClusterSecret, new_secret
+from moe_serve.cluster.control.channel import Channel, connect
+from moe_serve.cluster.control.listener import Listener
+from moe_serve.cluster.control.secret import ClusterSecret, new_secret
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):

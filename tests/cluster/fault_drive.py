@@ -9,11 +9,11 @@ from typing import Any
 
 from layouts import Answer, config, serve
 from moe_serve.cluster.build import build_cluster
-from moe_serve.cluster.cluster_engine import ClusterEngine
-from moe_serve.cluster.coordinator import Coordinator
-from moe_serve.cluster.membership import Membership
-from moe_serve.cluster.roster import Phase, RankState
+from moe_serve.cluster.members.membership import Membership
+from moe_serve.cluster.members.roster import Phase, RankState
 from moe_serve.cluster.started_ranks import MakeStarter
+from moe_serve.cluster.steps.cluster_engine import ClusterEngine
+from moe_serve.cluster.steps.coordinator import Coordinator
 from moe_serve.config.sections import CacheConfig, ClusterConfig, EngineConfig, SchedulerConfig
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.request.request import GenerationRequest

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from moe_serve.cluster.channel import Channel
-from moe_serve.cluster.frame import frame
-from moe_serve.cluster.messages import Heartbeat
-from moe_serve.cluster.rank_name import RankName
-from moe_serve.cluster.secret import ClusterSecret
+from moe_serve.cluster.control.channel import Channel
+from moe_serve.cluster.control.frame import frame
+from moe_serve.cluster.control.messages import Heartbeat
+from moe_serve.cluster.control.rank_name import RankName
+from moe_serve.cluster.control.secret import ClusterSecret
 from thread_starter import ThreadStarter
 
 _FREEZE_LIMIT_S = 100.0

@@ -14,7 +14,7 @@ import pytest
 from experts.placement.problem.plan import Placement
 from fault_drive import DEADLINE_S, FaultDrive
 from layouts import Answer
-from moe_serve.cluster.messages import Join, RunStep, ServeStep
+from moe_serve.cluster.control.messages import Join, RunStep, ServeStep
 from moe_serve.cluster.rebalance.mover import MoveEnd, Mover
 from moe_serve.cluster.rebalance.rank_placement import RankPlacement
 from moe_serve.engine.request.request import GenerationRequest

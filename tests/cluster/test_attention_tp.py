@@ -15,8 +15,8 @@ from test_families import CASES
 
 from layouts import Answer, colocated, config, on_ranks, requests, serve
 from moe_serve.cluster.build import build_cluster
-from moe_serve.cluster.rank_name import RankName
-from moe_serve.cluster.secret import ClusterSecret
+from moe_serve.cluster.control.rank_name import RankName
+from moe_serve.cluster.control.secret import ClusterSecret
 from moe_serve.config.keys import check_engine_config
 from moe_serve.config.sections import ClusterConfig, EngineConfig, PipelineConfig
 from moe_serve.engine.request.request import TokenDelta
@@ -145,6 +145,6 @@ def _shards() -> list[psutil.Process]:
     found = []
     for child in children:
         with contextlib.suppress(psutil.Error):
-            if "moe_serve.cluster.attention_shard" in child.cmdline():
+            if "moe_serve.cluster.ranks.attention_shard" in child.cmdline():
                 found.append(child)
     return found

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from calibrations import cpu_calibration
-from moe_serve.cluster.calibration_file import read_calibration, write_calibration
 from moe_serve.errors import ConfigError
+from moe_serve.planning.calibration_file import read_calibration, write_calibration
 
 
 def test_there_and_back(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from control_pair import Cluster, Ping, Text, decoder
-from moe_serve.cluster.channel import Channel, connect
-from moe_serve.cluster.frame import frame
-from moe_serve.cluster.secret import new_secret
+from moe_serve.cluster.control.channel import Channel, connect
+from moe_serve.cluster.control.frame import frame
+from moe_serve.cluster.control.secret import new_secret
 from moe_serve.errors import ChannelClosedError, ClusterError
 
 

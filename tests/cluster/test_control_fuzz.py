@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from control_pair import Cluster, Message, Ping, Text, decoder, open_cluster
-from moe_serve.cluster.channel import Channel
-from moe_serve.cluster.frame import MAGIC, FrameReader, frame
-from moe_serve.cluster.handshake import NONCE_BYTES
+from moe_serve.cluster.control.channel import Channel
+from moe_serve.cluster.control.frame import MAGIC, FrameReader, frame
+from moe_serve.cluster.control.handshake import NONCE_BYTES
 from moe_serve.errors import ChannelClosedError
 
 QUICK = settings(

@@ -15,9 +15,8 @@ from experts.memory.expectation import Hint
 from experts.memory.expert_memory import ExpertMemory
 from layouts import Answer, colocated, config, requests, serve
 from moe_serve.cluster.build import build_cluster
-from moe_serve.cluster.calibration import CalibrationRequest, calibrate
-from moe_serve.cluster.cluster_model import read_spec
-from moe_serve.cluster.needed_experts import pack_needed, unpack_needed
+from moe_serve.cluster.members.cluster_model import read_spec
+from moe_serve.cluster.ranks.needed_experts import pack_needed, unpack_needed
 from moe_serve.config.sections import (
     BatchPolicyName,
     EngineConfig,
@@ -30,6 +29,7 @@ from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.errors import ConfigError
 from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.model.checkpoint.safetensors_file import SafetensorsFile
+from moe_serve.planning.calibration import CalibrationRequest, calibrate
 from thread_starter import ThreadStarter
 
 VOCAB_SIZE, NUM_LAYERS, NUM_EXPERTS = 4096, 6, 32  # of the demonstration model

@@ -19,10 +19,10 @@ from fault_drive import DEADLINE_S, FaultDrive, fault_config, undisturbed
 from fault_starter import Faults, FaultStarter, no_message
 from layouts import Answer, requests
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.cluster import membership as membership_module
-from moe_serve.cluster.expert_rank import ExpertRank
-from moe_serve.cluster.mirror import Mirrors
-from moe_serve.cluster.worker import Worker
+from moe_serve.cluster.members import membership as membership_module
+from moe_serve.cluster.ranks.expert_rank import ExpertRank
+from moe_serve.cluster.ranks.mirror import Mirrors
+from moe_serve.cluster.ranks.worker import Worker
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import model_folder
 from moe_serve.engine.execute.step_executor import LocalExecutor

@@ -14,7 +14,7 @@ import pytest
 
 from gloo_as_nccl import put_gloo
 from layouts import Answer, colocated, config, on_ranks, random_placement, requests
-from moe_serve.cluster import epoch
+from moe_serve.cluster.control import epoch
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.pipeline.exchange.frame_layout import CompactLayout, FrameLayout, MaskedLayout

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from layouts import colocated, config, on_ranks, random_placement, requests, serve
 from moe_serve.cluster.build import build_cluster
-from moe_serve.cluster.cluster_engine import ClusterEngine
+from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.request.request import TokenLogprob
 from moe_serve.pipeline.exchange.group_transport import GroupTransport

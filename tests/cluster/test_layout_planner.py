@@ -7,14 +7,14 @@ import math
 import pytest
 
 from calibrations import GIB, cpu_calibration, gpu_calibration
-from moe_serve.cluster.layout_planner import (
+from moe_serve.errors import ConfigError
+from moe_serve.planning.layout_planner import (
     PlannedLayout,
     PlanRequest,
     plan_layouts,
     simulated_step_s,
 )
-from moe_serve.cluster.plan_verdict import verdict
-from moe_serve.errors import ConfigError
+from moe_serve.planning.plan_verdict import verdict
 
 MEMORY = 141 * 10**9
 LONG = PlanRequest(num_devices=8, context=8192, memory_bytes=MEMORY, max_tpot_s=0.05)

@@ -12,15 +12,15 @@ import psutil
 import pytest
 
 from control_pair import Cluster, Ping, open_cluster
-from moe_serve.cluster.frame import MAGIC
-from moe_serve.cluster.handshake import (
+from moe_serve.cluster.control.frame import MAGIC
+from moe_serve.cluster.control.handshake import (
     CLOSED,
     NONCE_BYTES,
     NOT_OURS,
     TIMED_OUT,
     WRONG_SECRET,
 )
-from moe_serve.cluster.listener import CROWDED_OUT, bound_socket
+from moe_serve.cluster.control.listener import CROWDED_OUT, bound_socket
 from moe_serve.errors import ConfigError
 
 

@@ -20,7 +20,7 @@ from fault_starter import Faults, FaultStarter
 from layouts import Answer, requests, serve
 from live_moves import Moves, VersionLog
 from moe_serve.cluster.build import build_cluster
-from moe_serve.cluster.rank_name import RankName
+from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.rebalance import expert_copies, load_window, proposal, rebalancer
 from moe_serve.cluster.rebalance.expert_copies import ExpertCopies
 from moe_serve.cluster.rebalance.plan_job import answer

@@ -12,12 +12,13 @@ import pytest
 
 from fault_drive import FaultDrive, undisturbed
 from layouts import config, requests
-from moe_serve.cluster import attention_rank, epoch
-from moe_serve.cluster.attention_rank import AttentionRank
-from moe_serve.cluster.expert_rank import ExpertRank
-from moe_serve.cluster.flight import Flight
-from moe_serve.cluster.messages import FinitePages, Join, StepDone, StepFailed
-from moe_serve.cluster.rank_name import RankName
+from moe_serve.cluster.control import epoch
+from moe_serve.cluster.control.messages import FinitePages, Join, StepDone, StepFailed
+from moe_serve.cluster.control.rank_name import RankName
+from moe_serve.cluster.ranks import attention_rank
+from moe_serve.cluster.ranks.attention_rank import AttentionRank
+from moe_serve.cluster.ranks.expert_rank import ExpertRank
+from moe_serve.cluster.steps.flight import Flight
 from moe_serve.engine.execute.step_executor import LocalExecutor, StepOutcome
 from moe_serve.engine.request.request import FinishReason, TokenDelta
 from moe_serve.engine.request.sequence import Sequence

@@ -10,17 +10,25 @@ from typing import Any
 import msgspec
 import pytest
 
-from moe_serve.cluster.channel import Channel, connect
-from moe_serve.cluster.examine import examine, versions
-from moe_serve.cluster.listener import Listener
-from moe_serve.cluster.membership import Membership
-from moe_serve.cluster.messages import Configure, Examine, Hello, Loaded, Order, Report, Stop
-from moe_serve.cluster.preflight import ExpectedRank
-from moe_serve.cluster.preflight_round import PreflightRound
-from moe_serve.cluster.rank_name import RankName, all_ranks
-from moe_serve.cluster.rank_starter import RankExit
-from moe_serve.cluster.roster import Phase, Roster
-from moe_serve.cluster.secret import new_secret
+from moe_serve.cluster.control.channel import Channel, connect
+from moe_serve.cluster.control.listener import Listener
+from moe_serve.cluster.control.messages import (
+    Configure,
+    Examine,
+    Hello,
+    Loaded,
+    Order,
+    Report,
+    Stop,
+)
+from moe_serve.cluster.control.rank_name import RankName, all_ranks
+from moe_serve.cluster.control.secret import new_secret
+from moe_serve.cluster.members.examine import examine, versions
+from moe_serve.cluster.members.membership import Membership
+from moe_serve.cluster.members.preflight import ExpectedRank
+from moe_serve.cluster.members.preflight_round import PreflightRound
+from moe_serve.cluster.members.rank_starter import RankExit
+from moe_serve.cluster.members.roster import Phase, Roster
 from moe_serve.config.sections import EngineConfig
 from moe_serve.errors import ChannelClosedError, ClusterError
 

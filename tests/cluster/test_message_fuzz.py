@@ -18,10 +18,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moe_serve.cluster.channel import Channel
-from moe_serve.cluster.frame import frame
-from moe_serve.cluster.messages import Heartbeat, Hello, Order, Report, TookExperts
-from moe_serve.cluster.rank_link import Event, Gone, RankLink
+from moe_serve.cluster.control.channel import Channel
+from moe_serve.cluster.control.frame import frame
+from moe_serve.cluster.control.messages import Heartbeat, Hello, Order, Report, TookExperts
+from moe_serve.cluster.control.rank_link import Event, Gone, RankLink
 from moe_serve.pipeline.exchange.frame_header import HEADER_BYTES, Exchange, HostHeader, WireError
 
 QUICK = settings(

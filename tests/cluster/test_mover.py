@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from experts.placement.errors import PlacementError
 from experts.placement.problem.plan import Placement, contiguous
 from live_moves import shuffled
-from moe_serve.cluster.messages import (
+from moe_serve.cluster.control.messages import (
     DropPlacement,
     Order,
     Staged,
     StagePlacement,
     SwitchPlacement,
 )
-from moe_serve.cluster.rank_name import all_ranks
-from moe_serve.cluster.rebalance.current_placement import CurrentPlacement
+from moe_serve.cluster.control.rank_name import all_ranks
+from moe_serve.cluster.members.current_placement import CurrentPlacement
+from moe_serve.cluster.members.roster import Phase, Roster
 from moe_serve.cluster.rebalance.mover import MoveEnd, Mover, MoverLimits
 from moe_serve.cluster.rebalance.rounds import changed_layers, rounds
-from moe_serve.cluster.roster import Phase, Roster
 
 NAMES = ("attention-0", "expert-0", "expert-1", "expert-2")
 LAYERS = range(4)

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from fault_drive import FaultDrive, fault_config
 from layouts import Answer, colocated, config, serve
 from moe_serve.cluster.build import build_cluster
-from moe_serve.cluster.cluster_engine import ClusterEngine
-from moe_serve.cluster.coordinator import Coordinator
-from moe_serve.cluster.flight import Flight
-from moe_serve.cluster.rank_work import RankWork
+from moe_serve.cluster.steps.cluster_engine import ClusterEngine
+from moe_serve.cluster.steps.coordinator import Coordinator
+from moe_serve.cluster.steps.flight import Flight
+from moe_serve.cluster.steps.rank_work import RankWork
 from moe_serve.config.sections import CacheConfig, EngineConfig
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.execute.step_executor import LocalExecutor, StepOutcome

@@ -9,8 +9,8 @@ import pytest
 
 from experts.placement.plan_file import write_placement
 from experts.placement.problem.plan import Placement, contiguous
-from moe_serve.cluster import cluster_model
-from moe_serve.cluster.cluster_model import ClusterModel, placement_of, read_spec
+from moe_serve.cluster.members import cluster_model
+from moe_serve.cluster.members.cluster_model import ClusterModel, placement_of, read_spec
 from moe_serve.config.sections import ClusterConfig, EngineConfig, ReplicaPolicyName
 from moe_serve.errors import ConfigError
 from moe_serve.model.checkpoint.demo import demo_model_folder

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from moe_serve.cluster import plan_memory as module
-from moe_serve.cluster.cluster_model import ClusterModel
-from moe_serve.cluster.plan_memory import plan_memory
-from moe_serve.cluster.rank_name import RankName
-from moe_serve.cluster.rebalance.current_placement import PlacementVersion
+from moe_serve.cluster.control.rank_name import RankName
+from moe_serve.cluster.members.cluster_model import ClusterModel
+from moe_serve.cluster.members.current_placement import PlacementVersion
 from moe_serve.config.sections import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.memory import free_memory
 from moe_serve.engine.memory.free_memory import free_bytes
 from moe_serve.engine.memory.memory_plan import MemoryPlan, ProcessMemory, Room, gib
 from moe_serve.errors import ConfigError
+from moe_serve.planning import plan_memory as module
+from moe_serve.planning.plan_memory import plan_memory
 
 PUBLISHED = sorted((Path(__file__).parents[2] / "configs" / "models").glob("*.json"))
 CPU = ModelConfig(device="cpu", num_threads=1)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from moe_serve.cluster.messages import FileMark
-from moe_serve.cluster.preflight import ExpectedRank, RankReport, find_problems
-from moe_serve.cluster.probe import ProbeResult, ProbeTarget
+from moe_serve.cluster.control.messages import FileMark
+from moe_serve.cluster.control.probe import ProbeResult, ProbeTarget
+from moe_serve.cluster.members.preflight import ExpectedRank, RankReport, find_problems
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = FileMark(name="config.json", size=700, digest="ab" * 32)

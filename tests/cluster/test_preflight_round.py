@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moe_serve.cluster.examine import examine, versions
-from moe_serve.cluster.messages import Examine, Examined, Hello, Order, Report
-from moe_serve.cluster.preflight import ExpectedRank
-from moe_serve.cluster.preflight_round import PreflightRound
-from moe_serve.cluster.probe import ProbePort
+from moe_serve.cluster.control.messages import Examine, Examined, Hello, Order, Report
+from moe_serve.cluster.control.probe import ProbePort
+from moe_serve.cluster.members.examine import examine, versions
+from moe_serve.cluster.members.preflight import ExpectedRank
+from moe_serve.cluster.members.preflight_round import PreflightRound
 
 NAMES = ("attention-0", "expert-0")
 

@@ -9,7 +9,7 @@ import pytest
 
 from layouts import Answer, colocated, config, requests
 from moe_serve.cluster.build import build_cluster
-from moe_serve.cluster.cluster_engine import ClusterEngine
+from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.config.sections import BatchPolicyName
 from thread_starter import ThreadStarter
 

@@ -9,7 +9,7 @@ import threading
 import psutil
 import pytest
 
-from moe_serve.cluster.probe import ProbePort, ProbeTarget, probe
+from moe_serve.cluster.control.probe import ProbePort, ProbeTarget, probe
 from moe_serve.errors import ConfigError
 
 

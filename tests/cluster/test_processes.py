@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from moe_serve.child_python import module_command
-from moe_serve.cluster.output_pump import TAIL_LINES, Output
-from moe_serve.cluster.processes import (
+from moe_serve.cluster.members.output_pump import TAIL_LINES, Output
+from moe_serve.cluster.members.processes import (
     ExitedProcess,
     LocalProcesses,
     worker_command,
@@ -203,13 +203,13 @@ def test_a_line_without_end_is_cut() -> None:
 
 
 def test_the_worker_command_names_the_module() -> None:
-    expected = module_command("moe_serve.cluster.worker", "--rank", "1")
+    expected = module_command("moe_serve.cluster.ranks.worker", "--rank", "1")
     assert worker_command("--rank", "1") == expected and expected[-2:] == ("--rank", "1")
 
 
 CHILD = """
 import sys, time
-from moe_serve.cluster.parent_watch import end_with_parent
+from moe_serve.cluster.members.parent_watch import end_with_parent
 end_with_parent()
 fifo = open(sys.argv[1], "w")  # the test reads its end when we end
 print("ready", flush=True)
@@ -217,7 +217,7 @@ time.sleep(600)
 """
 PARENT = """
 import sys, threading
-from moe_serve.cluster.processes import LocalProcesses
+from moe_serve.cluster.members.processes import LocalProcesses
 processes = LocalProcesses()
 start = lambda: print(processes.start(
     "w", (sys.executable, "-c", sys.argv[1], sys.argv[2]), environment={}, num_threads=1

@@ -11,7 +11,7 @@ import pytest
 
 from layouts import Answer, config, random_placement, requests, serve
 from moe_serve.cluster.build import build_cluster
-from moe_serve.cluster.choices import pack_choices, unpack_choices
+from moe_serve.cluster.ranks.choices import pack_choices, unpack_choices
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.request.sequence import Sequence

@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from moe_serve.cluster.secret import ClusterSecret, new_secret, read_secret, secret_from_environment
+from moe_serve.cluster.control.secret import (
+    ClusterSecret,
+    new_secret,
+    read_secret,
+    secret_from_environment,
+)
 from moe_serve.config.sources import CLUSTER_SECRET_VARIABLE, load_config
 from moe_serve.errors import ConfigError
 

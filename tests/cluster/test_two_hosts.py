@@ -17,7 +17,7 @@ import pytest
 
 import two_hosts
 from moe_serve import LLM, SamplingParams
-from moe_serve.cluster.secret import new_secret
+from moe_serve.cluster.control.secret import new_secret
 from two_hosts import VirtualHost
 
 REASON = two_hosts.why_not()

@@ -8,14 +8,14 @@ from typing import Any
 
 import msgspec
 
-from moe_serve.cluster.attention_shard import AttentionShard, make_group
-from moe_serve.cluster.channel import Channel, connect
-from moe_serve.cluster.messages import Order
-from moe_serve.cluster.rank_name import RankName
-from moe_serve.cluster.rank_starter import RankExit
-from moe_serve.cluster.secret import ClusterSecret
-from moe_serve.cluster.shard_starter import StartShard
-from moe_serve.cluster.worker import Worker
+from moe_serve.cluster.control.channel import Channel, connect
+from moe_serve.cluster.control.messages import Order
+from moe_serve.cluster.control.rank_name import RankName
+from moe_serve.cluster.control.secret import ClusterSecret
+from moe_serve.cluster.members.rank_starter import RankExit
+from moe_serve.cluster.ranks.attention_shard import AttentionShard, make_group
+from moe_serve.cluster.ranks.shard_starter import StartShard
+from moe_serve.cluster.ranks.worker import Worker
 from moe_serve.errors import ChannelClosedError
 from moe_serve.pipeline.links.shard_group import ShardGroup, ShardLostError
 

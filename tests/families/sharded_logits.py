@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.cluster.attention_shard import make_group
+from moe_serve.cluster.ranks.attention_shard import make_group
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.model.stage.tensor_shard import TensorShard

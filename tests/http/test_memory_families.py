@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from experts.memory.memory_stats import MemoryStats
-from moe_serve.cluster.messages import StageSeconds, StepServed
-from moe_serve.cluster.pool_watch import PoolWatch
+from moe_serve.cluster.control.messages import StageSeconds, StepServed
+from moe_serve.cluster.members.pool_watch import PoolWatch
 from moe_serve.http.memory_families import memory_families
 
 STATS = MemoryStats(

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_serve.cluster.cluster_model import read_spec
+from moe_serve.cluster.members.cluster_model import read_spec
 from moe_serve.errors import ConfigError
 from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.model.spec import ModelSpec

@@ -16,7 +16,6 @@ from experts.placement.plan_file import read_placement
 from moe_serve.cli import place_plans
 from moe_serve.cli.batch_lines import BatchRow, read_line
 from moe_serve.cli.trace_prompts import read_prompts
-from moe_serve.cluster.calibration_file import read_calibration
 from moe_serve.engine.request.constraint import Constraint
 from moe_serve.engine.sampling.grammar.source_check import check_source
 from moe_serve.errors import CheckpointError, InvalidGrammarError, MoeServeError
@@ -24,6 +23,7 @@ from moe_serve.model.checkpoint.checkpoint import Checkpoint
 from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.model.checkpoint.hf_config import HFConfig, generation_eos_token_ids
 from moe_serve.model.checkpoint.safetensors_file import SafetensorsFile
+from moe_serve.planning.calibration_file import read_calibration
 from moe_serve.text.tokenizer import read_json_file
 from routing_predictor.importers.importer import import_files
 from routing_predictor.importers.tables import ImportOptions

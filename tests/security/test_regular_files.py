@@ -20,17 +20,17 @@ from moe_serve.bench import prompt_file, report, trace_rows
 from moe_serve.cache.model_identity import model_identity
 from moe_serve.cli import place_inputs, place_plans, trace_prompts
 from moe_serve.cli.place_cluster import DeviceOrder
-from moe_serve.cluster.calibration_file import read_calibration
-from moe_serve.cluster.file_marks import file_marks
+from moe_serve.cluster.control.secret import read_secret
 from moe_serve.cluster.launch.cluster_file import read_cluster_file
 from moe_serve.cluster.launch.hostfile import read_hostfile
-from moe_serve.cluster.secret import read_secret
+from moe_serve.cluster.members.file_marks import file_marks
 from moe_serve.config.sources import load_config, read_secret_file
 from moe_serve.errors import CheckpointError, MoeServeError
 from moe_serve.http.tls import Tls
 from moe_serve.learn.documents import read_documents
 from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.pipeline.timeline.timeline_reader import read_timeline
+from moe_serve.planning.calibration_file import read_calibration
 from moe_serve.text.chat_template import ChatTemplate
 from routing_predictor.importers.importer import import_files
 from routing_predictor.importers.tables import ImportOptions

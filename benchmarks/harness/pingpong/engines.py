@@ -19,9 +19,9 @@ from pathlib import Path
 from harness.pingpong.behind import Behind, Rounds, behind_best, seconds_of
 from harness.pingpong.switched_chooser import SwitchedChooser
 from moe_serve.cluster.build import build_cluster
-from moe_serve.cluster.rank_name import RankName
-from moe_serve.cluster.rank_starter import LocalStarter
-from moe_serve.cluster.secret import ClusterSecret
+from moe_serve.cluster.control.rank_name import RankName
+from moe_serve.cluster.control.secret import ClusterSecret
+from moe_serve.cluster.members.rank_starter import LocalStarter
 from moe_serve.config.sections import (
     CacheConfig,
     ClusterConfig,

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from moe_serve.cluster.secret import new_secret
+from moe_serve.cluster.control.secret import new_secret
 
 from ..environment import child_environment
 from .job import RankJob, Series, StepMarks

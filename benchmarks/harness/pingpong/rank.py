@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.cluster.secret import ClusterSecret
-from moe_serve.cluster.store import StoreServer, connect_store
+from moe_serve.cluster.control.secret import ClusterSecret
+from moe_serve.cluster.control.store import StoreServer, connect_store
 from moe_serve.config.sections import PAGE_SIZE
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.stage.step_inputs import StepInputs

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moe_serve.cluster.cluster_model import ClusterModel
-from moe_serve.cluster.epoch import sparse_layers
-from moe_serve.cluster.pool_watch import PoolWatch
+from moe_serve.cluster.control.epoch import sparse_layers
+from moe_serve.cluster.members.cluster_model import ClusterModel
+from moe_serve.cluster.members.pool_watch import PoolWatch
 from moe_serve.config.sections import EngineConfig
 from moe_serve.pipeline.costs.batch_load import BatchLoad
 from moe_serve.pipeline.costs.cost_model import Ranks

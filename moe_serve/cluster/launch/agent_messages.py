@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from moe_serve.cluster.rank_name import Role
+from moe_serve.cluster.control.rank_name import Role
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):

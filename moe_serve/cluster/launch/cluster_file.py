@@ -21,10 +21,10 @@ from typing import Any
 import msgspec
 import yaml
 
+from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.launch.endpoint import Endpoint
 from moe_serve.cluster.launch.environment import NodeEnvironment, NodeFlags, detect_node
 from moe_serve.cluster.launch.node_layout import NodeLayout, explicit_layout
-from moe_serve.cluster.rank_name import RankName
 from moe_serve.config.keys import SECRETS
 from moe_serve.config.yaml_nodes import plain_value, read_yaml, value_place
 from moe_serve.errors import ConfigError

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from moe_serve.cluster.output_pump import OutputPump
+from moe_serve.cluster.members.output_pump import OutputPump
 from moe_serve.errors import ConfigError
 
 STOP_TIMEOUT_S = 60.0  # from the end of standard input to SIGKILL; a server drains before

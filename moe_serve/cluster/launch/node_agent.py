@@ -16,7 +16,8 @@ from collections.abc import Callable
 import msgspec
 
 from moe_serve import __version__
-from moe_serve.cluster.channel import Channel, connect
+from moe_serve.cluster.control.channel import Channel, connect
+from moe_serve.cluster.control.secret import ClusterSecret
 from moe_serve.cluster.launch.agent_messages import (
     ALIVE_PERIOD_S,
     AgentOrder,
@@ -30,7 +31,6 @@ from moe_serve.cluster.launch.agent_messages import (
 )
 from moe_serve.cluster.launch.environment import NodeEnvironment
 from moe_serve.cluster.launch.node_ranks import NodeRanks
-from moe_serve.cluster.secret import ClusterSecret
 from moe_serve.errors import ChannelClosedError, ClusterError
 
 _PERIOD_S = 0.05  # how often ranks are looked after

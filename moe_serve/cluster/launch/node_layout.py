@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_serve.cluster.rank_name import RankName, Role, all_ranks
+from moe_serve.cluster.control.rank_name import RankName, Role, all_ranks
 from moe_serve.errors import ConfigError
 
 _ROLES: tuple[Role, ...] = ("attention", "expert")

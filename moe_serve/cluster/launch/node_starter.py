@@ -13,7 +13,10 @@ from collections.abc import Mapping
 import msgspec
 
 from moe_serve import __version__
-from moe_serve.cluster.channel import Channel
+from moe_serve.cluster.control.channel import Channel
+from moe_serve.cluster.control.listener import Listener
+from moe_serve.cluster.control.rank_name import RankName
+from moe_serve.cluster.control.secret import ClusterSecret
 from moe_serve.cluster.launch.agent_messages import (
     AgentReport,
     Dismiss,
@@ -28,10 +31,7 @@ from moe_serve.cluster.launch.node_agent import AgentMessage
 from moe_serve.cluster.launch.node_layout import NodeLayout
 from moe_serve.cluster.launch.node_ranks import NodeRanks
 from moe_serve.cluster.launch.remote_node import RemoteNode
-from moe_serve.cluster.listener import Listener
-from moe_serve.cluster.rank_name import RankName
-from moe_serve.cluster.rank_starter import RankExit
-from moe_serve.cluster.secret import ClusterSecret
+from moe_serve.cluster.members.rank_starter import RankExit
 from moe_serve.errors import ChannelClosedError, ClusterError
 
 _HELLO_S = 10.0

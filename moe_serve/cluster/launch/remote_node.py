@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from moe_serve.cluster.channel import Channel
+from moe_serve.cluster.control.channel import Channel
 from moe_serve.cluster.launch.agent_messages import SILENCE_S, AgentOrder, NodeHello, RankEnded
 from moe_serve.cluster.launch.node_agent import AgentMessage
 from moe_serve.errors import ChannelClosedError

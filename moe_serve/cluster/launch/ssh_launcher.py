@@ -11,11 +11,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
+from moe_serve.cluster.control.secret import ClusterSecret
 from moe_serve.cluster.launch.endpoint import Endpoint
 from moe_serve.cluster.launch.host_commands import HostCommand
 from moe_serve.cluster.launch.hostfile import Host
 from moe_serve.cluster.launch.launch_command import LaunchCommand
-from moe_serve.cluster.secret import ClusterSecret
 from moe_serve.errors import ConfigError
 
 PASSED_ON = ("MOE_SERVE_", "NCCL_", "GLOO_", "PYTHONPATH")  # beginnings of names

@@ -15,17 +15,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from experts.placement.problem.plan import Placement
-from moe_serve.cluster.messages import (
+from moe_serve.cluster.control.messages import (
     DropPlacement,
     Order,
     Staged,
     StagePlacement,
     SwitchPlacement,
 )
-from moe_serve.cluster.rebalance.current_placement import CurrentPlacement
+from moe_serve.cluster.members.current_placement import CurrentPlacement
+from moe_serve.cluster.members.roster import Phase, Roster
 from moe_serve.cluster.rebalance.rounds import Round, rounds
 from moe_serve.cluster.rebalance.step_times import StepTimes
-from moe_serve.cluster.roster import Phase, Roster
 
 _log = logging.getLogger(__name__)
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from moe_serve.cluster.messages import Join, RunStep, ServeStep, StagePlacement, SwitchPlacement
+from moe_serve.cluster.control.messages import (
+    Join,
+    RunStep,
+    ServeStep,
+    StagePlacement,
+    SwitchPlacement,
+)
 from moe_serve.pipeline.exchange.row_split import RowSplit
 
 UseSplit = Callable[[RowSplit], None]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from experts.placement.errors import PlacementError
 from experts.placement.problem.plan import Placement
-from moe_serve.cluster.rebalance.current_placement import CurrentPlacement, PlacementVersion
+from moe_serve.cluster.members.current_placement import CurrentPlacement, PlacementVersion
 from moe_serve.cluster.rebalance.forecast import Forecast
 from moe_serve.cluster.rebalance.load_window import LoadWindow, WindowCounts
 from moe_serve.cluster.rebalance.mover import MoveEnd, Mover

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from experts.placement.errors import PlacementError
 from experts.placement.problem.plan import Placement, RanksOf
-from moe_serve.cluster.expert_cover import Held
+from moe_serve.cluster.members.expert_cover import Held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,9 @@ import msgspec
 import pytest
 
 from moe_serve import __version__
-from moe_serve.cluster.channel import Channel, connect
+from moe_serve.cluster.control.channel import Channel, connect
+from moe_serve.cluster.control.listener import Listener
+from moe_serve.cluster.control.secret import new_secret
 from moe_serve.cluster.launch import node_agent
 from moe_serve.cluster.launch.agent_messages import (
     AgentOrder,
@@ -27,8 +29,6 @@ from moe_serve.cluster.launch.node_agent import NodeAgent
 from moe_serve.cluster.launch.node_layout import fill_nodes
 from moe_serve.cluster.launch.node_ranks import NodeRanks
 from moe_serve.cluster.launch.node_starter import NodeStarter
-from moe_serve.cluster.listener import Listener
-from moe_serve.cluster.secret import new_secret
 from moe_serve.errors import ClusterError
 
 PATIENCE_S = 60.0

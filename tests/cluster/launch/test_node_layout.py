@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_serve.cluster.control.rank_name import RankName, all_ranks
 from moe_serve.cluster.launch.node_layout import (
     NodeLayout,
     explicit_layout,
     fill_nodes,
 )
-from moe_serve.cluster.rank_name import RankName, all_ranks
 from moe_serve.errors import ConfigError
 
 

@@ -15,7 +15,9 @@ from typing import TypeVar
 import msgspec
 import pytest
 
-from moe_serve.cluster.channel import Channel, connect
+from moe_serve.cluster.control.channel import Channel, connect
+from moe_serve.cluster.control.rank_name import RankName
+from moe_serve.cluster.control.secret import ClusterSecret, new_secret
 from moe_serve.cluster.launch.agent_messages import AgentOrder, Dismiss, NodeHello
 from moe_serve.cluster.launch.endpoint import Endpoint
 from moe_serve.cluster.launch.environment import NodeEnvironment
@@ -23,9 +25,7 @@ from moe_serve.cluster.launch.node_agent import AgentMessage, NodeAgent, NodeLif
 from moe_serve.cluster.launch.node_layout import fill_nodes
 from moe_serve.cluster.launch.node_ranks import NodeRanks
 from moe_serve.cluster.launch.node_starter import NodeStarter
-from moe_serve.cluster.rank_name import RankName
-from moe_serve.cluster.rank_starter import RankExit
-from moe_serve.cluster.secret import ClusterSecret, new_secret
+from moe_serve.cluster.members.rank_starter import RankExit
 from moe_serve.errors import ClusterError
 
 ATTENTION, EXPERT = RankName("attention", 0), RankName("expert", 0)

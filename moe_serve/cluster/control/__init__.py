@@ -1,0 +1,1 @@
+"""The authenticated control connection between the coordinator and a rank."""

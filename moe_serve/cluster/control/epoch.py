@@ -1,0 +1,59 @@
+"""An epoch as its ranks need it: who is in it, and the frames and splits that follow from that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe_serve.cluster.control.messages import Configure, Join
+from moe_serve.engine.execute.next_layer_prediction import num_foreseen
+from moe_serve.model.spec import ModelSpec
+from moe_serve.pipeline.exchange.frame_layout import CompactLayout, FrameLayout, MaskedLayout
+from moe_serve.pipeline.exchange.row_split import RowSplit
+from moe_serve.pipeline.exchange.wire import WireFormat, make_wire_format
+from moe_serve.pipeline.links.data_group import DataGroup
+
+
+def meet(
+    join: Join, me: str, store: Any, configure: Configure, host: str, device: torch.device
+) -> DataGroup:
+    """The data group of an epoch; raises PeerLostError if not everybody comes."""
+    is_expert = me in join.expert_ranks
+    return DataGroup(
+        [*join.attention_ranks, *join.expert_ranks],
+        me,
+        join.attention_ranks if is_expert else join.expert_ranks,
+        store,
+        epoch=join.epoch,
+        host=host,
+        timeout_s=configure.config.cluster.timeout_s,
+        device=device,
+        transport=configure.config.cluster.transport,
+    )
+
+
+def layout_of(group: DataGroup, device: torch.device) -> FrameLayout:
+    """How this epoch's frames are laid out: NCCL wants fixed sizes, in the device's memory."""
+    return MaskedLayout(device) if group.is_nccl else CompactLayout(device)
+
+
+def wire_of(join: Join, configure: Configure, spec: ModelSpec, dtype: torch.dtype) -> WireFormat:
+    return make_wire_format(
+        spec.width,
+        spec.router.top_k,
+        dtype,
+        len(join.expert_ranks),
+        configure.config.cluster.wire_dtype,
+        num_foreseen(configure.config, spec),
+    )
+
+
+def split_of(join: Join, configure: Configure, device: torch.device) -> RowSplit:
+    policy = configure.config.cluster.replica_choice
+    return RowSplit(join.ranks_of, len(join.expert_ranks), device, policy)
+
+
+def sparse_layers(spec: ModelSpec) -> list[int]:
+    """The layers that have routed experts."""
+    return [index for index, layer in enumerate(spec.layers) if layer.is_sparse]

@@ -1,0 +1,112 @@
+"""Both ends of a new connection prove that they know the cluster secret, before anything else.
+
+    accepting  -> MAGIC, nonce a (32 random bytes)
+    connecting -> MAGIC, nonce c, HMAC(secret, "connecting", a, c)
+    accepting  -> HMAC(secret, "accepting", a, c), or 32 zeros: refused
+
+The sizes are fixed, so a stranger can make us hold 68 bytes and no more. Both nonces are in both
+proofs: a recorded exchange is worth nothing against a fresh nonce, and since the role is in them
+too, sending our own proof back to us (reflection) fails. The connecting side proves itself first:
+a stranger gets no proof to work on. Proofs authenticate; they do not encrypt what follows.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import time
+
+from moe_serve.cluster.control.frame import MAGIC, NAME, PROTOCOL_VERSION
+from moe_serve.cluster.control.secret import ClusterSecret
+
+NONCE_BYTES = 32
+_PROOF_BYTES = 32
+_REFUSED = bytes(_PROOF_BYTES)
+
+
+class HandshakeError(Exception):
+    """The other end did not prove itself. `reason` is one of a few fixed phrases, for counters."""
+
+    def __init__(self, reason: str, *, is_final: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.is_final = is_final  # trying again cannot help
+
+
+WRONG_SECRET = "the cluster secrets differ"
+NOT_OURS = "not the control protocol"
+TIMED_OUT = "the handshake timed out"
+CLOSED = "closed during the handshake"
+
+
+def accept_handshake(connection: socket.socket, secret: ClusterSecret, timeout_s: float) -> None:
+    """The accepting side; raises HandshakeError. The whole exchange has `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    ours = secrets.token_bytes(NONCE_BYTES)
+    _send(connection, MAGIC + ours, deadline)
+    _check_magic(_receive(connection, len(MAGIC), deadline))
+    theirs = _receive(connection, NONCE_BYTES, deadline)
+    proof = _receive(connection, _PROOF_BYTES, deadline)
+    if not hmac.compare_digest(proof, secret.proof("connecting", ours, theirs)):
+        _send(connection, _REFUSED, deadline)
+        raise HandshakeError(WRONG_SECRET)
+    _send(connection, secret.proof("accepting", ours, theirs), deadline)
+
+
+def connect_handshake(connection: socket.socket, secret: ClusterSecret, timeout_s: float) -> None:
+    """The connecting side; raises HandshakeError. The whole exchange has `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    _check_magic(_receive(connection, len(MAGIC), deadline))
+    theirs = _receive(connection, NONCE_BYTES, deadline)
+    ours = secrets.token_bytes(NONCE_BYTES)
+    _send(connection, MAGIC + ours + secret.proof("connecting", theirs, ours), deadline)
+    proof = _receive(connection, _PROOF_BYTES, deadline)
+    if not hmac.compare_digest(proof, secret.proof("accepting", theirs, ours)):
+        raise HandshakeError(WRONG_SECRET, is_final=True)
+
+
+def _check_magic(magic: bytes) -> None:
+    if not magic.startswith(NAME):
+        raise HandshakeError(NOT_OURS, is_final=True)
+    if magic != MAGIC:
+        raise HandshakeError(
+            f"control protocol {magic[-1]} there, {PROTOCOL_VERSION} here", is_final=True
+        )
+
+
+def _receive(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        _limit(connection, deadline)
+        try:
+            piece = connection.recv(num_bytes - len(data))
+        except TimeoutError as error:
+            raise HandshakeError(TIMED_OUT) from error
+        except OSError as error:
+            raise HandshakeError(CLOSED) from error
+        if not piece:
+            raise HandshakeError(CLOSED)
+        data += piece
+    return data
+
+
+def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
+    _limit(connection, deadline)
+    try:
+        connection.sendall(data)
+    except TimeoutError as error:
+        raise HandshakeError(TIMED_OUT) from error
+    except OSError as error:
+        raise HandshakeError(CLOSED) from error
+
+
+def _limit(connection: socket.socket, deadline: float) -> None:
+    """What is left until the deadline is the time-out of the next call."""
+    remaining_s = deadline - time.monotonic()
+    if remaining_s <= 0:
+        raise HandshakeError(TIMED_OUT)
+    try:
+        connection.settimeout(remaining_s)
+    except OSError as error:  # closed meanwhile by the listener
+        raise HandshakeError(CLOSED) from error

@@ -1,0 +1,286 @@
+"""Where the ranks of a data group find each other, and on which interface they meet.
+
+gloo and NCCL exchange addresses through a store of keys and values. torch's own TCPStore takes any
+connection: every user of the host could read what the ranks tell each other, or call a meeting off.
+This one speaks over control connections, so both ends prove the cluster's secret first.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+from torch.distributed import DistStoreError, ProcessGroupGloo
+from torch.distributed.distributed_c10d import Store
+
+from moe_serve.cluster.control.channel import Channel, connect
+from moe_serve.cluster.control.listener import Listener
+from moe_serve.cluster.control.secret import ClusterSecret
+from moe_serve.errors import ChannelClosedError, ClusterError, ConfigError
+
+_IDLE_S = 3600.0  # between two requests; the end of the connection wakes the server
+_ANSWER_S = 5.0  # for an answer to come, beyond the wait that was asked for
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Fields in order, without their names."""
+
+
+class Put(_Message, frozen=True):
+    """Set keys."""
+
+    values: Mapping[str, bytes]
+
+
+class Take(_Message, frozen=True):
+    """Wait until all keys are there, and give their values."""
+
+    keys: Sequence[str]
+    timeout_s: float
+
+
+class Look(_Message, frozen=True):
+    """Are all keys there? One value comes back, or none."""
+
+    keys: Sequence[str]
+
+
+class Swap(_Message, frozen=True):
+    """Set a key where its value is the expected one; empty: where it is not there."""
+
+    key: str
+    expected: bytes
+    desired: bytes
+
+
+class Count(_Message, frozen=True):
+    """Add to the number under a key, which begins at 0."""
+
+    key: str
+    amount: int
+
+
+class Drop(_Message, frozen=True):
+    """Forget a key. One value comes back if it was there."""
+
+    key: str
+
+
+class Answer(_Message, frozen=True):
+    """What a request gave; `why`: the reason for which it gave nothing."""
+
+    values: Sequence[bytes] = ()
+    why: str | None = None
+
+
+StoreRequest = Put | Take | Look | Swap | Count | Drop
+StoreMessage = StoreRequest | Answer
+
+
+class StoreServer:
+    """Holds the keys and values, in this process. Each connection is served on a thread of its own.
+
+    `timeout_s` bounds each wait, whatever the request says.
+    """
+
+    def __init__(self, host: str, port: int, secret: ClusterSecret, timeout_s: float) -> None:
+        """Listens on the interface of `host` only; raises ConfigError."""
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()  # guards what follows
+        self._values: dict[str, bytes] = {}
+        self._called_off: set[str] = set()  # prefixes
+        self._channels: set[Channel[StoreMessage]] = set()
+        self._is_closed = False
+        decoder: msgspec.msgpack.Decoder[StoreMessage] = msgspec.msgpack.Decoder(StoreRequest)
+        self._listener = Listener(host, port, secret, decoder, self._serve)
+
+    @property
+    def port(self) -> int:
+        return int(self._listener.port)
+
+    def call_off(self, prefix: str) -> None:
+        """Every request for a key that begins with `prefix` fails, also one that waits now."""
+        with self._changed:
+            self._called_off.add(prefix)
+            self._changed.notify_all()
+
+    def forget(self, prefix: str) -> None:
+        """Drop the keys that begin with `prefix`; nobody asks for them any more."""
+        with self._changed:
+            self._called_off.discard(prefix)
+            for key in [key for key in self._values if key.startswith(prefix)]:
+                del self._values[key]
+
+    def close(self) -> None:
+        """Stop listening, and end all connections."""
+        with self._changed:
+            self._is_closed = True
+            channels, self._channels = self._channels, set()
+            self._changed.notify_all()
+        self._listener.close()
+        for channel in channels:
+            channel.close()
+
+    def _serve(self, channel: Channel[StoreMessage]) -> None:
+        """One connection, on the thread of its handshake."""
+        with self._changed:
+            if not self._is_closed:
+                self._channels.add(channel)
+        try:
+            while not self._is_closed:
+                request = channel.receive(_IDLE_S)
+                if request is not None and not isinstance(request, Answer):
+                    channel.send(self._answer(request))
+        except ChannelClosedError:
+            pass  # the rank has ended
+        finally:
+            channel.close()
+            with self._changed:
+                self._channels.discard(channel)
+
+    def _answer(self, request: StoreRequest) -> Answer:
+        with self._changed:
+            if isinstance(request, Take):
+                return self._take(request)
+            if (why := self._objection(_keys(request))) is not None:
+                return Answer(why=why)
+            if isinstance(request, Look):
+                return Answer([b"1"] if self._has(request.keys) else [])
+            if isinstance(request, Drop):
+                return Answer([] if self._values.pop(request.key, None) is None else [b"1"])
+            if isinstance(request, Put):
+                self._values.update(request.values)
+                given = b""
+            elif isinstance(request, Swap):
+                given = self._values.get(request.key, b"")
+                if given == request.expected:
+                    given = self._values[request.key] = request.desired
+            else:
+                given = b"%d" % (int(self._values.get(request.key, b"0")) + request.amount)
+                self._values[request.key] = given
+            self._changed.notify_all()
+            return Answer([given])
+
+    def _take(self, request: Take) -> Answer:
+        wait_s = max(0.0, min(request.timeout_s, self._timeout_s))
+        deadline = time.monotonic() + wait_s
+        while (why := self._objection(request.keys)) is None:
+            if self._has(request.keys):
+                return Answer([self._values[key] for key in request.keys])
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                missing = ", ".join(key for key in request.keys if key not in self._values)
+                return Answer(why=f"after {wait_s:g} s nobody has set {missing}")
+            self._changed.wait(remaining_s)
+        return Answer(why=why)
+
+    def _has(self, keys: Sequence[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def _objection(self, keys: Sequence[str]) -> str | None:
+        if self._is_closed:
+            return "the store has been closed"
+        is_off = any(key.startswith(prefix) for prefix in self._called_off for key in keys)
+        return "the meeting was called off" if is_off else None
+
+
+def _keys(request: StoreRequest) -> Sequence[str]:
+    if isinstance(request, Put):
+        return tuple(request.values)
+    return request.keys if isinstance(request, Take | Look) else (request.key,)
+
+
+class RemoteStore(Store):
+    """A rank's connection to the store, which gloo and NCCL take as they take torch's own.
+
+    Each member of a group needs its own: one that waits for a key lets nobody else in. torch holds
+    the C++ half of it only, so it must be kept for as long as a group uses it. Methods raise
+    torch's DistStoreError.
+    """
+
+    def __init__(self, channel: Channel[StoreMessage], timeout_s: float) -> None:
+        super().__init__()
+        self._channel, self._timeout_s = channel, timeout_s
+        self._lock = threading.Lock()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._channel.is_closed
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask(Put({key: _bytes(value)}))
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._ask(Take([key], self._timeout_s), self._timeout_s)[0])
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Until all keys are there."""
+        wait_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        self._ask(Take(keys, wait_s), wait_s)
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._ask(Look(keys)))
+
+    def add(self, key: str, value: int) -> int:
+        return int(self._ask(Count(key, value))[0])
+
+    def compare_set(
+        self, key: str, expected_value: str | bytes, desired_value: str | bytes
+    ) -> bytes:
+        swap = Swap(key, _bytes(expected_value), _bytes(desired_value))
+        return bytes(self._ask(swap)[0])
+
+    def deleteKey(self, key: str) -> bool:  # noqa: N802
+        """By the name under which torch looks for it."""
+        return bool(self._ask(Drop(key)))
+
+    def clone(self) -> RemoteStore:
+        """For another thread, as torch asks for one: this one takes any."""
+        return self
+
+    def _ask(self, request: StoreRequest, wait_s: float = 0.0) -> Sequence[bytes]:
+        try:
+            with self._lock:
+                self._channel.send(request)
+                answer = self._channel.receive(wait_s + _ANSWER_S)
+        except ChannelClosedError as error:
+            self._channel.close()
+            raise DistStoreError(f"the store is lost: {error}") from None
+        if not isinstance(answer, Answer):
+            self._channel.close()  # what comes later would answer the next question
+            raise DistStoreError("the store does not answer")
+        if answer.why is not None:
+            raise DistStoreError(answer.why)
+        return answer.values
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else value
+
+
+def connect_store(host: str, port: int, secret: ClusterSecret, timeout_s: float) -> RemoteStore:
+    """A connection to the store; raises ClusterError after `timeout_s`, which bounds each `get` and
+    `wait` too."""
+    decoder: msgspec.msgpack.Decoder[StoreMessage] = msgspec.msgpack.Decoder(Answer)
+    try:
+        return RemoteStore(connect(host, port, secret, decoder, timeout_s), timeout_s)
+    except ClusterError as error:
+        raise ClusterError(f"the store is not there: {error}") from error
+
+
+def make_data_device(host: str) -> Any:
+    """The gloo device whose pairs listen and connect on the interface of `host` only."""
+    try:
+        return ProcessGroupGloo.create_device(hostname=host)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(
+            f"this machine cannot exchange data by the address {host}: {reason}."
+        ) from error

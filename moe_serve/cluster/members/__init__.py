@@ -1,0 +1,1 @@
+"""Tracks which ranks are there: starting, joining, heartbeats, losses."""

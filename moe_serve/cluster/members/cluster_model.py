@@ -1,0 +1,154 @@
+"""What the coordinator knows of the model before any rank has loaded it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from experts.placement.errors import PlacementError
+from experts.placement.plan_file import read_placement
+from experts.placement.problem.plan import Placement, contiguous
+from moe_serve.cache.model_identity import model_identity
+from moe_serve.cluster.control.epoch import sparse_layers
+from moe_serve.cluster.control.messages import Configure
+from moe_serve.cluster.control.rank_name import RankName, all_ranks
+from moe_serve.cluster.members.current_placement import PlacementVersion
+from moe_serve.config.sections import ClusterConfig, EngineConfig
+from moe_serve.engine.build import model_folder
+from moe_serve.errors import ConfigError
+from moe_serve.model.checkpoint.hf_config import HFConfig
+from moe_serve.model.families import family_of
+from moe_serve.model.spec import ModelSpec
+from moe_serve.model.stage.tensor_shard import check_shards
+from moe_serve.pipeline.exchange.router_side import is_broadcast_worth
+
+_TURNS = "round-robin"  # goes by a row's place and the expert alone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterModel:
+    """A checkpoint, and how a configuration lays it out on ranks."""
+
+    config: EngineConfig
+    folder: Path
+    spec: ModelSpec
+    placement: Placement  # at the start
+    weights: str  # the hash that every rank's checkpoint must have
+    num_threads: int  # of each process
+
+    @classmethod
+    def read(cls, config: EngineConfig) -> ClusterModel:
+        """Reads config.json and samples of the weights. Raises ConfigError, CheckpointError."""
+        folder = model_folder(config.model)
+        spec = read_spec(folder)
+        cluster = config.cluster
+        _check_has_experts(spec, cluster)
+        check_shards(spec, cluster.attention_tp)
+        check_replica_choice(cluster)
+        num_ranks = cluster.attention_ranks * cluster.attention_tp + cluster.expert_ranks
+        share = max(1, (os.cpu_count() or 1) // num_ranks)
+        return cls(
+            config=config,
+            folder=folder,
+            spec=spec,
+            placement=placement_of(cluster, spec),
+            weights=model_identity(folder).hex(),
+            num_threads=config.model.num_threads or share,
+        )
+
+    @property
+    def ranks(self) -> list[RankName]:
+        return all_ranks(self.config.cluster.attention_ranks, self.config.cluster.expert_ranks)
+
+    @property
+    def is_routing_on_experts(self) -> bool:
+        """As configured; auto: the side that moves fewer bytes, if both may choose."""
+        cluster, spec = self.config.cluster, self.spec
+        if cluster.router != "auto":
+            return cluster.router == "experts"
+        if cluster.replica_choice != _TURNS:
+            return False
+        is_wide = cluster.wire_dtype == "auto" and self.config.model.dtype == "float32"
+        value_bytes = 1 if cluster.wire_dtype == "fp8" else 4 if is_wide else 2
+        row_bytes = spec.width * value_bytes
+        return is_broadcast_worth(row_bytes, spec.router.top_k, cluster.expert_ranks)
+
+    def slots_per_layer(self) -> list[int]:
+        """Of each expert rank: copies that it may have in a layer, whatever moves."""
+        return slots_per_layer(self.placement, self.config.cluster)
+
+    def configure(self, name: RankName, in_force: PlacementVersion) -> Configure:
+        """What a rank loads."""
+        is_expert = name.role == "expert"
+        return Configure(
+            config=self.config,
+            folder=str(self.folder),
+            num_threads=self.num_threads,
+            held=in_force.placement.held_by(name.index) if is_expert else {},
+            router_on_experts=self.is_routing_on_experts,
+            is_recording=self.config.pipeline.timeline is not None,
+            placement=in_force.number,
+            num_slots=num_slots(self.placement, self.config, name.index) if is_expert else 0,
+        )
+
+
+def _check_has_experts(spec: ModelSpec, cluster: ClusterConfig) -> None:
+    if not any(layer.is_sparse for layer in spec.layers):
+        raise ConfigError(
+            f"cluster.expert_ranks is {cluster.expert_ranks}, but none of the {spec.num_layers} "
+            "layers of this checkpoint has routed experts: serve it in one process (attention_ranks"
+            " and expert_ranks 0)."
+        )
+
+
+def slots_per_layer(placement: Placement, cluster: ClusterConfig) -> list[int]:
+    """See `ClusterModel.slots_per_layer`; by the placement at the start."""
+    held = [placement.held_by(rank) for rank in range(placement.num_ranks)]
+    return [max(map(len, of_rank.values())) + cluster.rebalance_spare_slots for of_rank in held]
+
+
+def num_slots(placement: Placement, config: EngineConfig, rank: int) -> int:
+    """For an expert rank's experts of all layers, and for a round of copies; 0: they stay, or a
+    memory takes care of them."""
+    cluster = config.cluster
+    if cluster.rebalance == "off" or config.model.expert_memory_bytes is not None:
+        return 0
+    each = slots_per_layer(placement, cluster)[rank]
+    return len(placement.ranks_of) * each + cluster.rebalance_max_moves
+
+
+def check_replica_choice(cluster: ClusterConfig) -> None:
+    """Raises ConfigError where each expert rank would find out for itself which copy serves a row,
+    by more than that row: ranks whose routers differ in one last bit would not agree on others."""
+    if cluster.router == "experts" and cluster.replica_choice != _TURNS:
+        raise ConfigError(
+            f"cluster.replica_choice is '{cluster.replica_choice}', which goes by all rows of a "
+            "micro-batch, so those who route must agree on all of them, and with cluster.router "
+            f"'experts' every expert rank routes by itself: use '{_TURNS}', or let attention ranks "
+            "route (cluster.router 'attention' or 'auto')."
+        )
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    """The model's shape from its config.json; no weights are read."""
+    config = HFConfig.read(folder)
+    return family_of(config).read_spec(config.text())
+
+
+def placement_of(cluster: ClusterConfig, spec: ModelSpec) -> Placement:
+    """Which expert ranks hold which expert: the file's, or equal runs. Raises ConfigError."""
+    layers, num_experts = sparse_layers(spec), spec.router.num_experts
+    try:
+        if cluster.placement is None:
+            return contiguous(layers, num_experts, cluster.expert_ranks)
+        placement = read_placement(Path(cluster.placement).expanduser())
+        if placement.num_experts == num_experts and placement.num_ranks != cluster.expert_ranks:
+            raise ConfigError(
+                f"cluster.placement: {cluster.placement} is for {placement.num_ranks} expert ranks "
+                f"and cluster.expert_ranks is {cluster.expert_ranks}: make them the same."
+            )
+        placement.check_fits(layers, num_experts, cluster.expert_ranks)
+    except PlacementError as error:
+        raise ConfigError(f"cluster.placement: {error}") from error
+    return placement

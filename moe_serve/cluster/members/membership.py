@@ -1,0 +1,334 @@
+"""Which ranks there are: started, admitted, watched, given up, and started again.
+
+The engine thread handles events; links read on threads of their own; one more thread watches for
+processes that ended, for silence, and starts what is due.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from moe_serve.cluster.control.channel import Channel
+from moe_serve.cluster.control.messages import (
+    Configure,
+    Examined,
+    Hello,
+    Loaded,
+    Loading,
+    Stop,
+    Unwell,
+)
+from moe_serve.cluster.control.rank_link import Event, Gone, Inbox, RankLink
+from moe_serve.cluster.control.rank_name import RankName
+from moe_serve.cluster.members.heartbeat import Heartbeats
+from moe_serve.cluster.members.preflight_round import PreflightRound
+from moe_serve.cluster.members.rank_starter import RankStarter
+from moe_serve.cluster.members.roster import Phase, RankState, Roster
+from moe_serve.errors import ChannelClosedError, ClusterError, ConfigError, MoeServeError
+from moe_serve.model.load.model_tensors import LoadProgress
+
+_log = logging.getLogger(__name__)
+
+_WATCH_S = 0.05
+_LAST_WORDS_S = 2.0
+_PREFLIGHT_S = 120.0  # for processes to start and import torch, also from a slow file system
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0  # between two starts of a rank that keeps dying
+_LASTING_S = 10.0  # a process that served so long does not count as one that keeps dying
+_CLOSE_S = 10.0  # for the watch to end
+
+
+class Membership:
+    """`configure` says what a rank loads, `weights` what hash it must have then."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        configure: Callable[[RankName], Configure],
+        weights: str,
+        heartbeat_s: float,
+    ) -> None:
+        self.roster, self._configure, self._weights = roster, configure, weights
+        self.inbox: Inbox = queue.SimpleQueue()
+        self._starter: RankStarter | None = None
+        self._preflight: PreflightRound | None = None  # while it goes on
+        self._beats: Heartbeats[str] = Heartbeats(heartbeat_s)
+        self._heartbeat_s, self._last_look = heartbeat_s, math.inf
+        self._lock = threading.Lock()  # of the beats, of what is due, and of the links
+        self._links: weakref.WeakSet[RankLink] = weakref.WeakSet()  # also of ranks not let in yet
+        self._due: dict[str, float] = {}  # when to start a rank
+        self._is_closing = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
+        self._start_timeout_s = math.inf  # of later starts; `start` itself has the first one's
+        self._loading: dict[str, tuple[int, int]] = {}
+        self.on_event: Callable[[], None] = lambda: None  # wakes an engine that is idle
+        self.is_due: Callable[[], bool] = lambda: False  # whether to, though nobody said anything
+        self.num_lost = 0
+        self.last_loss = ""
+
+    def admit(self, channel: Channel[Any]) -> None:
+        """A connection that proved itself. Called on any thread."""
+        with self._lock:
+            if not self._is_closing.is_set():
+                self._links.add(RankLink(channel, self.inbox, self._beat))
+                return
+        channel.close()
+
+    def start(
+        self,
+        starter: RankStarter,
+        preflight: PreflightRound,
+        timeout_s: float,
+        progress: LoadProgress | None,
+    ) -> None:
+        """Start all ranks and wait until they have loaded; raises what keeps one from it."""
+        self._starter, self._preflight = starter, preflight
+        for state in self.roster.all():
+            self._start(state)
+        self._watcher.start()
+        deadline = time.monotonic() + timeout_s
+        self._pass_preflight(preflight, min(timeout_s, _PREFLIGHT_S))
+        while waiting := [s for s in self.roster.all() if s.phase is not Phase.READY]:
+            event = self.next_event(deadline - time.monotonic())
+            if event is None:
+                names = ", ".join(f"{s.name} ({s.phase.value})" for s in waiting)
+                raise ClusterError(
+                    f"after {timeout_s:g} s these ranks are not ready: {names}. Look at their "
+                    "output, or raise cluster.start_timeout_s."
+                )
+            self._check_start(event)
+            if progress is not None:
+                counts = list(self._loading.values())
+                progress(sum(done for done, _ in counts), sum(total for _, total in counts))
+        self._start_timeout_s = timeout_s
+
+    def _pass_preflight(self, preflight: PreflightRound, timeout_s: float) -> None:
+        """Nobody loads before everybody is there and fits; raises ClusterError with what does not.
+
+        Ranks that come later, restarted, are only held to the hash of their weights.
+        """
+        deadline, is_asked = time.monotonic() + timeout_s, False
+        while not preflight.is_done:
+            if preflight.has_all_come and not is_asked:
+                is_asked = True
+                for state in self.roster.all():
+                    state.send(preflight.order)
+            event = self.next_event(deadline - time.monotonic())
+            if event is None:
+                break
+            self._check_start(event)
+            if isinstance(event.report, Examined):
+                preflight.examined(event.name, event.report)
+        if problems := preflight.problems(timeout_s):
+            raise ClusterError("\n".join(map(str, problems)))
+        self._preflight = None
+        for state in self.roster.all():
+            self._admit(state)
+
+    def _check_start(self, event: Event) -> None:
+        """What no rank may do before all have loaded."""
+        if isinstance(event.report, Unwell):
+            raise ConfigError(f"{event.name} cannot serve: {event.report.why}")
+        if isinstance(event.report, Gone):
+            raise ClusterError(f"{event.name} ended while it started: {self._cause(event)}")
+        if isinstance(event.report, Loaded) and self.roster[event.name].loaded is None:
+            raise ClusterError(f"{event.name} is refused: {self._objection(event.report)}.")
+
+    def _cause(self, event: Event) -> str:
+        """Why a rank is gone; its process may tell more a moment after its connection does."""
+        assert isinstance(event.report, Gone), "somebody is gone"
+        end = time.monotonic() + _LAST_WORDS_S
+        while (later := self.next_event(end - time.monotonic())) is not None:
+            if later.name == event.name and isinstance(later.report, Gone):
+                return later.report.why
+        return event.report.why
+
+    def next_event(self, timeout_s: float) -> Event | None:
+        """Wait for one, and do what follows from it here; None after the time-out.
+
+        What a process still says that was given up is dropped."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                event = self.inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                return None
+            if self._handle(event):
+                return event
+
+    def give_up(self, name: str, why: str) -> None:
+        """A rank is of no use any more: end its process, and start it again."""
+        state = self.roster[name]
+        step = "" if state.link is None or state.link.step < 0 else f" (in step {state.link.step})"
+        _log.warning("%s is lost%s: %s", name, step, why)
+        self.num_lost += 1
+        self.last_loss = f"{name}: {why}"
+        has_lasted = state.loaded is not None and time.monotonic() - state.ready_at >= _LASTING_S
+        state.num_failures = 1 if has_lasted else state.num_failures + 1
+        state.lose()
+        with self._lock:
+            self._beats.forget(name)
+        if self._is_closing.is_set() or self._starter is None:
+            return
+        try:
+            self._starter.kill(state.name)
+        except MoeServeError as error:  # it is stuck in the kernel: fenced, as its link is closed
+            _log.error("%s", error)
+        self._start_later(state)
+
+    def _start_later(self, state: RankState) -> None:
+        """At once, unless its processes keep dying."""
+        power = state.num_failures - 2
+        pause_s = 0.0 if power < 0 else min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2**power)
+        with self._lock:
+            self._due[str(state.name)] = time.monotonic() + pause_s
+
+    def close(self) -> None:
+        """End all ranks."""
+        with self._lock:
+            self._is_closing.set()
+        if self._watcher.is_alive():
+            self._watcher.join(_CLOSE_S)  # it may be starting a process
+        with self._lock:
+            links = list(self._links)
+        for link in links:
+            with contextlib.suppress(ChannelClosedError):
+                link.send(Stop())
+        if self._starter is not None:
+            self._starter.stop()
+        for state in self.roster.all():
+            state.lose()
+        for link in links:
+            link.close()
+
+    def _handle(self, event: Event) -> bool:
+        """Whether it is of a process that counts."""
+        if event.name not in self.roster:
+            if event.link is not None:
+                event.link.close()
+            return False
+        state, report = self.roster[event.name], event.report
+        if isinstance(report, Hello):
+            self._welcome(state, event)
+        elif isinstance(report, Gone):
+            if _is_of(state, event, report):
+                self.give_up(event.name, report.why)
+        elif event.link is not state.link:
+            return False
+        elif isinstance(report, Loading):
+            self._loading[event.name] = (report.done, report.total)
+        elif isinstance(report, Loaded):
+            self._take_in(state, report)
+        elif isinstance(report, Unwell):
+            _log.error("%s cannot serve: %s", event.name, report.why)
+        return True
+
+    def _welcome(self, state: RankState, event: Event) -> None:
+        link = event.link
+        assert link is not None, "a hello without a connection"
+        if state.phase is not Phase.STARTING or state.lost_start == state.num_starts:
+            _log.warning("a second process says it is %s: turned away", state.name)
+            link.close()
+            return
+        state.link, state.phase = link, Phase.LOADING
+        if self._preflight is None:
+            self._admit(state)
+        elif isinstance(event.report, Hello):
+            self._preflight.came(event.report)
+
+    def _admit(self, state: RankState) -> None:
+        """Tell a rank what to load. It beats from then on."""
+        if state.link is not None:
+            self._beat(state.link)
+        state.send(self._configure(state.name))
+
+    def _objection(self, report: Loaded) -> str | None:
+        """Why a rank that has loaded may not serve."""
+        if report.weights_hash == self._weights:
+            return None
+        return (
+            f"its checkpoint is another one (hash {report.weights_hash[:12]}, the coordinator's "
+            f"is {self._weights[:12]})"
+        )
+
+    def _take_in(self, state: RankState, report: Loaded) -> None:
+        objection = self._objection(report)
+        if objection is not None:
+            self.give_up(str(state.name), objection)
+            return
+        state.loaded, state.phase, state.ready_at = report, Phase.READY, time.monotonic()
+
+    def _beat(self, link: RankLink) -> None:
+        with self._lock:
+            is_known = link.name in self.roster and self.roster[link.name].link is link
+            if is_known and not self._is_closing.is_set():
+                self._beats.beat(link.name)
+
+    def _start(self, state: RankState) -> None:
+        assert self._starter is not None, "the cluster has not started"
+        state.num_starts += 1
+        state.started_at = time.monotonic()
+        self._starter.start(state.name)
+
+    def _watch(self) -> None:
+        while not self._is_closing.wait(_WATCH_S):
+            self._look()
+
+    def _look(self) -> None:
+        assert self._starter is not None, "the cluster has not started"
+        for ended in self._starter.exited():
+            self._tell(ended.name, f"its process {ended.why}")
+        for state in self.roster.all():
+            self._check_progress(state)
+        before, self._last_look = self._last_look, time.monotonic()
+        with self._lock:
+            if self._last_look - before > self._heartbeat_s:
+                self._beats.excuse()  # this process was stopped, or starved; beats wait to be read
+            late = [(item.rank, item.seconds) for item in self._beats.late()]
+            now = time.monotonic()
+            due = [name for name, moment in self._due.items() if moment <= now]
+            for name, _ in late:
+                self._beats.forget(name)
+            for name in due:
+                del self._due[name]
+        for name, seconds in late:
+            link = self.roster[name].link
+            self.inbox.put(Event(name, link, Gone(f"silent for {seconds:.1f} s")))
+        for name in due:
+            self._start_again(self.roster[name])
+        if not self.inbox.empty() or self.is_due():
+            self.on_event()
+
+    def _start_again(self, state: RankState) -> None:
+        try:
+            self._start(state)
+        except MoeServeError as error:
+            _log.error("%s: %s", state.name, error)
+            state.num_failures += 1
+            self._start_later(state)
+
+    def _check_progress(self, state: RankState) -> None:
+        """A process that does not come to serve in time is no use."""
+        seconds = time.monotonic() - state.started_at
+        is_coming = state.phase in (Phase.STARTING, Phase.LOADING)
+        if is_coming and state.lost_start < state.num_starts and seconds > self._start_timeout_s:
+            state.started_at = math.inf  # told once
+            self._tell(str(state.name), f"not ready {seconds:.0f} s after its start")
+
+    def _tell(self, name: str, why: str) -> None:
+        """The process that was started last is gone."""
+        self.inbox.put(Event(name, None, Gone(why, self.roster[name].num_starts)))
+
+
+def _is_of(state: RankState, event: Event, gone: Gone) -> bool:
+    """Whether it is the rank's present process that is gone, and not told before."""
+    if gone.start is None:
+        return event.link is not None and event.link is state.link
+    return state.lost_start < gone.start == state.num_starts

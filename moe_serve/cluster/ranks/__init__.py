@@ -1,0 +1,1 @@
+"""The work of an attention rank, an expert rank and a tensor shard."""

@@ -1,0 +1,300 @@
+"""What an attention rank does: steps on its own pages, with experts elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from moe_serve.cluster.control.epoch import layout_of, meet, sparse_layers, split_of, wire_of
+from moe_serve.cluster.control.messages import (
+    Configure,
+    DropPlacement,
+    FinitePages,
+    Join,
+    Loaded,
+    QueryPages,
+    Report,
+    RunStep,
+    Staged,
+    StagePlacement,
+    StageSeconds,
+    StepDone,
+    StepFailed,
+    SwitchPlacement,
+)
+from moe_serve.cluster.control.rank_name import RankName
+from moe_serve.cluster.ranks.attention_shards import AttentionShards, check_can_split
+from moe_serve.cluster.ranks.choices import pack_choices
+from moe_serve.cluster.ranks.load_report import load_report
+from moe_serve.cluster.ranks.mirror import Mirrors
+from moe_serve.cluster.ranks.page_work import do_page_work
+from moe_serve.cluster.ranks.rank_device import rank_device
+from moe_serve.cluster.ranks.shard_starter import ShardStarter
+from moe_serve.cluster.rebalance.rank_placement import RankPlacement
+from moe_serve.config.sections import EngineConfig
+from moe_serve.engine.build import (
+    AttentionPart,
+    eos_token_ids_of,
+    grammars_of,
+    load_attention,
+    max_model_len_of,
+    open_loader,
+)
+from moe_serve.engine.execute.next_layer_prediction import open_next_layer
+from moe_serve.engine.execute.step_executor import LocalExecutor, RowFailure, StepOutcome
+from moe_serve.engine.sampling.answer_masks import AnswerMasks
+from moe_serve.engine.sampling.sampler import Sampled
+from moe_serve.engine.sampling.sampling_backend import make_sampler
+from moe_serve.model.load.model_tensors import LoadProgress
+from moe_serve.model.step_plan import StepPlan
+from moe_serve.pipeline.exchange.group_transport import GroupTransport
+from moe_serve.pipeline.exchange.step_shape import StepShape
+from moe_serve.pipeline.links.data_group import DataGroup
+from moe_serve.pipeline.links.shard_group import ShardLostError
+from moe_serve.pipeline.links.shard_transport import LeaderTransport
+from moe_serve.pipeline.links.transfer import PeerLostError
+from moe_serve.pipeline.pipeline import Pipeline
+from moe_serve.pipeline.route_tap import RouteTap
+from moe_serve.pipeline.timeline.operation import Operation
+from moe_serve.pipeline.timeline.stage_log import StageLog
+from moe_serve.pipeline.timeline.timeline import NO_LAYER, NO_MICRO_BATCH, Stage
+from moe_serve.pipeline.transport import Transport
+
+_log = logging.getLogger(__name__)
+
+
+class AttentionRank:
+    """Holds the attention stage, the pages, the sampler, and mirrors of its sequences."""
+
+    def __init__(
+        self,
+        name: RankName,
+        configure: Configure,
+        progress: LoadProgress,
+        shard_starter: ShardStarter,
+    ) -> None:
+        clock = time.monotonic()
+        self._name, self._configure = name, configure
+        config, folder = configure.config, Path(configure.folder)
+        device = rank_device(config.model)
+        self._loader = open_loader(folder, config.model, configure.num_threads, device, progress)
+        torch.set_num_threads(1 if self._loader.kernels.has_own_threads else configure.num_threads)
+        self._spec = self._loader.spec
+        num_shards = config.cluster.attention_tp
+        check_can_split(self._loader, num_shards)
+        self._shards: AttentionShards | None = None
+        if num_shards > 1:
+            self._shards = AttentionShards(str(name), configure, shard_starter)
+        try:
+            self._part = self._load(config)
+            self._next_layer = open_next_layer(config, folder, self._loader)
+        except BaseException:
+            if self._shards is not None:
+                self._shards.close()
+            raise
+        eos = eos_token_ids_of(folder, self._spec)
+        self._sampler = make_sampler(eos, self._loader.kernels)
+        grammars = grammars_of(folder, self._spec, eos)
+        self._masks = AnswerMasks(self._spec.vocab_size, eos, grammars)
+        self._mirrors = Mirrors()
+        self._placement = RankPlacement(configure.placement)
+        self._last_done = 0  # the last step whose tokens were told
+        self._log = StageLog(configure.is_recording)
+        self._group: DataGroup | None = None
+        self._transport: GroupTransport | None = None
+        self._executor: LocalExecutor | None = None
+        self._seconds = time.monotonic() - clock
+
+    def _load(self, config: EngineConfig) -> AttentionPart:
+        max_model_len = max_model_len_of(config.model, self._spec)
+        if self._shards is None:
+            return load_attention(self._loader, config, max_model_len)
+        part = load_attention(self._loader, config, max_model_len, self._shards.group)
+        self._shards.make_pages(part.num_pages)
+        return part
+
+    @property
+    def loaded(self) -> Loaded:
+        return load_report(
+            self._loader,
+            self._configure,
+            self._seconds,
+            num_pages=self._part.num_pages,
+            kv_bytes=self._part.kv_bytes * self._configure.config.cluster.attention_tp,
+        )
+
+    @property
+    def operation(self) -> Operation | None:
+        """What it is at, on any thread; None between steps."""
+        return self._log.operation
+
+    def join(self, join: Join, store: Any, host: str) -> None:
+        """Enter an epoch; raises PeerLostError."""
+        self.leave()
+        self._placement.check(join)
+        loader, configure = self._loader, self._configure
+        split = None if configure.router_on_experts else split_of(join, configure, loader.device)
+        group = meet(join, str(self._name), store, configure, host, loader.device)
+        self._group = group
+        self._transport = GroupTransport(
+            group,
+            attention_rank=join.attention_ranks.index(str(self._name)),
+            expert_ranks=join.expert_ranks,
+            wire=wire_of(join, configure, self._spec, loader.dtype),
+            split=split,
+            sparse_layers=sparse_layers(self._spec),
+            log=self._log,
+            layout=layout_of(group, loader.device),
+        )
+        self._placement.joined(split, self._transport.use)
+        transport: Transport = self._transport
+        if self._shards is not None:
+            transport = LeaderTransport(transport, self._shards.group)
+        part, tap = self._part, RouteTap(self._spec.router.num_experts)
+        beside = (self._log, tap, self._next_layer)
+        pipeline = Pipeline(part.stage, transport, part.cache, loader.device, *beside)
+        self._executor = LocalExecutor(pipeline, self._sampler, tap, masks=self._masks)
+
+    def leave(self) -> None:
+        """Close the epoch's connections: whoever waits for this rank wakes."""
+        if self._transport is not None:
+            self._transport.close()
+        self._placement.left()
+        group, self._group = self._group, None
+        self._transport = self._executor = None
+        if group is not None:
+            group.close()
+
+    def close(self) -> None:
+        """The rank's end, and that of its other shards."""
+        self.leave()
+        if self._shards is not None:
+            self._shards.close()
+
+    def handle(self, order: object) -> Report | None:
+        """One order of the coordinator -> what to answer."""
+        if isinstance(order, RunStep):
+            return self._run(order)
+        if isinstance(order, QueryPages):
+            return self._query(order)
+        if isinstance(order, StagePlacement):
+            self._placement.stage(order)
+            return Staged(placement=order.placement)
+        if isinstance(order, DropPlacement):
+            self._placement.drop()
+            return None
+        if isinstance(order, SwitchPlacement):
+            self._placement.switch(order)
+            return None
+        raise AssertionError(f"an attention rank got {type(order).__name__}")
+
+    def _query(self, order: QueryPages) -> FinitePages:
+        if self._shards is not None:
+            self._shards.query(order)
+        do_page_work(self._part.cache, order.page_work)
+        is_finite = self._part.cache.finite(list(order.pages))
+        if self._shards is not None:
+            is_finite = self._shards.all_set(is_finite)
+        return FinitePages(is_finite=is_finite)
+
+    def _run(self, order: RunStep) -> Report:
+        self._placement.check(order)
+        if order.after not in (0, self._last_done):
+            return self._skip(order)
+        if self._shards is not None:
+            self._shards.step(order)
+        plan = self._mirrors.update(order)
+        do_page_work(self._part.cache, order.page_work)
+        group, transport, executor = self._group, self._transport, self._executor
+        if group is None or transport is None or executor is None or group.epoch != order.epoch:
+            return self._failed(order, "it is in no data group of this epoch", str(self._name))
+        transport.begin(StepShape(order.epoch, order.step, _tuples(order.rows)))
+        try:
+            return self._compute(order, plan, transport, executor)
+        except PeerLostError as error:
+            peer, why = error.peer, str(error)
+        self.leave()  # only now: the error's traceback refers to what is closed here
+        return self._failed(order, why, peer)
+
+    def _skip(self, order: RunStep) -> Report:
+        """A step whose tokens are missing: only what comes before it is done, and its exchanges
+        are walked through for the others."""
+        order = msgspec.structs.replace(order, micro_batches=())
+        if self._shards is not None:
+            self._shards.step(order)
+        self._mirrors.update(order)
+        do_page_work(self._part.cache, order.page_work)
+        why, peer = f"nothing came of step {order.after}", None
+        group, transport = self._group, self._transport
+        if group is None or transport is None or group.epoch != order.epoch:
+            peer = str(self._name)
+        else:
+            transport.begin(StepShape(order.epoch, order.step, _tuples(order.rows)))
+            try:
+                transport.abandon()
+            except PeerLostError as error:
+                peer, why = error.peer, str(error)
+            if peer is not None:
+                self.leave()
+        return StepFailed(epoch=order.epoch, step=order.step, why=why, peer=peer)
+
+    def _compute(
+        self, order: RunStep, plan: StepPlan, transport: GroupTransport, executor: LocalExecutor
+    ) -> Report:
+        """A step that fails here is walked to its end, so that the others are not held up."""
+        log = self._log
+        log.begin(order.step)
+        try:
+            outcome = executor.run(plan, self._mirrors.sequences)
+        except (PeerLostError, ShardLostError):
+            raise
+        except Exception as error:
+            _log.exception("step %d failed", order.step)
+            transport.abandon()
+            return self._failed(order, str(error), None)
+        log.add(Stage.SAMPLE, NO_LAYER, NO_MICRO_BATCH, len(outcome.sampled), log.end)
+        whole = log.finish(sum(batch.num_tokens for batch in plan.micro_batches))
+        busy = log.layers_s - log.waited_s
+        return self._done(order, outcome, StageSeconds(busy, log.waited_s, whole))
+
+    def _done(self, order: RunStep, outcome: StepOutcome, seconds: StageSeconds) -> StepDone:
+        sampled: dict[int, Sampled] = {}
+        failures: dict[int, RowFailure] = {}
+        for key, token in outcome.sampled.items():
+            if isinstance(token, RowFailure):
+                failures[key] = token
+            else:
+                sampled[key] = token
+        self._last_done = order.step
+        # A request without a valid token ends, but may be in the next step already: any token does.
+        tokens = {key: t.token_id if t.is_valid else 0 for key, t in sampled.items()}
+        tokens |= dict.fromkeys(failures, 0)
+        self._mirrors.append(tokens)
+        if self._shards is not None:
+            self._shards.sampled(tokens)
+        return StepDone(
+            epoch=order.epoch,
+            step=order.step,
+            sampled=sampled,
+            failures=failures,
+            prompt_logprobs=outcome.prompt_logprobs,
+            seconds=seconds,
+            records=self._log.take(),
+            choices=None if outcome.choices is None else pack_choices(outcome.choices),
+            mask_costs=outcome.mask_costs,
+        )
+
+    def _failed(self, order: RunStep, why: str, peer: str | None) -> StepFailed:
+        self._log.give_up()
+        if self._shards is not None:
+            self._shards.group.abandon()
+        return StepFailed(epoch=order.epoch, step=order.step, why=why, peer=peer)
+
+
+def _tuples(rows: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(counts) for counts in rows)

@@ -1,0 +1,148 @@
+"""One of the shards of an attention rank that follow the first: the same steps, its own heads.
+
+python -m moe_serve.cluster.ranks.attention_shard --name attention-0 --index 1 --links 0:7,2:8
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from moe_serve.cache.kv_cache import KVCache
+from moe_serve.cluster.members.parent_watch import end_with_parent
+from moe_serve.cluster.ranks.mirror import Mirrors
+from moe_serve.cluster.ranks.page_work import do_page_work
+from moe_serve.cluster.ranks.shard_orders import (
+    EndShard,
+    LoadShard,
+    MakePages,
+    ShardOrder,
+    ShardQuery,
+    ShardStep,
+    unpack_order,
+)
+from moe_serve.engine.build import device_of, max_model_len_of, open_loader
+from moe_serve.errors import MoeServeError
+from moe_serve.model.stage.tensor_shard import TensorShard
+from moe_serve.pipeline.links.shard_group import ShardGroup, ShardLostError, StepAbandonedError
+from moe_serve.pipeline.links.shard_transport import FollowerTransport
+from moe_serve.pipeline.links.shared_link import SharedLink
+from moe_serve.pipeline.pipeline import Pipeline
+
+_log = logging.getLogger(__name__)
+
+
+class AttentionShard:
+    """Follows the orders of the first shard until that ends."""
+
+    def __init__(self, group: ShardGroup) -> None:
+        self._group, self._mirrors = group, Mirrors()
+
+    def run(self) -> None:
+        """Load, and then step after step. Raises ShardLostError, or what keeps it from loading."""
+        load = self._next()
+        if isinstance(load, EndShard):
+            return
+        assert isinstance(load, LoadShard), f"{type(load).__name__} before LoadShard"
+        config, device = load.config, device_of(load.config.model)
+        loader = open_loader(Path(load.folder), config.model, load.num_threads, device, None)
+        torch.set_num_threads(1 if loader.kernels.has_own_threads else load.num_threads)
+        stage = loader.attention_stage(max_model_len_of(config.model, loader.spec), self._group)
+        pages = self._next()
+        if isinstance(pages, EndShard):
+            return
+        assert isinstance(pages, MakePages), f"{type(pages).__name__} before MakePages"
+        cache = KVCache(stage.spec, pages.num_pages, loader.dtype, device)
+        pipeline = Pipeline(stage, FollowerTransport(self._group), cache, device)
+        self._tell([True])  # ready
+        while not isinstance(order := self._next(), EndShard):
+            if isinstance(order, ShardStep):
+                self._step(order, pipeline, cache)
+            else:
+                assert isinstance(order, ShardQuery), f"an unexpected {type(order).__name__}"
+                do_page_work(cache, order.query.page_work)
+                self._tell(cache.finite(list(order.query.pages)))
+
+    def _step(self, order: ShardStep, pipeline: Pipeline, cache: KVCache) -> None:
+        self._mirrors.append(order.tokens)
+        plan = self._mirrors.update(order.run)
+        do_page_work(cache, order.run.page_work)
+        if not plan.micro_batches:
+            return
+        try:
+            pipeline.run(plan)
+        except StepAbandonedError:
+            return  # the leader says why
+
+    def _next(self) -> ShardOrder:
+        return unpack_order(self._group.next_order())
+
+    def _tell(self, flags: list[bool]) -> None:
+        tell_flags(self._group, flags)
+
+
+def tell_flags(group: ShardGroup, flags: list[bool]) -> list[bool]:
+    """Every shard's flags, of which the first learns where all are set."""
+    column = torch.tensor(flags, dtype=torch.uint8)[:, None]
+    everybody = group.at_leader(column, (1,) * group.shard.count)
+    return [bool(row.all()) for row in everybody]
+
+
+def shard_name(rank: str, index: int) -> str:
+    """`attention-0.1`; the first shard has its rank's own name."""
+    return f"{rank}.{index}" if index else rank
+
+
+def make_group(
+    rank: str, shard: TensorShard, sockets: Mapping[int, socket.socket], timeout_s: float
+) -> ShardGroup:
+    """Over connected sockets, by the other shards' numbers."""
+    links = {
+        index: SharedLink(shard_name(rank, index), connection, timeout_s)
+        for index, connection in sockets.items()
+    }
+    return ShardGroup(shard_name(rank, shard.index), shard, links)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code 0 when told to end, 1 when another shard was lost, 2 when it cannot serve."""
+    parser = argparse.ArgumentParser(
+        prog="moe_serve.cluster.ranks.attention_shard", description=__doc__
+    )
+    parser.add_argument("--name", required=True, help="of the attention rank")
+    parser.add_argument("--index", required=True, type=int)
+    parser.add_argument("--links", required=True, help="SHARD:DESCRIPTOR,...")
+    parser.add_argument("--timeout", required=True, type=float)
+    options = parser.parse_args(arguments)
+    end_with_parent()
+    gc.freeze()  # as in worker.py
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's business
+    pairs = [pair.split(":") for pair in options.links.split(",")]
+    sockets = {int(index): socket.socket(fileno=int(number)) for index, number in pairs}
+    shard = TensorShard(options.index, len(sockets) + 1)
+    name = shard_name(options.name, shard.index)
+    logging.basicConfig(level=logging.WARNING, format=f"[{name}] %(levelname)s %(message)s")
+    group = make_group(options.name, shard, sockets, options.timeout)
+    try:
+        AttentionShard(group).run()
+    except ShardLostError as error:
+        _log.info("%s", error)
+        return 1
+    except MoeServeError as error:
+        _log.error("%s", error)
+        return 2
+    finally:
+        group.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""The other shards of an attention rank, as its first one sees them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+from collections.abc import Mapping
+
+from moe_serve.cluster.control.messages import Configure, QueryPages, RunStep
+from moe_serve.cluster.ranks.attention_shard import make_group, shard_name, tell_flags
+from moe_serve.cluster.ranks.shard_orders import (
+    EndShard,
+    LoadShard,
+    MakePages,
+    ShardOrder,
+    ShardQuery,
+    ShardStep,
+    pack_order,
+)
+from moe_serve.cluster.ranks.shard_starter import ShardStarter, StartShard
+from moe_serve.errors import ConfigError
+from moe_serve.model.load.loader import ModelLoader
+from moe_serve.model.stage.tensor_shard import TensorShard, check_shards
+from moe_serve.pipeline.links.shard_group import ShardGroup, ShardLostError
+
+_FOLLOWERS_PATIENCE = 4  # the leader may itself wait for as long as its time-out, for several ranks
+
+
+class AttentionShards:
+    """Started at construction; they load while the leader does."""
+
+    def __init__(self, rank: str, configure: Configure, starter: ShardStarter) -> None:
+        cluster = configure.config.cluster
+        count = cluster.attention_tp
+        self._rank, self._starter = rank, starter
+        self._start_timeout_s = cluster.start_timeout_s
+        ends = _mesh(count)
+        patience_s = _FOLLOWERS_PATIENCE * cluster.timeout_s
+        for index in range(1, count):
+            shard = TensorShard(index, count)
+            starter.start(StartShard(rank, shard, ends[index], patience_s))
+        self.group: ShardGroup = make_group(rank, TensorShard(0, count), ends[0], cluster.timeout_s)
+        self._tokens: Mapping[int, int] = {}
+        load = LoadShard(
+            config=configure.config, folder=configure.folder, num_threads=configure.num_threads
+        )
+        self._order(load)
+
+    def make_pages(self, num_pages: int) -> None:
+        """Their part of the cache; waits until all have loaded. Raises ShardLostError."""
+        self._order(MakePages(num_pages=num_pages))
+        for index in range(1, self.group.shard.count):
+            if not self.group.has_message(index, self._start_timeout_s):
+                name = shard_name(self._rank, index)
+                raise ShardLostError(f"{name} did not load in {self._start_timeout_s:g} s")
+        tell_flags(self.group, [True])
+
+    def step(self, run: RunStep) -> None:
+        """They compute it too, from here on in step with us."""
+        tokens, self._tokens = self._tokens, {}
+        self._order(ShardStep(tokens=tokens, run=run))
+
+    def sampled(self, tokens: Mapping[int, int]) -> None:
+        """What the step gave, for their next one."""
+        self._tokens = tokens
+
+    def query(self, query: QueryPages) -> None:
+        """They look for pages that are not finite; `all_set` has what they find."""
+        self._order(ShardQuery(query=query))
+
+    def all_set(self, flags: list[bool]) -> list[bool]:
+        """Where all shards' flags are set."""
+        return tell_flags(self.group, flags)
+
+    def close(self) -> None:
+        """They end."""
+        with contextlib.suppress(ShardLostError):
+            self._order(EndShard())
+        self.group.close()
+        self._starter.close()
+
+    def _order(self, order: ShardOrder) -> None:
+        self.group.order(pack_order(order))
+
+
+def check_can_split(loader: ModelLoader, count: int) -> None:
+    """Raise ConfigError if the model or the kernels do not allow for `count` shards."""
+    check_shards(loader.spec, count)
+    if count > 1 and not loader.kernels.can_split_columns:
+        raise ConfigError(
+            f"cluster.attention_tp is {count}, but the kernels here are {loader.kernels.name}, "
+            "whose results may depend on how many columns are computed together: it needs the "
+            "native ones (model.kernels; a CPU, in float32 or bfloat16)."
+        )
+
+
+def _mesh(count: int) -> list[dict[int, socket.socket]]:
+    """A pair of connected sockets for every two shards -> each one's ends, by the other."""
+    ends: list[dict[int, socket.socket]] = [{} for _ in range(count)]
+    for a, b in itertools.combinations(range(count), 2):
+        ends[a][b], ends[b][a] = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    return ends

@@ -1,0 +1,56 @@
+"""The routers' choices as part of a message: with a step's tokens, never one message per layer."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+
+from moe_serve.cluster.control.messages import Choices
+from moe_serve.pipeline.route_tap import StepChoices
+
+_log = logging.getLogger(__name__)
+
+_BYTE, _WEIGHT = np.dtype("u1"), np.dtype("<f2")
+_WIDE: np.dtype[np.int16] = np.dtype("<i2")
+
+
+def pack_choices(choices: StepChoices) -> Choices:
+    ids_NLK, weights_NLK = choices.expert_ids_NLK, choices.weights_NLK
+    is_wide = ids_NLK.dtype.itemsize > 1
+    return Choices(
+        choices.sequence_ids,
+        choices.counts,
+        ids_NLK.shape[1],
+        ids_NLK.shape[2],
+        is_wide,
+        ids_NLK.astype(_WIDE if is_wide else _BYTE, copy=False).tobytes(),
+        b"" if weights_NLK is None else weights_NLK.astype(_WEIGHT, copy=False).tobytes(),
+    )
+
+
+def unpack_choices(packed: Choices) -> StepChoices | None:
+    """None if the sizes do not fit each other: the step's tokens are none the worse."""
+    counts = tuple(packed.counts)
+    shape = (sum(counts), packed.num_layers, packed.top_k)
+    size = shape[0] * shape[1] * shape[2]
+    dtype: np.dtype[np.integer[Any]] = _WIDE if packed.is_wide else _BYTE
+    is_sound = (
+        len(counts) == len(packed.sequence_ids)
+        and min(*counts, *shape, 0) == 0
+        and len(packed.expert_ids) == size * dtype.itemsize
+        and len(packed.weights) in (0, size * _WEIGHT.itemsize)
+    )
+    if not is_sound:
+        _log.warning(
+            "a rank told of %d bytes of choices for %s tokens, layers and k: they are left out",
+            len(packed.expert_ids),
+            shape,
+        )
+        return None
+    weights = None
+    if packed.weights:
+        weights = np.frombuffer(packed.weights, dtype=_WEIGHT).reshape(shape)
+    ids = np.frombuffer(packed.expert_ids, dtype=dtype).reshape(shape)
+    return StepChoices(tuple(packed.sequence_ids), counts, ids, weights)

@@ -1,0 +1,33 @@
+"""What a rank of either pool says when it has loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moe_serve.cache.model_identity import model_identity
+from moe_serve.cluster.control.messages import Configure, Loaded
+from moe_serve.model.load.loader import ModelLoader
+from moe_serve.pipeline.links.nccl_link import gpu_of
+
+
+def load_report(
+    loader: ModelLoader,
+    configure: Configure,
+    seconds: float,
+    *,
+    num_pages: int = 0,
+    kv_bytes: int = 0,
+) -> Loaded:
+    """Ready to join, with the hash that proves its checkpoint. Expert ranks have no pages."""
+    return Loaded(
+        weights_hash=model_identity(Path(configure.folder)).hex(),
+        num_pages=num_pages,
+        kv_bytes=kv_bytes,
+        kernels=loader.kernels.name,
+        dtype=str(loader.dtype).removeprefix("torch."),
+        device=str(loader.device),
+        weight_format=loader.weight_format,
+        expert_weights=loader.expert_weights,
+        load_seconds=seconds,
+        gpu=gpu_of(loader.device),
+    )

@@ -1,0 +1,77 @@
+"""What an attention rank remembers of its sequences between steps, and a step's plan from that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from moe_serve.cluster.control.messages import OpenSequence, RunStep, Slice, unpack_params
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
+
+
+class Mirrors:
+    """The coordinator's sequences as far as a sampler and a plan need them.
+
+    Tokens that were sampled here are appended here: they need not come back.
+    """
+
+    def __init__(self) -> None:
+        self.sequences: dict[int, Sequence] = {}
+
+    def update(self, order: RunStep) -> StepPlan:
+        """Open and close sequences, extend their page tables -> what to compute."""
+        for sequence_id in order.closed:
+            self.sequences.pop(sequence_id, None)
+        for opened in order.opened:
+            self.sequences[opened.sequence_id] = _sequence(opened)
+        return StepPlan(
+            tuple(
+                MicroBatch(tuple(self._slice(piece) for piece in batch))
+                for batch in order.micro_batches
+            ),
+            order.routes,
+        )
+
+    def append(self, tokens: Mapping[int, int]) -> None:
+        """What the step sampled."""
+        for sequence_id, token_id in tokens.items():
+            self.sequences[sequence_id].append(token_id)
+
+    def _slice(self, piece: Slice) -> SequenceSlice:
+        sequence = self.sequences[piece.sequence_id]
+        sequence.page_table[piece.first_page :] = piece.pages
+        sequence.num_computed_tokens = piece.start
+        return SequenceSlice(
+            piece.sequence_id,
+            piece.start,
+            sequence.pending(piece.count),
+            tuple(sequence.page_table),
+            piece.num_logits,
+        )
+
+
+def _sequence(opened: OpenSequence) -> Sequence:
+    request = GenerationRequest(
+        request_id=str(opened.sequence_id),
+        prompt_token_ids=tuple(_tokens(opened.prompt)),
+        params=unpack_params(opened.params),
+        choice=opened.choice,
+    )
+    sequence = Sequence(opened.sequence_id, request)
+    sequence.seed = opened.seed
+    for token in _tokens(opened.output):
+        sequence.append(token)
+    return sequence
+
+
+def pack_tokens(token_ids: list[int]) -> bytes:
+    """int32, little-endian."""
+    return np.array(token_ids, dtype="<i4").tobytes()
+
+
+def _tokens(packed: bytes) -> list[int]:
+    tokens: list[int] = np.frombuffer(packed, dtype="<i4").tolist()
+    return tokens

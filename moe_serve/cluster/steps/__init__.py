@@ -1,0 +1,1 @@
+"""Drives the steps of an engine whose stages run on ranks."""

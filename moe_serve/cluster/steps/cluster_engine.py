@@ -1,0 +1,313 @@
+"""One engine for each attention rank, stepped together: what the server sees is one engine."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from moe_serve.cache.page_times import PageTimes
+from moe_serve.cluster.control.messages import StepDone
+from moe_serve.cluster.members.pool_watch import PoolWatch
+from moe_serve.cluster.steps.coordinator import Coordinator
+from moe_serve.cluster.steps.flight import Flight
+from moe_serve.cluster.steps.moves import MAX_MOVES, Moves
+from moe_serve.cluster.steps.rank_statuses import statuses
+from moe_serve.cluster.steps.rank_work import RankLostError
+from moe_serve.cluster.steps.remote_executor import RemoteExecutor, as_outcome
+from moe_serve.engine.engine import Engine
+from moe_serve.engine.request.client import EngineStats
+from moe_serve.engine.request.rank_load import RankLoad
+from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
+from moe_serve.engine.request.sequence import Sequence as EngineSequence
+from moe_serve.engine.request.step_tokens import StepTokens
+from moe_serve.engine.schedule.policy.policy import sum_of
+from moe_serve.model.step_plan import StepPlan
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A step under way, and the engines that are in it: a rank may be another one by its end."""
+
+    flight: Flight
+    engines: dict[str, Engine]
+
+
+MakeEngine = Callable[[RemoteExecutor, "itertools.count[int]"], Engine]
+
+
+class ClusterEngine:
+    """Has `Engine`'s interface. A rank's engine holds its requests, pages and prefixes; when the
+    rank is lost, they go to the others with the tokens they have."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        make_engine: MakeEngine,
+        watch: PoolWatch,
+        close: Callable[[], None],
+        *,
+        is_ahead: bool,
+    ) -> None:
+        self._coordinator, self._make, self._close = coordinator, make_engine, close
+        self._watch, self._is_ahead = watch, is_ahead
+        self._begun: _Begun | None = None  # a step that was sent out ahead
+        self._ids, self._num_launches = itertools.count(), 0
+        self._engines: dict[str, Engine] = {}
+        self._executors: dict[str, RemoteExecutor] = {}
+        self._homeless: list[EngineSequence] = []  # with no rank yet, or no more
+        self._moves = Moves()
+        self._pending: list[TokenDelta] = []  # of engines whose ranks were lost, and of nobody's
+        self._past: EngineStats | None = None  # of all engines whose ranks were lost
+        coordinator.settle(is_patient=True)
+        while not self._settle():  # somebody was lost at once
+            continue
+        self.max_model_len = next(iter(self._engines.values())).max_model_len
+
+    def stop_waiting(self) -> None:
+        """See `DrivenEngine.stop_waiting`."""
+        self._coordinator.stop()
+
+    def close(self) -> None:
+        """End all ranks."""
+        self._close()
+
+    @property
+    def has_work(self) -> bool:
+        has_requests = any(engine.has_work for engine in self._engines.values())
+        is_untold = bool(self._homeless or self._pending)
+        return has_requests or is_untold or self._coordinator.has_events
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(e.num_waiting for e in self._engines.values()) + len(self._homeless)
+
+    @property
+    def num_running(self) -> int:
+        return sum(engine.num_running for engine in self._engines.values())
+
+    @property
+    def num_seats(self) -> int:
+        return sum(engine.num_seats for engine in self._engines.values())
+
+    def set_waker(self, wake: Callable[[], None]) -> None:
+        """Called (on any thread) when a rank came or went while there may be no work."""
+        self._coordinator.membership.on_event = wake
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request. The next step gives it to the rank that has least to do: whoever brings
+        many does not wait for ranks with each."""
+        length = len(request.prompt_token_ids)
+        assert 0 < length < self.max_model_len, f"prompt of {length} tokens reached the engine"
+        self._homeless.append(EngineSequence(next(self._ids), request))
+
+    def abort(self, request_id: str) -> None:
+        """See `Engine.abort`."""
+        for name, engine in list(self._engines.items()):
+            try:
+                engine.abort(request_id)
+            except RankLostError:
+                self._evacuate(name)
+        if any(s.request.request_id == request_id for s in self._homeless):
+            self._homeless = [s for s in self._homeless if s.request.request_id != request_id]
+            aborted = TokenDelta(request_id=request_id, finish_reason=FinishReason.ABORT)
+            self._pending.append(aborted)
+
+    def step(self) -> list[TokenDelta]:
+        """All ranks schedule, run, publish. Nothing happens while no rank can compute it."""
+        if self._settle():
+            self._step()
+        deltas, self._pending = self._pending, []
+        return deltas
+
+    def _step(self) -> None:
+        begun, self._begun = self._begun or self._launch(), None
+        outcomes: dict[str, StepDone | Exception] = {}
+        if begun is not None:
+            self._begun = self._launch_after(begun)
+            outcomes = self._coordinator.collect(begun.flight)
+        for name, engine in list(self._engines.items()):
+            is_in = begun is not None and begun.engines.get(name) is engine
+            outcome = outcomes.get(name) if is_in else None
+            if isinstance(outcome, Exception) and self._begun is not None:
+                self._void(name, self._begun)
+            if isinstance(outcome, RankLostError):
+                self._evacuate(name)
+                continue
+            try:
+                done = as_outcome(outcome) if isinstance(outcome, StepDone) else outcome
+                self._pending += engine.end_step(done)
+            except RankLostError:
+                self._evacuate(name)
+
+    def stats(self) -> EngineStats:
+        """The sums over all ranks."""
+        by_rank = {name: engine.stats() for name, engine in self._engines.items()}
+        each = list(by_rank.values())
+        past = [] if self._past is None else [self._past]
+        total, pools = _sum_of(each, past, len(self._homeless)), self._watch.stats()
+        membership = self._coordinator.membership
+        return replace(
+            total,
+            oldest_arrival=_oldest(each, self._homeless),
+            members=statuses(membership.roster, pools),
+            num_lost_ranks=membership.num_lost,
+            last_loss=membership.last_loss,
+            pools=pools,
+            expert_memory=self._watch.expert_memory,
+            outage_s=self._coordinator.outage_s,
+            ranks=tuple(_load_of(name, stats) for name, stats in by_rank.items()),
+        )
+
+    def check_integrity(self) -> None:
+        """See `Engine.check_integrity`."""
+        for engine in self._engines.values():
+            engine.check_integrity()
+
+    def _begin(self, name: str) -> StepPlan | None:
+        try:
+            return self._engines[name].begin_step(1, self._num_launches)
+        except RankLostError:
+            self._evacuate(name)
+            return None
+
+    def _launch(self) -> _Begun | None:
+        """Cut all ranks' steps alike, and send them out together."""
+        self._num_launches += 1
+        plans = {name: plan for name in list(self._engines) if (plan := self._begin(name))}
+        if not plans:
+            return None
+        count = self._watch.choose(plans, len(self._coordinator.epoch.experts))
+        works = {}
+        for name in plans:
+            engine = self._engines[name]
+            plan = engine.cut(count, self._num_launches)
+            works[name] = self._executors[name].prepare(plan, engine.step_sequences)
+        engines = {name: self._engines[name] for name in works}
+        return _Begun(self._coordinator.launch(works), engines)
+
+    def _launch_after(self, begun: _Begun) -> _Begun | None:
+        """Send out the next step before this one has ended, if it is sure what everybody does."""
+        if not self._can_follow(begun):
+            return None
+        if not all(engine.begin_ahead() for engine in begun.engines.values()):
+            for engine in begun.engines.values():
+                engine.drop_ahead()
+            return None
+        self._num_launches += 1
+        number = self._num_launches
+        plans = {name: engine.cut_ahead(1, number) for name, engine in begun.engines.items()}
+        count = self._watch.choose(plans, len(self._coordinator.epoch.experts))
+        works = {}
+        for name, engine in begun.engines.items():
+            plan = engine.cut_ahead(count, number)
+            works[name] = self._executors[name].prepare(plan, engine.step_sequences)
+        return _Begun(self._coordinator.launch_after(begun.flight, works), begun.engines)
+
+    def _can_follow(self, begun: _Begun) -> bool:
+        """Whether all engines with something to do are in the step, and nobody in it is lost."""
+        busy = {n: e for n, e in self._engines.items() if e.num_running or e.num_waiting}
+        return (
+            self._is_ahead and busy == begun.engines and self._coordinator.can_follow(begun.flight)
+        )
+
+    def _void(self, name: str, ahead: _Begun) -> None:
+        """Nothing came of a rank's step, so nothing can come of the one that was sent ahead."""
+        ahead.flight.void(name)
+        self._executors[name].resend_tables()
+
+    def _settle(self) -> bool:
+        """One engine for each attention rank of the epoch -> whether they can make steps."""
+        is_settled = self._coordinator.settle(is_patient=False)
+        for name, executor in list(self._executors.items()):
+            if not executor.is_there:  # also when it is back already: with other pages
+                self._evacuate(name)
+        if not is_settled:
+            return False
+        self._watch.keep_experts(self._coordinator.epoch.experts)
+        for name in self._coordinator.epoch.attention:
+            if name not in self._engines:
+                executor = RemoteExecutor(self._coordinator, name)
+                self._executors[name] = executor
+                self._engines = {**self._engines, name: self._make(executor, self._ids)}
+        homeless, self._homeless = self._homeless, []
+        for sequence in homeless:
+            self._lightest().adopt(sequence)
+        return True
+
+    def _evacuate(self, name: str) -> None:
+        """Requests of a lost rank start again elsewhere, with the tokens that they have."""
+        engine = self._engines[name]  # others read the engines: they are replaced, never changed
+        self._engines = {n: other for n, other in self._engines.items() if n != name}
+        del self._executors[name]
+        self._watch.forget(name)
+        self._pending += engine.take_pending()
+        stats, computed = engine.stats(), set(engine.step_sequences)
+        sequences = engine.surrender()
+        self._past = _sum_of([], [stats] if self._past is None else [self._past, stats], 0)
+        _log.warning("%s is lost: %d requests move", name, len(sequences))
+        for sequence in sequences:
+            if sequence.id in computed and not self._moves.is_allowed(sequence):
+                self._pending.append(_given_up(sequence))
+            else:
+                self._homeless.append(sequence)
+
+    def _lightest(self) -> Engine:
+        return min(self._engines.values(), key=lambda e: e.num_pending_tokens)
+
+
+def _given_up(sequence: EngineSequence) -> TokenDelta:
+    return TokenDelta(
+        request_id=sequence.request.request_id,
+        finish_reason=FinishReason.ERROR,
+        num_preemptions=sequence.num_preemptions,
+        error=f"{MAX_MOVES + 1} attention ranks were lost while they computed its next token",
+    )
+
+
+def _oldest(each: Sequence[EngineStats], homeless: list[EngineSequence]) -> float | None:
+    arrivals = [s.oldest_arrival for s in each if s.oldest_arrival is not None]
+    return min([*arrivals, *(s.request.arrival_time for s in homeless)], default=None)
+
+
+def _load_of(name: str, stats: EngineStats) -> RankLoad:
+    return RankLoad(
+        name=name,
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        num_pages=stats.num_pages,
+        num_free_pages=stats.num_free_pages,
+    )
+
+
+def _sum_of(
+    each: Sequence[EngineStats], past: Sequence[EngineStats], num_homeless: int
+) -> EngineStats:
+    def total(name: str, group: Sequence[EngineStats]) -> int:
+        return sum(getattr(stats, name) for stats in group)
+
+    everyone = (*each, *past)
+    return EngineStats(
+        num_steps=max((stats.num_steps for stats in everyone), default=0),
+        num_running=total("num_running", each),
+        num_waiting=total("num_waiting", each) + num_homeless,
+        num_pages=total("num_pages", each),
+        num_free_pages=total("num_free_pages", each),
+        num_cached_pages=total("num_cached_pages", each),
+        num_preemptions=total("num_preemptions", everyone),
+        num_prompt_tokens=total("num_prompt_tokens", everyone),
+        num_generated_tokens=total("num_generated_tokens", everyone),
+        num_evicted_pages=total("num_evicted_pages", everyone),
+        num_queried_tokens=total("num_queried_tokens", everyone),
+        num_hit_tokens=total("num_hit_tokens", everyone),
+        num_missed_tokens=total("num_missed_tokens", everyone),
+        num_left_aside=total("num_left_aside", each),
+        num_corrupted=total("num_corrupted", everyone),
+        page_times=sum((stats.page_times for stats in everyone), PageTimes()),
+        step_tokens=sum((stats.step_tokens for stats in everyone), StepTokens()),
+        is_alive=True,
+        batching=sum_of(*([s.batching for s in g if s.batching] for g in (each, past))),
+    )

@@ -1,0 +1,334 @@
+"""Epochs and steps: who is in, who computes what, and what is repeated when somebody is lost."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from moe_serve.cluster.control.messages import (
+    FinitePages,
+    QueryPages,
+    RunStep,
+    ServeStep,
+    Staged,
+    StepDone,
+    StepFailed,
+)
+from moe_serve.cluster.control.rank_link import Event
+from moe_serve.cluster.members.current_placement import CurrentPlacement
+from moe_serve.cluster.members.membership import Membership
+from moe_serve.cluster.members.pool_watch import PoolWatch
+from moe_serve.cluster.members.roster import Phase
+from moe_serve.cluster.ranks.needed_experts import pack_needed
+from moe_serve.cluster.rebalance.mover import Mover
+from moe_serve.cluster.steps.epoch_maker import Epoch, EpochMaker
+from moe_serve.cluster.steps.flight import Flight
+from moe_serve.cluster.steps.rank_calls import RankCalls
+from moe_serve.cluster.steps.rank_work import RankLostError, RankWork, StepFailedError
+from moe_serve.errors import ClusterError
+
+_log = logging.getLogger(__name__)
+
+_MAX_REPEATS = 3  # of a step; then each sequence is computed alone, to find who breaks it
+_WAIT_S = 0.1  # for ranks to come back, before it is looked whether the engine stops
+
+
+class Coordinator:
+    """Used by the engine thread only, but for `stop` and `outage_s`."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        calls: RankCalls,
+        maker: EpochMaker,
+        watch: PoolWatch,
+        current: CurrentPlacement,
+        mover: Mover,
+        *,
+        timeout_s: float,
+        start_timeout_s: float,
+    ) -> None:
+        self.membership, self._calls, self._maker, self._watch = membership, calls, maker, watch
+        self._current, self._mover = current, mover
+        self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
+        self._epoch, self._step = Epoch(), 0
+        self._number = 0  # of the last epoch that was tried
+        self._torn_by = ""  # why the epoch's members, though all there, do not reach each other
+        self._outage_since: float | None = time.monotonic()
+        self._is_stopping = threading.Event()
+        self._open: list[Flight] = []  # steps under way, in their order
+        self._last_end = 0.0  # of a step, in time.perf_counter()
+        calls.on_event = self._note
+        membership.is_due = lambda: mover.has_news  # a move's time is up in an idle engine, too
+        self.num_repeats = 0
+
+    @property
+    def epoch(self) -> Epoch:
+        return self._epoch
+
+    @property
+    def has_events(self) -> bool:
+        """Whether somebody came or went, or a move goes on: `settle` has something to do."""
+        return not self.membership.inbox.empty() or self._is_stale or self._mover.has_news
+
+    @property
+    def outage_s(self) -> float:
+        """For how long no step could be computed; 0 while one can."""
+        since = self._outage_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    @property
+    def open_steps(self) -> list[str]:
+        """Steps under way, and whose ends are awaited; on any thread."""
+        return [flight.describe() for flight in list(self._open)]
+
+    def stop(self) -> None:
+        """Nobody waits any more for ranks to come back, nor for long for an answer. On any
+        thread."""
+        self._is_stopping.set()
+        self._calls.stop()
+
+    def is_in(self, name: str, start: int) -> bool:
+        """Whether this process of a rank is in the epoch."""
+        state = self.membership.roster[name]
+        return (
+            state.phase is Phase.SERVING
+            and state.num_starts == start
+            and self._epoch.starts.get(name) == start
+        )
+
+    def settle(self, *, is_patient: bool) -> bool:
+        """Take note of who came and went; make a new epoch if that calls for one.
+
+        -> whether a step can be computed. If there is no attention or no expert rank at all, it
+        waits a moment, or when `is_patient` until some are back. Raises ClusterError when that
+        takes longer than a start may."""
+        while self._calls.next_event(0.0) is not None:
+            continue
+        has_waited = False
+        while self._is_stale:
+            self._mover.call_off(f"the epoch ended: {self._why_stale}")
+            for flight in list(self._open):  # what a rank answers must be known before it moves on
+                self._land(flight)
+            if self._is_stopping.is_set():
+                return False
+            self._note_outage()
+            if self._maker.can_make:
+                self._renew()
+            elif has_waited and not is_patient:
+                return False
+            else:
+                self._calls.next_event(_WAIT_S)
+                has_waited = True
+        self._outage_since = None
+        self._mover.advance()
+        return True
+
+    def run(self, works: Mapping[str, RankWork]) -> dict[str, StepDone | Exception]:
+        """One step on some attention ranks: `launch` and `collect`."""
+        return self.collect(self.launch(works))
+
+    def launch(self, works: Mapping[str, RankWork]) -> Flight:
+        """Send a step out to the attention ranks that are there."""
+        is_settled = self.settle(is_patient=True)
+        away: dict[str, StepDone | Exception] = {
+            name: RankLostError(f"{name} is away")
+            for name, work in works.items()
+            if not is_settled or not self.is_in(name, work.start)
+        }
+        flight = self._fly({name: work for name, work in works.items() if name not in away})
+        flight.results |= away
+        return flight
+
+    def can_follow(self, flight: Flight) -> bool:
+        """Whether the step after this one can be sent out now: it looks as if it will succeed."""
+        return flight.is_sound and flight.epoch == self._epoch.number and not self._is_stale
+
+    def launch_after(self, flight: Flight, works: Mapping[str, RankWork]) -> Flight:
+        """Send out the next step of the same ranks while this one runs; `can_follow` it."""
+        return self._fly({n: replace(work, after=flight.step) for n, work in works.items()})
+
+    def collect(self, flight: Flight) -> dict[str, StepDone | Exception]:
+        """Wait for a step's end -> each attention rank's tokens, or why there are none.
+
+        Repeats the step for those whose peers were lost. RankLostError: the attention rank itself.
+        """
+        results: dict[str, StepDone | Exception] = {}
+        num_tries = 0
+        while True:
+            self._land(flight)
+            results |= flight.results
+            left = flight.left
+            if flight.is_broken:
+                if flight.epoch == self._epoch.number:
+                    self._torn_by = flight.why or "a step broke"
+                num_tries += 1
+                self.num_repeats += 1
+                what = "is repeated" if left else "ended, and its epoch with it"
+                _log.warning("step %d %s: %s", flight.step, what, flight.why)
+            if not left:
+                return results
+            if num_tries > _MAX_REPEATS:
+                why = StepFailedError(f"repeated {num_tries} times: {flight.why}")
+                return results | dict.fromkeys(left, why)
+            flight = self.launch(left)
+
+    def query_pages(self, name: str, start: int, order: QueryPages) -> list[bool]:
+        """Which pages of a rank are finite; raises RankLostError."""
+        if not self.is_in(name, start):
+            raise RankLostError(f"{name} is away")
+        for flight in list(self._open):
+            self._land(flight)  # the rank answers after them
+        answer = self._calls.ask({name: order}, FinitePages, self._timeout_s)
+        if name in answer and len(answer[name].is_finite) != len(order.pages):
+            num_told = len(answer.pop(name).is_finite)
+            self.membership.give_up(name, f"asked for {len(order.pages)} pages, told of {num_told}")
+        if name not in answer:
+            raise RankLostError(f"{name} is away: {self.membership.last_loss}")
+        return list(answer[name].is_finite)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether all members of the epoch are there, and none has left its data group."""
+        starts = self._epoch.starts
+        are_in = all(self.is_in(name, start) for name, start in starts.items())
+        return bool(starts) and are_in and not self._torn_by
+
+    @property
+    def _is_stale(self) -> bool:
+        """Whether a new epoch is called for: also somebody new does."""
+        is_joining = any(s.phase is Phase.READY for s in self.membership.roster.all())
+        return is_joining or not self._is_whole
+
+    @property
+    def _why_stale(self) -> str:
+        """What ends the epoch: of a lost rank its data connections may tell before its own does."""
+        away = [name for name, start in self._epoch.starts.items() if not self.is_in(name, start)]
+        if away:
+            return f"{', '.join(away)} lost ({self.membership.last_loss})"
+        return self._torn_by or "a rank joins"
+
+    def _note_outage(self) -> None:
+        """It begins when the epoch breaks; somebody who joins causes none."""
+        if self._outage_since is None and not self._is_whole:
+            self._outage_since = time.monotonic()
+        if self.outage_s > self._start_timeout_s:
+            raise ClusterError(
+                f"no step could be computed for {self._start_timeout_s:g} s; the last loss: "
+                f"{self.membership.last_loss}. The ranks' output says why they do not come back."
+            )
+
+    def _renew(self) -> None:
+        """One attempt at a new epoch."""
+        self._number += 1
+        epoch = self._maker.make(self._number)
+        if epoch is None:
+            self._torn_by = "it was never complete"  # some members may have left the one before
+            return
+        self._epoch, self._torn_by = epoch, ""
+        _log.info("epoch %d: %s", epoch.number, ", ".join((*epoch.attention, *epoch.experts)))
+
+    def _fly(self, works: Mapping[str, RankWork]) -> Flight:
+        """Send a step out."""
+        epoch = self._epoch
+        self._step += 1
+        flight = Flight(self._step, epoch.number, dict(works), time.perf_counter(), set(works))
+        if not works:
+            return flight
+        self._open.append(flight)
+        self._watch.began(self._step)
+        rows = [works[name].rows if name in works else () for name in epoch.attention]
+        head: dict[str, Any] = {
+            "epoch": epoch.number,
+            "step": self._step,
+            "rows": rows,
+            "placement": self._current.version.number,
+        }
+        needed = pack_needed(work.needed_LE for work in works.values())
+        for name in epoch.experts:
+            self._calls.send(name, ServeStep(**head, needed=needed))
+        for name, work in works.items():
+            order = RunStep(
+                **head,
+                micro_batches=work.micro_batches,
+                opened=work.opened,
+                closed=work.closed,
+                page_work=work.page_work,
+                after=work.after,
+                routes=work.routes,
+            )
+            self._calls.send(name, order)
+        return flight
+
+    def _land(self, flight: Flight) -> None:
+        """Wait for those who compute a step."""
+        deadline = time.monotonic() + 10 * self._timeout_s
+        while flight.waiting:
+            if self._calls.wait_for_event(deadline) is None:
+                if self._calls.is_stopped:
+                    self._leave(flight)
+                else:
+                    self._give_up_silent(flight)
+        if flight in self._open:
+            self._open.remove(flight)
+            now, start = time.perf_counter(), max(flight.start, self._last_end)
+            self._watch.ended(flight.step, now - start, flight.is_sound)
+            if flight.is_sound:
+                self._mover.times.add(now - start)
+            self._last_end = now
+
+    def _note(self, event: Event) -> None:
+        """What an event means for a move and for the steps under way."""
+        if isinstance(event.report, Staged):
+            self._mover.heard(event.name, event.report)
+        for flight in self._open:
+            if flight.waiting:
+                self._note_in(flight, event)
+
+    def _note_in(self, flight: Flight, event: Event) -> None:
+        self._drop_lost(flight)
+        if not self._is_whole:
+            flight.break_up(self.membership.last_loss)
+        report = event.report
+        if not isinstance(report, StepDone | StepFailed) or report.step != flight.step:
+            return
+        if isinstance(report, StepFailed) and report.peer is not None:
+            flight.break_up(f"{event.name}: {report.why}")
+        if event.name not in flight.waiting:
+            return
+        flight.waiting.discard(event.name)
+        if isinstance(report, StepDone):
+            flight.results[event.name] = report
+        elif report.peer is None:
+            flight.results[event.name] = StepFailedError(report.why)
+
+    def _drop_lost(self, flight: Flight) -> None:
+        for name in [n for n in flight.waiting if not self._is_member(n)]:
+            flight.waiting.discard(name)
+            flight.results[name] = RankLostError(f"{name} is away: {self.membership.last_loss}")
+
+    def _leave(self, flight: Flight) -> None:
+        """The server ends, and waits for nobody."""
+        why = "the server ends"
+        flight.results |= {name: RankLostError(f"{name}: {why}") for name in flight.waiting}
+        flight.waiting.clear()
+        flight.break_up(why)
+
+    def _give_up_silent(self, flight: Flight) -> None:
+        self._drop_lost(flight)
+        for name in sorted(flight.waiting):
+            link = self.membership.roster[name].link
+            began = "nothing is known of it" if link is None else f"it began step {link.step}"
+            seconds = 10 * self._timeout_s
+            why = f"step {flight.step} did not end in {seconds:g} s ({began})"
+            self.membership.give_up(name, why)
+            flight.results[name] = RankLostError(f"{name}: {why}")
+        flight.waiting.clear()
+        flight.break_up(self.membership.last_loss)
+
+    def _is_member(self, name: str) -> bool:
+        return self.is_in(name, self._epoch.starts[name])

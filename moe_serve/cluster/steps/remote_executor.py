@@ -1,0 +1,139 @@
+"""The engine's way to the attention rank that computes its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moe_serve.cluster.control.messages import (
+    OpenSequence,
+    PageWork,
+    QueryPages,
+    Slice,
+    StepDone,
+    pack_params,
+)
+from moe_serve.cluster.ranks.choices import unpack_choices
+from moe_serve.cluster.ranks.mirror import pack_tokens
+from moe_serve.cluster.steps.coordinator import Coordinator
+from moe_serve.cluster.steps.rank_work import RankWork
+from moe_serve.engine.execute.step_executor import RowFailure, StepOutcome
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.sampling.sampler import Sampled
+from moe_serve.model.step_plan import SequenceSlice, StepPlan
+
+
+class RemoteExecutor:
+    """Implements StepExecutor for one process of an attention rank. Remembers what that knows
+    already, so that a step's message holds what is new."""
+
+    def __init__(self, coordinator: Coordinator, name: str) -> None:
+        self._coordinator, self.name = coordinator, name
+        self._start = coordinator.epoch.starts[name]
+        self._tables: dict[int, tuple[int, ...]] = {}  # of the sequences that the rank mirrors
+        self._closed: list[int] = []
+        self._page_work: list[PageWork] = []
+
+    @property
+    def is_there(self) -> bool:
+        """Whether that process is in the epoch."""
+        return self._coordinator.is_in(self.name, self._start)
+
+    @property
+    def expert_memory(self) -> None:
+        """Expert ranks tell of theirs themselves."""
+
+    def run(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> StepOutcome:
+        """A step of this rank alone. Raises RankLostError, or what its computation raised."""
+        outcome = self._coordinator.run({self.name: self.prepare(plan, sequences)})[self.name]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return as_outcome(outcome)
+
+    def prepare(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> RankWork:
+        """The plan as messages. It must be sent: the rank is taken to know it from here on."""
+        opened = tuple(
+            _opened(sequences[key])
+            for key in dict.fromkeys(piece.sequence_id for piece in plan.slices)
+            if key not in self._tables
+        )
+        batches = tuple(
+            tuple(self._slice(piece) for piece in batch.slices) for batch in plan.micro_batches
+        )
+        closed, self._closed = tuple(self._closed), []
+        return RankWork(
+            start=self._start,
+            micro_batches=batches,
+            opened=opened,
+            closed=closed,
+            page_work=self._take_work(),
+            routes=plan.routes,
+            needed_LE=plan.needed_LE,
+        )
+
+    def resend_tables(self) -> None:
+        """The last step that was prepared was not computed: the rank may lack what it said."""
+        self._tables = dict.fromkeys(self._tables, ())
+
+    def forget(self, sequence_ids: list[int]) -> None:
+        """See `StepExecutor.forget`: told with the next step."""
+        known = [key for key in sequence_ids if self._tables.pop(key, None) is not None]
+        self._closed += known
+
+    def clear_pages(self, pages: list[int]) -> None:
+        """Done before the next step."""
+        if pages:
+            self._page_work.append(PageWork(pages, ()))
+
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        """Done before the next step."""
+        if pairs:
+            self._page_work.append(PageWork((), pairs))
+
+    def finite_pages(self, pages: list[int]) -> list[bool]:
+        """Asks the rank; raises RankLostError."""
+        if not pages:
+            return []
+        order = QueryPages(page_work=self._take_work(), pages=pages)
+        return self._coordinator.query_pages(self.name, self._start, order)
+
+    def _take_work(self) -> tuple[PageWork, ...]:
+        work, self._page_work = tuple(self._page_work), []
+        return work
+
+    def _slice(self, piece: SequenceSlice) -> Slice:
+        known, table = self._tables.get(piece.sequence_id, ()), piece.page_table
+        first = len(known) if table[: len(known)] == known else 0
+        self._tables[piece.sequence_id] = table
+        return Slice(
+            piece.sequence_id,
+            piece.start,
+            len(piece.token_ids),
+            piece.num_logits,
+            first,
+            table[first:],
+        )
+
+
+def as_outcome(done: StepDone) -> StepOutcome:
+    """What a rank says of its step, as the engine wants it."""
+    sampled: dict[int, Sampled | RowFailure] = {**done.sampled, **done.failures}
+    prompts = {key: tuple(entries) for key, entries in done.prompt_logprobs.items()}
+    choices = None if done.choices is None else unpack_choices(done.choices)
+    return StepOutcome(
+        sampled=sampled,
+        prompt_logprobs=prompts,
+        choices=choices,
+        mask_costs=done.mask_costs,
+    )
+
+
+def _opened(sequence: Sequence) -> OpenSequence:
+    prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+    return OpenSequence(
+        sequence.id,
+        pack_tokens(prompt),
+        pack_tokens(sequence.token_ids[sequence.num_prompt_tokens :]),
+        pack_params(sequence.request.params),
+        sequence.request.choice,
+        sequence.seed,
+    )

@@ -1,0 +1,153 @@
+"""The memory plan of a configuration: one process, or ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from experts.placement.problem.plan import Placement
+from moe_serve.cache.sizing import num_pages
+from moe_serve.cluster.members.cluster_model import num_slots, placement_of, read_spec
+from moe_serve.config.sections import PAGE_SIZE, EngineConfig
+from moe_serve.engine.build import device_of, max_model_len_of, model_folder
+from moe_serve.engine.execute.next_layer_prediction import num_foreseen
+from moe_serve.engine.memory.free_memory import free_bytes
+from moe_serve.engine.memory.memory_plan import MemoryPlan, ProcessMemory, Room
+from moe_serve.model.checkpoint.hf_config import HFConfig
+from moe_serve.model.spec import ModelSpec
+from moe_serve.pipeline.exchange.wire import make_wire_format
+from moe_serve.planning.model_facts import WeightBytes, weight_bytes
+
+SERVER = "server"
+
+
+def plan_memory(config: EngineConfig, *, has_local_ranks: bool = True) -> MemoryPlan:
+    """Reads config.json only. Raises ConfigError where not even one request's pages would fit.
+
+    `has_local_ranks` False: ranks are on other machines too, whose memory is not looked at.
+    """
+    return _Planner.read(config).plan(has_local_ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planner:
+    config: EngineConfig
+    spec: ModelSpec
+    dtype: torch.dtype
+    weights: WeightBytes
+    device: torch.device
+
+    @classmethod
+    def read(cls, config: EngineConfig) -> _Planner:
+        folder = model_folder(config.model)
+        spec = read_spec(folder)
+        name = config.model.dtype if config.model.dtype != "auto" else spec.dtype or "float32"
+        dtype: torch.dtype = getattr(torch, name)
+        weights = weight_bytes(folder, spec, dtype.itemsize)
+        is_quantised = HFConfig.read(folder).quantization() is not None
+        if is_quantised and config.model.expert_weights != "dequantised":
+            weights = WeightBytes(weights.attention, min(weights.experts, _stored_bytes(folder)))
+        return cls(config, spec, dtype, weights, device_of(config.model))
+
+    def plan(self, has_local_ranks: bool) -> MemoryPlan:
+        free = free_bytes(self.device)
+        if not self.config.cluster.is_disaggregated:
+            processes = [self._one_process(free)]
+        else:
+            processes = [*self._attention_ranks(free), *self._expert_ranks()]
+        rooms = self._rooms(processes, free, has_local_ranks)
+        return MemoryPlan(processes=tuple(processes), rooms=rooms)
+
+    def _one_process(self, free: int) -> ProcessMemory:
+        weights = self.weights.attention + self._held(self.weights.experts)
+        pages, kv_bytes = self._pages(free - weights)
+        return ProcessMemory(
+            name=SERVER,
+            device=self.device.type,
+            weights=weights,
+            kv_bytes=kv_bytes,
+            num_pages=pages,
+        )
+
+    def _attention_ranks(self, free: int) -> list[ProcessMemory]:
+        """Shards of a rank count as one process: together they hold the layers once."""
+        cluster = self.config.cluster
+        pages, kv_bytes = self._pages(free - self.weights.attention)
+        return [
+            ProcessMemory(
+                name=f"attention-{index}",
+                device=self.device.type,
+                weights=self.weights.attention,
+                kv_bytes=kv_bytes,
+                num_pages=pages,
+                buffers=self._buffers() * cluster.expert_ranks,
+            )
+            for index in range(cluster.attention_ranks)
+        ]
+
+    def _expert_ranks(self) -> list[ProcessMemory]:
+        cluster = self.config.cluster
+        placement = placement_of(cluster, self.spec)
+        num_layers = max(1, len(placement.ranks_of))
+        each = self.weights.experts // (num_layers * self.spec.router.num_experts)
+        return [
+            ProcessMemory(
+                name=f"expert-{index}",
+                device=self.device.type,
+                weights=self._held(each * self._num_experts(placement, index)),
+                buffers=self._buffers() * cluster.attention_ranks,
+            )
+            for index in range(cluster.expert_ranks)
+        ]
+
+    def _num_experts(self, placement: Placement, rank: int) -> int:
+        """That an expert rank has memory for, in all layers."""
+        held = sum(map(len, placement.held_by(rank).values()))
+        return num_slots(placement, self.config, rank) or held
+
+    def _held(self, num_bytes: int) -> int:
+        limit = self.config.model.expert_memory_bytes
+        return num_bytes if limit is None else min(num_bytes, limit)
+
+    def _pages(self, available: int) -> tuple[int, int]:
+        token_bytes = self.spec.kv_bytes_per_token(self.dtype.itemsize)
+        max_model_len = max_model_len_of(self.config.model, self.spec)
+        if available <= 0:  # the plan says so, not the size of the cache
+            available = 4 * max_model_len * token_bytes
+        pages = num_pages(
+            self.config.cache,
+            bytes_per_token=token_bytes,
+            max_model_len=max_model_len,
+            max_num_seqs=self.config.scheduler.max_num_seqs,
+            available_bytes=available,
+        )
+        return pages, pages * PAGE_SIZE * token_bytes
+
+    def _buffers(self) -> int:
+        """Frames between one attention and one expert rank, of the largest step."""
+        cluster, rows = self.config.cluster, self.config.scheduler.max_batched_tokens
+        wire = make_wire_format(
+            self.spec.width,
+            self.spec.router.top_k,
+            self.dtype,
+            cluster.expert_ranks,
+            cluster.wire_dtype,
+            num_foreseen(self.config, self.spec),
+        )
+        return wire.dispatch_bytes(rows) + wire.combine_bytes(rows)
+
+    def _rooms(
+        self, processes: list[ProcessMemory], free: int, has_local_ranks: bool
+    ) -> tuple[Room, ...]:
+        """GPUs of ranks are not looked at: that would take memory of each."""
+        is_cluster = self.config.cluster.is_disaggregated
+        if is_cluster and (self.device.type == "cuda" or not has_local_ranks):
+            return ()
+        name = "this machine" if self.device.type == "cpu" else f"the GPU {self.device}"
+        return (Room(name=name, free=free, users=tuple(p.name for p in processes)),)
+
+
+def _stored_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
