@@ -26,8 +26,8 @@ from harness.environment import describe_environment
 from harness.expert_memory.rounds import interval
 from harness.expert_memory.texts import draw, token_streams
 from moe_serve.engine.request.sampling_params import SamplingParams
-from moe_serve.llm import LLM
 from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.offline.llm import LLM
 from moe_serve.text.tokenizer import Tokenizer
 
 POLICIES: tuple[ReplicaPolicy, ...] = (

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from moe_serve.engine.request.constraint import Constraint
     from moe_serve.engine.request.sampling_params import SamplingParams
-    from moe_serve.llm import LLM
-    from moe_serve.outputs import CompletionOutput, Logprob, RequestOutput
+    from moe_serve.offline.llm import LLM
+    from moe_serve.offline.outputs import CompletionOutput, Logprob, RequestOutput
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "LLM": "moe_serve.llm",
-    "CompletionOutput": "moe_serve.outputs",
+    "LLM": "moe_serve.offline.llm",
+    "CompletionOutput": "moe_serve.offline.outputs",
     "Constraint": "moe_serve.engine.request.constraint",
-    "Logprob": "moe_serve.outputs",
-    "RequestOutput": "moe_serve.outputs",
+    "Logprob": "moe_serve.offline.outputs",
+    "RequestOutput": "moe_serve.offline.outputs",
     "SamplingParams": "moe_serve.engine.request.sampling_params",
 }
 

@@ -18,7 +18,7 @@ from moe_serve.cli.service import describe_layout
 from moe_serve.config.sections import EngineConfig, ModelConfig, SchedulerConfig
 from moe_serve.engine.execute import cuda_graphs
 from moe_serve.errors import ConfigError
-from moe_serve.llm import LLM
+from moe_serve.offline.llm import LLM
 from test_invariance import content, prompts_and_params
 
 CPU = torch.device("cpu")

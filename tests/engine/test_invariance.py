@@ -13,8 +13,8 @@ from kernel_sets import KERNEL_SETS
 
 from moe_kernels.choice import KernelsName
 from moe_serve.engine.request.sampling_params import SamplingParams
-from moe_serve.llm import LLM
-from moe_serve.outputs import RequestOutput
+from moe_serve.offline.llm import LLM
+from moe_serve.offline.outputs import RequestOutput
 
 Dtype = Literal["float32", "bfloat16"]
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from moe_serve import LLM, SamplingParams
-from moe_serve import llm as llm_module
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import BuiltEngine
 from moe_serve.errors import (
@@ -18,6 +17,7 @@ from moe_serve.errors import (
     EngineDeadError,
     InvalidRequestError,
 )
+from moe_serve.offline import llm as llm_module
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from moe_serve.config.sections import PAGE_SIZE
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.request.sampling_params import SamplingParams
-from moe_serve.llm import LLM
-from moe_serve.outputs import RequestOutput
+from moe_serve.offline.llm import LLM
+from moe_serve.offline.outputs import RequestOutput
 
 Dtype = Literal["float32", "bfloat16"]
 GREEDY = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True, logprobs=2)

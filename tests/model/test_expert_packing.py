@@ -20,11 +20,11 @@ from moe_kernels.reference.torch_kernels import TorchKernels
 from moe_serve.config.sections import ExpertWeightsName
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.errors import ConfigError
-from moe_serve.llm import LLM
 from moe_serve.model.checkpoint.manifest import Stored
 from moe_serve.model.load.expert_packing import BankForms, ExpertPacking, StoredProduct
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.load.weight_reader import WeightReader
+from moe_serve.offline.llm import LLM
 
 ReaderOf = Callable[..., WeightReader]
 FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}

@@ -13,7 +13,7 @@ from harness.batching.queue import SHORTEST
 from harness.batching.requests import LONGEST, PREFIX, Request
 from moe_serve import LLM, SamplingParams
 from moe_serve.config.sections import BatchPolicyName
-from moe_serve.outputs import RequestOutput
+from moe_serve.offline.outputs import RequestOutput
 
 
 @dataclass(frozen=True, slots=True)

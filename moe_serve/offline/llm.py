@@ -50,8 +50,15 @@ from moe_serve.errors import (
     GenerationError,
     InvalidRequestError,
 )
-from moe_serve.offline import Answer, Job, Prompt, as_prompts, check_text_length, make_output
-from moe_serve.outputs import RequestOutput
+from moe_serve.offline.offline import (
+    Answer,
+    Job,
+    Prompt,
+    as_prompts,
+    check_text_length,
+    make_output,
+)
+from moe_serve.offline.outputs import RequestOutput
 from moe_serve.text.assistant.formats import REASONING_FORMATS, reasoning_format_of
 from moe_serve.text.chat_template import ChatTemplate
 from moe_serve.text.text_stream import TextStream

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenLogprob
 from moe_serve.errors import ContextLengthError, InvalidRequestError
-from moe_serve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from moe_serve.offline.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from moe_serve.text.text_stream import TextStream
 from moe_serve.text.tokenizer import Tokenizer
 

@@ -1,0 +1,1 @@
+"""The engine from Python: `LLM`, the offline twin of the server."""
