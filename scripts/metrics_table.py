@@ -31,10 +31,10 @@ from moe_serve.engine.schedule.policy.policy import PolicyStats
 from moe_serve.engine.tracing import TracingStatus
 from moe_serve.engine.watch.expert_load import ExpertLoad
 from moe_serve.engine.watch.startup import Startup
-from moe_serve.http.expert_collector import ExpertCollector
-from moe_serve.http.metrics import PREFIX, RejectionReason, ServerMetrics
-from moe_serve.http.metrics_alias import SAME_AS_VLLM
-from moe_serve.http.server_collector import ServerCollector
+from moe_serve.http.admin.server_collector import ServerCollector
+from moe_serve.http.metrics.expert_collector import ExpertCollector
+from moe_serve.http.metrics.metrics import PREFIX, RejectionReason, ServerMetrics
+from moe_serve.http.metrics.metrics_alias import SAME_AS_VLLM
 from page_block import PageBlock
 from routing_predictor.traces.recording import RecordingStats
 

@@ -28,7 +28,7 @@ from moe_serve import __version__
 from moe_serve.cli.main import app
 from moe_serve.config.keys import config_keys
 from moe_serve.config.sources import LoadedConfig, load_config, variable_name
-from moe_serve.http.auth import OPEN_PATHS
+from moe_serve.http.gate.auth import OPEN_PATHS
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"

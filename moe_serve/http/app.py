@@ -12,44 +12,44 @@ from moe_serve.engine.sampling.grammar.gate import GrammarGate
 from moe_serve.engine.sampling.grammar.grammars import Grammars
 from moe_serve.engine.sampling.grammar.vocabulary import vocabulary_of
 from moe_serve.engine.tracing import Tracing
-from moe_serve.http.access_log import AccessLog
-from moe_serve.http.assistant_formats import assistant_formats
-from moe_serve.http.auth import ApiKeyMiddleware
-from moe_serve.http.chat_routes import chat_router
-from moe_serve.http.completion_routes import completion_router
-from moe_serve.http.context import ServerContext
-from moe_serve.http.cors import ConfiguredCors
+from moe_serve.http.admin.hang_routes import hang_router
+from moe_serve.http.admin.health_routes import health_router
+from moe_serve.http.admin.info_routes import info_router
+from moe_serve.http.admin.load_report import LoadReportMiddleware
+from moe_serve.http.admin.model_routes import model_router
+from moe_serve.http.admin.placement_routes import placement_router
+from moe_serve.http.admin.render_routes import render_router
+from moe_serve.http.admin.server_collector import ServerCollector
+from moe_serve.http.admin.startup_routes import startup_router
+from moe_serve.http.admin.token_routes import token_router
+from moe_serve.http.admin.trace_routes import trace_router
+from moe_serve.http.anthropic.routes import messages_router
 from moe_serve.http.dashboard.board import Board
 from moe_serve.http.dashboard.facts import NO_FACTS, DashboardFacts
+from moe_serve.http.dashboard.page_routes import add_page_routes
 from moe_serve.http.dashboard.routes import dashboard_router
 from moe_serve.http.edge import EdgeMiddleware
-from moe_serve.http.errors import HANDLED_ERRORS, error_handler
-from moe_serve.http.expert_collector import ExpertCollector
-from moe_serve.http.generation import GenerationService
-from moe_serve.http.hang_routes import hang_router
-from moe_serve.http.health_routes import health_router
-from moe_serve.http.host_check import HostMiddleware
-from moe_serve.http.info_routes import info_router
-from moe_serve.http.invocation_routes import invocation_router
-from moe_serve.http.key_limits import KeyLimitMiddleware
-from moe_serve.http.key_ring import KeyRing
-from moe_serve.http.load_report import LoadReportMiddleware
-from moe_serve.http.messages.routes import messages_router
-from moe_serve.http.metrics import ServerMetrics
-from moe_serve.http.model_routes import model_router
+from moe_serve.http.gate.access_log import AccessLog
+from moe_serve.http.gate.auth import ApiKeyMiddleware
+from moe_serve.http.gate.cors import ConfiguredCors
+from moe_serve.http.gate.host_check import HostMiddleware
+from moe_serve.http.gate.key_limits import KeyLimitMiddleware
+from moe_serve.http.gate.key_ring import KeyRing
+from moe_serve.http.generation.assistant_formats import assistant_formats
+from moe_serve.http.generation.context import ServerContext
+from moe_serve.http.generation.generation import GenerationService
+from moe_serve.http.generation.served_model import ServedModel
+from moe_serve.http.metrics.expert_collector import ExpertCollector
+from moe_serve.http.metrics.metrics import ServerMetrics
+from moe_serve.http.openai.chat_routes import chat_router
+from moe_serve.http.openai.completion_routes import completion_router
+from moe_serve.http.openai.invocation_routes import invocation_router
+from moe_serve.http.openai.responses.routes import responses_router
 from moe_serve.http.openapi import honest_openapi
 from moe_serve.http.operations import Operations
-from moe_serve.http.page_routes import add_page_routes
-from moe_serve.http.placement_routes import placement_router
-from moe_serve.http.render_routes import render_router
-from moe_serve.http.responses.routes import responses_router
-from moe_serve.http.served_model import ServedModel
-from moe_serve.http.server_collector import ServerCollector
-from moe_serve.http.span_export import SpanExport
-from moe_serve.http.span_middleware import SpanMiddleware
-from moe_serve.http.startup_routes import startup_router
-from moe_serve.http.token_routes import token_router
-from moe_serve.http.trace_routes import trace_router
+from moe_serve.http.schema.errors import HANDLED_ERRORS, error_handler
+from moe_serve.http.tracing.span_export import SpanExport
+from moe_serve.http.tracing.span_middleware import SpanMiddleware
 
 
 def create_app(

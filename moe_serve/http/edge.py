@@ -10,10 +10,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moe_serve.config.logs import current_request
-from moe_serve.http.access_log import AccessLog
-from moe_serve.http.errors import internal_error
-from moe_serve.http.metrics import ServerMetrics
-from moe_serve.http.pace import Pace
+from moe_serve.http.gate.access_log import AccessLog
+from moe_serve.http.gate.pace import Pace
+from moe_serve.http.metrics.metrics import ServerMetrics
+from moe_serve.http.schema.errors import internal_error
 
 _LOGGER = logging.getLogger(__name__)
 _MAX_REQUEST_ID_CHARS = 128

@@ -8,13 +8,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moe_serve.config.sections import ServerConfig
 from moe_serve.engine.watch.startup import Startup
-from moe_serve.http.auth import ApiKeyMiddleware
-from moe_serve.http.cors import ConfiguredCors
+from moe_serve.http.admin.startup_routes import startup_json
 from moe_serve.http.edge import request_id_of
-from moe_serve.http.errors import ApiError, retry_headers
-from moe_serve.http.host_check import HostMiddleware
-from moe_serve.http.key_ring import KeyRing
-from moe_serve.http.startup_routes import startup_json
+from moe_serve.http.gate.auth import ApiKeyMiddleware
+from moe_serve.http.gate.cors import ConfiguredCors
+from moe_serve.http.gate.host_check import HostMiddleware
+from moe_serve.http.gate.key_ring import KeyRing
+from moe_serve.http.schema.errors import ApiError, retry_headers
 
 _RETRY_S = 2.0
 

@@ -9,11 +9,11 @@ import time
 
 from moe_serve.config.sections import ServerConfig
 from moe_serve.engine.watch.startup import Startup
-from moe_serve.http.closing_server import ClosingServer
-from moe_serve.http.httptools_protocol import GuardedHttpToolsProtocol
 from moe_serve.http.loading_app import loading_app
-from moe_serve.http.tls import Tls
-from moe_serve.http.uvicorn_config import uvicorn_config
+from moe_serve.http.wire.closing_server import ClosingServer
+from moe_serve.http.wire.httptools_protocol import GuardedHttpToolsProtocol
+from moe_serve.http.wire.tls import Tls
+from moe_serve.http.wire.uvicorn_config import uvicorn_config
 
 _POLL_S = 0.01
 _START_TIMEOUT_S = 60.0

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from moe_serve.http.auth import ADMIN_PREFIX, OPEN_PATHS
+from moe_serve.http.gate.auth import ADMIN_PREFIX, OPEN_PATHS
 
 _STREAMING = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/invocations"}

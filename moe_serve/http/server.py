@@ -21,13 +21,13 @@ from fastapi import FastAPI
 from moe_serve.config.sections import ServerConfig
 from moe_serve.engine.request.client import EngineClient
 from moe_serve.errors import ConfigError, EngineDeadError
-from moe_serve.http.closing_server import ClosingServer
-from moe_serve.http.errors import ApiError, draining_error, engine_dead_error
-from moe_serve.http.generation import GenerationService
-from moe_serve.http.loop_lag import LoopLag
-from moe_serve.http.metrics import ServerMetrics
-from moe_serve.http.tls import Tls
-from moe_serve.http.uvicorn_config import uvicorn_config
+from moe_serve.http.generation.generation import GenerationService
+from moe_serve.http.metrics.loop_lag import LoopLag
+from moe_serve.http.metrics.metrics import ServerMetrics
+from moe_serve.http.schema.errors import ApiError, draining_error, engine_dead_error
+from moe_serve.http.wire.closing_server import ClosingServer
+from moe_serve.http.wire.tls import Tls
+from moe_serve.http.wire.uvicorn_config import uvicorn_config
 
 _ENGINE_CHECK_S = 1.0
 # The engine's thread and the event loop's take turns at the interpreter. With Python's 5 ms each

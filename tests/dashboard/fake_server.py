@@ -15,9 +15,9 @@ from fastapi import FastAPI, Request, Response
 from starlette.responses import StreamingResponse
 
 from fake_state import NUM_EXPERTS, NUM_LAYERS, TOP_K, fake_state
-from moe_serve.http.auth import ApiKeyMiddleware
-from moe_serve.http.key_ring import KeyRing
-from moe_serve.http.page_routes import add_page_routes
+from moe_serve.http.dashboard.page_routes import add_page_routes
+from moe_serve.http.gate.auth import ApiKeyMiddleware
+from moe_serve.http.gate.key_ring import KeyRing
 from moe_serve.http.server import bind
 from own_port import port_of_ones_own
 

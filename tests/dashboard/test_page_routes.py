@@ -9,11 +9,11 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from moe_serve.http.auth import ApiKeyMiddleware
 from moe_serve.http.dashboard import board
-from moe_serve.http.key_ring import KeyRing
-from moe_serve.http.page_files import FOLDER, PAGE_FILES
-from moe_serve.http.page_routes import add_page_routes
+from moe_serve.http.dashboard.page_files import FOLDER, PAGE_FILES
+from moe_serve.http.dashboard.page_routes import add_page_routes
+from moe_serve.http.gate.auth import ApiKeyMiddleware
+from moe_serve.http.gate.key_ring import KeyRing
 
 PAGES = ("/dashboard", "/dashboard/playground")
 

@@ -31,7 +31,7 @@ from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.step_tokens import StepTokens
 from moe_serve.errors import ServerOverloadedError
 from moe_serve.http.app import create_app
-from moe_serve.http.served_model import ServedModel
+from moe_serve.http.generation.served_model import ServedModel
 from moe_serve.http.server import DrainingServer, bind
 from moe_serve.text.chat_template import ChatTemplate
 from moe_serve.text.tokenizer import Tokenizer

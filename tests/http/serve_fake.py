@@ -10,7 +10,7 @@ import sys
 
 from moe_serve.config.sections import ServerConfig
 from moe_serve.http.app import create_app
-from moe_serve.http.served_model import ServedModel
+from moe_serve.http.generation.served_model import ServedModel
 from moe_serve.http.server import run_server
 
 

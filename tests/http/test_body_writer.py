@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from moe_serve.http import sse
-from moe_serve.http.body_writer import BodyWriter, body_writer_of, offer_body_writer
+from moe_serve.http.generation import sse
+from moe_serve.http.wire.body_writer import BodyWriter, body_writer_of, offer_body_writer
 
 FIELDS = {
     "prompt": "ab",

@@ -10,8 +10,8 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from moe_serve.engine.request.pool_stats import MicroBatchCount, Pool, PoolStats, PoolUse, StageUse
-from moe_serve.http.health_routes import ProgressWatch
-from moe_serve.http.metrics import route_label
+from moe_serve.http.admin.health_routes import ProgressWatch
+from moe_serve.http.metrics.metrics import route_label
 
 
 def test_live_and_ready(client: TestClient, engine: Any) -> None:

@@ -18,9 +18,9 @@ from starlette.testclient import TestClient
 from moe_serve.cli.api_key import sent_key
 from moe_serve.config.sections import ServerConfig
 from moe_serve.errors import ConfigError
-from moe_serve.http import key_ring
-from moe_serve.http.key_limits import Allowance, KeyAccount
-from moe_serve.http.key_ring import KeyRing
+from moe_serve.http.gate import key_ring
+from moe_serve.http.gate.key_limits import Allowance, KeyAccount
+from moe_serve.http.gate.key_ring import KeyRing
 
 MakeApp = Callable[..., FastAPI]
 

@@ -12,10 +12,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from moe_serve.errors import InvalidRequestError
-from moe_serve.http import answer, respond
-from moe_serve.http.body import parse_json_object
-from moe_serve.http.schemas import ChatBody, CompletionBody
-from moe_serve.http.strict_schema import parse_body
+from moe_serve.http.generation import respond
+from moe_serve.http.openai import answer
+from moe_serve.http.schema.body import parse_json_object
+from moe_serve.http.schema.schemas import ChatBody, CompletionBody
+from moe_serve.http.schema.strict_schema import parse_body
 
 MANY = 500_000
 USER = {"role": "user", "content": "a"}

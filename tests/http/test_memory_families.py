@@ -5,7 +5,7 @@ from __future__ import annotations
 from experts.memory.memory_stats import MemoryStats
 from moe_serve.cluster.control.messages import StageSeconds, StepServed
 from moe_serve.cluster.members.pool_watch import PoolWatch
-from moe_serve.http.memory_families import memory_families
+from moe_serve.http.metrics.memory_families import memory_families
 
 STATS = MemoryStats(
     budget_bytes=300, resident_bytes=200, num_needed=8, num_hits=6, num_rows=10, wait_seconds=0.5

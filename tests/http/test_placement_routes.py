@@ -23,7 +23,7 @@ from moe_serve.engine.routes.placement_control import (
 )
 from moe_serve.errors import RebalanceError
 from moe_serve.http.app import create_app
-from moe_serve.http.served_model import ServedModel
+from moe_serve.http.generation.served_model import ServedModel
 
 ADMIN = {"Authorization": "Bearer root"}
 IDLE = PlacementStatus(

@@ -13,9 +13,9 @@ from starlette.testclient import TestClient
 from moe_serve.engine.request.request import FinishReason, GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.step_tokens import StepTokenCounter, StepTokens
-from moe_serve.http.finished_sequence import FinishedSequence
-from moe_serve.http.metrics import ServerMetrics
-from moe_serve.http.metrics_alias import SAME_AS_VLLM
+from moe_serve.http.metrics.finished_sequence import FinishedSequence
+from moe_serve.http.metrics.metrics import ServerMetrics
+from moe_serve.http.metrics.metrics_alias import SAME_AS_VLLM
 
 Samples = dict[str, float]
 

@@ -12,8 +12,8 @@ from starlette.testclient import TestClient
 
 from moe_serve.engine.request.request import FinishReason, GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
-from moe_serve.http.finished_sequence import FinishedSequence
-from moe_serve.http.request_timing import llama_timings, timing_of
+from moe_serve.http.generation.request_timing import llama_timings, timing_of
+from moe_serve.http.metrics.finished_sequence import FinishedSequence
 
 NAMES = {
     "time_to_first_token_ms",

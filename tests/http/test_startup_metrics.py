@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from moe_serve.engine.memory.memory_plan import MemoryPlan, ProcessMemory
 from moe_serve.engine.watch.startup import Startup
-from moe_serve.http.startup_families import startup_families
+from moe_serve.http.metrics.startup_families import startup_families
 
 
 class _Families:

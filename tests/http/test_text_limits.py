@@ -16,10 +16,10 @@ from starlette.testclient import TestClient
 
 from moe_serve.config.sections import ServerConfig
 from moe_serve.errors import ServerOverloadedError
-from moe_serve.http import text_threads
 from moe_serve.http.app import create_app
-from moe_serve.http.served_model import ServedModel
-from moe_serve.http.text_threads import TextThreads
+from moe_serve.http.generation import text_threads
+from moe_serve.http.generation.served_model import ServedModel
+from moe_serve.http.generation.text_threads import TextThreads
 from moe_serve.text.chat_template import ChatTemplate
 from moe_serve.text.tokenizer import Tokenizer
 

@@ -24,12 +24,12 @@ from moe_serve.cli.chat_client import ChatClient
 from moe_serve.cli.top_source import TopSource
 from moe_serve.config.sections import ServerConfig
 from moe_serve.errors import ConfigError
-from moe_serve.http import patient_transport, tls
 from moe_serve.http.app import create_app
-from moe_serve.http.connection_guard import LEAST_TAKEN_BYTES
-from moe_serve.http.patient_transport import PatientTransport
-from moe_serve.http.sent_bytes import has_arrived, num_arrived
-from moe_serve.http.tls import Tls
+from moe_serve.http.wire import patient_transport, tls
+from moe_serve.http.wire.connection_guard import LEAST_TAKEN_BYTES
+from moe_serve.http.wire.patient_transport import PatientTransport
+from moe_serve.http.wire.sent_bytes import has_arrived, num_arrived
+from moe_serve.http.wire.tls import Tls
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes them")
 

@@ -14,7 +14,7 @@ from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.engine.tracing import Tracing
 from moe_serve.errors import ConfigError
 from moe_serve.http.app import create_app
-from moe_serve.http.served_model import ServedModel
+from moe_serve.http.generation.served_model import ServedModel
 from routing_predictor.traces.recording import TraceHeader
 
 HEADER = TraceHeader(num_experts=8, layers=(0,))

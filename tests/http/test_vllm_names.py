@@ -22,7 +22,7 @@ from moe_serve.engine.async_engine import AsyncEngine
 from moe_serve.engine.build import BuiltEngine, build_engine, model_folder
 from moe_serve.http.app import create_app
 from moe_serve.http.dashboard.facts import dashboard_facts
-from moe_serve.http.served_model import ServedModel
+from moe_serve.http.generation.served_model import ServedModel
 from moe_serve.text.tokenizer import Tokenizer
 
 OF = EngineConfig(

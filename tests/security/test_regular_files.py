@@ -26,7 +26,7 @@ from moe_serve.cluster.launch.hostfile import read_hostfile
 from moe_serve.cluster.members.file_marks import file_marks
 from moe_serve.config.sources import load_config, read_secret_file
 from moe_serve.errors import CheckpointError, MoeServeError
-from moe_serve.http.tls import Tls
+from moe_serve.http.wire.tls import Tls
 from moe_serve.learn.documents import read_documents
 from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.pipeline.timeline.timeline_reader import read_timeline

@@ -23,7 +23,7 @@ from moe_serve.engine.schedule.policy.concave_cost import ConcaveCost
 from moe_serve.engine.schedule.policy.live_learning import LiveLearning
 from moe_serve.engine.schedule.policy.live_signatures import FollowedPredictor, LiveSignatures
 from moe_serve.engine.schedule.policy.signature_table import SignatureTable
-from moe_serve.http.batching_families import batching_families
+from moe_serve.http.metrics.batching_families import batching_families
 from routing_predictor.layers.recall_guard import GuardLimits, RecallGuard
 from routing_predictor.requests.online import OnlineLimits, OnlinePredictor
 

@@ -23,7 +23,7 @@ from moe_serve.cluster.launch.endpoint import Endpoint
 from moe_serve.cluster.launch.environment import detect_node
 from moe_serve.cluster.launch.launch_command import LaunchCommand
 from moe_serve.errors import ConfigError
-from moe_serve.http.auth import OPEN_PATHS
+from moe_serve.http.gate.auth import OPEN_PATHS
 
 ROOT = Path(__file__).resolve().parents[4]
 # Everything that a shell, systemd or Kubernetes could mistake for something else.

@@ -1,0 +1,105 @@
+"""POST /tokenize and /detokenize, also under /v1; GET /tokenizer_info, where it is enabled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from moe_serve.http.generation.context import ServerContext
+from moe_serve.http.generation.prompts import chat_prompt, text_prompt
+from moe_serve.http.generation.respond import request_body_schema
+from moe_serve.http.generation.served_model import ServedModel
+from moe_serve.http.openai.token_bodies import (
+    DetokenizeBody,
+    TokenizeBody,
+    TokenizeChatBody,
+    chat_part,
+    is_chat,
+)
+from moe_serve.http.schema.body import read_json_object
+from moe_serve.http.schema.parameters import ignored_header
+from moe_serve.http.schema.schemas import ChatBody
+from moe_serve.http.schema.strict_schema import parse_body
+
+_MAX_INLINE_TOKENS = 2048
+
+
+def token_router(server: ServerContext) -> APIRouter:
+    router = APIRouter()
+    is_strict, model = server.config.is_strict, server.model
+
+    @router.post("/tokenize", openapi_extra=request_body_schema(TokenizeBody | ChatBody))
+    @router.post("/v1/tokenize", openapi_extra=request_body_schema(TokenizeBody | ChatBody))
+    async def tokenize(request: Request) -> Response:
+        content = await read_json_object(request, server.config.max_body_bytes)
+        if is_chat(content):
+            return await _tokenized_chat(content, server)
+        body = parse_body(TokenizeBody, content)
+        ignored = body.check(is_strict=is_strict)
+        model.check_name(body.model)
+        has_special = body.add_special_tokens is not False
+        prompt = await text_prompt(body.prompt, model, add_special_tokens=has_special)
+        return await _tokens(prompt.token_ids, model, body.return_token_strs, ignored)
+
+    @router.post("/detokenize", openapi_extra=request_body_schema(DetokenizeBody))
+    @router.post("/v1/detokenize", openapi_extra=request_body_schema(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        content = await read_json_object(request, server.config.max_body_bytes)
+        body = parse_body(DetokenizeBody, content)
+        ignored = body.check(server.generations.engine.vocab_size, is_strict=is_strict)
+        model.check_name(body.model)
+        skips = bool(body.skip_special_tokens)
+
+        def write() -> bytes:
+            text = model.tokenizer.decode(body.tokens, skip_special_tokens=skips)
+            return msgspec.json.encode({"prompt": text})
+
+        is_small = len(body.tokens) <= _MAX_INLINE_TOKENS
+        answer = write() if is_small else await asyncio.to_thread(write)
+        return _json(answer, ignored)
+
+    if model.tokenizer_info is not None:
+        info = msgspec.json.encode(model.tokenizer_info)
+
+        @router.get("/tokenizer_info")
+        async def tokenizer_info() -> Response:
+            return Response(info, media_type="application/json")
+
+    return router
+
+
+async def _tokenized_chat(content: Mapping[str, Any], server: ServerContext) -> Response:
+    model = server.model
+    own = parse_body(TokenizeChatBody, content)
+    own.check()
+    body = chat_part(content)
+    ignored = body.check(is_strict=server.config.is_strict)
+    model.check_name(body.model)
+    ignored = [*ignored, *server.assistant.check(body, model)]
+    prompt = await chat_prompt(body, model)
+    return await _tokens(prompt.token_ids, model, own.return_token_strs, ignored)
+
+
+async def _tokens(
+    token_ids: tuple[int, ...], model: ServedModel, has_strs: bool | None, ignored: list[str]
+) -> Response:
+    def write() -> bytes:
+        texts = [model.tokenizer.token_text(token) for token in token_ids] if has_strs else None
+        answer = {
+            "count": len(token_ids),
+            "max_model_len": model.max_model_len,
+            "tokens": token_ids,
+            "token_strs": texts,
+        }
+        return msgspec.json.encode(answer)
+
+    is_small = len(token_ids) <= _MAX_INLINE_TOKENS
+    return _json(write() if is_small else await asyncio.to_thread(write), ignored)
+
+
+def _json(body: bytes, ignored: list[str]) -> Response:
+    return Response(body, headers=ignored_header(ignored), media_type="application/json")

@@ -1,0 +1,71 @@
+"""POST /admin/trace/start and /admin/trace/stop, GET /admin/trace/status: with an admin key."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from moe_serve.engine.tracing import MIN_RATE, Tracing, TracingStatus
+from moe_serve.errors import InvalidRequestError
+from moe_serve.http.gate.auth import ADMIN_PREFIX
+from moe_serve.http.schema.body import read_json_object
+
+_FIELDS = ("sample_rate", "weights")
+_START_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "sample_rate": {"type": ["number", "null"], "minimum": MIN_RATE, "maximum": 1},
+        "weights": {"type": ["boolean", "null"]},
+    },
+    "additionalProperties": False,
+}
+_START_BODY = {
+    "requestBody": {"required": True, "content": {"application/json": {"schema": _START_SCHEMA}}}
+}
+
+
+def trace_router(tracing: Tracing, max_body_bytes: int) -> APIRouter:
+    router = APIRouter(prefix=f"{ADMIN_PREFIX}/trace")
+
+    @router.post("/start", openapi_extra=_START_BODY)
+    async def start(request: Request) -> dict[str, Any]:
+        body = await read_json_object(request, max_body_bytes)
+        rate, has_weights = _options(body)
+        return as_json(await asyncio.to_thread(tracing.start, rate, has_weights))
+
+    @router.post("/stop")
+    async def stop() -> dict[str, Any]:
+        return as_json(await asyncio.to_thread(tracing.stop))
+
+    @router.get("/status")
+    async def status() -> dict[str, Any]:
+        return as_json(tracing.status())
+
+    return router
+
+
+def as_json(status: TracingStatus) -> dict[str, Any]:
+    return asdict(status)
+
+
+def _options(body: dict[str, Any]) -> tuple[float | None, bool | None]:
+    unknown = sorted(body.keys() - set(_FIELDS))
+    if unknown:
+        raise InvalidRequestError(
+            f"Unknown field {unknown[0]}; known are {', '.join(_FIELDS)}.", param=unknown[0]
+        )
+    rate, has_weights = body.get("sample_rate"), body.get("weights")
+    if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float)):
+        raise InvalidRequestError(
+            f"sample_rate must be a number, got {rate!r}.", param="sample_rate"
+        )
+    if rate is not None and not MIN_RATE <= rate <= 1:
+        raise InvalidRequestError(f"sample_rate must be in [{MIN_RATE:g}, 1].", param="sample_rate")
+    if has_weights is not None and not isinstance(has_weights, bool):
+        raise InvalidRequestError(
+            f"weights must be true or false, got {has_weights!r}.", param="weights"
+        )
+    return rate, has_weights

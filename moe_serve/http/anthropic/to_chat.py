@@ -1,0 +1,125 @@
+"""A request for a message as the body of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_serve.errors import InvalidRequestError
+from moe_serve.http.anthropic.body import CountTokensBody, MessagesBody
+from moe_serve.http.anthropic.content import ContentReader
+from moe_serve.http.anthropic.tools import chat_tool_choice, chat_tools
+from moe_serve.http.schema.chat_fields import renamed_fields
+from moe_serve.http.schema.schemas import ChatBody
+from moe_serve.http.schema.strict_schema import parse_body
+
+# What a chat calls a field, and what the client called it.
+OWN_NAMES: Mapping[str, str] = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "function.name": "name",
+    "function.parameters": "input_schema",
+}
+OWN_IGNORED: Mapping[str, str] = {
+    **OWN_NAMES,
+    "reasoning_content": "thinking",
+    "chat_template_kwargs.enable_thinking": "thinking",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TranslatedMessages:
+    """`ignored` names what had no effect."""
+
+    chat: ChatBody
+    ignored: tuple[str, ...]
+
+
+def translate(body: CountTokensBody, *, is_strict: bool, has_reasoning: bool) -> TranslatedMessages:
+    """The chat that answers this request. `has_reasoning`: the model's has known markers; clients
+    send a budget for it to any model."""
+    ignored = body.check(is_strict=is_strict, has_reasoning=has_reasoning)
+    reader = ContentReader(is_strict=is_strict)
+    messages = [*reader.system(body.system), *reader.messages(body.messages)]
+    if len(messages) > 1 and messages[-1] == {"role": "assistant", "content": ""}:
+        messages.pop()  # a turn that has not begun
+    tools, of_tools = chat_tools(body.tools or [], is_strict=is_strict)
+    content = {**body.chat_fields(), **_sampling(body), "messages": messages, "model": body.model}
+    content |= _tool_fields(body, tools) | _output_fields(body)
+    content |= _prefill(messages, f"messages.{len(body.messages) - 1}")
+    content |= _thinking_fields(body, content.get("chat_template_kwargs"))
+    if has_reasoning and body.thinking_token_budget is not None:
+        content |= _budget_field(body.thinking_token_budget, content)
+    with renamed_fields(OWN_NAMES):
+        chat = parse_body(ChatBody, {k: v for k, v in content.items() if v is not None})
+        chat.check(is_strict=True)
+    return TranslatedMessages(chat=chat, ignored=(*ignored, *reader.ignored, *of_tools))
+
+
+def _sampling(body: CountTokensBody) -> dict[str, Any]:
+    if not isinstance(body, MessagesBody):
+        return {}
+    fields: dict[str, Any] = {"max_tokens": body.max_tokens, "stream": body.stream}
+    fields |= {"temperature": body.temperature, "top_p": body.top_p}
+    if body.stop_sequences:
+        if "stop" in body.chat_fields():
+            message = "stop and stop_sequences say the same: send one."
+            raise InvalidRequestError(message, param="stop_sequences")
+        fields["stop"] = body.stop_sequences
+    return fields
+
+
+def _tool_fields(body: CountTokensBody, tools: list[dict[str, Any]]) -> dict[str, Any]:
+    choice, is_parallel = chat_tool_choice(body.tool_choice)
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequestError("tool_choice needs tools.", param="tool_choice")
+        return {}
+    return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": is_parallel}
+
+
+def _output_fields(body: CountTokensBody) -> dict[str, Any]:
+    config = body.output_config
+    if config is None:
+        return {}
+    fields: dict[str, Any] = {"reasoning_effort": config.effort}
+    if config.format is not None:
+        if config.format.get("type") != "json_schema":
+            param = "output_config.format.type"
+            raise InvalidRequestError(f"{param} must be json_schema.", param=param)
+        schema = {"name": "output", "schema": config.format.get("schema"), "strict": True}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return fields
+
+
+def _thinking_fields(body: CountTokensBody, kwargs: Any) -> dict[str, Any]:
+    """Templates of models that can do without thinking know `enable_thinking`."""
+    if body.thinking is None or not (kwargs is None or isinstance(kwargs, dict)):
+        return {}
+    is_on = body.thinking.type != "disabled"
+    return {"chat_template_kwargs": {"enable_thinking": is_on, **(kwargs or {})}}
+
+
+def _budget_field(budget: int, content: Mapping[str, Any]) -> dict[str, Any]:
+    name = "thinking_token_budget"
+    if name in content:
+        param = "thinking.budget_tokens"
+        raise InvalidRequestError(f"{name} and {param} say the same: send one.", param=param)
+    return {name: budget}
+
+
+def _prefill(messages: list[dict[str, Any]], param: str) -> dict[str, Any]:
+    """A conversation that ends with text of the assistant is continued there."""
+    last = messages[-1]
+    if last["role"] != "assistant":
+        return {}
+    if "tool_calls" in last:
+        message = f"{param} ends with tool_use: send its tool_result in a message of the user."
+        raise InvalidRequestError(message, param=param)
+    if not last["content"]:
+        message = f"{param} has no text that could be continued."
+        raise InvalidRequestError(message, param=param)
+    return {"continue_final_message": True, "add_generation_prompt": False}

@@ -1,0 +1,69 @@
+// Where experts lie, how even that is, and how well the predictor sees what comes.
+import { element } from "../shared/element.js";
+import { count, duration, percent } from "../shared/format.js";
+import { BarRow } from "../charts/bar_row.js";
+import { FactList } from "../charts/fact_list.js";
+import { Panel } from "./panel.js";
+
+export class PlacementPanel {
+  constructor() {
+    this.panel = new Panel({ id: "placement", title: "Placement" });
+    this.balance = new BarRow();
+    this.facts = new FactList();
+    this.panel.body.append(this.balance.node, this.facts.node);
+  }
+
+  update({ placement }) {
+    if (placement === null) {
+      this.panel.note("");
+      this.panel.sayInstead("No expert ranks: all experts lie in one place.");
+      return;
+    }
+    this.panel.sayInstead(null);
+    this.panel.note(`version ${placement.version}`);
+    const { balance } = placement;
+    this.balance.update({
+      name: "Balance",
+      share: balance ?? 0,
+      figure: balance === null ? "no load yet" : percent(balance),
+      label: balance === null ? "no load yet" : `mean load of a rank over that of the busiest: ${percent(balance)}`,
+    });
+    this.facts.update([
+      ["Replicas", count(placement.num_replicas)],
+      ["In force for", duration(placement.age_s)],
+      ["Last plan", placement.last_move ?? "none since the start"],
+    ]);
+  }
+}
+
+export class PredictorPanel {
+  constructor() {
+    this.panel = new Panel({ id: "predictor", title: "Predictor" });
+    this.recall = new BarRow();
+    this.facts = new FactList();
+    this.panel.body.append(this.recall.node, this.facts.node,
+      element("p", { class: "muted small" }, "Recall: the share of chosen experts that were foretold. Below the floor (the mark) the predictor is not followed."));
+  }
+
+  update({ predictor }) {
+    if (predictor === null) {
+      this.panel.note("");
+      this.panel.sayInstead("No predictor: this server acts on what its routers choose, when they choose it.");
+      return;
+    }
+    this.panel.sayInstead(null);
+    const { recall, floor } = predictor;
+    this.panel.note(predictor.kind);
+    this.recall.update({
+      name: "Recall",
+      share: recall ?? 0,
+      mark: floor ?? null,
+      figure: recall === null ? "none yet" : percent(recall),
+      label: recall === null ? "nothing measured yet" : `recall ${percent(recall)}, floor ${percent(floor)}`,
+    });
+    this.facts.update([
+      ["Floor", percent(floor)],
+      ["Followed", predictor.is_acting ? "yes" : "no"],
+    ]);
+  }
+}

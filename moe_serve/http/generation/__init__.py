@@ -1,0 +1,1 @@
+"""Turns a validated request into engine requests, and the answers into text."""

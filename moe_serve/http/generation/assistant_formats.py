@@ -1,0 +1,175 @@
+"""Which parsers the served model's answers get: from the configuration, else from its template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from moe_serve.config.sections import ServerConfig
+from moe_serve.engine.request.constraint import Constraint
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.thinking_markers import ThinkingMarkers
+from moe_serve.engine.sampling.grammar.schema_rules import SchemaRuleError, prepared_source
+from moe_serve.engine.sampling.thinking_limit import thinking_markers, with_thinking_markers
+from moe_serve.errors import InvalidGrammarError, InvalidRequestError
+from moe_serve.http.generation.served_model import ServedModel
+from moe_serve.http.schema.schemas import ChatBody
+from moe_serve.http.schema.tool_fields import tools_by_name
+from moe_serve.text.assistant.formats import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    GrammarScope,
+    ParserPlan,
+    ReasoningFormat,
+    ToolFormat,
+    reasoning_format_of,
+    tool_format_of,
+)
+from moe_serve.text.assistant.tool import Tool
+from moe_serve.text.tokenizer import Tokenizer
+
+_SENDER = ("message.name", "message['name']", 'message["name"]')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssistantFormats:
+    """None: the model does not reason, or nobody knows how it calls functions."""
+
+    tools: ToolFormat | None = None
+    tool_parser: str | None = None  # the name of that format
+    reasoning: ReasoningFormat | None = None
+    grammar_in_reasoning: bool = False  # a grammar holds from the first token
+
+    def check(self, body: ChatBody, model: ServedModel) -> list[str]:
+        """Refuses tools that this model cannot be given; the names of what it does not heed."""
+        template = model.require_chat_template()
+        if body.called_tools:
+            if self.tools is None:
+                raise _unsupported(
+                    f"The chat template of {model.name!r} shows no known format of tool calls; "
+                    "the server needs server.tool_parser."
+                )
+            if not template.mentions("tools"):
+                raise _unsupported(f"The chat template of {model.name!r} has no place for tools.")
+        names = [*(body.chat_template_kwargs or {})]
+        ignored = [f"chat_template_kwargs.{n}" for n in names if not template.mentions(n)]
+        switches = ("reasoning_effort", "enable_thinking", "thinking")
+        heeded = switches if body.reasoning_effort == "none" else switches[:1]
+        if body.reasoning_effort is not None and not any(map(template.mentions, heeded)):
+            ignored.append("reasoning_effort")
+        has_thoughts = any(map(template.mentions, ("reasoning_content", "reasoning", "thinking")))
+        for i, message in enumerate(body.messages):
+            unheeded = [] if any(name in template.source for name in _SENDER) else ["name"]
+            unheeded += [] if has_thoughts else ["reasoning", "reasoning_content"]
+            ignored += [f"messages.{i}.{n}" for n in unheeded if getattr(message, n) is not None]
+        return ignored
+
+    def plan(self, body: ChatBody, prompt: str) -> ParserPlan:
+        tools = body.called_tools
+        reasoning = None if body.separate_reasoning is False else self._reasoning(body)
+        return ParserPlan(
+            tool_format=self.tools,
+            reasoning_format=reasoning,
+            tools=tools_by_name(tools) if tools else None,
+            max_calls=1 if body.parallel_tool_calls is False or body.named_tool else None,
+            prompt=prompt,
+            scope=None if reasoning is None else self._scope(body, reasoning, prompt),
+            is_forced=body.forces_call,
+        )
+
+    def limited(
+        self, params: SamplingParams, body: ChatBody, prompt: str, tokenizer: Tokenizer
+    ) -> SamplingParams:
+        """With the markers of the reasoning, if the request has a budget for it. What the answer
+        calls reasoning, or keeps in its content, is the same to it."""
+        can_call = bool(body.called_tools)
+        return with_thinking_markers(
+            params, self._reasoning(body), prompt, tokenizer, can_call=can_call
+        )
+
+    def thinking_markers(
+        self, params: SamplingParams, body: ChatBody, prompt: str, tokenizer: Tokenizer
+    ) -> ThinkingMarkers | None:
+        """The markers between which the answer's tokens are reasoning; None: it has none."""
+        return thinking_markers(params, self._reasoning(body), prompt, tokenizer)
+
+    def _reasoning(self, body: ChatBody) -> ReasoningFormat | None:
+        """That of this answer, as far as the request tells."""
+        reasoning = self.reasoning
+        if reasoning is not None and body.is_thinking_off:
+            reasoning = replace(reasoning, is_off=True)
+        if reasoning is not None and body.continue_final_message:
+            reasoning = reasoning.within(str(body.messages[-1].content))
+        return reasoning
+
+    def _scope(
+        self, body: ChatBody, reasoning: ReasoningFormat, prompt: str
+    ) -> GrammarScope | None:
+        """What the request's grammar is one of; None also if it tells of the reasoning itself."""
+        constraint, _ = body.constraint()
+        if constraint is None:
+            return None
+        is_json = constraint.kind in ("json_object", "json_schema")
+        if not is_json and reasoning.is_part_of(constraint.source):
+            return None
+        has_begun = body.continue_final_message and not reasoning.is_open
+        if self.grammar_in_reasoning or has_begun or reasoning.is_over_after(prompt):
+            return GrammarScope.ALL
+        return GrammarScope.JSON if is_json else GrammarScope.ANSWER
+
+
+def assistant_formats(model: ServedModel, config: ServerConfig) -> AssistantFormats:
+    source = "" if model.chat_template is None else model.chat_template.source
+    tools, reasoning = config.tool_parser, config.reasoning_parser
+    tool_name = tool_format_of(source) if tools == "auto" else tools
+    reasoning_name = reasoning_format_of(source) if reasoning == "auto" else reasoning
+    return AssistantFormats(
+        tools=TOOL_FORMATS.get(tool_name or "none"),
+        tool_parser=tool_name if tool_name in TOOL_FORMATS else None,
+        reasoning=REASONING_FORMATS.get(reasoning_name or "none"),
+        grammar_in_reasoning=config.grammar_in_reasoning,
+    )
+
+
+def forced(
+    params: SamplingParams, body: ChatBody, plan: ParserPlan, special_ids: Mapping[str, int]
+) -> SamplingParams:
+    """With the grammar of the call that the request demands. A grammar that the request itself has
+    written contradicts that; its `response_format` has been left out before."""
+    assert plan.tools is not None, "a call is demanded with tools only"
+    if params.constraint is not None:
+        raise InvalidRequestError(
+            "tool_choice forces a call, so the answer cannot follow another grammar as well: "
+            "leave out the other one, or tool_choice.",
+            param="tool_choice",
+        )
+    name = body.named_tool
+    called = [plan.tools[name]] if name else list(plan.tools.values())
+    for tool in called:
+        _check_schema(tool)
+    grammar, lead = plan.forced_grammar(called, special_ids), plan.call_lead(special_ids)
+    return replace(params, constraint=Constraint(kind="lark", source=grammar, lead=lead))
+
+
+def _check_schema(tool: Tool) -> None:
+    """Before the tools' schemas are parts of one grammar, which knows no tool."""
+    try:
+        prepared_source(json.dumps(tool.parameters))
+    except SchemaRuleError as error:
+        raise InvalidGrammarError(
+            f"A call of {tool.name!r:.100} cannot be forced: {error}, or use tool_choice 'auto'.",
+            param="tools",
+        ) from None
+
+
+def led(params: SamplingParams, plan: ParserPlan, special_ids: Mapping[str, int]) -> SamplingParams:
+    """With the reasoning that may come, or must, before what the request's grammar says."""
+    if params.constraint is None:
+        return params
+    lead = plan.answer_lead(special_ids)
+    return replace(params, constraint=replace(params.constraint, lead=lead))
+
+
+def _unsupported(message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, param="tools", code="tools_not_supported")

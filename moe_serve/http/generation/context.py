@@ -1,0 +1,22 @@
+"""What the routes share: one object, made by `create_app`, passed to each router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_serve.config.sections import ServerConfig
+from moe_serve.engine.sampling.grammar.gate import GrammarGate
+from moe_serve.http.generation.assistant_formats import AssistantFormats
+from moe_serve.http.generation.generation import GenerationService
+from moe_serve.http.generation.served_model import ServedModel
+from moe_serve.http.metrics.metrics import ServerMetrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerContext:
+    model: ServedModel
+    config: ServerConfig
+    metrics: ServerMetrics
+    generations: GenerationService
+    gate: GrammarGate  # for whatever an answer is to look like
+    assistant: AssistantFormats

@@ -1,0 +1,148 @@
+"""From prompts and sampling parameters to the engine's requests; the checks that need both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sampling_params import MAX_CHOICES, SamplingParams
+from moe_serve.errors import ContextLengthError, InvalidRequestError
+from moe_serve.http.generation.prompts import Prompt, check_prompt_length, tokens_requested
+
+MAX_PROMPT_LOGPROBS = 2_000_000  # of one request, in all its choices
+MAX_GIVEN_LOGPROBS = 2_000_000  # of one whole answer, in all its choices; a stream holds none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLimits:
+    """What the engine can take. `default_max_tokens` None: up to the context's end."""
+
+    max_model_len: int
+    vocab_size: int
+    default_max_tokens: int | None
+    max_tokens_field: str = "max_tokens"
+    prompt_logprobs_field: str = "prompt_logprobs"
+
+
+def build_engine_requests(
+    response_id: str,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    limits: TokenLimits,
+    cache_salt: str = "",
+    priority: int = 0,
+) -> list[GenerationRequest]:
+    """One request per prompt and choice, in the order of the answer's `choices`.
+
+    2 prompts, n = 3:  choice index 0 1 2 | 3 4 5,  GenerationRequest.choice 0 1 2 | 0 1 2
+
+    The log probabilities of a prompt are asked for with its choice 0 only.
+    """
+    num_sequences = len(prompts) * params.n
+    if num_sequences > MAX_CHOICES:
+        raise InvalidRequestError(
+            f"{len(prompts)} prompts with n = {params.n} are {num_sequences} sequences; "
+            f"at most {MAX_CHOICES} are allowed.",
+            param="n",
+        )
+    params.check_vocabulary(limits.vocab_size)
+    _check_prompt_logprobs(prompts, params, limits)
+    now = time.monotonic()
+    requests: list[GenerationRequest] = []
+    for prompt in prompts:
+        _check_prompt(prompt, limits, params.max_tokens)
+        fitting = _with_max_tokens(params, prompt, limits)
+        others = fitting
+        if fitting.prompt_logprobs is not None:
+            others = replace(fitting, prompt_logprobs=None)
+        for choice in range(params.n):
+            requests.append(
+                GenerationRequest(
+                    request_id=f"{response_id}-{len(requests)}",
+                    prompt_token_ids=prompt.token_ids,
+                    params=fitting if choice == 0 else others,
+                    choice=choice,
+                    arrival_time=now,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                )
+            )
+    return requests
+
+
+def check_given_logprobs(
+    requests: Sequence[GenerationRequest], max_model_len: int, *, is_streamed: bool
+) -> None:
+    """Raises InvalidRequestError for a whole answer whose `logprob_token_ids` take too much
+    memory."""
+    given = len(requests[0].params.logprob_token_ids)
+    if not given or is_streamed:
+        return
+    num_tokens = sum(
+        r.params.max_tokens or max_model_len - len(r.prompt_token_ids) for r in requests
+    )
+    count = num_tokens * (given + 1)
+    if count > MAX_GIVEN_LOGPROBS:
+        raise InvalidRequestError(
+            f"logprob_token_ids asks for up to {count} log probabilities ({num_tokens} tokens in "
+            f"{len(requests)} choices, {given + 1} each); a whole answer holds at most "
+            f"{MAX_GIVEN_LOGPROBS}. Set a smaller max_tokens, or ask for a stream.",
+            param="logprob_token_ids",
+        )
+
+
+def _check_prompt(prompt: Prompt, limits: TokenLimits, max_tokens: int | None) -> None:
+    """Length first: it bounds the cost of looking at every id."""
+    param = prompt.param
+    if not prompt.token_ids:
+        raise InvalidRequestError(f"{param} must hold at least one token.", param=param)
+    check_prompt_length(len(prompt.token_ids), param, limits.max_model_len, max_tokens)
+    low, high = min(prompt.token_ids), max(prompt.token_ids)
+    if low < 0 or high >= limits.vocab_size:
+        wrong = low if low < 0 else high
+        shown = wrong if abs(wrong) < 2**63 else "a number beyond 64 bits"
+        raise InvalidRequestError(
+            f"{param}: token ids must be in [0, {limits.vocab_size - 1}], got {shown}.",
+            param=param,
+        )
+
+
+def _check_prompt_logprobs(
+    prompts: Sequence[Prompt], params: SamplingParams, limits: TokenLimits
+) -> None:
+    """They are held in memory until the answer is written, unlike those of the answer's tokens."""
+    if params.prompt_logprobs is None:
+        return
+    num_tokens = sum(len(prompt.token_ids) for prompt in prompts) * params.n
+    count = num_tokens * (params.prompt_logprobs + 1)
+    if count > MAX_PROMPT_LOGPROBS:
+        field = limits.prompt_logprobs_field
+        raise InvalidRequestError(
+            f"{field} = {params.prompt_logprobs} asks for {count} log probabilities of the prompt "
+            f"({num_tokens} tokens in {len(prompts)} prompts and n = {params.n} choices, "
+            f"{params.prompt_logprobs + 1} each); at most {MAX_PROMPT_LOGPROBS} are allowed.",
+            param=field.rpartition(" ")[2],
+        )
+
+
+def _with_max_tokens(params: SamplingParams, prompt: Prompt, limits: TokenLimits) -> SamplingParams:
+    count = len(prompt.token_ids)
+    room = limits.max_model_len - count
+    if params.max_tokens is None:
+        if limits.default_max_tokens is None:
+            return params
+        max_tokens = min(limits.default_max_tokens, room)
+        if params.min_tokens > max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens ({params.min_tokens}) must not exceed {limits.max_tokens_field}, "
+                f"which is {max_tokens} here as the request does not set it.",
+                param="min_tokens",
+            )
+        return replace(params, max_tokens=max_tokens)
+    if params.max_tokens > room:
+        used = tokens_requested(limits.max_model_len, count, prompt.param, params.max_tokens)
+        field = limits.max_tokens_field
+        raise ContextLengthError(f"{used} {field} must be at most {room} here.", param=field)
+    return params

@@ -1,0 +1,277 @@
+"""The sequences of one HTTP request, from submission to the last piece of text."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from moe_serve.engine.request.client import EngineClient
+from moe_serve.engine.request.delta_queue import DeltaQueue
+from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
+from moe_serve.errors import ServerOverloadedError
+from moe_serve.http.gate.key_limits import KeyAccount, current_account
+from moe_serve.http.generation.prompt_logprobs import SharedPromptLogprobs
+from moe_serve.http.generation.request_timing import Timing, llama_timings, timing_of
+from moe_serve.http.generation.sequence import Piece, SequenceProgress
+from moe_serve.http.metrics.finished_sequence import FinishedSequence
+from moe_serve.http.metrics.metrics import ServerMetrics
+from moe_serve.http.schema.errors import ApiError, draining_error, engine_dead_error
+from moe_serve.text.stop_strings import StopStrings
+from moe_serve.text.tokenizer import Tokenizer
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens of one HTTP request. A prompt with n choices counts once.
+
+    `reasoning_tokens` are those of the completion that are reasoning; None: not a chat.
+    `timing` and `llama_timings`: of a request with one sequence that has ended, where the
+    configuration asks for it.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    reasoning_tokens: int | None = None
+    timing: Timing | None = None
+    llama_timings: Mapping[str, float] | None = None
+
+
+class Generation:
+    """Yields the new pieces of all sequences as they come; `close` ends what still runs."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        sequences: Sequence[SequenceProgress],
+        queue: DeltaQueue,
+        on_close: Callable[[Generation], None],
+        metrics: ServerMetrics,
+        *,
+        has_timing: bool = False,
+    ) -> None:
+        self._metrics, self._has_timing = metrics, has_timing
+        self._engine = engine
+        self._sequences = {sequence.request.request_id: sequence for sequence in sequences}
+        self._num_running = len(sequences)
+        self._queue = queue
+        self._prompt_logprobs = SharedPromptLogprobs([sequence.request for sequence in sequences])
+        self._on_close = on_close
+        self._cut_error: ApiError | None = None
+        self._is_closed = False
+
+    async def __aiter__(self) -> AsyncIterator[list[Piece]]:
+        while not self.is_ended:
+            await self._queue.wait()
+            yield self.take()
+
+    @property
+    def is_ended(self) -> bool:
+        """Nothing comes any more."""
+        return self._num_running == 0
+
+    def take(self) -> list[Piece]:
+        """What lies ready, and may be nothing."""
+        pieces: list[Piece] = []
+        for request_id, deltas in _by_request(self._queue.take()):
+            if (piece := self._push(request_id, deltas)) is not None:
+                pieces.append(piece)
+        return self._prompt_logprobs.share(pieces)
+
+    def listen(self, on_step: Callable[[], bool]) -> None:
+        """See `DeltaQueue.listen`; `on_step` is to call `take`."""
+        self._queue.listen(on_step)
+
+    def usage(self) -> Usage:
+        sequences = self._sequences.values()
+        firsts = [sequence for sequence in sequences if sequence.request.choice == 0]
+        timed = self._timed()
+        return Usage(
+            prompt_tokens=sum(len(first.request.prompt_token_ids) for first in firsts),
+            completion_tokens=sum(sequence.num_tokens for sequence in sequences),
+            cached_tokens=sum(first.num_cached_tokens for first in firsts),
+            timing=None if timed is None else timing_of(timed),
+            llama_timings=None if timed is None else llama_timings(timed),
+        )
+
+    def _timed(self) -> FinishedSequence | None:
+        """The sequence whose times are the request's own: the only one, once it has ended."""
+        if not self._has_timing or len(self._sequences) != 1:
+            return None
+        (sequence,) = self._sequences.values()
+        return sequence.finished
+
+    def cut(self, error: ApiError) -> None:
+        """End the generation with this error, as if each sequence had failed in the engine."""
+        self._cut_error = error
+        for request_id, sequence in self._sequences.items():
+            if not sequence.is_finished:
+                end = TokenDelta(request_id=request_id, finish_reason=FinishReason.ERROR)
+                self._queue.put(end)
+
+    def close(self) -> None:
+        """Abort what has not finished. Harmless when all has, or when called again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for request_id, sequence in self._sequences.items():
+            if not sequence.is_finished:
+                self._engine.abort(request_id)
+                sequence.abandon()
+        self._on_close(self)
+
+    def _push(self, request_id: str, deltas: list[TokenDelta]) -> Piece | None:
+        sequence = self._sequences[request_id]
+        if sequence.is_finished:  # the engine's last words after a stop string or a cut
+            return None
+        piece = sequence.push(deltas)
+        if sequence.is_finished:
+            self._num_running -= 1
+            self._observe_prompt(sequence)
+        if piece.delta.is_stopped_by_text:
+            self._engine.abort(request_id)
+        elif piece.delta.finish_reason is FinishReason.ERROR:
+            self._engine.abort(request_id)
+            raise self._cut_error or self._engine_error(deltas[-1])
+        return piece
+
+    def _observe_prompt(self, ended: SequenceProgress) -> None:
+        """Tell the metrics of a prompt whose last choice this was."""
+        num_choices = ended.request.params.n
+        first = ended.index - ended.index % num_choices
+        choices = list(self._sequences.values())[first : first + num_choices]
+        if all(choice.is_finished for choice in choices):
+            self._metrics.observe_longest(max(choice.num_tokens for choice in choices))
+
+    def _engine_error(self, delta: TokenDelta) -> ApiError:
+        """What went wrong goes to the log, not to the client; but what it asked for does."""
+        if delta.is_of_request:
+            message = f"The answer cannot go on: {delta.error}."
+            return ApiError(400, message, code="constraint_failed")
+        if not self._engine.is_alive:
+            return engine_dead_error()
+        _LOGGER.error("request %s failed in the engine: %s", delta.request_id, delta.error)
+        message = f"The engine failed on this request ({delta.request_id}); its log has the cause."
+        return ApiError(500, message, code="generation_failed")
+
+
+class GenerationService:
+    """Starts generations and knows those that are open, so that a shutdown can wait or cut."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        tokenizer: Tokenizer,
+        metrics: ServerMetrics,
+        *,
+        has_timing: bool = False,
+    ) -> None:
+        """`has_timing`: answers tell their own times."""
+        self.engine = engine
+        self._has_timing = has_timing
+        self.is_draining = False
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._open: set[Generation] = set()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def start(
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        is_prompt_only: bool = False,
+        kept_ids: frozenset[int] = frozenset(),
+        continues: bool = False,
+    ) -> Generation:
+        """Submit all or none. The caller must `close` the generation, whatever happens.
+
+        The requests are those of one HTTP request, so they have their stop strings in common.
+        `continues`: the answers go on where the text of the prompts ends.
+        """
+        account = current_account()
+        queue = self._claim_and_submit(account, requests)
+        stops = StopStrings(requests[0].params.stop)
+        sequences = [
+            SequenceProgress(
+                index,
+                request,
+                self._tokenizer,
+                self._metrics,
+                stops,
+                is_prompt_only=is_prompt_only,
+                kept_ids=kept_ids,
+                continues=continues,
+            )
+            for index, request in enumerate(requests)
+        ]
+
+        def on_close(generation: Generation) -> None:
+            self._open.discard(generation)
+            if account is not None:
+                account.release(len(requests))
+                _charge(account, generation.usage())
+
+        generation = Generation(
+            self.engine, sequences, queue, on_close, self._metrics, has_timing=self._has_timing
+        )
+        self._open.add(generation)
+        return generation
+
+    def begin_drain(self) -> None:
+        """Refuse new requests; those that are open go on."""
+        self.is_draining = True
+        self.engine.begin_drain()
+
+    def cut_all(self, error: ApiError) -> None:
+        """End every open generation with an error event or response."""
+        for generation in tuple(self._open):
+            generation.cut(error)
+
+    def _claim_and_submit(
+        self, account: KeyAccount | None, requests: Sequence[GenerationRequest]
+    ) -> DeltaQueue:
+        """Count all sequences for the key of the request, and submit them."""
+        if account is None:
+            return self._submit(requests)
+        refused = account.claim(len(requests))
+        if refused is not None:
+            self._metrics.count_rejection(refused.reason)
+            raise refused.error()
+        try:
+            return self._submit(requests)
+        except Exception:
+            account.release(len(requests))
+            raise
+
+    def _submit(self, requests: Sequence[GenerationRequest]) -> DeltaQueue:
+        if not self.engine.is_alive:
+            self._metrics.count_rejection("engine_dead")
+            raise engine_dead_error()
+        if self.is_draining:
+            self._metrics.count_rejection("draining")
+            raise draining_error("The server is shutting down and takes no new requests.")
+        try:
+            return self.engine.submit(requests)
+        except ServerOverloadedError as error:
+            self._metrics.count_rejection("draining" if error.is_draining else "queue_full")
+            raise
+
+
+def _by_request(deltas: list[TokenDelta]) -> Iterable[tuple[str, list[TokenDelta]]]:
+    if len(deltas) == 1:  # nearly always
+        return [(deltas[0].request_id, deltas)]
+    found: dict[str, list[TokenDelta]] = {}
+    for delta in deltas:
+        found.setdefault(delta.request_id, []).append(delta)
+    return found.items()
+
+
+def _charge(account: KeyAccount, usage: Usage) -> None:
+    account.charge(usage.prompt_tokens + usage.completion_tokens, time.monotonic())

@@ -1,0 +1,225 @@
+"""The prompts of a request as token ids.
+
+Long texts are tokenized off the event loop; texts that cannot fit the context are not tokenized.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from moe_serve.engine.request.sampling_params import MAX_CHOICES
+from moe_serve.errors import ContextLengthError, InvalidRequestError
+from moe_serve.http.generation.served_model import ServedModel
+from moe_serve.http.generation.text_threads import MAX_INLINE_CHARS
+from moe_serve.http.schema.chat_messages import ChatMessage
+from moe_serve.http.schema.schemas import ChatBody, TruncationSide
+
+_MAX_CUT_BYTES = 262_144  # of a text that is cut after it is tokenized, in a small context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """`param` is the field it came from; `text` is None for a prompt given as token ids."""
+
+    token_ids: tuple[int, ...]
+    text: str | None
+    param: str
+
+
+async def chat_prompt(body: ChatBody, model: ServedModel) -> Prompt:
+    """Render the chat template and tokenize; the template writes the special tokens itself."""
+    template = model.require_chat_template()
+    tools, options = body.template_tools(), body.template_options()
+    has_text_arguments = bool(
+        body.has_calls and await asyncio.to_thread(lambda: template.has_text_arguments)
+    )
+
+    def order() -> bytes:
+        return template.order(
+            body.template_messages(has_text_arguments=has_text_arguments),
+            continues=bool(body.continue_final_message),
+            add_generation_prompt=body.add_generation_prompt is not False,
+            tools=tools,
+            options=options,
+        )
+
+    num_chars = sum(_num_chars(message) for message in body.messages)
+    size = num_chars + len(msgspec.json.encode(tools))
+    text = await template.render_order(await model.texts.run(order, size))
+    has_limit = body.truncate_prompt_tokens is None
+    return await _encoded(text, "messages", model, has_limit=has_limit, has_special=False)
+
+
+async def text_prompt(text: str, model: ServedModel, *, add_special_tokens: bool) -> Prompt:
+    """A text by itself, which nobody wants to continue."""
+    return await _encoded(text, "prompt", model, has_limit=True, has_special=add_special_tokens)
+
+
+async def completion_prompts(
+    value: Any, model: ServedModel, *, has_limit: bool = True
+) -> list[Prompt]:
+    """A string, a list of strings, a list of token ids, or a list of such lists.
+
+    `has_limit` False: what is too long for the context will be truncated.
+    """
+    if isinstance(value, str):
+        return [await _encoded(value, "prompt", model, has_limit=has_limit)]
+    if not isinstance(value, list):
+        raise _bad_prompt("prompt")
+    if not value:
+        raise InvalidRequestError("prompt must not be empty.", param="prompt")
+    if type(value[0]) is int:
+        return [_from_ids(value, "prompt", model, has_limit)]
+    if len(value) > MAX_CHOICES:
+        raise InvalidRequestError(
+            f"prompt holds {len(value)} prompts; at most {MAX_CHOICES} are allowed.",
+            param="prompt",
+        )
+    params = [f"prompt.{i}" for i in range(len(value))]
+    if isinstance(value[0], list):
+        pairs = zip(value, params, strict=True)
+        return [_from_ids(ids, param, model, has_limit) for ids, param in pairs]
+    for text, param in zip(value, params, strict=True):
+        if not isinstance(text, str):
+            raise _bad_prompt(param)
+
+    def work() -> list[Prompt]:
+        pairs = zip(value, params, strict=True)
+        return [_encode(text, param, model, has_limit, True) for text, param in pairs]
+
+    return await model.texts.run(work, sum(map(len, value)))
+
+
+def truncated(
+    prompt: Prompt,
+    limit: int | None,
+    max_model_len: int,
+    max_tokens: int,
+    side: TruncationSide | None = None,
+) -> Prompt:
+    """At most `limit` tokens; -1 leaves room for `max_tokens` in the context.
+
+    `side` is where the others are dropped, as vLLM has it: "right" keeps the first, "left" and
+    None keep the last.
+    """
+    if limit is None:
+        return prompt
+    if limit >= max_model_len:
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens must be at most {max_model_len - 1}, one less than the "
+            f"context, got {limit}.",
+            param="truncate_prompt_tokens",
+        )
+    count = max(1, max_model_len - max_tokens) if limit == -1 else limit
+    if len(prompt.token_ids) <= count:
+        return prompt
+    kept = prompt.token_ids[:count] if side == "right" else prompt.token_ids[-count:]
+    return replace(prompt, token_ids=kept, text=None)
+
+
+def check_prompt_length(
+    num_tokens: int, param: str, max_model_len: int, max_tokens: int | None = None
+) -> None:
+    """The engine makes at least one token, also for a request that asks for none.
+
+    `max_tokens`: what the request asks for, if it says so.
+    """
+    if num_tokens < max_model_len:
+        return
+    used = tokens_requested(max_model_len, num_tokens, param, max_tokens or 1)
+    raise ContextLengthError(
+        f"{used} One place is kept for the next token (also with max_tokens 0): send at most "
+        f"{max_model_len - 1} in {_place(param)}.",
+        param=param,
+        num_prompt_tokens=num_tokens,
+        max_prompt_tokens=max_model_len - 1,
+    )
+
+
+def tokens_requested(max_model_len: int, num_tokens: int, param: str, max_tokens: int) -> str:
+    """OpenAI's words for a context that is too small. LiteLLM, LangChain and agents look for them
+    to tell this error from others, and to send less."""
+    return (
+        f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+        f"{num_tokens + max_tokens} tokens ({num_tokens} in {_place(param)}, {max_tokens} in the "
+        f"completion)."
+    )
+
+
+def _place(param: str) -> str:
+    return param if "." in param else f"the {param}"
+
+
+def _check_text_length(text: str, param: str, model: ServedModel, *, has_limit: bool) -> None:
+    """Refuse what cannot fit before the work of tokenizing it, and what takes too much of it."""
+    min_tokens = model.tokenizer.min_num_tokens(text)
+    if has_limit and min_tokens >= model.max_model_len:
+        raise ContextLengthError(
+            f"This model's maximum context length is {model.max_model_len} tokens. However, you "
+            f"requested more: the {len(text)} characters in {_place(param)} are at least "
+            f"{min_tokens} tokens. Shorten it.",
+            param=param,
+            num_prompt_tokens=min_tokens,
+            max_prompt_tokens=model.max_model_len - 1,
+        )
+    context = model.max_model_len * model.tokenizer.usual_bytes_per_token
+    most = max(_MAX_CUT_BYTES, context)
+    if len(text) > most or len(text.encode()) > most:
+        raise ContextLengthError(
+            f"The context of this model is {model.max_model_len} tokens; {param} has "
+            f"{len(text)} characters, and at most {most} bytes are tokenized, also with "
+            "truncate_prompt_tokens: shorten it.",
+            param=param,
+        )
+
+
+async def _encoded(
+    text: str, param: str, model: ServedModel, *, has_limit: bool, has_special: bool = True
+) -> Prompt:
+    def work() -> Prompt:
+        return _encode(text, param, model, has_limit, has_special)
+
+    return await model.texts.run(work, len(text))
+
+
+def _encode(
+    text: str, param: str, model: ServedModel, has_limit: bool, has_special: bool
+) -> Prompt:
+    _check_text_length(text, param, model, has_limit=has_limit)
+    token_ids = model.tokenizer.encode(text, add_special_tokens=has_special)
+    return Prompt(token_ids=tuple(token_ids), text=text, param=param)
+
+
+def _from_ids(ids: Any, param: str, model: ServedModel, has_limit: bool) -> Prompt:
+    """Length first: it bounds the cost of looking at every id."""
+    if isinstance(ids, list) and has_limit:
+        check_prompt_length(len(ids), param, model.max_model_len)
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+        raise _bad_prompt(param)
+    return Prompt(token_ids=tuple(ids), text=None, param=param)
+
+
+def _bad_prompt(param: str) -> InvalidRequestError:
+    subject = "prompt" if param == "prompt" else f"{param} does not fit in: prompt"
+    return InvalidRequestError(
+        f"{subject} must be a string, a list of strings, a list of token ids, "
+        "or a list of lists of token ids.",
+        param=param,
+        code="invalid_type",
+    )
+
+
+def _num_chars(message: ChatMessage) -> int:
+    """All that a template may write of it, and something for the message itself. Parts are not
+    worth counting: they take the way of a long text."""
+    if isinstance(message.content, list):
+        return MAX_INLINE_CHARS + 1
+    texts = [message.content, message.reasoning, message.reasoning_content]
+    texts += [message.name, message.tool_call_id]
+    for call in message.tool_calls or ():
+        texts += [call.id, call.function.arguments]
+    return 64 + sum(len(text or "") for text in texts)

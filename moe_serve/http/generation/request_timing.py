@@ -1,0 +1,53 @@
+"""The times of one request in its own answer, by the names that vLLM and llama.cpp give them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moe_serve.http.metrics.finished_sequence import FinishedSequence
+
+Timing = Mapping[str, float | None]  # null: not known
+
+
+def timing_of(sequence: FinishedSequence) -> Timing:
+    """As in vLLM the first token is counted from the first step, not from the request."""
+    started, first, ended = sequence.started, sequence.first_token, sequence.ended
+    inference_ms = _ms(started, ended)
+    tpot_s = sequence.tpot_s
+    return {
+        "time_to_first_token_ms": _ms(started, first),
+        "generation_time_ms": _ms(first, ended),
+        "queue_time_ms": _ms(sequence.arrival, started),
+        "mean_itl_ms": None if tpot_s is None else round(tpot_s * 1e3, 3),
+        "tokens_per_second": (
+            round(sequence.num_tokens / inference_ms * 1e3, 3) if inference_ms else None
+        ),
+    }
+
+
+def llama_timings(sequence: FinishedSequence) -> Mapping[str, float] | None:
+    """The `timings` of llama.cpp: the prompt's tokens that were not cached, up to the first token
+    of the answer, and the answer's tokens, from there on. None: there is no first token."""
+    prompt_ms = _ms(sequence.started, sequence.first_token)
+    predicted_ms = _ms(sequence.first_token, sequence.ended)
+    prompt_n = sequence.num_computed_tokens
+    if prompt_ms is None or predicted_ms is None or prompt_n is None:
+        return None
+    return {
+        "cache_n": sequence.num_cached_tokens,
+        **_rates("prompt", prompt_n, prompt_ms),
+        **_rates("predicted", sequence.num_tokens, predicted_ms),
+    }
+
+
+def _rates(name: str, count: int, ms: float) -> Mapping[str, float]:
+    return {
+        f"{name}_n": count,
+        f"{name}_ms": ms,
+        f"{name}_per_token_ms": round(ms / max(1, count), 3),
+        f"{name}_per_second": round(count / ms * 1e3, 3) if ms else 0.0,
+    }
+
+
+def _ms(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else round(max(0.0, end - start) * 1e3, 3)

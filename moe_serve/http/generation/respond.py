@@ -1,0 +1,130 @@
+"""Sending an answer, streamed or whole; what the two generation routes have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Request, Response
+from pydantic import TypeAdapter
+
+from moe_serve.http.generation.generation import Usage
+from moe_serve.http.generation.logprob_format import MAX_INLINE_LOGPROBS
+from moe_serve.http.generation.sse import SseResponse
+from moe_serve.http.wire.disconnect import run_until_disconnect
+
+_CLIENT_CLOSED_REQUEST = 499
+
+
+class Countable(Protocol):
+    """A piece of an answer, as far as its size goes."""
+
+    @property
+    def num_logprobs(self) -> int: ...
+
+
+AnyPiece = TypeVar("AnyPiece", bound=Countable)
+Written = TypeVar("Written", bound=Countable, contravariant=True)
+Made = TypeVar("Made", bound=Countable, covariant=True)
+
+
+class PieceStream(Protocol[Made]):
+    """What yields pieces: a Generation, or a ChatGeneration."""
+
+    def __aiter__(self) -> AsyncIterator[Sequence[Made]]: ...
+
+    @property
+    def is_ended(self) -> bool: ...
+
+    def take(self) -> Sequence[Made]: ...
+
+    def listen(self, on_step: Callable[[], bool]) -> None: ...
+
+    def usage(self) -> Usage: ...
+
+    def close(self) -> None: ...
+
+
+class StreamFormat(Protocol[Written]):
+    """Writes the events of a stream."""
+
+    def events(self, piece: Written) -> bytes: ...
+
+    def usage(self, usage: Usage) -> bytes: ...
+
+
+def stream_response(
+    generation: PieceStream[AnyPiece],
+    formatter: StreamFormat[AnyPiece],
+    *,
+    has_usage: bool,
+    ping_s: float,
+    headers: Mapping[str, str],
+) -> SseResponse:
+    """The generation as server-sent events; it is closed when the response ends."""
+
+    async def events() -> AsyncIterator[bytes]:
+        async for pieces in generation:
+            if _is_long(pieces):
+                yield await asyncio.to_thread(_written_events, formatter, pieces)
+            else:
+                yield _written_events(formatter, pieces)
+        if has_usage:
+            yield formatter.usage(generation.usage())
+
+    def write_step() -> bool:
+        """What `events` does for a step, where it would not have to wait."""
+        if not response.takes_now:
+            return False
+        response.write_now(_written_events(formatter, generation.take()))
+        return not generation.is_ended
+
+    response = SseResponse(events(), ping_s=ping_s, on_close=generation.close, headers=headers)
+    generation.listen(write_step)
+    return response
+
+
+def _written_events(formatter: StreamFormat[AnyPiece], pieces: Sequence[AnyPiece]) -> bytes:
+    return b"".join([formatter.events(piece) for piece in pieces])
+
+
+def _is_long(pieces: Sequence[Countable]) -> bool:
+    """The logprobs of a long prompt are written in a thread."""
+    count = 0
+    for piece in pieces:
+        count += piece.num_logprobs
+    return count > MAX_INLINE_LOGPROBS
+
+
+async def whole_response(
+    answer: Coroutine[Any, Any, bytes],
+    generation: PieceStream[Countable],
+    request: Request,
+    headers: Mapping[str, str],
+) -> Response:
+    """The answer in one piece; a client that goes away meanwhile ends the generation."""
+    try:
+        body = await run_until_disconnect(answer, request.receive)
+    finally:
+        generation.close()
+    if body is None:  # nobody reads this
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    return Response(body, headers=dict(headers), media_type="application/json")
+
+
+def request_body_schema(schema: Any) -> dict[str, Any]:
+    """For openapi.json: the routes read the body themselves, so FastAPI does not know it.
+
+    `schema`: a pydantic model, or a union of some.
+    """
+    content = {"application/json": {"schema": json.loads(_json_schema(schema))}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+@functools.cache
+def _json_schema(schema: Any) -> str:
+    """Several routes take the same body; each gets a copy, which FastAPI may change."""
+    return json.dumps(TypeAdapter[Any](schema).json_schema())

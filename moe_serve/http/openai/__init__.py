@@ -1,0 +1,1 @@
+"""The routes and answers of OpenAI's API."""

@@ -1,0 +1,93 @@
+"""Parts of the JSON that chat and completions share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from moe_serve.http.generation.generation import Usage
+from moe_serve.http.generation.sse import sse_event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseHead:
+    """The fields that open a response and every chunk of its stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str | None = None
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": self.object,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+        }
+
+
+class ChunkWriter:
+    """Writes one-choice chunks around a fixed head: per token only the choice is encoded.
+
+    With `include_usage`, every chunk but the last says `"usage": null`, as OpenAI's do; with
+    `usage_now`, each has the usage so far instead: with the tokens that it and the chunks before
+    it have brought, which `count` is told.
+    """
+
+    def __init__(
+        self,
+        head: ResponseHead,
+        *,
+        has_usage: bool,
+        usage_now: Callable[[], Usage] | None = None,
+    ) -> None:
+        self._usage_now = usage_now
+        self._num_tokens = 0
+        self._head = msgspec.json.encode(head.fields())[:-1]
+        tail = b'],"usage":null}' if has_usage else b"]}"
+        self._start = b"data: " + self._head + b',"choices":['
+        self._end = tail + b"\n\n"
+
+    def count(self, num_tokens: int) -> None:
+        """The next chunk brings so many tokens of the answer."""
+        self._num_tokens += num_tokens
+
+    def choice(self, choice_json: bytes, more: bytes = b"") -> bytes:
+        """`more` is further fields of the chunk, each with a comma in front."""
+        if self._usage_now is not None:
+            so_far = replace(self._usage_now(), completion_tokens=self._num_tokens)
+            usage = msgspec.json.encode(usage_fields(so_far))
+            return self._start + choice_json + b"]" + more + b',"usage":' + usage + b"}\n\n"
+        if more:
+            return self._start + choice_json + b"]" + more + self._end[1:]
+        return self._start + choice_json + self._end
+
+    def usage(self, usage: Usage) -> bytes:
+        last = {"choices": [], "usage": usage_fields(usage), **timing_fields(usage)}
+        return sse_event(self._head + b"," + msgspec.json.encode(last)[1:])
+
+
+def usage_fields(usage: Usage) -> dict[str, Any]:
+    """`completion_tokens_details` are those of chats: nothing else has reasoning."""
+    fields: dict[str, Any] = {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+    if usage.reasoning_tokens is not None:
+        fields["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    return fields
+
+
+def timing_fields(usage: Usage) -> dict[str, Any]:
+    """`metrics` (vLLM's) and `timings` (llama.cpp's) beside the usage, where the server tells
+    them."""
+    told = {"metrics": usage.timing, "timings": usage.llama_timings}
+    return {name: times for name, times in told.items() if times is not None}

@@ -1,0 +1,143 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.http.generation.admission import admit_params, admit_priority
+from moe_serve.http.generation.context import ServerContext
+from moe_serve.http.generation.engine_requests import (
+    TokenLimits,
+    build_engine_requests,
+    check_given_logprobs,
+)
+from moe_serve.http.generation.generation import Generation
+from moe_serve.http.generation.prompts import Prompt, completion_prompts, truncated
+from moe_serve.http.generation.respond import request_body_schema, stream_response, whole_response
+from moe_serve.http.generation.routed_requests import with_routed_experts
+from moe_serve.http.generation.served_model import ServedModel
+from moe_serve.http.openai.answer import collect, written_answer
+from moe_serve.http.openai.chunk_format import ResponseHead
+from moe_serve.http.openai.completion_format import CompletionFormat, EchoedPrompt, echoed_prompt
+from moe_serve.http.schema.body import read_json_object
+from moe_serve.http.schema.parameters import ignored_header
+from moe_serve.http.schema.schemas import DEFAULT_COMPLETION_TOKENS, CompletionBody
+from moe_serve.http.schema.strict_schema import parse_body
+from moe_serve.text.tokenizer import Tokenizer
+
+_MAX_INLINE_TOKENS = 2048
+
+
+def completion_router(server: ServerContext) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/completions", openapi_extra=request_body_schema(CompletionBody))
+    async def create_completion(request: Request) -> Response:
+        content = await read_json_object(request, server.config.max_body_bytes)
+        return await answer_completion(server, content, request)
+
+    return router
+
+
+async def answer_completion(
+    server: ServerContext, content: Mapping[str, Any], request: Request
+) -> Response:
+    """The answer to a completion; `content` is the parsed body of the request."""
+    body = parse_body(CompletionBody, content)
+    headers = ignored_header(body.check(is_strict=server.config.is_strict))
+    server.model.check_name(body.model)
+    tokenizer = server.model.tokenizer
+    params = await admit_params(server, body.sampling_params(), body.constraint()[1])
+    prompts = await _prompts(body, server.model)
+    internal_id = f"cmpl-{uuid.uuid4().hex}"
+    requests = _engine_requests(server, body, params, prompts, internal_id)
+    echoes: list[EchoedPrompt | None] = [None] * len(requests)
+    if body.echo:
+        echoes = await _echoes(prompts, len(requests) // len(prompts), tokenizer)
+    head = ResponseHead(
+        id=f"cmpl-{body.request_id}" if body.request_id else internal_id,
+        object="text_completion",
+        created=int(time.time()),
+        model=server.model.name,
+        system_fingerprint=server.model.fingerprint,
+    )
+    generation = server.generations.start(
+        requests, is_prompt_only=body.is_prompt_only, continues=True
+    )
+    is_forced = server.config.force_include_usage
+    has_usage, has_usage_in_chunks = body.stream_usage(is_forced=is_forced)
+    formatter = CompletionFormat(
+        head,
+        tokenizer,
+        echoes,
+        has_usage=has_usage,
+        usage_now=generation.usage if has_usage_in_chunks else None,
+        prompt_ids=_prompt_ids(requests) if body.return_token_ids else None,
+        has_prompt_logprobs=body.prompt_logprobs is not None,
+    )
+    if body.stream:
+        return stream_response(
+            generation,
+            formatter,
+            has_usage=has_usage,
+            ping_s=server.config.sse_ping_s,
+            headers=headers,
+        )
+    answer = _answer(generation, len(requests), formatter)
+    return await whole_response(answer, generation, request, headers)
+
+
+async def _prompts(body: CompletionBody, model: ServedModel) -> list[Prompt]:
+    limit, max_len = body.truncate_prompt_tokens, model.max_model_len
+    prompts = await completion_prompts(body.prompt, model, has_limit=limit is None)
+    max_tokens = body.max_tokens or DEFAULT_COMPLETION_TOKENS
+    side = body.truncation_side
+    return [truncated(prompt, limit, max_len, max_tokens, side) for prompt in prompts]
+
+
+def _prompt_ids(requests: Sequence[GenerationRequest]) -> list[tuple[int, ...]]:
+    return [request.prompt_token_ids for request in requests]
+
+
+def _engine_requests(
+    server: ServerContext,
+    body: CompletionBody,
+    params: SamplingParams,
+    prompts: Sequence[Prompt],
+    response_id: str,
+) -> list[GenerationRequest]:
+    limits = TokenLimits(
+        max_model_len=server.model.max_model_len,
+        vocab_size=server.generations.engine.vocab_size,
+        default_max_tokens=DEFAULT_COMPLETION_TOKENS,
+        prompt_logprobs_field=body.prompt_logprobs_field,
+    )
+    salt, priority = body.cache_salt or "", admit_priority(server, body.priority)
+    requests = build_engine_requests(response_id, prompts, params, limits, salt, priority)
+    check_given_logprobs(requests, limits.max_model_len, is_streamed=bool(body.stream))
+    return with_routed_experts(requests, body, server)
+
+
+async def _echoes(
+    prompts: Sequence[Prompt], num_choices: int, tokenizer: Tokenizer
+) -> list[EchoedPrompt | None]:
+    def work() -> list[EchoedPrompt | None]:
+        echoes = [echoed_prompt(prompt, tokenizer) for prompt in prompts]
+        return [echo for echo in echoes for _ in range(num_choices)]
+
+    num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    return work() if num_tokens <= _MAX_INLINE_TOKENS else await asyncio.to_thread(work)
+
+
+async def _answer(generation: Generation, num_choices: int, formatter: CompletionFormat) -> bytes:
+    choices = await collect(generation, num_choices)
+    usage = generation.usage()
+    return await written_answer(choices, lambda: formatter.response(choices, usage))

@@ -1,0 +1,137 @@
+"""POST /v1/responses and /v1/responses/input_tokens; stored_routes.py reads what is stored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from moe_serve.http.gate.auth import owner_of
+from moe_serve.http.generation.chat_generation import start_chat
+from moe_serve.http.generation.context import ServerContext
+from moe_serve.http.generation.prompts import chat_prompt
+from moe_serve.http.generation.respond import request_body_schema, whole_response
+from moe_serve.http.generation.sse import SseResponse, SseStyle
+from moe_serve.http.openai.responses.background import BackgroundRuns, ResponseKeeper
+from moe_serve.http.openai.responses.body import ResponsesBody
+from moe_serve.http.openai.responses.input_items import new_id
+from moe_serve.http.openai.responses.record import ResponseRecord
+from moe_serve.http.openai.responses.run import ResponseRun
+from moe_serve.http.openai.responses.store import ResponseStore
+from moe_serve.http.openai.responses.stored_routes import stored_router
+from moe_serve.http.openai.responses.to_chat import OWN_IGNORED, OWN_NAMES, translate
+from moe_serve.http.schema.body import read_json_object
+from moe_serve.http.schema.chat_fields import own_ignored, renamed_fields
+from moe_serve.http.schema.errors import ApiError
+from moe_serve.http.schema.parameters import ignored_header
+from moe_serve.http.schema.strict_schema import parse_body
+
+
+def responses_router(server: ServerContext) -> APIRouter:
+    router = APIRouter(prefix="/v1/responses")
+    runs = BackgroundRuns()
+    store = ResponseStore(
+        max_entries=server.config.max_stored_responses,
+        max_bytes=server.config.stored_responses_bytes,
+        ttl_s=server.config.stored_response_ttl_s,
+        on_loss=runs.end,
+    )
+
+    @router.post("", openapi_extra=request_body_schema(ResponsesBody))
+    async def create_response(request: Request) -> Response:
+        content = await read_json_object(request, server.config.max_body_bytes)
+        body = parse_body(ResponsesBody, content)
+        owner = owner_of(request)
+        history = _conversation(store, body, owner)
+        translated = translate(
+            body, msgspec.json.decode(history), is_strict=server.config.is_strict
+        )
+        server.model.check_name(body.model)
+        record = ResponseRecord(
+            id=new_id("resp"), created_at=int(time.time()), model=server.model.name, body=body
+        )
+        with renamed_fields(OWN_NAMES):
+            chat = await start_chat(server, translated.chat, record.id)
+        headers = ignored_header([*translated.ignored, *own_ignored(chat.ignored, OWN_IGNORED)])
+        run = ResponseRun(record, chat, server.model.tokenizer)
+        keeper = ResponseKeeper(store, owner, history[1:-1], translated.items)
+        if body.background:
+            return _json(runs.start(run, keeper), headers)
+        if body.stream:
+            return _stream(run, keeper, server.config.sse_ping_s, headers)
+        return await whole_response(_whole(run, keeper), chat, request, headers)
+
+    @router.post("/input_tokens", openapi_extra=request_body_schema(ResponsesBody))
+    async def count_input_tokens(request: Request) -> Response:
+        content = await read_json_object(request, server.config.max_body_bytes)
+        body = parse_body(ResponsesBody, content)
+        history = msgspec.json.decode(_conversation(store, body, owner_of(request)))
+        translated = translate(body, history, is_strict=server.config.is_strict)
+        server.model.check_name(body.model)
+        with renamed_fields(OWN_NAMES):
+            unheeded = server.assistant.check(translated.chat, server.model)
+            prompt = await chat_prompt(translated.chat, server.model)
+        headers = ignored_header([*translated.ignored, *own_ignored(unheeded, OWN_IGNORED)])
+        counted = {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
+        return _json(counted, headers)
+
+    @router.post("/compact", include_in_schema=False)
+    async def refuse_to_compact() -> Response:
+        raise ApiError(
+            404,
+            "This server does not compact responses: send fewer input items, or start without "
+            "previous_response_id.",
+            code="route_not_found",
+        )
+
+    router.include_router(stored_router(store, runs))
+    return router
+
+
+def _conversation(store: ResponseStore, body: ResponsesBody, owner: str) -> bytes:
+    """The items before the request's own, as a JSON list."""
+    if body.previous_response_id is None:
+        return b"[]"
+    entry = store.get(body.previous_response_id, owner, param="previous_response_id")
+    if not entry.is_ended:
+        raise ApiError(
+            400,
+            f"The response {entry.id!r} has not ended yet.",
+            code="invalid_value",
+            param="previous_response_id",
+        )
+    return entry.conversation
+
+
+async def _whole(run: ResponseRun, keeper: ResponseKeeper) -> bytes:
+    async for _ in run.events():
+        continue
+    _keep(run, keeper)
+    return msgspec.json.encode(run.result)
+
+
+def _stream(
+    run: ResponseRun, keeper: ResponseKeeper, ping_s: float, headers: dict[str, str]
+) -> SseResponse:
+    async def events() -> AsyncIterator[bytes]:
+        async for chunk in run.events():
+            if run.result:
+                _keep(run, keeper)  # before the client hears of the end, and asks for it
+            yield chunk
+
+    style = SseStyle(write_error=run.failed_event, end=b"")
+    return SseResponse(
+        events(), ping_s=ping_s, on_close=run.chat.close, headers=headers, style=style
+    )
+
+
+def _keep(run: ResponseRun, keeper: ResponseKeeper) -> None:
+    if run.record.body.is_stored:
+        keeper.keep(run.result, is_new=True)
+
+
+def _json(content: dict[str, Any], headers: dict[str, str]) -> Response:
+    return Response(msgspec.json.encode(content), headers=headers, media_type="application/json")

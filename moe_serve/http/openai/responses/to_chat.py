@@ -1,0 +1,80 @@
+"""A request for a response, and the items before it, as the body of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe_serve.errors import InvalidRequestError
+from moe_serve.http.openai.responses.body import ResponsesBody
+from moe_serve.http.openai.responses.input_items import Item, chat_messages, input_items
+from moe_serve.http.openai.responses.tools import chat_response_format, chat_tool_choice, chat_tools
+from moe_serve.http.schema.chat_fields import renamed_fields
+from moe_serve.http.schema.schemas import ChatBody
+from moe_serve.http.schema.strict_schema import parse_body
+
+# What a chat calls a field, and what the client called it.
+OWN_NAMES: Mapping[str, str] = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "function.name": "name",
+    "function.parameters": "parameters",
+}
+OWN_IGNORED: Mapping[str, str] = {**OWN_NAMES, "reasoning_content": "reasoning"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TranslatedRequest:
+    """`items` are the request's own, with ids; `ignored` names what had no effect."""
+
+    chat: ChatBody
+    items: tuple[Item, ...]
+    ignored: tuple[str, ...]
+
+
+def translate(
+    body: ResponsesBody, history: Sequence[Item], *, is_strict: bool
+) -> TranslatedRequest:
+    """The chat that answers this request. `history` are the items before its own."""
+    ignored = body.check(is_strict=is_strict)
+    items, of_items = input_items(body.input, is_strict=is_strict)
+    content, of_tools = _chat_content(body, [*history, *items], is_strict=is_strict)
+    with renamed_fields(OWN_NAMES):
+        chat = parse_body(ChatBody, content)
+        chat.check(is_strict=True)
+    return TranslatedRequest(
+        chat=chat, items=tuple(items), ignored=(*ignored, *of_items, *of_tools)
+    )
+
+
+def _chat_content(
+    body: ResponsesBody, items: Sequence[Item], *, is_strict: bool
+) -> tuple[dict[str, Any], list[str]]:
+    messages = chat_messages(items)
+    if body.instructions is not None:
+        messages.insert(0, {"role": "system", "content": body.instructions})
+    tools, ignored = chat_tools(body.tools or [], is_strict=is_strict)
+    choice, allowed = chat_tool_choice(body.tool_choice, tools)
+    content: dict[str, Any] = {
+        **body.chat_fields(),
+        "messages": messages,
+        "model": body.model,
+        "stream": body.stream,
+        "max_completion_tokens": body.max_output_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "response_format": chat_response_format(body.text.format if body.text else None),
+        "reasoning_effort": body.reasoning.effort if body.reasoning else None,
+    }
+    if body.has_logprobs:
+        content |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    if allowed:
+        content |= {"tools": allowed, "tool_choice": choice}
+        content["parallel_tool_calls"] = body.parallel_tool_calls
+    elif choice not in (None, "none", "auto"):
+        raise InvalidRequestError("tool_choice needs tools.", param="tool_choice")
+    return {name: value for name, value in content.items() if value is not None}, ignored

@@ -1,0 +1,90 @@
+"""Tools, the choice among them and the format of the text, as a chat has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moe_serve.errors import InvalidRequestError
+from moe_serve.http.openai.responses.body import FORMAT_FIELDS
+from moe_serve.http.schema.parameters import check_fields
+
+_FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
+# Known, and without a meaning for functions that the client runs.
+_IGNORED_FUNCTION_FIELDS = frozenset({"allowed_callers", "defer_loading", "output_schema"})
+_CHOICES = ("none", "auto", "required")
+
+
+def chat_tools(tools: Sequence[Any], *, is_strict: bool) -> tuple[list[dict[str, Any]], list[str]]:
+    """`tools` as a chat has them, and the names of the fields without effect."""
+    converted: list[dict[str, Any]] = []
+    ignored: list[str] = []
+    for i, tool in enumerate(tools):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind != "function":
+            shown = f", got {kind[:40]!r}" if isinstance(kind, str) else ""
+            raise InvalidRequestError(
+                f"tools.{i}.type must be 'function', as the server runs no tools itself{shown}.",
+                param=f"tools.{i}.type",
+                code="unsupported_parameter" if isinstance(kind, str) else "invalid_value",
+            )
+        known = {"type", *_FUNCTION_FIELDS}
+        extras = {name: value for name, value in tool.items() if name not in known}
+        ignored += check_fields(extras, _IGNORED_FUNCTION_FIELDS, {}, f"tools.{i}.", is_strict)
+        function = {name: tool[name] for name in _FUNCTION_FIELDS if tool.get(name) is not None}
+        converted.append({"type": "function", "function": function})
+    return converted, ignored
+
+
+def chat_tool_choice(
+    choice: Any, tools: Sequence[Mapping[str, Any]]
+) -> tuple[Any, list[Mapping[str, Any]]]:
+    """`tool_choice` as a chat has it, and the tools that it leaves."""
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        name = choice.get("name")
+        return {"type": "function", "function": {"name": name}}, list(tools)
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        return _allowed_tools(choice, tools)
+    if choice is None or choice in _CHOICES:
+        return choice, list(tools)
+    raise InvalidRequestError(
+        f"tool_choice must be one of {', '.join(_CHOICES)}, "
+        '{"type": "function", "name": ...} or {"type": "allowed_tools", ...}.',
+        param="tool_choice",
+    )
+
+
+def _allowed_tools(
+    choice: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
+) -> tuple[Any, list[Mapping[str, Any]]]:
+    mode, allowed = choice.get("mode"), choice.get("tools")
+    if mode not in ("auto", "required") or not isinstance(allowed, list):
+        raise InvalidRequestError(
+            "tool_choice of type allowed_tools needs mode 'auto' or 'required' and a list tools.",
+            param="tool_choice",
+        )
+    names = [entry.get("name") if isinstance(entry, dict) else None for entry in allowed]
+    left = [tool for tool in tools if tool["function"].get("name") in names]
+    if not left:
+        raise InvalidRequestError(
+            "tool_choice allows none of the tools.", param="tool_choice.tools"
+        )
+    return mode, left
+
+
+def chat_response_format(text_format: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """`text.format` as the `response_format` of a chat; None: any text."""
+    if text_format is None:
+        return None
+    kind = text_format.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "json_object"}
+    if kind == "json_schema":
+        names = FORMAT_FIELDS[kind] - {"type"}
+        schema = {name: value for name, value in text_format.items() if name in names}
+        return {"type": "json_schema", "json_schema": schema}
+    raise InvalidRequestError(
+        "text.format.type must be text, json_object or json_schema.", param="text.format.type"
+    )

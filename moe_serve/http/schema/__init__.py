@@ -1,0 +1,1 @@
+"""The fields of requests, their strict types, and the errors about them."""

@@ -1,0 +1,155 @@
+"""The messages of a chat, as clients send them and as chat templates take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from moe_serve.errors import InvalidRequestError
+from moe_serve.http.schema.field_types import Content
+from moe_serve.http.schema.parameters import check_extra_message_fields, check_fields
+from moe_serve.http.schema.strict_schema import StrictSchema
+from moe_serve.http.schema.tool_fields import CallList
+
+_PART_FIELDS = frozenset({"type", "text"})
+_REFUSAL_FIELDS = frozenset({"type", "refusal"})
+_IGNORED_PART_FIELDS = frozenset(
+    {"annotations", "cache_control", "id", "index", "prompt_cache_breakpoint"}
+)
+
+
+class ChatMessage(StrictSchema):
+    """`content` may be null in an earlier answer, and left out beside its calls, its reasoning or a
+    refusal.
+
+    An assistant message is an answer that comes back, with whatever the client's library keeps in
+    it (`parsed`, `provider_specific_fields`): unknown fields there are never an error.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: CallList | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+
+    @property
+    def is_answer(self) -> bool:
+        return self.role == "assistant"
+
+    def check(self, index: int, *, is_strict: bool) -> list[str]:
+        """The names of the fields that have no effect."""
+        if self.content is None and not self._has_other_content:
+            param = f"messages.{index}.content"
+            if "content" in self.model_fields_set:
+                raise InvalidRequestError(
+                    f"{param} must be a string or a list of parts, got null.",
+                    param=param,
+                    code="invalid_type",
+                )
+            raise InvalidRequestError(
+                f"{param} is missing.", param=param, code="missing_required_parameter"
+            )
+        if self.tool_calls and self.role != "assistant":
+            param = f"messages.{index}.tool_calls"
+            raise InvalidRequestError(f"{param} is for the role assistant only.", param=param)
+        if self.tool_call_id is not None and self.role != "tool":
+            param = f"messages.{index}.tool_call_id"
+            raise InvalidRequestError(f"{param} is for the role tool only.", param=param)
+        is_strict = is_strict and not self.is_answer
+        ignored = check_extra_message_fields(self.model_extra or {}, index, is_strict=is_strict)
+        if self.refusal is not None and not (self.is_answer and self.content is None):
+            ignored.append(f"messages.{index}.refusal")
+        return ignored + self._check_parts(f"messages.{index}.", is_strict=is_strict)
+
+    @property
+    def _has_other_content(self) -> bool:
+        """An answer that is more than its content, or that says itself that it is empty."""
+        if not self.is_answer:
+            return False
+        if "content" in self.model_fields_set:
+            return True
+        said = (self.reasoning, self.reasoning_content, self.refusal)
+        return bool(self.tool_calls) or any(text is not None for text in said)
+
+    def _check_parts(self, prefix: str, *, is_strict: bool) -> list[str]:
+        """The same for the fields of its parts and calls."""
+        ignored: list[str] = []
+        for i, part in enumerate(self.content if isinstance(self.content, list) else ()):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind == "text" or (kind == "refusal" and self.is_answer):
+                known = _PART_FIELDS if kind == "text" else _REFUSAL_FIELDS
+                extras = {name: part[name] for name in part if name not in known}
+                param = f"{prefix}content.{i}."
+                ignored += check_fields(extras, _IGNORED_PART_FIELDS, {}, param, is_strict)
+        for i, call in enumerate(self.tool_calls or ()):
+            param = f"{prefix}tool_calls.{i}."
+            for owner, at in ((call, param), (call.function, f"{param}function.")):
+                extras = owner.model_extra or {}
+                ignored += check_fields(extras, frozenset(), {}, at, is_strict)
+        return ignored
+
+
+def template_messages(
+    messages: Sequence[ChatMessage], *, has_text_arguments: bool
+) -> list[dict[str, Any]]:
+    """OpenAI's "developer" is what templates call "system".
+
+    Templates want the arguments of calls as objects, but for a few that want JSON text.
+    """
+    return [_plain(message, has_text_arguments) for message in messages]
+
+
+def _plain(message: ChatMessage, has_text_arguments: bool) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    plain: dict[str, Any] = {"role": role, "content": _content(message)}
+    if message.name is not None:
+        plain["name"] = message.name
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    thought = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if thought is not None and role == "assistant":
+        plain["reasoning_content"] = plain["reasoning"] = plain["thinking"] = thought
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": call.id or "",
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _arguments(call.function.arguments or "", has_text_arguments),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    return plain
+
+
+def _content(message: ChatMessage) -> str | list[Any]:
+    """A refusal is what an earlier answer said, so it is text of that answer."""
+    content = message.content
+    if message.is_answer and isinstance(content, list):
+        return [_said(part) for part in content]
+    if message.is_answer and content is None:
+        return message.refusal or ""
+    return content or ""
+
+
+def _said(part: Any) -> Any:
+    is_refusal = isinstance(part, dict) and part.get("type") == "refusal"
+    return {"type": "text", "text": part.get("refusal")} if is_refusal else part
+
+
+def _arguments(text: str, has_text_arguments: bool) -> Any:
+    """What a model has written need not be JSON: then the template gets the text."""
+    if has_text_arguments:
+        return text
+    try:
+        value = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text

@@ -1,0 +1,160 @@
+"""Every error as one envelope: {"error": {"message", "type", "param", "code"}}, code a string.
+
+Under /v1/messages it is Anthropic's (`anthropic_errors.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Mapping
+
+import msgspec
+from fastapi import Request, Response
+from starlette.exceptions import HTTPException
+
+from moe_serve.errors import (
+    GenerationError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    MoeServeError,
+    RebalanceError,
+    ServerOverloadedError,
+    TokenizerError,
+    TracingError,
+    printable,
+)
+from moe_serve.http.schema.anthropic_errors import anthropic_error, is_anthropic
+
+_NO_HEADERS: Mapping[str, str] = {}
+_NO_RETRY = {"x-should-retry": "false"}  # the official clients heed it
+_ENGINE_RETRY_S = 5.0
+
+
+class ApiError(Exception):
+    """An answer that is an error; the message is one sentence for the client."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        headers: Mapping[str, str] = _NO_HEADERS,
+    ) -> None:
+        self.message = printable(message)
+        super().__init__(self.message)
+        self.status = status
+        self.code = code
+        self.param = param
+        self.headers = dict(headers)
+
+    @property
+    def type(self) -> str:
+        if self.status == 429:
+            return "rate_limit_error"
+        return "server_error" if self.status >= 500 else "invalid_request_error"
+
+    def body(self, path: str = "") -> bytes:
+        """In the shape of the API that the path belongs to; OpenAI's where none is known."""
+        if is_anthropic(path):
+            return anthropic_error(self.status, self.message, self.code, self.param)
+        error = {
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
+        return msgspec.json.encode({"error": error})
+
+    def response(self, path: str = "") -> Response:
+        return Response(
+            self.body(path), self.status, headers=self.headers, media_type="application/json"
+        )
+
+
+def internal_error() -> ApiError:
+    """500 without internals; the log has them, under the request id."""
+    return ApiError(
+        500,
+        "The server failed on this request. Its log has the cause under the X-Request-Id.",
+        code="internal_error",
+    )
+
+
+def engine_dead_error() -> ApiError:
+    return ApiError(
+        503,
+        "The engine has stopped; the server must be restarted.",
+        code="engine_dead",
+        headers=retry_headers(_ENGINE_RETRY_S),
+    )
+
+
+def draining_error(message: str, retry_after_s: float = _ENGINE_RETRY_S) -> ApiError:
+    return ApiError(503, message, code="server_draining", headers=retry_headers(retry_after_s))
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """The answer to any exception; what is not the client's mistake becomes a bare 500."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):
+        return _from_http_exception(error)
+    if isinstance(error, InvalidRequestError):
+        return ApiError(400, str(error), code=error.code, param=error.param)
+    if isinstance(error, ModelNotFoundError):
+        return ApiError(404, str(error), code="model_not_found", param="model")
+    if isinstance(error, ServerOverloadedError):
+        if error.is_draining:
+            return draining_error(str(error), error.retry_after_s)
+        headers = {**retry_headers(error.retry_after_s), "x-should-retry": "true"}
+        return ApiError(429, str(error), code="server_overloaded", headers=headers)
+    if isinstance(error, TracingError):
+        return ApiError(409, str(error), code="tracing_conflict")
+    if isinstance(error, RebalanceError):
+        return ApiError(409, str(error), code="rebalance_conflict")
+    if isinstance(error, TokenizerError):
+        return ApiError(500, str(error), code="tokenizer_failed", headers=_NO_RETRY)
+    if isinstance(error, GenerationError):
+        return ApiError(500, str(error), code="generation_failed")
+    return internal_error()
+
+
+def error_handler(overload_status: int) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """FastAPI's exception handler for every kind of error that we know.
+
+    `overload_status` is the answer to what a full queue has no room for.
+    """
+
+    async def handle(request: Request, error: Exception) -> Response:
+        answer = to_api_error(error)
+        if answer.code == "server_overloaded":
+            answer.status = overload_status
+        return answer.response(request.url.path)
+
+    return handle
+
+
+HANDLED_ERRORS: tuple[type[Exception], ...] = (ApiError, HTTPException, MoeServeError)
+
+
+def _from_http_exception(error: HTTPException) -> ApiError:
+    headers = dict(error.headers or {})
+    if error.status_code == 404:
+        message = "There is no such route; see /openapi.json for those that exist."
+        return ApiError(404, message, code="route_not_found", headers=headers)
+    if error.status_code == 405:
+        allowed = headers.get("Allow", "another method")
+        message = f"This route does not take that method; it takes {allowed}."
+        return ApiError(405, message, code="method_not_allowed", headers=headers)
+    if error.status_code >= 500:
+        return internal_error()
+    return ApiError(error.status_code, str(error.detail), code="bad_request", headers=headers)
+
+
+def retry_headers(retry_after_s: float) -> dict[str, str]:
+    return {
+        "Retry-After": str(max(1, math.ceil(retry_after_s))),
+        "Retry-After-Ms": str(max(1, math.ceil(retry_after_s * 1000))),
+    }

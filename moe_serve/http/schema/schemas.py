@@ -1,0 +1,342 @@
+"""What the generation routes accept. Types are checked here, ranges in SamplingParams.
+
+Null is the same as leaving a field out. Fields that are not declared here are judged in
+`parameters.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.errors import InvalidRequestError
+from moe_serve.http.schema.chat_messages import ChatMessage, template_messages
+from moe_serve.http.schema.field_types import (
+    AllowedTokenIds,
+    CacheSalt,
+    Int,
+    LogitBias,
+    LogprobTokenIds,
+    MessageList,
+    NumChatLogprobs,
+    NumLogprobs,
+    Priority,
+    RequestId,
+    StopList,
+    StopTokenIds,
+    WordList,
+)
+from moe_serve.http.schema.parameters import check_extra_fields
+from moe_serve.http.schema.strict_schema import StrictSchema
+from moe_serve.http.schema.structured import StructuredFields
+from moe_serve.http.schema.template_options import (
+    ReasoningEffort,
+    TemplateOptions,
+    template_options,
+)
+from moe_serve.http.schema.tool_fields import (
+    ToolChoice,
+    ToolDefinition,
+    ToolList,
+    check_tools,
+    tool_dicts,
+)
+from moe_serve.text.chat_template import join_text_parts
+
+DEFAULT_COMPLETION_TOKENS = 16
+TruncationSide = Literal["left", "right"]
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "n",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "allowed_token_ids",
+    "bad_words",
+    "logprob_token_ids",
+)
+
+
+class StreamOptions(StrictSchema):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # accepted: nothing is padded
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(StructuredFields):
+    """The fields that both routes share."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: LogitBias | None = None
+    seed: Int | None = None
+    stop: StopList | None = None
+    stop_token_ids: StopTokenIds | None = None
+    allowed_token_ids: AllowedTokenIds | None = None
+    bad_words: WordList | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Int | None = None
+    n: Int | None = None
+    best_of: Int | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    cache_salt: CacheSalt | None = None
+    return_routed_experts: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: NumLogprobs | None = None
+    logprob_token_ids: LogprobTokenIds | None = None
+    return_token_ids: bool | None = None
+    truncate_prompt_tokens: Int | None = Field(default=None, ge=-1)
+    truncation_side: TruncationSide | None = None
+    request_id: RequestId | None = None
+    priority: Priority | None = None
+
+    @property
+    def has_usage_chunk(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def has_usage_in_chunks(self) -> bool:
+        options = self.stream_options
+        return self.has_usage_chunk and bool(options and options.continuous_usage_stats)
+
+    def stream_usage(self, *, is_forced: bool) -> tuple[bool, bool]:
+        """Whether the stream ends with its usage, and whether each chunk has the usage so far.
+        `is_forced`: the server has all streams tell both."""
+        return is_forced or self.has_usage_chunk, is_forced or self.has_usage_in_chunks
+
+    def check(self, *, is_strict: bool) -> list[str]:
+        """Checks across fields; returns the names of the fields that have no effect."""
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise InvalidRequestError(
+                f"best_of ({self.best_of}) must equal n ({self.n or 1}) or be left out.",
+                param="best_of",
+                code="unsupported_parameter",
+            )
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequestError(
+                "prompt_logprobs is only allowed without stream.", param="prompt_logprobs"
+            )
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequestError(
+                "truncate_prompt_tokens must be -1 or at least 1.", param="truncate_prompt_tokens"
+            )
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError(
+                "stream_options is only allowed with stream: true.", param="stream_options"
+            )
+        ignored = check_extra_fields(self.model_extra or {}, is_strict=is_strict)
+        if self.truncation_side is not None and self.truncate_prompt_tokens is None:
+            ignored.append("truncation_side")
+        if self.stream_options is not None:
+            extras = self.stream_options.model_extra or {}
+            named = {f"stream_options.{name}": value for name, value in extras.items()}
+            ignored += check_extra_fields(named, is_strict=is_strict)
+        return ignored + check_extra_fields(self.unknown_parts(), is_strict=is_strict)
+
+    def _sampling_params(self, **others: Any) -> SamplingParams:
+        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
+        given = {name: value for name, value in given.items() if value is not None}
+        constraint, _ = self.constraint()
+        return SamplingParams(**given, constraint=constraint, **others)
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: MessageList[ChatMessage]
+    max_tokens: Int | None = Field(default=None, ge=1)
+    max_completion_tokens: Int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: NumChatLogprobs | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    echo: bool | None = None
+    tools: ToolList | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    thinking_token_budget: Int | None = None
+
+    @property
+    def called_tools(self) -> list[ToolDefinition]:
+        """The tools that an answer may use; with tool_choice "none" the model sees none."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether an earlier answer called functions."""
+        return any(message.tool_calls for message in self.messages)
+
+    @property
+    def echoed(self) -> str:
+        """What `echo` puts in front of the answer: the content of a last assistant message."""
+        last = self.messages[-1]
+        if not self.echo or last.role != "assistant":
+            return ""
+        content = last.content or ""
+        return content if isinstance(content, str) else join_text_parts(content, "messages")
+
+    @property
+    def forces_call(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.tool_choice == "required" or self.named_tool is not None
+
+    @property
+    def has_displaced_format(self) -> bool:
+        """Whether a call must come although `response_format` describes another answer."""
+        has_format = self.response_format is not None and self.response_format.type != "text"
+        return has_format and self.forces_call
+
+    def without_format(self) -> ChatBody:
+        """The same without `response_format`, which is checked all the same."""
+        self.constraint()
+        return self.model_copy(update={"response_format": None})
+
+    @property
+    def named_tool(self) -> str | None:
+        """The function that the answer must call."""
+        return self.tool_choice["name"] if isinstance(self.tool_choice, dict) else None
+
+    @property
+    def is_thinking_off(self) -> bool:
+        """Whether the template is told that the model shall not think."""
+        options = self.template_options()
+        return any(options.get(name) is False for name in ("enable_thinking", "thinking"))
+
+    @property
+    def max_tokens_field(self) -> str:
+        """The newer name wins if a client sends both."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    def check(self, *, is_strict: bool) -> list[str]:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequestError(
+                "top_logprobs is only allowed with logprobs: true.", param="top_logprobs"
+            )
+        if self.logprob_token_ids and not self.logprobs:
+            raise _needs("logprob_token_ids", "logprobs: true")
+        check_tools(self.tools or [], self.tool_choice)
+        self._check_last_message()
+        ignored = super().check(is_strict=is_strict)
+        for i, message in enumerate(self.messages):
+            ignored += message.check(i, is_strict=is_strict)
+        return ignored
+
+    def _check_last_message(self) -> None:
+        if not self.continue_final_message:
+            return
+        if self.add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message and add_generation_prompt exclude each other.",
+                param="continue_final_message",
+            )
+        last = self.messages[-1]
+        if last.role != "assistant" or not last.content:
+            raise InvalidRequestError(
+                "continue_final_message needs a last message of the role assistant with content.",
+                param="continue_final_message",
+            )
+        if last.tool_calls:
+            raise InvalidRequestError(
+                "continue_final_message cannot go on behind tool_calls: send their results.",
+                param="continue_final_message",
+            )
+
+    def sampling_params(self) -> SamplingParams:
+        return self._sampling_params(
+            max_tokens=getattr(self, self.max_tokens_field),
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            prompt_logprobs=self.prompt_logprobs,
+            thinking_token_budget=self.thinking_token_budget,
+        )
+
+    def template_messages(self, *, has_text_arguments: bool) -> list[dict[str, Any]]:
+        return template_messages(self.messages, has_text_arguments=has_text_arguments)
+
+    def template_tools(self) -> list[dict[str, Any]] | None:
+        return tool_dicts(self.called_tools) or None
+
+    def template_options(self) -> dict[str, Any]:
+        return template_options(self.chat_template_kwargs, self.reasoning_effort)
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions. The prompt's four forms are told apart in `prompts.py`."""
+
+    prompt: Any
+    max_tokens: Int | None = Field(default=None, ge=0)
+    logprobs: Int | None = None
+    echo: bool | None = None
+
+    @property
+    def is_prompt_only(self) -> bool:
+        """echo with max_tokens 0: the prompt and its logprobs, nothing generated."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def check(self, *, is_strict: bool) -> list[str]:
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequestError(
+                "max_tokens must be at least 1 (0 is only allowed with echo: true).",
+                param="max_tokens",
+            )
+        if self.is_prompt_only and self.min_tokens:
+            raise InvalidRequestError(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens (0).",
+                param="min_tokens",
+            )
+        if self.logprob_token_ids and self.logprobs is None:
+            raise _needs("logprob_token_ids", "logprobs (0 will do)")
+        if self.logprob_token_ids and self.is_prompt_only:
+            raise _needs("logprob_token_ids", "max_tokens of at least 1: it is of generated tokens")
+        if self.logprobs is not None and self.echo and self.prompt_logprobs is not None:
+            raise InvalidRequestError(
+                "prompt_logprobs and echo with logprobs exclude each other.",
+                param="prompt_logprobs",
+            )
+        return super().check(is_strict=is_strict)
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Asked for by their own field, or by echo with logprobs."""
+        return self.logprobs if self.echo and self.logprobs is not None else self.prompt_logprobs
+
+    @property
+    def prompt_logprobs_field(self) -> str:
+        """Which of the two asked."""
+        return "prompt_logprobs" if self.prompt_logprobs is not None else "echo with logprobs"
+
+    def sampling_params(self) -> SamplingParams:
+        """For a prompt-only request the engine makes one token, which is dropped later."""
+        return self._sampling_params(
+            max_tokens=1 if self.is_prompt_only else self.max_tokens,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
+        )
+
+
+def _needs(name: str, what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name} needs {what}.", param=name)

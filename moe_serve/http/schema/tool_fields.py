@@ -1,0 +1,143 @@
+"""The request fields of tools: what may be called, whether it must be, and earlier calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from moe_serve.errors import InvalidRequestError
+from moe_serve.http.schema.field_types import at_most
+from moe_serve.http.schema.strict_schema import StrictSchema
+from moe_serve.text.assistant.tool import Tool
+
+MAX_TOOLS = 128
+MAX_TOOLS_BYTES = 256 * 1024  # of all tools of a request, as JSON
+MAX_SCHEMA_DEPTH = 32
+_NAME = r"^[A-Za-z0-9_.:\-]{1,64}$"
+
+
+class FunctionDefinition(StrictSchema):
+    name: Annotated[str, Field(pattern=_NAME)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # a forced call always follows the schema, others never have to
+
+
+class ToolDefinition(StrictSchema):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class CalledFunction(StrictSchema):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: str | None = None
+
+
+class CallMessage(StrictSchema):
+    """A call that an earlier answer made."""
+
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
+def _choice(value: Any) -> Any:
+    """One of the words, or the name of a function as {"name": ...}."""
+    if value is None or value in ("none", "auto", "required"):
+        return value
+    function = value.get("function") if isinstance(value, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if isinstance(name, str) and isinstance(value, Mapping) and value.get("type") == "function":
+        return {"name": name[:256]}
+    raise PydanticCustomError(
+        "tool_choice",
+        'must be "none", "auto", "required" or {"type": "function", "function": '
+        '{"name": a string}}',
+    )
+
+
+_CHOICE_SCHEMA = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required"]},
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "function"},
+                "function": {
+                    "type": "object",
+                    "properties": {"name": {"type": "string"}},
+                    "required": ["name"],
+                },
+            },
+            "required": ["type", "function"],
+        },
+    ]
+}
+ToolChoice = Annotated[
+    str | dict[str, str], BeforeValidator(_choice), WithJsonSchema(_CHOICE_SCHEMA)
+]
+ToolList = Annotated[
+    list[ToolDefinition],
+    Field(fail_fast=True, json_schema_extra={"maxItems": MAX_TOOLS}),
+    at_most("tools", MAX_TOOLS),
+]
+CallList = Annotated[list[CallMessage], Field(fail_fast=True), at_most("calls", MAX_TOOLS)]
+
+
+def check_tools(tools: Sequence[ToolDefinition], choice: str | dict[str, str] | None) -> None:
+    """Sizes, names, and that the choice is one of them."""
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise InvalidRequestError("tools: each function needs a name of its own.", param="tools")
+    for i, tool in enumerate(tools):
+        param = f"tools.{i}.function.parameters"
+        check_depth(tool.function.parameters, param, MAX_SCHEMA_DEPTH)
+        if (tool.function.parameters or {}).get("type", "object") != "object":
+            raise InvalidRequestError(f'{param}.type must be "object".', param=param)
+    size = len(msgspec.json.encode(tool_dicts(tools))) if tools else 0
+    if size > MAX_TOOLS_BYTES:
+        raise InvalidRequestError(
+            f"tools are {size} bytes of JSON; at most {MAX_TOOLS_BYTES} are allowed.", param="tools"
+        )
+    if choice == "required" and not tools:
+        raise InvalidRequestError("tool_choice needs tools.", param="tool_choice")
+    if isinstance(choice, dict) and choice["name"] not in names:
+        raise InvalidRequestError(
+            f"tool_choice names {choice['name'][:64]!r}, which is none of tools.",
+            param="tool_choice",
+        )
+
+
+def check_depth(value: Any, param: str, limit: int) -> None:
+    """A level at a time, so that a hostile depth costs nothing."""
+    level, depth = [value], 0
+    while level:
+        if depth > limit:
+            raise InvalidRequestError(f"{param} is nested deeper than {limit}.", param=param)
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                below += item.values()
+            elif isinstance(item, list):
+                below += item
+        level, depth = [item for item in below if isinstance(item, dict | list)], depth + 1
+
+
+def tool_dicts(tools: Sequence[ToolDefinition]) -> list[dict[str, Any]]:
+    """For the chat template, as the client sent them."""
+    return [tool.model_dump(exclude_none=True) for tool in tools]
+
+
+def tools_by_name(tools: Sequence[ToolDefinition]) -> dict[str, Tool]:
+    """For the parsers and grammars."""
+    functions = [tool.function for tool in tools]
+    return {
+        function.name: Tool(function.name)
+        if function.parameters is None
+        else Tool(function.name, {"type": "object", **function.parameters})
+        for function in functions
+    }

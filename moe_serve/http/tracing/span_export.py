@@ -1,0 +1,161 @@
+"""Traces of requests for an OpenTelemetry collector, by OTLP over HTTP. Optional: extra `otel`.
+
+A request's spans are written when it has ended, from the times that were taken on its way:
+
+    POST /v1/chat/completions         server span, below the client's own if it sent `traceparent`
+      queue | prefill | decode        of each sequence
+
+They wait in a bounded buffer for a thread that sends them. A collector that is away costs spans,
+never a request.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import urlsplit
+
+from moe_serve import __version__
+from moe_serve.errors import ConfigError
+from moe_serve.http.metrics.finished_sequence import FinishedSequence
+from moe_serve.http.tracing.counted_exporter import CountedExporter
+from moe_serve.http.tracing.span_attributes import request_attributes, sequence_attributes
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Span
+
+_log = logging.getLogger(__name__)
+DEFAULT_PATH = "/v1/traces"
+_EXPORT_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 1.0  # of the server's end: spans are not worth more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedRequest:
+    """One HTTP request that has been answered. Times are of `time.monotonic`."""
+
+    method: str
+    route: str  # one of a closed set
+    status: int | None  # None: the client went away before an answer
+    request_id: str
+    begun: float
+    ended: float
+    trace_context: Mapping[str, str]  # the headers traceparent and tracestate, if sent
+    sequences: Sequence[FinishedSequence]
+
+
+class SpanExport:
+    """Turns served requests into spans and sends them, on a thread of its own."""
+
+    def __init__(self, exporter: SpanExporter, model_name: str) -> None:
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        own = Resource({"service.name": "moe-serve", "service.version": __version__})
+        resource = own.merge(OTELResourceDetector().detect())  # the operator's names win
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._exporter, self._num_made = CountedExporter(exporter), 0
+        self._provider.add_span_processor(BatchSpanProcessor(cast("SpanExporter", self._exporter)))
+        self._tracer = self._provider.get_tracer("moe_serve", __version__)
+        self._propagator = TraceContextTextMapPropagator()
+        self._model_name = model_name
+
+    def export(self, request: ServedRequest) -> None:
+        """Hand the request's spans over; never waits for the collector."""
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+
+        to_wall = _WallClock()
+        span = self._tracer.start_span(
+            f"{request.method} {request.route}",
+            context=self._propagator.extract(dict(request.trace_context)),
+            kind=SpanKind.SERVER,
+            start_time=to_wall(request.begun),
+            attributes=request_attributes(
+                request.method, request.route, request.status, request.request_id
+            ),
+        )
+        if request.sequences:
+            span.set_attributes(sequence_attributes(request.sequences, self._model_name))
+        if request.status is None or request.status >= 500:
+            span.set_status(Status(StatusCode.ERROR))
+        parent = set_span_in_context(span)
+        for sequence in request.sequences:
+            self._export_stages(sequence, parent, to_wall)
+        self._end(span, to_wall(request.ended))
+
+    def close(self) -> None:
+        """Send what is left, for a second at most, and say what has never arrived."""
+        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+        closing.start()
+        closing.join(_CLOSE_TIMEOUT_S)
+        if num_lost := self._num_made - self._exporter.num_sent:
+            _log.warning(
+                "%d of %d spans have not reached the OpenTelemetry collector",
+                num_lost,
+                self._num_made,
+            )
+
+    def _end(self, span: Span, at: int) -> None:
+        self._num_made += span.is_recording()  # not where it is not sampled
+        span.end(at)
+
+    def _export_stages(self, sequence: FinishedSequence, parent: Any, to_wall: _WallClock) -> None:
+        ends = (sequence.arrival, sequence.started, sequence.first_token, sequence.ended)
+        for name, start, end in zip(("queue", "prefill", "decode"), ends, ends[1:], strict=False):
+            if start is None:
+                return
+            is_last = end is None
+            stage_end = sequence.ended if end is None else end
+            stage = self._tracer.start_span(
+                name,
+                context=parent,
+                start_time=to_wall(start),
+                attributes={"moe_serve.choice": sequence.request.choice},
+            )
+            self._end(stage, to_wall(max(start, stage_end)))
+            if is_last:
+                return
+
+
+class _WallClock:
+    """From seconds of `time.monotonic` to nanoseconds since 1970."""
+
+    def __init__(self) -> None:
+        self._offset_ns = time.time_ns() - time.monotonic_ns()
+
+    def __call__(self, seconds: float) -> int:
+        return int(seconds * 1e9) + self._offset_ns
+
+
+def make_span_export(endpoint: str | None, model_name: str) -> SpanExport | None:
+    """None: no traces are wanted. Raises ConfigError without the packages, or a URL."""
+    if endpoint is None:
+        return None
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(
+            f"server.otlp_traces_endpoint {endpoint!r} is no URL such as "
+            "http://127.0.0.1:4318/v1/traces (OTLP over HTTP; gRPC is not spoken)."
+        )
+    if parts.username is not None or parts.password is not None:
+        raise ConfigError(
+            "server.otlp_traces_endpoint holds a user's name or password, which logs would show: "
+            "give them in the variable OTEL_EXPORTER_OTLP_HEADERS, as Authorization=Basic ..."
+        )
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError as error:
+        raise ConfigError(
+            "server.otlp_traces_endpoint is set, but the OpenTelemetry packages are not installed "
+            f"({error}): pip install 'moe-serve[otel]', or unset it."
+        ) from error
+    has_path = parts.path.strip("/") != ""
+    url = endpoint if has_path else endpoint.rstrip("/") + DEFAULT_PATH
+    return SpanExport(OTLPSpanExporter(endpoint=url, timeout=_EXPORT_TIMEOUT_S), model_name)

@@ -1,0 +1,1 @@
+"""The edge towards uvicorn: connections, transports and bodies."""

@@ -1,0 +1,187 @@
+"""uvicorn's httptools protocol with the limits of `connection_guard`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, ClassVar
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from moe_serve.http.schema.errors import ApiError
+from moe_serve.http.wire.body_writer import offer_body_writer
+from moe_serve.http.wire.connection_guard import (
+    HEAD_TIMEOUT_S,
+    WRITE_TIMEOUT_S,
+    ConnectionGuard,
+    late_head_error,
+)
+from moe_serve.http.wire.direct_transport import DirectTransport
+from moe_serve.http.wire.head_check import (
+    MAX_HEAD_BYTES,
+    head_error,
+    large_head_error,
+    large_trailer_error,
+    malformed_error,
+)
+from moe_serve.http.wire.patient_transport import PatientTransport
+
+
+class _RefusedHeadError(Exception):
+    """Raised inside the parser, which then stops; uvicorn asks for a 400."""
+
+
+class GuardedHttpToolsProtocol(HttpToolsProtocol):
+    """The parser calls on_message_begin, on_headers_complete, on_body ..., on_message_complete."""
+
+    head_timeout_s: ClassVar[float] = HEAD_TIMEOUT_S
+    write_timeout_s: ClassVar[float] = WRITE_TIMEOUT_S
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._guard = ConnectionGuard(
+            self.loop,
+            self._end_late_head,
+            head_timeout_s=self.head_timeout_s,
+            write_timeout_s=self.write_timeout_s,
+        )
+        self._has_begun = False  # a head, which has not ended
+        self._is_in_body = False
+        self._refusal: ApiError | None = None  # what is wrong, where it is known
+        # Received since the segment with the head's first byte, or with the body's last one.
+        self._num_head_bytes = 0
+        self._served: RequestResponseCycle | None = None  # `cycle` may be one that waits behind it
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if transport.get_extra_info("sslcontext") is not None:
+            wrapped: Any = PatientTransport(transport, self.loop, self.write_timeout_s)
+        else:
+            wrapped = DirectTransport(transport)
+        super().connection_made(wrapped)
+        self._guard.open(wrapped)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._guard.close()
+        super().connection_lost(exc)
+        if self._served is not None and not self._served.response_complete:
+            self._served.disconnected = True
+            self._served.message_event.set()
+
+    def data_received(self, data: bytes) -> None:
+        if self._guard.is_refused or self.transport.is_closing():
+            return
+        if not self._is_in_body:
+            self._guard.begin_head()
+        self._num_head_bytes += len(data)
+        super().data_received(data)  # back to 0 where a head begins
+        is_large = self._num_head_bytes > MAX_HEAD_BYTES
+        if is_large and (self._has_begun or self._is_in_body) and not self._guard.is_refused:
+            self._refusal = large_head_error() if self._has_begun else large_trailer_error()
+            self.send_400_response("")
+
+    def on_message_begin(self) -> None:
+        self._unset_keepalive_if_required()
+        self._has_begun, self._num_head_bytes = True, 0
+        self._guard.begin_head()
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A trailer is dropped: as a header it would be a key or a length that came afterwards."""
+        if not self._is_in_body:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._has_begun, self._num_head_bytes = False, 0
+        self._guard.end_head()
+        version, asks_for_upgrade = self.parser.get_http_version(), self.parser.should_upgrade()
+        error = head_error(version, self.url, self.headers, asks_for_upgrade=asks_for_upgrade)
+        if error is not None:
+            self._refusal = error
+            raise _RefusedHeadError
+        super().on_headers_complete()
+        self._is_in_body = True
+
+    def on_body(self, body: bytes) -> None:
+        self._num_head_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._is_in_body = False
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._unset_keepalive_if_required()
+        if not self._can_refuse:
+            self.transport.close()
+            return
+        if self._is_in_body:  # its application is told that the client has gone
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        error = self._refusal or malformed_error()
+        self._guard.refuse(error, self.server_state.default_headers)
+
+    def _unset_keepalive_if_required(self) -> None:
+        """Not by the rest of a body whose request was answered: nothing would set it again."""
+        is_answered = self.cycle is not None and self.cycle.response_complete
+        if not (self._is_in_body and is_answered) or self.transport.is_closing():
+            super()._unset_keepalive_if_required()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
+        self._served = cycle
+        scope: Any = cycle.scope
+        if scope["http_version"] == "1.0":
+            app = _CloseDelimited(app, cycle)
+        offer_body_writer(scope, cycle)
+        super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
+
+    def pause_writing(self) -> None:
+        self._guard.stall_writing()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._guard.resume_writing()
+        super().resume_writing()
+
+    @property
+    def _can_refuse(self) -> bool:
+        """Whether a client would take an error for the answer to the request that is read."""
+        if self._is_in_body:
+            return self.cycle is self._served and not self.cycle.response_started
+        return not self._is_answering
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """None: HTTP lets a server go on as if nobody had asked, and clients ask by default."""
+
+    def _end_late_head(self) -> None:
+        if self._is_answering:  # it is the answer that keeps the connection open
+            self._guard.begin_head()
+        elif self._has_begun:
+            self._guard.refuse(late_head_error(), self.server_state.default_headers)
+        else:
+            self.transport.close()
+
+
+class _CloseDelimited:
+    """An application for a client of HTTP/1.0, which knows no chunks: an answer without a length
+    ends with the connection. uvicorn closes the connection behind every answer to such a client."""
+
+    def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
+        self._app, self._cycle = app, cycle
+        self._has_length = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_without_chunks(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                names = {name.lower() for name, _ in message.get("headers", ())}
+                self._has_length = b"content-length" in names
+                if not self._has_length:
+                    self._cycle.chunked_encoding = False  # decided: uvicorn adds no chunks
+            elif not self._has_length:  # each part is as long as uvicorn expects
+                self._cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await self._app(scope, receive, send_without_chunks)
