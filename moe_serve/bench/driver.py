@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import Iterator
 from typing import Protocol
 
-from moe_serve.bench.record import RequestRecord
-from moe_serve.bench.request import Ready
+from moe_serve.bench.figures.record import RequestRecord
+from moe_serve.bench.workload.request import Ready
 
 
 class Sender(Protocol):

@@ -10,15 +10,15 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 
-from moe_serve.bench.client import Client, Progress
-from moe_serve.bench.client_health import ClientHealth, HealthMeter
+from moe_serve.bench.client.client import Client, Progress
+from moe_serve.bench.client.client_health import ClientHealth, HealthMeter
+from moe_serve.bench.client.endpoint import Endpoint
 from moe_serve.bench.driver import Collected, closed_loop, open_loop
-from moe_serve.bench.endpoint import Endpoint
+from moe_serve.bench.figures.record import RequestRecord
 from moe_serve.bench.plan import RunPlan
-from moe_serve.bench.prompts import PromptMaker, TextScale
-from moe_serve.bench.record import RequestRecord
-from moe_serve.bench.request import Ready
-from moe_serve.bench.workload import Workload
+from moe_serve.bench.workload.prompts import PromptMaker, TextScale
+from moe_serve.bench.workload.request import Ready
+from moe_serve.bench.workload.workload import Workload
 from moe_serve.errors import BenchServerError
 
 _MADE_AHEAD_TOKENS = 20_000_000  # prompts of a run that are all made before it starts

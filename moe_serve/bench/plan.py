@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_serve.bench.endpoint import Endpoint
-from moe_serve.bench.prompts import DataKind
-from moe_serve.bench.slo import Slo
-from moe_serve.bench.workload import Workload
+from moe_serve.bench.client.endpoint import Endpoint
+from moe_serve.bench.figures.slo import Slo
+from moe_serve.bench.workload.prompts import DataKind
+from moe_serve.bench.workload.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,22 +8,22 @@ from dataclasses import fields, replace
 from datetime import datetime, timezone
 
 from moe_serve import __version__
-from moe_serve.bench.client import Client
-from moe_serve.bench.client_health import allow_open_files
-from moe_serve.bench.connection import Target
-from moe_serve.bench.endpoint import Endpoint
+from moe_serve.bench.client.client import Client
+from moe_serve.bench.client.client_health import allow_open_files
+from moe_serve.bench.client.connection import Target
+from moe_serve.bench.client.endpoint import Endpoint
+from moe_serve.bench.client.server_metrics import Metrics, ServerSide
+from moe_serve.bench.client.server_probe import ServerProbe
+from moe_serve.bench.figures.samples import Samples
+from moe_serve.bench.figures.spread import quantiles_ms
+from moe_serve.bench.figures.summary import notes_of, summarize
+from moe_serve.bench.figures.timeline import RunTimeline
 from moe_serve.bench.load import Load, OnStart, WallTimer, make_requests, warm_up
 from moe_serve.bench.plan import RunPlan
-from moe_serve.bench.prompts import PromptMaker
-from moe_serve.bench.report import Report
-from moe_serve.bench.samples import Samples
-from moe_serve.bench.server_metrics import Metrics, ServerSide
-from moe_serve.bench.server_probe import ServerProbe
-from moe_serve.bench.spread import quantiles_ms
-from moe_serve.bench.summary import notes_of, summarize
-from moe_serve.bench.timeline import RunTimeline
-from moe_serve.bench.trace_cut import TraceCut
-from moe_serve.bench.workload import Workload
+from moe_serve.bench.report.report import Report
+from moe_serve.bench.workload.prompts import PromptMaker
+from moe_serve.bench.workload.trace_cut import TraceCut
+from moe_serve.bench.workload.workload import Workload
 from moe_serve.errors import BenchError
 
 _SPARE_FILES = 64  # what the process has open besides its connections

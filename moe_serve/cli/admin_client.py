@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moe_serve.bench.plain_text import plain
+from moe_serve.bench.client.plain_text import plain
 from moe_serve.config.sources import ADMIN_KEY_VARIABLE, read_first_key
 from moe_serve.errors import MoeServeError
 

@@ -15,7 +15,7 @@ from moe_serve.errors import BenchError, BenchServerError
 
 if TYPE_CHECKING:
     from moe_serve.bench.plan import RunPlan
-    from moe_serve.bench.report import Report
+    from moe_serve.bench.report.report import Report
 
 EXIT_ERRORS = 1
 EXIT_INTERRUPTED = 130
@@ -86,7 +86,7 @@ def compare_reports(
     html: flags.HtmlFile = None,
 ) -> None:
     """Two reports in one table; with intervals where both have their requests saved."""
-    from moe_serve.bench.report import read_report
+    from moe_serve.bench.report.report import read_report
 
     _show_pair(read_report(a), read_report(b), html)
 
@@ -99,8 +99,8 @@ def _run(
     html: Path | None,
     max_error_rate: float,
 ) -> None:
-    from moe_serve.bench.connection import Target
-    from moe_serve.bench.html_page import write_page
+    from moe_serve.bench.client.connection import Target
+    from moe_serve.bench.report.html_page import write_page
 
     _check_writable(json, html)
     runs = [(plan.url, json)]
@@ -125,7 +125,7 @@ def _run(
 
 
 def _keep(report: Report, path: Path | None, has_records: bool) -> None:
-    from moe_serve.bench.report_table import print_report
+    from moe_serve.bench.report.report_table import print_report
     from moe_serve.cli.wide_console import wide_console
 
     print_report(wide_console(), report)
@@ -142,7 +142,7 @@ def _measure(plan: RunPlan) -> Report:
     """A server that is not there is exit code 1, as everywhere in `moe-serve`."""
     from rich.console import Console
 
-    from moe_serve.bench.live import LiveLine
+    from moe_serve.bench.report.live import LiveLine
     from moe_serve.bench.run import run_bench
 
     try:
@@ -174,8 +174,8 @@ def _with_uvloop(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _show_pair(a: Report, b: Report, html: Path | None) -> None:
-    from moe_serve.bench.compare_table import print_comparison
-    from moe_serve.bench.html_page import write_page
+    from moe_serve.bench.report.compare_table import print_comparison
+    from moe_serve.bench.report.html_page import write_page
     from moe_serve.cli.wide_console import wide_console
 
     print_comparison(wide_console(), a, b)

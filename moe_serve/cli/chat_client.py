@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from moe_serve.bench.plain_text import plain
+from moe_serve.bench.client.plain_text import plain
 from moe_serve.cli.server_address import ServerAddress
 from moe_serve.cli.server_trust import no_connection, trusted
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from moe_serve.bench.server_metrics import Metrics
+from moe_serve.bench.client.server_metrics import Metrics
 from moe_serve.cli.server_address import ServerAddress
 from moe_serve.cli.server_answer import Answer
 from moe_serve.cli.server_trust import no_connection, trusted

@@ -6,13 +6,13 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from moe_serve.bench.client_health import ClientHealth
-from moe_serve.bench.record import RequestRecord
-from moe_serve.bench.report import Report
-from moe_serve.bench.samples import Samples
-from moe_serve.bench.spread import quantiles_ms
-from moe_serve.bench.summary import summarize
-from moe_serve.bench.timeline import RunTimeline
+from moe_serve.bench.client.client_health import ClientHealth
+from moe_serve.bench.figures.record import RequestRecord
+from moe_serve.bench.figures.samples import Samples
+from moe_serve.bench.figures.spread import quantiles_ms
+from moe_serve.bench.figures.summary import summarize
+from moe_serve.bench.figures.timeline import RunTimeline
+from moe_serve.bench.report.report import Report
 
 
 def record(**fields: Any) -> RequestRecord:

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fake_openai import event, http, streamed, text_events
-from moe_serve.bench.answer import Answer
-from moe_serve.bench.connection import Connection
-from moe_serve.bench.record import RequestRecord
+from moe_serve.bench.client.answer import Answer
+from moe_serve.bench.client.connection import Connection
+from moe_serve.bench.figures.record import RequestRecord
 
 DONE = b"data: [DONE]\n\n"
 

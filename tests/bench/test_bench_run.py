@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 
 from fake_openai import FakeServer, Reply, counted_words, event, http, running, streamed
-from moe_serve.bench import client_health
-from moe_serve.bench.arrivals import GammaArrivals
-from moe_serve.bench.client_health import allow_open_files
-from moe_serve.bench.connection import Target
-from moe_serve.bench.endpoint import Endpoint
-from moe_serve.bench.lengths import Lengths
+from moe_serve.bench.client import client_health
+from moe_serve.bench.client.client_health import allow_open_files
+from moe_serve.bench.client.connection import Target
+from moe_serve.bench.client.endpoint import Endpoint
 from moe_serve.bench.plan import RunPlan
-from moe_serve.bench.report import Report, read_report
+from moe_serve.bench.report.report import Report, read_report
 from moe_serve.bench.run import run_bench
-from moe_serve.bench.workload import SharedPrefixes, Workload
+from moe_serve.bench.workload.arrivals import GammaArrivals
+from moe_serve.bench.workload.lengths import Lengths
+from moe_serve.bench.workload.workload import SharedPrefixes, Workload
 from moe_serve.cli.main import main
 from moe_serve.errors import BenchError, BenchServerError
 
@@ -329,7 +329,7 @@ def test_ctrl_c_reports_what_had_ended(tmp_path: Path) -> None:
 
 def test_it_needs_neither_torch_nor_the_engine() -> None:
     code = (
-        "import sys, moe_serve.cli.bench_plan, moe_serve.bench.run, moe_serve.bench.html_page; "
+        "import sys, moe_serve.cli.bench_plan, moe_serve.bench.run, moe_serve.bench.report.html_page; "
         "print([m for m in sys.modules if m in ('torch', 'matplotlib', 'moe_serve.engine')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -12,9 +12,9 @@ import pytest
 
 from moe_serve.bench import load
 from moe_serve.bench.driver import Collected, closed_loop, open_loop
+from moe_serve.bench.figures.record import RequestRecord
 from moe_serve.bench.load import WallTimer
-from moe_serve.bench.record import RequestRecord
-from moe_serve.bench.request import Ready
+from moe_serve.bench.workload.request import Ready
 
 
 class FakeTimer:

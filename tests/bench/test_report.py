@@ -13,14 +13,14 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from moe_serve.bench.client import Progress
-from moe_serve.bench.html_page import render
-from moe_serve.bench.live import LiveLine
-from moe_serve.bench.report import Report, read_report
-from moe_serve.bench.server_metrics import Metrics, ServerSide
-from moe_serve.bench.slo import Slo
-from moe_serve.bench.summary import summarize
-from moe_serve.bench.svg_plot import Axis, Line, nice_step, plot, tick_label
+from moe_serve.bench.client.client import Progress
+from moe_serve.bench.client.server_metrics import Metrics, ServerSide
+from moe_serve.bench.figures.slo import Slo
+from moe_serve.bench.figures.summary import summarize
+from moe_serve.bench.report.html_page import render
+from moe_serve.bench.report.live import LiveLine
+from moe_serve.bench.report.report import Report, read_report
+from moe_serve.bench.report.svg_plot import Axis, Line, nice_step, plot, tick_label
 from moe_serve.errors import BenchError
 from records import record, report
 

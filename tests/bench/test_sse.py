@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_serve.bench import sse
-from moe_serve.bench.sse import SseParser
+from moe_serve.bench.client import sse
+from moe_serve.bench.client.sse import SseParser
 from moe_serve.errors import BenchStreamError
 
 STREAM = (

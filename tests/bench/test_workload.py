@@ -13,15 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_serve.bench.arrivals import GammaArrivals
-from moe_serve.bench.endpoint import Endpoint
-from moe_serve.bench.lengths import Lengths
-from moe_serve.bench.prompt_file import FilePrompt, read_prompts
-from moe_serve.bench.prompts import PromptMaker, TextScale
-from moe_serve.bench.request import Block, Slot
-from moe_serve.bench.trace_cut import TraceCut
-from moe_serve.bench.trace_rows import Trace, TraceRow, read_trace
-from moe_serve.bench.workload import SharedPrefixes, Workload
+from moe_serve.bench.client.endpoint import Endpoint
+from moe_serve.bench.workload.arrivals import GammaArrivals
+from moe_serve.bench.workload.lengths import Lengths
+from moe_serve.bench.workload.prompt_file import FilePrompt, read_prompts
+from moe_serve.bench.workload.prompts import PromptMaker, TextScale
+from moe_serve.bench.workload.request import Block, Slot
+from moe_serve.bench.workload.trace_cut import TraceCut
+from moe_serve.bench.workload.trace_rows import Trace, TraceRow, read_trace
+from moe_serve.bench.workload.workload import SharedPrefixes, Workload
 from moe_serve.errors import BenchError
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens

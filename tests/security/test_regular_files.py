@@ -16,7 +16,8 @@ from experts.placement.errors import PlacementError
 from experts.placement.formats.engine_plan import PlanFacts
 from experts.placement.plan_file import read_placement
 from moe_serve import LLM
-from moe_serve.bench import prompt_file, report, trace_rows
+from moe_serve.bench.report import report
+from moe_serve.bench.workload import prompt_file, trace_rows
 from moe_serve.cache.model_identity import model_identity
 from moe_serve.cli import place_inputs, place_plans, trace_prompts
 from moe_serve.cli.place_cluster import DeviceOrder

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_serve.bench.request import Prompt
+from moe_serve.bench.workload.request import Prompt
 from moe_serve.errors import BenchError
 from moe_serve.regular_file import regular_file
 

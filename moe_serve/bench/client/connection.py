@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from moe_serve.bench.answer import Answer
+from moe_serve.bench.client.answer import Answer
 from moe_serve.errors import BenchError
 
 _LINGER_S = 0.5  # after [DONE] the body should end at once; if it does not, the connection goes

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from moe_serve.bench.record import RequestRecord
-from moe_serve.bench.samples import Samples
-from moe_serve.bench.slo import Goodput, Slo
-from moe_serve.bench.spread import Spread
+from moe_serve.bench.figures.record import RequestRecord
+from moe_serve.bench.figures.samples import Samples
+from moe_serve.bench.figures.slo import Goodput, Slo
+from moe_serve.bench.figures.spread import Spread
 
 _MANY_TOKENS_PER_EVENT = 1.2
 _SHORT_ANSWERS = 0.9

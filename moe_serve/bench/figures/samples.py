@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_serve.bench.record import RequestRecord
+from moe_serve.bench.figures.record import RequestRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_serve.bench.bootstrap import change_intervals
-from moe_serve.bench.record import RequestRecord
-from moe_serve.bench.report import Report
-from moe_serve.bench.samples import Samples, itl_of
-from moe_serve.bench.summary import Summary
+from moe_serve.bench.figures.bootstrap import change_intervals
+from moe_serve.bench.figures.record import RequestRecord
+from moe_serve.bench.figures.samples import Samples, itl_of
+from moe_serve.bench.figures.summary import Summary
+from moe_serve.bench.report.report import Report
 
 _STATISTICS = ("mean", "p50", "p99")
 

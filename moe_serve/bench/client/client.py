@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from moe_serve.bench.answer import Answer
-from moe_serve.bench.connection import Clock, ConnectionPool, Target
-from moe_serve.bench.record import RequestRecord
-from moe_serve.bench.request import Ready
+from moe_serve.bench.client.answer import Answer
+from moe_serve.bench.client.connection import Clock, ConnectionPool, Target
+from moe_serve.bench.figures.record import RequestRecord
+from moe_serve.bench.workload.request import Ready
 
 
 @dataclass(slots=True)

@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moe_serve.bench.compare import Difference, compare, differing_settings
-from moe_serve.bench.report import Report
+from moe_serve.bench.report.compare import Difference, compare, differing_settings
+from moe_serve.bench.report.report import Report
 
 _STYLES = {"better": "green", "worse": "red"}
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from moe_serve.bench.request import Prompt
+from moe_serve.bench.workload.request import Prompt
 from moe_serve.errors import BenchError
 
 EndpointName = Literal["completions", "chat"]

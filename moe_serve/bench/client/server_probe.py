@@ -7,11 +7,11 @@ from typing import Any
 
 import httpx
 
-from moe_serve.bench.connection import Target
-from moe_serve.bench.endpoint import Endpoint
-from moe_serve.bench.plain_text import plain
-from moe_serve.bench.prompts import TextScale, probe_prompts
-from moe_serve.bench.server_metrics import Metrics
+from moe_serve.bench.client.connection import Target
+from moe_serve.bench.client.endpoint import Endpoint
+from moe_serve.bench.client.plain_text import plain
+from moe_serve.bench.client.server_metrics import Metrics
+from moe_serve.bench.workload.prompts import TextScale, probe_prompts
 from moe_serve.errors import BenchServerError
 
 _METRICS_LIMIT_S = 5.0

@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moe_serve.bench.report import Report
-from moe_serve.bench.server_metrics import ServerSide
-from moe_serve.bench.spread import Spread
+from moe_serve.bench.client.server_metrics import ServerSide
+from moe_serve.bench.figures.spread import Spread
+from moe_serve.bench.report.report import Report
 
 
 def print_report(console: Console, report: Report) -> None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_serve.bench.record import RequestRecord
-from moe_serve.bench.spread import Spread
+from moe_serve.bench.figures.record import RequestRecord
+from moe_serve.bench.figures.spread import Spread
 
 _LAG_STEP_S = 0.02
 # Above these a warning says that the client is the bottleneck.

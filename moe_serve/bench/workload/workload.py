@@ -8,12 +8,12 @@ from itertools import count
 
 import numpy as np
 
-from moe_serve.bench.arrivals import GammaArrivals
-from moe_serve.bench.lengths import Lengths
-from moe_serve.bench.prompt_file import FilePrompt
-from moe_serve.bench.request import Block, Slot
-from moe_serve.bench.trace_cut import TraceCut
-from moe_serve.bench.trace_rows import Trace
+from moe_serve.bench.workload.arrivals import GammaArrivals
+from moe_serve.bench.workload.lengths import Lengths
+from moe_serve.bench.workload.prompt_file import FilePrompt
+from moe_serve.bench.workload.request import Block, Slot
+from moe_serve.bench.workload.trace_cut import TraceCut
+from moe_serve.bench.workload.trace_rows import Trace
 
 _TIMES, _LENGTHS = 3, 4  # streams of random numbers; 1 and 2 are the prompts'
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from moe_serve.bench.request import Block
-from moe_serve.bench.trace_rows import Trace, TraceRow
+from moe_serve.bench.workload.request import Block
+from moe_serve.bench.workload.trace_rows import Trace, TraceRow
 from moe_serve.errors import BenchError
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from moe_serve.bench.plain_text import plain
-from moe_serve.bench.record import RequestRecord
-from moe_serve.bench.sse import SseParser
+from moe_serve.bench.client.plain_text import plain
+from moe_serve.bench.client.sse import SseParser
+from moe_serve.bench.figures.record import RequestRecord
 from moe_serve.errors import BenchStreamError
 
 MAX_BODY_BYTES = 64 * 2**20

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from moe_serve.bench.compare import compare, differing_settings
-from moe_serve.bench.compare_table import comparison_cells
-from moe_serve.bench.html_style import STYLE
-from moe_serve.bench.report import Report
-from moe_serve.bench.report_table import latency_rows, report_facts
-from moe_serve.bench.spread import QUANTILE_STEPS
-from moe_serve.bench.svg_plot import Axis, Line, plot
+from moe_serve.bench.figures.spread import QUANTILE_STEPS
+from moe_serve.bench.report.compare import compare, differing_settings
+from moe_serve.bench.report.compare_table import comparison_cells
+from moe_serve.bench.report.html_style import STYLE
+from moe_serve.bench.report.report import Report
+from moe_serve.bench.report.report_table import latency_rows, report_facts
+from moe_serve.bench.report.svg_plot import Axis, Line, plot
 from moe_serve.errors import BenchError
 
 _NAMES = ("a", "b")

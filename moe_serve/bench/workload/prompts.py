@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from moe_serve.bench.request import Prompt, Slot
+from moe_serve.bench.workload.request import Prompt, Slot
 
 DataKind = Literal["words", "tokens"]
 

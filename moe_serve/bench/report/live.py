@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from moe_serve.bench.client import Progress
+from moe_serve.bench.client.client import Progress
 
 _REFRESH_PER_S = 4
 _BAR = 24

@@ -1,0 +1,1 @@
+"""Turns the records of a run into figures."""

@@ -1,0 +1,1 @@
+"""Decides which requests are sent and when."""
