@@ -26,8 +26,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from moe_serve.cli.top_source import NotReachedError, TopSource
-from moe_serve.cli.top_view import frame
+from moe_serve.cli.top.top_source import NotReachedError, TopSource
+from moe_serve.cli.top.top_view import frame
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "docs" / "images" / "top.png"

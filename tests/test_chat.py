@@ -12,9 +12,15 @@ import httpx
 import pytest
 
 from moe_serve.cli import chat as chat_module
-from moe_serve.cli import chat_client
 from moe_serve.cli.chat import Conversation, chat
-from moe_serve.cli.chat_client import AnswerTiming, ChatClient, ChatError, ChatOptions, Message
+from moe_serve.cli.client import chat_client
+from moe_serve.cli.client.chat_client import (
+    AnswerTiming,
+    ChatClient,
+    ChatError,
+    ChatOptions,
+    Message,
+)
 from moe_serve.cli.main import main
 
 Capture = pytest.CaptureFixture[str]

@@ -17,10 +17,10 @@ import typer
 from rich.console import Console
 
 from moe_serve import __version__
-from moe_serve.cli.foreign_flags import ADVICE
-from moe_serve.cli.listening import is_loopback
 from moe_serve.cli.main import app, main
-from moe_serve.cli.ready import curl_line, loading_bar, print_ready, server_url
+from moe_serve.cli.serve.foreign_flags import ADVICE
+from moe_serve.cli.serve.listening import is_loopback
+from moe_serve.cli.serve.ready import curl_line, loading_bar, print_ready, server_url
 from moe_serve.config.keys import config_keys
 from moe_serve.config.sections import Config
 from moe_serve.config.sources import load_config, variable_name
@@ -274,7 +274,7 @@ def test_ctrl_c_is_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("moe_serve.cli.doctor.look_at_machine", interrupted)
+    monkeypatch.setattr("moe_serve.cli.doctor.doctor.look_at_machine", interrupted)
     assert run("doctor") == 130
 
 

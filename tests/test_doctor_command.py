@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from moe_serve.cli import machine_limits
-from moe_serve.cli.doctor_checks import Check, has_problem, machine_checks
-from moe_serve.cli.machine import Backend, MachineReport
+from moe_serve.cli.doctor import machine_limits
+from moe_serve.cli.doctor.doctor_checks import Check, has_problem, machine_checks
+from moe_serve.cli.doctor.machine import Backend, MachineReport
+from moe_serve.cli.doctor.model_check import check_model
 from moe_serve.cli.main import main
-from moe_serve.cli.model_check import check_model
 from moe_serve.config.sections import CacheConfig, EngineConfig, ModelConfig
 from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.planning import plan_memory
@@ -79,7 +79,7 @@ def test_a_problem_is_exit_code_1(capsys: Capture, monkeypatch: pytest.MonkeyPat
     few = {**GOOD, "limits": {**GOOD["limits"], "open_files": 10}}
     for sections, code in ((GOOD, 0), (few, 1)):
         found = replace(report, sections=sections)
-        monkeypatch.setattr("moe_serve.cli.doctor.look_at_machine", lambda *_, it=found: it)
+        monkeypatch.setattr("moe_serve.cli.doctor.doctor.look_at_machine", lambda *_, it=found: it)
         assert run("doctor", "--json") == code
         checks = {c["name"]: c for c in json.loads(capsys.readouterr().out)["checks"]}
         assert checks["open files"]["state"] == ("problem" if code else "ok")

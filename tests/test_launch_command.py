@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from moe_serve.cli import launch_hosts, launch_node
-from moe_serve.cli.launch_node import config_of_node_0, find_secret
-from moe_serve.cli.launch_request import LaunchRequest, launch_request
+from moe_serve.cli.launch import launch_hosts, launch_node
+from moe_serve.cli.launch.launch_node import config_of_node_0, find_secret
+from moe_serve.cli.launch.launch_request import LaunchRequest, launch_request
 from moe_serve.cli.main import main
-from moe_serve.cli.setting_flags import KEYS
+from moe_serve.cli.serve.setting_flags import KEYS
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.launch.environment import NodeEnvironment
 from moe_serve.cluster.launch.host_commands import HostCommand

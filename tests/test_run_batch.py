@@ -18,12 +18,12 @@ from typing import Any
 import httpx
 import pytest
 
-from moe_serve.cli.batch_lines import BatchLine, BatchRow, read_line
-from moe_serve.cli.batch_output import BatchOutput
-from moe_serve.cli.batch_reader import AHEAD_LINES
-from moe_serve.cli.batch_run import BatchCount, run_lines
-from moe_serve.cli.batch_target import NUM_TRIES, BatchTarget
 from moe_serve.cli.main import main
+from moe_serve.cli.run_batch.batch_lines import BatchLine, BatchRow, read_line
+from moe_serve.cli.run_batch.batch_output import BatchOutput
+from moe_serve.cli.run_batch.batch_reader import AHEAD_LINES
+from moe_serve.cli.run_batch.batch_run import BatchCount, run_lines
+from moe_serve.cli.run_batch.batch_target import NUM_TRIES, BatchTarget
 from moe_serve.errors import ConfigError, EngineDeadError
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -25,13 +25,13 @@ import httpx
 import pytest
 from rich.console import Console
 
-from moe_serve.cli.heat_strip import bar, folded, heat_strip, sparkline
+from moe_serve.cli.client.server_answer import Answer
 from moe_serve.cli.main import main
-from moe_serve.cli.server_answer import Answer
-from moe_serve.cli.top import top
-from moe_serve.cli.top_experts import hottest_line, layer_loads
-from moe_serve.cli.top_source import NotReachedError, TopSource
-from moe_serve.cli.top_view import frame
+from moe_serve.cli.top.heat_strip import bar, folded, heat_strip, sparkline
+from moe_serve.cli.top.top import top
+from moe_serve.cli.top.top_experts import hottest_line, layer_loads
+from moe_serve.cli.top.top_source import NotReachedError, TopSource
+from moe_serve.cli.top.top_view import frame
 from moe_serve.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from traces import make_trace
 
-from moe_serve.cli import trace_record
 from moe_serve.cli.main import main
-from moe_serve.cli.trace_prompts import TracePrompt, read_prompts
+from moe_serve.cli.trace import trace_record
+from moe_serve.cli.trace.trace_prompts import TracePrompt, read_prompts
 from moe_serve.errors import InvalidRequestError
 from routing_predictor.traces import trace_file
 from routing_predictor.traces.errors import TraceError

@@ -11,7 +11,13 @@ import typer
 from rich.console import Console
 
 from moe_serve.bench.client.plain_text import plain
-from moe_serve.cli.chat_client import AnswerTiming, ChatClient, ChatError, ChatOptions, Message
+from moe_serve.cli.client.chat_client import (
+    AnswerTiming,
+    ChatClient,
+    ChatError,
+    ChatOptions,
+    Message,
+)
 from moe_serve.config.sources import API_KEY_VARIABLE, read_first_key
 from moe_serve.errors import ConfigError
 

@@ -15,23 +15,23 @@ import typer
 
 from experts.placement.errors import PlacementError
 from moe_serve import __version__
-from moe_serve.cli.bench import bench
+from moe_serve.cli.bench.bench import bench
 from moe_serve.cli.calibrate import calibrate
 from moe_serve.cli.chat import chat
 from moe_serve.cli.config import config
-from moe_serve.cli.doctor import doctor
-from moe_serve.cli.foreign_flags import ServerCommand
-from moe_serve.cli.launch import launch
-from moe_serve.cli.place import place
+from moe_serve.cli.doctor.doctor import doctor
+from moe_serve.cli.launch.launch import launch
+from moe_serve.cli.place.place import place
 from moe_serve.cli.placement import placement
 from moe_serve.cli.plan import plan
-from moe_serve.cli.predictor import predictor
-from moe_serve.cli.run_batch import run_batch
-from moe_serve.cli.serve import serve
+from moe_serve.cli.predictor.predictor import predictor
+from moe_serve.cli.run_batch.run_batch import run_batch
+from moe_serve.cli.serve.foreign_flags import ServerCommand
+from moe_serve.cli.serve.serve import serve
 from moe_serve.cli.standard_output import OutputError, checked_output, open_missing_streams
 from moe_serve.cli.timeline import timeline
-from moe_serve.cli.top import top
-from moe_serve.cli.trace import trace
+from moe_serve.cli.top.top import top
+from moe_serve.cli.trace.trace import trace
 from moe_serve.config.logs import is_json_log
 from moe_serve.errors import ClusterError, EngineDeadError, MoeServeError, printable
 from routing_predictor.traces.errors import RoutingError

@@ -329,7 +329,7 @@ def test_ctrl_c_reports_what_had_ended(tmp_path: Path) -> None:
 
 def test_it_needs_neither_torch_nor_the_engine() -> None:
     code = (
-        "import sys, moe_serve.cli.bench_plan, moe_serve.bench.run, moe_serve.bench.report.html_page; "
+        "import sys, moe_serve.cli.bench.bench_plan, moe_serve.bench.run, moe_serve.bench.report.html_page; "
         "print([m for m in sys.modules if m in ('torch', 'matplotlib', 'moe_serve.engine')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -14,7 +14,7 @@ from moe_kernels.choice import KernelsName
 from moe_kernels.graphs.eager_recorder import EagerRecorder, EagerRecording
 from moe_kernels.graphs.graph_recorder import Addresses
 from moe_kernels.graphs.graph_sizes import GraphSize
-from moe_serve.cli.service import describe_layout
+from moe_serve.cli.serve.service import describe_layout
 from moe_serve.config.sections import EngineConfig, ModelConfig, SchedulerConfig
 from moe_serve.engine.execute import cuda_graphs
 from moe_serve.errors import ConfigError

@@ -14,7 +14,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from moe_serve.cli.model_files import ModelFiles
+from moe_serve.cli.serve.model_files import ModelFiles
 from moe_serve.config.sections import Config, EngineConfig, ModelConfig, ServerConfig
 from moe_serve.http.app import create_app
 from moe_serve.http.schema.schemas import ChatBody

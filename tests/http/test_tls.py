@@ -19,9 +19,9 @@ from typing import Any
 import httpx
 import pytest
 
-from moe_serve.cli.batch_target import BatchTarget
-from moe_serve.cli.chat_client import ChatClient
-from moe_serve.cli.top_source import TopSource
+from moe_serve.cli.client.chat_client import ChatClient
+from moe_serve.cli.run_batch.batch_target import BatchTarget
+from moe_serve.cli.top.top_source import TopSource
 from moe_serve.config.sections import ServerConfig
 from moe_serve.errors import ConfigError
 from moe_serve.http.app import create_app

@@ -13,9 +13,9 @@ import pytest
 from experts.placement.errors import PlacementError
 from experts.placement.formats.engine_plan import PlanFacts
 from experts.placement.plan_file import read_placement
-from moe_serve.cli import place_plans
-from moe_serve.cli.batch_lines import BatchRow, read_line
-from moe_serve.cli.trace_prompts import read_prompts
+from moe_serve.cli.place import place_plans
+from moe_serve.cli.run_batch.batch_lines import BatchRow, read_line
+from moe_serve.cli.trace.trace_prompts import read_prompts
 from moe_serve.engine.request.constraint import Constraint
 from moe_serve.engine.sampling.grammar.source_check import check_source
 from moe_serve.errors import CheckpointError, InvalidGrammarError, MoeServeError

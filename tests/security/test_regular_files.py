@@ -19,8 +19,9 @@ from moe_serve import LLM
 from moe_serve.bench.report import report
 from moe_serve.bench.workload import prompt_file, trace_rows
 from moe_serve.cache.model_identity import model_identity
-from moe_serve.cli import place_inputs, place_plans, trace_prompts
-from moe_serve.cli.place_cluster import DeviceOrder
+from moe_serve.cli.place import place_inputs, place_plans
+from moe_serve.cli.place.place_cluster import DeviceOrder
+from moe_serve.cli.trace import trace_prompts
 from moe_serve.cluster.control.secret import read_secret
 from moe_serve.cluster.launch.cluster_file import read_cluster_file
 from moe_serve.cluster.launch.hostfile import read_hostfile

@@ -1,0 +1,191 @@
+"""`moe-serve bench`: load on any server of OpenAI's API, and figures of how it bears it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from moe_serve.cli.bench import bench_flags as flags
+from moe_serve.errors import BenchError, BenchServerError
+
+if TYPE_CHECKING:
+    from moe_serve.bench.plan import RunPlan
+    from moe_serve.bench.report.report import Report
+
+EXIT_ERRORS = 1
+EXIT_INTERRUPTED = 130
+
+bench = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
+
+T = TypeVar("T")
+
+
+@bench.callback()
+def run(
+    context: typer.Context,
+    url: flags.Url = None,
+    peer_url: flags.PeerUrl = None,
+    model: flags.Model = None,
+    api_key: flags.ApiKey = None,
+    endpoint: flags.EndpointFlag = flags.EndpointChoice.COMPLETIONS,
+    stream: flags.Stream = True,
+    ignore_eos: flags.IgnoreEos = True,
+    event_usage: flags.EventUsage = False,
+    body: flags.Body = None,
+    timeout: flags.Timeout = 600.0,
+    concurrency: flags.Concurrency = None,
+    rate: flags.Rate = None,
+    burstiness: flags.Burstiness = 1.0,
+    requests: flags.Requests = None,
+    duration: flags.Duration = None,
+    max_in_flight: flags.MaxInFlight = None,
+    warmup: flags.Warmup = None,
+    seed: flags.Seed = None,
+    prompt_tokens: flags.PromptTokens = "512",
+    output_tokens: flags.OutputTokens = "64",
+    data: flags.Data = flags.DataChoice.WORDS,
+    vocab_size: flags.VocabSize = 1000,
+    prompts: flags.Prompts = None,
+    prefix_tokens: flags.PrefixTokens = 0,
+    num_prefixes: flags.NumPrefixes = 1,
+    trace: flags.TraceFile = None,
+    trace_start: flags.TraceStart = 0.0,
+    scale_time: flags.ScaleTime = 1.0,
+    scale_prompt: flags.ScalePrompt = 1.0,
+    scale_output: flags.ScaleOutput = 1.0,
+    max_prompt: flags.MaxPrompt = None,
+    max_output: flags.MaxOutput = None,
+    slo: flags.SloText = None,
+    json: flags.JsonFile = None,
+    save_requests: flags.SaveRequests = False,
+    html: flags.HtmlFile = None,
+    compare: flags.Compare = None,
+    max_error_rate: flags.MaxErrorRate = 0.0,
+) -> None:
+    """Send load to a server, and say how fast, how evenly and how well it answers."""
+    given = dict(locals())
+    if context.invoked_subcommand is not None:
+        return
+    if compare is not None:
+        compare_reports(*compare, html=html)
+        return
+    from moe_serve.cli.bench.bench_plan import plan_of
+
+    _run(plan_of(given), peer_url, json, save_requests, html, max_error_rate)
+
+
+@bench.command("compare")
+def compare_reports(
+    a: Annotated[Path, typer.Argument(help="A report of --json.")],
+    b: Annotated[Path, typer.Argument(help="Another.")],
+    html: flags.HtmlFile = None,
+) -> None:
+    """Two reports in one table; with intervals where both have their requests saved."""
+    from moe_serve.bench.report.report import read_report
+
+    _show_pair(read_report(a), read_report(b), html)
+
+
+def _run(
+    plan: RunPlan,
+    peer_url: str | None,
+    json: Path | None,
+    save_requests: bool,
+    html: Path | None,
+    max_error_rate: float,
+) -> None:
+    from moe_serve.bench.client.connection import Target
+    from moe_serve.bench.report.html_page import write_page
+
+    _check_writable(json, html)
+    runs = [(plan.url, json)]
+    if peer_url is not None:
+        Target.of(peer_url)  # before the first run, whose figures take their time
+        runs.append((peer_url, json and json.with_stem(f"{json.stem}-peer")))
+    reports: list[Report] = []
+    for url, path in runs:
+        reports.append(_measure(replace(plan, url=url)))
+        _keep(reports[-1], path, save_requests)  # the next run may end in an error
+        if reports[-1].is_interrupted:
+            break
+    if len(reports) == 2:
+        _show_pair(reports[0], reports[1], html)
+    elif html is not None:
+        write_page(html, reports)
+        typer.echo(f"page: {html}")
+    if any(report.is_interrupted for report in reports):
+        raise typer.Exit(EXIT_INTERRUPTED)
+    if any(_is_bad(report, max_error_rate) for report in reports):
+        raise typer.Exit(EXIT_ERRORS)
+
+
+def _keep(report: Report, path: Path | None, has_records: bool) -> None:
+    from moe_serve.bench.report.report_table import print_report
+    from moe_serve.cli.wide_console import wide_console
+
+    print_report(wide_console(), report)
+    if path is not None:
+        report.write(path, has_records=has_records)
+        typer.echo(f"report: {path}")
+
+
+def _is_bad(report: Report, max_error_rate: float) -> bool:
+    return report.summary.error_rate > max_error_rate or not report.summary.num_ok
+
+
+def _measure(plan: RunPlan) -> Report:
+    """A server that is not there is exit code 1, as everywhere in `moe-serve`."""
+    from rich.console import Console
+
+    from moe_serve.bench.report.live import LiveLine
+    from moe_serve.bench.run import run_bench
+
+    try:
+        with LiveLine(Console(stderr=True)) as live:
+            return _with_uvloop(run_bench(plan, live.start))
+    except BenchServerError as error:
+        typer.echo(f"error: {_told(error, plan.url)}", err=True)
+        raise typer.Exit(EXIT_ERRORS) from None
+
+
+def _told(error: BenchServerError, url: str) -> str:
+    """Where nobody answers, in the words of the other commands that ask a server."""
+    import httpx
+
+    from moe_serve.cli.client.server_trust import no_connection
+
+    if isinstance(error.__cause__, httpx.ConnectError | httpx.ConnectTimeout):
+        return no_connection(url, error.__cause__)
+    return str(error)
+
+
+def _with_uvloop(work: Coroutine[Any, Any, T]) -> T:
+    """It takes less of the processor for each event; the server does the same."""
+    try:
+        import uvloop
+    except ImportError:  # there is none for Windows
+        return asyncio.run(work)
+    return uvloop.run(work)
+
+
+def _show_pair(a: Report, b: Report, html: Path | None) -> None:
+    from moe_serve.bench.report.compare_table import print_comparison
+    from moe_serve.bench.report.html_page import write_page
+    from moe_serve.cli.wide_console import wide_console
+
+    print_comparison(wide_console(), a, b)
+    if html is not None:
+        write_page(html, [a, b])
+        typer.echo(f"page: {html}")
+
+
+def _check_writable(*paths: Path | None) -> None:
+    """Before the run: afterwards its figures would be lost."""
+    for path in paths:
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise BenchError(f"cannot write {path}: it is a folder, or in none.")

@@ -1,0 +1,1 @@
+"""The HTTP client that commands use to talk to a running server."""

@@ -1,0 +1,192 @@
+"""A small client of the chat completions route: one streamed answer at a time.
+
+Knows HTTP and server-sent events, nothing of terminals.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from moe_serve.bench.client.plain_text import plain
+from moe_serve.cli.client.server_address import ServerAddress
+from moe_serve.cli.client.server_trust import no_connection, trusted
+
+MIN_TIMED_TOKENS = 8  # fewer may come in one piece, and their rate would say nothing
+_LONGEST = 2000  # of what a server says
+_TOKENS = ("content", "reasoning", "reasoning_content", "tool_calls", "refusal")  # of a delta
+
+
+class ChatError(Exception):
+    """The server was not reached, or refused. `str(error)` is one sentence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One turn of the conversation, in the words of the API."""
+
+    role: str  # system, user or assistant
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """Sampling that the user asked for; None leaves it to the server."""
+
+    temperature: float | None = None
+    max_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class AnswerTiming:
+    """Filled while an answer streams: seconds since the request was sent."""
+
+    num_tokens: int | None = None  # from the server's usage, which comes last
+    first_s: float | None = None
+    last_s: float | None = None
+
+    def summary(self) -> str:
+        """Like "42 tokens, 61.3 tokens/s, first after 35 ms", as far as it is known."""
+        parts = [] if self.num_tokens is None else [f"{self.num_tokens} tokens"]
+        if self.first_s is not None and self.last_s is not None:
+            duration = self.last_s - self.first_s
+            if self.num_tokens is not None and self.num_tokens >= MIN_TIMED_TOKENS and duration:
+                parts.append(f"{(self.num_tokens - 1) / duration:.1f} tokens/s")
+            parts.append(f"first after {self.first_s * 1000:.0f} ms")
+        return ", ".join(parts)
+
+
+class ChatClient:
+    """One server at `url`. Close it, or use `with`."""
+
+    def __init__(
+        self, url: str, api_key: str | None, transport: httpx.BaseTransport | None = None
+    ) -> None:
+        address = ServerAddress.parse(url, api_key)
+        self.url = address.url
+        self._client = httpx.Client(
+            base_url=self.url,
+            headers=address.headers,
+            timeout=httpx.Timeout(600.0, connect=5.0),
+            transport=transport,
+            verify=trusted(),
+            trust_env=address.uses_proxies,
+        )
+
+    def __enter__(self) -> ChatClient:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._client.close()
+
+    def model(self) -> str:
+        """The name of the model that the server serves."""
+        try:
+            response = self._client.get("/v1/models")
+            self._raise_for_status(response)
+            models = response.json()["data"]
+            return str(models[0]["id"])
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise ChatError(f"{self.url} answers, but not like an OpenAI-compatible server.") from (
+                error
+            )
+
+    def answer(
+        self,
+        model: str,
+        messages: Sequence[Message],
+        options: ChatOptions,
+        timing: AnswerTiming,
+    ) -> Generator[str, None, None]:
+        """The pieces of the answer as they come. Closing the iterator aborts the request."""
+        body: dict[str, Any] = {
+            "model": model,
+            "messages": [{"role": item.role, "content": item.content} for item in messages],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if options.temperature is not None:
+            body["temperature"] = options.temperature
+        if options.max_tokens is not None:
+            body["max_tokens"] = options.max_tokens
+        if not all(_is_text(item.content) for item in messages):
+            raise ChatError("the message has bytes that are not UTF-8; nothing was sent.")
+        start = time.perf_counter()
+        try:
+            with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
+                if response.is_error:
+                    response.read()
+                self._raise_for_status(response)
+                for event in sse_events(response.iter_lines()):
+                    delta = _delta_of(event, timing)
+                    if any(delta.get(name) for name in _TOKENS):
+                        timing.last_s = time.perf_counter() - start
+                        timing.first_s = timing.first_s or timing.last_s
+                    if text := str(delta.get("content") or ""):
+                        yield text
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+
+    def _unreachable(self, error: httpx.HTTPError) -> ChatError:
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            return ChatError(no_connection(str(self.url), error))
+        reason = str(error) or type(error).__name__
+        return ChatError(f"the connection to {self.url} broke: {reason}.")
+
+    def _raise_for_status(self, response: httpx.Response) -> None:
+        if not response.is_error:
+            return
+        try:
+            message = plain(str(response.json()["error"]["message"]), _LONGEST)
+        except (ValueError, LookupError, TypeError):
+            message = response.reason_phrase
+        raise ChatError(f"the server refused ({response.status_code}): {message}")
+
+
+def _is_text(content: str) -> bool:
+    """Bytes of a terminal or a pipe that are no text arrive as lone surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in content)
+
+
+def sse_events(lines: Iterator[str]) -> Iterator[Mapping[str, Any]]:
+    """The JSON objects of a stream of server-sent events, up to `[DONE]`."""
+    for line in lines:
+        if not line.startswith("data:"):
+            continue  # a comment (": ping"), an event name, or the empty line between events
+        data = line[len("data:") :].strip()
+        if data == "[DONE]":
+            return
+        try:
+            event = json.loads(data)
+        except ValueError as error:
+            raise ChatError(
+                f"the server sent an event that is not JSON: {plain(data, 80)}"
+            ) from error
+        if isinstance(event, dict):
+            yield event
+    raise ChatError("the connection ended before the answer did.")
+
+
+def _delta_of(event: Mapping[str, Any], timing: AnswerTiming) -> Mapping[str, Any]:
+    """What the event adds to the answer; its usage, which has the tokens of all kinds, is noted."""
+    if error := event.get("error"):
+        said = error.get("message", error) if isinstance(error, dict) else error
+        raise ChatError(f"the server ended the answer: {plain(str(said), _LONGEST)}")
+    try:
+        if isinstance(number := (event.get("usage") or {}).get("completion_tokens"), int):
+            timing.num_tokens = number
+        choices = event.get("choices") or [{}]
+        delta: Mapping[str, Any] = choices[0].get("delta") or {}
+        delta.get("content")
+    except (AttributeError, LookupError, TypeError):
+        raise ChatError(
+            f"the server sent an event of another kind: {plain(str(event), 80)}"
+        ) from None
+    return delta

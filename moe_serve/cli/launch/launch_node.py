@@ -1,0 +1,166 @@
+"""One node of a launch: node 0 serves and coordinates, the others run an agent."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import signal
+import socket
+from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
+
+import psutil
+import typer
+
+from moe_serve.cli.launch.launch_request import LaunchRequest
+from moe_serve.cli.serve.listening import check_can_listen, check_is_guarded
+from moe_serve.cli.serve.service import run_service
+from moe_serve.cli.standard_output import optional_output
+from moe_serve.cluster.build import build_cluster
+from moe_serve.cluster.control.channel import Channel
+from moe_serve.cluster.control.secret import ClusterSecret, new_secret, read_secret
+from moe_serve.cluster.launch.cluster_file import find_node
+from moe_serve.cluster.launch.endpoint import Endpoint
+from moe_serve.cluster.launch.environment import NodeEnvironment, detect_node, is_spare_copy
+from moe_serve.cluster.launch.node_agent import AgentMessage, NodeLife, connect_agent
+from moe_serve.cluster.launch.node_layout import NodeLayout
+from moe_serve.cluster.launch.node_ranks import NodeRanks
+from moe_serve.cluster.launch.node_starter import NodeStarter
+from moe_serve.cluster.launch.own_address import own_address
+from moe_serve.cluster.members.rank_starter import RankStarter
+from moe_serve.config.logs import set_up_logs
+from moe_serve.config.sections import Config
+from moe_serve.config.sources import CLUSTER_SECRET_VARIABLE, LoadedConfig
+from moe_serve.errors import ConfigError
+
+
+def run_node(
+    request: LaunchRequest, environ: MutableMapping[str, str], *, has_to_print: bool
+) -> None:
+    """Until the launch ends; raises ConfigError, ClusterError, EngineDeadError."""
+    loaded = request.load(environ)
+    node = this_node(request, environ)
+    layout = request.layout(loaded, node.num_nodes)
+    if has_to_print:
+        typer.echo("\n".join(_describe(node, layout)))
+        typer.echo(loaded.to_yaml(), nl=False)
+        return
+    if is_spare_copy(environ):
+        typer.echo(f"node {node.node_rank}: one process of a node is enough, this one leaves")
+        return
+    set_up_logs(loaded.config.log)
+    logging.getLogger("moe_serve.cluster.launch").setLevel(logging.INFO)  # who came, who left
+    secret = find_secret(request, environ, node)
+    if node.node_rank == 0:
+        _run_node_0(request, loaded, node, layout, secret)
+    else:
+        run_agent(loaded.config, node, secret, environ)
+
+
+def this_node(request: LaunchRequest, environ: Mapping[str, str]) -> NodeEnvironment:
+    hostname = socket.gethostname()
+    if request.cluster is None:
+        return detect_node(environ, hostname, request.node)
+    interfaces = psutil.net_if_addrs().values()
+    addresses = frozenset(item.address for items in interfaces for item in items)
+    return find_node(request.cluster, environ, hostname, addresses, request.node)
+
+
+def find_secret(
+    request: LaunchRequest, environ: MutableMapping[str, str], node: NodeEnvironment
+) -> ClusterSecret:
+    """The same on every node. It goes into our environment, where the engine looks for it."""
+    if request.secret_file is not None:
+        environ[CLUSTER_SECRET_VARIABLE] = f"@{request.secret_file}"
+    secret = read_secret(environ)
+    if secret is None and node.num_nodes > 1:
+        raise ConfigError(
+            f"the nodes need a secret that all share: set {CLUSTER_SECRET_VARIABLE}, or give "
+            "--secret-file FILE; make one with: openssl rand -hex 32"
+        )
+    secret = secret or new_secret()
+    environ.update(secret.environment())
+    return secret
+
+
+def run_agent(
+    config: Config, node: NodeEnvironment, secret: ClusterSecret, environ: Mapping[str, str]
+) -> None:
+    """Until node 0 dismisses us or stays lost, or a signal comes and it has had its time to
+    drain."""
+    cluster = config.engine.cluster
+
+    def find(timeout_s: float) -> Channel[AgentMessage]:
+        channel = connect_agent(node, socket.gethostname(), secret, timeout_s)
+        found = f"node {node.node_rank} of {node.num_nodes} has found node 0 at {node.coordinator}"
+        _tell(found)
+        return channel
+
+    life = NodeLife(
+        find,
+        lambda host: NodeRanks(host, secret, environ),
+        start_timeout_s=cluster.start_timeout_s,
+        rejoin_s=cluster.rejoin_s,
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: life.stop(config.server.drain_timeout_s))
+    life.run()
+
+
+def _run_node_0(
+    request: LaunchRequest,
+    loaded: LoadedConfig,
+    node: NodeEnvironment,
+    layout: NodeLayout,
+    secret: ClusterSecret,
+) -> None:
+    check_is_guarded(loaded.config.server)
+    check_can_listen(loaded.config.server)
+    host = own_address(node.coordinator_host, node.num_nodes)
+    config = config_of_node_0(loaded.config, layout, host)
+
+    def make_starter(host: str, port: int, secret: ClusterSecret, num_threads: int) -> RankStarter:
+        """Take agents in, and wait for them: the engine starts ranks when all are there."""
+        ranks = NodeRanks(host, secret, os.environ)
+        starter = NodeStarter(layout, ranks, devices=request.devices(), num_threads=num_threads)
+        starter.use_coordinator(Endpoint(host, port))
+        if node.num_nodes > 1:
+            try:
+                starter.listen(Endpoint(host, node.coordinator_port), secret)
+                _tell(f"node 0 waits for {node.num_nodes - 1} more at {host}:{starter.port}")
+                starter.wait_for_nodes(config.engine.cluster.start_timeout_s)
+            except BaseException:
+                starter.stop()
+                raise
+        return starter
+
+    run_service(
+        config,
+        functools.partial(build_cluster, make_starter=make_starter),
+        settings=loaded.entries,
+        has_local_ranks=node.num_nodes == 1,
+    )
+
+
+def config_of_node_0(config: Config, layout: NodeLayout, host: str) -> Config:
+    """Ranks and coordinator listen at `host`, and share a node's cores; nodes are alike."""
+    most = max(len(ranks) for ranks in layout.nodes)
+    threads = config.engine.model.num_threads or max(1, (os.cpu_count() or 1) // most)
+    engine = replace(
+        config.engine,
+        model=replace(config.engine.model, num_threads=threads),
+        cluster=replace(config.engine.cluster, host=host),
+    )
+    return replace(config, engine=engine)
+
+
+def _tell(line: str) -> None:
+    with optional_output(line):
+        typer.echo(line)
+
+
+def _describe(node: NodeEnvironment, layout: NodeLayout) -> list[str]:
+    where = f"# this is node {node.node_rank} of {node.num_nodes} ({node.kind}), "
+    lines = [f"{where}node 0 is at {node.coordinator}"]
+    return lines + [f"# node {n}: {layout.describe(n)}" for n in range(layout.num_nodes)]

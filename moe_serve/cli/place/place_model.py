@@ -1,0 +1,148 @@
+"""The model's side of a plan: its layers by their numbers, and what an expert weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from experts.placement.formats.engine_plan import PlanFacts
+from moe_serve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moe_serve.cli.place.place_inputs import Workloads
+
+_MAX_LAYERS = 100_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOrder:
+    """What the command line says of the model."""
+
+    model: Path | None
+    num_layers: int | None
+    dense_layers: str | None
+    bytes_per_expert: int | None
+
+    def facts(self) -> ModelFacts:
+        """Raises ConfigError, CheckpointError."""
+        if self.model is not None:
+            if self.num_layers is not None or self.dense_layers is not None:
+                raise ConfigError("--model says which layers are dense: leave out the other flags.")
+            from moe_serve.model.checkpoint.expert_shape import read_expert_shape
+
+            shape = read_expert_shape(self.model.expanduser())
+            return ModelFacts(
+                num_layers=shape.num_layers,
+                sparse=shape.sparse_layers,
+                num_experts=shape.num_experts,
+                top_k=shape.top_k,
+                num_groups=shape.num_groups,
+                bytes_per_expert=self.bytes_per_expert or shape.bytes_per_expert,
+            )
+        dense = None if self.dense_layers is None else _numbers(self.dense_layers)
+        sparse = None
+        if dense is not None and self.num_layers is not None:
+            sparse = tuple(layer for layer in range(self.num_layers) if layer not in dense)
+        return ModelFacts(
+            num_layers=self.num_layers,
+            sparse=sparse,
+            dense=dense,
+            bytes_per_expert=self.bytes_per_expert,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What is known before, and then with, the loads."""
+
+    num_layers: int | None = None
+    sparse: tuple[int, ...] | None = None
+    dense: frozenset[int] | None = None
+    num_experts: int | None = None
+    top_k: int | None = None
+    num_groups: int = 1
+    bytes_per_expert: int | None = None
+
+    def with_loads(self, workloads: Workloads) -> tuple[Workloads, ModelFacts]:
+        """Loads whose layers have the model's numbers, where these are known, and `sparse` then.
+
+        Raises ConfigError where loads and model contradict each other.
+        """
+        loads = workloads.loads
+        if self.num_experts not in (None, loads.num_experts):
+            raise ConfigError(
+                f"the loads are of {loads.num_experts} experts and the model has "
+                f"{self.num_experts}: if the last were never chosen, say --num-experts "
+                f"{self.num_experts}."
+            )
+        whole = self._completed(len(loads.layers))
+        if whole.sparse is None:
+            is_known = workloads.has_model_numbers
+            return workloads, replace(whole, sparse=loads.layers if is_known else None)
+        if loads.layers == whole.sparse:
+            return workloads, whole
+        if loads.layers != tuple(range(len(whole.sparse))):
+            raise ConfigError(
+                f"the loads are of layers {_runs(loads.layers)}, and the model's with routed "
+                f"experts are {_runs(whole.sparse)}."
+            )
+        renumbered = replace(loads, layers=whole.sparse)
+        tokens = workloads.tokens
+        if tokens is not None:
+            tokens = replace(tokens, layers=whole.sparse)
+        return replace(workloads, loads=renumbered, tokens=tokens), whole
+
+    def plan_facts(self, num_devices: int | None, num_experts: int | None = None) -> PlanFacts:
+        """For reading and writing engines' plans."""
+        return PlanFacts(
+            layers=self.sparse,
+            num_layers=self.num_layers,
+            num_experts=num_experts or self.num_experts,
+            num_devices=num_devices,
+        )
+
+    def _completed(self, num_sparse: int) -> ModelFacts:
+        """Dense layers and those of the loads make up the model; so many layers may be all."""
+        if self.sparse is not None:
+            return self
+        if self.dense is not None:
+            count = num_sparse + len(self.dense)
+            if max(self.dense, default=0) >= count:
+                raise ConfigError(
+                    f"layer {max(self.dense)} cannot be dense: loads of {num_sparse} layers and "
+                    f"{len(self.dense)} dense ones make a model of {count}."
+                )
+            sparse = tuple(layer for layer in range(count) if layer not in self.dense)
+            return replace(self, num_layers=count, sparse=sparse)
+        if self.num_layers == num_sparse:
+            return replace(self, sparse=tuple(range(num_sparse)))
+        if self.num_layers is not None and self.num_layers < num_sparse:
+            raise ConfigError(
+                f"--num-layers {self.num_layers} is less than the {num_sparse} of the loads."
+            )
+        return self
+
+
+def _numbers(text: str) -> frozenset[int]:
+    """ "0-2,5" as {0, 1, 2, 5}; "" and "none" as none."""
+    found = set[int]()
+    for part in text.replace(" ", "").split(",") if text not in ("", "none") else ():
+        first, dash, last = part.partition("-")
+        is_run = first.isdecimal() and (last.isdecimal() if dash else True)
+        if not is_run or int(last or first) >= _MAX_LAYERS or int(last or first) < int(first):
+            raise ConfigError(f"--dense-layers cannot be {text!r}: it takes numbers, as 0-2,5.")
+        found |= set(range(int(first), int(last or first) + 1))
+    return frozenset(found)
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] as "0-2, 5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

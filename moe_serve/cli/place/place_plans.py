@@ -1,0 +1,96 @@
+"""Plan files of any format: read, and written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from experts.placement.errors import NotAPlanError, PlacementError
+from experts.placement.formats import trtllm
+from experts.placement.formats.engine_plan import EnginePlan, PlanFacts
+from experts.placement.formats.plan_text import parse_content, parse_text
+from moe_serve.cli.place.place_inputs import holds_loads
+from moe_serve.config.yaml_nodes import plain_value, read_yaml
+from moe_serve.errors import ConfigError
+from moe_serve.regular_file import regular_file
+from routing_predictor.importers.torch_file import read_torch_file
+from routing_predictor.traces.errors import TraceError
+
+_YAML = (".yaml", ".yml")
+_GIVE = (
+    "give what `moe-serve place --out` or --export wrote, or a plan of SGLang, vLLM, TensorRT-LLM "
+    "or vLLM-Ascend."
+)
+_YAML_PLAN = re.compile(rf"^{trtllm.ASSIGNMENTS}:", re.MULTILINE)  # whatever its file is called
+
+
+def read_plan(path: Path, facts: PlanFacts) -> EnginePlan:
+    """Raises ConfigError if it cannot be read, NotAPlanError if it is none, PlacementError if it is
+    no plan for `facts`."""
+    try:
+        if path.suffix == ".pt":
+            return parse_content(_plain(read_torch_file(path)), facts)
+        text = regular_file(path).read_text("utf-8")
+        if path.suffix in _YAML or _YAML_PLAN.search(text):
+            content = plain_value(read_yaml(text, str(path), is_large=True))
+            return parse_content(content, facts)
+        return parse_text(text, facts)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise _no_plan(path, "It is not UTF-8 text.") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise _no_plan(path, f"It is not valid YAML ({reason}).") from None
+    except TraceError as error:
+        raise ConfigError(f"{error}.") from None
+    except NotAPlanError as error:
+        raise _no_plan(path, str(error)) from None
+    except PlacementError as error:
+        raise PlacementError(f"{path}: {error}") from None
+
+
+def _no_plan(path: Path, reason: str) -> NotAPlanError:
+    """What it is instead, and what to give."""
+    if holds_loads(path):
+        return NotAPlanError(f"{path} holds recorded loads, and is no plan; {_GIVE}")
+    return NotAPlanError(
+        f"{path} is no plan: {reason[0].lower()}{reason[1:].removesuffix('.')}; {_GIVE}"
+    )
+
+
+def only_layers(plan: EnginePlan, layers: tuple[int, ...], path: Path) -> EnginePlan:
+    """The plan of these layers. Raises ConfigError if it has not all of them."""
+    ranks_of = plan.placement.ranks_of
+    missing = [layer for layer in layers if layer not in ranks_of]
+    if missing:
+        raise ConfigError(
+            f"{path} has {len(ranks_of)} layers, and not layer {missing[0]} of the loads: say which"
+            " layers are dense with --model or --dense-layers."
+        )
+    return plan.only(layers)
+
+
+def write_text(path: Path, text: str) -> None:
+    """The file is there whole or not at all. Raises ConfigError."""
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # a name that is too long cannot be removed either
+            aside.unlink(missing_ok=True)
+        raise ConfigError(f"{path} cannot be written: {error.strerror}.") from None
+
+
+def _plain(content: object) -> object:
+    """Arrays of a recording as lists."""
+    if not isinstance(content, dict):
+        return content
+    return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in content.items()}

@@ -1,0 +1,1 @@
+"""The tables and the report of `moe-serve place`."""

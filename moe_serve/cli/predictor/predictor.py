@@ -1,0 +1,168 @@
+"""`moe-serve predictor`: train predictors of the routing, and judge them."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from moe_serve.cli.output_file import check_output, check_output_folder
+from moe_serve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+KINDS = ("request", "next-layer", "pre-attention")
+
+predictor = typer.Typer(
+    name="predictor",
+    help="Train predictors of the routing, and judge them.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Model = Annotated[
+    str | None,
+    typer.Option(help="A folder in Hugging Face layout. Without it: the demonstration model."),
+]
+Texts = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Text files (also .txt.xz), or folders of them; documents are separated by a line "
+        "<|endoftext|>. May be given more than once."
+    ),
+]
+Traces = Annotated[
+    list[Path] | None,
+    typer.Option(help="Instead of texts: traces with token ids. For the request predictor only."),
+]
+MaxTokens = Annotated[int, typer.Option(min=64, help="Tokens of the texts to run, in all.")]
+Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
+Seed = Annotated[int, typer.Option(help="The same seed gives the same bytes.")]
+
+
+@predictor.command()
+def train(
+    kind: Annotated[str, typer.Argument(help=f"{', '.join(KINDS)}, or all.")],
+    out: Annotated[Path, typer.Option(help="The folder to write to.")],
+    model: Model = None,
+    texts: Texts = None,
+    trace: Traces = None,
+    max_tokens: MaxTokens = 400_000,
+    epochs: Annotated[int | None, typer.Option(min=1, help="At most; fewer if it stops.")] = None,
+    loss: Annotated[
+        str, typer.Option(help="Of the layer predictors: router (its distribution) or ranked.")
+    ] = "router",
+    seed: Seed = 0,
+    num_threads: Threads = 1,
+) -> None:
+    """Train predictors of a model on texts or traces, and write them with their cards.
+
+    Ctrl-C keeps the best that there is so far.
+    """
+    kinds = KINDS if kind == "all" else (kind,)
+    if kind not in (*KINDS, "all"):
+        raise ConfigError(f"kind cannot be {kind!r}: it is one of {', '.join(KINDS)}, all.")
+    if loss not in ("router", "ranked"):
+        raise ConfigError(f"loss cannot be {loss!r}: it is one of router, ranked.")
+    if bool(texts) == bool(trace):
+        raise ConfigError("give --texts or --trace, one of the two.")
+    if trace and kinds != ("request",):
+        raise ConfigError("a trace holds no hidden states: train the other kinds on --texts.")
+    out = out.expanduser()
+    check_output_folder(out)
+
+    from moe_serve.cli.predictor.predictor_training import TrainOrder, train_predictors
+
+    order = TrainOrder(
+        kinds=kinds,
+        out=out,
+        model=model,
+        texts=tuple(texts or ()),
+        traces=tuple(trace or ()),
+        max_tokens=max_tokens,
+        epochs=epochs,
+        loss="router" if loss == "router" else "ranked",
+        seed=seed,
+        num_threads=num_threads,
+    )
+    with progress_bar() as report:
+        lines = train_predictors(order, report)
+    typer.echo("\n".join(lines))
+
+
+@predictor.command()
+def evaluate(
+    folder: Annotated[
+        Path | None, typer.Argument(help="A folder that moe-serve predictor train wrote.")
+    ] = None,
+    model: Model = None,
+    texts: Texts = None,
+    baselines: Annotated[
+        list[Path] | None,
+        typer.Option(help="Texts to fit the baselines on. Without them: no baselines."),
+    ] = None,
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option(help="Instead of a folder and texts: judge predictions from history on it."),
+    ] = None,
+    drop_label: Annotated[
+        str, typer.Option(help="Leave out requests of the trace whose label ends with this.")
+    ] = "",
+    horizon: Annotated[
+        int | None,
+        typer.Option(min=1, help="Coming tokens of a request.", show_default="as trained: 32"),
+    ] = None,
+    max_tokens: MaxTokens = 120_000,
+    as_json: Annotated[
+        Path | None, typer.Option("--json", help="Write all figures, by layer and label.")
+    ] = None,
+    seed: Seed = 0,
+    num_threads: Threads = 1,
+) -> None:
+    """Judge predictors on texts that they were not trained on, with 95% intervals by document."""
+    if trace and (folder or texts or baselines):
+        raise ConfigError("give a folder and --texts, or --trace alone.")
+    if not trace and (folder is None or not texts):
+        raise ConfigError("give a folder of predictors and --texts, or --trace alone.")
+    as_json = None if as_json is None else as_json.expanduser()
+    check_output(as_json)
+
+    from moe_serve.cli.predictor.predictor_verdicts import (
+        JudgeOrder,
+        judge_predictors,
+        print_verdicts,
+        write_verdicts,
+    )
+
+    order = JudgeOrder(
+        folder=None if folder is None else folder.expanduser(),
+        model=model,
+        texts=tuple(texts or ()),
+        baseline_texts=tuple(baselines or ()),
+        traces=tuple(trace or ()),
+        dropped_label=drop_label,
+        horizon=horizon,
+        max_tokens=max_tokens,
+        seed=seed,
+        num_threads=num_threads,
+    )
+    with progress_bar() as report:
+        verdicts, data = judge_predictors(order, report)
+    print_verdicts(verdicts)
+    if as_json is not None:
+        write_verdicts(verdicts, data, as_json)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, float], None]]:
+    """On a terminal; what is reported elsewhere is dropped."""
+    console = Console(highlight=False, stderr=True)
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as p:
+        task = p.add_task("", total=1.0)
+        yield lambda what, share: p.update(task, description=what, completed=share)

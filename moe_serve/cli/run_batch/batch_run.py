@@ -1,0 +1,118 @@
+"""A batch from its first line to its last: so many lines under way at once, rows as they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from moe_serve.cli.run_batch.batch_lines import BatchLine, BatchRow, read_line, repeated
+from moe_serve.cli.run_batch.batch_output import BatchOutput
+from moe_serve.cli.run_batch.batch_reader import BatchReader
+from moe_serve.cli.run_batch.batch_target import BatchTarget
+
+
+@dataclass(slots=True)
+class BatchCount:
+    """What came of the lines so far."""
+
+    answered: int = 0
+    refused: int = 0  # the server answered with an error
+    bad: int = 0  # never sent, or never answered
+    skipped: int = 0  # an earlier run wrote their rows
+    num_tokens: int = 0  # that were generated
+    begun: float | None = None  # when the first line could be sent
+    on_change: Callable[[BatchCount], None] = field(default=lambda _: None, repr=False)
+
+    @property
+    def num_lines(self) -> int:
+        return self.answered + self.refused + self.bad + self.skipped
+
+    @property
+    def num_failed(self) -> int:
+        return self.refused + self.bad
+
+    def add(self, row: BatchRow) -> None:
+        if row.is_good:
+            self.answered += 1
+            self.num_tokens += _num_generated(row)
+        elif row.status is not None:
+            self.refused += 1
+        else:
+            self.bad += 1
+        self.on_change(self)
+
+    def skip(self) -> None:
+        self.skipped += 1
+        self.on_change(self)
+
+
+async def run_lines(
+    lines: Iterable[bytes],
+    output: BatchOutput,
+    target: BatchTarget,
+    concurrency: int,
+    count: BatchCount,
+) -> None:
+    """Answer what has no row yet. Raises what the target raises; rows that are written stay.
+
+    `lines` is iterated by a thread, and left there in the middle where its next line does not come.
+    """
+    with BatchReader(lines) as reader:
+        todo = _Todo(reader, output, count)
+        workers = [
+            asyncio.create_task(_work(todo, output, target, count))
+            for _ in range(max(1, concurrency))
+        ]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+
+
+async def _work(todo: _Todo, output: BatchOutput, target: BatchTarget, count: BatchCount) -> None:
+    while (line := await todo.next()) is not None:
+        row = await target.send(line)
+        output.append(row)
+        count.add(row)
+
+
+class _Todo:
+    """Lines to send; the others are skipped, or get their rows at once."""
+
+    def __init__(self, reader: BatchReader, output: BatchOutput, count: BatchCount) -> None:
+        self._reader, self._output, self._count = reader, output, count
+        self._first: dict[str, int] = {}  # custom_id -> its line
+
+    async def next(self) -> BatchLine | None:
+        """Of all workers: each takes the next line. None after the last one."""
+        while (numbered := await self._reader.next()) is not None:
+            number, text = numbered
+            if text.strip() and (line := self._to_send(number, text)) is not None:
+                return line
+        return None
+
+    def _to_send(self, number: int, text: bytes) -> BatchLine | None:
+        line = read_line(number, text)
+        first = number if line.custom_id is None else self._first.setdefault(line.custom_id, number)
+        if line.custom_id is not None and first != number:
+            line = repeated(number, line.custom_id, first)
+        if self._output.has(number, line.custom_id):
+            self._count.skip()
+        elif isinstance(line, BatchRow):
+            self._output.append(line)
+            self._count.add(line)
+        else:
+            return line
+        return None
+
+
+def _num_generated(row: BatchRow) -> int:
+    """By the usage of chat and text completions, or of responses and messages."""
+    usage = row.body.get("usage") if isinstance(row.body, dict) else None
+    if not isinstance(usage, dict):
+        return 0
+    number = usage.get("completion_tokens", usage.get("output_tokens", 0))
+    return number if isinstance(number, int) else 0

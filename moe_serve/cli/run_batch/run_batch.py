@@ -1,0 +1,156 @@
+"""`moe-serve run-batch`: a file of requests in, a file of answers out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import httpx
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from moe_serve.cli.client.api_key import sent_key
+from moe_serve.cli.run_batch.batch_output import BatchOutput
+from moe_serve.cli.run_batch.batch_run import BatchCount, run_lines
+from moe_serve.cli.run_batch.batch_target import OWN_URL, BatchTarget
+from moe_serve.config.sources import API_KEY_VARIABLE, load_config
+from moe_serve.errors import ConfigError
+
+EXIT_SOME_FAILED = 3
+
+
+def run_batch(
+    input_file: Annotated[Path, typer.Option("-i", "--input", help="Lines of OpenAI's format.")],
+    output_file: Annotated[
+        Path, typer.Option("-o", "--output", help="Gets a row for each; those it has are kept.")
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(help="A folder of a model to load here. Default: the demonstration model."),
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="Ask this server instead.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar=API_KEY_VARIABLE, help="Its key, or @FILE that holds it.")
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(min=1, max=4096, help="Lines under way at once.")
+    ] = 64,
+    config_file: Annotated[
+        Path | None, typer.Option("--config", help="YAML file, for a model that is loaded here.")
+    ] = None,
+) -> None:
+    """Answer a file of requests: one JSON line in, one JSON row out.
+
+    Exit codes: 0 all answered, 1 the server is gone, 2 a mistake in what was asked for, 3 some
+    rows are errors, 130 interrupted. Run it again to go on: rows that are there are skipped.
+    """
+    if url is not None and (model is not None or config_file is not None):
+        raise ConfigError("--url asks a server: --model and --config are for a model loaded here.")
+    if input_file.resolve() == output_file.resolve():
+        raise ConfigError(f"{input_file} is input and output: name another output file.")
+    count = BatchCount()
+    try:
+        num_lines = _count_lines(input_file)
+        with BatchOutput(output_file) as output, _bar(num_lines, count):
+            if url is not None:
+                target = BatchTarget(url, sent_key(api_key))
+                asyncio.run(_run(input_file, output, target, concurrency, count))
+            else:
+                _run_here(input_file, output, model, config_file, concurrency, count)
+    except KeyboardInterrupt:
+        _say(count, "interrupted; run it again to go on")
+        raise
+    _say(count, str(output_file))
+    if count.num_failed:
+        raise typer.Exit(EXIT_SOME_FAILED)
+
+
+def _run_here(
+    input_file: Path,
+    output: BatchOutput,
+    model: str | None,
+    config_file: Path | None,
+    concurrency: int,
+    count: BatchCount,
+) -> None:
+    flags = {} if model is None else {"model.path": model}
+    config = load_config(flags=flags, environ=os.environ, file=config_file).config
+
+    # Only now what is heavy: a mistake above must be said at once.
+    from moe_serve.cli.run_batch.offline_app import offline_app
+
+    with offline_app(config) as app:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        target = BatchTarget(OWN_URL, transport=transport)
+        asyncio.run(_run(input_file, output, target, concurrency, count))
+
+
+async def _run(
+    input_file: Path, output: BatchOutput, target: BatchTarget, concurrency: int, count: BatchCount
+) -> None:
+    async with target:
+        await target.check()
+        count.begun = time.monotonic()
+        await run_lines(_lines(input_file), output, target, concurrency, count)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Opened where they are read: a named pipe waits for its writer there."""
+    try:
+        with path.open("rb") as lines:
+            yield from lines
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _count_lines(path: Path) -> int | None:
+    """None: not known, as what is read from a pipe or a terminal is gone."""
+    if path.is_fifo() or path.is_char_device():
+        return None
+    try:
+        with path.open("rb") as lines:
+            return sum(1 for line in lines if line.strip())
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot read the lines in {path}: {error.strerror}.")
+
+
+@contextlib.contextmanager
+def _bar(num_lines: int | None, count: BatchCount) -> Iterator[None]:
+    """Of lines that are done; nothing where nobody watches."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("lines, {task.fields[failed]} errors"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("batch", total=num_lines, failed=0)
+        count.on_change = lambda now: progress.update(
+            task, completed=now.num_lines, failed=now.num_failed
+        )
+        yield
+
+
+def _say(count: BatchCount, what: str) -> None:
+    seconds = max(1e-9, time.monotonic() - (count.begun or time.monotonic()))
+    typer.echo(
+        f"{count.answered} answered, {count.refused} refused, {count.bad} not sent or lost, "
+        f"{count.skipped} there before; {count.num_tokens} tokens in {seconds:.1f} s "
+        f"({count.num_tokens / seconds:.0f}/s): {what}",
+        err=True,
+    )

@@ -1,0 +1,89 @@
+"""`moe-serve top`: what a running server does, live in a terminal."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from moe_serve.cli.client.api_key import sent_key
+from moe_serve.cli.client.server_answer import Answer
+from moe_serve.cli.top.keyboard import single_keys, wait_for_key
+from moe_serve.cli.top.top_source import NotReachedError, TopSource
+from moe_serve.cli.top.top_view import frame
+from moe_serve.config.sources import API_KEY_VARIABLE
+from moe_serve.errors import ConfigError
+
+_TICK_S = 0.2  # how soon a key or a new size of the terminal is noticed
+_PLAIN_COLUMNS = 140  # of a frame that goes to a file or a pipe
+
+
+def top(
+    url: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None, typer.Option(envvar=API_KEY_VARIABLE, help="Its key, or @FILE that holds it.")
+    ] = None,
+    interval: Annotated[
+        float, typer.Option(min=0.2, max=60.0, help="Seconds between two looks.")
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and leave.")] = False,
+) -> None:
+    """Watch a running server: requests, tokens, latencies, KV pages, experts, ranks, events.
+
+    q or Ctrl-C leaves. Without a terminal it prints one frame. Exit code 1: not reached.
+    """
+    if math.isnan(interval):  # no comparison with a range refuses it
+        raise ConfigError("--interval is nan: give the seconds between two looks, 0.2 to 60.")
+    console = Console(highlight=False)
+    with TopSource(url, sent_key(api_key)) as source:
+        try:
+            state = source.fetch()
+            if once or not console.is_terminal:
+                _print_once(console, source, state)
+            else:
+                _watch(console, source, state, interval)
+        except NotReachedError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from None
+
+
+def _print_once(console: Console, source: TopSource, state: Answer) -> None:
+    if source.is_plain:  # speeds are differences of two looks
+        time.sleep(1.0)
+        state = source.fetch()
+    if not console.is_terminal:
+        console.width = _PLAIN_COLUMNS
+    console.print(frame(state, console, is_bounded=False))
+
+
+def _watch(console: Console, source: TopSource, state: Answer, interval: float) -> None:
+    live = Live(console=console, screen=True, auto_refresh=False)
+    with single_keys():
+        try:  # not `with`: Ctrl-C may come while it starts
+            live.start()
+            _follow(live, source, state, interval)
+        finally:
+            live.stop()
+
+
+def _follow(live: Live, source: TopSource, state: Answer, interval: float) -> None:
+    """Until q is typed. A server that goes away is waited for."""
+    console, trouble = live.console, ""
+    next_look, size = time.monotonic() + interval, None
+    while True:
+        is_due = time.monotonic() >= next_look
+        if is_due:
+            next_look = time.monotonic() + interval
+            try:
+                state, trouble = source.fetch(), ""
+            except NotReachedError as error:
+                trouble = str(error)
+        if is_due or console.size != size:
+            size = console.size
+            live.update(frame(state, console, trouble=trouble or None), refresh=True)
+        if "q" in wait_for_key(_TICK_S).lower():
+            return

@@ -1,0 +1,156 @@
+"""Where `moe-serve top` gets its figures: `/dashboard/state`, or `/metrics` of a server without it.
+
+Either way they are laid out like `/dashboard/state`; what only that has is missing then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from moe_serve.bench.client.server_metrics import Metrics
+from moe_serve.cli.client.server_address import ServerAddress
+from moe_serve.cli.client.server_answer import Answer
+from moe_serve.cli.client.server_trust import no_connection, trusted
+from moe_serve.errors import ConfigError, MoeServeError
+
+MAX_EVENTS = 200
+_TIMEOUT_S = 5.0
+
+
+class NotReachedError(MoeServeError):
+    """The server does not answer now. `str(error)` is one sentence."""
+
+
+class TopSource:
+    """One server. Close it, or use `with`."""
+
+    def __init__(
+        self, url: str, api_key: str | None, transport: httpx.BaseTransport | None = None
+    ) -> None:
+        address = ServerAddress.parse(url, api_key)
+        self.url = address.url
+        self._client = httpx.Client(
+            base_url=self.url,
+            headers=address.headers,
+            timeout=_TIMEOUT_S,
+            transport=transport,
+            verify=trusted(),
+            trust_env=address.uses_proxies,
+        )
+        self.is_plain = False  # the server has /metrics only
+        self._since = 0
+        self._started: float | None = None
+        self._events: list[Any] = []
+        self._before: tuple[float, Metrics] | None = None
+
+    def __enter__(self) -> TopSource:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._client.close()
+
+    def fetch(self) -> Answer:
+        """The state now, with the events so far. Raises NotReachedError, ConfigError."""
+        response = self._get(f"/dashboard/state?since={self._since}")
+        if response.status_code == 404:
+            return self._from_metrics()
+        self.is_plain = False
+        try:
+            state = Answer(self._checked(response).json())
+        except ValueError:
+            raise self._strange() from None
+        if not state.at("requests").is_there:
+            raise self._strange()
+        return self._with_events(state)
+
+    def _with_events(self, state: Answer) -> Answer:
+        started, before = state.number("server", "started"), self._started
+        if before is not None and started != before:  # its events are numbered anew
+            # Once: behind a load balancer every answer may be of another server.
+            self._since, self._events, self._started = 0, [], None
+            return self.fetch()
+        self._started = started
+        news = state.at("events").items
+        self._events = [*self._events, *(event.content for event in news)][-MAX_EVENTS:]
+        self._since = int(max((event.number("seq") or 0 for event in news), default=self._since))
+        return Answer({**state.content, "events": self._events})
+
+    def _from_metrics(self) -> Answer:
+        response = self._checked(self._get("/metrics"))
+        metrics, now = Metrics.parse(response.text), time.monotonic()
+        if metrics.total("engine_steps_total") is None:
+            raise self._strange()
+        before, self._before = self._before, (now, metrics)
+        self.is_plain = True
+        names = (dict(labels).get("model_name") for _, labels in metrics.values)
+        model = next(filter(None, names), "?")
+        return Answer(_state_of(model, metrics, now, before))
+
+    def _get(self, path: str) -> httpx.Response:
+        try:
+            return self._client.get(path)
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise NotReachedError(no_connection(str(self.url), error)) from None
+        except httpx.HTTPError as error:
+            why = str(error) or type(error).__name__
+            raise NotReachedError(f"the connection to {self.url} broke: {why}.") from error
+
+    def _checked(self, response: httpx.Response) -> httpx.Response:
+        if response.status_code == 401:
+            raise ConfigError(f"{self.url} wants an API key: --api-key KEY, or @FILE.")
+        if response.is_error:
+            raise NotReachedError(f"{self.url} answers with status {response.status_code}.")
+        return response
+
+    def _strange(self) -> NotReachedError:
+        return NotReachedError(f"{self.url} answers, but not like moe-serve.")
+
+
+def _state_of(
+    model: str, metrics: Metrics, now: float, before: tuple[float, Metrics] | None
+) -> Mapping[str, Any]:
+    def per_second(name: str) -> list[float]:
+        old = None if before is None else before[1].total(name)
+        new = metrics.total(name)
+        if before is None or old is None or new is None or now <= before[0]:
+            return []
+        return [max(0.0, new - old) / (now - before[0])]
+
+    def mean_ms(name: str) -> Mapping[str, float] | None:
+        count, total = metrics.total(f"{name}_count"), metrics.total(f"{name}_sum")
+        return {"mean": 1e3 * total / count} if count and total is not None else None
+
+    ends = metrics.by_label("request_success_total", "finished_reason")
+    tier = {"name": "memory", "share": metrics.total("kv_cache_usage_perc")}
+    recall = metrics.total("predictor_recall")
+    version = metrics.total("placement_version")
+    return {
+        "server": {"name": "moe-serve", "model": model},
+        "requests": {
+            "running": metrics.total("num_requests_running"),
+            "waiting": metrics.total("num_requests_waiting"),
+            "finished_total": sum(ends.values()),
+            "failed_total": ends.get("error", 0.0),
+            "rejected_total": metrics.total("admission_rejections_total") or 0.0,
+        },
+        "tokens": {
+            "prompt_total": metrics.total("prompt_tokens_total"),
+            "generated_total": metrics.total("generation_tokens_total"),
+        },
+        "latency": {
+            "ttft_ms": mean_ms("time_to_first_token_seconds"),
+            "tpot_ms": mean_ms("inter_token_latency_seconds"),
+        },
+        "kv": {"tiers": [tier]},
+        "history": {
+            "prompt_per_s": per_second("prompt_tokens_total"),
+            "generated_per_s": per_second("generation_tokens_total"),
+        },
+        "predictor": None if recall is None else {"recall": recall},
+        "placement": None if version is None else {"version": version},
+        "events": [],
+    }

@@ -1,0 +1,196 @@
+"""One frame of `moe-serve top`, from the answer of `/dashboard/state`, for a terminal's size."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from moe_serve.cli.client.server_answer import Answer
+from moe_serve.cli.top.heat_strip import bar, sparkline
+from moe_serve.cli.top.top_experts import experts_table
+from moe_serve.cli.top.top_ranks import placement_lines, ranks_table
+
+_NARROW = 130  # columns below which the figures are one column, not two
+_MAX_EVENTS = 4
+_MIN_EXPERT_LINES = 6  # else events and ranks are left out for them
+_ALL = 10_000  # lines
+
+
+def frame(
+    state: Answer, console: Console, *, is_bounded: bool = True, trouble: str | None = None
+) -> Group:
+    """As wide as the console; as high only if `is_bounded`, and then layers are left out.
+
+    `trouble`: why the state is an old one.
+    """
+    figures = [_requests(state), _tokens(state), _latency(state), _cache(state)]
+    grid = Table.grid(expand=True, padding=(0, 2))
+    columns = 1 if console.width < _NARROW else 2
+    for _ in range(columns):
+        grid.add_column(ratio=1)
+    for i in range(0, len(figures), columns):
+        grid.add_row(*figures[i : i + columns])
+    above: list[RenderableType] = [_title(state, trouble), _panel("load", grid)]
+    below: list[RenderableType] = [*_ranks(state), *_events(state)]
+    if state.at("experts").is_there:
+        while is_bounded and below and _room(console, above, below) < _MIN_EXPERT_LINES:
+            below.pop()
+        height = _room(console, above, below) if is_bounded else _ALL
+        table = experts_table(state.at("experts"), console.width - 4, height)
+        below.insert(0, _panel(_experts_title(state), table))
+    return Group(*above, *below)
+
+
+def _room(console: Console, *parts: list[RenderableType]) -> int:
+    """Lines that are left for the inside of one more panel."""
+    taken = [part for group in parts for part in group]
+    return console.height - len(console.render_lines(Group(*taken))) - 2
+
+
+def _panel(title: str, content: RenderableType) -> Panel:
+    return Panel(content, title=title, title_align="left", border_style="dim")
+
+
+def _title(state: Answer, trouble: str | None) -> Text:
+    server = state.at("server")
+    title = Text.assemble(("moe-serve", "bold"), f" {server.text('version') or ''}")
+    is_ready = server.at("is_ready").content
+    if trouble is not None:  # before the model, whose name may fill a narrow terminal
+        title.append(f"  {trouble}", style="bold red")
+    elif is_ready is False:
+        title.append("  not ready", style="bold yellow")
+    title.append(f"  {_model(server)}", style="bold cyan")
+    if is_ready is True and trouble is None:
+        title.append("  ready", style="green")
+    for part in (server.text("layout"), _uptime(server.number("uptime_s"))):
+        if part:
+            title.append(f"  {part}")
+    title.no_wrap, title.overflow = True, "ellipsis"
+    return title
+
+
+def _model(server: Answer) -> str:
+    return server.text("model") or "?"
+
+
+def _uptime(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    minutes, hours = int(seconds // 60) % 60, int(seconds // 3600)
+    return (
+        f"up {hours} h {minutes:02d} min" if hours else f"up {minutes} min {seconds % 60:02.0f} s"
+    )
+
+
+def _requests(state: Answer) -> Text:
+    requests = state.at("requests")
+    running, most = requests.number("running"), requests.number("max_running")
+    line = _label("requests")
+    line.append(f"{_count(running)} running", style="bold")
+    if running is not None and most:
+        line.append(f" of {most:.0f} {bar(running / most, 10)}")
+    line.append(f"  {_count(requests.number('waiting'))} waiting")
+    oldest = requests.number("oldest_waiting_s")
+    if oldest:
+        line.append(f", oldest {oldest:.1f} s", style="yellow" if oldest > 5 else "")
+    ends = [(name, requests.number(f"{name}_total")) for name in ("finished", "failed", "rejected")]
+    line.append("\n" + " " * 9 + "  ".join(f"{_count(n)} {name}" for name, n in ends))
+    return line
+
+
+def _tokens(state: Answer) -> Text:
+    line = _label("tokens")
+    for index, (key, name) in enumerate((("generated", "generated"), ("prompt", "of prompts"))):
+        line.append("" if index == 0 else "\n" + " " * 9)
+        speeds = state.numbers("history", f"{key}_per_s")
+        now = f"{speeds[-1]:7.0f}/s" if speeds else "      ?/s"
+        line.append(now, style="bold" if index == 0 else "")
+        line.append(f" {name}, {_count(state.number('tokens', f'{key}_total'))} in all ")
+        if len(speeds) > 1:
+            line.append(sparkline(speeds, 20), style="cyan")
+    return line
+
+
+def _latency(state: Answer) -> Text:
+    line = _label("latency")
+    for index, (key, name) in enumerate((("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"))):
+        line.append("" if index == 0 else "\n" + " " * 9)
+        line.append(f"{name} ", style="bold")
+        figures = state.at("latency", key)
+        shown = [
+            f"{what} {value:.1f} ms"
+            for what in ("p50", "p90", "p99", "mean")
+            if (value := figures.number(what)) is not None
+        ]
+        line.append("  ".join(shown) or "no request yet", style="" if shown else "dim")
+    return line
+
+
+def _cache(state: Answer) -> Text:
+    line = _label("KV")
+    kv = state.at("kv")
+    for index, tier in enumerate(kv.at("tiers").items):
+        line.append("" if index == 0 else "\n" + " " * 9)
+        pages, used, cached = (tier.number(name) for name in ("pages", "used", "cached"))
+        share = used / pages if used is not None and pages else tier.number("share")
+        line.append(f"{tier.text('name') or 'pages'} ", style="bold")
+        if pages == 0:  # they are those of the attention ranks
+            line.append("no pages: no attention rank is there", style="red")
+            continue
+        if share is not None:
+            line.append(f"{bar(share, 16)} {share:.0%}")
+        if used is not None:
+            line.append(f"  {_count(used)} of {_count(pages)} pages, {_count(cached)} cached")
+    hit_rate = kv.number("prefix_hit_rate")
+    if hit_rate is not None:
+        line.append(f"\n{'':9}prefix hits {hit_rate:.0%}")
+    memory = state.at("expert_memory")
+    if memory.is_there:
+        gib = (memory.number("resident_bytes") or 0) / 2**30
+        rate = memory.number("hit_rate")
+        line.append(f"\n{'':9}experts in memory {gib:.2f} GiB")
+        line.append("" if rate is None else f", hits {rate:.0%}")
+    return line
+
+
+def _experts_title(state: Answer) -> str:
+    experts = state.at("experts")
+    num_experts, top_k = experts.number("num_experts"), experts.number("top_k")
+    return (
+        f"experts: {_count(experts.number('num_layers'))} layers of {_count(num_experts)}, "
+        f"top {_count(top_k)}; {_count(experts.number('num_tokens'))} tokens in "
+        f"{_count(experts.number('window_s'))} s"
+    )
+
+
+def _ranks(state: Answer) -> list[Panel]:
+    ranks, lines = state.at("ranks").items, placement_lines(state)
+    if not ranks and not lines:
+        return []
+    content = Group(*([ranks_table(ranks)] if ranks else []), *lines)
+    return [_panel("ranks and placement", content)]
+
+
+def _events(state: Answer) -> list[Panel]:
+    events = state.at("events").items[-_MAX_EVENTS:]
+    if not events:
+        return []
+    table = Table.grid(padding=(0, 1))
+    for event in events:
+        when = event.number("time")
+        clock = "" if when is None else time.strftime("%H:%M:%S", time.localtime(when))
+        text = Text(event.text("text") or "", no_wrap=True, overflow="ellipsis")
+        table.add_row(Text(clock, style="dim"), Text(event.text("kind") or "", style="bold"), text)
+    return [_panel("events", table)]
+
+
+def _label(name: str) -> Text:
+    return Text.assemble((f"{name:<9}", "dim"))
+
+
+def _count(value: float | None) -> str:
+    return "?" if value is None else f"{value:,.0f}".replace(",", " ")

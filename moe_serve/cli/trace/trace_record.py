@@ -1,0 +1,210 @@
+"""`moe-serve trace record`: run prompts here, and keep what the routers chose."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import deque
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from moe_serve.cli.serve.ready import loading_bar
+from moe_serve.cli.trace.trace_prompts import TracePrompt, read_prompts
+from moe_serve.config.sources import load_config
+from moe_serve.errors import GenerationError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from moe_serve.engine.build import BuiltEngine
+    from moe_serve.engine.request.request import GenerationRequest
+    from moe_serve.engine.routes.route_recorder import TokenSink
+    from routing_predictor.traces.recording import RecordingWriter, TraceHeader
+
+_EXIT_INTERRUPTED = 130
+_SUFFIX = ".safetensors"
+_PART_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Output:
+    """Where parts are written, and the one file that they become, if one is wanted."""
+
+    writer: RecordingWriter
+    parts: Path
+    file: Path | None
+
+    def close(self) -> int:
+        """-> tokens that were recorded. Parts stay where joining them fails."""
+        from routing_predictor.traces.errors import TraceError
+        from routing_predictor.traces.trace_file import read_traces, write_trace
+
+        stats = self.writer.close()
+        num_tokens = stats.num_tokens - stats.num_lost_tokens
+        if self.file is not None and num_tokens:
+            try:
+                write_trace(read_traces([self.parts]), self.file)
+            except TraceError as error:
+                raise TraceError(f"{error}; what was recorded is in {self.parts}") from None
+            shutil.rmtree(self.parts)
+        return num_tokens
+
+
+def record(
+    prompts: Annotated[
+        Path,
+        typer.Option(help='One prompt per line, or *.jsonl with {"prompt": ..., "label": ...}.'),
+    ],
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A folder in Hugging Face layout. Without it: the demonstration model."
+        ),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help=f"A file *{_SUFFIX}, or a new folder for many parts.")
+    ] = Path("trace.safetensors"),
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer to a prompt.")] = 64,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, max=2.0, help="0 always takes the likeliest token.")
+    ] = 0.0,
+    weights: Annotated[bool, typer.Option(help="Also the routers' weights.")] = False,
+    tokens: Annotated[bool, typer.Option(help="Also the token ids.")] = True,
+    config_file: Annotated[
+        Path | None, typer.Option("--config", help="YAML file, see configs/serve.yaml.")
+    ] = None,
+) -> None:
+    """Answer prompts and record which experts every token chose. Ctrl-C keeps what there is."""
+    for path in (out, _parts_of(out)):
+        if path.exists():
+            raise InvalidRequestError(
+                f"{path} is there already: choose another --out.", param="out"
+            )
+    if not out.absolute().parent.is_dir():
+        raise InvalidRequestError(f"{out.absolute().parent} is no folder.", param="out")
+    chosen = read_prompts(prompts)
+    flags = {"cache.prefix_cache": False, **({} if model is None else {"model.path": model})}
+    loaded = load_config(flags=flags, environ=os.environ, file=config_file)
+
+    from moe_serve.cluster.any_engine import build_any_engine
+    from moe_serve.engine.tracing import trace_header
+
+    config = loaded.config.engine
+    with loading_bar(Console(stderr=True)) as progress:
+        built = build_any_engine(config, progress)
+    try:
+        requests = _requests(built, chosen, max_tokens, temperature)
+        name = built.layout.folder.resolve().name if config.model.path else "moe-serve-demo"
+        header = replace(trace_header(built, config, name), has_tokens=tokens, has_weights=weights)
+        _record(built, requests, _open(out, header, chosen), out)
+    finally:
+        built.engine.close()
+
+
+def _parts_of(out: Path) -> Path:
+    """Where parts are written: beside a file, until they are joined."""
+    return out.with_suffix(".parts") if out.suffix == _SUFFIX else out
+
+
+def _open(out: Path, header: TraceHeader, prompts: list[TracePrompt]) -> _Output:
+    from routing_predictor.traces.recording import RecordingWriter
+
+    parts = _parts_of(out)
+    writer = RecordingWriter(
+        parts,
+        header,
+        part_bytes=_PART_BYTES,
+        max_bytes=2**60,
+        is_patient=True,
+        labels={f"prompt-{number}": each.label for number, each in enumerate(prompts)},
+    )
+    return _Output(writer=writer, parts=parts, file=None if parts == out else out)
+
+
+def _record(
+    built: BuiltEngine, requests: list[GenerationRequest], output: _Output, out: Path
+) -> None:
+    """Run them, and write what was recorded, whatever ends it."""
+    num_tokens, is_interrupted = 0, False
+    try:
+        _run(built, output.writer, requests, output.writer.has_weights)
+    except KeyboardInterrupt:
+        is_interrupted = True
+    finally:
+        num_tokens = output.close()
+    what = "interrupted: " if is_interrupted else ""
+    if num_tokens:
+        typer.echo(f"{what}{num_tokens} tokens are in {out}; see `moe-serve trace show {out}`")
+    else:
+        typer.echo(f"{what}nothing was recorded")
+    if is_interrupted:
+        raise typer.Exit(_EXIT_INTERRUPTED)
+    if not num_tokens:
+        raise typer.Exit(1)
+
+
+def _requests(
+    built: BuiltEngine, prompts: list[TracePrompt], max_tokens: int, temperature: float
+) -> list[GenerationRequest]:
+    """A prompt that does not fit the context with its answer is cut at its end."""
+    from moe_serve.engine.request.request import GenerationRequest
+    from moe_serve.engine.request.sampling_params import SamplingParams
+    from moe_serve.text.tokenizer import Tokenizer
+
+    tokenizer, room = Tokenizer.load(built.layout.folder), built.layout.max_model_len - max_tokens
+    if room < 1:
+        limit = built.layout.max_model_len
+        raise InvalidRequestError(
+            f"--max-tokens {max_tokens} leaves no room for a prompt in {limit} tokens of context.",
+            param="max_tokens",
+        )
+    requests, num_cut = [], 0
+    for number, each in enumerate(prompts):
+        ids = tokenizer.encode(each.prompt) if isinstance(each.prompt, str) else each.prompt
+        if not ids or not all(0 <= token < built.layout.vocab_size for token in ids):
+            raise InvalidRequestError(
+                f"prompt {number + 1} has no tokens, or one outside the vocabulary.",
+                param="prompts",
+            )
+        num_cut += len(ids) > room
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=number)
+        requests.append(
+            GenerationRequest(
+                request_id=f"prompt-{number}", prompt_token_ids=tuple(ids[:room]), params=params
+            )
+        )
+    if num_cut:
+        typer.echo(f"{num_cut} prompts are cut to {room} tokens, to fit the context", err=True)
+    return requests
+
+
+def _run(
+    built: BuiltEngine,
+    sink: TokenSink,
+    requests: list[GenerationRequest],
+    has_weights: bool,
+) -> None:
+    from moe_serve.engine.request.request import FinishReason
+    from moe_serve.engine.routes.route_recorder import RouteRecorder
+
+    recorder = RouteRecorder(sink, 1.0, has_weights=has_weights)
+    built.routes.add(recorder)
+    waiting, num_left = deque(requests), len(requests)
+    columns = (
+        TextColumn("recording"), BarColumn(), MofNCompleteColumn(), TextColumn("prompts"),
+        TimeElapsedColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("recording", total=len(requests))
+        while num_left:
+            while waiting and built.engine.num_waiting < built.engine.num_seats:
+                built.engine.add(waiting.popleft())
+            for delta in built.engine.step():
+                if delta.finish_reason is FinishReason.ERROR:
+                    raise GenerationError(f"{delta.request_id}: {delta.error}.")
+                if delta.finish_reason is not None:
+                    num_left -= 1
+                    progress.advance(task)

@@ -1,0 +1,72 @@
+"""`moe-serve trace start`, `stop` and `status`: recordings of a server that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from moe_serve.cli.client.admin_client import URL, AdminClient, AdminKey, Url
+from moe_serve.cli.wide_console import wide_console
+from moe_serve.errors import TracingError
+
+_FIELDS = frozenset({"is_recording", "folder", "sample_rate", "recording", "total"})
+
+
+def start(
+    url: Url = URL,
+    admin_key: AdminKey = None,
+    sample_rate: Annotated[
+        float | None,
+        typer.Option(help="Share of requests to record.", show_default="trace.sample_rate"),
+    ] = None,
+    weights: Annotated[
+        bool | None,
+        typer.Option(help="Also the routers' weights.", show_default="trace.weights"),
+    ] = None,
+) -> None:
+    """Begin to record the routing of a running server, into a folder of its trace.directory."""
+    if sample_rate is not None and not 0 < sample_rate <= 1:
+        raise TracingError(f"--sample-rate {sample_rate:g} is no share: it is above 0, at most 1.")
+    given = {"sample_rate": sample_rate, "weights": weights}
+    body = {name: value for name, value in given.items() if value is not None}
+    _print(_ask(url, admin_key, "POST", "start", body))
+
+
+def stop(url: Url = URL, admin_key: AdminKey = None) -> None:
+    """End the recording; what was not written yet is."""
+    _print(_ask(url, admin_key, "POST", "stop"))
+
+
+def status(url: Url = URL, admin_key: AdminKey = None) -> None:
+    """What is being recorded, and how much of it there is."""
+    _print(_ask(url, admin_key, "GET", "status"))
+
+
+def _ask(
+    url: str, key: str | None, method: str, verb: str, body: Mapping[str, object] | None = None
+) -> Mapping[str, Any]:
+    client = AdminClient(url=url, key=key, error=TracingError)
+    return client.ask(method, f"trace/{verb}", _FIELDS, body)
+
+
+def _print(status: Mapping[str, Any]) -> None:
+    recording, total = status["recording"], status["total"]
+    table = Table.grid(padding=(0, 2))
+    table.add_row("recording", "yes" if status["is_recording"] else "no")
+    if status["folder"] is not None:
+        kept = [word for word in ("weights", "tokens") if status[f"has_{word}"]]
+        table.add_row("folder", status["folder"])
+        table.add_row("of", f"{100 * status['sample_rate']:.4g}% of the requests")
+        table.add_row("with", " and ".join(["expert ids", *kept]))
+        table.add_row("tokens", f"{recording['num_tokens']} (in all {total['num_tokens']})")
+        table.add_row("written", f"{recording['num_written_bytes'] / 2**20:.3g} MiB")
+        dropped = recording["num_dropped_parts"]
+        table.add_row("files", f"{recording['num_parts']}, {dropped} older ones were dropped")
+    if recording["num_lost_tokens"]:
+        table.add_row("lost", f"{recording['num_lost_tokens']} tokens that the disk did not take")
+    if recording["failure"]:
+        table.add_row("failed", recording["failure"])
+    wide_console().print(table)
