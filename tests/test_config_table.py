@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import yaml
 
-import config_table
 from moe_serve.config.keys import config_keys
+from tables import config_table
 
 
 def test_the_page_holds_the_generated_tables() -> None:
     shown = config_table.BLOCK.text()
-    assert shown == config_table.render(), "run: python scripts/config_table.py --write"
+    assert shown == config_table.render(), "run: python scripts/tables/config_table.py --write"
 
 
 def test_every_key_has_a_meaning() -> None:

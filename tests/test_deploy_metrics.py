@@ -12,9 +12,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-import grafana_dashboard
-import metrics_table
-from grafana_panels import query_text
+from tables import grafana_dashboard, metrics_table
+from tables.grafana_panels import query_text
 
 ROOT = grafana_dashboard.ROOT
 RULES = ROOT / "deploy" / "prometheus" / "rules.yml"
@@ -84,12 +83,14 @@ def result_labels(query: str, exposed: dict[str, Labels]) -> set[str]:
 
 def test_the_documentation_has_every_metric() -> None:
     written = metrics_table.BLOCK.text()
-    assert written == metrics_table.render(), "run: python scripts/metrics_table.py --write"
+    assert written == metrics_table.render(), "run: python scripts/tables/metrics_table.py --write"
 
 
 def test_the_dashboard_is_what_the_script_writes() -> None:
     written = grafana_dashboard.FILE.read_text("utf-8")
-    assert written == grafana_dashboard.render(), "run: python scripts/grafana_dashboard.py --write"
+    assert written == grafana_dashboard.render(), (
+        "run: python scripts/tables/grafana_dashboard.py --write"
+    )
 
 
 def test_the_dashboard_asks_for_what_there_is(exposed: dict[str, Labels]) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-import model_facts
-import model_table
 from moe_serve.model.families import FAMILIES
+from tables import model_facts, model_table
 
 # In billions, as their makers state them: parameters, and those that a token passes.
 STATED = {
@@ -27,7 +26,7 @@ STATED = {
 
 def test_the_page_holds_the_generated_tables() -> None:
     _, shown, _ = model_table.block(model_table.PAGE.read_text("utf-8"))
-    assert shown == model_table.render(), "run: python scripts/model_table.py --write"
+    assert shown == model_table.render(), "run: python scripts/tables/model_table.py --write"
 
 
 def test_every_family_says_what_is_particular() -> None:

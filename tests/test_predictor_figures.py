@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import predictor_figure
 import request_prediction
+from pictures import predictor_figure
 
 
 def test_figure(tmp_path: Path) -> None:

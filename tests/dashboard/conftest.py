@@ -10,7 +10,7 @@ import pytest
 from selenium import webdriver
 
 from fake_server import FakeServer, running
-from headless_chromium import (
+from pictures.headless_chromium import (
     browser_paths,
     console_errors,
     requested_urls,

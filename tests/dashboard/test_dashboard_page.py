@@ -13,7 +13,6 @@ from selenium.webdriver.common.keys import Keys
 
 from fake_server import FakeServer
 from fake_state import fake_state, idle_state
-from headless_chromium import console_errors, requested_urls, set_view
 from page_checks import (
     contrasts,
     num_updates,
@@ -24,6 +23,7 @@ from page_checks import (
     text,
     wait_for,
 )
+from pictures.headless_chromium import console_errors, requested_urls, set_view
 
 PANELS = [
     "experts",

@@ -14,8 +14,8 @@ from selenium.webdriver.common.keys import Keys
 
 from fake_server import ANSWER, FakeServer, experts_of
 from fake_state import NUM_LAYERS, fake_state
-from headless_chromium import console_errors, requested_urls, set_view
 from page_checks import contrasts, overflow, run_script, status, text, wait_for
+from pictures.headless_chromium import console_errors, requested_urls, set_view
 
 
 def open_playground(browser: webdriver.Chrome, fake: FakeServer) -> None:

@@ -19,7 +19,7 @@ from moe_serve.pipeline.timeline import timeline_file
 from moe_serve.pipeline.timeline.timeline import Records, Stage, Track
 from moe_serve.pipeline.timeline.timeline_file import TimelineWriter
 from moe_serve.pipeline.timeline.timeline_reader import Timeline, read_timeline
-from simulated_timeline import SimulatedPipeline
+from pictures.simulated_timeline import SimulatedPipeline
 from stage_rows import ATTENTION_0, EXPERT_0, records
 
 ROOT = Path(__file__).resolve().parents[2]

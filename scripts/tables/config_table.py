@@ -1,7 +1,7 @@
 """The tables of docs/configuration.md, from the configuration itself.
 
-    python scripts/config_table.py            print them
-    python scripts/config_table.py --write    put them into docs/configuration.md
+    python scripts/tables/config_table.py            print them
+    python scripts/tables/config_table.py --write    put them into docs/configuration.md
 
 Keys, defaults and ranges come from the program, flags from `moe-serve serve`, meanings from the
 comments in configs/serve.yaml. tests/test_config_table.py holds the page to this output.
@@ -19,9 +19,9 @@ import yaml
 from moe_serve.cli.main import app
 from moe_serve.config.keys import ConfigKey, config_keys
 from moe_serve.config.sources import variable_name
-from page_block import PageBlock
+from tables.page_block import PageBlock
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BLOCK = PageBlock(
     page=ROOT / "docs" / "configuration.md",
     start="<!-- config-table: start -->",

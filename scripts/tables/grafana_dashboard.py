@@ -1,7 +1,7 @@
 """The Grafana dashboard of deploy/grafana, from the table of its panels.
 
-    python scripts/grafana_dashboard.py            print it
-    python scripts/grafana_dashboard.py --write    write deploy/grafana/moe-serve.json
+    python scripts/tables/grafana_dashboard.py            print it
+    python scripts/tables/grafana_dashboard.py --write    write deploy/grafana/moe-serve.json
 
 tests/test_deploy_metrics.py holds the file to this output, and each name in it to what the server
 exposes.
@@ -14,9 +14,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from grafana_panels import ROWS, Panel, query_text
+from tables.grafana_panels import ROWS, Panel, query_text
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "deploy" / "grafana" / "moe-serve.json"
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 WIDTH, PANEL_WIDTH, PANEL_HEIGHT = 24, 8, 8
@@ -26,7 +26,7 @@ def dashboard() -> dict[str, Any]:
     return {
         "uid": "moe-serve",
         "title": "moe-serve",
-        "description": "Written by scripts/grafana_dashboard.py.",
+        "description": "Written by scripts/tables/grafana_dashboard.py.",
         "tags": ["moe-serve"],
         "schemaVersion": 39,
         "version": 1,

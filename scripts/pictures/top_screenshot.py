@@ -1,6 +1,6 @@
 """docs/images/top.png: `moe-serve top` beside a server that works, as a terminal would show it.
 
-    python scripts/top_screenshot.py [--port 8170] [--out docs/images/top.png]
+    python scripts/pictures/top_screenshot.py [--port 8170] [--out docs/images/top.png]
 
 Starts the demonstration model with two attention and two expert ranks, sends it chats for a while,
 draws the frame that `top` draws, and has chromium make a picture of it.
@@ -29,7 +29,7 @@ from rich.console import Console
 from moe_serve.cli.top.top_source import NotReachedError, TopSource
 from moe_serve.cli.top.top_view import frame
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docs" / "images" / "top.png"
 COLUMNS, SCALE = 140, 1.0
 TOPICS = ("a bell", "17 + 25", "the king of a small town", "a list of fruits", "def add(a, b):")

@@ -1,6 +1,6 @@
 """The pictures of docs/dashboard.md: a real server with ranks, some load, a headless Chromium.
 
-    python scripts/screenshots.py [PORT]
+    python scripts/pictures/screenshots.py [PORT]
 
 Serves the demonstration model with one attention and two expert ranks, lets eight clients talk to
 it for a minute, and writes docs/images/dashboard*.png and playground*.png. Needs chromium,
@@ -27,9 +27,9 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
-from headless_chromium import set_view, start_chromium
+from pictures.headless_chromium import set_view, start_chromium
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"
 VIEWS = ((1280, "light"), (1280, "dark"), (390, "light"), (390, "dark"))
 MAX_BYTES = 300_000

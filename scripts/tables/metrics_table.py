@@ -1,7 +1,7 @@
 """The table of metrics in docs/observability.md, read off a server that has all that one can have.
 
-    python scripts/metrics_table.py            print it
-    python scripts/metrics_table.py --write    put it into the page
+    python scripts/tables/metrics_table.py            print it
+    python scripts/tables/metrics_table.py --write    put it into the page
 
 tests/test_deploy_metrics.py holds the page, the dashboard and the alerts to the same server.
 """
@@ -35,11 +35,11 @@ from moe_serve.http.admin.server_collector import ServerCollector
 from moe_serve.http.metrics.expert_collector import ExpertCollector
 from moe_serve.http.metrics.metrics import PREFIX, RejectionReason, ServerMetrics
 from moe_serve.http.metrics.metrics_alias import SAME_AS_VLLM
-from page_block import PageBlock
 from routing_predictor.traces.recording import RecordingStats
+from tables.page_block import PageBlock
 
 BLOCK = PageBlock(
-    Path(__file__).resolve().parents[1] / "docs" / "observability.md",
+    Path(__file__).resolve().parents[2] / "docs" / "observability.md",
     "<!-- metrics: begin -->",
     "<!-- metrics: end -->",
 )

@@ -1,6 +1,6 @@
 """The picture of a report of `moe-serve bench` in docs/bench.md: real server, load and Chromium.
 
-    python scripts/bench_screenshot.py [PORT]
+    python scripts/pictures/bench_screenshot.py [PORT]
 
 Writes docs/images/bench-report.png. Needs what `screenshots.py` needs; takes about a minute.
 """
@@ -12,8 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from headless_chromium import set_view
-from screenshots import IMAGES, MAX_BYTES, ROOT, chromium, serving
+from pictures.headless_chromium import set_view
+from pictures.screenshots import IMAGES, MAX_BYTES, ROOT, chromium, serving
 
 LOAD = ("--rate", "6", "--requests", "150", "--prompt-tokens", "64", "--output-tokens", "16:64")
 LIMITS = ("--slo", "ttft=500ms,tpot=60ms")

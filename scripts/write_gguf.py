@@ -1,6 +1,6 @@
 """Write the weights of a Qwen3-MoE checkpoint as one GGUF file, in their own dtype, for llama.cpp.
 
-    envs/llama/bin/python benchmarks/write_gguf.py build/random-1b build/random-1b.gguf
+    envs/llama/bin/python scripts/write_gguf.py build/random-1b build/random-1b.gguf
 
 Needs the packages `gguf` and numpy. Norms and routers are written as fp32, as llama.cpp wants them.
 """

@@ -1,6 +1,6 @@
 """The figure of docs/timeline.md: one step with 1, 2 and 3 micro-batches, with made-up stage times.
 
-python scripts/timeline_figure.py [FILE]
+python scripts/pictures/timeline_figure.py [FILE]
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from moe_serve.pipeline.timeline.pool_metrics import measure
 from moe_serve.pipeline.timeline.timeline import Role, Track
 from moe_serve.pipeline.timeline.timeline_plot import add_legend, describe, draw_rows
-from simulated_timeline import SimulatedPipeline, StageTimes
+from pictures.simulated_timeline import SimulatedPipeline, StageTimes
 
-TARGET = Path(__file__).parents[1] / "docs" / "images" / "timeline.png"
+TARGET = Path(__file__).parents[2] / "docs" / "images" / "timeline.png"
 
 
 def main(path: Path) -> None:

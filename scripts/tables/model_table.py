@@ -1,8 +1,8 @@
 """The tables of docs/models.md, from the families themselves.
 
-    python scripts/model_table.py            print them
-    python scripts/model_table.py --write    put them into docs/models.md
-    python scripts/model_table.py --check    fail if the page says something else
+    python scripts/tables/model_table.py            print them
+    python scripts/tables/model_table.py --write    put them into docs/models.md
+    python scripts/tables/model_table.py --check    fail if the page says something else
 
 Names and architectures come from the registry, words from the first line of each family's file,
 models from the published configs in configs/models/, cases from tests/families/ and tests/engine/.
@@ -17,14 +17,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import model_facts
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.spec_check import check_spec
 from moe_serve.model.families import FAMILIES, Family, family_of
 from moe_serve.model.formats import FORMATS
 from moe_serve.model.spec import ModelSpec
+from tables import model_facts
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "models.md"
 CONFIGS = ROOT / "configs" / "models"
 START, END = "<!-- model-table: start -->", "<!-- model-table: end -->"
@@ -121,7 +121,7 @@ def main() -> int:
     if arguments.write:
         PAGE.write_text(before + render() + after, "utf-8")
     elif shown != render():
-        print("docs/models.md is not current: run python scripts/model_table.py --write")
+        print("docs/models.md is not current: run python scripts/tables/model_table.py --write")
         return 1
     return 0
 

@@ -1,0 +1,1 @@
+"""Writes the generated tables and dashboards of the documentation."""
