@@ -30,7 +30,7 @@ from random_model.families import Sizes
 from random_model.writer import write_random_model
 
 ROOT = Path(__file__).resolve().parents[1]
-CASES = ROOT / "tests/families"
+sys.path.append(str(ROOT))  # for the tiny models that the tests write
 PLAIN_FAMILIES = ("mixtral", "olmoe", "qwen3_moe")  # written without transformers
 LAYOUTS = {"one process": (0, 0), "1A2E": (1, 2)}
 SAMPLING = {
@@ -130,20 +130,19 @@ def checkpoints(folder: Path) -> Iterator[tuple[str, Path | None]]:
 
 def case_checkpoints(folder: Path) -> Iterator[tuple[str, Path]]:
     """Write the first test case of each architecture that the plain families do not cover."""
-    sys.path.insert(0, str(CASES))
-    parity = importlib.import_module("parity")
+    parity = importlib.import_module("tests.support.families.parity")
+    cases = importlib.import_module("tests.support.families.all_cases").CASES
     seen: set[str] = set()
-    for module in sorted(CASES.glob("cases_*.py")):
-        for name, case in importlib.import_module(module.stem).CASES.items():
-            architecture = type(case.config).__name__
-            if architecture not in seen:
-                seen.add(architecture)
-                yield name, parity.write_checkpoint(folder / name, case)
+    for name, case in cases.items():
+        architecture = type(case.config).__name__
+        if architecture not in seen:
+            seen.add(architecture)
+            yield name, parity.write_checkpoint(folder / name, case)
 
 
 def with_tokenizer(path: Path) -> Path:
-    sys.path.insert(0, str(CASES))
-    importlib.import_module("parity").byte_tokenizer().save(str(path / "tokenizer.json"))
+    parity = importlib.import_module("tests.support.families.parity")
+    parity.byte_tokenizer().save(str(path / "tokenizer.json"))
     return path
 
 

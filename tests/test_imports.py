@@ -1,6 +1,6 @@
 """Imports run one way, there is no circle, and starting the CLI loads nothing heavy.
 
-    cli -> http, llm -> engine, cluster -> pipeline, cache, model -> experts, routing_predictor
+    cli -> http, offline -> engine, cluster -> pipeline, cache, model -> experts, routing_predictor
         -> moe_kernels
 
 Function-level and TYPE_CHECKING imports count too: neither may hide a circle.
@@ -26,13 +26,12 @@ LAYERS: Mapping[str, int] = {
     "moe_serve.__main__": 7,
     "moe_serve.cli": 6,
     "moe_serve.http": 5,
-    "moe_serve.offline.llm": 5,
-    "moe_serve.offline.offline": 5,
-    "moe_serve.offline.outputs": 5,
-    "moe_serve.simulate": 5,
+    "moe_serve.offline": 5,
     "moe_serve.bench": 5,
-    "moe_serve.engine": 4,
+    "moe_serve.planning": 4,
     "moe_serve.cluster": 4,
+    "moe_serve.engine": 4,
+    "moe_serve.learn": 4,
     "moe_serve.pipeline": 3,
     "moe_serve.cache": 3,
     "moe_serve.model": 3,
@@ -40,37 +39,79 @@ LAYERS: Mapping[str, int] = {
     "routing_predictor": 2,
     "moe_kernels": 1,
 }
+# The rooms of each wing, lowest first: a room may import itself and those before it. A module that
+# lies beside the rooms and is not named here comes after all of them.
+ROOMS: Mapping[str, tuple[str, ...]] = {
+    "moe_serve.http": (
+        "schema",
+        "wire",
+        "gate",
+        "metrics",
+        "generation",
+        "anthropic",
+        "openai",
+        "dashboard",
+        "admin",
+        "tracing",
+    ),
+    "moe_serve.cli": (
+        "counted",
+        "output_file",
+        "wide_console",
+        "client",
+        "serve",
+        "run_batch",
+        "top",
+        "bench",
+        "doctor",
+        "launch",
+        "predictor",
+        "place",
+        "trace",
+    ),
+    "moe_serve.bench": ("figures", "client", "workload", "report"),
+    "moe_serve.cluster": ("control", "members", "launch", "rebalance", "ranks", "steps"),
+    "moe_serve.engine": (
+        "memory",
+        "request",
+        "sampling",
+        "schedule",
+        "execute",
+        "routes",
+        "watch",
+    ),
+    "moe_serve.pipeline": ("timeline", "transport", "links", "exchange", "costs", "graphs"),
+    "moe_serve.model": (
+        "rope",
+        "step_plan",
+        "spec",
+        "stage",
+        "checkpoint",
+        "formats",
+        "families",
+        "load",
+    ),
+    "experts": ("expert_layer", "slot_room", "memory", "placement"),
+    "experts.placement": (
+        "errors",
+        "replicas",
+        "problem",
+        "solution",
+        "judge",
+        "formats",
+        "solvers",
+    ),
+    "routing_predictor": ("traces", "importers", "layers", "requests", "predictor_file", "judge"),
+    "moe_kernels": ("graphs", "interface", "cpu", "gpu", "reference"),
+}
 # Leaves: what each may import of ours, whoever imports it. `moe_serve` itself is the version.
 LEAVES: Mapping[str, frozenset[str]] = {
     # The lazy public names.
-    "moe_serve": frozenset(
-        {"moe_serve.offline.llm", "moe_serve.offline.outputs", "moe_serve.engine"}
-    ),
+    "moe_serve": frozenset({"moe_serve.offline", "moe_serve.engine"}),
     "moe_serve.errors": frozenset(),
     "moe_serve.child_python": frozenset(),
-    "moe_serve.config.sections": frozenset({"moe_serve.errors"}),
-    "moe_serve.config.logs": frozenset({"moe_serve.config.sections", "moe_serve.errors"}),
-    "moe_serve.regular_file": frozenset(),
-    "moe_serve.json_text": frozenset(),
-    "moe_serve.text": frozenset(
-        {
-            "moe_serve.errors",
-            "moe_serve.child_python",
-            "moe_serve.json_text",
-            "moe_serve.regular_file",
-        }
-    ),
-    "moe_serve.config.keys": frozenset({"moe_serve.config.sections", "moe_serve.errors"}),
-    "moe_serve.config.yaml_nodes": frozenset({"moe_serve.errors"}),
-    "moe_serve.config.sources": frozenset(
-        {
-            "moe_serve.config.sections",
-            "moe_serve.config.keys",
-            "moe_serve.errors",
-            "moe_serve.regular_file",
-            "moe_serve.config.yaml_nodes",
-        }
-    ),
+    "moe_serve.config": frozenset({"moe_serve.errors"}),
+    "moe_serve.text": frozenset({"moe_serve.errors"}),
 }
 # The one exception: text/ turns the engine's deltas into text, so it reads these frozen objects.
 BOUNDARIES = frozenset(
@@ -181,6 +222,36 @@ def test_imports_run_downwards() -> None:
         if not is_allowed:
             wrong.append(f"{item.place}: {source} imports {item.target}")
     assert not wrong, "\n".join(wrong)
+
+
+def place_in(wing: str, module: str) -> int:
+    """Return how high the room of a module lies in its wing."""
+    room = module.removeprefix(f"{wing}.").split(".")[0]
+    rooms = ROOMS[wing]
+    return rooms.index(room) if room in rooms else len(rooms)
+
+
+def test_rooms_import_downwards() -> None:
+    wrong = [
+        f"{item.place}: imports {item.target}, a room above its own in {wing}"
+        for wing in ROOMS
+        for item, target in own_imports()
+        if item.module.startswith(f"{wing}.")
+        and target.startswith(f"{wing}.")
+        and place_in(wing, target) > place_in(wing, item.module)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_room_says_what_lives_in_it() -> None:
+    folders = {path.parent for path in modules().values()}
+    silent = [
+        str(folder.relative_to(ROOT))
+        for folder in sorted(folders)
+        if not (folder / "__init__.py").is_file()
+        or ast.get_docstring(ast.parse((folder / "__init__.py").read_text("utf-8"))) is None
+    ]
+    assert not silent, f"say in an __init__.py what lives in {silent}"
 
 
 def test_the_expert_side_stands_alone() -> None:

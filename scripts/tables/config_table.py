@@ -4,7 +4,7 @@
     python scripts/tables/config_table.py --write    put them into docs/configuration.md
 
 Keys, defaults and ranges come from the program, flags from `moe-serve serve`, meanings from the
-comments in configs/serve.yaml. tests/test_config_table.py holds the page to this output.
+comments in configs/serve.yaml. tests/scripts/test_config_table.py holds the page to this output.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python scripts/tables/grafana_dashboard.py            print it
     python scripts/tables/grafana_dashboard.py --write    write deploy/grafana/moe-serve.json
 
-tests/test_deploy_metrics.py holds the file to this output, and each name in it to what the server
-exposes.
+tests/deploy/test_deploy_metrics.py holds the file to this output, and each name in it to what the
+server exposes.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python scripts/tables/metrics_table.py            print it
     python scripts/tables/metrics_table.py --write    put it into the page
 
-tests/test_deploy_metrics.py holds the page, the dashboard and the alerts to the same server.
+tests/deploy/test_deploy_metrics.py holds the page, the dashboard and the alerts to the same server.
 """
 
 from __future__ import annotations

@@ -48,13 +48,10 @@ def read(values: dict[str, Any]) -> tuple[Family, ModelSpec]:
 
 def case_names() -> list[str]:
     """The tiny models that are held against transformers; a case is called `family-variant`."""
-    for folder in ("families", "engine", "moe_kernels"):
-        path = str(ROOT / "tests" / folder)
-        if path not in sys.path:
-            sys.path.append(path)
-    files = sorted((ROOT / "tests" / "families").glob("cases_*.py"))
-    names = [name for path in files for name in importlib.import_module(path.stem).CASES]
-    return [*names, *importlib.import_module("test_parity").VARIANTS]
+    if str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))
+    names = importlib.import_module("tests.support.families.all_cases").CASES
+    return [*names, *importlib.import_module("tests.engine.test_parity").VARIANTS]
 
 
 def render() -> str:

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fake_openai import event, http, streamed, text_events
 from moe_serve.bench.client.answer import Answer
 from moe_serve.bench.client.connection import Connection
 from moe_serve.bench.figures.record import RequestRecord
+from tests.support.bench.fake_openai import event, http, streamed, text_events
 
 DONE = b"data: [DONE]\n\n"
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from fake_openai import FakeServer, Reply, counted_words, event, http, running, streamed
 from moe_serve.bench.client import client_health
 from moe_serve.bench.client.client_health import allow_open_files
 from moe_serve.bench.client.connection import Target
@@ -27,6 +26,15 @@ from moe_serve.bench.workload.lengths import Lengths
 from moe_serve.bench.workload.workload import SharedPrefixes, Workload
 from moe_serve.cli.main import main
 from moe_serve.errors import BenchError, BenchServerError
+from tests.support.bench.fake_openai import (
+    FakeServer,
+    Reply,
+    counted_words,
+    event,
+    http,
+    running,
+    streamed,
+)
 
 Capture = pytest.CaptureFixture[str]
 
@@ -329,7 +337,8 @@ def test_ctrl_c_reports_what_had_ended(tmp_path: Path) -> None:
 
 def test_it_needs_neither_torch_nor_the_engine() -> None:
     code = (
-        "import sys, moe_serve.cli.bench.bench_plan, moe_serve.bench.run, moe_serve.bench.report.html_page; "
+        "import sys, moe_serve.cli.bench.bench_plan, moe_serve.bench.run; "
+        "import moe_serve.bench.report.html_page; "
         "print([m for m in sys.modules if m in ('torch', 'matplotlib', 'moe_serve.engine')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -20,7 +20,7 @@ from moe_serve.bench.figures.summary import notes_of, summarize
 from moe_serve.bench.figures.timeline import RunTimeline
 from moe_serve.bench.report.compare import compare, differing_settings
 from moe_serve.errors import BenchError
-from records import record, report
+from tests.support.bench.records import record, report
 
 
 class TestSpread:

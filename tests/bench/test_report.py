@@ -22,7 +22,7 @@ from moe_serve.bench.report.live import LiveLine
 from moe_serve.bench.report.report import Report, read_report
 from moe_serve.bench.report.svg_plot import Axis, Line, nice_step, plot, tick_label
 from moe_serve.errors import BenchError
-from records import record, report
+from tests.support.bench.records import record, report
 
 
 def full_report() -> Report:

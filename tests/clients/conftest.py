@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server_process import ServerProcess
+from tests.support.server.server_process import ServerProcess
 
 
 @pytest.fixture(scope="session")

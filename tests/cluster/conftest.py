@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from control_pair import Cluster, open_cluster
+from tests.support.cluster.control_pair import Cluster, open_cluster
 
 
 @pytest.fixture

@@ -10,10 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from parity import write_checkpoint
-from test_families import CASES
 
-from layouts import Answer, colocated, config, on_ranks, requests, serve
 from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.control.secret import ClusterSecret
@@ -21,7 +18,10 @@ from moe_serve.config.keys import check_engine_config
 from moe_serve.config.sections import ClusterConfig, EngineConfig, PipelineConfig
 from moe_serve.engine.request.request import TokenDelta
 from moe_serve.errors import ConfigError
-from thread_starter import ThreadStarter
+from tests.support.cluster.layouts import Answer, colocated, config, on_ranks, requests, serve
+from tests.support.cluster.thread_starter import ThreadStarter
+from tests.support.families.all_cases import CASES
+from tests.support.families.parity import write_checkpoint
 
 VOCAB_SIZE = 4096  # of the demonstration model
 NUM_REQUESTS = 7

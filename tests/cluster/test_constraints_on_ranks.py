@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from fault_drive import FaultDrive, fault_config, undisturbed
-from layouts import colocated, config, on_ranks, requests
 from moe_serve.engine.request.constraint import Constraint
 from moe_serve.engine.request.request import FinishReason, GenerationRequest
 from moe_serve.engine.request.thinking_markers import ThinkingMarkers
 from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.text.tokenizer import Tokenizer
+from tests.support.cluster.fault_drive import FaultDrive, fault_config, undisturbed
+from tests.support.cluster.layouts import colocated, config, on_ranks, requests
 
 VOCAB_SIZE = 4096  # of the demonstration model
 CONSTRAINTS = (

@@ -13,7 +13,6 @@ import transformers
 
 from experts.memory.expectation import Hint
 from experts.memory.expert_memory import ExpertMemory
-from layouts import Answer, colocated, config, requests, serve
 from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.members.cluster_model import read_spec
 from moe_serve.cluster.ranks.needed_experts import pack_needed, unpack_needed
@@ -30,7 +29,8 @@ from moe_serve.errors import ConfigError
 from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.model.checkpoint.safetensors_file import SafetensorsFile
 from moe_serve.planning.calibration import CalibrationRequest, calibrate
-from thread_starter import ThreadStarter
+from tests.support.cluster.layouts import Answer, colocated, config, requests, serve
+from tests.support.cluster.thread_starter import ThreadStarter
 
 VOCAB_SIZE, NUM_LAYERS, NUM_EXPERTS = 4096, 6, 32  # of the demonstration model
 EXPERT_BYTES = 3 * 256 * 96 * 2

@@ -8,14 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from layouts import config, requests, serve
 from moe_serve.cluster.build import build_cluster
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import BuiltEngine, build_engine
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.watch.expert_load import ExpertCounts, ExpertLoad
 from moe_serve.http.dashboard.facts import dashboard_facts
-from thread_starter import ThreadStarter
+from tests.support.cluster.layouts import config, requests, serve
+from tests.support.cluster.thread_starter import ThreadStarter
 
 VOCAB_SIZE, NUM_LAYERS, NUM_EXPERTS, TOP_K = 4096, 6, 32, 4
 

@@ -15,9 +15,6 @@ from typing import Any
 import pytest
 
 from experts.expert_stage import ExpertStage
-from fault_drive import DEADLINE_S, FaultDrive, fault_config, undisturbed
-from fault_starter import Faults, FaultStarter, no_message
-from layouts import Answer, requests
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cluster.members import membership as membership_module
 from moe_serve.cluster.ranks.expert_rank import ExpertRank
@@ -31,6 +28,9 @@ from moe_serve.model.load.loader import ModelLoader
 from moe_serve.pipeline.exchange.expert_loop import ExpertLoop
 from moe_serve.pipeline.exchange.group_transport import GroupTransport
 from moe_serve.pipeline.links import data_group
+from tests.support.cluster.fault_drive import DEADLINE_S, FaultDrive, fault_config, undisturbed
+from tests.support.cluster.fault_starter import Faults, FaultStarter, no_message
+from tests.support.cluster.layouts import Answer, requests
 
 VOCAB_SIZE = 4096  # of the demonstration model
 OF = fault_config(2, 3)

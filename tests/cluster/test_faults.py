@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from fault_drive import DEADLINE_S, FaultDrive, fault_config, undisturbed
-from layouts import Answer, requests
+from tests.support.cluster.fault_drive import DEADLINE_S, FaultDrive, fault_config, undisturbed
+from tests.support.cluster.layouts import Answer, requests
 
 pytestmark = pytest.mark.timeout(400)  # processes start again and again
 VOCAB_SIZE = 4096  # of the demonstration model

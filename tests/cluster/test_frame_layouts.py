@@ -12,13 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from gloo_as_nccl import put_gloo
-from layouts import Answer, colocated, config, on_ranks, random_placement, requests
 from moe_serve.cluster.control import epoch
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.pipeline.exchange.frame_layout import CompactLayout, FrameLayout, MaskedLayout
 from moe_serve.pipeline.links.data_group import DataGroup
+from tests.support.cluster.layouts import (
+    Answer,
+    colocated,
+    config,
+    on_ranks,
+    random_placement,
+    requests,
+)
+from tests.support.pipeline.gloo_as_nccl import put_gloo
 
 VOCAB_SIZE, NUM_LAYERS, NUM_EXPERTS = 4096, 6, 32  # of the demonstration model
 WANTED = requests(6, VOCAB_SIZE, num_tokens=6)

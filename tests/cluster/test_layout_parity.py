@@ -11,13 +11,20 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from layouts import colocated, config, on_ranks, random_placement, requests, serve
 from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.request.request import TokenLogprob
 from moe_serve.pipeline.exchange.group_transport import GroupTransport
-from thread_starter import ThreadStarter
+from tests.support.cluster.layouts import (
+    colocated,
+    config,
+    on_ranks,
+    random_placement,
+    requests,
+    serve,
+)
+from tests.support.cluster.thread_starter import ThreadStarter
 
 VOCAB_SIZE = 4096  # of the demonstration model
 NUM_LAYERS, NUM_EXPERTS = 6, 32

@@ -10,8 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from fault_drive import FaultDrive, undisturbed
-from layouts import config, requests
 from moe_serve.cluster.control import epoch
 from moe_serve.cluster.control.messages import FinitePages, Join, StepDone, StepFailed
 from moe_serve.cluster.control.rank_name import RankName
@@ -29,7 +27,9 @@ from moe_serve.pipeline.exchange.step_shape import StepShape
 from moe_serve.pipeline.links.data_group import DataGroup
 from moe_serve.pipeline.links.shard_group import ShardLostError
 from moe_serve.pipeline.links.transfer import PeerLostError
-from thread_starter import ThreadStarter
+from tests.support.cluster.fault_drive import FaultDrive, undisturbed
+from tests.support.cluster.layouts import config, requests
+from tests.support.cluster.thread_starter import ThreadStarter
 
 VOCAB_SIZE = 4096  # of the demonstration model
 OF = config(2, 1)

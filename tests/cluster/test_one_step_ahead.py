@@ -11,8 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fault_drive import FaultDrive, fault_config
-from layouts import Answer, colocated, config, serve
 from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.cluster.steps.coordinator import Coordinator
@@ -26,7 +24,9 @@ from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.sequence import Sequence as EngineSequence
 from moe_serve.engine.sampling.sampler import Sampled
 from moe_serve.model.step_plan import StepPlan
-from thread_starter import ThreadStarter
+from tests.support.cluster.fault_drive import FaultDrive, fault_config
+from tests.support.cluster.layouts import Answer, colocated, config, serve
+from tests.support.cluster.thread_starter import ThreadStarter
 
 VOCAB_SIZE = 4096  # of the demonstration model
 NUM_STEPS = 3000  # of anything in here; more is a hang

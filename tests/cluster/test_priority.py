@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from layouts import Answer, colocated, config, requests
 from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.config.sections import BatchPolicyName
-from thread_starter import ThreadStarter
+from tests.support.cluster.layouts import Answer, colocated, config, requests
+from tests.support.cluster.thread_starter import ThreadStarter
 
 VOCAB_SIZE = 4096  # of the demonstration model
 

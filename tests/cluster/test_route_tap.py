@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from layouts import Answer, config, random_placement, requests, serve
 from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.ranks.choices import pack_choices, unpack_choices
 from moe_serve.config.sections import EngineConfig
@@ -17,7 +16,8 @@ from moe_serve.engine.build import build_engine
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.routes.route_records import RouteListeners, RouteRecord
 from moe_serve.pipeline.route_tap import StepChoices
-from thread_starter import ThreadStarter
+from tests.support.cluster.layouts import Answer, config, random_placement, requests, serve
+from tests.support.cluster.thread_starter import ThreadStarter
 
 VOCAB_SIZE, NUM_LAYERS, NUM_EXPERTS, TOP_K = 4096, 6, 32, 4
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from layouts import config, requests
 from moe_serve.cluster.build import build_cluster
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import build_engine
@@ -18,7 +17,8 @@ from moe_serve.engine.execute.step_executor import StepOutcome
 from moe_serve.engine.request.request import GenerationRequest, TokenExperts
 from moe_serve.engine.request.sequence import Sequence as EngineSequence
 from moe_serve.model.step_plan import StepPlan
-from thread_starter import ThreadStarter
+from tests.support.cluster.layouts import config, requests
+from tests.support.cluster.thread_starter import ThreadStarter
 
 VOCAB_SIZE, NUM_LAYERS, NUM_EXPERTS, TOP_K = 4096, 6, 32, 4
 Told = dict[str, list[tuple[int, TokenExperts]]]

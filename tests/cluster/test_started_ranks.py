@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from layouts import config, requests, serve
 from moe_serve.cluster import build, started_ranks
 from moe_serve.cluster.build import build_cluster
 from moe_serve.errors import CheckpointError, ClusterError, ConfigError
 from moe_serve.pipeline.timeline.timeline_file import TimelineWriter
-from thread_starter import ThreadStarter
+from tests.support.cluster.layouts import config, requests, serve
+from tests.support.cluster.thread_starter import ThreadStarter
 
 OF = config(1, 1)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fault_drive import FaultDrive, undisturbed
-from layouts import config, requests
 from moe_serve.config.sections import CacheConfig
-from thread_starter import ThreadStarter
+from tests.support.cluster.fault_drive import FaultDrive, undisturbed
+from tests.support.cluster.layouts import config, requests
+from tests.support.cluster.thread_starter import ThreadStarter
 
 VOCAB_SIZE = 4096  # of the demonstration model
 

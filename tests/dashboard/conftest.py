@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from selenium import webdriver
 
-from fake_server import FakeServer, running
 from pictures.headless_chromium import (
     browser_paths,
     console_errors,
@@ -17,6 +16,7 @@ from pictures.headless_chromium import (
     set_view,
     start_chromium,
 )
+from tests.support.dashboard.fake_server import FakeServer, running
 
 
 @pytest.fixture(scope="session")

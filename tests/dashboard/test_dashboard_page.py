@@ -11,9 +11,10 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from fake_server import FakeServer
-from fake_state import fake_state, idle_state
-from page_checks import (
+from pictures.headless_chromium import console_errors, requested_urls, set_view
+from tests.support.dashboard.fake_server import FakeServer
+from tests.support.dashboard.fake_state import fake_state, idle_state
+from tests.support.dashboard.page_checks import (
     contrasts,
     num_updates,
     open_dashboard,
@@ -23,7 +24,6 @@ from page_checks import (
     text,
     wait_for,
 )
-from pictures.headless_chromium import console_errors, requested_urls, set_view
 
 PANELS = [
     "experts",

@@ -12,10 +12,17 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from fake_server import ANSWER, FakeServer, experts_of
-from fake_state import NUM_LAYERS, fake_state
-from page_checks import contrasts, overflow, run_script, status, text, wait_for
 from pictures.headless_chromium import console_errors, requested_urls, set_view
+from tests.support.dashboard.fake_server import ANSWER, FakeServer, experts_of
+from tests.support.dashboard.fake_state import NUM_LAYERS, fake_state
+from tests.support.dashboard.page_checks import (
+    contrasts,
+    overflow,
+    run_script,
+    status,
+    text,
+    wait_for,
+)
 
 
 def open_playground(browser: webdriver.Chrome, fake: FakeServer) -> None:

@@ -15,9 +15,9 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from own_port import port_of_ones_own
-from page_checks import num_updates, run_script, status, text, wait_for
 from pictures.headless_chromium import console_errors
+from tests.support.dashboard.page_checks import num_updates, run_script, status, text, wait_for
+from tests.support.server.own_port import port_of_ones_own
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_LAYERS, TOP_K = 6, 4

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from fake_runner import FakeRunner, continuation
 from moe_serve.config.sections import EngineConfig, ModelConfig, SchedulerConfig
 from moe_serve.engine.async_engine import AsyncEngine
 from moe_serve.engine.build import build_engine
@@ -22,6 +21,7 @@ from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.sampling.sampler import Sampler
 from moe_serve.errors import InvalidRequestError, ServerOverloadedError
 from moe_serve.model.step_plan import StepPlan
+from tests.support.engine.fake_runner import FakeRunner, continuation
 
 
 def request(name: str, prompt: tuple[int, ...] = (1, 2), max_tokens: int = 8) -> GenerationRequest:

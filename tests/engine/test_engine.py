@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from fake_runner import VOCAB_SIZE, FakeRunner, continuation
 from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.execute.step_executor import LocalExecutor
@@ -18,6 +17,7 @@ from moe_serve.engine.sampling.sampler import Sampler
 from moe_serve.engine.schedule.policy.arrival_order import FIFO, ArrivalOrder
 from moe_serve.engine.schedule.policy.longest_first import split
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
+from tests.support.engine.fake_runner import VOCAB_SIZE, FakeRunner, continuation
 
 
 def make_engine(

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from fake_runner import FakeRunner, continuation
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.engine import Engine
@@ -20,6 +19,7 @@ from moe_serve.engine.sampling.sampler import Sampler
 from moe_serve.engine.schedule.policy.arrival_order import FIFO, ArrivalOrder
 from moe_serve.engine.schedule.policy.longest_first import split
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
+from tests.support.engine.fake_runner import FakeRunner, continuation
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from kernel_sets import KERNEL_SETS
 
 from moe_kernels.choice import KernelsName
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.offline.llm import LLM
 from moe_serve.offline.outputs import RequestOutput
+from tests.support.kernels.kernel_sets import KERNEL_SETS
 
 Dtype = Literal["float32", "bfloat16"]
 

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from kernel_sets import KERNEL_SETS
-from most_likely import most_likely
 
 from moe_kernels.choice import KernelsName
 from moe_serve.cache.kv_cache import KVCache
@@ -21,6 +19,8 @@ from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
 from moe_serve.offline.llm import LLM
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.transport import LocalTransport
+from tests.support.families.most_likely import most_likely
+from tests.support.kernels.kernel_sets import KERNEL_SETS
 
 VARIANTS = ["qwen3_moe", "qwen3_moe-biased", "mixtral", "mixtral-window", "olmoe", "olmoe-clipped"]
 LENGTHS = [1, 5, 16, 17, 40, 130]

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from kernel_sets import KERNEL_SETS
 
 from moe_kernels.choice import KernelsName
 from moe_serve.config.sections import PAGE_SIZE
@@ -19,6 +18,7 @@ from moe_serve.engine.request.request import FinishReason, GenerationRequest, To
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.offline.llm import LLM
 from moe_serve.offline.outputs import RequestOutput
+from tests.support.kernels.kernel_sets import KERNEL_SETS
 
 Dtype = Literal["float32", "bfloat16"]
 GREEDY = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True, logprobs=2)

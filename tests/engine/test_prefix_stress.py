@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fake_runner import NAN, PAGE_SIZE, VOCAB_SIZE, FakeRunner, continuation, next_token
 from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.execute.step_executor import LocalExecutor
@@ -21,6 +20,14 @@ from moe_serve.engine.request.request import FinishReason, GenerationRequest, To
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.sampling.sampler import Sampler
 from moe_serve.model.step_plan import StepPlan
+from tests.support.engine.fake_runner import (
+    NAN,
+    PAGE_SIZE,
+    VOCAB_SIZE,
+    FakeRunner,
+    continuation,
+    next_token,
+)
 
 POISON = 49
 MAX_MODEL_LEN = 160

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 
-from fake_runner import FakeRunner
 from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.execute.step_executor import LocalExecutor
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.sampling.sampler import Sampler
+from tests.support.engine.fake_runner import FakeRunner
 
 
 def make_engine(num_pages: int, max_num_seqs: int) -> Engine:

@@ -11,9 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from case import TINY, Case
-from kernel_sets import KERNEL_SETS
-from parity import write_checkpoint
 from torch import Tensor
 
 from experts.expert_stage import ExpertStage
@@ -22,6 +19,9 @@ from moe_kernels.choice import KernelsName, native_refusal
 from moe_kernels.cpu.native_library import NativeLibrary
 from moe_serve.model.checkpoint.checkpoint import Checkpoint
 from moe_serve.model.load.loader import ModelLoader
+from tests.support.families.case import TINY, Case
+from tests.support.families.parity import write_checkpoint
+from tests.support.kernels.kernel_sets import KERNEL_SETS
 
 NUM_EXPERTS, TOP_K, ROWS = 6, 3, 11
 REFUSAL = native_refusal(torch.device("cpu"), torch.float32)

@@ -25,7 +25,7 @@ from fastapi import FastAPI
 from moe_serve.errors import ConfigError
 from moe_serve.http.server import bind
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).resolve().parents[2]
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -224,8 +224,9 @@ def test_many_streams_at_once(client: openai.OpenAI, live: Any, engine: Any) -> 
 
 @contextlib.contextmanager
 def server_process(step_s: float, drain_s: float) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    command = [sys.executable, str(HERE / "serve_fake.py"), str(step_s), str(drain_s)]
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
+    script = ROOT / "tests/support/http/serve_fake.py"
+    command = [sys.executable, str(script), str(step_s), str(drain_s)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         try:

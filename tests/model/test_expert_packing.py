@@ -7,12 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import quantised_models as tiny
 import torch
-from kernel_sets import KERNEL_SETS
-from parity import random_prompts, write_checkpoint
-from quantised_cases import CASES
-from quantised_folder import write_pair
 from torch import Tensor
 
 from moe_kernels.interface.matrix_form import MatrixForm, PackedLayout
@@ -25,6 +20,11 @@ from moe_serve.model.load.expert_packing import BankForms, ExpertPacking, Stored
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.load.weight_reader import WeightReader
 from moe_serve.offline.llm import LLM
+from tests.support.families import quantised_models as tiny
+from tests.support.families.parity import random_prompts, write_checkpoint
+from tests.support.families.quantised_cases import CASES
+from tests.support.families.quantised_folder import write_pair
+from tests.support.kernels.kernel_sets import KERNEL_SETS
 
 ReaderOf = Callable[..., WeightReader]
 FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_sets import KERNEL_SETS
 
 from moe_kernels import choice
 from moe_kernels.choice import choose_kernels
@@ -16,6 +15,7 @@ from moe_kernels.cpu import cpu_library
 from moe_kernels.cpu.native_kernels import NativeKernels
 from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
 from moe_kernels.interface.routing import RouterShape
+from tests.support.kernels.kernel_sets import KERNEL_SETS
 
 CPU = torch.device("cpu")
 needs_native = KERNEL_SETS[1].marks[0]  # type: ignore[union-attr]

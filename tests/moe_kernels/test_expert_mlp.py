@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_sets import KERNEL_SETS, make_kernels
 from torch import Tensor
 
 from moe_kernels.choice import KernelsName
 from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
 from moe_kernels.reference.expert_mlp import routed_experts_reference
+from tests.support.kernels.kernel_sets import KERNEL_SETS, make_kernels
 
 SWIGLU = GatedActivation()
 GPT_OSS = GatedActivation(alpha=1.702, limit=1.0, up_offset=1.0)  # a limit that is reached

@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_sets import KERNEL_SETS, make_kernels
 from torch import Tensor
 
 from moe_kernels.choice import KernelsName
 from moe_kernels.interface.kernels import ExpertBank, ExpertWeights, GatedActivation
 from moe_kernels.reference.expert_mlp import combine_choices, routed_experts_reference
+from tests.support.kernels.kernel_sets import KERNEL_SETS, make_kernels
 
 NUM_EXPERTS, WIDTH, EXPERT_WIDTH = 7, 45, 24  # off every vector
 SEEDS = st.integers(0, 20)

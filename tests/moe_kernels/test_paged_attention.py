@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from kernel_sets import KERNEL_SETS, make_kernels
 from torch import Tensor
 
 from moe_kernels.choice import KernelsName
@@ -20,6 +19,7 @@ from moe_kernels.interface.attention_shape import (
 from moe_kernels.interface.kernels import KVPages
 from moe_kernels.reference.norm import rotary_table
 from moe_kernels.reference.paged_attention import paged_attention_reference
+from tests.support.kernels.kernel_sets import KERNEL_SETS, make_kernels
 
 PAGE = 16
 CPU = torch.device("cpu")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_sets import KERNEL_SETS, make_kernels
 from torch import Tensor
 
 from moe_kernels.choice import KernelsName
 from moe_kernels.interface.routing import RouterShape
+from tests.support.kernels.kernel_sets import KERNEL_SETS, make_kernels
 
 
 def make_logits(num_rows: int, num_experts: int) -> Tensor:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_sets import KERNEL_SETS, make_kernels
 
 from moe_kernels.choice import KernelsName, choose_kernels
 from moe_kernels.reference.linear import PlainLinear, make_linear
+from tests.support.kernels.kernel_sets import KERNEL_SETS, make_kernels
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}

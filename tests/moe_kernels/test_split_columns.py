@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_sets import KERNEL_SETS, make_kernels
 from torch import Tensor
 
 from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
+from tests.support.kernels.kernel_sets import KERNEL_SETS, make_kernels
 
 pytestmark = list(KERNEL_SETS[1].marks)  # the native kernels: the others refuse
 

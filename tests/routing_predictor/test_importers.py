@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from traces import make_trace
 
 from routing_predictor.importers.importer import detect, import_files
 from routing_predictor.importers.tables import ImportOptions
 from routing_predictor.traces.errors import TraceError
 from routing_predictor.traces.load_file import ExpertLoad, load_of_trace, read_load, write_load
 from routing_predictor.traces.trace import DECODE, PREFILL, RoutingTrace
+from tests.support.routing.traces import make_trace
 
 DATA = Path(__file__).parent / "data"
 SLOTS = np.array([[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 3, 2], [0, 1, 2, 3, 1, 1]])  # of 4 experts

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load, save
-from traces import make_trace, same
 
 from routing_predictor.traces.errors import TraceError
 from routing_predictor.traces.trace import RoutingTrace
 from routing_predictor.traces.trace_file import join_traces, read_trace, read_traces, write_trace
+from tests.support.routing.traces import make_trace, same
 
 
 @pytest.mark.parametrize(

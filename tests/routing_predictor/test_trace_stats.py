@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from traces import make_trace
 
 from routing_predictor.traces.trace import DECODE, RoutingTrace
 from routing_predictor.traces.trace_stats import (
@@ -15,6 +14,7 @@ from routing_predictor.traces.trace_stats import (
     total_variation,
     windows,
 )
+from tests.support.routing.traces import make_trace
 
 
 def constant(choices: list[int], num_tokens: int = 8, num_requests: int = 2) -> RoutingTrace:

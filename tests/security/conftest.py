@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from real_server import RealServer, running
+from tests.support.security.real_server import RealServer, running
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,15 @@ import pytest
 import torch
 
 from moe_serve.cache.page_key import following_keys, root_key, token_array
-from real_server import BOTH, CHAT, MESSAGES, REFERENCE, TEXT, RealServer, refused
+from tests.support.security.real_server import (
+    BOTH,
+    CHAT,
+    MESSAGES,
+    REFERENCE,
+    TEXT,
+    RealServer,
+    refused,
+)
 
 OTHERS_ROUTES = (
     "/tokenizer_info", "/pause", "/resume", "/sleep", "/wake_up", "/scale_elastic_ep",

@@ -17,7 +17,7 @@ from moe_serve.engine.build import build_engine
 from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.text.tokenizer import Tokenizer
-from real_server import BOTH, RealServer, refused
+from tests.support.security.real_server import BOTH, RealServer, refused
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("moe_serve", "experts", "routing_predictor", "kernels/moe_kernels")

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from real_server import RealServer
+from tests.support.security.real_server import RealServer
 
 LONG = "word " * 500  # over 30 pages
 MANY = 900

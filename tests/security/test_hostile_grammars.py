@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moe_serve.engine.sampling.grammar.limits import MAX_KEPT, MAX_VERDICTS
-from real_server import CHAT, TEXT, RealServer
+from tests.support.security.real_server import CHAT, TEXT, RealServer
 
 PATTERNS = (
     r"(a+)+b",

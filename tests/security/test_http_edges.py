@@ -19,7 +19,7 @@ from moe_serve.cli.serve.listening import check_is_guarded
 from moe_serve.config.sections import ServerConfig
 from moe_serve.errors import ConfigError
 from moe_serve.http.app import create_app
-from real_server import BOTH, TEXT, RealServer, refused
+from tests.support.security.real_server import BOTH, TEXT, RealServer, refused
 
 NUM_ODD = 10_000
 

@@ -12,7 +12,15 @@ import pytest
 
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.errors import InvalidRequestError
-from real_server import BOTH, CHAT, REFERENCE, TEXT, RealServer, refused, whole_body
+from tests.support.security.real_server import (
+    BOTH,
+    CHAT,
+    REFERENCE,
+    TEXT,
+    RealServer,
+    refused,
+    whole_body,
+)
 
 ODD = (0, -1, 10**9, 1e308, "1", True, 1.5, -(2**63) - 1, 2**63, [], {})
 LISTS = ("stop", "stop_token_ids", "logit_bias")

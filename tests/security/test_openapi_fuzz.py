@@ -21,7 +21,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from real_server import RealServer
+from tests.support.security.real_server import RealServer
 
 NUM_EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "8"))
 CHECKS = (

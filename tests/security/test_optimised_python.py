@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.timeout(400)  # two servers
 def test_bad_requests_are_answered_the_same_without_assertions() -> None:
     """PYSEC-2026-2303 (an assertion that a request reached): 4xx with and without `-O`."""
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", HERE)))
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
     answers = []
     for flags in ([], ["-O"]):
-        command = [sys.executable, *flags, str(HERE / "answer_bad_requests.py")]
+        script = ROOT / "tests/support/security/answer_bad_requests.py"
+        command = [sys.executable, *flags, str(script)]
         environment = {**os.environ, "PYTHONPATH": paths}
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=180, check=False

@@ -9,7 +9,7 @@ import pytest
 
 from moe_serve.errors import InvalidRequestError
 from moe_serve.text.chat_template import ChatTemplate
-from real_server import BOTH, CHAT, RealServer, refused
+from tests.support.security.real_server import BOTH, CHAT, RealServer, refused
 
 DEEP: dict[str, Any] = {"type": "object"}
 for _ in range(300):

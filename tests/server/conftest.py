@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from server_process import ServerProcess
+from tests.support.server.server_process import ServerProcess
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ import httpx
 import psutil
 import pytest
 
-from own_port import port_of_ones_own
+from tests.support.server.own_port import port_of_ones_own
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = (

@@ -1,6 +1,7 @@
 """The process of one rank: connects to its coordinator, loads what it is told, obeys until it ends.
 
-python -m moe_serve.cluster.ranks.worker --coordinator HOST:PORT --role expert --rank 0 --host ADDRESS
+    python -m moe_serve.cluster.ranks.worker --coordinator HOST:PORT --role expert --rank 0 \\
+      --host ADDRESS
 """
 
 from __future__ import annotations

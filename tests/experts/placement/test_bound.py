@@ -16,7 +16,7 @@ from experts.placement.problem.devices import Device, Devices, even_devices
 from experts.placement.problem.limits import Grouping
 from experts.placement.problem.loads import ExpertLoads
 from experts.placement.problem.problem import PlacementProblem
-from tiny import every_plan, faults, tiny_problems
+from tests.support.placement.tiny import every_plan, faults, tiny_problems
 
 
 @settings(max_examples=100, deadline=None)

@@ -19,7 +19,7 @@ from experts.placement.problem.plan import contiguous
 from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solvers.ilp import small_layers
 from experts.placement.solvers.search.solver import Search
-from tiny import every_plan, faults, tiny_problems
+from tests.support.placement.tiny import every_plan, faults, tiny_problems
 
 
 def best_of(problem: PlacementProblem) -> float:

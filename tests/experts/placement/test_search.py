@@ -24,7 +24,7 @@ from experts.placement.solvers.references.plain import Linear
 from experts.placement.solvers.search import solver, sweep, watch
 from experts.placement.solvers.search.improve import Effort
 from experts.placement.solvers.search.solver import Search
-from tiny import every_plan, faults, tiny_problems
+from tests.support.placement.tiny import every_plan, faults, tiny_problems
 
 
 def skewed(num_scenarios: int, num_layers: int, num_experts: int, seed: int = 0) -> ExpertLoads:

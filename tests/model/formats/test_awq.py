@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from packing import pack_awq
 
 from moe_serve.errors import CheckpointError
 from moe_serve.model.load.weight_reader import WeightReader
+from tests.support.model.packing import pack_awq
 
 ReaderOf = Callable[..., WeightReader]
 CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "GEMM"}

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from packing import pack_offset
 
 from moe_serve.errors import CheckpointError
 from moe_serve.model.load.weight_reader import WeightReader
+from tests.support.model.packing import pack_offset
 
 ReaderOf = Callable[..., WeightReader]
 

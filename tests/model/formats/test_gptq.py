@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from packing import pack_columns, pack_rows
 
 from moe_serve.errors import CheckpointError
 from moe_serve.model.load.weight_reader import WeightReader
+from tests.support.model.packing import pack_columns, pack_rows
 
 ReaderOf = Callable[..., WeightReader]
 V1 = {"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": False}

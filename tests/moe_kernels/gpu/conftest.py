@@ -21,7 +21,7 @@ Values = NDArray[np.float32]
 
 if HAS_TRITON and not HAS_DEVICE:
     os.environ["TRITON_INTERPRET"] = "1"
-    import bf16_shim
+    from tests.support.kernels import bf16_shim
 
     bf16_shim.install()
 

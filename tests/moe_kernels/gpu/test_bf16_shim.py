@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bf16_shim
 import numpy as np
 import pytest
 import torch
@@ -10,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
+
+from tests.support.kernels import bf16_shim
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the card has its own bf16")
 

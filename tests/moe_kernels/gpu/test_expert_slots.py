@@ -8,17 +8,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import quantised_models as tiny
 import torch
-from quantised_cases import CASES
-from quantised_configs import compressed, group
-from quantised_folder import QuantisedCase, write_pair
-from stored_forms import compressed_int, mxfp4
 
 from experts.routed_rows import RoutedRows
 from moe_kernels.choice import KernelsName
 from moe_serve.model.load.load_expert_memory import MemoryBudget
 from moe_serve.model.load.loader import ModelLoader
+from tests.support.families import quantised_models as tiny
+from tests.support.families.quantised_cases import CASES
+from tests.support.families.quantised_configs import compressed, group
+from tests.support.families.quantised_folder import QuantisedCase, write_pair
+from tests.support.families.stored_forms import compressed_int, mxfp4
 
 ROWS = 5
 FORMS = {

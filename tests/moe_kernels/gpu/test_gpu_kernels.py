@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from case import TINY, VOCAB_SIZE, Case
-from parity import write_checkpoint
 from torch import Tensor
 
 from moe_kernels.choice import KernelsName, choose_kernels
@@ -28,6 +26,8 @@ from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.transport import LocalTransport
+from tests.support.families.case import TINY, VOCAB_SIZE, Case
+from tests.support.families.parity import write_checkpoint
 
 SMALL = TINY | {"hidden_size": 32, "num_hidden_layers": 2}
 SWIGLU = GatedActivation()

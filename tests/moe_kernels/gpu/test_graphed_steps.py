@@ -10,9 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from parity import write_checkpoint
-from tape_recorder import TapeRecorder
-from test_gpu_kernels import CASES, TOKENS
 
 from experts.graphed_expert_stage import GraphedExpertStage
 from moe_kernels.graphs.cuda_recorder import CudaRecorder
@@ -25,6 +22,9 @@ from moe_serve.pipeline.graphs.decode_graphs import DecodeGraphs
 from moe_serve.pipeline.graphs.graphed_pipeline import GraphedPipeline
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.transport import LocalTransport
+from tests.moe_kernels.gpu.test_gpu_kernels import CASES, TOKENS
+from tests.support.families.parity import write_checkpoint
+from tests.support.kernels.tape_recorder import TapeRecorder
 
 pytestmark = pytest.mark.usefixtures("rows_are_alike")
 MAX_POSITIONS = 64

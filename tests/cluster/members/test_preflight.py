@@ -1,0 +1,110 @@
+"""What keeps ranks from working together, as sentences: pinned word for word."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from moe_serve.cluster.control.messages import FileMark
+from moe_serve.cluster.control.probe import ProbeResult, ProbeTarget
+from moe_serve.cluster.members.preflight import ExpectedRank, RankReport, find_problems
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIG = FileMark(name="config.json", size=700, digest="ab" * 32)
+WEIGHTS = FileMark(name="model-00001.safetensors", size=4096, digest="cd" * 32)
+VERSIONS = {"moe-serve": "0.1.0", "torch": "2.13.0"}
+COORDINATOR = RankReport(
+    name="the coordinator", host="10.0.0.1", versions=VERSIONS, files=(CONFIG, WEIGHTS)
+)
+NODES = {"attention-0": "node-a", "expert-0": "node-b", "expert-1": "node-b", "expert-2": "node-c"}
+EXPECTED = [ExpectedRank(name=name, node=node) for name, node in NODES.items()]
+REPORTS = [
+    replace(COORDINATOR, name=name, host=f"10.0.0.{i}") for i, name in enumerate(NODES, start=2)
+]
+
+
+def told(reports: list[RankReport]) -> list[str]:
+    return [str(problem) for problem in find_problems(EXPECTED, reports, COORDINATOR, 30)]
+
+
+def test_ranks_that_fit_have_no_problem() -> None:
+    assert told(REPORTS) == []
+
+
+def test_ranks_that_never_came_by_node() -> None:
+    assert told(REPORTS[:2]) == [
+        "1 of the 2 ranks of node-b came within 30 s; missing: expert-1.",
+        "no rank of node-c came within 30 s: expert-2.",
+    ]
+
+
+def test_ranks_of_another_layout_and_doubles() -> None:
+    stranger = replace(REPORTS[0], name="expert-7")
+    assert told([*REPORTS, stranger, replace(REPORTS[1], host="10.0.0.9")]) == [
+        "expert-0 came 2 times, from 10.0.0.3, 10.0.0.9: each rank is started once.",
+        "expert-7 came from 10.0.0.2 and is no part of this layout.",
+    ]
+
+
+def test_versions_that_differ() -> None:
+    old = {"moe-serve": "0.1.0", "torch": "2.11.0"}
+    reports = [REPORTS[0], *(replace(report, versions=old) for report in REPORTS[1:3])]
+    reports.append(replace(REPORTS[3], versions={"moe-serve": "0.1.0"}))
+    assert told(reports) == [
+        "torch is 2.11.0 on expert-0, expert-1 and 2.13.0 on the coordinator.",
+        "torch is missing on expert-2 and 2.13.0 on the coordinator.",
+    ]
+
+
+def test_files_that_differ_name_file_ranks_and_both_hashes() -> None:
+    other = FileMark(name=WEIGHTS.name, size=4096, digest="ef" * 32)
+    extra = FileMark(name="model-00002.safetensors", size=8, digest="00" * 32)
+    reports = [
+        REPORTS[0],
+        replace(REPORTS[1], files=(CONFIG, other)),
+        replace(REPORTS[2], files=(CONFIG, other, extra)),
+        replace(REPORTS[3], files=(WEIGHTS,)),
+    ]
+    ours = "has 4096 bytes with hash cdcdcdcdcdcd on the coordinator."
+    assert told(reports) == [
+        "the checkpoint's file config.json is missing on expert-2 and "
+        "has 700 bytes with hash abababababab on the coordinator.",
+        "the checkpoint's file model-00001.safetensors has 4096 bytes with hash efefefefefef on "
+        f"expert-0, expert-1 and {ours}",
+        "the checkpoint's file model-00002.safetensors has 8 bytes with hash 000000000000 on "
+        "expert-1 and is missing on the coordinator.",
+    ]
+
+
+def test_ports_that_are_closed() -> None:
+    first = ProbeTarget("attention-0", "10.0.0.2", 40001)
+    second = ProbeTarget("expert-0", "10.0.0.3", 40002)
+    refused, silent = "Connection refused", "no answer within 2.0 s (a firewall?)"
+    reports = [
+        replace(REPORTS[0], probes=(ProbeResult(second, refused),)),
+        replace(REPORTS[1], probes=(ProbeResult(first, None),)),
+        replace(REPORTS[2], probes=(ProbeResult(first, silent), ProbeResult(second, refused))),
+        REPORTS[3],
+    ]
+    assert told(reports) == [
+        "none of attention-0 (10.0.0.2), expert-1 (10.0.0.4) can reach expert-0 on 10.0.0.3 port "
+        "40002: Connection refused.",
+        "expert-1 (10.0.0.4) cannot reach attention-0 on 10.0.0.2 port 40001: "
+        "no answer within 2.0 s (a firewall?).",
+    ]
+
+
+def test_a_firewall_before_a_port_that_its_own_rank_reaches() -> None:
+    """Every rank tries its own, too. It is the example of the manual."""
+    target, refused = ProbeTarget("expert-0", "10.0.0.3", 40002), "Connection refused"
+    failures = (refused, None, refused)  # of attention-0, expert-0, expert-1
+    reports = [
+        replace(report, probes=(ProbeResult(target, failure),))
+        for report, failure in zip(REPORTS, failures, strict=False)
+    ]
+    (sentence,) = told([*reports, REPORTS[3]])
+    assert sentence == (
+        "attention-0 (10.0.0.2), expert-1 (10.0.0.4) cannot reach expert-0 on 10.0.0.3 port 40002: "
+        "Connection refused."
+    )
+    assert sentence in (ROOT / "docs" / "cluster-control.md").read_text("utf-8")

@@ -1,0 +1,123 @@
+"""Commands whose standard output is full, closed, or a pipe that nobody reads."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from moe_serve.cli.standard_output import optional_output
+
+ROOT = Path(__file__).resolve().parents[2]
+FULL = Path("/dev/full")
+pytestmark = [
+    pytest.mark.timeout(400),  # processes start
+    pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full"),
+]
+
+
+def start(*arguments: str, **streams: Any) -> subprocess.Popen[str]:
+    environ = {name: value for name, value in os.environ.items() if "MOE_SERVE" not in name}
+    environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
+    environ |= streams.pop("environ", {})
+    command = [sys.executable, "-m", "moe_serve", *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True, **streams
+    )
+
+
+def close_stdout() -> None:
+    os.close(1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unbuffered"), [(("--version",), "1"), (("config", "show"), ""), (("-h",), "")]
+)
+def test_a_full_output_is_said_in_one_sentence(arguments: tuple[str, ...], unbuffered: str) -> None:
+    with FULL.open("w") as full:
+        environ = {"PYTHONUNBUFFERED": unbuffered}
+        with start(*arguments, stdout=full, environ=environ) as process:
+            _, said = process.communicate(timeout=200)
+    sentence = "error: cannot write to the standard output: No space left on device.\n"
+    assert (process.returncode, said) == (1, sentence)
+
+
+def test_a_pipe_without_a_reader_ends_a_command_quietly() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with start("config", "show", stdout=writer) as process:
+        os.close(writer)
+        _, said = process.communicate(timeout=200)
+    assert (process.returncode, said) == (1, "")
+
+
+def test_a_closed_output_is_fine() -> None:
+    with start("--version", preexec_fn=close_stdout) as process:
+        _, said = process.communicate(timeout=200)
+    assert (process.returncode, said) == (0, "")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def answer_of(port: int, process: subprocess.Popen[str]) -> httpx.Response:
+    deadline = time.monotonic() + 200
+    while True:
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert time.monotonic() < deadline, "the server is not ready"
+        try:
+            url = f"http://127.0.0.1:{port}/v1/completions"
+            body = {"prompt": "a", "max_tokens": 2}
+            answer = httpx.post(url, json=body, timeout=60, trust_env=False)
+        except httpx.TransportError:
+            answer = None
+        if answer is not None and answer.status_code != 503:
+            return answer
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("is_closed", [False, True], ids=["full", "closed"])
+def test_a_server_goes_on_without_its_ready_message(is_closed: bool) -> None:
+    port = free_port()
+    flags = ("serve", "--port", str(port), "--num-threads", "1", "--num-pages", "256")
+    with FULL.open("w") as full:
+        streams = {"preexec_fn": close_stdout} if is_closed else {"stdout": full}
+        with start(*flags, **streams) as process:
+            try:
+                for _ in range(2):
+                    answer = answer_of(port, process)
+                    assert answer.status_code == 200, answer.text
+                process.send_signal(signal.SIGTERM)
+                _, said = process.communicate(timeout=200)
+            finally:
+                process.kill()
+    assert process.returncode == 0, said
+    assert "Traceback" not in said and "Exception ignored" not in said, said
+    warning = rf"ready at http://127\.0\.0\.1:{port} \(the standard output cannot be written"
+    assert bool(re.search(warning, said)) is not is_closed, said
+
+
+def test_what_is_optional_is_logged_instead(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with optional_output("two nodes are there"):
+        print("two nodes")  # noqa: T201
+    assert capfd.readouterr().out == "two nodes\n" and not caplog.messages
+    with optional_output("two nodes are there"):
+        raise OSError(28, "No space left on device")
+    assert caplog.messages == [
+        "two nodes are there (the standard output cannot be written: No space left on device)"
+    ]

@@ -1,0 +1,150 @@
+"""A calibration of the demonstration model: everything measured, nothing negative, and a plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_serve.cli.calibrate import us
+from moe_serve.cli.main import main
+from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.pipeline.costs.batch_load import BatchLoad
+from moe_serve.pipeline.costs.cost_model import AttentionCost
+from moe_serve.planning.attention_timing import AttentionSample
+from moe_serve.planning.calibration import fit_attention
+from moe_serve.planning.calibration_file import read_calibration, write_calibration
+from moe_serve.planning.expert_timing import ExpertSample, fit_experts, random_choices
+from moe_serve.planning.measured_model import load_measured_model
+from moe_serve.planning.model_facts import weight_bytes
+from moe_serve.planning.natural_steps import natural_rows
+from tests.support.cluster.calibrations import cpu_calibration
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as exit_info:
+        main(list(arguments))
+    assert exit_info.value.code is None or isinstance(exit_info.value.code, int)
+    return exit_info.value.code or 0
+
+
+@pytest.fixture
+def _threads_as_before() -> object:
+    before = torch.get_num_threads()
+    yield None
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_threads_as_before")
+@pytest.mark.timeout(400)
+def test_calibrate_then_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "calibration.json"
+    assert run("calibrate", "--quick", "--num-threads", "1", "--out", str(path)) == 0
+    printed = capsys.readouterr().out
+    assert "T_a attention" in printed and "T_c transfer, gloo" in printed and str(path) in printed
+    calibration = read_calibration(path)
+    costs, model = calibration.costs, calibration.model
+    assert (model.name, model.num_layers, model.kv_token_bytes) == ("demo_model", 6, 3072)
+    assert costs.experts.num_experts == 32 and costs.experts.num_effective > 16
+    alone = costs.colocated_time(BatchLoad.decode(1, 64))
+    assert 0 < alone < costs.colocated_time(BatchLoad.decode(64, 64))
+    assert costs.link.attention.seconds(64) > 0 and calibration.network.attention.alpha_s > 0
+    assert {fit.name for fit in calibration.fits} >= {
+        "T_e experts",
+        "exchange, attention rank",
+        "sampling",
+    }
+
+    plan = ("plan", "--calibration", str(path), "--devices", "3", "--batch", "16")
+    assert run(*plan) == 0
+    assert "disaggregation" in capsys.readouterr().out
+    assert run(*plan, "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert len(document["layouts"]) == 3 + 2 * 4
+    assert document["verdict"]["sentence"] and document["request"]["batch"] == 16
+
+
+def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written, two = str(tmp_path / "here.json"), ("--devices", "2")
+    write_calibration(cpu_calibration(), Path(written))
+    for arguments, message in (
+        (["calibrate", "--device", "tpu"], "device cannot be 'tpu'"),
+        (["calibrate", "--out", str(tmp_path / "no" / "x.json")], "no is no folder"),
+        (["calibrate", "--out", str(tmp_path)], "cannot be written: it is a folder"),
+        (["calibrate", str(tmp_path / "missing")], "is not a folder: give a local checkpoint"),
+        (["plan", "--calibration", written, *two, "--memory-bytes", "80GB"], "such as 80GiB"),
+        (["plan", "--calibration", "missing.json", "--devices", "2"], "cannot read the calibr"),
+    ):
+        assert run(*arguments) == 2, arguments
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1, error
+
+
+def test_times_are_printed_without_exponents() -> None:
+    seconds = (0.0, 1.4448e-10, 4.8678e-06, 0.00010931, 0.0034957, 1.5)
+    assert [us(each) for each in seconds] == [
+        "0 \u00b5s",
+        "0.000144 \u00b5s",
+        "4.87 \u00b5s",
+        "109 \u00b5s",
+        "3,496 \u00b5s",
+        "1,500,000 \u00b5s",
+    ]
+
+
+def test_a_layout_that_cannot_be_used_has_no_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "here.json"
+    write_calibration(cpu_calibration(), path)
+    plan = ("plan", "--calibration", str(path), "--devices", "2", "--context", "512")
+    assert run(*plan, "--memory-bytes", "1KiB") == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" 2 repl")]
+    assert len(rows) == 1 and "for 1 sequence" in rows[0] and "0.00  " not in rows[0], rows
+    assert run(*plan, "--memory-bytes", "2GiB", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["request"]["memory_bytes"] == 2**31
+
+
+def test_weights_are_counted_as_the_file_has_them() -> None:
+    model = load_measured_model(demo_model_folder(), "cpu", 1)
+    counted = weight_bytes(demo_model_folder(), model.spec, model.dtype.itemsize)
+    file_bytes = (demo_model_folder() / "model.safetensors").stat().st_size
+    assert counted.attention + counted.experts == pytest.approx(file_bytes, rel=0.01)
+
+
+def test_natural_rows_are_the_true_routers_and_random_ones_are_not() -> None:
+    model = load_measured_model(demo_model_folder(), "cpu", 1)
+    rows = natural_rows(model, num_sequences=4, num_steps=3)
+    assert sorted(rows) == list(range(6))
+    ids = rows[0].expert_ids_TK
+    assert ids.shape == (12, 4) and bool((ids.diff(dim=1) > 0).all())
+    drawn = random_choices(rows, 32, seed=0)[0].expert_ids_TK
+    assert drawn.shape == ids.shape and bool((drawn.diff(dim=1) > 0).all())
+    assert not torch.equal(drawn, ids)
+
+
+def test_the_knee_is_found() -> None:
+    true = AttentionCost(
+        alpha_s=1e-5, row_s=1e-6, kv_token_s=1e-8, pair_s=1e-9, spill_s=3e-8, spill_tokens=8192
+    )
+    loads = [BatchLoad.decode(n, c) for n in (1, 4, 16, 64, 128) for c in (64, 512, 2048)]
+    loads += [
+        BatchLoad(num_rows=n, num_sequences=1, num_kv_tokens=n, num_pairs=n * n, num_largest=n)
+        for n in (32, 512)
+    ]
+    cost, found = fit_attention([AttentionSample(load, true.seconds(load)) for load in loads])
+    assert cost.spill_tokens == 8192 and found.max_error < 1e-6, (cost, found)
+    assert cost.spill_s == pytest.approx(3e-8, rel=1e-3)
+
+
+def test_a_router_with_favourites_has_fewer_effective_experts() -> None:
+    def sample(num_rows: int, num_activated: float) -> ExpertSample:
+        return ExpertSample(num_rows, 4 * num_rows, num_activated, True, 1.0)
+
+    def activated(n: float, rows: int) -> float:
+        return n * (1 - (1 - 4 / n) ** rows)
+
+    samples = [sample(rows, activated(20.0, rows)) for rows in (1, 4, 16, 64)]
+    assert fit_experts(32, 4, samples).num_effective == pytest.approx(20.0, rel=0.01)

@@ -1,0 +1,84 @@
+"""The documentation builds without a warning and says all of the program; drawings are scripts'."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diagrams.gallery import IMAGES, PICTURES
+from docs_site import api_reference, cli_reference
+from docs_site.stage import without_folder_links
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_drawings_are_what_the_scripts_draw(name: str) -> None:
+    shown = (IMAGES / name).read_text("utf-8")
+    assert shown == PICTURES[name]().render(), "run: PYTHONPATH=scripts python -m diagrams"
+
+
+def test_no_drawing_is_without_a_script() -> None:
+    drawn = {path.name for path in IMAGES.glob("*.svg")}
+    assert drawn == set(PICTURES)
+
+
+def test_every_command_and_option_is_explained() -> None:
+    page = cli_reference.render()
+    for command in ("serve", "launch", "chat", "bench", "doctor", "place compare", "trace record"):
+        assert re.search(rf"^#+ moe-serve {command}$", page, re.MULTILINE), command
+    rows = [line for line in page.splitlines() if line.startswith("| `-")]
+    assert len(rows) > 100
+    assert [row for row in rows if row.endswith("|  |")] == [], "options without a help text"
+
+
+def test_no_page_is_in_the_menu_twice() -> None:
+    menu = (ROOT / "scripts/docs_site/mkdocs.yml").read_text("utf-8")
+    pages = re.findall(r"[\w/-]+\.md$", menu, re.MULTILINE)
+    assert len(pages) == len(set(pages)), pages
+
+
+def test_no_sentence_stands_twice_on_a_page() -> None:
+    """What a merge that went wrong leaves behind."""
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        lines = [line for line in page.read_text("utf-8").splitlines() if len(line) > 60]
+        prose = [line for line in lines if line[0] not in " |"]
+        assert [line for line in prose if prose.count(line) > 1] == [], page.name
+
+
+def test_every_route_is_listed() -> None:
+    page, spec = api_reference.render(), api_reference.openapi()
+    for path, methods in spec["paths"].items():
+        for method in methods:
+            assert f"## {method.upper()} {path}\n" in page
+    assert {"/admin/hang", "/admin/trace/start", "/dashboard/state"} <= spec["paths"].keys()
+    assert "| `messages` | array (1 to 4096) of" in page
+    assert json.dumps(spec).count("9.223372036854776e+18") and "9.22" not in page
+
+
+def test_links_to_folders_become_words() -> None:
+    text = "see [the files](../configs/models), [all keys](../configs/serve.yaml#x), [a](b.md)"
+    assert without_folder_links(text, "docs/page.md") == (
+        "see the files, [all keys](../configs/serve.yaml#x), [a](b.md)"
+    )
+
+
+@pytest.mark.timeout(400)
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="mkdocs-material is not installed (extra: docs)")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((".", "kernels", "scripts"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "docs_site", "--out", str(tmp_path / "site")],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=380,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = {path.relative_to(tmp_path / "site").as_posix() for path in tmp_path.rglob("*.html")}
+    assert {"index.html", "docs/concepts.html", "docs/cli-reference.html"} <= pages
+    home = (tmp_path / "site" / "index.html").read_text("utf-8")
+    assert not re.search(r"<(?:script|link|img)[^>]+(?:src|href)=\"https?://", home), "offline"

@@ -1,0 +1,53 @@
+"""The real server in a process of its own, with the demonstration model."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class ServerProcess:
+    """`moe-serve serve` on a free port."""
+
+    def __init__(self, *flags: str) -> None:
+        environ = {name: value for name, value in os.environ.items() if "MOE_SERVE" not in name}
+        environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
+        command = [sys.executable, "-m", "moe_serve", "serve", "--port", "0", "--num-threads", "1"]
+        self.process = subprocess.Popen(
+            [*command, *flags], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        found = re.search(r"ready at (http://\S+)", self.process.stdout.readline())
+        assert found is not None, f"the server ended with {self.process.wait()}"
+        self.url = found[1]
+
+    def metric(self, name: str) -> float:
+        """The value of one `moe_serve:` gauge or counter."""
+        text = httpx.get(f"{self.url}/metrics", trust_env=False, timeout=60).text
+        found = re.search(rf"^moe_serve:{name}\{{.*\}} (\S+)$", text, re.M)
+        assert found is not None, f"{name} is not in /metrics"
+        return float(found[1])
+
+    def wait_until_idle(self) -> None:
+        """All pages free, nothing running or waiting, within a minute or so."""
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        for _ in range(600):
+            values = [self.metric(name) for name in names]
+            if not any(values):
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"not idle: {dict(zip(names, values, strict=True))}")
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
