@@ -1,8 +1,9 @@
-"""How large the files and functions are: prints the figures, fails above the ceilings.
+"""Prints how large files, functions and folders are, and fails above the ceilings.
 
     python scripts/structure.py
 
-Counts whole lines, docstrings and comments included. Tests are reported and held to no ceiling.
+Lines include docstrings and comments. Tests are held to the ceiling of folders only. The last lines
+count files that a single module imports, and names that more than one file or class has.
 """
 
 from __future__ import annotations
@@ -10,20 +11,27 @@ from __future__ import annotations
 import ast
 import statistics
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-SOURCES = ("moe_serve", "experts", "routing_predictor", "kernels", "scripts", "benchmarks")
+PRODUCT = ("moe_serve", "experts", "routing_predictor", "kernels")
+SOURCES = (*PRODUCT, "scripts", "benchmarks")
 MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 60
+MAX_FOLDER_FILES = 20
+SOURCE_SUFFIXES = (".py", ".js", ".cpp", ".h")
+# Families of one-file plug-ins: each file stands alone, and a registry lists them.
+PLUGIN_FOLDERS = frozenset({"moe_serve/model/families"})
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Lines of one file, or of one function in it."""
+    """The lines of a file or function, or the source files of a folder."""
 
     where: str
-    num_lines: int
+    count: int
 
 
 def file_sizes(folder: Path) -> list[Size]:
@@ -41,27 +49,93 @@ def function_sizes(folder: Path) -> list[Size]:
     return sizes
 
 
+def folder_sizes(folder: Path) -> list[Size]:
+    """Count the source files on each level; `__init__.py` says what a folder is and is left out."""
+    counts = Counter(
+        path.parent.as_posix()
+        for path in folder.rglob("*")
+        if path.suffix in SOURCE_SUFFIXES and path.name != "__init__.py"
+    )
+    return [Size(name, count) for name, count in sorted(counts.items())]
+
+
 def figures(sizes: list[Size]) -> str:
-    lines = sorted(size.num_lines for size in sizes) or [0]
-    p90 = lines[min(len(lines) - 1, len(lines) * 9 // 10)]
-    return f"median {statistics.median(lines):.0f}, p90 {p90}, max {lines[-1]}"
+    counts = sorted(size.count for size in sizes) or [0]
+    p90 = counts[min(len(counts) - 1, len(counts) * 9 // 10)]
+    return f"median {statistics.median(counts):.0f}, p90 {p90}, max {counts[-1]}"
+
+
+def above(sizes: list[Size], ceiling: int, unit: str) -> list[str]:
+    return [
+        f"{size.where}: {size.count} {unit}, the ceiling is {ceiling}"
+        for size in sizes
+        if size.count > ceiling
+    ]
+
+
+def num_single_importers() -> int:
+    """Count the product's modules that exactly one other module of the product imports."""
+    modules = {dotted(path): path for path in product_files()}
+    importers: dict[str, set[str]] = {name: set() for name in modules}
+    for name, path in modules.items():
+        for target in imported(path):
+            while target and target not in modules:
+                target = target.rpartition(".")[0]
+            if target and target != name:
+                importers[target].add(name)
+    return sum(len(found) == 1 for found in importers.values())
+
+
+def imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text("utf-8"), str(path))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def num_repeated_names() -> tuple[int, int]:
+    """Count the file names and the class names that the product has more than once."""
+    files: Counter[str] = Counter()
+    classes: Counter[str] = Counter()
+    for path in product_files():
+        files[path.name] += path.name not in ("__init__.py", "__main__.py")
+        nodes = ast.parse(path.read_text("utf-8"), str(path)).body
+        classes.update(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    return sum(n > 1 for n in files.values()), sum(n > 1 for n in classes.values())
+
+
+def product_files() -> list[Path]:
+    return sorted(path for name in PRODUCT for path in Path(name).rglob("*.py"))
+
+
+def dotted(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    name = ".".join(parts[1:] if parts[0] == "kernels" else parts)
+    return name.removesuffix(".__init__")
 
 
 def main() -> int:
     too_large: list[str] = []
-    print(f"{'':18}{'files':>6}  {'lines of a file':32}{'lines of a function'}")
+    print(f"{'':18}{'files':>6}  {'lines of a file':32}{'lines of a function':32}largest folder")
     for name in (*SOURCES, "tests"):
         folder = Path(name)
-        files, functions = file_sizes(folder), function_sizes(folder)
-        print(f"{name:18}{len(files):6}  {figures(files):32}{figures(functions)}")
-        if name == "tests":
-            continue
-        for sizes, ceiling in ((files, MAX_FILE_LINES), (functions, MAX_FUNCTION_LINES)):
-            too_large += [
-                f"{size.where}: {size.num_lines} lines, the ceiling is {ceiling}"
-                for size in sizes
-                if size.num_lines > ceiling
-            ]
+        files, functions, folders = file_sizes(folder), function_sizes(folder), folder_sizes(folder)
+        largest = max(folders, key=lambda size: size.count)
+        print(
+            f"{name:18}{len(files):6}  {figures(files):32}{figures(functions):32}"
+            f"{largest.count} {largest.where}"
+        )
+        rooms = [size for size in folders if size.where not in PLUGIN_FOLDERS]
+        too_large += above(rooms, MAX_FOLDER_FILES, "source files")
+        if name != "tests":
+            too_large += above(files, MAX_FILE_LINES, "lines")
+            too_large += above(functions, MAX_FUNCTION_LINES, "lines")
+    num_files, num_classes = num_repeated_names()
+    print(
+        f"product: {len(product_files())} files, {num_single_importers()} with a single importer; "
+        f"{num_files} file names and {num_classes} class names occur more than once"
+    )
     print("\n".join(too_large), end="\n" if too_large else "")
     return 1 if too_large else 0
 

@@ -81,7 +81,7 @@ def all_hashes(folder: Path) -> Iterator[tuple[str, str]]:
             for dtype in ("bfloat16", "float32"):
                 with LLM(
                     None if path is None else str(path),
-                    dtype=dtype,  # type: ignore[arg-type]
+                    dtype=dtype,
                     num_pages=256,
                     attention_ranks=attention_ranks,
                     expert_ranks=expert_ranks,

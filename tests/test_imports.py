@@ -44,6 +44,7 @@ LAYERS: Mapping[str, int] = {
 ROOMS: Mapping[str, tuple[str, ...]] = {
     "moe_serve.http": (
         "schema",
+        "pages",
         "wire",
         "gate",
         "metrics",
@@ -57,6 +58,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "moe_serve.cli": (
         "counted",
         "output_file",
+        "standard_output",
         "wide_console",
         "client",
         "serve",
@@ -69,18 +71,28 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
         "place",
         "trace",
     ),
-    "moe_serve.bench": ("figures", "client", "workload", "report"),
+    "moe_serve.bench": ("figures", "workload", "client", "report"),
     "moe_serve.cluster": ("control", "members", "launch", "rebalance", "ranks", "steps"),
     "moe_serve.engine": (
         "memory",
         "request",
         "sampling",
+        "routes",
         "schedule",
         "execute",
-        "routes",
         "watch",
     ),
-    "moe_serve.pipeline": ("timeline", "transport", "links", "exchange", "costs", "graphs"),
+    "moe_serve.pipeline": (
+        "timeline",
+        "frames",
+        "transport",
+        "links",
+        "exchange",
+        "route_tap",
+        "pipeline",
+        "costs",
+        "graphs",
+    ),
     "moe_serve.model": (
         "rope",
         "step_plan",
@@ -91,13 +103,14 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
         "families",
         "load",
     ),
-    "experts": ("expert_layer", "slot_room", "memory", "placement"),
+    "experts": ("expert_layer", "memory", "placement"),
     "experts.placement": (
         "errors",
         "replicas",
         "problem",
         "solution",
         "judge",
+        "plan_file",
         "formats",
         "solvers",
     ),
@@ -110,8 +123,17 @@ LEAVES: Mapping[str, frozenset[str]] = {
     "moe_serve": frozenset({"moe_serve.offline", "moe_serve.engine"}),
     "moe_serve.errors": frozenset(),
     "moe_serve.child_python": frozenset(),
-    "moe_serve.config": frozenset({"moe_serve.errors"}),
-    "moe_serve.text": frozenset({"moe_serve.errors"}),
+    "moe_serve.config": frozenset({"moe_serve.errors", "moe_serve.regular_file"}),
+    "moe_serve.json_text": frozenset(),
+    "moe_serve.regular_file": frozenset(),
+    "moe_serve.text": frozenset(
+        {
+            "moe_serve.errors",
+            "moe_serve.child_python",
+            "moe_serve.json_text",
+            "moe_serve.regular_file",
+        }
+    ),
 }
 # The one exception: text/ turns the engine's deltas into text, so it reads these frozen objects.
 BOUNDARIES = frozenset(

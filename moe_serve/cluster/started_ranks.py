@@ -22,6 +22,7 @@ from moe_serve.cluster.members.membership import Membership
 from moe_serve.cluster.members.pool_watch import PoolWatch
 from moe_serve.cluster.members.preflight import ExpectedRank
 from moe_serve.cluster.members.preflight_round import PreflightRound
+from moe_serve.cluster.members.rank_calls import RankCalls
 from moe_serve.cluster.members.rank_starter import LocalStarter, RankStarter
 from moe_serve.cluster.members.roster import Roster
 from moe_serve.cluster.members.transport_check import check_transport
@@ -32,7 +33,6 @@ from moe_serve.cluster.rebalance.rebalancer import Rebalancer
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.cluster.steps.coordinator import Coordinator
 from moe_serve.cluster.steps.epoch_maker import EpochMaker
-from moe_serve.cluster.steps.rank_calls import RankCalls
 from moe_serve.cluster.steps.rank_witness import RankWitness
 from moe_serve.cluster.steps.remote_executor import RemoteExecutor
 from moe_serve.engine.build import eos_token_ids_of, max_model_len_of

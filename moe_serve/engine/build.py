@@ -45,7 +45,7 @@ from moe_serve.model.load.weight_source import OpenWeights
 from moe_serve.model.spec import ModelSpec
 from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.model.stage.gather import Gather
-from moe_serve.pipeline.exchange.wire import make_wire_format
+from moe_serve.pipeline.frames.wire import make_wire_format
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.route_tap import RouteTap
 from moe_serve.pipeline.timeline.stage_log import StageLog

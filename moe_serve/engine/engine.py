@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.config.sections import PAGE_SIZE, SchedulerConfig
-from moe_serve.engine.execute.ends import TOO_DEAR, Ends, failed
+from moe_serve.engine.execute.ends import NAN, NO_TOKEN, TOO_DEAR, Ends, failed
 from moe_serve.engine.execute.step_executor import (
     ExecutorLostError,
     RowFailure,
@@ -21,7 +21,7 @@ from moe_serve.engine.execute.step_executor import (
 )
 from moe_serve.engine.request.client import EngineStats
 from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
-from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.request.sequence import Schedule, Sequence, sequences_of
 from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.engine.routes.token_experts import Made, experts_of, made_tokens
 from moe_serve.engine.sampling.sampler import Sampled
@@ -29,13 +29,10 @@ from moe_serve.engine.schedule.batcher import make_next_plan, make_step_plan
 from moe_serve.engine.schedule.policy.arrival_order import FIFO
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
 from moe_serve.engine.schedule.prefix_sharing import PrefixSharing
-from moe_serve.engine.schedule.scheduler import Schedule, Scheduler, sequences_of
+from moe_serve.engine.schedule.scheduler import Scheduler
 from moe_serve.model.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)
-
-_NOTHING = RowFailure("no token came of its step")  # of a rank that is out of its mind
-_NAN = RowFailure("the model produced NaN for this request")
 
 
 class Engine:
@@ -104,8 +101,7 @@ class Engine:
         self._scheduler.add(sequence)
 
     def abort(self, request_id: str) -> None:
-        """End a request now; unknown or finished ids are ignored. Raises ExecutorLostError; the
-        request has ended all the same."""
+        """End a request, even if it raises ExecutorLostError. Unknown ids are ignored."""
         if request_id in self._sequences:
             aborted = TokenDelta(request_id=request_id, finish_reason=FinishReason.ABORT)
             self._pending.append(aborted)
@@ -285,7 +281,7 @@ class Engine:
             sequence.num_computed_tokens += count
             sequence.is_proven = False
             if sequence.num_pending_tokens == 0:
-                delta = self._advance(sequence, outcome.sampled.get(key, _NOTHING), made)
+                delta = self._advance(sequence, outcome.sampled.get(key, NO_TOKEN), made)
                 self._pending.append(delta)
                 if delta.finish_reason not in (None, FinishReason.ERROR):
                     ended.append(sequence)  # a failed one has ended already
@@ -297,7 +293,7 @@ class Engine:
             return self._fail(sequence, sampled)
         if not sampled.is_valid:
             self._num_corrupted += 1
-            return self._fail(sequence, _NAN)
+            return self._fail(sequence, NAN)
         prompt_logprobs = sequence.take_prompt_logprobs()
         sequence.is_proven = True
         sequence.append(sampled.token_id)

@@ -50,14 +50,7 @@ from moe_serve.errors import (
     GenerationError,
     InvalidRequestError,
 )
-from moe_serve.offline.offline import (
-    Answer,
-    Job,
-    Prompt,
-    as_prompts,
-    check_text_length,
-    make_output,
-)
+from moe_serve.offline.job import Answer, Job, Prompt, as_prompts, check_text_length, make_output
 from moe_serve.offline.outputs import RequestOutput
 from moe_serve.text.assistant.formats import REASONING_FORMATS, reasoning_format_of
 from moe_serve.text.chat_template import ChatTemplate

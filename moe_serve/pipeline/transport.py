@@ -13,7 +13,7 @@ from torch import Tensor
 
 from experts.expert_stage import ExpertStage
 from moe_serve.model.stage.attention_stage import Routed
-from moe_serve.pipeline.exchange.wire import WireFormat, as_received
+from moe_serve.pipeline.frames.wire import WireFormat, as_received
 
 
 class Transport(Protocol):

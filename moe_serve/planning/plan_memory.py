@@ -17,7 +17,7 @@ from moe_serve.engine.memory.free_memory import free_bytes
 from moe_serve.engine.memory.memory_plan import MemoryPlan, ProcessMemory, Room
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.spec import ModelSpec
-from moe_serve.pipeline.exchange.wire import make_wire_format
+from moe_serve.pipeline.frames.wire import make_wire_format
 from moe_serve.planning.model_facts import WeightBytes, weight_bytes
 
 SERVER = "server"

@@ -21,13 +21,13 @@ from experts.memory.memory_stats import MemoryStats
 from experts.placement.problem.plan import contiguous
 from moe_serve.engine.memory.memory_plan import MemoryPlan, ProcessMemory
 from moe_serve.engine.request.client import EngineStats
+from moe_serve.engine.request.policy_stats import PolicyStats
 from moe_serve.engine.request.pool_stats import MicroBatchCount, Pool, PoolStats, PoolUse, StageUse
 from moe_serve.engine.request.rank_status import RankStatus
 from moe_serve.engine.request.request import FinishReason
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.routes.placement_control import OUTCOMES, BalanceFigures, PlacementStatus
 from moe_serve.engine.routes.route_records import RouteRecord
-from moe_serve.engine.schedule.policy.policy import PolicyStats
 from moe_serve.engine.tracing import TracingStatus
 from moe_serve.engine.watch.expert_load import ExpertLoad
 from moe_serve.engine.watch.startup import Startup

@@ -10,12 +10,13 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from moe_serve.http.dashboard import board
-from moe_serve.http.dashboard.page_files import FOLDER, PAGE_FILES
 from moe_serve.http.dashboard.page_routes import add_page_routes
 from moe_serve.http.gate.auth import ApiKeyMiddleware
 from moe_serve.http.gate.key_ring import KeyRing
+from moe_serve.http.pages.page_files import FOLDER, PAGE_FILES
 
 PAGES = ("/dashboard", "/dashboard/playground")
+FILES = sorted(path for path in FOLDER.rglob("*.*") if path.suffix not in (".py", ".pyc"))
 
 
 @pytest.fixture
@@ -29,8 +30,7 @@ def client() -> TestClient:
 
 def test_every_file_is_served_without_a_key(client: TestClient) -> None:
     assert set(PAGES) < PAGE_FILES.keys()
-    on_disk = {path.name for path in FOLDER.iterdir() if path.is_file()}
-    assert len(PAGE_FILES) == len(on_disk), "a file in pages/ is of a kind that is not served"
+    assert len(PAGE_FILES) == len(FILES), "a file in pages/ is of a kind that is not served"
     for path in PAGE_FILES:
         answer = client.get(path)
         assert answer.status_code == 200, path
@@ -52,6 +52,8 @@ def test_every_file_is_served_without_a_key(client: TestClient) -> None:
         "/dashboard/assets",
         "/dashboard/assets/",
         "/dashboard/assets/dashboard.html",
+        "/dashboard/assets/page_files.py",
+        "/dashboard/assets/element.js",
         "/dashboard/assets/../page_files.py",
         "/dashboard/assets/..%2fpage_files.py",
         "/dashboard/assets/%2e%2e%2fapp.py",
@@ -69,18 +71,18 @@ def test_nothing_else_is(client: TestClient, path: str) -> None:
 
 def test_pages_name_only_files_of_the_set() -> None:
     """No address of another host, and no name that is not served."""
-    names = {path.rpartition("/")[2] for path in PAGE_FILES}
-    for path in sorted(FOLDER.iterdir()):
+    for path in FILES:
         words = path.read_text("utf-8")
         for host in re.findall(r"https?://[^\"'\s]+", words):
             assert host == "http://www.w3.org/2000/svg", f"{path.name}: {host}"
-        assets = re.findall(r"assets/([\w.]+)", words) + re.findall(r'from "\./(\w+\.js)"', words)
-        assert set(assets) <= names, path.name
+        assets = [FOLDER / name for name in re.findall(r"assets/([\w./]+)", words)]
+        assets += [path.parent / name for name in re.findall(r'from "(\.[\w./]+\.js)"', words)]
+        assert {asset.resolve() for asset in assets} <= set(FILES), path.name
 
 
 def test_no_text_becomes_markup_and_files_are_small() -> None:
     forbidden = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(")
-    for path in sorted(FOLDER.glob("*.js")):
+    for path in sorted(FOLDER.rglob("*.js")):
         words = path.read_text("utf-8")
         assert not forbidden.search(words), path.name
         assert len(words.splitlines()) <= 350, path.name
@@ -89,7 +91,9 @@ def test_no_text_becomes_markup_and_files_are_small() -> None:
 def test_every_kind_of_event_has_its_colour() -> None:
     folder = Path(board.__file__).parent
     source = "".join((folder / f"{name}.py").read_text() for name in ("board", "event_watch"))
-    tones = (FOLDER / "events_panel.js").read_text().partition("TONES = {")[2].partition("}")[0]
+    tones = (
+        (FOLDER / "panels/events_panel.js").read_text().partition("TONES = {")[2].partition("}")[0]
+    )
     coloured = set(re.findall(r"(\w+):", tones))
     assert set(re.findall(r'\.add\(\s*"(\w+)"', source)) <= coloured
     assert all(f'"{kind}"' in source for kind in coloured)
@@ -99,4 +103,4 @@ def test_wheels_take_the_files() -> None:
     """hatchling takes what lies in a package, unless .gitignore names it."""
     root = Path(__file__).parents[2]
     ignored = (root / ".gitignore").read_text("utf-8").split()
-    assert not [path.name for path in FOLDER.iterdir() if f"*{path.suffix}" in ignored]
+    assert not [path.name for path in FILES if f"*{path.suffix}" in ignored]

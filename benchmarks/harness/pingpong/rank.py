@@ -30,7 +30,7 @@ from moe_serve.pipeline.exchange.expert_loop import ExpertLoop
 from moe_serve.pipeline.exchange.group_transport import GroupTransport
 from moe_serve.pipeline.exchange.row_split import RowSplit
 from moe_serve.pipeline.exchange.step_shape import StepShape
-from moe_serve.pipeline.exchange.wire import WireFormat, make_wire_format
+from moe_serve.pipeline.frames.wire import WireFormat, make_wire_format
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.timeline.stage_log import StageLog
 

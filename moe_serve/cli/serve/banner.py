@@ -10,7 +10,7 @@ from moe_serve.config.sections import Config
 from moe_serve.config.sources import DEFAULT_SOURCE, ConfigEntry
 from moe_serve.engine.layout import Layout
 from moe_serve.engine.routes.placement_control import PlacementControl
-from moe_serve.http.dashboard.page_files import PAGE_FILES
+from moe_serve.http.pages.page_files import PAGE_FILES
 
 
 def banner_rows(

@@ -11,7 +11,7 @@ from moe_serve.engine.execute.next_layer_prediction import num_foreseen
 from moe_serve.model.spec import ModelSpec
 from moe_serve.pipeline.exchange.frame_layout import CompactLayout, FrameLayout, MaskedLayout
 from moe_serve.pipeline.exchange.row_split import RowSplit
-from moe_serve.pipeline.exchange.wire import WireFormat, make_wire_format
+from moe_serve.pipeline.frames.wire import WireFormat, make_wire_format
 from moe_serve.pipeline.links.data_group import DataGroup
 
 

@@ -43,8 +43,8 @@ from moe_serve.model.load.load_expert_memory import MemoryBudget
 from moe_serve.model.load.model_tensors import LoadProgress
 from moe_serve.model.stage.expert_choice import Router, choose_experts
 from moe_serve.pipeline.exchange.expert_loop import ExpertLoop
-from moe_serve.pipeline.exchange.frame_header import WireError
 from moe_serve.pipeline.exchange.step_shape import StepShape
+from moe_serve.pipeline.frames.frame_header import WireError
 from moe_serve.pipeline.links.data_group import DataGroup
 from moe_serve.pipeline.links.transfer import PeerLostError
 from moe_serve.pipeline.timeline.operation import Operation

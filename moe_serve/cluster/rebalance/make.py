@@ -5,13 +5,13 @@ from __future__ import annotations
 from moe_serve.cluster.control.epoch import sparse_layers
 from moe_serve.cluster.members.cluster_model import ClusterModel
 from moe_serve.cluster.members.current_placement import CurrentPlacement
+from moe_serve.cluster.members.rank_calls import RankCalls
 from moe_serve.cluster.members.roster import Roster
 from moe_serve.cluster.rebalance.load_window import LoadWindow
 from moe_serve.cluster.rebalance.mover import Mover, MoverLimits
 from moe_serve.cluster.rebalance.planner import Plan
 from moe_serve.cluster.rebalance.proposal import PlanLimits, Proposer
 from moe_serve.cluster.rebalance.rebalancer import Rebalancer
-from moe_serve.cluster.steps.rank_calls import RankCalls
 from moe_serve.engine.routes.route_records import RouteListeners
 
 _WIDEST = 4  # bytes of a weight

@@ -18,11 +18,11 @@ from moe_serve.cluster.steps.rank_work import RankLostError
 from moe_serve.cluster.steps.remote_executor import RemoteExecutor, as_outcome
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.request.client import EngineStats
+from moe_serve.engine.request.policy_stats import sum_of
 from moe_serve.engine.request.rank_load import RankLoad
 from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.request.sequence import Sequence as EngineSequence
 from moe_serve.engine.request.step_tokens import StepTokens
-from moe_serve.engine.schedule.policy.policy import sum_of
 from moe_serve.model.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)

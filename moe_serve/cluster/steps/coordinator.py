@@ -22,12 +22,12 @@ from moe_serve.cluster.control.rank_link import Event
 from moe_serve.cluster.members.current_placement import CurrentPlacement
 from moe_serve.cluster.members.membership import Membership
 from moe_serve.cluster.members.pool_watch import PoolWatch
+from moe_serve.cluster.members.rank_calls import RankCalls
 from moe_serve.cluster.members.roster import Phase
 from moe_serve.cluster.ranks.needed_experts import pack_needed
 from moe_serve.cluster.rebalance.mover import Mover
 from moe_serve.cluster.steps.epoch_maker import Epoch, EpochMaker
 from moe_serve.cluster.steps.flight import Flight
-from moe_serve.cluster.steps.rank_calls import RankCalls
 from moe_serve.cluster.steps.rank_work import RankLostError, RankWork, StepFailedError
 from moe_serve.errors import ClusterError
 

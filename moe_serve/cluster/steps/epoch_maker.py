@@ -18,8 +18,8 @@ from moe_serve.cluster.control.messages import (
 from moe_serve.cluster.members.current_placement import CurrentPlacement
 from moe_serve.cluster.members.expert_cover import beyond, covered, renumbered
 from moe_serve.cluster.members.membership import Membership
+from moe_serve.cluster.members.rank_calls import RankCalls
 from moe_serve.cluster.members.roster import Phase, RankState
-from moe_serve.cluster.steps.rank_calls import RankCalls
 from moe_serve.pipeline.links.data_group import MEETING_TIMEOUT_S
 from moe_serve.pipeline.links.meeting import MeetingPlace
 

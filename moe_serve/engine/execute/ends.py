@@ -6,6 +6,8 @@ from moe_serve.engine.execute.step_executor import RowFailure
 from moe_serve.engine.request.request import FinishReason, TokenDelta
 from moe_serve.engine.request.sequence import Sequence
 
+NO_TOKEN = RowFailure("the step returned no token for this request")  # only a faulty rank does this
+NAN = RowFailure("the model produced NaN for this request")
 TOO_DEAR = RowFailure(
     "its grammar costs too much to follow while other requests wait for a seat; use one that is "
     "less ambiguous, or try again later",

@@ -13,12 +13,12 @@ from typing import Protocol
 from experts.memory.memory_stats import MemoryStats
 from moe_serve.cache.page_times import PageTimes
 from moe_serve.engine.request.delta_queue import DeltaQueue
+from moe_serve.engine.request.policy_stats import PolicyStats
 from moe_serve.engine.request.pool_stats import PoolStats
 from moe_serve.engine.request.rank_load import RankLoad
 from moe_serve.engine.request.rank_status import RankStatus
 from moe_serve.engine.request.request import GenerationRequest, TokenDelta
 from moe_serve.engine.request.step_tokens import StepTokens
-from moe_serve.engine.schedule.policy.policy import PolicyStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,8 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.engine.sampling.grammar.limits import MAX_FOLLOW_S, MAX_FOLLOW_TOKEN_S
+# A sequence may spend this much of the processor on its grammar, and so much more for each token.
+MAX_FOLLOW_S, MAX_FOLLOW_TOKEN_S = 2.0, 0.05
 
 
 class SequenceMatcher:

@@ -150,3 +150,11 @@ class Sequence:
         self.num_shared_pages = self.num_found_pages = 0
         self.num_restarts += 1
         self.prompt_logprobs = []
+
+
+Schedule = dict[int, tuple[Sequence, int]]  # sequence id -> (sequence, tokens to compute)
+
+
+def sequences_of(schedule: Schedule) -> dict[int, Sequence]:
+    """Return the scheduled sequences by their ids."""
+    return {key: sequence for key, (sequence, _) in schedule.items()}

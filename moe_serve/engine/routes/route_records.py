@@ -14,9 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.request.sequence import Schedule, Sequence, sequences_of
 from moe_serve.engine.routes.token_experts import sequences_that_ask
-from moe_serve.engine.schedule.scheduler import Schedule, sequences_of
 from moe_serve.model.step_plan import RouteAsk, StepPlan
 from moe_serve.pipeline.route_tap import StepChoices
 from routing_predictor.traces.recording import TracedTokens

@@ -12,8 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from moe_serve.engine.request.request import NO_EXPERTS, TokenExperts
-from moe_serve.engine.request.sequence import Sequence
-from moe_serve.engine.schedule.scheduler import Schedule
+from moe_serve.engine.request.sequence import Schedule, Sequence
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.route_tap import StepChoices
 

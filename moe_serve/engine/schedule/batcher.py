@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.request.sequence import Schedule, Sequence
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
-from moe_serve.engine.schedule.scheduler import Schedule
 from moe_serve.model.step_plan import SequenceSlice, StepPlan
 
 _UNKNOWN = np.zeros(1, dtype=np.int64)

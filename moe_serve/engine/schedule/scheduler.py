@@ -20,15 +20,13 @@ from collections.abc import Sequence as Items
 
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.config.sections import SchedulerConfig
-from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.request.sequence import Schedule, Sequence
 from moe_serve.engine.request.step_tokens import StepTokenCounter
 from moe_serve.engine.sampling.mask_share import MaskShare
 from moe_serve.engine.schedule.left_aside import LeftAside
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
 from moe_serve.engine.schedule.prefix_sharing import PrefixSharing
 from moe_serve.engine.schedule.waiting_line import WaitingLine
-
-Schedule = dict[int, tuple[Sequence, int]]  # sequence id -> (sequence, tokens to compute)
 
 
 class Scheduler:
@@ -263,8 +261,3 @@ class Scheduler:
         for sequence in self.running:
             covered = -sequence.num_missing_pages(sequence.num_computed_tokens)
             assert covered >= 0, f"sequence {sequence.id} lacks {-covered} pages"
-
-
-def sequences_of(schedule: Schedule) -> dict[int, Sequence]:
-    """By their ids."""
-    return {key: sequence for key, (sequence, _) in schedule.items()}

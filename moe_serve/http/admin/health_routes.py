@@ -15,7 +15,7 @@ from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from moe_serve.engine.request.client import EngineStats
-from moe_serve.http.admin.readiness import OUTAGE_S
+from moe_serve.http.gate.readiness import OUTAGE_S
 from moe_serve.http.generation.context import ServerContext
 from moe_serve.http.schema.errors import ApiError, draining_error, engine_dead_error
 

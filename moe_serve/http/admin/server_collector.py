@@ -13,7 +13,7 @@ from moe_serve.engine.request.client import EngineStats
 from moe_serve.engine.request.pool_stats import Pool
 from moe_serve.engine.request.rank_status import RankPhase
 from moe_serve.engine.watch.startup import Startup
-from moe_serve.http.admin.readiness import is_ready
+from moe_serve.http.gate.readiness import is_ready
 from moe_serve.http.generation.generation import GenerationService
 from moe_serve.http.metrics.metrics import PREFIX
 from moe_serve.http.metrics.startup_families import startup_families

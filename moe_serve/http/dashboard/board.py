@@ -17,13 +17,13 @@ from fastapi import FastAPI
 
 from moe_serve import __version__
 from moe_serve.engine.routes.placement_control import PlacementControl
-from moe_serve.http.admin.readiness import is_ready
 from moe_serve.http.dashboard import parts
 from moe_serve.http.dashboard.event_log import EventLog
 from moe_serve.http.dashboard.event_watch import EventWatch
 from moe_serve.http.dashboard.facts import DashboardFacts
 from moe_serve.http.dashboard.history import INTERVAL_S, History
 from moe_serve.http.dashboard.snapshot import Snapshot, Sources
+from moe_serve.http.gate.readiness import is_ready
 from moe_serve.http.generation.context import ServerContext
 from moe_serve.http.metrics.rank_shares import RankSharer, RankShares
 

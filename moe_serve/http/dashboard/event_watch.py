@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from moe_serve.engine.request.client import EngineStats
 from moe_serve.engine.routes.placement_control import PlacementBrief, PlanOutcome
-from moe_serve.http.admin.readiness import OUTAGE_S
 from moe_serve.http.dashboard.event_log import EventLog
 from moe_serve.http.dashboard.snapshot import Snapshot
+from moe_serve.http.gate.readiness import OUTAGE_S
 
 _OVERLOAD_S = 10.0  # rejections this close together are one event
 _FAILURES: tuple[PlanOutcome, ...] = ("aborted", "planner")

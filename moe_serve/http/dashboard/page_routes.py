@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from fastapi import FastAPI, Request, Response
 
-from moe_serve.http.dashboard.page_files import PAGE_FILES, PageFile
+from moe_serve.http.pages.page_files import PAGE_FILES, PageFile
 
 # Nothing from another host, no inline script or style, no frame around it, and no text that becomes
 # markup (Trusted Types, where the browser has them).

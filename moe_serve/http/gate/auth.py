@@ -12,8 +12,8 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from moe_serve.http.dashboard.page_files import PAGE_FILES
 from moe_serve.http.gate.key_ring import NO_SETTINGS, KeyRing, KeySettings
+from moe_serve.http.pages.page_files import PAGE_FILES
 from moe_serve.http.schema.errors import ApiError
 
 # What an orchestrator probes, and the dashboard's pages, which hold no data.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from moe_serve.engine.schedule.policy.policy import PolicyStats
+from moe_serve.engine.request.policy_stats import PolicyStats
 
 
 def batching_families(stats: PolicyStats, prefix: str, model_name: str) -> Iterator[Metric]:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from experts.expert_stage import ExpertStage
 from experts.routed_rows import RoutedRows
-from moe_serve.pipeline.exchange.frame_header import Exchange, Leg
 from moe_serve.pipeline.exchange.frame_layout import CompactLayout, FrameLayout
 from moe_serve.pipeline.exchange.frame_pool import FramePool
 from moe_serve.pipeline.exchange.next_layer import together
@@ -26,7 +25,8 @@ from moe_serve.pipeline.exchange.step_shape import (
     dispatch_tag,
     exchange_order,
 )
-from moe_serve.pipeline.exchange.wire import WireFormat
+from moe_serve.pipeline.frames.frame_header import Exchange, Leg
+from moe_serve.pipeline.frames.wire import WireFormat
 from moe_serve.pipeline.links.data_group import DataGroup
 from moe_serve.pipeline.timeline.stage_log import StageLog
 from moe_serve.pipeline.timeline.timeline import Stage

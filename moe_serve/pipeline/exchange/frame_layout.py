@@ -16,10 +16,10 @@ from typing import Protocol
 import torch
 
 from experts.routed_rows import RoutedRows
-from moe_serve.pipeline.exchange.frame_header import Exchange, HeaderLog, HostHeader
-from moe_serve.pipeline.exchange.frame_memory import direct_memory, staged_memory
 from moe_serve.pipeline.exchange.row_split import RankRows, RowSplit
-from moe_serve.pipeline.exchange.wire import CombineFrame, DispatchFrame
+from moe_serve.pipeline.frames.frame_header import Exchange, HeaderLog, HostHeader
+from moe_serve.pipeline.frames.frame_memory import direct_memory, staged_memory
+from moe_serve.pipeline.frames.wire import CombineFrame, DispatchFrame
 
 
 class FrameLayout(Protocol):

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from moe_serve.model.stage.attention_stage import Routed
-from moe_serve.pipeline.exchange.frame_header import Exchange, Leg
 from moe_serve.pipeline.exchange.frame_layout import CompactLayout, FrameLayout
 from moe_serve.pipeline.exchange.frame_pool import FramePool
 from moe_serve.pipeline.exchange.row_split import RankRows, RowSplit
@@ -22,7 +21,8 @@ from moe_serve.pipeline.exchange.step_shape import (
     dispatch_tag,
     exchange_order,
 )
-from moe_serve.pipeline.exchange.wire import CombineFrame, WireFormat
+from moe_serve.pipeline.frames.frame_header import Exchange, Leg
+from moe_serve.pipeline.frames.wire import CombineFrame, WireFormat
 from moe_serve.pipeline.links.data_group import DataGroup
 from moe_serve.pipeline.timeline.stage_log import StageLog
 from moe_serve.pipeline.timeline.timeline import Stage

@@ -22,7 +22,7 @@ from moe_serve.cluster.control.channel import Channel
 from moe_serve.cluster.control.frame import frame
 from moe_serve.cluster.control.messages import Heartbeat, Hello, Order, Report, TookExperts
 from moe_serve.cluster.control.rank_link import Event, Gone, RankLink
-from moe_serve.pipeline.exchange.frame_header import HEADER_BYTES, Exchange, HostHeader, WireError
+from moe_serve.pipeline.frames.frame_header import HEADER_BYTES, Exchange, HostHeader, WireError
 
 QUICK = settings(
     max_examples=25,

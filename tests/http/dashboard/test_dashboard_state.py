@@ -16,6 +16,7 @@ from experts.placement.problem.plan import Placement
 from moe_serve.config.sections import ServerConfig
 from moe_serve.engine.execute.step_timeline import Span, StepTimeline, StepTrack
 from moe_serve.engine.request.client import EngineStats
+from moe_serve.engine.request.policy_stats import PolicyStats
 from moe_serve.engine.request.rank_load import RankLoad
 from moe_serve.engine.request.rank_status import RankStatus
 from moe_serve.engine.request.request import GenerationRequest
@@ -28,7 +29,6 @@ from moe_serve.engine.routes.placement_control import (
     PlacementStatus,
 )
 from moe_serve.engine.routes.route_records import RouteRecord
-from moe_serve.engine.schedule.policy.policy import PolicyStats
 from moe_serve.engine.watch.expert_load import ExpertLoad
 from moe_serve.http.app import create_app
 from moe_serve.http.dashboard import board

@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 import torch
 
-from moe_serve.pipeline.exchange.frame_header import Exchange, HeaderLog, WireError
 from moe_serve.pipeline.exchange.frame_layout import CompactLayout, FrameLayout, MaskedLayout
+from moe_serve.pipeline.frames.frame_header import Exchange, HeaderLog, WireError
 from moe_serve.pipeline.links.data_group import DataGroup
 from tests.support.pipeline.exchange_pair import (
     LAYERS,

@@ -28,9 +28,6 @@ MAX_KEPT = 128  # compiled grammars; some 200 KB each, more for large ones
 MAX_VERDICTS = 4096  # digests of constraints that were judged, and why they are refused
 
 
-# A sequence may spend this much of the processor on its grammar, and so much more for each token.
-MAX_FOLLOW_S, MAX_FOLLOW_TOKEN_S = 2.0, 0.05
-
 # Items of Earley's algorithm in one mask. An ordinary grammar needs up to 5 000 with 4 096 tokens
 # and 30 000 with 150 000; the time of an ambiguous one grows with their third power.
 _LEAST_ITEMS, _MOST_ITEMS, _ITEMS_PER_TOKEN = 10_000, 50_000, 0.3

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
+from moe_serve.engine.request.policy_stats import PolicyName, PolicyStats
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.schedule.policy.longest_first import split, split_evenly
-from moe_serve.engine.schedule.policy.policy import PolicyName, PolicyStats
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
 
 

@@ -19,13 +19,13 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_serve.engine.request.policy_stats import PolicyStats
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.schedule.policy.ageing import Ageing
 from moe_serve.engine.schedule.policy.concave_cost import ConcaveCost, Floats
 from moe_serve.engine.schedule.policy.expected_experts import ExpectedExperts
 from moe_serve.engine.schedule.policy.limits import SizeLimits
 from moe_serve.engine.schedule.policy.longest_first import split
-from moe_serve.engine.schedule.policy.policy import PolicyStats
 from moe_serve.engine.schedule.policy.rank_load import RankLoads
 from moe_serve.engine.schedule.policy.signature_table import SignatureTable
 from moe_serve.engine.schedule.policy.standing_split import StandingSplit

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import replace
 
+from moe_serve.engine.request.policy_stats import PolicyStats
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.schedule.policy.arrival_order import ArrivalOrder
 from moe_serve.engine.schedule.policy.concave_cost import Floats
 from moe_serve.engine.schedule.policy.expected_experts import ExpectedExperts
 from moe_serve.engine.schedule.policy.expert_aware import SignatureSource
-from moe_serve.engine.schedule.policy.policy import PolicyStats
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
 
 

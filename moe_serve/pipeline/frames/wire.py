@@ -20,8 +20,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moe_serve.pipeline.exchange.frame_header import FLAG_ERROR, HEADER_BYTES, Exchange, Header
-from moe_serve.pipeline.exchange.frame_memory import FrameMemory
+from moe_serve.pipeline.frames.frame_header import FLAG_ERROR, HEADER_BYTES, Exchange, Header
+from moe_serve.pipeline.frames.frame_memory import FrameMemory
 
 _FP8_MAX = 448.0  # of float8_e4m3fn
 _ALIGNMENT = 64

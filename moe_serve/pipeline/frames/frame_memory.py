@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_serve.pipeline.exchange.frame_header import HEADER_BYTES
+from moe_serve.pipeline.frames.frame_header import HEADER_BYTES
 
 _MAX_VIEWS = 256
 

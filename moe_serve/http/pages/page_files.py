@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLDER = Path(__file__).parent / "pages"
+FOLDER = Path(__file__).parent
 PREFIX = "/dashboard"
 _PAGES: Mapping[str, str] = {PREFIX: "dashboard.html", f"{PREFIX}/playground": "playground.html"}
 _MEDIA_TYPES: Mapping[str, str] = {
