@@ -11,6 +11,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from experts.placement.errors import PlacementError
+from experts.placement.plan_file import placement_text, read_placement
+from experts.placement.problem.plan import Placement
 from moe_serve.cli.client.admin_client import URL, AdminClient, AdminKey, Url
 from moe_serve.cli.wide_console import wide_console
 from moe_serve.errors import RebalanceError
@@ -44,6 +47,29 @@ def rebalance(
 
 
 @placement.command()
+def apply(
+    file: Annotated[Path, typer.Argument(help="A plan that `moe-serve place --out` wrote.")],
+    url: Url = URL,
+    admin_key: AdminKey = None,
+    wait: Annotated[bool, typer.Option(help="Wait until the experts have moved.")] = True,
+) -> None:
+    """Put a plan into effect on a running server: experts move while it serves."""
+    content = json.loads(placement_text(_read(file)))
+    client = _client(url, admin_key)
+    found = client.ask("POST", "placement/plan", _STATUS, content)
+    while wait and found["state"] != "idle":
+        time.sleep(_POLL_S)
+        found = client.ask("GET", "placement", _STATUS)
+    _print(found)
+    last = found["last"]
+    if wait and (last is None or last["outcome"] not in ("moved", "nothing")):
+        raise RebalanceError(
+            f"{file} was not put into effect: "
+            + ("the server does not say why." if last is None else last["text"])
+        )
+
+
+@placement.command()
 def save(
     file: Annotated[Path, typer.Argument(help="Where to; for serve's --placement.")],
     url: Url = URL,
@@ -56,6 +82,13 @@ def save(
     except OSError as error:
         raise RebalanceError(f"{file} cannot be written: {error.strerror}.") from None
     typer.echo(f"{file}: {len(content['layers'])} layers on {content['num_ranks']} expert ranks")
+
+
+def _read(file: Path) -> Placement:
+    try:
+        return read_placement(file)
+    except PlacementError as error:
+        raise RebalanceError(str(error)) from None
 
 
 def _client(url: str, key: str | None) -> AdminClient:

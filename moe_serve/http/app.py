@@ -99,7 +99,7 @@ def create_app(
     _add_routes(app, server)
     if tracing is not None:
         app.include_router(trace_router(tracing, config.max_body_bytes))
-    app.include_router(placement_router(placement))
+    app.include_router(placement_router(placement, config.max_body_bytes))
     app.include_router(dashboard_router(board))
     app.include_router(startup_router(operations.startup))
     if operations.hangs is not None:

@@ -89,6 +89,20 @@ class Proposer:
     def _least_tokens(self, placement: Placement) -> int:
         return -(-CHOICES_PER_EXPERT * placement.num_experts // self._limits.top_k)
 
+    def given(self, window: WindowCounts, current: Placement, target: Placement) -> Proposal:
+        """Return a proposal of a placement that an operator gives, whatever its gain.
+
+        Raises PlacementError unless it is one for this model and these ranks, within their slots.
+        """
+        limits = self._limits
+        target.check_fits(limits.layers, current.num_experts, current.num_ranks)
+        check_slots(target, limits.slots)
+        before, predicted = self.judge(window, current), self.judge(window, target)
+        text = f"a given plan that changes {len(changed_layers(current, target))} layers"
+        if before is not None and predicted is not None:
+            text += f", balancedness {before.balancedness:.3f} -> {predicted.balancedness:.3f}"
+        return Proposal(target=target, refusal=None, text=text, before=before, predicted=predicted)
+
     def judge(self, window: WindowCounts, placement: Placement) -> Forecast | None:
         """How well a placement does by what was counted; None: too little was."""
         if not self.is_enough(window, placement):
@@ -152,10 +166,16 @@ class Proposer:
         target = placement_of(job, found.ranks_of)
         if target.lost:
             raise PlacementError(f"The plan has {len(target.lost)} experts on no rank.")
-        for rank, slots in enumerate(job.slots):
-            most = max(map(len, target.held_by(rank).values()))
-            if most > slots:
-                raise PlacementError(
-                    f"The plan gives rank {rank} {most} experts of a layer; it has {slots} slots."
-                )
+        check_slots(target, job.slots)
         return target
+
+
+def check_slots(target: Placement, slots: Sequence[int]) -> None:
+    """Raise PlacementError if a rank holds more experts of a layer than it has slots."""
+    for rank, most in enumerate(slots):
+        layer, held = max(target.held_by(rank).items(), key=lambda item: len(item[1]))
+        if len(held) > most:
+            raise PlacementError(
+                f"The plan gives rank {rank} {len(held)} experts of layer {layer}; it has {most} "
+                "slots (cluster.rebalance_spare_slots adds some at the start)."
+            )

@@ -62,7 +62,8 @@ class Rebalancer:
         self._lock = threading.Lock()
         self._state: RebalanceState = "idle"
         self._last: LastPlan | None = None
-        self._proposal: Proposal | None = None
+        self._proposal: Proposal | None = None  # the last with figures
+        self._move_text = ""  # of the plan that is being carried out
         self._judgement: _Judgement | None = None
         self._outcomes: Counter[PlanOutcome] = Counter()
         self._asked, self._is_closing = threading.Event(), threading.Event()
@@ -99,6 +100,34 @@ class Rebalancer:
             if self._state != "idle" or self._asked.is_set():
                 raise RebalanceError("A re-balance is under way already.")
             self._asked.set()
+        return self.status()
+
+    def apply(self, target: Placement) -> PlacementStatus:
+        """See `PlacementControl.apply`."""
+        if self._mode == "off":
+            raise RebalanceError(
+                "Nothing is moved: cluster.rebalance is 'off'; start the server with 'manual' or "
+                "'auto', or with cluster.placement."
+            )
+        with self._lock:
+            if self._state != "idle" or self._asked.is_set():
+                raise RebalanceError("A re-balance is under way already.")
+            self._state = "copying"
+        try:
+            version = self._current.version
+            proposal = self._proposer.given(self._window.look(), version.placement, target)
+            if version.placement == target:
+                self._ended("nothing", "no move: the given plan is the placement in force")
+                return self.status()
+            self._begin(proposal, target)
+        except PlacementError as error:
+            with self._lock:
+                self._state = "idle"
+            raise RebalanceError(f"The plan does not fit, and nothing was moved: {error}") from None
+        except BaseException:
+            with self._lock:
+                self._state = "idle"
+            raise
         return self.status()
 
     def brief(self) -> PlacementBrief:
@@ -184,6 +213,7 @@ class Rebalancer:
 
     def _begin(self, proposal: Proposal, target: Placement) -> None:
         self._remember(proposal)
+        self._move_text = proposal.text
         with self._lock:
             self._state = "copying"
         _log.info("a move begins: %s", proposal.text)
@@ -192,14 +222,13 @@ class Rebalancer:
 
     def _remember(self, proposal: Proposal) -> None:
         if proposal.predicted is not None:
-            self._proposal = proposal  # the last with figures
+            self._proposal = proposal
 
     def _moved(self, end: MoveEnd) -> None:
         """On the engine's thread."""
         told = f"{end.num_copies} copies in {end.num_rounds} rounds, {end.seconds:.1f} s"
         if end.why is None:
-            proposal = self._proposal
-            self._ended("moved", f"{told}: {'' if proposal is None else proposal.text}")
+            self._ended("moved", f"{told}: {self._move_text}")
         else:
             self._ended("away" if end.is_refused else "aborted", f"{end.why} ({told} before that)")
 

@@ -1,9 +1,10 @@
-"""A plan in rounds: some layers at a time, as many as fit into the free slots of every rank."""
+"""A plan in rounds: as many layers, or copies of one, as fit into the free slots of each rank."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from experts.placement.errors import PlacementError
 from experts.placement.problem.plan import Placement, RanksOf
@@ -30,28 +31,123 @@ class Round:
         return max(map(num_copies, self.gained))
 
 
-def rounds(before: Placement, after: Placement, room: int) -> list[Round]:
-    """The way from one placement to another; none where nothing changes. No rank gains more than
-    `room` copies in a round; raises PlacementError if it does in a single layer.
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """One copy of an expert goes from a rank to another; None: it comes anew, or just goes."""
 
-    Worked example, room for 2: layers 0 and 1 give rank 0 one copy each, layer 2 gives it two.
-    The first round has layers 0 and 1, the second layer 2.
+    expert: int
+    source: int | None
+    target: int | None
+
+
+def rounds(before: Placement, after: Placement, room: int) -> list[Round]:
+    """Return the way from one placement to another; it is empty if nothing changes.
+
+    No rank gains more than `room` copies in a round. A layer that gives a rank more takes several
+    rounds, between which no rank holds more of it than before or after the whole move. Raises
+    PlacementError if `room` is 0 and a copy is gained.
+
+    Worked example, room for 2: layers 0 and 1 give rank 0 one copy each, layer 2 gives it three.
+    The first round has layers 0 and 1, the second two copies of layer 2, the third the last one.
     """
     found: list[Round] = []
-    layers, taken = list[int](), [0] * before.num_ranks
+    layers, taken = dict[int, RanksOf](), [0] * before.num_ranks
+    at = before
     for layer in changed_layers(before, after):
-        counts = [len(experts) for experts in gained_in(layer, before, after)]
-        if max(counts) > room:
-            rank = counts.index(max(counts))
-            raise PlacementError(
-                f"Layer {layer} gives rank {rank} {counts[rank]} copies at once; {room} fit."
-            )
-        if any(t + c > room for t, c in zip(taken, counts, strict=True)):
-            found.append(_round(before, after, layers, found))
-            layers, taken = [], [0] * before.num_ranks
-        layers.append(layer)
-        taken = [t + c for t, c in zip(taken, counts, strict=True)]
-    return [*found, _round(before, after, layers, found)] if layers else []
+        for ranks in _steps(layer, before, after, room):
+            counts = [
+                len(experts) for experts in gained_between(at.ranks_of[layer], ranks, at.num_ranks)
+            ]
+            if layer in layers or any(t + c > room for t, c in zip(taken, counts, strict=True)):
+                found.append(_round(at, layers))
+                at, layers, taken = found[-1].placement, {}, [0] * before.num_ranks
+            layers[layer] = ranks
+            taken = [t + c for t, c in zip(taken, counts, strict=True)]
+    return [*found, _round(at, layers)] if layers else []
+
+
+def _steps(layer: int, before: Placement, after: Placement, room: int) -> list[RanksOf]:
+    """Return what a layer is after each of its steps; a single one if all its copies fit."""
+    old, new = before.ranks_of[layer], after.ranks_of[layer]
+    most = max(map(len, gained_between(old, new, before.num_ranks)))
+    if most <= room:
+        return [new]
+    if room < 1:
+        raise PlacementError(
+            f"Layer {layer} gives a rank {most} copies, and ranks have no room for any "
+            "(cluster.rebalance_max_moves is 0)."
+        )
+    left = _moves(old, new)
+    held, limits = _counts(old, before.num_ranks), _counts(new, before.num_ranks)
+    limits = list(map(max, held, limits))
+    ranks = [set(of_expert) for of_expert in old]
+    steps = list[RanksOf]()
+    while left:
+        gained = [0] * before.num_ranks
+        while chain := _chain(left, held, limits, gained, room):
+            for move in chain:
+                left.remove(move)
+                if move.source is not None:
+                    held[move.source] -= 1
+                    ranks[move.expert].discard(move.source)
+                if move.target is not None:
+                    held[move.target] += 1
+                    gained[move.target] += 1
+                    ranks[move.expert].add(move.target)
+        steps.append(tuple(tuple(sorted(of_expert)) for of_expert in ranks))
+    return [*steps[:-1], new]
+
+
+def _moves(old: RanksOf, new: RanksOf) -> list[_Move]:
+    """Return the copies that change their rank. Those that just go come first: they make room."""
+    found = list[_Move]()
+    for expert, (before, after) in enumerate(zip(old, new, strict=True)):
+        sources = [rank for rank in before if rank not in after]
+        targets = [rank for rank in after if rank not in before]
+        found += [_Move(expert, *pair) for pair in zip_longest(sources, targets)]
+    return sorted(found, key=lambda move: move.target is not None)
+
+
+def _chain(
+    left: Sequence[_Move],
+    held: Sequence[int],
+    limits: Sequence[int],
+    gained: Sequence[int],
+    room: int,
+) -> list[_Move]:
+    """Return moves that together leave every rank within its limit; empty if this round has none.
+
+    A chain ends where a rank has a free place, or comes back to a rank that it has left: then that
+    circle alone is returned. While a rank is full, more copies have yet to leave it than to come,
+    so in a new round there is always a chain.
+    """
+    leaving: dict[int | None, list[_Move]] = {}
+    for move in left:
+        if move.target is None:
+            return [move]
+        if gained[move.target] < room:
+            leaving.setdefault(move.source, []).append(move)
+    for first in (move for moves in leaving.values() for move in moves):
+        chain, seen = [first], {first.source: 0}
+        while (rank := chain[-1].target) is not None and held[rank] >= limits[rank]:
+            if rank in seen:
+                return chain[seen[rank] :]
+            if rank not in leaving:
+                break
+            seen[rank] = len(chain)
+            chain.append(leaving[rank][0])
+        else:
+            return chain
+    return []
+
+
+def _counts(ranks_of: RanksOf, num_ranks: int) -> list[int]:
+    """Return how many copies of a layer each rank holds."""
+    counts = [0] * num_ranks
+    for ranks in ranks_of:
+        for rank in ranks:
+            counts[rank] += 1
+    return counts
 
 
 def changed_layers(before: Placement, after: Placement) -> list[int]:
@@ -63,11 +159,10 @@ def changed_layers(before: Placement, after: Placement) -> list[int]:
     ]
 
 
-def gained_in(layer: int, before: Placement, after: Placement) -> list[list[int]]:
-    """By rank: the experts of a layer that it holds afterwards and not before."""
-    of_rank: list[list[int]] = [[] for _ in range(before.num_ranks)]
-    pairs = zip(before.ranks_of[layer], after.ranks_of[layer], strict=True)
-    for expert, (old, new) in enumerate(pairs):
+def gained_between(before: RanksOf, after: RanksOf, num_ranks: int) -> list[list[int]]:
+    """Return, by rank, the experts of a layer that it holds afterwards and not before."""
+    of_rank: list[list[int]] = [[] for _ in range(num_ranks)]
+    for expert, (old, new) in enumerate(zip(before, after, strict=True)):
         for rank in new:
             if rank not in old:
                 of_rank[rank].append(expert)
@@ -78,18 +173,14 @@ def num_copies(held: Held) -> int:
     return sum(map(len, held.values()))
 
 
-def _round(
-    before: Placement, after: Placement, layers: Sequence[int], earlier: Sequence[Round]
-) -> Round:
-    at = earlier[-1].placement if earlier else before
-    changes = {layer: after.ranks_of[layer] for layer in layers}
-    held: list[Held] = [{layer: [] for layer in layers} for _ in range(before.num_ranks)]
-    gained: list[Held] = [{} for _ in range(before.num_ranks)]
+def _round(at: Placement, changes: Mapping[int, RanksOf]) -> Round:
+    held: list[Held] = [{layer: [] for layer in changes} for _ in range(at.num_ranks)]
+    gained: list[Held] = [{} for _ in range(at.num_ranks)]
     for layer, experts in changes.items():
         for expert, ranks in enumerate(experts):
             for rank in ranks:
                 held[rank][layer].append(expert)
-        for rank, ids in enumerate(gained_in(layer, before, after)):
+        for rank, ids in enumerate(gained_between(at.ranks_of[layer], experts, at.num_ranks)):
             if ids:
                 gained[rank][layer] = ids
     placement = replace(at, ranks_of={**at.ranks_of, **changes})

@@ -90,3 +90,10 @@ class PlacementControl(Protocol):
         """Plan now, and move if that is worth it; does not wait for the end. Raises RebalanceError
         with why not."""
         ...
+
+    def apply(self, target: Placement) -> PlacementStatus:
+        """Begin to move to a given placement; does not wait for the end.
+
+        Raises RebalanceError, and changes nothing, if the placement is not one for this model and
+        these ranks, if a rank has not the slots for it, or if a move is under way."""
+        ...

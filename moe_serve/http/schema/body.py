@@ -18,15 +18,19 @@ _CLOSE = {"Connection": "close"}  # the rest of the body is not read
 
 async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
     """Read and parse the body. JSON is strict: no NaN, no Infinity, no lone surrogates."""
+    return parse_json_object(await read_json_bytes(request, max_bytes))
+
+
+async def read_json_bytes(request: Request, max_bytes: int) -> bytes:
+    """Read a body that says it is JSON; raises ApiError beyond the limits of size and time."""
     _check_content_type(request.headers.get("content-type", ""))
     try:
-        raw = await asyncio.wait_for(_read(request, max_bytes), BODY_TIMEOUT_S)
+        return await asyncio.wait_for(_read(request, max_bytes), BODY_TIMEOUT_S)
     except asyncio.TimeoutError:
         message = f"The body did not arrive within {BODY_TIMEOUT_S:g} s."
         raise ApiError(408, message, code="request_timeout", headers=_CLOSE) from None
     except ClientDisconnect:
         raise ApiError(400, "The client went away.", code="client_disconnected") from None
-    return parse_json_object(raw)
 
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from experts.placement.problem.plan import Placement
 from experts.placement.solvers.search.solver import Search
 from experts.slot_room import SlotRoom
 from moe_serve.cluster.build import build_cluster
@@ -23,10 +24,11 @@ from moe_serve.cluster.rebalance.plan_job import answer
 from moe_serve.cluster.rebalance.rank_placement import RankPlacement
 from moe_serve.cluster.rebalance.rounds import num_copies, rounds
 from moe_serve.config.sections import EngineConfig
+from moe_serve.errors import RebalanceError
 from tests.support.cluster.fault_drive import DEADLINE_S, FaultDrive, fault_config, undisturbed
 from tests.support.cluster.fault_starter import Faults, FaultStarter
 from tests.support.cluster.layouts import Answer, requests, serve
-from tests.support.cluster.live_moves import Moves, VersionLog
+from tests.support.cluster.live_moves import Moves, VersionLog, shuffled
 from tests.support.cluster.thread_starter import ThreadStarter
 
 VOCAB_SIZE = 4096  # of the demonstration model
@@ -261,3 +263,60 @@ def test_by_itself(
     assert any(
         re.search(r": no move: .*balancedness 0.*less for the busiest rank", t) for t in told
     ), told
+
+
+def given_plan(placement: Placement, held: int = 0) -> Placement:
+    """Return a placement with other experts on each rank; `held` more copies lie on rank 0."""
+    made = shuffled(placement, 3)
+    extra = [expert for expert in range(made.num_experts) if 0 not in made.ranks_of[1][expert]]
+    ranks = list(made.ranks_of[1])
+    for expert in extra[:held]:
+        ranks[expert] = (0, *ranks[expert])
+    return replace(made, ranks_of={**made.ranks_of, 1: tuple(ranks)})
+
+
+def test_a_given_plan_is_put_into_effect(expected: dict[str, Answer]) -> None:
+    """Answers keep their tokens while its experts move, and a plan that does not fit is refused."""
+    cluster = replace(OF.cluster, rebalance="manual", rebalance_spare_slots=1)
+    built = build_cluster(replace(OF, cluster=cluster), make_starter=ThreadStarter)
+    control = built.placement
+    assert control is not None
+    try:
+        before = control.plan()
+        refused = {
+            "not for the model's 32 on 3": replace(before, num_ranks=4),
+            r"missing are \[1\]": replace(
+                before, ranks_of={k: v for k, v in before.ranks_of.items() if k != 1}
+            ),
+            "rank 0 13 experts of layer 1; it has 12 slots": given_plan(before, held=2),
+        }
+        for words, wrong in refused.items():
+            with pytest.raises(RebalanceError, match=words):
+                control.apply(wrong)
+            assert control.plan() == before and control.state == "idle"
+        assert control.apply(before).state == "idle"
+        last = control.status().last
+        assert last is not None and last.outcome == "nothing"
+        target = given_plan(before, held=1)
+        assert control.apply(target).state == "copying"
+        with pytest.raises(RebalanceError, match="under way"):
+            control.apply(target)
+        end = time.monotonic() + DEADLINE_S
+        while control.state != "idle":
+            assert time.monotonic() < end, f"{control.status()}"
+            assert serve(built.engine, WANTED) == expected, "a token changed"
+        assert control.plan() == target and control.status().num_plans["moved"] == 1
+        assert serve(built.engine, WANTED) == expected
+    finally:
+        built.engine.close()
+
+
+def test_a_server_that_moves_nothing_refuses_a_plan() -> None:
+    cluster = replace(OF.cluster, rebalance="off")
+    built = build_cluster(replace(OF, cluster=cluster), make_starter=ThreadStarter)
+    assert built.placement is not None
+    try:
+        with pytest.raises(RebalanceError, match="cluster.rebalance is 'off'"):
+            built.placement.apply(built.placement.plan())
+    finally:
+        built.engine.close()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
+from experts.placement.plan_file import placement_text
 from experts.placement.problem.plan import Placement, contiguous
 from moe_serve.cli.main import main
 from moe_serve.config.sections import ServerConfig
@@ -68,6 +71,12 @@ class FakeControl:
     def plan(self) -> Placement:
         return contiguous([1], 4, 2)
 
+    def apply(self, target: Placement) -> PlacementStatus:
+        if target.num_ranks != 2:
+            raise RebalanceError("The plan does not fit, and nothing was moved: 3 ranks, not 2.")
+        self.left = 3
+        return self.status()
+
     def rebalance(self) -> PlacementStatus:
         if self.left:
             raise RebalanceError("A re-balance is under way already.")
@@ -100,6 +109,31 @@ def test_status_plan_and_rebalance(client_of: MakeClient) -> None:
         again = client.post("/admin/placement/rebalance", headers=ADMIN)
         assert again.status_code == 409
         assert again.json()["error"]["message"] == "A re-balance is under way already."
+
+
+def test_a_plan_is_applied(client_of: MakeClient) -> None:
+    text = placement_text(contiguous([1], 4, 2))
+    with client_of(FakeControl()) as client:
+        post = functools.partial(
+            client.post,
+            "/admin/placement/plan",
+            headers={**ADMIN, "Content-Type": "application/json"},
+        )
+        assert client.post("/admin/placement/plan", content=text).status_code == 401
+        begun = post(content=text)
+        assert begun.status_code == 200 and begun.json()["state"] == "planning"
+        for wrong, words in {
+            "[]": "format",
+            "{": "Expecting property name",
+            "": "Expecting value",
+            text.replace('"version": 1', '"version": 7'): "version is 7",
+            text.replace('"1":', '"1": [], "1":'): "'1' is there twice",
+            text.replace("[[0],", "[[],"): "1 experts are on no rank",
+        }.items():
+            answer = post(content=wrong)
+            assert answer.status_code == 400 and words in answer.json()["error"]["message"], wrong
+        answer = post(content=placement_text(contiguous([1], 4, 3)))
+        assert answer.status_code == 409 and "3 ranks, not 2" in answer.json()["error"]["message"]
 
 
 def test_a_server_without_ranks_says_so(client_of: MakeClient) -> None:
@@ -151,6 +185,13 @@ def test_the_command(
     assert "moved: 5 copies in 2 rounds" in shown and "predicted 0.950" in shown
     assert "10.0 ms, 12.0 ms during the move" in shown
     assert run("save", f"{tmp_path}/plan.json", "--admin-key", "root") == 0
+    assert run("apply", f"{tmp_path}/plan.json", "--admin-key", "root") == 0
+    assert "moved: 5 copies in 2 rounds" in capsys.readouterr().out
+    assert run("apply", f"{tmp_path}/other.json", "--admin-key", "root") == 2
+    assert "other.json cannot be read: No such file" in capsys.readouterr().err
+    (Path(str(tmp_path)) / "three.json").write_text(placement_text(contiguous([1], 4, 3)))
+    assert run("apply", f"{tmp_path}/three.json", "--admin-key", "root") == 2
+    assert "the server refused (409): The plan does not fit" in capsys.readouterr().err
     assert run("status", "--admin-key", "wrong") == 2
     assert "valid admin key" in capsys.readouterr().err
     assert run("save", f"{tmp_path}/no/plan.json", "--admin-key", "root") == 2
