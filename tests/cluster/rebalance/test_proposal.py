@@ -160,7 +160,10 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
     crowded = replace(NOW, ranks_of=dict.fromkeys(LAYERS, ((0,), (0,), (0,), (1,))))
     proposal = proposer(crowded).propose(skewed(), NOW)
     assert proposal.refusal == "planner"
-    assert proposal.text == "The plan gives rank 0 3 experts of a layer; it has 2 slots."
+    assert proposal.text == (
+        "The plan gives rank 0 3 experts of layer 1; it has 2 slots "
+        "(cluster.rebalance_spare_slots adds some at the start)."
+    )
 
 
 def test_the_planner_of_a_process() -> None:
