@@ -59,7 +59,7 @@ def test_a_timeline_cannot_be_written() -> None:
 
 
 def test_there_is_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(started_ranks, "serve_store", raising(ClusterError("no store")))
+    monkeypatch.setattr(started_ranks, "StoreServer", raising(ClusterError("no store")))
     with pytest.raises(ClusterError, match="no store"):
         build_cluster(OF)
 

@@ -30,7 +30,7 @@ FINE: dict[str, tuple[Any, ...]] = {
     "top_k": (0, -1, 10**9),
     "min_tokens": (0,),
     "logprobs": (0,),
-    "priority": (0, -1, 10**9),
+    "priority": (0, 10**9),
     "temperature": (0, 1.5),
     "min_p": (0,),
     "presence_penalty": (0, -1, 1.5),

@@ -25,7 +25,7 @@ _CLOSE_S = 2.0  # that the rank's end waits for a read
 
 class ExpertCopies:
     """At most one order at a time. A slice is one expert: after it the thread sleeps, so that the
-    rate is kept. `tell` is called on that thread, as its last act.
+    rate is kept. `tell` is called on that thread, as its last act; a cancelled order tells nothing.
 
     A read may hang, as on a network file system that is gone. The rank serves on meanwhile: what
     such a read gives in the end is dropped, and until then later orders fail and say why."""
@@ -81,6 +81,8 @@ class ExpertCopies:
         except Exception as error:  # top of the thread: whatever it is, the move is called off
             _log.exception("copies for placement %d", placement)
             why = str(error)
+        if is_cancelled.is_set():
+            return
         with suppress(ChannelClosedError):
             self._tell(Staged(placement=placement, num_bytes=num_bytes, why=why))
 

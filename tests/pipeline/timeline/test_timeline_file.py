@@ -102,7 +102,7 @@ def test_a_file_that_ends_anywhere_is_read_up_to_there(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys, threading
 from pathlib import Path
-from simulated_timeline import SimulatedPipeline
+from pictures.simulated_timeline import SimulatedPipeline
 from moe_serve.pipeline.timeline.timeline_file import TimelineWriter
 
 pipeline, path = SimulatedPipeline(1, 1, num_layers=2), Path(sys.argv[1])
