@@ -14,7 +14,7 @@ export class Refused extends Error {
 
 /** `path` from the server's root, without a slash: works behind a proxy's prefix too. */
 export function address(path) {
-  return new URL(`../../${path}`, import.meta.url);
+  return new URL(`../../../${path}`, import.meta.url);
 }
 
 export async function send(path, { body = null, signal = null } = {}) {
