@@ -16,8 +16,8 @@ from docs_site import api_reference, cli_reference
 ROOT = Path(__file__).resolve().parents[2]
 OTHERS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")
 GENERATED = {
-    "docs/api-reference.md": api_reference.render,
-    "docs/cli-reference.md": cli_reference.render,
+    "docs/reference/api.md": api_reference.render,
+    "docs/reference/cli.md": cli_reference.render,
 }
 _LINK = re.compile(r"\[(?P<words>[^\[\]]*)\]\((?P<target>[^)#\s]+)(?:#[^)\s]*)?\)")
 

@@ -1,4 +1,4 @@
-"""The pictures of docs/dashboard.md: a real server with ranks, some load, a headless Chromium.
+"""Takes the pictures of docs/operate/dashboard.md: a server with ranks under load, in Chromium.
 
     python scripts/pictures/screenshots.py [PORT]
 

@@ -1,4 +1,4 @@
-"""docs/configuration.md says what the program does."""
+"""docs/reference/configuration.md says what the program does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/models.md says what the families do, and they give published models their sizes."""
+"""docs/guide/models.md says what the families do, and they give published models their sizes."""
 
 from __future__ import annotations
 
