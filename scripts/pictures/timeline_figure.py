@@ -1,6 +1,6 @@
 """Draws the figure of docs/operate/timeline.md: a step with 1, 2 and 3 micro-batches.
 
-python scripts/pictures/timeline_figure.py [FILE]
+PYTHONPATH=scripts python -m pictures.timeline_figure [FILE]
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tables of docs/reference/configuration.md, from the configuration itself.
 
-    python scripts/tables/config_table.py            print them
-    python scripts/tables/config_table.py --write    put them into docs/reference/configuration.md
+    PYTHONPATH=scripts python -m tables.config_table            print them
+    PYTHONPATH=scripts python -m tables.config_table --write    put them into the page
 
 Keys, defaults and ranges come from the program, flags from `moe-serve serve`, meanings from the
 comments in configs/serve.yaml. tests/scripts/test_config_table.py holds the page to this output.

@@ -1,7 +1,7 @@
 """Renders the table of metrics in docs/operate/observability.md from a server with every feature.
 
-    python scripts/tables/metrics_table.py            print it
-    python scripts/tables/metrics_table.py --write    put it into the page
+    PYTHONPATH=scripts python -m tables.metrics_table            print it
+    PYTHONPATH=scripts python -m tables.metrics_table --write    put it into the page
 
 tests/deploy/test_deploy_metrics.py holds the page, the dashboard and the alerts to the same server.
 """

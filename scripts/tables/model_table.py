@@ -1,8 +1,8 @@
 """The tables of docs/guide/models.md, from the families themselves.
 
-    python scripts/tables/model_table.py            print them
-    python scripts/tables/model_table.py --write    put them into docs/guide/models.md
-    python scripts/tables/model_table.py --check    fail if the page says something else
+    PYTHONPATH=scripts python -m tables.model_table            print them
+    PYTHONPATH=scripts python -m tables.model_table --write    put them into docs/guide/models.md
+    PYTHONPATH=scripts python -m tables.model_table --check    fail if the page says something else
 
 Names and architectures come from the registry, words from the first line of each family's file,
 models from the published configs in configs/models/, cases from tests/families/ and tests/engine/.
@@ -118,7 +118,7 @@ def main() -> int:
     if arguments.write:
         PAGE.write_text(before + render() + after, "utf-8")
     elif shown != render():
-        print(f"{PAGE.name} is out of date, run: python scripts/tables/model_table.py --write")
+        print("docs/guide/models.md is out of date: write it anew with --write")
         return 1
     return 0
 
