@@ -3,7 +3,7 @@
     python benchmarks/batching.py --texts CORPUS --predictor FOLDER --json build/batching.json
 
 CORPUS holds a folder per domain with valid*.txt or .txt.xz; FOLDER comes of `moe-serve predictor
-train request`. See docs/batching.md for what is counted, and for figures.
+train request`. See docs/internals/batching.md for what is counted, and for figures.
 """
 
 from __future__ import annotations

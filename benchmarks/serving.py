@@ -3,7 +3,7 @@
     python benchmarks/serving.py --spawn "moe_serve/demo_model" --clients 16
     python benchmarks/serving.py --url http://127.0.0.1:8000 --peer-url http://127.0.0.1:9000
 
-See benchmarks/README.md, and docs/bench.md for what the figures mean.
+See benchmarks/README.md, and docs/guide/bench.md for what the figures mean.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from moe_serve.offline.llm import LLM
     from moe_serve.offline.outputs import CompletionOutput, Logprob, RequestOutput
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "LLM": "moe_serve.offline.llm",

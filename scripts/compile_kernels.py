@@ -1,8 +1,8 @@
 """Compile every Triton kernel in every configuration that it ships in, for GPUs that are not here.
 
     python scripts/compile_kernels.py                 compile, print the facts, apply the rules
-    python scripts/compile_kernels.py --check         and hold docs/kernels.md to them
-    python scripts/compile_kernels.py --write         and put the table into docs/kernels.md
+    python scripts/compile_kernels.py --check         compare with docs/reference/kernel-coverage.md
+    python scripts/compile_kernels.py --write         update that page
     python scripts/compile_kernels.py --only attention --targets 90
     python scripts/compile_kernels.py --quick         each kernel and constant once: the tests
 
@@ -57,8 +57,8 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compile the Triton kernels ahead of time.")
-    parser.add_argument("--check", action="store_true", help="fail where docs/kernels.md differs")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/kernels.md")
+    parser.add_argument("--check", action="store_true", help="fail if the page differs")
+    parser.add_argument("--write", action="store_true", help="write the table into the page")
     parser.add_argument("--quick", action="store_true", help="few that have everything once")
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--targets", type=int, nargs="+", default=list(TARGETS), choices=TARGETS)
@@ -113,7 +113,7 @@ def publish(rendered: str, arguments: argparse.Namespace) -> list[str]:
         return []
     stale = table.stale_rows(shown, rendered)
     hint = "run: python scripts/compile_kernels.py --write"
-    return [f"docs/kernels.md is out of date at {name}; {hint}" for name in stale]
+    return [f"docs/reference/kernel-coverage.md is out of date at {name}; {hint}" for name in stale]
 
 
 if __name__ == "__main__":

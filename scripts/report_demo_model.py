@@ -1,4 +1,4 @@
-"""Measure the exported demonstration model and write docs/demo-model.md with its two pictures.
+"""Measures the exported demonstration model; writes docs/measured/demo-model.md and two pictures.
 
     python scripts/report_demo_model.py CORPUS --work build/demo --model moe_serve/demo_model
 
@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("corpus", type=Path, help="folder of <domain>/{train,valid}.txt.xz")
     parser.add_argument("--work", type=Path, default=Path("build/demo"), help="training folder")
     parser.add_argument("--model", type=Path, default=Path("moe_serve/demo_model"))
-    parser.add_argument("--docs", type=Path, default=Path("docs"), help="where the page goes")
+    parser.add_argument("--docs", type=Path, default=Path("docs"), help="documentation folder")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--hardware", default=None, help="what it was trained on, if not this")
     arguments = parser.parse_args()
@@ -46,7 +46,8 @@ def main() -> int:
     images = arguments.docs / "images"
     plot_expert_use(findings.use, images / "demo-model-experts.png")
     plot_training(findings.log, images / "demo-model-training.png")
-    (arguments.docs / "demo-model.md").write_text(render_report(findings), encoding="utf-8")
+    page = arguments.docs / "measured" / "demo-model.md"
+    page.write_text(render_report(findings), encoding="utf-8")
     return _verdict(findings.scores, findings.use)
 
 

@@ -2,7 +2,7 @@
 
     python scripts/train_demo_model.py CORPUS --work build/demo --minutes 95 --chat-minutes 8
 
-Resumes by itself: run the same command again. See docs/demo-model.md.
+Resumes by itself: run the same command again. See docs/measured/demo-model.md.
 """
 
 from __future__ import annotations

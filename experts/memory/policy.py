@@ -10,7 +10,7 @@ MemoryPolicyName = Literal["lru", "frequency", "prefetch", "predicted", "next-la
 
 _CONFIDENT = 0.5
 # Of absent experts that are foreseen with 0.5 and more four in five come, with 0.7 and more nine in
-# ten, and hits are nearly the same (docs/expert-memory.md).
+# ten, and hits are nearly the same (docs/internals/expert-memory.md).
 _CONFIDENT_AHEAD = 0.7
 
 

@@ -16,7 +16,8 @@ _MAX_COUNT = 4096.0  # of an expert's rows; beyond, all of its counts are halved
 _LEAST_ROWS = 64.0  # of a layer before it predicts
 _REFRESH = 16  # visits of a layer after which its log odds are computed anew
 # Experts of one row are not independent witnesses: of what each adds to the log odds this much is
-# taken. On the demonstration model 0.6 had the least log loss of 0.4 to 1 (docs/expert-memory.md).
+# taken. On the demonstration model 0.6 had the least log loss of 0.4 to 1
+# (docs/internals/expert-memory.md).
 _TRUST = 0.6
 
 

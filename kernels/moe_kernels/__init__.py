@@ -2,7 +2,7 @@
 
 Usable without the server. Promise on a CPU in fp32 and bf16: *row invariance*. A row's result is
 bit for bit the same whatever other rows stand beside it, how many there are, and how they are cut
-into calls. `docs/numerics.md` says how each operation keeps it.
+into calls. `docs/internals/numerics.md` says how each operation keeps it.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""docs/demo-model.md: measured figures and pictures of the exported model, and how it was made."""
+"""Renders docs/measured/demo-model.md: the figures of the exported model and how it was made."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the site is built from: the repository's Markdown where it lies, and the generated pages.
+"""Collects the sources of the documentation site: the repository's Markdown and generated pages.
 
-The folders are those of the repository, so that links between pages hold on the site and in the
-tree alike. Linked files that are no Markdown come along; links to folders become plain words.
+The folders are those of the repository, so that links between pages work on the site and in the
+tree. Linked files that are not Markdown are copied too; links to folders become plain words.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from docs_site import api_reference, cli_reference
 ROOT = Path(__file__).resolve().parents[2]
 OTHERS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")
 GENERATED = {
-    "docs/api-reference.md": api_reference.render,
-    "docs/cli-reference.md": cli_reference.render,
+    "docs/reference/api.md": api_reference.render,
+    "docs/reference/cli.md": cli_reference.render,
 }
 _LINK = re.compile(r"\[(?P<words>[^\[\]]*)\]\((?P<target>[^)#\s]+)(?:#[^)\s]*)?\)")
 
 
 def stage(folder: Path) -> None:
-    """Fill an empty folder with what the site shows."""
+    """Fill an empty folder with the pages and files of the site."""
     shutil.copytree(ROOT / "docs", folder / "docs", dirs_exist_ok=True)
     for name in OTHERS:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -41,13 +41,13 @@ def stage(folder: Path) -> None:
 
 
 def linked(text: str, page: str) -> list[str]:
-    """The paths in the repository that a page links to."""
+    """Return the paths in the repository that a page links to."""
     paths = [_path(match["target"], page) for match in _LINK.finditer(text)]
     return [path for path in paths if path is not None]
 
 
 def without_folder_links(text: str, page: str) -> str:
-    """Folders have no page: their links become the words that they were on."""
+    """Replace links to folders, which have no page on the site, by their words."""
 
     def replace(match: re.Match[str]) -> str:
         path = _path(match["target"], page)
@@ -57,7 +57,7 @@ def without_folder_links(text: str, page: str) -> str:
 
 
 def _path(target: str, page: str) -> str | None:
-    """None: a link to another site."""
+    """Return the path in the repository, or None for a link to another site."""
     if ":" in target or target.startswith("/"):
         return None
     return posixpath.normpath(posixpath.join(posixpath.dirname(page), target))

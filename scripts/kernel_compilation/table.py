@@ -1,4 +1,4 @@
-"""The table of docs/kernels.md: a row per kernel and configuration, a column per chip."""
+"""Renders the table of docs/reference/kernel-coverage.md: kernel configurations by chip."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from kernel_compilation.facts import CompiledFacts
 from moe_kernels.gpu.compile_case import TARGETS, CompileCase
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "kernel-coverage.md"
 START, END = "<!-- compile-table: start -->", "<!-- compile-table: end -->"
 Facts = Mapping[tuple[str, int], CompiledFacts]
 

@@ -1,6 +1,6 @@
-"""The picture of a report of `moe-serve bench` in docs/bench.md: real server, load and Chromium.
+"""Takes the picture of a bench report for docs/guide/bench.md, from a real server and Chromium.
 
-    python scripts/pictures/bench_screenshot.py [PORT]
+    PYTHONPATH=scripts python -m pictures.bench_screenshot [PORT]
 
 Writes docs/images/bench-report.png. Needs what `screenshots.py` needs; takes about a minute.
 """

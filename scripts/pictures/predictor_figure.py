@@ -1,6 +1,6 @@
 """Draw what `moe-serve predictor evaluate --json FILE` wrote: docs/images/predictor.png.
 
-    python scripts/pictures/predictor_figure.py FILE [--out docs/images/predictor.png]
+    PYTHONPATH=scripts python -m pictures.predictor_figure FILE [--out docs/images/predictor.png]
 
 Left: overlap by layer of the request predictor and its baselines, with 95% intervals. Middle: the
 same for the predictors between layers. Right: reliability, what was predicted against what was.

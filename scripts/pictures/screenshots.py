@@ -1,6 +1,6 @@
-"""The pictures of docs/dashboard.md: a real server with ranks, some load, a headless Chromium.
+"""Takes the pictures of docs/operate/dashboard.md: a server with ranks under load, in Chromium.
 
-    python scripts/pictures/screenshots.py [PORT]
+    PYTHONPATH=scripts python -m pictures.screenshots [PORT]
 
 Serves the demonstration model with one attention and two expert ranks, lets eight clients talk to
 it for a minute, and writes docs/images/dashboard*.png and playground*.png. Needs chromium,

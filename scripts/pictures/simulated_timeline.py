@@ -1,6 +1,6 @@
 """The timeline that a ping-pong pipeline with given stage times would record.
 
-For the figure of docs/timeline.md and for tests: the times are made up, the order is the
+For the figure of docs/operate/timeline.md and for tests: the times are made up, the order is the
 pipeline's.
 """
 

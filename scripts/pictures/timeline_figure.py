@@ -1,6 +1,6 @@
-"""The figure of docs/timeline.md: one step with 1, 2 and 3 micro-batches, with made-up stage times.
+"""Draws the figure of docs/operate/timeline.md: a step with 1, 2 and 3 micro-batches.
 
-python scripts/pictures/timeline_figure.py [FILE]
+PYTHONPATH=scripts python -m pictures.timeline_figure [FILE]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """docs/images/top.png: `moe-serve top` beside a server that works, as a terminal would show it.
 
-    python scripts/pictures/top_screenshot.py [--port 8170] [--out docs/images/top.png]
+    PYTHONPATH=scripts python -m pictures.top_screenshot [--port 8170] [--out docs/images/top.png]
 
 Starts the demonstration model with two attention and two expert ranks, sends it chats for a while,
 draws the frame that `top` draws, and has chromium make a picture of it.

@@ -1,7 +1,7 @@
-"""The tables of docs/configuration.md, from the configuration itself.
+"""The tables of docs/reference/configuration.md, from the configuration itself.
 
-    python scripts/tables/config_table.py            print them
-    python scripts/tables/config_table.py --write    put them into docs/configuration.md
+    PYTHONPATH=scripts python -m tables.config_table            print them
+    PYTHONPATH=scripts python -m tables.config_table --write    put them into the page
 
 Keys, defaults and ranges come from the program, flags from `moe-serve serve`, meanings from the
 comments in configs/serve.yaml. tests/scripts/test_config_table.py holds the page to this output.
@@ -23,7 +23,7 @@ from tables.page_block import PageBlock
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = PageBlock(
-    page=ROOT / "docs" / "configuration.md",
+    page=ROOT / "docs" / "reference" / "configuration.md",
     start="<!-- config-table: start -->",
     end="<!-- config-table: end -->",
 )
@@ -93,4 +93,4 @@ def _row(key: ConfigKey, flag: str, meaning: str) -> str:
 
 
 if __name__ == "__main__":
-    BLOCK.main(render, "The tables of docs/configuration.md.")
+    BLOCK.main(render, "The tables of docs/reference/configuration.md.")

@@ -1,7 +1,7 @@
 """The Grafana dashboard of deploy/grafana, from the table of its panels.
 
-    python scripts/tables/grafana_dashboard.py            print it
-    python scripts/tables/grafana_dashboard.py --write    write deploy/grafana/moe-serve.json
+    PYTHONPATH=scripts python -m tables.grafana_dashboard            print it
+    PYTHONPATH=scripts python -m tables.grafana_dashboard --write    write the file
 
 tests/deploy/test_deploy_metrics.py holds the file to this output, and each name in it to what the
 server exposes.

@@ -1,7 +1,7 @@
-"""The table of metrics in docs/observability.md, read off a server that has all that one can have.
+"""Renders the table of metrics in docs/operate/observability.md from a server with every feature.
 
-    python scripts/tables/metrics_table.py            print it
-    python scripts/tables/metrics_table.py --write    put it into the page
+    PYTHONPATH=scripts python -m tables.metrics_table            print it
+    PYTHONPATH=scripts python -m tables.metrics_table --write    put it into the page
 
 tests/deploy/test_deploy_metrics.py holds the page, the dashboard and the alerts to the same server.
 """
@@ -39,7 +39,7 @@ from routing_predictor.traces.recording import RecordingStats
 from tables.page_block import PageBlock
 
 BLOCK = PageBlock(
-    Path(__file__).resolve().parents[2] / "docs" / "observability.md",
+    Path(__file__).resolve().parents[2] / "docs" / "operate" / "observability.md",
     "<!-- metrics: begin -->",
     "<!-- metrics: end -->",
 )
@@ -174,4 +174,4 @@ def _cells(family: Metric) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    BLOCK.main(render, "The table of docs/observability.md.")
+    BLOCK.main(render, "The table of docs/operate/observability.md.")

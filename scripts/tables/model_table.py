@@ -1,8 +1,8 @@
-"""The tables of docs/models.md, from the families themselves.
+"""The tables of docs/guide/models.md, from the families themselves.
 
-    python scripts/tables/model_table.py            print them
-    python scripts/tables/model_table.py --write    put them into docs/models.md
-    python scripts/tables/model_table.py --check    fail if the page says something else
+    PYTHONPATH=scripts python -m tables.model_table            print them
+    PYTHONPATH=scripts python -m tables.model_table --write    put them into docs/guide/models.md
+    PYTHONPATH=scripts python -m tables.model_table --check    fail if the page says something else
 
 Names and architectures come from the registry, words from the first line of each family's file,
 models from the published configs in configs/models/, cases from tests/families/ and tests/engine/.
@@ -25,7 +25,7 @@ from moe_serve.model.spec import ModelSpec
 from tables import model_facts
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "docs" / "guide" / "models.md"
 CONFIGS = ROOT / "configs" / "models"
 START, END = "<!-- model-table: start -->", "<!-- model-table: end -->"
 _HUB = "https://huggingface.co/"
@@ -107,7 +107,7 @@ def block(page: str) -> tuple[str, str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="The tables of docs/models.md.")
+    parser = argparse.ArgumentParser(description="The tables of docs/guide/models.md.")
     parser.add_argument("--write", action="store_true", help="put them into the page")
     parser.add_argument("--check", action="store_true", help="fail if the page differs")
     arguments = parser.parse_args()
@@ -118,7 +118,7 @@ def main() -> int:
     if arguments.write:
         PAGE.write_text(before + render() + after, "utf-8")
     elif shown != render():
-        print("docs/models.md is not current: run python scripts/tables/model_table.py --write")
+        print("docs/guide/models.md is out of date: write it anew with --write")
         return 1
     return 0
 

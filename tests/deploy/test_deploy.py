@@ -32,7 +32,7 @@ from moe_serve.http.gate.auth import OPEN_PATHS
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
-PAGE = ROOT / "docs" / "deploy.md"
+PAGE = ROOT / "docs" / "operate" / "deploy.md"
 COMPOSE = DEPLOY / "compose" / "compose.yaml"
 UNIT = DEPLOY / "systemd" / "moe-serve.service"
 DOCKERFILES = sorted((DEPLOY / "docker").glob("Dockerfile.*"))

@@ -83,13 +83,13 @@ def result_labels(query: str, exposed: dict[str, Labels]) -> set[str]:
 
 def test_the_documentation_has_every_metric() -> None:
     written = metrics_table.BLOCK.text()
-    assert written == metrics_table.render(), "run: python scripts/tables/metrics_table.py --write"
+    assert written == metrics_table.render(), "run tables.metrics_table --write"
 
 
 def test_the_dashboard_is_what_the_script_writes() -> None:
     written = grafana_dashboard.FILE.read_text("utf-8")
     assert written == grafana_dashboard.render(), (
-        "run: python scripts/tables/grafana_dashboard.py --write"
+        "run: PYTHONPATH=scripts python -m tables.grafana_dashboard --write"
     )
 
 

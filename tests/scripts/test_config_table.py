@@ -1,4 +1,4 @@
-"""docs/configuration.md says what the program does."""
+"""docs/reference/configuration.md says what the program does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tables import config_table
 
 def test_the_page_holds_the_generated_tables() -> None:
     shown = config_table.BLOCK.text()
-    assert shown == config_table.render(), "run: python scripts/tables/config_table.py --write"
+    assert shown == config_table.render(), "run tables.config_table --write"
 
 
 def test_every_key_has_a_meaning() -> None:

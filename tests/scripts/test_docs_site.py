@@ -46,7 +46,7 @@ def test_no_page_is_in_the_menu_twice() -> None:
 
 def test_no_sentence_stands_twice_on_a_page() -> None:
     """What a merge that went wrong leaves behind."""
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         lines = [line for line in page.read_text("utf-8").splitlines() if len(line) > 60]
         prose = [line for line in lines if line[0] not in " |"]
         assert [line for line in prose if prose.count(line) > 1] == [], page.name
@@ -79,6 +79,6 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     pages = {path.relative_to(tmp_path / "site").as_posix() for path in tmp_path.rglob("*.html")}
-    assert {"index.html", "docs/concepts.html", "docs/cli-reference.html"} <= pages
+    assert {"index.html", "docs/guide/concepts.html", "docs/reference/cli.html"} <= pages
     home = (tmp_path / "site" / "index.html").read_text("utf-8")
     assert not re.search(r"<(?:script|link|img)[^>]+(?:src|href)=\"https?://", home), "offline"

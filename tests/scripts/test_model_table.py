@@ -1,4 +1,4 @@
-"""docs/models.md says what the families do, and they give published models their sizes."""
+"""docs/guide/models.md says what the families do, and they give published models their sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STATED = {
 
 def test_the_page_holds_the_generated_tables() -> None:
     _, shown, _ = model_table.block(model_table.PAGE.read_text("utf-8"))
-    assert shown == model_table.render(), "run: python scripts/tables/model_table.py --write"
+    assert shown == model_table.render(), "run tables.model_table --write"
 
 
 def test_every_family_says_what_is_particular() -> None:

@@ -1,4 +1,4 @@
-"""docs/security.md names a test for every advisory: each of them must exist."""
+"""docs/operate/security.md names a test for every advisory: each of them must exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NAMED = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 
 
 def test_every_test_that_the_table_names_exists() -> None:
-    named = NAMED.findall((ROOT / "docs" / "security.md").read_text("utf-8"))
+    named = NAMED.findall((ROOT / "docs" / "operate" / "security.md").read_text("utf-8"))
     assert len(named) > 50
     missing = [
         f"{path}::{name}"
@@ -22,7 +22,7 @@ def test_every_test_that_the_table_names_exists() -> None:
 
 def test_every_advisory_that_a_test_names_is_in_the_table() -> None:
     """Ids are shortened in a row after the first one of their year: the number is looked for."""
-    table = (ROOT / "docs" / "security.md").read_text("utf-8")
+    table = (ROOT / "docs" / "operate" / "security.md").read_text("utf-8")
     ids = {
         found
         for path in (ROOT / "tests" / "security").glob("test_*.py")

@@ -1,7 +1,7 @@
 """What the runtime asks of a set of kernels. One set is chosen at load and passed down.
 
 T rows, D model width, H query heads, Hkv key/value heads, E experts, K top-k. Whatever the set, a
-row's result depends on that row alone (see docs/numerics.md).
+row's result depends on that row alone (see docs/internals/numerics.md).
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def _hint(architecture: str) -> str:
     name_of = {stem(name): name for name in known}
     nearest = difflib.get_close_matches(stem(architecture), name_of, n=1, cutoff=0.8)
     hint = f"; the nearest that is: {name_of[nearest[0]]}" if nearest else ""
-    return f"{hint}; docs/models.md lists all {len(known)} that are"
+    return f"{hint}; docs/guide/models.md lists all {len(known)} that are"
 
 
 __all__ = ["FAMILIES", "Family", "family_of"]

@@ -2,10 +2,10 @@
 
 gloo moves bytes on a thread of its own, which competes with the kernels for the rank's core, and
 spins while the main thread holds a connection's lock: with a core for each rank, sends took
-milliseconds (docs/disaggregation.md). Here the main thread does everything. A sender copies its
-frame into memory that both sides have mapped and writes a notice of 24 bytes; a receiver that waits
-sleeps in poll(), and the kernel wakes it. Memory is anonymous (memfd) and its descriptor goes with
-the notice, so nothing is left behind when a process is killed.
+milliseconds (docs/internals/disaggregation.md). Here the main thread does everything. A sender
+copies its frame into memory that both sides have mapped and writes a notice of 24 bytes; a receiver
+that waits sleeps in poll(), and the kernel wakes it. Memory is anonymous (memfd) and its descriptor
+goes with the notice, so nothing is left behind when a process is killed.
 
 A slot is used again without asking: whoever sends rows gets an answer before the next rows of the
 same micro-batch. Nobody answers a frame without rows, so short frames go by the socket itself.

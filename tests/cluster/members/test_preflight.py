@@ -107,4 +107,4 @@ def test_a_firewall_before_a_port_that_its_own_rank_reaches() -> None:
         "attention-0 (10.0.0.2), expert-1 (10.0.0.4) cannot reach expert-0 on 10.0.0.3 port 40002: "
         "Connection refused."
     )
-    assert sentence in (ROOT / "docs" / "cluster-control.md").read_text("utf-8")
+    assert sentence in (ROOT / "docs" / "internals" / "cluster-control.md").read_text("utf-8")

@@ -1,4 +1,4 @@
-"""The ways to store one matrix in few bits, and what it then is (docs/checkpoints.md).
+"""The ways to store one matrix in few bits, and what it then is (docs/guide/checkpoints.md).
 
 N outputs, K inputs, G groups.
 """

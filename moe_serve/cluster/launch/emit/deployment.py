@@ -47,7 +47,7 @@ class Deployment:
 
     @property
     def container_image(self) -> str:
-        """As docs/deploy.md builds them: every node must have the same version."""
+        """As docs/operate/deploy.md builds them: every node must have the same version."""
         return self.image or f"moe-serve:{__version__}-{'cuda' if self.num_devices else 'cpu'}"
 
     @property
