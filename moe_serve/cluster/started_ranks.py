@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -20,26 +20,25 @@ from moe_serve.cluster.members.cluster_model import ClusterModel
 from moe_serve.cluster.members.current_placement import CurrentPlacement
 from moe_serve.cluster.members.membership import Membership
 from moe_serve.cluster.members.pool_watch import PoolWatch
-from moe_serve.cluster.members.preflight import ExpectedRank
-from moe_serve.cluster.members.preflight_round import PreflightRound
+from moe_serve.cluster.members.preflight import ExpectedRank, PreflightRound
 from moe_serve.cluster.members.rank_calls import RankCalls
 from moe_serve.cluster.members.rank_starter import LocalStarter, RankStarter
 from moe_serve.cluster.members.roster import Roster
-from moe_serve.cluster.members.transport_check import check_transport
-from moe_serve.cluster.rebalance.make import make_mover, make_rebalancer
 from moe_serve.cluster.rebalance.mover import Mover
 from moe_serve.cluster.rebalance.planner import Plan
-from moe_serve.cluster.rebalance.rebalancer import Rebalancer
+from moe_serve.cluster.rebalance.rebalancer import Rebalancer, make_mover, make_rebalancer
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.cluster.steps.coordinator import Coordinator
 from moe_serve.cluster.steps.epoch_maker import EpochMaker
 from moe_serve.cluster.steps.rank_witness import RankWitness
 from moe_serve.cluster.steps.remote_executor import RemoteExecutor
+from moe_serve.config.sections import TransportName
 from moe_serve.engine.build import eos_token_ids_of, max_model_len_of
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.engine.schedule.policy.make import MakePolicy
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
+from moe_serve.errors import ConfigError
 from moe_serve.model.load.model_tensors import LoadProgress
 from moe_serve.pipeline.links.meeting import MeetingPlace
 
@@ -184,3 +183,26 @@ class StartedRanks:
             policy=policy,
             routes=routes,
         )
+
+
+def check_transport(wanted: TransportName, gpus: Mapping[str, str]) -> None:
+    """Raises ConfigError if `wanted` is nccl and a rank has no GPU of its own.
+
+    `gpus` maps each loaded rank to its GPU, empty for none. `auto` and `host` always work.
+    """
+    if wanted != "nccl":
+        return
+    without = [name for name, gpu in gpus.items() if not gpu]
+    if without:
+        raise ConfigError(
+            f"cluster.transport is 'nccl', and {', '.join(without)} has no CUDA GPU that NCCL "
+            "reaches: use 'auto' or 'host'."
+        )
+    owners: dict[str, str] = {}
+    for name, gpu in gpus.items():
+        if gpu in owners:
+            raise ConfigError(
+                f"cluster.transport is 'nccl', and {owners[gpu]} and {name} share a GPU, which "
+                "NCCL refuses: use 'auto' or 'host'."
+            )
+        owners[gpu] = name

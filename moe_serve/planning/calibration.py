@@ -26,7 +26,6 @@ from moe_serve.pipeline.costs.cost_model import (
     StageCosts,
 )
 from moe_serve.pipeline.transport import LocalTransport
-from moe_serve.planning.attention_timing import AttentionSample, attention_cases, time_attention
 from moe_serve.planning.calibration_file import (
     SCHEMA,
     Calibration,
@@ -41,20 +40,23 @@ from moe_serve.planning.exchange_timing import (
     ExchangeSetup,
     time_exchanges,
 )
-from moe_serve.planning.expert_timing import (
+from moe_serve.planning.least_squares import Fit, fit
+from moe_serve.planning.measure import (
     QUICK_ROWS,
     ROWS,
+    AttentionSample,
     ExpertSample,
+    Stopwatch,
+    attention_cases,
     first_rows,
     fit_experts,
     random_choices,
+    time_attention,
     time_experts,
 )
-from moe_serve.planning.least_squares import Fit, fit
 from moe_serve.planning.measured_model import LayerKind, MeasuredModel, load_measured_model
 from moe_serve.planning.model_facts import weight_bytes
 from moe_serve.planning.natural_steps import DecodeSample, decode_steps, natural_rows
-from moe_serve.planning.stopwatch import Stopwatch
 
 Progress = Callable[[str, float], None]  # (what is measured, share done)
 

@@ -35,7 +35,7 @@ from moe_serve.pipeline.frames.wire import WireFormat, make_wire_format
 from moe_serve.pipeline.links.data_group import DataGroup
 from moe_serve.pipeline.links.transfer import PeerLostError
 from moe_serve.pipeline.timeline.stage_log import StageLog
-from moe_serve.planning.stopwatch import usual
+from moe_serve.planning.measure import usual
 
 EXCHANGES = (1, 4, 16, 64, 128, 256, 512)  # rows
 QUICK_EXCHANGES = (1, 16, 64, 256)

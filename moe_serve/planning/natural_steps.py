@@ -23,8 +23,8 @@ from moe_serve.engine.sampling.sampler import Sampler
 from moe_serve.model.stage.attention_stage import Routed
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.transport import LocalTransport
+from moe_serve.planning.measure import usual
 from moe_serve.planning.measured_model import MeasuredModel
-from moe_serve.planning.stopwatch import usual
 
 _PROMPT_TOKENS = 8
 _BUDGET_S = 4.0  # for the steps of one batch, of a model whose steps are long

@@ -13,22 +13,16 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
 
 from moe_serve.cache.kv_cache import KVCache
+from moe_serve.cluster.control.messages import QueryPages, RunStep
 from moe_serve.cluster.members.parent_watch import end_with_parent
-from moe_serve.cluster.ranks.mirror import Mirrors
-from moe_serve.cluster.ranks.page_work import do_page_work
-from moe_serve.cluster.ranks.shard_orders import (
-    EndShard,
-    LoadShard,
-    MakePages,
-    ShardOrder,
-    ShardQuery,
-    ShardStep,
-    unpack_order,
-)
+from moe_serve.cluster.ranks.mirror import Mirrors, do_page_work
+from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import device_of, max_model_len_of, open_loader
 from moe_serve.errors import MoeServeError
 from moe_serve.model.stage.tensor_shard import TensorShard
@@ -36,6 +30,56 @@ from moe_serve.pipeline.links.shard_group import ShardGroup, ShardLostError, Ste
 from moe_serve.pipeline.links.shard_transport import FollowerTransport
 from moe_serve.pipeline.links.shared_link import SharedLink
 from moe_serve.pipeline.pipeline import Pipeline
+
+
+class _Order(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """Fields in order, without their names."""
+
+
+class LoadShard(_Order, frozen=True):
+    """The first order: which weights to load."""
+
+    config: EngineConfig
+    folder: str
+    num_threads: int
+
+
+class MakePages(_Order, frozen=True):
+    """As many as the leader has."""
+
+    num_pages: int
+
+
+class ShardStep(_Order, frozen=True):
+    """A step; `tokens`: what the one before has sampled, by sequence id."""
+
+    tokens: Mapping[int, int]
+    run: RunStep
+
+
+class ShardQuery(_Order, frozen=True):
+    """Which pages are finite here?"""
+
+    query: QueryPages
+
+
+class EndShard(_Order, frozen=True):
+    """Leave."""
+
+
+ShardOrder = LoadShard | MakePages | ShardStep | ShardQuery | EndShard
+
+_DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ShardOrder)
+
+
+def pack_order(order: ShardOrder) -> bytes:
+    return msgspec.msgpack.encode(order)
+
+
+def unpack_order(content: bytes) -> ShardOrder:
+    order: ShardOrder = _DECODER.decode(content)
+    return order
+
 
 _log = logging.getLogger(__name__)
 

@@ -8,15 +8,17 @@ import socket
 from collections.abc import Mapping
 
 from moe_serve.cluster.control.messages import Configure, QueryPages, RunStep
-from moe_serve.cluster.ranks.attention_shard import make_group, shard_name, tell_flags
-from moe_serve.cluster.ranks.shard_orders import (
+from moe_serve.cluster.ranks.attention_shard import (
     EndShard,
     LoadShard,
     MakePages,
     ShardOrder,
     ShardQuery,
     ShardStep,
+    make_group,
     pack_order,
+    shard_name,
+    tell_flags,
 )
 from moe_serve.cluster.ranks.shard_starter import ShardStarter, StartShard
 from moe_serve.errors import ConfigError

@@ -32,9 +32,8 @@ from moe_serve.cluster.control.messages import (
     TookExperts,
 )
 from moe_serve.cluster.control.rank_name import RankName
-from moe_serve.cluster.ranks.load_report import load_report
-from moe_serve.cluster.ranks.needed_experts import unpack_needed
-from moe_serve.cluster.ranks.rank_device import rank_device
+from moe_serve.cluster.ranks.loading import load_report, rank_device
+from moe_serve.cluster.ranks.packing import unpack_needed
 from moe_serve.cluster.rebalance.expert_copies import ExpertCopies
 from moe_serve.cluster.rebalance.rank_placement import RankPlacement
 from moe_serve.engine.build import open_loader

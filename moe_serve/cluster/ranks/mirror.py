@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from moe_serve.cluster.control.messages import OpenSequence, RunStep, Slice, unpack_params
+from moe_serve.cache.kv_cache import KVCache
+from moe_serve.cluster.control.messages import OpenSequence, PageWork, RunStep, Slice, unpack_params
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
@@ -75,3 +76,12 @@ def pack_tokens(token_ids: list[int]) -> bytes:
 def _tokens(packed: bytes) -> list[int]:
     tokens: list[int] = np.frombuffer(packed, dtype="<i4").tolist()
     return tokens
+
+
+def do_page_work(cache: KVCache, page_work: Iterable[PageWork]) -> None:
+    """In their order: a page is cleared before something is copied to it."""
+    for work in page_work:
+        if work.clear:
+            cache.clear(list(work.clear))
+        if work.copy:
+            cache.copy([(source, target) for source, target in work.copy])

@@ -11,13 +11,35 @@ from typing import Literal
 import numpy as np
 
 from experts.placement.errors import PlacementError
+from experts.placement.judge.balance import device_loads
+from experts.placement.judge.copies import copies_of
 from experts.placement.problem.plan import Placement
-from moe_serve.cluster.rebalance.forecast import Forecast, forecast
+from experts.placement.problem.problem import PlacementProblem
 from moe_serve.cluster.rebalance.load_window import STRIDE, WindowCounts
-from moe_serve.cluster.rebalance.plan_job import PlanJob, placement_of, problem_of
-from moe_serve.cluster.rebalance.planner import Plan
+from moe_serve.cluster.rebalance.planner import Plan, PlanJob, placement_of, problem_of
 from moe_serve.cluster.rebalance.rounds import changed_layers
 from moe_serve.config.sections import RebalanceObjective
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """Of all layers and scenarios of a problem."""
+
+    balancedness: float  # mean of mean / max load of the ranks: 1 is perfect
+    busiest: float  # mean of what the busiest rank has to do: 1 if all had the same
+
+    def gain_to(self, other: Forecast) -> float:
+        """The share of the busiest rank's work that `other` spares it."""
+        return 1.0 - other.busiest / self.busiest
+
+
+def forecast(problem: PlacementProblem, placement: Placement) -> Forecast:
+    """By what the problem balances: rows, or activated experts."""
+    loads_SLR = device_loads(problem, copies_of(placement, problem.loads.layers))
+    most_SL = loads_SLR.max(axis=2)
+    balancedness_SL = loads_SLR.mean(axis=2) / most_SL
+    return Forecast(balancedness=float(balancedness_SL.mean()), busiest=float(most_SL.mean()))
+
 
 Refusal = Literal["window", "gain", "nothing", "away", "planner"]
 

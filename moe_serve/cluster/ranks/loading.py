@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from moe_serve.cache.model_identity import model_identity
 from moe_serve.cluster.control.messages import Configure, Loaded
+from moe_serve.config.sections import ModelConfig
+from moe_serve.engine.build import device_of
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.pipeline.links.nccl_link import gpu_of
+
+
+def rank_device(config: ModelConfig) -> torch.device:
+    """Before anything is loaded. A rank sees one GPU, which whoever started it has chosen
+    (launch/devices.py); if it sees more, it takes the first. Raises ConfigError."""
+    device = device_of(config)
+    if device.type == "cuda":
+        device = torch.device("cuda", 0)
+        torch.cuda.set_device(device)
+    return device
 
 
 def load_report(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_serve.cluster.control.messages import Choices
 from moe_serve.pipeline.route_tap import StepChoices
@@ -54,3 +56,28 @@ def unpack_choices(packed: Choices) -> StepChoices | None:
         weights = np.frombuffer(packed.weights, dtype=_WEIGHT).reshape(shape)
     ids = np.frombuffer(packed.expert_ids, dtype=dtype).reshape(shape)
     return StepChoices(tuple(packed.sequence_ids), counts, ids, weights)
+
+
+_MOST_BYTES = 64 * 1024  # of a step's message: 128 layers of 512 experts
+_STEPS = 255
+
+
+def pack_needed(each: Iterable[NDArray[np.float32] | None]) -> bytes:
+    """Of the probabilities [L, E] of all attention ranks, that one of them needs an expert; empty
+    where nobody knows, or it would be too much to send."""
+    known = [needed_LE for needed_LE in each if needed_LE is not None]
+    if not known or known[0].size > _MOST_BYTES:
+        return b""
+    spared_LE = np.prod([1 - needed_LE for needed_LE in known], axis=0)
+    packed: bytes = np.rint((1 - spared_LE) * _STEPS).astype(np.uint8).tobytes()
+    return packed
+
+
+def unpack_needed(packed: bytes, shape: tuple[int, int]) -> NDArray[np.float64] | None:
+    """[L, E]; None: nobody knows, or it is of another shape (the step is none the worse)."""
+    if not packed:
+        return None
+    if len(packed) != shape[0] * shape[1]:
+        _log.warning("%d experts are expected, of %d x %d: nothing is", len(packed), *shape)
+        return None
+    return np.frombuffer(packed, dtype=np.uint8).reshape(shape) / _STEPS
