@@ -1,4 +1,4 @@
-"""The processes of a cluster with all that they need here: listener, store, membership."""
+"""The processes of a cluster and everything they need here: listener, store, membership."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MakeStarter = Callable[[str, int, ClusterSecret, int], RankStarter]
 
 
 class StartedRanks:
-    """Listens from its construction on; `close` ends everything."""
+    """Listens as soon as it is made; `close` ends everything."""
 
     def __init__(self, model: ClusterModel) -> None:
         cluster = model.config.cluster
@@ -72,7 +72,8 @@ class StartedRanks:
         self._place = MeetingPlace(store, cluster.host)
 
     def start(self, make_starter: MakeStarter, progress: LoadProgress | None) -> None:
-        """Start the processes and wait until all have loaded; raises what keeps one from it."""
+        """Starts the processes and waits until all have loaded; raises the error that prevents
+        it."""
         cluster = self._cluster
         starter = self._starter = make_starter(
             cluster.host, self._listener.port, self._secret, self._model.num_threads
@@ -84,7 +85,7 @@ class StartedRanks:
         try:
             preflight = PreflightRound(expected, self._model.folder, cluster.host)
         except BaseException:
-            starter.stop()  # from its start on the membership does that
+            starter.stop()  # once started, the membership does that
             raise
         self._membership.start(starter, preflight, cluster.start_timeout_s, progress)
         loaded = {name: state.loaded for name, state in self._roster.states.items()}
@@ -93,7 +94,7 @@ class StartedRanks:
 
     @property
     def first_loaded(self) -> Loaded:
-        """What the first attention rank says of itself; the others are like it."""
+        """Returns the first attention rank's report; those of the others are equal."""
         loaded = self._roster["attention-0"].loaded
         assert loaded is not None, "the attention ranks have loaded"
         return loaded
@@ -101,7 +102,7 @@ class StartedRanks:
     def engine(
         self, watch: PoolWatch, routes: RouteListeners, make_policy: MakePolicy, plan: Plan
     ) -> ClusterEngine:
-        """The engine over all ranks; `routes`: who hears what they choose."""
+        """Makes the engine over all ranks. `routes` tells listeners which experts were chosen."""
         calls = RankCalls(self._membership, watch)
         mover = make_mover(self._model, self._roster, calls, self.current)
         coordinator = self._coordinator(calls, watch, mover)
@@ -152,7 +153,7 @@ class StartedRanks:
         return self._model.configure(name, self.current.version)
 
     def close(self) -> None:
-        """End the ranks, and stop listening."""
+        """Ends the ranks and stops listening."""
         self._membership.close()
         self._listener.close()
         self._place.close()
@@ -165,7 +166,7 @@ class StartedRanks:
         routes: RouteListeners,
         policy: BatchPolicy,
     ) -> Engine:
-        """The scheduler, pages and prefixes of one attention rank."""
+        """Makes the engine of one attention rank: scheduler, pages and prefixes."""
         config, spec = self._model.config, self._model.spec
         loaded = self._roster[executor.name].loaded
         assert loaded is not None, f"{executor.name} has not loaded"

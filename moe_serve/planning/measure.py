@@ -1,7 +1,7 @@
-"""The one clock of the calibration.
+"""Times one layer's attention stage (T_a) and expert stage (T_e) on this machine.
 
-Other programs can only make a call slower, so the median of the faster half counts: on a quiet
-machine it is near the median, on a busy one it is what the machine can do.
+Other programs can only make a call slower, so the lower quartile of the times counts: on a quiet
+machine it is near the median, and on a busy one it is what the machine can do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LONG_S = 1.0
 
 
 def usual(times: Sequence[float]) -> float:
-    """The lower quartile."""
+    """Returns the lower quartile."""
     return sorted(times)[(len(times) - 1) // 4]
 
 
@@ -36,7 +36,7 @@ class Stopwatch:
         self._device, self._budget_s = device, budget_s
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Seconds of a call, after one that is not counted."""
+        """Returns the seconds of a call, after one that is not counted."""
         self._time(call)
         times: list[float] = []
         while not times or (len(times) < 3 and sum(times) < _LONG_S) or self._has_time(times):
@@ -64,7 +64,7 @@ QUICK_ROWS = (1, 4, 16, 64, 256)
 
 @dataclass(frozen=True, slots=True)
 class ExpertSample:
-    """Seconds of one layer; `num_activated` is the layers' mean."""
+    """Seconds of one layer; `num_activated` is the mean over layers."""
 
     num_rows: int
     num_choices: int
@@ -77,7 +77,7 @@ class ExpertSample:
 def time_experts(
     model: MeasuredModel, rows: Mapping[int, RoutedRows], is_natural: bool, stopwatch: Stopwatch
 ) -> ExpertSample:
-    """`rows` by layer: the layers take turns."""
+    """Times the expert stage. `rows` is by layer: the layers take turns."""
 
     def layers() -> None:
         for layer, part in rows.items():
@@ -103,7 +103,7 @@ def first_rows(rows: Mapping[int, RoutedRows], count: int) -> dict[int, RoutedRo
 def random_choices(
     rows: Mapping[int, RoutedRows], num_experts: int, seed: int
 ) -> dict[int, RoutedRows]:
-    """The same rows, each sent to k experts drawn alike, ascending as a router's are."""
+    """Sends the same rows each to k experts drawn uniformly, ascending as a router's are."""
     generator = torch.Generator().manual_seed(seed)
     chosen = {}
     for layer, r in rows.items():
@@ -114,7 +114,8 @@ def random_choices(
 
 
 def fit_experts(num_experts: int, top_k: int, samples: Sequence[ExpertSample]) -> Experts:
-    """How many equally popular experts would be activated as often as the measured ones were."""
+    """Fits the number of equally popular experts that would be activated as often as the measured
+    ones."""
     counts = np.array([(s.num_rows, s.num_activated) for s in samples])
     candidates = np.linspace(top_k, num_experts, 512)
     missed = (1 - top_k / candidates[:, None]) ** counts[None, :, 0]
@@ -139,7 +140,7 @@ class Case:
 
     @property
     def num_pages(self) -> int:
-        """Of one sequence."""
+        """Returns the pages of one sequence."""
         return -(-(self.start + self.num_rows) // PAGE_SIZE)
 
 
@@ -152,7 +153,7 @@ class AttentionSample:
 
 
 def attention_cases(model: MeasuredModel, is_quick: bool) -> list[Case]:
-    """Those of the grid that the model's context and this machine's memory can hold."""
+    """Returns the cases of the grid that fit the model's context and this machine's memory."""
     decode, chunks = (_QUICK_DECODE, _QUICK_CHUNKS) if is_quick else (_DECODE, _CHUNKS)
     cases = [Case(n, 1, min(context, model.max_context) - 1) for n, context in decode]
     cases += [Case(1, n, start) for n, start in chunks if start + n <= model.max_context]
@@ -164,7 +165,7 @@ def attention_cases(model: MeasuredModel, is_quick: bool) -> list[Case]:
 def time_attention(
     model: MeasuredModel, kind: LayerKind, case: Case, stopwatch: Stopwatch
 ) -> AttentionSample:
-    """Layers of a kind in turn: norm, attention, router, shared expert, and the residual after."""
+    """Times the layers of a kind in turn: norm, attention, router, shared expert and residual."""
     slices = _slices(model, case)
     batch = MicroBatch(slices)
     inputs = make_step_inputs(batch, model.cache, model.spec, model.kernels, model.device)
@@ -195,7 +196,8 @@ def _one_layer(
 
 
 def _slices(model: MeasuredModel, case: Case) -> tuple[SequenceSlice, ...]:
-    """Every sequence with pages of its own, as different requests have. Page 0 is the empty one."""
+    """Gives every sequence pages of its own, as different requests have. Page 0 is the empty
+    one."""
     tokens = np.arange(case.num_rows, dtype=np.int64) % model.spec.vocab_size
     return tuple(
         SequenceSlice(

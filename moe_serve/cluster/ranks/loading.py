@@ -1,4 +1,4 @@
-"""What a rank of either pool says when it has loaded."""
+"""The device of a rank, and its report once it has loaded."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from moe_serve.pipeline.links.nccl_link import gpu_of
 
 
 def rank_device(config: ModelConfig) -> torch.device:
-    """Before anything is loaded. A rank sees one GPU, which whoever started it has chosen
-    (launch/devices.py); if it sees more, it takes the first. Raises ConfigError."""
+    """Chooses the device before anything is loaded; raises ConfigError.
+
+    A rank sees one GPU, which its starter has chosen (members/devices.py). If it sees more, it
+    takes the first.
+    """
     device = device_of(config)
     if device.type == "cuda":
         device = torch.device("cuda", 0)
@@ -32,7 +35,8 @@ def load_report(
     num_pages: int = 0,
     kv_bytes: int = 0,
 ) -> Loaded:
-    """Ready to join, with the hash that proves its checkpoint. Expert ranks have no pages."""
+    """Returns the message that the rank is ready, with its checkpoint's hash. Expert ranks have no
+    pages."""
     return Loaded(
         weights_hash=model_identity(Path(configure.folder)).hex(),
         num_pages=num_pages,

@@ -1,4 +1,9 @@
-"""The routers' choices as part of a message: with a step's tokens, never one message per layer."""
+"""Packs routing for messages: the routers' choices of a step, and the experts it may need.
+
+Choices travel with a step's tokens, never one message per layer. Expected needs travel to expert
+ranks as a byte for each expert of each layer, which is precise enough. L layers with routed
+experts, E experts.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +38,7 @@ def pack_choices(choices: StepChoices) -> Choices:
 
 
 def unpack_choices(packed: Choices) -> StepChoices | None:
-    """None if the sizes do not fit each other: the step's tokens are none the worse."""
+    """Returns None if the sizes do not fit each other; the step's tokens are not affected."""
     counts = tuple(packed.counts)
     shape = (sum(counts), packed.num_layers, packed.top_k)
     size = shape[0] * shape[1] * shape[2]
@@ -46,7 +51,7 @@ def unpack_choices(packed: Choices) -> StepChoices | None:
     )
     if not is_sound:
         _log.warning(
-            "a rank told of %d bytes of choices for %s tokens, layers and k: they are left out",
+            "ignored a rank's %d bytes of choices, which do not fit %s tokens, layers and k",
             len(packed.expert_ids),
             shape,
         )
@@ -58,13 +63,13 @@ def unpack_choices(packed: Choices) -> StepChoices | None:
     return StepChoices(tuple(packed.sequence_ids), counts, ids, weights)
 
 
-_MOST_BYTES = 64 * 1024  # of a step's message: 128 layers of 512 experts
+_MOST_BYTES = 64 * 1024  # in a step's message: 128 layers of 512 experts
 _STEPS = 255
 
 
 def pack_needed(each: Iterable[NDArray[np.float32] | None]) -> bytes:
-    """Of the probabilities [L, E] of all attention ranks, that one of them needs an expert; empty
-    where nobody knows, or it would be too much to send."""
+    """Packs the probability [L, E] that an attention rank needs an expert, over all attention
+    ranks. Empty if no rank predicts, or if it would be too large to send."""
     known = [needed_LE for needed_LE in each if needed_LE is not None]
     if not known or known[0].size > _MOST_BYTES:
         return b""
@@ -74,10 +79,13 @@ def pack_needed(each: Iterable[NDArray[np.float32] | None]) -> bytes:
 
 
 def unpack_needed(packed: bytes, shape: tuple[int, int]) -> NDArray[np.float64] | None:
-    """[L, E]; None: nobody knows, or it is of another shape (the step is none the worse)."""
+    """Returns [L, E]; None if nothing was predicted or the shape differs (the step is not
+    affected)."""
     if not packed:
         return None
     if len(packed) != shape[0] * shape[1]:
-        _log.warning("%d experts are expected, of %d x %d: nothing is", len(packed), *shape)
+        _log.warning(
+            "ignored a prediction for %d experts, as the model has %d x %d", len(packed), *shape
+        )
         return None
     return np.frombuffer(packed, dtype=np.uint8).reshape(shape) / _STEPS

@@ -1,4 +1,12 @@
-"""Runs the planner's process: no search holds the lock of the interpreter that makes steps."""
+"""Plans placements in a process of their own: no search holds the lock of the interpreter that
+steps.
+
+python -m moe_serve.cluster.rebalance.planner
+
+The process reads one PlanJob from standard input and writes its PlanAnswer to standard output, both
+as msgpack. It loads no torch, and gives way to processes that compute steps. S scenarios, L layers
+with routed experts, E experts, R ranks.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +27,25 @@ from experts.placement.solution import Solver
 from experts.placement.solvers.search.solver import Search
 from moe_serve.child_python import module_command
 
-SECONDS = 30.0  # that may be spent on a search
+SECONDS = 30.0  # time for one search
 
 
 class PlanJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Loads and the placement in force."""
+    """The loads to plan for, and the placement in force."""
 
     counts: bytes  # float64 [S, L, E]
     layers: Sequence[int]
     scenarios: Sequence[str]
     num_experts: int
-    ranks_of: Sequence[Sequence[Sequence[int]]]  # of each layer -> expert -> ranks
-    slots: Sequence[int]  # of each rank, in a layer
-    max_moves: int  # copies that a layer may get elsewhere
+    ranks_of: Sequence[Sequence[Sequence[int]]]  # layer -> expert -> ranks
+    slots: Sequence[int]  # of each rank in a layer
+    max_moves: int  # most copies of a layer that may move
     top_k: int
     batch_size: int | None = None  # rows of a step, to balance activated experts; None: rows
 
 
 class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A placement, or `why` there is none."""
+    """A placement; `why`: the reason there is none."""
 
     ranks_of: Sequence[Sequence[Sequence[int]]] = ()
     solver: str = ""
@@ -45,7 +53,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def problem_of(job: PlanJob) -> PlacementProblem:
-    """Raises PlacementError where it has no plan."""
+    """Returns the placement problem of a job; raises PlacementError if it is inconsistent."""
     shape = (len(job.scenarios), len(job.layers), job.num_experts)
     loads = ExpertLoads(
         counts_SLE=np.frombuffer(job.counts, "<f8").reshape(shape),
@@ -64,7 +72,8 @@ def problem_of(job: PlanJob) -> PlacementProblem:
 
 
 def placement_of(job: PlanJob, ranks_of: Sequence[Sequence[Sequence[int]]]) -> Placement:
-    """Raises PlacementError if it is none for the job's ranks and experts."""
+    """Returns a placement for the job's ranks and experts; raises PlacementError if it does not fit
+    them."""
     if len(ranks_of) != len(job.layers):
         raise PlacementError(f"{len(ranks_of)} layers are placed, of {len(job.layers)}.")
     return Placement(
@@ -78,7 +87,7 @@ def placement_of(job: PlanJob, ranks_of: Sequence[Sequence[Sequence[int]]]) -> P
 
 
 def answer(job: PlanJob, solver: Solver) -> PlanAnswer:
-    """Solve it."""
+    """Solves the job."""
     try:
         solution = solver.solve(problem_of(job), seconds=SECONDS)
     except PlacementError as error:
@@ -97,7 +106,7 @@ _NICE = 15
 
 
 def plan_in_process(job: PlanJob) -> PlanAnswer:
-    """Start one, and wait for its answer; raises PlacementError if none comes."""
+    """Starts a planner's process and waits for its answer; raises PlacementError if none comes."""
     try:
         ended = subprocess.run(
             module_command(_MODULE),
@@ -119,7 +128,7 @@ def plan_in_process(job: PlanJob) -> PlanAnswer:
 
 
 def main() -> None:
-    """Once."""
+    """Answers one job."""
     if hasattr(os, "nice"):
         os.nice(_NICE)
     job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=PlanJob)

@@ -1,4 +1,4 @@
-"""A plan that is worth a move, or why there is none."""
+"""Decides if a plan is worth a move."""
 
 from __future__ import annotations
 
@@ -23,18 +23,21 @@ from moe_serve.config.sections import RebalanceObjective
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Of all layers and scenarios of a problem."""
+    """How evenly a placement spreads the work, over all layers and scenarios of a problem. The
+    copies of an expert carry equal parts."""
 
-    balancedness: float  # mean of mean / max load of the ranks: 1 is perfect
-    busiest: float  # mean of what the busiest rank has to do: 1 if all had the same
+    balancedness: (
+        float  # mean over scenarios and layers of the ranks' mean / max load: 1 is perfect
+    )
+    busiest: float  # mean over scenarios and layers of the busiest rank's load
 
     def gain_to(self, other: Forecast) -> float:
-        """The share of the busiest rank's work that `other` spares it."""
+        """Returns the share of the busiest rank's work that `other` saves."""
         return 1.0 - other.busiest / self.busiest
 
 
 def forecast(problem: PlacementProblem, placement: Placement) -> Forecast:
-    """By what the problem balances: rows, or activated experts."""
+    """Forecasts by the quantity that the problem balances: rows, or activated experts."""
     loads_SLR = device_loads(problem, copies_of(placement, problem.loads.layers))
     most_SL = loads_SLR.max(axis=2)
     balancedness_SL = loads_SLR.mean(axis=2) / most_SL
@@ -43,39 +46,39 @@ def forecast(problem: PlacementProblem, placement: Placement) -> Forecast:
 
 Refusal = Literal["window", "gain", "nothing", "away", "planner"]
 
-CHOICES_PER_EXPERT = 32  # that a window counted at least, on the average: fewer are noise
+CHOICES_PER_EXPERT = 32  # least average count of a window: fewer are noise
 _MOST_WINDOWS = 4  # scenarios of a plan
-# Rows of an activated expert from which multiplying them takes longer than loading its weights: as
-# `replica_choice: auto` has it.
+# From this many rows of an activated expert on, multiplying them takes longer than loading its
+# weights; `replica_choice: auto` uses the same number.
 _MANY_ROWS = 16.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """`target` None: refused."""
+    """A plan and its forecast; `target` None: it was refused."""
 
     target: Placement | None
     refusal: Refusal | None
-    text: str  # with the numbers
+    text: str  # the reason, with the numbers
     before: Forecast | None = None
     predicted: Forecast | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanLimits:
-    """What plans are for: the model, its ranks, and what a plan may do and must bring."""
+    """Facts of the model and its ranks, and what a plan may do and must gain."""
 
     layers: tuple[int, ...]  # with routed experts
     top_k: int
     num_attention_ranks: int  # whose rows expert ranks multiply together
-    slots: Sequence[int]  # of each expert rank, in a layer
-    max_moves: int  # copies that a layer may get elsewhere
-    min_gain: float  # of the busiest rank's work
+    slots: Sequence[int]  # of each expert rank in a layer
+    max_moves: int  # most copies of a layer that may move
+    min_gain: float  # least share of the busiest rank's work to save
     objective: RebalanceObjective
 
 
 class Proposer:
-    """Keeps the last windows. `propose` is for one thread; `judge` for any."""
+    """Keeps the last windows. One thread calls `propose`; any may call `judge`."""
 
     def __init__(self, limits: PlanLimits, plan: Plan) -> None:
         self._limits, self._plan = limits, plan
@@ -85,8 +88,8 @@ class Proposer:
     def propose(
         self, window: WindowCounts, current: Placement, *, is_asked: bool = False
     ) -> Proposal:
-        """From this window and those before it; from these alone if somebody asks for a plan while
-        little is chosen."""
+        """Plans from this window and those before it. If `is_asked`, a window with few counts is
+        left out."""
         if self.is_enough(window, current):
             self._windows.append((f"window {next(self._numbers)}", window))
         elif not (is_asked and self._windows):
@@ -105,14 +108,14 @@ class Proposer:
         return self._weighed(current, target, before, forecast(problem, target), job)
 
     def is_enough(self, window: WindowCounts, placement: Placement) -> bool:
-        """Whether a plan may be made of it, and a placement judged by it."""
+        """Returns True if the window has counts enough to plan, or to judge a placement."""
         return window.num_tokens >= self._least_tokens(placement)
 
     def _least_tokens(self, placement: Placement) -> int:
         return -(-CHOICES_PER_EXPERT * placement.num_experts // self._limits.top_k)
 
     def judge(self, window: WindowCounts, placement: Placement) -> Forecast | None:
-        """How well a placement does by what was counted; None: too little was."""
+        """Forecasts a placement by the window's counts; None: there are too few."""
         if not self.is_enough(window, placement):
             return None
         return forecast(problem_of(self._job({"now": window}, placement)), placement)
@@ -159,7 +162,7 @@ class Proposer:
         )
 
     def _batch_size(self, window: WindowCounts, num_experts: int) -> int | None:
-        """Rows of a step if activated experts are what counts; None: rows themselves do."""
+        """Returns the rows of a step if activated experts are balanced; None: rows are."""
         limits = self._limits
         rows = max(1, round(window.rows_per_step * limits.num_attention_ranks))
         is_many = rows * limits.top_k >= _MANY_ROWS * num_experts

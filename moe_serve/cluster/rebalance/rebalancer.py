@@ -1,4 +1,5 @@
-"""When to plan, and what came of it. The engine's thread moves, this one plans and waits."""
+"""Decides when to plan, and records the result. Plans on its own thread; the engine's thread
+moves."""
 
 from __future__ import annotations
 
@@ -35,13 +36,13 @@ from moe_serve.errors import RebalanceError
 
 _log = logging.getLogger(__name__)
 
-_FRESH_S = 2.0  # as old may a judgement be
-_CLOSE_S = 5.0  # for a planner that is under way; its process ends by itself
+_FRESH_S = 2.0  # a judgement is reused for this long
+_CLOSE_S = 5.0  # wait for a planner under way; its process ends by itself
 
 
 @dataclass(frozen=True, slots=True)
 class _Judgement:
-    """Of a version, at a time."""
+    """The forecast of a version at a time."""
 
     version: int
     at: float
@@ -75,7 +76,7 @@ class Rebalancer:
         mover.on_end = self._moved
 
     def start(self, wake: Callable[[], None]) -> None:
-        """`wake`: the engine, which may be idle."""
+        """Starts the thread; `wake` wakes the engine, which may be idle."""
         self._wake = wake
         if self._mode != "off":
             self._thread.start()
@@ -147,8 +148,8 @@ class Rebalancer:
         )
 
     def _judged(self, window: WindowCounts, version: PlacementVersion) -> Forecast | None:
-        """How the placement does now. For a large model that takes a moment, so not each time that
-        somebody asks."""
+        """Forecasts the present placement. A large model takes a moment, so the result is reused
+        for _FRESH_S."""
         last, now = self._judgement, time.monotonic()
         if last is None or last.version != version.number or now - last.at >= _FRESH_S:
             found = self._proposer.judge(window, version.placement)
@@ -172,7 +173,7 @@ class Rebalancer:
     def _plan(self, *, is_asked: bool) -> None:
         window, current = self._window.look(), self._current.version.placement
         if self._proposer.is_enough(window, current):
-            window = self._window.close()  # else it goes on
+            window = self._window.close()  # otherwise it keeps counting
         try:
             proposal = self._proposer.propose(window, current, is_asked=is_asked)
             if proposal.target is not None:
@@ -180,7 +181,7 @@ class Rebalancer:
                 return
         except PlacementError as error:
             proposal = Proposal(target=None, refusal="planner", text=str(error))
-        except Exception as error:  # top of the thread: the server goes on, and so do plans
+        except Exception as error:  # top of the thread: serving and planning go on
             _log.exception("no plan could be made")
             proposal = Proposal(target=None, refusal="planner", text=str(error))
         assert proposal.refusal is not None, f"no plan and no reason: {proposal}"
@@ -197,10 +198,10 @@ class Rebalancer:
 
     def _remember(self, proposal: Proposal) -> None:
         if proposal.predicted is not None:
-            self._proposal = proposal  # the last with figures
+            self._proposal = proposal  # the last one with figures
 
     def _moved(self, end: MoveEnd) -> None:
-        """On the engine's thread."""
+        """Records the end of a move, on the engine's thread."""
         told = f"{end.num_copies} copies in {end.num_rounds} rounds, {end.seconds:.1f} s"
         if end.why is None:
             proposal = self._proposal
@@ -238,7 +239,7 @@ def make_rebalancer(
     routes: RouteListeners,
     plan: Plan,
 ) -> Rebalancer:
-    """It listens to `routes` from here on, unless it is off."""
+    """Makes the rebalancer. Unless re-balancing is off, it listens to `routes` from here on."""
     cluster, layers = model.config.cluster, sparse_layers(model.spec)
     window = LoadWindow(len(layers), model.spec.router.num_experts)
     if cluster.rebalance != "off":

@@ -1,4 +1,4 @@
-"""A plan in rounds: some layers at a time, as many as fit into the free slots of every rank."""
+"""Splits a plan into rounds: some layers at a time, as many as fit into every rank's free slots."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ from moe_serve.cluster.members.expert_cover import Held
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """One step on the way: what changes with it, and for whom."""
+    """One step of a move: its changes, by rank."""
 
-    placement: Placement  # whole, as it is afterwards
+    placement: Placement  # the whole placement after the round
     ranks_of: Mapping[int, RanksOf]  # of the layers that change
     held: Sequence[Held]  # by rank, in these layers
-    gained: Sequence[Held]  # of that, what the rank did not hold before
+    gained: Sequence[Held]  # the part of `held` that is new to the rank
 
     @property
     def num_copies(self) -> int:
-        """That are read for it."""
+        """Returns the copies that all ranks read for it."""
         return sum(map(num_copies, self.gained))
 
     @property
     def most_copies(self) -> int:
-        """That one rank reads for it."""
+        """Returns the most copies that one rank reads for it."""
         return max(map(num_copies, self.gained))
 
 
 def rounds(before: Placement, after: Placement, room: int) -> list[Round]:
-    """The way from one placement to another; none where nothing changes. No rank gains more than
-    `room` copies in a round; raises PlacementError if it does in a single layer.
+    """Returns the rounds from one placement to another; none if nothing changes.
+
+    No rank gains more than `room` copies in a round; raises PlacementError if it does in a single
+    layer.
 
     Worked example, room for 2: layers 0 and 1 give rank 0 one copy each, layer 2 gives it two.
     The first round has layers 0 and 1, the second layer 2.
@@ -55,7 +57,8 @@ def rounds(before: Placement, after: Placement, room: int) -> list[Round]:
 
 
 def changed_layers(before: Placement, after: Placement) -> list[int]:
-    """Those in which a copy comes or goes; the order of an expert's ranks alone is no change."""
+    """Returns the layers in which a copy comes or goes. The order of an expert's ranks is no
+    change."""
     return [
         layer
         for layer, experts in sorted(before.ranks_of.items())
@@ -64,7 +67,7 @@ def changed_layers(before: Placement, after: Placement) -> list[int]:
 
 
 def gained_in(layer: int, before: Placement, after: Placement) -> list[list[int]]:
-    """By rank: the experts of a layer that it holds afterwards and not before."""
+    """Returns, by rank, the experts of a layer that it holds afterwards and not before."""
     of_rank: list[list[int]] = [[] for _ in range(before.num_ranks)]
     pairs = zip(before.ranks_of[layer], after.ranks_of[layer], strict=True)
     for expert, (old, new) in enumerate(pairs):
