@@ -53,7 +53,7 @@ class StartedRanks:
         self._model, self._cluster = model, cluster
         self._secret = read_secret(os.environ) or new_secret()
         self.current = CurrentPlacement(model.placement)
-        self.rebalancer: Rebalancer | None = None  # of the engine
+        self.rebalancer: Rebalancer | None = None  # set with the engine
         self.witness: RankWitness | None = None  # of the engine
         self._starter: RankStarter | None = None
         self._roster = Roster(model.ranks)

@@ -107,7 +107,7 @@ def read_calibration(path: Path) -> Calibration:
 
 
 def _check(calibration: Calibration, path: Path) -> None:
-    """Checks what the types cannot."""
+    """Checks the rules that the types do not express."""
     costs = calibration.costs
     numbers = [costs.fixed, costs.sampling]
     for link in (costs.link, calibration.network):

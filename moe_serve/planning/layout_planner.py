@@ -255,8 +255,11 @@ def _sequences(count: int) -> str:
 
 
 def _first(least: int, is_reached: Callable[[int], bool]) -> int:
-    """Returns the smallest batch from `least` on that meets a condition, which stays true above it;
-    MAX_BATCH + 1 if there is none. Doubles, then halves."""
+    """Returns the smallest batch from `least` on that meets a condition; MAX_BATCH + 1 if none
+    does.
+
+    The condition must stay true above that batch. Doubles, then halves.
+    """
     high = least
     while not is_reached(high):
         if high >= MAX_BATCH:

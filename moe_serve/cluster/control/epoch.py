@@ -1,4 +1,4 @@
-"""Builds what a rank needs for one epoch: its data group, frame layout, wire format and row
+"""Builds the parts of an epoch that a rank needs: data group, frame layout, wire format, row
 split."""
 
 from __future__ import annotations

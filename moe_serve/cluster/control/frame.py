@@ -1,4 +1,4 @@
-"""How a control message lies in the byte stream: 8 bytes of header, then its msgpack.
+"""The layout of a control message in the byte stream: 8 bytes of header, then its msgpack.
 
 0      3         4             8
 | MSC  | version | length u32  | payload, `length` bytes ...

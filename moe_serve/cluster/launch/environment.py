@@ -66,7 +66,8 @@ class _Found:
 def detect_node(
     environ: Mapping[str, str], hostname: str, flags: NodeFlags | None = None
 ) -> NodeEnvironment:
-    """Returns the node that this process is; raises ConfigError with what is missing or wrong."""
+    """Returns the node that this process is; raises ConfigError with the missing or wrong
+    values."""
     flags = flags or NodeFlags()
     found = _look(environ, hostname, flags)
     node_rank = found.node_rank if flags.node_rank is None else flags.node_rank

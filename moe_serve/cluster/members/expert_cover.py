@@ -1,4 +1,4 @@
-"""Decides which ranks stand in for lost expert ranks, and what these must load."""
+"""Chooses the ranks that stand in for lost expert ranks, and the experts they must load."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class PoolWatch:
         self._recent = RecentPools()
         self._open: dict[int, _OpenStep] = {}
         self._next: _OpenStep | None = None
-        self._memories: dict[str, MemoryStats] = {}  # of expert ranks by name
+        self._memories: dict[str, MemoryStats] = {}  # expert rank -> its memory
         self._past = MemoryStats()  # counts of lost ranks
 
     def choose(self, plans: Mapping[str, StepPlan], num_expert_ranks: int) -> int:

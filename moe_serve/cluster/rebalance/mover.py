@@ -1,5 +1,5 @@
-"""Moves from one placement to another while steps go on: copies beside them, and switches between
-two.
+"""Moves from one placement to another while steps go on: copies beside them, switches in
+between.
 
 idle -> copying -> switch -> copying (the next round) -> switch -> idle
            '-- somebody is lost, joins, cannot read or takes too long: dropped -> idle
@@ -162,7 +162,7 @@ class Mover:
         """Notes that a rank is ready, or cannot be."""
         move = self._move
         if move is None or staged.placement != move.number or name not in move.waiting:
-            return  # of a move that was cancelled
+            return  # it belongs to a cancelled move
         self.num_bytes += staged.num_bytes
         if staged.why is not None:
             self.call_off(f"{name} could not read an expert: {staged.why}")

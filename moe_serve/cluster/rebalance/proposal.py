@@ -23,8 +23,8 @@ from moe_serve.config.sections import RebalanceObjective
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """How evenly a placement spreads the work, over all layers and scenarios of a problem. The
-    copies of an expert carry equal parts."""
+    """The balance of a placement over all layers and scenarios of a problem. The copies of an
+    expert carry equal parts."""
 
     balancedness: (
         float  # mean over scenarios and layers of the ranks' mean / max load: 1 is perfect
@@ -66,7 +66,8 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanLimits:
-    """Facts of the model and its ranks, and what a plan may do and must gain."""
+    """The layers and ranks to plan for, the most that a plan may move, and the least it must
+    gain."""
 
     layers: tuple[int, ...]  # with routed experts
     top_k: int

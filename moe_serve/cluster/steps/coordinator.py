@@ -1,4 +1,4 @@
-"""Drives epochs and steps: who is a member, who computes what, and what is repeated after a
+"""Drives epochs and steps: chooses the members, sends out the work, and repeats steps after a
 loss."""
 
 from __future__ import annotations

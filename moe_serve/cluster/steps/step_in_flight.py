@@ -16,7 +16,7 @@ from moe_serve.model.step_plan import RouteAsk
 
 
 class RankLostError(ExecutorLostError):
-    """An attention rank is lost, and what it computed with it."""
+    """An attention rank is lost, with everything it computed."""
 
 
 class StepFailedError(MoeServeError):
@@ -92,7 +92,7 @@ class StepInFlight:
         num_tokens = sum(sum(work.rows) for work in list(self.works.values()))
         return (
             f"step {self.step} was sent out {seconds:.1f} s ago with {num_tokens} tokens; it waits "
-            f"for {', '.join(sorted(self.waiting)) or 'nobody'}"
+            f"for {', '.join(sorted(self.waiting)) or 'no rank'}"
         )
 
 
