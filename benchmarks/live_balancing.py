@@ -31,8 +31,7 @@ from harness.environment import describe_environment
 from harness.expert_memory.texts import draw, token_streams
 from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.rebalance.load_window import LoadWindow
-from moe_serve.cluster.rebalance.plan_job import PlanAnswer, PlanJob
-from moe_serve.cluster.rebalance.planner import plan_in_process
+from moe_serve.cluster.rebalance.planner import PlanAnswer, PlanJob, plan_in_process
 from moe_serve.config.sections import (
     CacheConfig,
     ClusterConfig,

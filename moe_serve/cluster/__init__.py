@@ -1,1 +1,1 @@
-"""Ranks in processes of their own: how they are started, found, told what to do, and watched."""
+"""Ranks in processes of their own: starts, finds, instructs and watches them."""

@@ -1,4 +1,4 @@
-"""One process or many: the configuration says."""
+"""Builds an engine in one process or over many, as the configuration says."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from moe_serve.model.load.model_tensors import LoadProgress
 
 
 def build_any_engine(config: EngineConfig, progress: LoadProgress | None = None) -> BuiltEngine:
-    """Load the model here, or start ranks that do."""
+    """Loads the model here, or starts ranks that do."""
     build = build_cluster if config.cluster.is_disaggregated else build_engine
     return build(config, progress)

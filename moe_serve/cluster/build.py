@@ -1,4 +1,4 @@
-"""From a configuration to a cluster of ranks and the engine that drives them."""
+"""Builds a cluster of ranks, and the engine that drives them, from a configuration."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def build_cluster(
     watch_for: Callable[[EngineConfig, ClusterModel], PoolWatch] = make_watch,
     plan: Plan = plan_in_process,
 ) -> BuiltEngine:
-    """Start the ranks, wait until they have loaded, and make the engine.
+    """Starts the ranks, waits until they have loaded, and makes the engine.
 
-    Raises ConfigError, CheckpointError or ClusterError with what keeps a rank from serving.
+    Raises ConfigError, CheckpointError or ClusterError with the reason why a rank cannot serve.
     """
     clock = time.monotonic()
     model = ClusterModel.read(config)
     routes, loads = RouteListeners(), RankLoads(model.placement)
     make_policy = policy_maker(config, model.folder, model.spec, routes, loads)
     check_next_layer(config, model.folder, model.spec)
-    with contextlib.ExitStack() as opened:  # what is closed again where something is refused
+    with contextlib.ExitStack() as opened:  # closed again if a later part is refused
         watch = watch_for(config, model)
         opened.callback(watch.close)
         ranks = StartedRanks(model)
@@ -62,7 +62,7 @@ def build_cluster(
         routes,
         placement=ranks.rebalancer,
         last_step=watch.last_step,
-        grammars=grammars_of(model.folder, model.spec, eos),  # to judge; ranks have their own
+        grammars=grammars_of(model.folder, model.spec, eos),  # to check requests; ranks have own
         witness=ranks.witness,
     )
 

@@ -1,10 +1,10 @@
-"""The processes of a cluster with all that they need here: listener, store, membership."""
+"""The processes of a cluster and everything they need here: listener, store, membership."""
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -20,26 +20,25 @@ from moe_serve.cluster.members.cluster_model import ClusterModel
 from moe_serve.cluster.members.current_placement import CurrentPlacement
 from moe_serve.cluster.members.membership import Membership
 from moe_serve.cluster.members.pool_watch import PoolWatch
-from moe_serve.cluster.members.preflight import ExpectedRank
-from moe_serve.cluster.members.preflight_round import PreflightRound
+from moe_serve.cluster.members.preflight import ExpectedRank, PreflightRound
 from moe_serve.cluster.members.rank_calls import RankCalls
 from moe_serve.cluster.members.rank_starter import LocalStarter, RankStarter
 from moe_serve.cluster.members.roster import Roster
-from moe_serve.cluster.members.transport_check import check_transport
-from moe_serve.cluster.rebalance.make import make_mover, make_rebalancer
 from moe_serve.cluster.rebalance.mover import Mover
 from moe_serve.cluster.rebalance.planner import Plan
-from moe_serve.cluster.rebalance.rebalancer import Rebalancer
+from moe_serve.cluster.rebalance.rebalancer import Rebalancer, make_mover, make_rebalancer
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.cluster.steps.coordinator import Coordinator
 from moe_serve.cluster.steps.epoch_maker import EpochMaker
 from moe_serve.cluster.steps.rank_witness import RankWitness
 from moe_serve.cluster.steps.remote_executor import RemoteExecutor
+from moe_serve.config.sections import TransportName
 from moe_serve.engine.build import eos_token_ids_of, max_model_len_of
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.engine.schedule.policy.make import MakePolicy
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
+from moe_serve.errors import ConfigError
 from moe_serve.model.load.model_tensors import LoadProgress
 from moe_serve.pipeline.links.meeting import MeetingPlace
 
@@ -47,14 +46,14 @@ MakeStarter = Callable[[str, int, ClusterSecret, int], RankStarter]
 
 
 class StartedRanks:
-    """Listens from its construction on; `close` ends everything."""
+    """Listens as soon as it is made; `close` ends everything."""
 
     def __init__(self, model: ClusterModel) -> None:
         cluster = model.config.cluster
         self._model, self._cluster = model, cluster
         self._secret = read_secret(os.environ) or new_secret()
         self.current = CurrentPlacement(model.placement)
-        self.rebalancer: Rebalancer | None = None  # of the engine
+        self.rebalancer: Rebalancer | None = None  # set with the engine
         self.witness: RankWitness | None = None  # of the engine
         self._starter: RankStarter | None = None
         self._roster = Roster(model.ranks)
@@ -73,7 +72,8 @@ class StartedRanks:
         self._place = MeetingPlace(store, cluster.host)
 
     def start(self, make_starter: MakeStarter, progress: LoadProgress | None) -> None:
-        """Start the processes and wait until all have loaded; raises what keeps one from it."""
+        """Starts the processes and waits until all have loaded; raises the error that prevents
+        it."""
         cluster = self._cluster
         starter = self._starter = make_starter(
             cluster.host, self._listener.port, self._secret, self._model.num_threads
@@ -85,7 +85,7 @@ class StartedRanks:
         try:
             preflight = PreflightRound(expected, self._model.folder, cluster.host)
         except BaseException:
-            starter.stop()  # from its start on the membership does that
+            starter.stop()  # once started, the membership does that
             raise
         self._membership.start(starter, preflight, cluster.start_timeout_s, progress)
         loaded = {name: state.loaded for name, state in self._roster.states.items()}
@@ -94,7 +94,7 @@ class StartedRanks:
 
     @property
     def first_loaded(self) -> Loaded:
-        """What the first attention rank says of itself; the others are like it."""
+        """Returns the first attention rank's report; those of the others are equal."""
         loaded = self._roster["attention-0"].loaded
         assert loaded is not None, "the attention ranks have loaded"
         return loaded
@@ -102,7 +102,7 @@ class StartedRanks:
     def engine(
         self, watch: PoolWatch, routes: RouteListeners, make_policy: MakePolicy, plan: Plan
     ) -> ClusterEngine:
-        """The engine over all ranks; `routes`: who hears what they choose."""
+        """Makes the engine over all ranks. `routes` tells listeners which experts were chosen."""
         calls = RankCalls(self._membership, watch)
         mover = make_mover(self._model, self._roster, calls, self.current)
         coordinator = self._coordinator(calls, watch, mover)
@@ -153,7 +153,7 @@ class StartedRanks:
         return self._model.configure(name, self.current.version)
 
     def close(self) -> None:
-        """End the ranks, and stop listening."""
+        """Ends the ranks and stops listening."""
         self._membership.close()
         self._listener.close()
         self._place.close()
@@ -166,7 +166,7 @@ class StartedRanks:
         routes: RouteListeners,
         policy: BatchPolicy,
     ) -> Engine:
-        """The scheduler, pages and prefixes of one attention rank."""
+        """Makes the engine of one attention rank: scheduler, pages and prefixes."""
         config, spec = self._model.config, self._model.spec
         loaded = self._roster[executor.name].loaded
         assert loaded is not None, f"{executor.name} has not loaded"
@@ -184,3 +184,26 @@ class StartedRanks:
             policy=policy,
             routes=routes,
         )
+
+
+def check_transport(wanted: TransportName, gpus: Mapping[str, str]) -> None:
+    """Raises ConfigError if `wanted` is nccl and a rank has no GPU of its own.
+
+    `gpus` maps each loaded rank to its GPU, empty for none. `auto` and `host` always work.
+    """
+    if wanted != "nccl":
+        return
+    without = [name for name, gpu in gpus.items() if not gpu]
+    if without:
+        raise ConfigError(
+            f"cluster.transport is 'nccl', and {', '.join(without)} has no CUDA GPU that NCCL "
+            "reaches: use 'auto' or 'host'."
+        )
+    owners: dict[str, str] = {}
+    for name, gpu in gpus.items():
+        if gpu in owners:
+            raise ConfigError(
+                f"cluster.transport is 'nccl', and {owners[gpu]} and {name} share a GPU, which "
+                "NCCL refuses: use 'auto' or 'host'."
+            )
+        owners[gpu] = name

@@ -1,4 +1,4 @@
-"""Measure a model's stages on this machine, and fit the cost model to them."""
+"""Measures a model's stages on this machine, and fits the cost model to them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from moe_serve.pipeline.costs.cost_model import (
     StageCosts,
 )
 from moe_serve.pipeline.transport import LocalTransport
-from moe_serve.planning.attention_timing import AttentionSample, attention_cases, time_attention
 from moe_serve.planning.calibration_file import (
     SCHEMA,
     Calibration,
@@ -41,24 +40,27 @@ from moe_serve.planning.exchange_timing import (
     ExchangeSetup,
     time_exchanges,
 )
-from moe_serve.planning.expert_timing import (
+from moe_serve.planning.least_squares import Fit, fit
+from moe_serve.planning.measure import (
     QUICK_ROWS,
     ROWS,
+    AttentionSample,
     ExpertSample,
+    Stopwatch,
+    attention_cases,
     first_rows,
     fit_experts,
     random_choices,
+    time_attention,
     time_experts,
 )
-from moe_serve.planning.least_squares import Fit, fit
 from moe_serve.planning.measured_model import LayerKind, MeasuredModel, load_measured_model
 from moe_serve.planning.model_facts import weight_bytes
 from moe_serve.planning.natural_steps import DecodeSample, decode_steps, natural_rows
-from moe_serve.planning.stopwatch import Stopwatch
 
-Progress = Callable[[str, float], None]  # (what is measured, share done)
+Progress = Callable[[str, float], None]  # (name of the measurement, share done)
 
-_BATCHES = (1, 4, 16, 64)  # sequences of a whole step
+_BATCHES = (1, 4, 16, 64)  # sequences in a whole step
 _NATURAL_SEQUENCES, _NATURAL_STEPS = 64, 8
 _ATTENTION_BUDGET_S, _EXPERTS_BUDGET_S = 40.0, 20.0
 _LEAST_CASES = 8
@@ -67,7 +69,7 @@ _NO_LINE = Line(0.0, 0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationRequest:
-    """What to measure. `is_quick`: fewer points, a quarter of the time."""
+    """The model and device to measure. `is_quick`: fewer points, a quarter of the time."""
 
     folder: Path
     device: str = "auto"
@@ -76,10 +78,10 @@ class CalibrationRequest:
 
 
 def calibrate(request: CalibrationRequest, progress: Progress) -> Calibration:
-    """Under two minutes on a model that fits the machine with room to spare.
+    """Takes under two minutes on a model that fits the machine with room to spare.
 
-    Raises CheckpointError and ConfigError as loading does, ConfigError if no second process can be
-    reached.
+    Raises CheckpointError and ConfigError as loading does, and ConfigError if no second process can
+    be reached.
     """
     clock = time.monotonic()
     progress("loading", 0.0)
@@ -128,12 +130,12 @@ def _measure_experts(
     progress: Progress,
     fits: list[FitReport],
 ) -> tuple[Experts, ExpertCost]:
-    """The mean of the sparse layers: they differ in weights only."""
+    """Measures the mean of the sparse layers, which differ in weights only."""
     progress("router", 0.1)
     layers = [index for kind in model.kinds if kind.is_sparse for index in kind.measured]
     if not layers:
         raise ConfigError(
-            f"{model.folder} has no routed experts in any layer: there is no layout to calibrate."
+            f"{model.folder} has no routed experts in any layer, so it has no layout to calibrate."
         )
     num_sequences = min(_NATURAL_SEQUENCES, model.cache.num_pages // 2)
     rows = natural_rows(model, num_sequences, _NATURAL_STEPS)
@@ -169,7 +171,7 @@ def _measure_attention(
     fits: list[FitReport],
 ) -> AttentionCost:
     cases = attention_cases(model, is_quick)
-    random.Random(0).shuffle(cases)  # so that a part of them is a sample of all
+    random.Random(0).shuffle(cases)  # so that the first ones are a sample of all
     deadline = time.monotonic() + _ATTENTION_BUDGET_S / len(model.kinds)
     samples: list[AttentionSample] = []
     for index, case in enumerate(cases):
@@ -183,7 +185,7 @@ def _measure_attention(
 
 
 def fit_attention(samples: Sequence[AttentionSample]) -> tuple[AttentionCost, Fit]:
-    """Of all places for the knee, the one with the smallest errors."""
+    """Tries every place for the knee and returns the fit with the smallest errors."""
     loads, seconds = [s.load for s in samples], np.array([s.seconds for s in samples])
     columns = np.array(
         [(1, x.num_rows, x.num_kv_tokens, x.num_pairs) for x in loads], dtype=np.float64
@@ -210,7 +212,7 @@ def fit_attention(samples: Sequence[AttentionSample]) -> tuple[AttentionCost, Fi
 
 
 def _knees(loads: Sequence[BatchLoad]) -> Iterator[int]:
-    """Powers of two inside the measured range."""
+    """Yields powers of two inside the measured range."""
     most = max(load.num_kv_tokens for load in loads)
     return (1 << bits for bits in range(10, max(11, most.bit_length() - 1)))
 
@@ -218,7 +220,8 @@ def _knees(loads: Sequence[BatchLoad]) -> Iterator[int]:
 def _measure_link(
     model: MeasuredModel, is_quick: bool, is_sharing: bool, fits: list[FitReport]
 ) -> LinkCosts:
-    """Ranks of one host share memory; those of different hosts have a process group."""
+    """Measures ranks of one host, which share memory, or of two hosts, which use a process
+    group."""
     setup = ExchangeSetup(
         width=model.spec.width,
         top_k=model.spec.router.top_k,
@@ -242,7 +245,8 @@ def _measure_link(
 
 
 def _bytes_line(samples: Sequence[ExchangeSample], seconds: Sequence[float]) -> Fit:
-    """Less than a microsecond is nothing: a waiting process is woken in no less."""
+    """Fits a line to bytes. Times below a microsecond count as zero: no waiting process wakes
+    faster."""
     if max(seconds) < 1e-6:
         return Fit(coefficients=(0.0, 0.0), r_squared=1.0, errors=(0.0,) * len(seconds))
     columns = np.array([(1, s.num_bytes) for s in samples], dtype=np.float64)
@@ -252,7 +256,7 @@ def _bytes_line(samples: Sequence[ExchangeSample], seconds: Sequence[float]) -> 
 def _measure_fixed(
     model: MeasuredModel, costs: StageCosts, is_quick: bool, fits: list[FitReport]
 ) -> StageCosts:
-    """Whole colocated steps, minus what their layers are predicted to take."""
+    """Measures whole colocated steps and subtracts the predicted time of their layers."""
     num_steps = 6 if is_quick else 16
     fixed, sampling = [], []
     batches = [n for n in _BATCHES if 4 * n <= model.cache.num_pages]

@@ -1,4 +1,4 @@
-"""A calibration on disk: JSON with a schema version, and whose numbers they are."""
+"""A calibration on disk: JSON with a schema version, and the model and machine measured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _MAX_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """The measured checkpoint. Bytes are of the weights as loaded; `identity` is hexadecimal."""
+    """The measured checkpoint. Bytes are those of the weights as loaded; `identity` is
+    hexadecimal."""
 
     name: str
     identity: str
@@ -32,7 +33,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFacts:
-    """The measured device: one GPU, or so many threads of a CPU."""
+    """The measured device: one GPU, or `num_threads` threads of a CPU."""
 
     host: str
     device: str
@@ -44,7 +45,7 @@ class MachineFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitReport:
-    """How well a linear model describes its measurements. Errors are relative."""
+    """The quality of a linear fit of its measurements. Errors are relative."""
 
     name: str
     num_samples: int
@@ -55,8 +56,9 @@ class FitReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What `moe-serve calibrate` measured. `network`: the link between ranks of different hosts, as
-    far as one machine can tell: gloo over loopback. `costs` has that of one host."""
+    """The measurements of `moe-serve calibrate`. `network` is the link between ranks of different
+    hosts, as far as one machine can measure it: gloo over loopback. `costs` has the link within one
+    host."""
 
     schema: int
     model: ModelFacts
@@ -64,11 +66,11 @@ class Calibration:
     costs: StageCosts
     network: LinkCosts
     fits: tuple[FitReport, ...]
-    seconds: float  # that the measuring took
+    seconds: float  # duration of the measurements
 
 
 def write_calibration(calibration: Calibration, path: Path) -> None:
-    """Raises ConfigError where the file cannot be written."""
+    """Writes the file; raises ConfigError if it cannot be written."""
     text = msgspec.json.format(msgspec.json.encode(calibration), indent=2)
     try:
         path.write_bytes(text + b"\n")
@@ -77,19 +79,19 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Raises ConfigError with what is wrong: the file, its schema, or a field of it."""
+    """Reads the file; raises ConfigError if it, its schema or a field of it is wrong."""
     try:
         with regular_file(path).open("rb") as file:
             text = file.read(_MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"cannot read the calibration {path}: {error.strerror}.") from error
     if len(text) > _MAX_BYTES:
-        raise ConfigError(f"{path} is no calibration: it is larger than {_MAX_BYTES} bytes.")
+        raise ConfigError(f"{path} is not a calibration: it is larger than {_MAX_BYTES} bytes.")
     try:
         head = msgspec.json.decode(text)
         if not isinstance(head, dict) or "schema" not in head:
             raise ConfigError(
-                f"{path} is no calibration: moe-serve calibrate --out FILE writes one."
+                f"{path} is not a calibration: moe-serve calibrate --out FILE writes one."
             )
         schema = head["schema"]
         if schema != SCHEMA:
@@ -99,13 +101,13 @@ def read_calibration(path: Path) -> Calibration:
             )
         calibration = msgspec.json.decode(text, type=Calibration)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ConfigError(f"{path} is no calibration: {error}.") from error
+        raise ConfigError(f"{path} is not a calibration: {error}.") from error
     _check(calibration, path)
     return calibration
 
 
 def _check(calibration: Calibration, path: Path) -> None:
-    """What the types do not say."""
+    """Checks the rules that the types do not express."""
     costs = calibration.costs
     numbers = [costs.fixed, costs.sampling]
     for link in (costs.link, calibration.network):
@@ -124,6 +126,6 @@ def _check(calibration: Calibration, path: Path) -> None:
     )
     if not is_sound:
         raise ConfigError(
-            f"{path} is no calibration: it has negative times, or numbers of layers or experts "
+            f"{path} is not a calibration: it has negative times, or numbers of layers or experts "
             "that contradict each other; run moe-serve calibrate again."
         )

@@ -1,8 +1,9 @@
-"""T_c, and what exchanging rows takes of the ranks themselves, by the transport that serves.
+"""Times exchanges of rows (T_c), and the ranks' own work for them, with the transport that
+serves.
 
-A second process is an expert rank without experts: it answers with zeros at once. So a layer takes
-the handling on both sides and two messages' way. The CPU time of each process tells its handling;
-what is left of the clock is the way.
+A second process is an expert rank without experts, which answers with zeros at once. So a layer
+takes the handling on both sides and the time of two messages on their way. The CPU time of each
+process gives its handling; the rest of the wall time is the way.
 
     python -m moe_serve.planning.exchange_timing JSON     the second process
 """
@@ -35,25 +36,25 @@ from moe_serve.pipeline.frames.wire import WireFormat, make_wire_format
 from moe_serve.pipeline.links.data_group import DataGroup
 from moe_serve.pipeline.links.transfer import PeerLostError
 from moe_serve.pipeline.timeline.stage_log import StageLog
-from moe_serve.planning.stopwatch import usual
+from moe_serve.planning.measure import usual
 
 EXCHANGES = (1, 4, 16, 64, 128, 256, 512)  # rows
 QUICK_EXCHANGES = (1, 16, 64, 256)
 _HOST, _TIMEOUT_S = "127.0.0.1", 30.0
-_START_TIMEOUT_S = 90.0  # of a process that imports torch on a busy machine
+_START_TIMEOUT_S = 90.0  # for a process that imports torch on a busy machine
 _ATTENTION, _EXPERT = "attention-0", "expert-0"
 _LAYERS = tuple(range(16))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeSetup:
-    """What both processes must know. `is_sharing`: through shared memory, else by gloo."""
+    """The settings of both processes. `is_sharing`: through shared memory, else by gloo."""
 
     width: int
     top_k: int
     dtype: str
     rows: tuple[int, ...]
-    num_steps: int  # of each number of rows
+    num_steps: int  # for each number of rows
     is_sharing: bool
     port: int = 0
 
@@ -64,8 +65,8 @@ class ExchangeSetup:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeSample:
-    """One layer's exchange. `num_bytes`: of a message, the mean of both ways; seconds of the ranks'
-    own cores, and of one message's way."""
+    """One layer's exchange. `num_bytes` is of a message, the mean of both ways. The times are those
+    of the ranks' own cores, and of one message on its way."""
 
     num_bytes: float
     attention_s: float
@@ -74,7 +75,7 @@ class ExchangeSample:
 
 
 class _NoExperts:
-    """Stands for an ExpertStage."""
+    """Replaces an ExpertStage, and answers with zeros."""
 
     def __init__(self, width: int) -> None:
         self._width = width
@@ -87,7 +88,7 @@ class _NoExperts:
 
 
 def time_exchanges(setup: ExchangeSetup) -> list[ExchangeSample]:
-    """Raises ConfigError if the second process cannot be reached."""
+    """Times the exchanges; raises ConfigError if the second process cannot be reached."""
     secret = new_secret()
     server = StoreServer(_HOST, 0, secret, _START_TIMEOUT_S)
     setup = replace(setup, port=server.port)
@@ -96,7 +97,7 @@ def time_exchanges(setup: ExchangeSetup) -> list[ExchangeSample]:
     try:
         store = connect_store(_HOST, server.port, secret, _START_TIMEOUT_S)
         try:
-            store.wait(["ready"])  # it imports for seconds; a group's meeting is shorter
+            store.wait(["ready"])  # its imports take seconds, longer than a group's meeting may
             group = _group(setup, _ATTENTION, _EXPERT, store)
             return _attention_side(setup, group, store)
         finally:
@@ -169,7 +170,7 @@ def _rows(setup: ExchangeSetup, count: int) -> Routed:
 def _sample(
     setup: ExchangeSetup, count: int, clocks: Sequence[tuple[float, float, float]]
 ) -> ExchangeSample:
-    """Of the steps' clocks the usual ones, for one layer."""
+    """Returns the usual one of the steps' times, for one layer."""
     wall, own, theirs = (usual(column) / len(_LAYERS) for column in zip(*clocks, strict=True))
     wire = setup.wire
     return ExchangeSample(

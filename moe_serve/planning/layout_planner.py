@@ -1,10 +1,10 @@
-"""Which layout to give N devices: attention and expert ranks, or whole models side by side.
+"""Plans layouts for N devices: attention and expert ranks, or whole models side by side.
 
-Decode only: a step gives every sequence one token, so the time of a step is the TPOT. Every split
-A + E = N with 1 to 4 micro-batches is predicted by the cost model, beside one colocated device and
-N replicas of it, and the answer may be that disaggregation is not worth it. What others do with N
-devices, attention on each and the experts shared out over the same ones, is predicted too, so that
-the comparison is fair; moe-serve does not serve it.
+Only decode is planned: a step gives every sequence one token, so the time of a step is the TPOT.
+The cost model predicts every split A + E = N with 1 to 4 micro-batches, beside one colocated device
+and N replicas of it, so the answer may be that disaggregation is not worth it. For a fair
+comparison it also predicts the layout of other servers: attention on each of N devices and the
+experts spread over the same ones. moe-serve does not serve that layout.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ LayoutKind = Literal["colocated", "replicated", "expert-parallel", "disaggregate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What the layout is for. `batch`: sequences decoding at once; `rate`: tokens per second wanted
-    in all; neither: as many as the bounds allow. `memory_bytes`: of one device."""
+    """The demands on a layout. `batch`: sequences decoding at once; `rate`: tokens per second in
+    all; with neither: as many as the bounds allow. `memory_bytes`: of one device."""
 
     num_devices: int
     context: int
@@ -43,8 +43,8 @@ class PlanRequest:
 class PlannedLayout:
     """A layout with its prediction. `reason` says why it cannot be used; empty: it can.
 
-    Batch, throughput and step are 0 where there is no batch that fits. Bytes are of the fullest
-    device of each kind.
+    Batch, throughput and step are 0 if no batch fits. Bytes are those of the fullest device of each
+    kind.
     """
 
     kind: LayoutKind
@@ -69,7 +69,7 @@ class PlannedLayout:
 
     @property
     def is_served(self) -> bool:
-        """Whether moe-serve has this layout."""
+        """Returns True if moe-serve serves this layout."""
         return self.kind != "expert-parallel"
 
     @property
@@ -88,12 +88,12 @@ class _Candidate:
 
     @property
     def num_holders(self) -> int:
-        """Devices that hold requests."""
+        """Returns the number of devices that hold requests."""
         return self.ranks.num_attention
 
     @property
     def least_batch(self) -> int:
-        """Sequences of which one attention rank has enough to split."""
+        """Returns the fewest sequences with which one attention rank has enough to split."""
         return (self.num_micro_batches - 1) * self.num_holders + 1
 
     def loads(self, batch: int, context: int) -> list[BatchLoad]:
@@ -109,7 +109,7 @@ class _Candidate:
         return costs.step_time(loads, self.num_micro_batches, self.ranks)
 
     def simulated_s(self, costs: StageCosts, batch: int, context: int) -> float:
-        """The same step by discrete simulation."""
+        """Returns the time of the same step by discrete simulation."""
         loads = self.loads(batch, context)
         parts = zip(*(load.split(self.num_micro_batches) for load in loads), strict=True)
         layers = costs.layer_times(list(parts), self.ranks)
@@ -117,7 +117,7 @@ class _Candidate:
         return seconds + costs.fixed_seconds(loads)
 
     def bytes_per_device(self, model: ModelFacts, batch: int, context: int) -> tuple[int, int]:
-        """Of a device that holds requests, and of one that holds experts only."""
+        """Returns the bytes of a device that holds requests, and of one that holds experts only."""
         kv = -(-batch // self.num_holders) * context * model.kv_token_bytes
         if self.kind == "disaggregated":
             return model.attention_bytes + kv, -(-model.expert_bytes // self.ranks.num_experts)
@@ -128,9 +128,10 @@ class _Candidate:
 
 
 def plan_layouts(calibration: Calibration, request: PlanRequest) -> list[PlannedLayout]:
-    """All layouts, best first: most tokens per second; with a rate wanted, shortest steps.
+    """Returns all layouts, best first: most tokens per second; with a rate wanted, shortest
+    steps.
 
-    Those that cannot be used come last. Raises ConfigError where the request contradicts itself or
+    Layouts that cannot be used come last. Raises ConfigError if the request contradicts itself or
     the calibrated model.
     """
     check_request(calibration, request)
@@ -141,7 +142,7 @@ def plan_layouts(calibration: Calibration, request: PlanRequest) -> list[Planned
 
 
 def simulated_step_s(calibration: Calibration, layout: PlannedLayout, context: int) -> float:
-    """A disaggregated layout's step by discrete simulation: a check on the formula."""
+    """Simulates a disaggregated layout's step, as a check on the formula."""
     assert layout.kind == "disaggregated", f"{layout.name} has no pipeline to simulate"
     ranks = Ranks(num_attention=layout.num_attention, num_experts=layout.num_experts)
     candidate = _Candidate(layout.kind, layout.num_devices, ranks, layout.num_micro_batches)
@@ -149,28 +150,28 @@ def simulated_step_s(calibration: Calibration, layout: PlannedLayout, context: i
 
 
 def check_request(calibration: Calibration, request: PlanRequest) -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError if the request contradicts itself or the model."""
     r, model = request, calibration.model
     if not 1 <= r.num_devices <= MAX_DEVICES:
-        raise ConfigError(f"devices cannot be {r.num_devices}: it is in [1, {MAX_DEVICES}].")
+        raise ConfigError(f"devices must be in [1, {MAX_DEVICES}], got {r.num_devices}.")
     if not 1 <= r.context <= model.max_context:
         raise ConfigError(
-            f"context cannot be {r.context} tokens: {model.name} takes 1 to {model.max_context}."
+            f"context must be 1 to {model.max_context} tokens for {model.name}, got {r.context}."
         )
     if r.batch is not None and r.rate is not None:
         raise ConfigError("give a batch or a rate, not both: the rate decides the batch.")
     if r.batch is not None and not 1 <= r.batch <= MAX_BATCH:
-        raise ConfigError(f"batch cannot be {r.batch}: it is in [1, {MAX_BATCH}].")
+        raise ConfigError(f"batch must be in [1, {MAX_BATCH}], got {r.batch}.")
     for name, value in (
         ("rate", r.rate),
         ("max-tpot-ms", None if r.max_tpot_s is None else 1e3 * r.max_tpot_s),
         ("memory-bytes", r.memory_bytes),
     ):
         if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{name} cannot be {value:g}: it must be greater than 0, and finite.")
+            raise ConfigError(f"{name} must be greater than 0 and finite, got {value:g}.")
     if (r.batch, r.rate, r.max_tpot_s, r.memory_bytes) == (None, None, None, None):
         raise ConfigError(
-            "say what the layout is for: a batch, a rate in tokens per second, a longest TPOT, or "
+            "give what the layout is for: a batch, a rate in tokens per second, a longest TPOT, or "
             "the memory of a device, which bounds the batch."
         )
 
@@ -190,7 +191,7 @@ def _candidates(calibration: Calibration, request: PlanRequest) -> Iterator[_Can
 def _planned(
     candidate: _Candidate, calibration: Calibration, request: PlanRequest
 ) -> PlannedLayout:
-    """The candidate with the batch that the request leads to."""
+    """Returns the candidate with the batch that the request leads to."""
     costs, model, context = calibration.costs, calibration.model, request.context
     least = candidate.least_batch
 
@@ -237,7 +238,7 @@ def _planned(
 def _reason(
     candidate: _Candidate, calibration: Calibration, request: PlanRequest, batch: int
 ) -> str:
-    """Why this batch cannot run in this layout; empty if it can."""
+    """Returns why this batch cannot run in this layout; empty if it can."""
     needed = max(candidate.bytes_per_device(calibration.model, batch, request.context))
     if request.memory_bytes is not None and needed > request.memory_bytes:
         return f"needs {needed / 2**30:.2f} GiB on a device for {_sequences(batch)}"
@@ -254,8 +255,11 @@ def _sequences(count: int) -> str:
 
 
 def _first(least: int, is_reached: Callable[[int], bool]) -> int:
-    """The smallest batch from `least` on for which a condition holds that stays true above it;
-    MAX_BATCH + 1 if none. Doubling, then halving."""
+    """Returns the smallest batch from `least` on that meets a condition; MAX_BATCH + 1 if none
+    does.
+
+    The condition must stay true above that batch. Doubles, then halves.
+    """
     high = least
     while not is_reached(high):
         if high >= MAX_BATCH:

@@ -1,4 +1,4 @@
-"""Least squares with coefficients that cannot be negative: no stage gets faster with more to do."""
+"""Least squares with coefficients of 0 or more: no stage gets faster with more work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """`errors`: predicted over measured, minus 1, of each measurement."""
+    """A fit. `errors`: predicted / measured - 1 of each measurement."""
 
     coefficients: tuple[float, ...]
     r_squared: float
@@ -29,10 +29,10 @@ class Fit:
 
 
 def fit(columns: Array, seconds: Array) -> Fit:
-    """`columns` [N, C] times coefficients [C] is about `seconds` [N], all greater than 0.
+    """Fits `columns` [N, C] times coefficients [C] to `seconds` [N], all greater than 0.
 
-    Relative errors are what is minimised: a step of a millisecond matters as much as one of a
-    second. Of a few columns, all subsets are tried, which is exact and has no tolerance to choose.
+    Minimises relative errors: a step of a millisecond matters as much as one of a second. With few
+    columns all subsets are tried, which is exact and needs no tolerance.
     """
     num_columns = columns.shape[1]
     assert columns.shape[0] == len(seconds) > 0, f"{columns.shape} for {len(seconds)} measurements"

@@ -19,9 +19,9 @@ from moe_serve.model.load.model_tensors import LoadProgress
 from moe_serve.model.spec import ModelSpec
 from moe_serve.model.stage.attention_stage import AttentionStage
 
-_MAX_LAYERS = 8  # measured of one kind; they take turns, as a step's do, so no layer stays cached
+_MAX_LAYERS = 8  # measured of one kind; they take turns, as in a step, so no layer stays cached
 _CACHE_BYTES = 2**30
-_CACHE_SHARE = 0.2  # of the memory that is free
+_CACHE_SHARE = 0.2  # of the free memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,8 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredModel:
-    """`max_context`: the longest that may be measured. Bytes are of the weights as loaded."""
+    """`max_context` is the longest context that may be measured. Bytes are those of the weights as
+    loaded."""
 
     folder: Path
     spec: ModelSpec
@@ -70,9 +71,9 @@ class MeasuredModel:
 def load_measured_model(
     folder: Path, device_name: str, num_threads: int | None, progress: LoadProgress | None = None
 ) -> MeasuredModel:
-    """Raises ConfigError where there is no such device, CheckpointError as the server does.
+    """Loads both stages, and sets torch's number of threads in this process, as the engine does.
 
-    Sets torch's number of threads in this process, as the engine does.
+    Raises ConfigError if there is no such device, CheckpointError as the server does.
     """
     device = _device(device_name)
     loader = ModelLoader(folder, device=device, num_threads=num_threads, progress=progress)

@@ -1,4 +1,4 @@
-"""How many bytes each kind of rank holds of a model, from its config alone."""
+"""Computes the bytes that each kind of rank holds of a model, from its config alone."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from moe_serve.model.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class WeightBytes:
-    """As loaded: routed experts, and everything else."""
+    """Bytes as loaded, of the routed experts and of everything else."""
 
     attention: int
     experts: int
 
 
 def weight_bytes(folder: Path, spec: ModelSpec, itemsize: int) -> WeightBytes:
-    """Shapes times `itemsize`; raises CheckpointError as reading the config does."""
+    """Returns shapes times `itemsize`; raises CheckpointError as reading the config does."""
     names = family_of(HFConfig.read(folder)).names_in(lambda _: True)
     attention = _numel([model_table(names, spec)])
     for layer in range(spec.num_layers):

@@ -1,7 +1,7 @@
-"""Steps of the real engine on text that the model writes itself.
+"""Runs steps of the real engine on text that the model writes itself.
 
 They give two things that random numbers cannot: the rows that the true router sends to the experts,
-and what a step costs beside its layers.
+and the cost of a step beside its layers.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from moe_serve.engine.sampling.sampler import Sampler
 from moe_serve.model.stage.attention_stage import Routed
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.transport import LocalTransport
+from moe_serve.planning.measure import usual
 from moe_serve.planning.measured_model import MeasuredModel
-from moe_serve.planning.stopwatch import usual
 
 _PROMPT_TOKENS = 8
-_BUDGET_S = 4.0  # for the steps of one batch, of a model whose steps are long
+_BUDGET_S = 4.0  # for the steps of one batch, if the model's steps are long
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class DecodeSample:
 
 
 class RecordingTransport(LocalTransport):
-    """Keeps what the router sends, by layer."""
+    """Keeps the rows that the router sends, by layer."""
 
     def __init__(self, stage: ExpertStage) -> None:
         super().__init__(stage)
@@ -58,7 +58,7 @@ def decode_steps(
     transport: LocalTransport,
     temperature: float,
 ) -> DecodeSample:
-    """Prompts of random tokens are read, then up to `num_steps` tokens sampled for each."""
+    """Reads prompts of random tokens, then samples up to `num_steps` tokens for each."""
     engine = _engine(model, num_sequences, transport)
     params = SamplingParams(
         max_tokens=num_steps + 2, temperature=temperature, seed=1, ignore_eos=True
@@ -70,7 +70,7 @@ def decode_steps(
         engine.add(GenerationRequest(request_id=str(index), prompt_token_ids=tokens, params=params))
     engine.step()
     if isinstance(transport, RecordingTransport):
-        transport.rows.clear()  # of the prompts
+        transport.rows.clear()  # drops the prompts' rows
     times: list[float] = []
     while len(times) < num_steps and (len(times) < 2 or sum(times) < _BUDGET_S):
         start = time.perf_counter()
@@ -81,7 +81,8 @@ def decode_steps(
 
 
 def natural_rows(model: MeasuredModel, num_sequences: int, num_steps: int) -> dict[int, RoutedRows]:
-    """The rows of decode steps, by sparse layer; neighbours are rows of different sequences."""
+    """Returns the rows of decode steps by sparse layer; neighbours are rows of different
+    sequences."""
     transport = RecordingTransport(model.experts)
     decode_steps(model, num_sequences, num_steps, transport, temperature=1.0)
     return {layer: _joined(rows) for layer, rows in transport.rows.items()}

@@ -1,4 +1,4 @@
-"""The memory plan of a configuration: one process, or ranks."""
+"""Plans the memory of a configuration: one process, or ranks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ SERVER = "server"
 
 
 def plan_memory(config: EngineConfig, *, has_local_ranks: bool = True) -> MemoryPlan:
-    """Reads config.json only. Raises ConfigError where not even one request's pages would fit.
+    """Plans from config.json alone. Raises ConfigError if not even one request's pages would
+    fit.
 
-    `has_local_ranks` False: ranks are on other machines too, whose memory is not looked at.
+    `has_local_ranks` False: ranks are also on other machines, whose memory is not checked.
     """
     return _Planner.read(config).plan(has_local_ranks)
 
@@ -72,7 +73,7 @@ class _Planner:
         )
 
     def _attention_ranks(self, free: int) -> list[ProcessMemory]:
-        """Shards of a rank count as one process: together they hold the layers once."""
+        """Counts the shards of a rank as one process: together they hold the layers once."""
         cluster = self.config.cluster
         pages, kv_bytes = self._pages(free - self.weights.attention)
         return [
@@ -103,7 +104,7 @@ class _Planner:
         ]
 
     def _num_experts(self, placement: Placement, rank: int) -> int:
-        """That an expert rank has memory for, in all layers."""
+        """Returns the experts in all layers for which an expert rank has memory."""
         held = sum(map(len, placement.held_by(rank).values()))
         return num_slots(placement, self.config, rank) or held
 
@@ -114,7 +115,7 @@ class _Planner:
     def _pages(self, available: int) -> tuple[int, int]:
         token_bytes = self.spec.kv_bytes_per_token(self.dtype.itemsize)
         max_model_len = max_model_len_of(self.config.model, self.spec)
-        if available <= 0:  # the plan says so, not the size of the cache
+        if available <= 0:  # the plan reports this, not the size of the cache
             available = 4 * max_model_len * token_bytes
         pages = num_pages(
             self.config.cache,
@@ -126,7 +127,8 @@ class _Planner:
         return pages, pages * PAGE_SIZE * token_bytes
 
     def _buffers(self) -> int:
-        """Frames between one attention and one expert rank, of the largest step."""
+        """Returns the bytes of frames between one attention and one expert rank, for the largest
+        step."""
         cluster, rows = self.config.cluster, self.config.scheduler.max_batched_tokens
         wire = make_wire_format(
             self.spec.width,
@@ -141,7 +143,8 @@ class _Planner:
     def _rooms(
         self, processes: list[ProcessMemory], free: int, has_local_ranks: bool
     ) -> tuple[Room, ...]:
-        """GPUs of ranks are not looked at: that would take memory of each."""
+        """Returns the memory to check. GPUs of ranks are left out: checking would take memory on
+        each."""
         is_cluster = self.config.cluster.is_disaggregated
         if is_cluster and (self.device.type == "cuda" or not has_local_ranks):
             return ()

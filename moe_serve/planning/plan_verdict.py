@@ -1,8 +1,9 @@
-"""Is disaggregation worth it? The answer in a sentence, with the numbers.
+"""Decides if disaggregation is worth it, and says so in a sentence with the numbers.
 
-FastAFD's identity takes the gain apart: S = (B_a / B_v) (A / (A + E)) (T_v / T_a), the batch of an
-attention device over that of a replica, the share of devices that hold requests, and the ratio of
-step times. It is exact: both sides are tokens per second over tokens per second.
+FastAFD's identity splits the gain into factors: S = (B_a / B_v) (A / (A + E)) (T_v / T_a). They are
+the batch of an attention device over that of a replica, the share of devices that hold requests,
+and the ratio of step times. The identity is exact: both sides are tokens per second over tokens per
+second.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from moe_serve.planning.layout_planner import PlannedLayout, PlanRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """`gain`: of the best split over the best layout of whole models, in tokens per second, or in
-    speed of a step where a rate was asked for. None where one of the two cannot be used."""
+    """`gain` is that of the best split over the best layout of whole models, in tokens per second,
+    or in speed of a step if a rate was requested. None if one of the two cannot be used."""
 
     is_worth_it: bool
     gain: float | None
@@ -24,7 +25,7 @@ class Verdict:
 
 
 def verdict(layouts: Sequence[PlannedLayout], request: PlanRequest) -> Verdict:
-    """`layouts` as planned for `request`, best first."""
+    """Compares layouts as planned for `request`, best first."""
     layouts = [layout for layout in layouts if layout.is_served]
     usable = [layout for layout in layouts if not layout.reason]
     split = next((x for x in usable if x.kind == "disaggregated"), None)
@@ -87,7 +88,7 @@ def _figures(layout: PlannedLayout) -> str:
 
 
 def _batch(layout: PlannedLayout) -> float:
-    """Sequences of a device that holds requests."""
+    """Returns the sequences of a device that holds requests."""
     return layout.batch / layout.num_attention
 
 
@@ -96,5 +97,5 @@ def _holders(layout: PlannedLayout) -> int:
 
 
 def _one_each(layouts: Sequence[PlannedLayout]) -> list[PlannedLayout]:
-    """One layout of each kind, in order."""
+    """Returns one layout of each kind, in order."""
     return list({x.kind: x for x in reversed(layouts)}.values())[::-1]

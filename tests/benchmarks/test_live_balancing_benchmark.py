@@ -6,7 +6,7 @@ import numpy as np
 
 import live_balancing
 from live_balancing import Step
-from moe_serve.cluster.rebalance.plan_job import PlanJob
+from moe_serve.cluster.rebalance.planner import PlanJob
 
 
 def test_the_worst_placement_has_the_hottest_experts_together() -> None:

@@ -157,7 +157,7 @@ def test_no_room_for_a_takeover(
     faults.at(ModelLoader, "expert_bank", faults.fail, rank="expert-1", time=None)
     with driven(faults) as (drive, _):
         assert_recovers(drive, expected, num_lost=1)
-    assert "expert-1 could not take experts over" in caplog.text
+    assert "expert-1 could not take over experts" in caplog.text
 
 
 def test_lost_and_back_before_anybody_looks(faults: Faults, expected: dict[str, Answer]) -> None:
@@ -310,7 +310,7 @@ def test_another_checkpoint_is_refused(
         file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         starter.crash("expert-1")
         assert drive.serve(WANTED) == expected, "the others hold the right one"
-        step_until(drive, lambda: "expert-1 is lost: its checkpoint is another one" in caplog.text)
+        step_until(drive, lambda: "expert-1 is lost: its checkpoint differs" in caplog.text)
         assert drive.serve(WANTED) == expected
         file.write_bytes(content)
         drive.wait_until_complete()

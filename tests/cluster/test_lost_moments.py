@@ -16,7 +16,7 @@ from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.ranks import attention_rank
 from moe_serve.cluster.ranks.attention_rank import AttentionRank
 from moe_serve.cluster.ranks.expert_rank import ExpertRank
-from moe_serve.cluster.steps.flight import Flight
+from moe_serve.cluster.steps.step_in_flight import StepInFlight
 from moe_serve.engine.execute.step_executor import LocalExecutor, StepOutcome
 from moe_serve.engine.request.request import FinishReason, TokenDelta
 from moe_serve.engine.request.sequence import Sequence
@@ -45,7 +45,7 @@ def lose_after(drive: FaultDrive, num_steps: int, name: str) -> None:
     """A rank is gone when its n-th step's tokens are here, and before anything else is asked."""
     collect, count = drive.coordinator.collect, 0
 
-    def collect_and_lose(flight: Flight) -> dict[str, StepDone | Exception]:
+    def collect_and_lose(flight: StepInFlight) -> dict[str, StepDone | Exception]:
         nonlocal count
         results = collect(flight)
         count += 1

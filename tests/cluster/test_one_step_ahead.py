@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.cluster.steps.coordinator import Coordinator
-from moe_serve.cluster.steps.flight import Flight
-from moe_serve.cluster.steps.rank_work import RankWork
+from moe_serve.cluster.steps.step_in_flight import RankWork, StepInFlight
 from moe_serve.config.sections import CacheConfig, EngineConfig
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.execute.step_executor import LocalExecutor, StepOutcome
@@ -76,12 +75,14 @@ def with_stops(
 
 
 @contextmanager
-def counted() -> Iterator[list[Flight]]:
+def counted() -> Iterator[list[StepInFlight]]:
     """The steps that are sent ahead."""
-    sent: list[Flight] = []
+    sent: list[StepInFlight] = []
     launch_after = Coordinator.launch_after
 
-    def noted(self: Coordinator, flight: Flight, works: Mapping[str, RankWork]) -> Flight:
+    def noted(
+        self: Coordinator, flight: StepInFlight, works: Mapping[str, RankWork]
+    ) -> StepInFlight:
         sent.append(launch_after(self, flight, works))
         return sent[-1]
 

@@ -94,4 +94,4 @@ def test_a_timeline_on_a_full_disk_keeps_nobody_from_ending(
         serve(engine, requests(2, 4096))
     finally:
         engine.close()
-    assert f"the timeline {path} is not whole, it could not be written: No space" in caplog.text
+    assert f"the timeline {path} is incomplete, as it could not be written: No space" in caplog.text

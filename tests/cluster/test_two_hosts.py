@@ -242,7 +242,7 @@ def test_launch_on_two_hosts_gives_the_tokens_of_one_process(tmp_path: Path) -> 
         launch.wait_for("starting expert-0", 2)
         assert launch.texts() == expected
         plug(hosts[1], "down")
-        launch.wait_for("it is looked for")
+        launch.wait_for("looking for node 0")
         assert launch.texts() == expected, "the other rank has taken the experts over"
         plug(hosts[1], "up")
         launch.wait_for("starting expert-0", 3)

@@ -13,10 +13,9 @@ from moe_serve.cli.main import main
 from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.pipeline.costs.batch_load import BatchLoad
 from moe_serve.pipeline.costs.cost_model import AttentionCost
-from moe_serve.planning.attention_timing import AttentionSample
 from moe_serve.planning.calibration import fit_attention
 from moe_serve.planning.calibration_file import read_calibration, write_calibration
-from moe_serve.planning.expert_timing import ExpertSample, fit_experts, random_choices
+from moe_serve.planning.measure import AttentionSample, ExpertSample, fit_experts, random_choices
 from moe_serve.planning.measured_model import load_measured_model
 from moe_serve.planning.model_facts import weight_bytes
 from moe_serve.planning.natural_steps import natural_rows

@@ -57,7 +57,7 @@ def test_what_is_wrong_is_named(
 def test_other_files_are_no_calibrations(tmp_path: Path, text: str) -> None:
     path = tmp_path / "calibration.json"
     path.write_text(text, "utf-8")
-    with pytest.raises(ConfigError, match="calibration.json is no calibration: "):
+    with pytest.raises(ConfigError, match="calibration.json is not a calibration: "):
         read_calibration(path)
 
 

@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_serve.planning.stopwatch import usual
+from moe_serve.planning.measure import usual
 
 Rounds = list[dict[str, list[float]]]  # of each round the seconds of steps, by engine
 _NUM_RESAMPLES = 1000

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_serve.planning.stopwatch import usual
+from moe_serve.planning.measure import usual
 
 from .job import StepMarks
 

@@ -1,7 +1,7 @@
 """A control connection: typed messages, both ways, over an authenticated TCP socket.
 
-Knows nothing of what the messages mean: it is made with the msgspec decoder of the tagged union
-that it receives, and sends any struct.
+The channel does not know what the messages mean. It is created with the msgspec decoder of the
+tagged union that it receives, and sends any struct.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SEND_TIMEOUT_S = 5.0
 _RECEIVE_BYTES = 256 * 1024
 _ATTEMPT_S = 5.0  # one attempt to connect, handshake included
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.02, 0.5
-# A peer that a cut cable or a dead host keeps from answering: both ends must notice by themselves,
-# whether something is on its way or not. Without these TCP tries for a quarter of an hour.
+# With these options both ends notice a cut cable or a dead host by themselves, with or without data
+# on its way. Without them TCP retries for a quarter of an hour.
 UNREACHED_S = 10
 _LIVENESS = {
     "TCP_KEEPIDLE": 5,
@@ -39,10 +39,11 @@ M = TypeVar("M")
 
 
 class Channel(Generic[M]):
-    """Takes over a connected socket after its handshake; M: what it receives.
+    """Sends and receives messages over a connected socket, which it owns after the handshake.
 
-    Any thread may send, and any may close. A frame that is no message of the union is counted in
-    `num_malformed` and dropped; a stream that holds no frames any more closes the channel.
+    M is the type of the messages it receives. Any thread may send, and any may close. A frame that
+    holds no message of the union is counted in `num_malformed` and dropped. A stream that no longer
+    holds frames closes the channel.
     """
 
     def __init__(
@@ -63,8 +64,8 @@ class Channel(Generic[M]):
         self._received: deque[M] = deque()
         self._send_lock = threading.Lock()
         self._receive_lock = threading.Lock()
-        self._reason: str | None = None  # why it is closed
-        self._is_broken = False  # what still arrives is no frame
+        self._reason: str | None = None  # why the channel is closed
+        self._is_broken = False  # the stream no longer holds frames
         self.num_malformed = 0
         self.peer = _address(connection)
 
@@ -74,14 +75,14 @@ class Channel(Generic[M]):
 
     @property
     def local_host(self) -> str:
-        """The address of this end: the interface by which the peer is reached."""
+        """Returns the address of this end: the interface through which the peer is reached."""
         return str(self._socket.getsockname()[0])
 
     def send(self, message: msgspec.Struct) -> None:
-        """Returns when the kernel has all of it; raises ChannelClosedError.
+        """Sends a message; returns when the kernel has all of it. Raises ChannelClosedError.
 
-        A peer that does not read for the send time-out is given up: half a frame is on its way, so
-        the channel cannot be used again.
+        A peer that does not read for `send_timeout_s` is given up. Half a frame may have been sent
+        by then, so the channel cannot be used again.
         """
         view = memoryview(frame(self._encoder.encode(message)))
         with self._send_lock:
@@ -97,9 +98,9 @@ class Channel(Generic[M]):
                     self._fail(f"sending to {self.peer}: {error.strerror or error}")
 
     def receive(self, timeout_s: float) -> M | None:
-        """The next message, or None after `timeout_s`; raises ChannelClosedError.
+        """Returns the next message, or None after `timeout_s`; raises ChannelClosedError.
 
-        What arrived before the connection ended is still returned.
+        Messages that arrived before the connection ended are still returned.
         """
         deadline = time.monotonic() + timeout_s
         with self._receive_lock:
@@ -123,9 +124,10 @@ class Channel(Generic[M]):
             return self._received.popleft()
 
     def close(self) -> None:
-        """Wakes whoever waits in `send` or `receive`: they raise. Closing twice is fine."""
+        """Closes the connection; threads waiting in `send` or `receive` wake and raise.
+        Idempotent."""
         self._end("closed on this side")
-        with self._send_lock, self._receive_lock:  # nobody uses the descriptor any more
+        with self._send_lock, self._receive_lock:  # no thread uses the descriptor any more
             self._socket.close()
 
     def _decode(self, data: bytes) -> None:
@@ -134,15 +136,15 @@ class Channel(Generic[M]):
             for payload in self._frames.payloads():
                 try:
                     self._received.append(self._decoder.decode(payload))
-                # ValueError: text that is not UTF-8. RecursionError: nested a thousand deep.
+                # ValueError: text is not UTF-8. RecursionError: nested a thousand levels deep.
                 except (msgspec.MsgspecError, ValueError, RecursionError):
                     self.num_malformed += 1
         except BrokenStreamError as error:
-            self._is_broken = True  # `receive` raises when it has handed out the rest
+            self._is_broken = True  # `receive` raises after it has returned the rest
             self._end(f"{self.peer} sent {error}")
 
     def _wait(self, event: int, deadline: float) -> bool:
-        """Whether the socket is ready, or has ended, before the deadline."""
+        """Waits until the socket is ready or has ended; returns False at the deadline."""
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
             return False
@@ -161,8 +163,8 @@ class Channel(Generic[M]):
     def _end(self, reason: str) -> None:
         if self._reason is None:
             self._reason = reason
-        # Not close: another thread may be in poll() on this descriptor, and this wakes it.
-        with contextlib.suppress(OSError):  # the peer was faster
+        # Not close(): another thread may be in poll() on this descriptor, and shutdown wakes it.
+        with contextlib.suppress(OSError):  # the peer closed it first
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
@@ -173,7 +175,7 @@ def connect(
     decoder: msgspec.msgpack.Decoder[M],
     timeout_s: float,
 ) -> Channel[M]:
-    """Connects and proves itself, trying again until `timeout_s`; raises ClusterError."""
+    """Connects and authenticates, retrying until `timeout_s`; raises ClusterError."""
     deadline = time.monotonic() + timeout_s
     pause_s = _FIRST_PAUSE_S
     while True:
@@ -205,7 +207,7 @@ def _set_options(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _LIVENESS.items():
-        if hasattr(socket, name):  # macOS has not all of them
+        if hasattr(socket, name):  # macOS lacks some of them
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 

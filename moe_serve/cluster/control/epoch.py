@@ -1,4 +1,5 @@
-"""An epoch as its ranks need it: who is in it, and the frames and splits that follow from that."""
+"""Builds the parts of an epoch that a rank needs: data group, frame layout, wire format, row
+split."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from moe_serve.pipeline.links.data_group import DataGroup
 def meet(
     join: Join, me: str, store: Any, configure: Configure, host: str, device: torch.device
 ) -> DataGroup:
-    """The data group of an epoch; raises PeerLostError if not everybody comes."""
+    """Joins the data group of an epoch; raises PeerLostError unless all members come."""
     is_expert = me in join.expert_ranks
     return DataGroup(
         [*join.attention_ranks, *join.expert_ranks],
@@ -34,7 +35,7 @@ def meet(
 
 
 def layout_of(group: DataGroup, device: torch.device) -> FrameLayout:
-    """How this epoch's frames are laid out: NCCL wants fixed sizes, in the device's memory."""
+    """Returns the frame layout of the epoch. NCCL needs fixed sizes in the device's memory."""
     return MaskedLayout(device) if group.is_nccl else CompactLayout(device)
 
 
@@ -55,5 +56,5 @@ def split_of(join: Join, configure: Configure, device: torch.device) -> RowSplit
 
 
 def sparse_layers(spec: ModelSpec) -> list[int]:
-    """The layers that have routed experts."""
+    """Returns the layers that have routed experts."""
     return [index for index, layer in enumerate(spec.layers) if layer.is_sparse]

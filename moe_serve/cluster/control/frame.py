@@ -1,4 +1,4 @@
-"""How a control message lies in the byte stream: 8 bytes of header, then its msgpack.
+"""The layout of a control message in the byte stream: 8 bytes of header, then its msgpack.
 
 0      3         4             8
 | MSC  | version | length u32  | payload, `length` bytes ...
@@ -17,7 +17,7 @@ _HEADER = struct.Struct(">4sI")
 
 
 class BrokenStreamError(Exception):
-    """The bytes are no frames: where the next one starts is unknown, so the stream must end."""
+    """The stream does not hold frames. It must end: the start of the next frame is unknown."""
 
 
 def frame(payload: bytes) -> bytes:
@@ -26,7 +26,7 @@ def frame(payload: bytes) -> bytes:
 
 
 class FrameReader:
-    """Cuts a byte stream into payloads. Holds at most one incomplete frame.
+    """Cuts a byte stream into payloads; holds at most one incomplete frame.
 
     A length above `max_frame_bytes` is refused when its header is seen, before its bytes are read.
     """
@@ -39,7 +39,7 @@ class FrameReader:
         self._buffer += data
 
     def payloads(self) -> Iterator[bytes]:
-        """Every complete payload; raises BrokenStreamError at the first wrong header."""
+        """Yields every complete payload; raises BrokenStreamError at the first wrong header."""
         while len(self._buffer) >= _HEADER.size:
             magic, length = _HEADER.unpack_from(self._buffer)
             if magic != MAGIC:

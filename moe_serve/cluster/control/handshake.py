@@ -1,13 +1,14 @@
-"""Both ends of a new connection prove that they know the cluster secret, before anything else.
+"""Both ends of a new connection prove that they know the cluster secret before anything else.
 
     accepting  -> MAGIC, nonce a (32 random bytes)
     connecting -> MAGIC, nonce c, HMAC(secret, "connecting", a, c)
     accepting  -> HMAC(secret, "accepting", a, c), or 32 zeros: refused
 
-The sizes are fixed, so a stranger can make us hold 68 bytes and no more. Both nonces are in both
-proofs: a recorded exchange is worth nothing against a fresh nonce, and since the role is in them
-too, sending our own proof back to us (reflection) fails. The connecting side proves itself first:
-a stranger gets no proof to work on. Proofs authenticate; they do not encrypt what follows.
+The sizes are fixed, so an unknown peer can make this process hold 68 bytes and no more. Both nonces
+are part of both proofs, so a recorded exchange is worthless against a fresh nonce. The role is part
+of them too, so sending our own proof back (reflection) fails. The connecting side proves itself
+first: an unknown peer gets no proof to attack. The proofs authenticate; they do not encrypt what
+follows.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class HandshakeError(Exception):
     def __init__(self, reason: str, *, is_final: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
-        self.is_final = is_final  # trying again cannot help
+        self.is_final = is_final  # a retry cannot help
 
 
 WRONG_SECRET = "the cluster secrets differ"
@@ -41,7 +42,7 @@ CLOSED = "closed during the handshake"
 
 
 def accept_handshake(connection: socket.socket, secret: ClusterSecret, timeout_s: float) -> None:
-    """The accepting side; raises HandshakeError. The whole exchange has `timeout_s`."""
+    """Runs the accepting side within `timeout_s` in all; raises HandshakeError."""
     deadline = time.monotonic() + timeout_s
     ours = secrets.token_bytes(NONCE_BYTES)
     _send(connection, MAGIC + ours, deadline)
@@ -55,7 +56,7 @@ def accept_handshake(connection: socket.socket, secret: ClusterSecret, timeout_s
 
 
 def connect_handshake(connection: socket.socket, secret: ClusterSecret, timeout_s: float) -> None:
-    """The connecting side; raises HandshakeError. The whole exchange has `timeout_s`."""
+    """Runs the connecting side within `timeout_s` in all; raises HandshakeError."""
     deadline = time.monotonic() + timeout_s
     _check_magic(_receive(connection, len(MAGIC), deadline))
     theirs = _receive(connection, NONCE_BYTES, deadline)
@@ -102,7 +103,7 @@ def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
 
 
 def _limit(connection: socket.socket, deadline: float) -> None:
-    """What is left until the deadline is the time-out of the next call."""
+    """Sets the time-out of the next socket call to the time left until the deadline."""
     remaining_s = deadline - time.monotonic()
     if remaining_s <= 0:
         raise HandshakeError(TIMED_OUT)

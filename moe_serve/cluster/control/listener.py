@@ -1,7 +1,8 @@
-"""Accepts control connections on one interface; hands over those that proved the secret.
+"""Accepts control connections on one interface and hands over the authenticated ones.
 
-No frame of a stranger is ever decoded, and none can keep others out: every handshake has its own
-short-lived thread and a time-out, and when too many are pending the oldest one has to go.
+No frame of an unauthenticated peer is ever decoded, and no such peer can keep others out: every
+handshake has its own short-lived thread and a time-out, and when too many are pending the oldest
+one is dropped.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ M = TypeVar("M")
 
 
 def bound_socket(host: str, port: int, *, is_any_allowed: bool = False) -> socket.socket:
-    """A listening socket on the interface of `host` only; raises ConfigError.
+    """Returns a listening socket on the interface of `host` only; raises ConfigError.
 
-    All interfaces at once are refused unless the caller was told so: a control port serves the
+    Listening on all interfaces is refused unless `is_any_allowed`: a control port serves the
     cluster's own network.
     """
     if not host or (host in _EVERY_INTERFACE and not is_any_allowed):
@@ -65,7 +66,10 @@ def bound_socket(host: str, port: int, *, is_any_allowed: bool = False) -> socke
 
 
 class Listener(Generic[M]):
-    """`on_channel` is called on the handshake's thread, with a channel that is ready to use."""
+    """Listens for control connections on a thread of its own.
+
+    `on_channel` is called on the handshake's thread with a channel that is ready to use.
+    """
 
     def __init__(
         self,
@@ -100,7 +104,7 @@ class Listener(Generic[M]):
 
     @property
     def num_rejected(self) -> dict[str, int]:
-        """How many connections were refused, by reason."""
+        """Returns the number of refused connections by reason."""
         with self._lock:
             return dict(self._rejected)
 
@@ -110,7 +114,7 @@ class Listener(Generic[M]):
             return len(self._pending)
 
     def close(self) -> None:
-        """Stops listening and drops pending handshakes; channels handed over stay open."""
+        """Stops listening and drops pending handshakes; channels already handed over stay open."""
         with self._lock:
             if self._is_closed:
                 return
@@ -132,7 +136,7 @@ class Listener(Generic[M]):
                 connection, _ = self._socket.accept()
             except BlockingIOError:
                 continue
-            except OSError as error:  # the peer left already, or we are out of descriptors
+            except OSError as error:  # the peer has left, or no descriptors are free
                 self._reject("an unknown address", error.strerror or "accept failed")
                 time.sleep(0.01)
                 continue
@@ -147,7 +151,7 @@ class Listener(Generic[M]):
                 oldest = next(iter(self._pending))
                 del self._pending[oldest]
                 self._crowded_out.add(oldest)
-                _shut_down(oldest)  # its thread wakes, counts it and closes it
+                _shut_down(oldest)  # its thread wakes, counts and closes it
             self._pending[connection] = None
         thread = threading.Thread(
             target=self._greet, args=(connection,), name="control-handshake", daemon=True
@@ -166,14 +170,14 @@ class Listener(Generic[M]):
             connection.close()
             self._reject(address, CROWDED_OUT if is_crowded_out else error.reason)
             return
-        if self._forget(connection) or self._is_closed:  # shut down as the handshake ended
+        if self._forget(connection) or self._is_closed:  # shut down while the handshake ended
             connection.close()
             self._reject(address, CROWDED_OUT)
             return
         self._on_channel(Channel(connection, self._decoder))
 
     def _forget(self, connection: socket.socket) -> bool:
-        """Ends the pending state; returns whether the connection was crowded out."""
+        """Removes the connection from the pending ones; returns whether it was crowded out."""
         with self._lock:
             self._pending.pop(connection, None)
             is_crowded_out = connection in self._crowded_out
@@ -194,5 +198,5 @@ class Listener(Generic[M]):
 
 
 def _shut_down(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # the peer was faster
+    with contextlib.suppress(OSError):  # the peer closed it first
         connection.shutdown(socket.SHUT_RDWR)

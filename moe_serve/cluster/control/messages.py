@@ -1,6 +1,6 @@
-"""What coordinator and ranks say to each other: one tagged msgpack union for each direction.
+"""The control messages: one tagged msgpack union for each direction.
 
-`Order`: what the coordinator tells a rank. `Report`: what a rank tells the coordinator.
+`Order`: the coordinator to a rank. `Report`: a rank to the coordinator.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ RanksOf = Mapping[int, Sequence[Sequence[int]]]  # layer -> expert -> expert ran
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """Fields in order, without their names."""
+    """Encodes the fields in order, without their names."""
 
 
 class Examine(_Message, frozen=True):
-    """Before anything is loaded: which files, and whose ports, does this rank see?"""
+    """Asks, before anything is loaded, which files the rank sees and which ports it reaches."""
 
     folder: str
     targets: Sequence[ProbeTarget]
@@ -35,7 +35,7 @@ class Examine(_Message, frozen=True):
 
 
 class Configure(_Message, frozen=True):
-    """What to load."""
+    """Tells a rank what to load."""
 
     config: EngineConfig
     folder: str
@@ -43,12 +43,12 @@ class Configure(_Message, frozen=True):
     held: Mapping[int, Sequence[int]]  # layer -> experts; attention ranks hold none
     router_on_experts: bool
     is_recording: bool
-    placement: int = 0  # the version that `held` is of
-    num_slots: int = 0  # for experts of all layers, where they may be exchanged; 0: they stay
+    placement: int = 0  # the version that `held` belongs to
+    num_slots: int = 0  # expert slots for all layers, if experts may move; 0: they stay
 
 
 class Join(_Message, frozen=True):
-    """Meet the others in a new epoch. Everything of the old one is void."""
+    """Tells a rank to meet the other members of a new epoch. It ends the epoch before."""
 
     epoch: int
     attention_ranks: Sequence[str]
@@ -56,7 +56,7 @@ class Join(_Message, frozen=True):
     store_host: str
     store_port: int
     ranks_of: RanksOf
-    placement: int = 0  # the version that it is of, whoever stands in for others
+    placement: int = 0  # its version, also while ranks stand in for lost ones
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True):
@@ -71,18 +71,18 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OpenSequence(msgspec.Struct, frozen=True, array_like=True):
-    """What a sampler must know of a sequence. Tokens are int32, little-endian."""
+    """The facts of a sequence that a sampler needs. Tokens are int32, little-endian."""
 
     sequence_id: int
     prompt: bytes
     output: bytes
-    params: msgspec.Raw  # of SamplingParams, see `pack_params`
+    params: msgspec.Raw  # SamplingParams, see `pack_params`
     choice: int
     seed: int
 
 
 def pack_params(params: SamplingParams) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.msgpack.encode(params, enc_hook=dict))  # a frozen mapping
+    return msgspec.Raw(msgspec.msgpack.encode(params, enc_hook=dict))  # for frozen mappings
 
 
 def unpack_params(packed: msgspec.Raw) -> SamplingParams:
@@ -90,17 +90,16 @@ def unpack_params(packed: msgspec.Raw) -> SamplingParams:
 
 
 class PageWork(msgspec.Struct, frozen=True, array_like=True):
-    """Pages to zero, and then pages to copy, (from, to) each."""
+    """Pages to zero, and then pages to copy, as (from, to) pairs."""
 
     clear: Sequence[int]
     copy: Sequence[tuple[int, int]]
 
 
 class RunStep(_Message, frozen=True):
-    """To an attention rank. `rows`: of its micro-batches, in all attention ranks of the epoch.
-
-    `after`: it was sent before that step had ended, and goes on with its tokens: if nothing came
-    of that step here, nothing can come of this one."""
+    """Tells an attention rank to run a step. `rows`: of each micro-batch, for every attention rank
+    of the epoch. `after`: a step that had not ended when this was sent; this one goes on with its
+    tokens, and fails if that step failed on this rank."""
 
     epoch: int
     step: int
@@ -111,40 +110,41 @@ class RunStep(_Message, frozen=True):
     page_work: Sequence[PageWork]
     after: int = 0
     routes: RouteAsk | None = None
-    placement: int = 0  # the rank has this version, or ends
+    placement: int = 0  # a rank with another version ends
 
 
 class ServeStep(_Message, frozen=True):
-    """To an expert rank: who will send how many rows, and which experts these will probably need
-    (`needed_experts.py`; for who has an expert memory)."""
+    """Tells an expert rank how many rows each attention rank will send and, where it has an expert
+    memory, which experts these will probably need (`packing.py`)."""
 
     epoch: int
     step: int
     rows: Sequence[Sequence[int]]
     needed: bytes = b""
-    placement: int = 0  # the rank has this version, or ends
+    placement: int = 0  # a rank with another version ends
 
 
 class QueryPages(_Message, frozen=True):
-    """Do this work, then say which pages hold nothing but finite values."""
+    """Asks for this page work, and then which pages hold only finite values."""
 
     page_work: Sequence[PageWork]
     pages: Sequence[int]
 
 
 class TakeExperts(_Message, frozen=True):
-    """Load these too: layer -> experts."""
+    """Tells an expert rank to load these experts too: layer -> experts."""
 
     experts: Mapping[int, Sequence[int]]
 
 
 class DropExperts(_Message, frozen=True):
-    """Keep only what was first configured."""
+    """Tells an expert rank to keep only the experts first configured."""
 
 
 class StagePlacement(_Message, frozen=True):
-    """Make ready for another placement beside the steps, and say so. All of it is of the layers
-    that change: `held` and what of it is to be read are this rank's, none of an attention rank."""
+    """Tells a rank to prepare a placement beside its steps and report when ready. The mappings hold
+    only layers that change; `held` and `gained` (to be read) are this rank's, empty for an
+    attention rank."""
 
     placement: int
     ranks_of: RanksOf
@@ -154,21 +154,21 @@ class StagePlacement(_Message, frozen=True):
 
 
 class DropPlacement(_Message, frozen=True):
-    """What was staged does not come."""
+    """Tells a rank to drop the staged placement."""
 
 
 class SwitchPlacement(_Message, frozen=True):
-    """What was staged counts from the next step on."""
+    """Tells a rank to use the staged placement from the next step on."""
 
     placement: int
 
 
 class Stop(_Message, frozen=True):
-    """Leave."""
+    """Tells a rank to exit."""
 
 
 class FileMark(msgspec.Struct, frozen=True, array_like=True):
-    """A checkpoint's file as a rank sees it."""
+    """The name, size and digest of a checkpoint file, as a rank sees it."""
 
     name: str
     size: int
@@ -182,7 +182,7 @@ class Hello(_Message, frozen=True):
     pid: int
     host: str
     versions: Mapping[str, str]
-    probe_port: int = 0  # open until it is configured, for others to try
+    probe_port: int = 0  # other ranks try it; open until the rank is configured
 
 
 class Examined(_Message, frozen=True):
@@ -194,14 +194,15 @@ class Examined(_Message, frozen=True):
 
 
 class Loading(_Message, frozen=True):
-    """Progress: tensors read, of the model's; at the end, of those that the rank has."""
+    """Loading progress in tensors read: of the model's, and at the end of the rank's own."""
 
     done: int
     total: int
 
 
 class Loaded(_Message, frozen=True):
-    """Ready to join. The hash is that of the weights; attention ranks have pages."""
+    """The rank is ready to join. `weights_hash` is the checkpoint's; only attention ranks have
+    pages."""
 
     weights_hash: str
     num_pages: int
@@ -212,18 +213,18 @@ class Loaded(_Message, frozen=True):
     weight_format: str
     expert_weights: str
     load_seconds: float
-    gpu: str = ""  # which, if NCCL reaches it
+    gpu: str = ""  # its id, if NCCL reaches it
 
 
 class Joined(_Message, frozen=True):
-    """In the epoch's data group; or `why` not."""
+    """The rank is in the epoch's data group; `why`: it is not."""
 
     epoch: int
     why: str | None = None
 
 
 class StageSeconds(msgspec.Struct, frozen=True, array_like=True):
-    """Where a rank's step went, in seconds: computing, waiting for others, and from end to end."""
+    """Seconds that a rank's step spent computing, waiting for others, and in all."""
 
     busy: float = 0.0
     waiting: float = 0.0
@@ -231,7 +232,7 @@ class StageSeconds(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Choices(msgspec.Struct, frozen=True, array_like=True):
-    """What routers chose for some slices of a step: `StepChoices`, its arrays little-endian."""
+    """The routers' choices for some slices of a step: `StepChoices`, its arrays little-endian."""
 
     sequence_ids: Sequence[int]
     counts: Sequence[int]
@@ -239,11 +240,11 @@ class Choices(msgspec.Struct, frozen=True, array_like=True):
     top_k: int
     is_wide: bool  # int16 ids, not uint8
     expert_ids: bytes
-    weights: bytes = b""  # float16; none: not asked for
+    weights: bytes = b""  # float16; empty: not asked for
 
 
 class StepDone(_Message, frozen=True):
-    """An attention rank's tokens, by sequence id."""
+    """The tokens of an attention rank's step, by sequence id."""
 
     epoch: int
     step: int
@@ -251,24 +252,24 @@ class StepDone(_Message, frozen=True):
     failures: Mapping[int, RowFailure]
     prompt_logprobs: Mapping[int, Sequence[TokenLogprob]]
     seconds: StageSeconds
-    records: bytes = b""  # of the timeline
+    records: bytes = b""  # timeline records
     choices: Choices | None = None
     mask_costs: Mapping[int, MaskCost] = {}
 
 
 class StepServed(_Message, frozen=True):
-    """An expert rank's end of a step; `failure`: a layer of it raised."""
+    """An expert rank has finished a step; `failure`: a layer of it raised."""
 
     epoch: int
     step: int
     failure: str | None
     seconds: StageSeconds
     records: bytes = b""
-    memory: MemoryStats | None = None  # of its experts, where they need not all be in memory
+    memory: MemoryStats | None = None  # set where the rank has an expert memory
 
 
 class StepFailed(_Message, frozen=True):
-    """The step failed here. `peer`: because that rank was lost; None: computing it raised."""
+    """A step failed on this rank. `peer`: the lost rank that caused it; None: computing raised."""
 
     epoch: int
     step: int
@@ -283,13 +284,13 @@ class FinitePages(_Message, frozen=True):
 
 
 class TookExperts(_Message, frozen=True):
-    """The answer to TakeExperts and DropExperts; or `why` not."""
+    """The answer to TakeExperts and DropExperts; `why`: it failed."""
 
     why: str | None = None
 
 
 class Staged(_Message, frozen=True):
-    """Ready for a placement, after so many bytes; or `why` not."""
+    """The rank is ready for a placement and has read `num_bytes` for it; `why`: it failed."""
 
     placement: int
     num_bytes: int = 0
@@ -297,9 +298,8 @@ class Staged(_Message, frozen=True):
 
 
 class Heartbeat(_Message, frozen=True):
-    """Still here; `step`: the last one begun, `clock_ns`: time.perf_counter_ns() there.
-
-    `operation`: what it is at, for so many seconds; empty between steps."""
+    """The rank is alive. `step`: the last one begun; `clock_ns`: its time.perf_counter_ns().
+    `operation`: the current one, begun `operation_s` ago; empty between steps."""
 
     step: int
     clock_ns: int
@@ -308,7 +308,7 @@ class Heartbeat(_Message, frozen=True):
 
 
 class Unwell(_Message, frozen=True):
-    """The rank leaves, for a reason that its user can act on."""
+    """The rank exits for a reason that the user can act on."""
 
     why: str
 

@@ -1,6 +1,7 @@
-"""Can the nodes reach each other? Each opens a port for a moment, and tries those of the others.
+"""Checks that the nodes can reach each other: each opens a port briefly and tries the others'
+ports.
 
-gloo's and NCCL's data ports are chosen by the system when a group is made. A port that the system
+gloo and NCCL let the system choose their data ports when a group is made. A port that the system
 chooses now, on the same interface, meets the same firewall.
 """
 
@@ -22,7 +23,7 @@ _MAX_AT_ONCE = 32
 
 
 class ProbeTarget(msgspec.Struct, frozen=True, array_like=True):
-    """A port that should be open: `name` is the rank behind it, or "the coordinator"."""
+    """A port that should be open; `name` is the rank behind it, or "the coordinator"."""
 
     name: str
     host: str
@@ -30,14 +31,17 @@ class ProbeTarget(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ProbeResult(msgspec.Struct, frozen=True, array_like=True):
-    """`failure` says why the port could not be reached; None: it could."""
+    """The result for one port; `failure` says why it could not be reached, None: it could."""
 
     target: ProbeTarget
     failure: str | None
 
 
 class ProbePort:
-    """An open port on `host` that takes connections and drops them at once; raises ConfigError."""
+    """An open port on `host` that accepts connections and drops them at once.
+
+    Raises ConfigError.
+    """
 
     def __init__(self, host: str) -> None:
         self._socket = bound_socket(host, 0)
@@ -64,12 +68,13 @@ class ProbePort:
         poll.register(self._socket, select.POLLIN)
         poll.register(self._woken, select.POLLIN)
         while all(descriptor != self._woken.fileno() for descriptor, _ in poll.poll()):
-            with contextlib.suppress(OSError):  # the peer has left already
+            with contextlib.suppress(OSError):  # the peer has left
                 self._socket.accept()[0].close()
 
 
 def probe(targets: Sequence[ProbeTarget], timeout_s: float) -> list[ProbeResult]:
-    """Tries all targets at once, in their order; takes `timeout_s` and a little at most."""
+    """Tries all targets at once; returns results in their order, in a little over `timeout_s` at
+    most."""
     if not targets:
         return []
     deadline = time.monotonic() + timeout_s

@@ -1,4 +1,4 @@
-"""The coordinator's end of one rank's control connection: what it says becomes events."""
+"""The coordinator's end of one rank's control connection; turns the rank's messages into events."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _log = logging.getLogger(__name__)
 HELLO_TIMEOUT_S = 10.0
 _RECEIVE_S = 3600.0
 _UNKNOWN_NS = 1 << 62
-_ONE_CLOCK_NS = 20_000_000  # no two hosts' clocks since boot are so near
+_ONE_CLOCK_NS = 20_000_000  # the clocks of two hosts, counted from boot, differ by more
 
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """The rank cannot be reached any more. `start`: which of its processes, if that told it."""
+    """The rank can no longer be reached. `start`: the number of its process, if known."""
 
     why: str
     start: int | None = None
@@ -32,7 +32,8 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What a rank said, or that it is gone. `link` tells a restarted rank from the one before."""
+    """A message of a rank, or the news that it is gone. `link` tells a restarted rank from its
+    predecessor."""
 
     name: str
     link: RankLink | None
@@ -43,25 +44,29 @@ Inbox = queue.SimpleQueue[Event]
 
 
 class RankLink:
-    """Reads on a thread of its own. Heartbeats stop here, everything else goes to the inbox."""
+    """Reads messages on a thread of its own; handles heartbeats and puts all others into the
+    inbox."""
 
     def __init__(
         self, channel: Channel[Any], inbox: Inbox, on_sign: Callable[[RankLink], None]
     ) -> None:
         self._channel, self._inbox, self._on_sign = channel, inbox, on_sign
         self.name = ""
-        self.step = -1  # the last one that it said it began
-        self.operation, self.operation_s = "", 0.0  # what it was at when its last beat came
+        self.step = -1  # the last one begun, by its heartbeats
+        self.operation, self.operation_s = "", 0.0  # as of its last heartbeat
         self.last_beat = time.monotonic()
         self.hello: Hello | None = None
-        self._behind_ns = _UNKNOWN_NS  # our clock less the rank's when its beat came, at least
-        self._num_told = 0  # malformed frames that the log has
+        self._behind_ns = _UNKNOWN_NS  # least (our clock - the rank's) at a heartbeat
+        self._num_told = 0  # malformed frames already logged
         threading.Thread(target=self._read, name="rank-link", daemon=True).start()
 
     @property
     def clock_offset_ns(self) -> int:
-        """The rank's clock plus this is ours, but for the shortest way of a message. 0 on one host,
-        where both are the same clock, and as long as no beat has come."""
+        """Returns the offset that turns the rank's clock into ours, up to a message's shortest
+        latency.
+
+        It is 0 on one host, where both read the same clock, and until the first heartbeat.
+        """
         is_known = self._behind_ns < _UNKNOWN_NS and abs(self._behind_ns) >= _ONE_CLOCK_NS
         return self._behind_ns if is_known else 0
 
@@ -70,7 +75,7 @@ class RankLink:
         return self._channel.num_malformed
 
     def send(self, order: Order) -> None:
-        """Raises ChannelClosedError; the reader tells the same as an event."""
+        """Sends an order; raises ChannelClosedError, which the reader also reports as an event."""
         self._channel.send(order)
 
     def close(self) -> None:
@@ -87,7 +92,7 @@ class RankLink:
         try:
             first = self._channel.receive(HELLO_TIMEOUT_S)
             if not isinstance(first, Hello):
-                return  # whoever it is, it is not one of ours
+                return  # not a rank of this cluster
             self.name, self.hello = first.name, first
             self._inbox.put(Event(self.name, self, first))
             while True:
@@ -95,7 +100,7 @@ class RankLink:
                 self._note_malformed()
                 if report is None:
                     continue
-                if not isinstance(report, Examined):  # it beats from its configuration on
+                if not isinstance(report, Examined):  # heartbeats begin once it is configured
                     self._on_sign(self)
                 if isinstance(report, Heartbeat):
                     self.step, self.last_beat = report.step, time.monotonic()

@@ -1,4 +1,4 @@
-"""Names of ranks: `attention-0`, `expert-3`. They say who is meant in every message and error."""
+"""Names of ranks, as in `attention-0` and `expert-3`; every message and error uses them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Role = Literal["attention", "expert"]
 
 @dataclass(frozen=True, slots=True, order=True)
 class RankName:
-    """Which of the two pools, and its number there."""
+    """The pool of a rank, and its number there."""
 
     role: Role
     index: int
@@ -20,7 +20,7 @@ class RankName:
 
 
 def all_ranks(num_attention: int, num_experts: int) -> list[RankName]:
-    """Attention ranks first."""
+    """Returns the names of all ranks, attention ranks first."""
     return [
         *(RankName("attention", index) for index in range(num_attention)),
         *(RankName("expert", index) for index in range(num_experts)),

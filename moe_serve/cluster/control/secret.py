@@ -1,8 +1,8 @@
-"""The secret that every process of one cluster shares, and that proves it belongs to it.
+"""The secret shared by every process of one cluster, which proves that it belongs to it.
 
-On a single host it is made at random and handed to the workers through their environment; for many
-hosts `MOE_SERVE_CLUSTER_SECRET` holds it, or `@FILE` that does. It never stands on a command line,
-and its repr does not show it.
+On a single host it is random and reaches the workers through their environment. For many hosts
+`MOE_SERVE_CLUSTER_SECRET` holds it, or `@FILE` with a file that does. It is never on a command
+line, and its repr does not show it.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ _ADVICE = "make one with: openssl rand -hex 32"
 
 @dataclass(frozen=True, slots=True)
 class ClusterSecret:
-    """`text` is printable and at least MIN_SECRET_LENGTH long; `cluster_secret` checks it."""
+    """A secret of printable text, at least MIN_SECRET_LENGTH long (`cluster_secret` checks it)."""
 
     text: str = field(repr=False)
 
     def proof(self, role: str, *parts: bytes) -> bytes:
-        """HMAC-SHA256 over the role and the parts, each with its length: 32 bytes."""
+        """Returns the HMAC-SHA256 (32 bytes) of the role and the parts, each preceded by its
+        length."""
         mac = hmac.new(self.text.encode(), digestmod="sha256")
         for part in (role.encode(), *parts):
             mac.update(len(part).to_bytes(4, "big") + part)
         return mac.digest()
 
     def environment(self) -> dict[str, str]:
-        """What a worker's environment needs for `read_secret` to find it."""
+        """Returns the variables from which a worker's `read_secret` takes the secret."""
         return {CLUSTER_SECRET_VARIABLE: self.text}
 
 
@@ -45,7 +46,7 @@ def new_secret() -> ClusterSecret:
 
 
 def read_secret(environ: Mapping[str, str]) -> ClusterSecret | None:
-    """The secret of the environment, None where it names none; raises ConfigError."""
+    """Reads the secret from the environment; None if it is not set. Raises ConfigError."""
     value = environ.get(CLUSTER_SECRET_VARIABLE, "").strip()
     if not value:
         return None
@@ -62,7 +63,7 @@ def read_secret(environ: Mapping[str, str]) -> ClusterSecret | None:
 
 
 def secret_from_environment() -> ClusterSecret:
-    """The secret that a worker was started with; raises ConfigError if there is none."""
+    """Reads the secret that this worker was started with; raises ConfigError if it is not set."""
     secret = read_secret(os.environ)
     if secret is None:
         raise ConfigError(

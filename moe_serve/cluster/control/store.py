@@ -1,8 +1,8 @@
-"""Where the ranks of a data group find each other, and on which interface they meet.
+"""The key-value store through which the ranks of a data group find each other.
 
-gloo and NCCL exchange addresses through a store of keys and values. torch's own TCPStore takes any
-connection: every user of the host could read what the ranks tell each other, or call a meeting off.
-This one speaks over control connections, so both ends prove the cluster's secret first.
+gloo and NCCL exchange addresses through such a store. torch's own TCPStore accepts any connection:
+every user of the host could read the ranks' messages or cancel a meeting. This store uses control
+connections, so both ends prove the cluster's secret first.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from moe_serve.cluster.control.secret import ClusterSecret
 from moe_serve.errors import ChannelClosedError, ClusterError, ConfigError
 
 _IDLE_S = 3600.0  # between two requests; the end of the connection wakes the server
-_ANSWER_S = 5.0  # for an answer to come, beyond the wait that was asked for
+_ANSWER_S = 5.0  # for the answer, beyond the wait that was requested
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Fields in order, without their names."""
+    """Encodes the fields in order, without their names."""
 
 
 class Put(_Message, frozen=True):
-    """Set keys."""
+    """Sets keys."""
 
     values: Mapping[str, bytes]
 
 
 class Take(_Message, frozen=True):
-    """Wait until all keys are there, and give their values."""
+    """Waits until all keys are set, and returns their values."""
 
     keys: Sequence[str]
     timeout_s: float
 
 
 class Look(_Message, frozen=True):
-    """Are all keys there? One value comes back, or none."""
+    """Asks if all keys are set: one value comes back if they are, none otherwise."""
 
     keys: Sequence[str]
 
 
 class Swap(_Message, frozen=True):
-    """Set a key where its value is the expected one; empty: where it is not there."""
+    """Sets a key if its value is the expected one; an empty `expected` means: if it is not set."""
 
     key: str
     expected: bytes
@@ -58,20 +58,20 @@ class Swap(_Message, frozen=True):
 
 
 class Count(_Message, frozen=True):
-    """Add to the number under a key, which begins at 0."""
+    """Adds to the number under a key, which begins at 0."""
 
     key: str
     amount: int
 
 
 class Drop(_Message, frozen=True):
-    """Forget a key. One value comes back if it was there."""
+    """Deletes a key. One value comes back if it was set."""
 
     key: str
 
 
 class Answer(_Message, frozen=True):
-    """What a request gave; `why`: the reason for which it gave nothing."""
+    """The values a request returned; `why`: the reason it failed."""
 
     values: Sequence[bytes] = ()
     why: str | None = None
@@ -82,17 +82,17 @@ StoreMessage = StoreRequest | Answer
 
 
 class StoreServer:
-    """Holds the keys and values, in this process. Each connection is served on a thread of its own.
+    """Holds the keys and values in this process, and serves each connection on its own thread.
 
-    `timeout_s` bounds each wait, whatever the request says.
+    `timeout_s` bounds each wait, whatever the request asks for.
     """
 
     def __init__(self, host: str, port: int, secret: ClusterSecret, timeout_s: float) -> None:
         """Listens on the interface of `host` only; raises ConfigError."""
         self._timeout_s = timeout_s
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = threading.Condition()  # guards the fields below
         self._values: dict[str, bytes] = {}
-        self._called_off: set[str] = set()  # prefixes
+        self._called_off: set[str] = set()  # key prefixes
         self._channels: set[Channel[StoreMessage]] = set()
         self._is_closed = False
         decoder: msgspec.msgpack.Decoder[StoreMessage] = msgspec.msgpack.Decoder(StoreRequest)
@@ -103,20 +103,20 @@ class StoreServer:
         return int(self._listener.port)
 
     def call_off(self, prefix: str) -> None:
-        """Every request for a key that begins with `prefix` fails, also one that waits now."""
+        """Fails every request for a key that begins with `prefix`, including waiting ones."""
         with self._changed:
             self._called_off.add(prefix)
             self._changed.notify_all()
 
     def forget(self, prefix: str) -> None:
-        """Drop the keys that begin with `prefix`; nobody asks for them any more."""
+        """Deletes the keys that begin with `prefix`, which no rank asks for any more."""
         with self._changed:
             self._called_off.discard(prefix)
             for key in [key for key in self._values if key.startswith(prefix)]:
                 del self._values[key]
 
     def close(self) -> None:
-        """Stop listening, and end all connections."""
+        """Stops listening and ends all connections."""
         with self._changed:
             self._is_closed = True
             channels, self._channels = self._channels, set()
@@ -126,7 +126,7 @@ class StoreServer:
             channel.close()
 
     def _serve(self, channel: Channel[StoreMessage]) -> None:
-        """One connection, on the thread of its handshake."""
+        """Serves one connection, on the thread of its handshake."""
         with self._changed:
             if not self._is_closed:
                 self._channels.add(channel)
@@ -174,7 +174,7 @@ class StoreServer:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 missing = ", ".join(key for key in request.keys if key not in self._values)
-                return Answer(why=f"after {wait_s:g} s nobody has set {missing}")
+                return Answer(why=f"no rank has set {missing} within {wait_s:g} s")
             self._changed.wait(remaining_s)
         return Answer(why=why)
 
@@ -195,11 +195,11 @@ def _keys(request: StoreRequest) -> Sequence[str]:
 
 
 class RemoteStore(Store):
-    """A rank's connection to the store, which gloo and NCCL take as they take torch's own.
+    """A rank's connection to the store; gloo and NCCL use it like torch's own.
 
-    Each member of a group needs its own: one that waits for a key lets nobody else in. torch holds
-    the C++ half of it only, so it must be kept for as long as a group uses it. Methods raise
-    torch's DistStoreError.
+    Each member of a group needs a connection of its own, because one that waits for a key blocks
+    it. torch keeps only the C++ half alive, so the caller must keep the object for as long as a
+    group uses it. Methods raise torch's DistStoreError.
     """
 
     def __init__(self, channel: Channel[StoreMessage], timeout_s: float) -> None:
@@ -221,7 +221,7 @@ class RemoteStore(Store):
         return bytes(self._ask(Take([key], self._timeout_s), self._timeout_s)[0])
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Until all keys are there."""
+        """Waits until all keys are set."""
         wait_s = self._timeout_s if timeout is None else timeout.total_seconds()
         self._ask(Take(keys, wait_s), wait_s)
 
@@ -238,11 +238,12 @@ class RemoteStore(Store):
         return bytes(self._ask(swap)[0])
 
     def deleteKey(self, key: str) -> bool:  # noqa: N802
-        """By the name under which torch looks for it."""
+        """Deletes a key; torch looks the method up by this name."""
         return bool(self._ask(Drop(key)))
 
     def clone(self) -> RemoteStore:
-        """For another thread, as torch asks for one: this one takes any."""
+        """Returns this store: torch asks for a copy for another thread, and this one serves any
+        thread."""
         return self
 
     def _ask(self, request: StoreRequest, wait_s: float = 0.0) -> Sequence[bytes]:
@@ -254,7 +255,7 @@ class RemoteStore(Store):
             self._channel.close()
             raise DistStoreError(f"the store is lost: {error}") from None
         if not isinstance(answer, Answer):
-            self._channel.close()  # what comes later would answer the next question
+            self._channel.close()  # a late answer would be taken for the next request's
             raise DistStoreError("the store does not answer")
         if answer.why is not None:
             raise DistStoreError(answer.why)
@@ -266,8 +267,8 @@ def _bytes(value: str | bytes) -> bytes:
 
 
 def connect_store(host: str, port: int, secret: ClusterSecret, timeout_s: float) -> RemoteStore:
-    """A connection to the store; raises ClusterError after `timeout_s`, which bounds each `get` and
-    `wait` too."""
+    """Connects to the store; raises ClusterError after `timeout_s`, which also bounds `get` and
+    `wait`."""
     decoder: msgspec.msgpack.Decoder[StoreMessage] = msgspec.msgpack.Decoder(Answer)
     try:
         return RemoteStore(connect(host, port, secret, decoder, timeout_s), timeout_s)
@@ -276,7 +277,7 @@ def connect_store(host: str, port: int, secret: ClusterSecret, timeout_s: float)
 
 
 def make_data_device(host: str) -> Any:
-    """The gloo device whose pairs listen and connect on the interface of `host` only."""
+    """Returns the gloo device whose pairs listen and connect on the interface of `host` only."""
     try:
         return ProcessGroupGloo.create_device(hostname=host)
     except RuntimeError as error:

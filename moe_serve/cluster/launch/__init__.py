@@ -1,1 +1,2 @@
-"""How one command becomes the processes of many nodes: where a node is, and what runs on it."""
+"""Turns one command into the processes of many nodes: finds each node's place and starts its
+ranks."""

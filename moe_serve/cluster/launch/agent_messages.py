@@ -1,4 +1,4 @@
-"""What node 0 and the agents of the other nodes say to each other: one tagged union each way.
+"""The messages between node 0 and the agents of the other nodes: one tagged union each way.
 
 Node 0 to agent: Welcome, StartRank, KillRank, Dismiss.
 Agent to node 0: NodeHello, NodeAlive, RankEnded.
@@ -14,11 +14,11 @@ from moe_serve.cluster.control.rank_name import Role
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """Fields in order, without their names."""
+    """Encodes the fields in order, without their names."""
 
 
 class NodeHello(_Message, frozen=True):
-    """The first message of an agent. `host`: its address towards node 0."""
+    """The first message of an agent. `host`: its address as node 0 reaches it."""
 
     node_rank: int
     num_nodes: int
@@ -32,7 +32,7 @@ class NodeAlive(_Message, frozen=True):
 
 
 class RankEnded(_Message, frozen=True):
-    """A rank's process ended without being told to. `start`: which one of its processes."""
+    """A rank's process ended without an order. `start`: the number of that process."""
 
     role: Role
     index: int
@@ -41,14 +41,14 @@ class RankEnded(_Message, frozen=True):
 
 
 class Welcome(_Message, frozen=True):
-    """Node 0 has taken the agent in."""
+    """Node 0 has admitted the agent."""
 
 
 class StartRank(_Message, frozen=True):
-    """Start a process of a rank; one of the same rank that still runs is killed first.
+    """Starts a process of a rank, and kills one of the same rank that still runs.
 
-    `place`: how many ranks of the node stand before it; `device`: which accelerator it gets, None:
-    the one of its place. `num_threads` None: its share of the node's cores.
+    `place`: the number of ranks before it on its node. `device`: its accelerator; None: the one at
+    `place`. `num_threads` None: its share of the node's cores.
     """
 
     role: Role
@@ -63,14 +63,14 @@ class StartRank(_Message, frozen=True):
 
 
 class KillRank(_Message, frozen=True):
-    """SIGKILL it, if it runs."""
+    """Sends SIGKILL to the rank, if it runs."""
 
     role: Role
     index: int
 
 
 class Dismiss(_Message, frozen=True):
-    """End all ranks and leave; `why` is None when the launch has ended as it should."""
+    """Tells the agent to end all ranks and exit; `why` is None when the launch ended normally."""
 
     why: str | None = None
 

@@ -1,4 +1,4 @@
-"""A cluster written down: `configs/clusters/*.yaml`.
+"""Reads a cluster file: `configs/clusters/*.yaml`.
 
     name: two-nodes
     coordinator: {host: 10.0.0.1, port: 29600}
@@ -9,7 +9,7 @@
     serve:
       scheduler: {max_num_seqs: 128}
 
-Typed; unknown keys, doubled keys and secrets are refused.
+The file is typed; unknown keys, repeated keys and secrets are refused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from moe_serve.regular_file import regular_file
 
 
 class CoordinatorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where node 0 listens for the others: an address of node 0 that they can reach."""
+    """The address of node 0 and the port on which it listens for the other nodes."""
 
     host: str
     port: int = 29600
@@ -54,7 +54,7 @@ class NodeEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The whole file. The first node is node 0; `serve` is laid out as in configs/serve.yaml."""
+    """The whole file. The first node is node 0; `serve` has the sections of configs/serve.yaml."""
 
     name: str
     coordinator: CoordinatorEntry
@@ -72,7 +72,8 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def settings(self) -> dict[str, object]:
-        """{"scheduler.max_num_seqs": 128}: checked against the keys by who loads them."""
+        """Returns settings such as {"scheduler.max_num_seqs": 128}. Loading them checks the
+        keys."""
         return {
             f"{section}.{name}": value
             for section, values in self.serve.items()
@@ -81,7 +82,7 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def read_cluster_file(path: Path) -> ClusterFile:
-    """Read and check it; raises ConfigError with the file and the place."""
+    """Reads and checks the file; raises ConfigError with the file and the place."""
     try:
         text = regular_file(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -100,7 +101,7 @@ def parse_cluster_file(text: str, source: str) -> ClusterFile:
         raise ConfigError(f"the cluster file {source} is not valid YAML: {reason}") from error
     except RecursionError:
         raise ConfigError(
-            f"the cluster file {source} has values too deep in each other to be read."
+            f"the cluster file {source} has values that are nested too deeply."
         ) from None
     except msgspec.ValidationError as error:
         place = value_place(root, str(error), source)
@@ -116,7 +117,8 @@ def find_node(
     addresses: frozenset[str],
     flags: NodeFlags,
 ) -> NodeEnvironment:
-    """Which node of the file this is: by flag, else by name or address, else by the launcher.
+    """Finds this host's node in the file: by flag, else by name or address, else by the
+    launcher.
 
     `addresses` are those of this host. Raises ConfigError.
     """
@@ -141,8 +143,7 @@ def _node_by_name(cluster: ClusterFile, hostname: str, addresses: frozenset[str]
     if len(found) > 1:
         names = " and ".join(cluster.nodes[rank].name for rank in found)
         raise ConfigError(
-            f"this host is {names} of the cluster {cluster.name} at once; say which with "
-            "--node-rank."
+            f"this host is both {names} of the cluster {cluster.name}; choose one with --node-rank."
         )
     return found[0] if found else None
 
@@ -154,7 +155,7 @@ def _node_by_launcher(cluster: ClusterFile, environ: Mapping[str, str], hostname
     names = ", ".join(f"{node.name} ({node.address})" for node in cluster.nodes)
     if environment.kind == "single":
         raise ConfigError(
-            f"{hostname} is none of the nodes of the cluster {cluster.name}: {names}; say which "
+            f"{hostname} is not a node of the cluster {cluster.name}: {names}; choose one "
             "with --node-rank."
         )
     raise ConfigError(
@@ -165,7 +166,7 @@ def _node_by_launcher(cluster: ClusterFile, environ: Mapping[str, str], hostname
 
 def _check(cluster: ClusterFile, source: str) -> None:
     if not cluster.nodes:
-        raise ConfigError(f"the cluster file {source} has no node.")
+        raise ConfigError(f"the cluster file {source} has no nodes; list at least one.")
     if not 1 <= cluster.coordinator.port <= 65535:
         raise ConfigError(
             f"coordinator.port is {cluster.coordinator.port} ({source}): it takes an integer in "
@@ -178,7 +179,8 @@ def _check(cluster: ClusterFile, source: str) -> None:
         doubled = sorted({value for value in values if values.count(value) > 1})
         if doubled or "" in values:
             raise ConfigError(
-                f"each node has its own {what}; {doubled or 'one'} has not ({source})."
+                f"each node needs its own {what}: {doubled or 'one'} is repeated or empty"
+                f" ({source})."
             )
     for node in cluster.nodes:
         num_ranks = len(node.ranks)

@@ -1,7 +1,7 @@
 """`--launcher deepspeed`: hands the hostfile and our command to DeepSpeed's launcher.
 
-It starts one process for each slot; the first one of a host stays (`is_spare_copy`). It does not
-pass our variables on, so the secret must lie in a file on each host.
+DeepSpeed starts one process for each slot; the first one of a host stays (`is_spare_copy`). It does
+not pass our variables on, so the secret must be in a file on each host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ def deepspeed_command(
     coordinator: Endpoint,
     find: Callable[[str], str | None] = shutil.which,
 ) -> tuple[str, ...]:
-    """Its arguments; raises ConfigError where something is missing."""
+    """Returns DeepSpeed's command line; raises ConfigError if a program or the secret is
+    missing."""
     program = find("deepspeed")
     if program is None:
         raise ConfigError(
@@ -56,7 +57,8 @@ def deepspeed_command(
 
 
 def run_deepspeed(argv: tuple[str, ...]) -> int:
-    """Its exit code. Ctrl-C reaches it too, and it ends what it started."""
+    """Runs DeepSpeed and returns its exit code. Ctrl-C reaches it too, and it ends its
+    processes."""
     with subprocess.Popen(argv) as process:
         while True:
             try:

@@ -1,4 +1,4 @@
-"""HOST:PORT, as flags and files write it; an IPv6 address stands in brackets."""
+"""HOST:PORT as in flags and files; an IPv6 address is in brackets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe_serve.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where the coordinator listens, as other nodes reach it."""
+    """The address on which the coordinator listens, as other nodes reach it."""
 
     host: str
     port: int
@@ -19,7 +19,7 @@ class Endpoint:
 
 
 def parse_endpoint(text: str, source: str) -> Endpoint:
-    """Raises ConfigError. `source` completes "... (from {source})"."""
+    """Parses HOST:PORT; raises ConfigError, whose message names `source`."""
     host, colon, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -27,7 +27,7 @@ def parse_endpoint(text: str, source: str) -> Endpoint:
         host = ""
     if not colon or not host or any(character.isspace() for character in host):
         raise ConfigError(
-            f"{text!r} ({source}) is no HOST:PORT, such as 10.0.0.1:29600 or [fd00::1]:29600."
+            f"{text!r} ({source}) is not HOST:PORT, such as 10.0.0.1:29600 or [fd00::1]:29600."
         )
     return Endpoint(host, parse_port(port, source))
 
@@ -35,5 +35,5 @@ def parse_endpoint(text: str, source: str) -> Endpoint:
 def parse_port(text: str, source: str) -> int:
     is_number = text.isascii() and text.isdigit()
     if not is_number or not 1 <= int(text) <= 65535:
-        raise ConfigError(f"{text!r} ({source}) is no port: it takes an integer in [1, 65535].")
+        raise ConfigError(f"{text!r} ({source}) is not a port: give an integer in [1, 65535].")
     return int(text)

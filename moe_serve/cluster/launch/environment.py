@@ -1,8 +1,9 @@
-"""Which node of how many is this, and where is node 0? Read from what the launcher has set.
+"""Finds this node's number, the number of nodes and node 0's address from the launcher's
+variables.
 
-Everything is a function of the variables, the host name and the flags: nothing is asked of the
-network. A launcher that is seen must have set all that it should; flags replace its values one by
-one, and a cluster file (`cluster_file.py`) those of the coordinator.
+Everything is a function of the variables, the host name and the flags: the network is not used. A
+launcher that is detected must have set all its variables. Flags replace its values one by one, and
+a cluster file (`cluster_file.py`) replaces the coordinator's.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from moe_serve.cluster.launch.endpoint import Endpoint, parse_endpoint, parse_po
 from moe_serve.cluster.launch.hostlist import expand_hostlist
 from moe_serve.errors import ConfigError
 
-DEFAULT_PORT = 29600  # of the coordinator, where the launcher names none
+DEFAULT_PORT = 29600  # of the coordinator, if the launcher names none
 SLURM_PORTS = 1000  # jobs that share a node: the port is DEFAULT_PORT + job number modulo this
 
 NodeKind = Literal[
@@ -27,7 +28,7 @@ _ORDINAL = re.compile(r".*-(\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeEnvironment:
-    """One node of a launch. Node 0 coordinates and serves HTTP, the others run a node agent."""
+    """One node of a launch. Node 0 coordinates and serves HTTP; the others run a node agent."""
 
     kind: NodeKind
     node_rank: int
@@ -42,7 +43,7 @@ class NodeEnvironment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFlags:
-    """What the command line says, or None; each wins over the environment."""
+    """The values of the command line, or None; each overrides the environment."""
 
     node_rank: int | None = None
     num_nodes: int | None = None
@@ -51,13 +52,13 @@ class NodeFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """What one launcher has set; None where it does not say."""
+    """The values that a launcher has set; None where it sets none."""
 
     kind: NodeKind
     node_rank: int | None = None
     num_nodes: int | None = None
     coordinator: Endpoint | None = None
-    # Which variable, or what else, holds each, for the error.
+    # The variable or other source of each, for the error.
     rank_source: str = "--node-rank"
     size_source: str = "--num-nodes"
 
@@ -65,7 +66,8 @@ class _Found:
 def detect_node(
     environ: Mapping[str, str], hostname: str, flags: NodeFlags | None = None
 ) -> NodeEnvironment:
-    """The node that this process is; raises ConfigError that names what is missing or wrong."""
+    """Returns the node that this process is; raises ConfigError with the missing or wrong
+    values."""
     flags = flags or NodeFlags()
     found = _look(environ, hostname, flags)
     node_rank = found.node_rank if flags.node_rank is None else flags.node_rank
@@ -79,7 +81,7 @@ def detect_node(
     missing = [name for name, value in values if value is None]
     if node_rank is None or num_nodes is None or coordinator is None:
         raise ConfigError(
-            f"this node ({found.kind}) cannot be told from the others: {', '.join(missing)} "
+            f"the place of this node ({found.kind}) is not known: {', '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} missing."
         )
     rank_source = found.rank_source if flags.node_rank is None else "--node-rank"
@@ -99,7 +101,8 @@ def detect_node(
 
 
 def is_spare_copy(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher that starts one process per device has started this node's already.
+    """Returns True if the launcher starts a process per device and this is not its first on the
+    node.
 
     torchrun and DeepSpeed count them in LOCAL_RANK, Slurm in SLURM_LOCALID; the first one stays.
     """
@@ -115,7 +118,7 @@ def is_spare_copy(environ: Mapping[str, str]) -> bool:
 
 
 def _look(environ: Mapping[str, str], hostname: str, flags: NodeFlags) -> _Found:
-    """The innermost launcher wins: torchrun inside Slurm is torchrun."""
+    """Detects the innermost launcher: torchrun inside Slurm is torchrun."""
     if None not in (flags.node_rank, flags.num_nodes, flags.coordinator):
         return _Found(kind="flags")
     if environ.get("GROUP_RANK") or environ.get("TORCHELASTIC_RUN_ID"):
@@ -140,7 +143,8 @@ def _look(environ: Mapping[str, str], hostname: str, flags: NodeFlags) -> _Found
 
 
 def _torchrun(environ: Mapping[str, str]) -> _Found:
-    """MASTER_PORT is taken by torchrun's own store, so the coordinator has the next one."""
+    """Reads torchrun's variables. Its own store uses MASTER_PORT, so the coordinator uses the next
+    port."""
     _need(environ, "torchrun", ("GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
     port = parse_port(environ["MASTER_PORT"], "MASTER_PORT") + 1
     return _Found(
@@ -168,10 +172,11 @@ def _deepspeed(environ: Mapping[str, str]) -> _Found:
 
 
 def _slurm(environ: Mapping[str, str], flags: NodeFlags) -> _Found:
-    """A step's own variables describe where this task runs; the job's may name more nodes.
+    """Reads Slurm's variables. A step's describe where this task runs; the job's may name more
+    nodes.
 
-    Node 0 is the first host of the list. SLURM_LAUNCH_NODE_IPADDR is where srun was called, which
-    under salloc is the login node, so it stands in only where there is no list.
+    Node 0 is the first host of the list. SLURM_LAUNCH_NODE_IPADDR is the host that called srun,
+    which under salloc is the login node, so it is used only if there is no list.
     """
     if not environ.get("SLURM_NODEID") and flags.node_rank is None:
         raise ConfigError(
@@ -222,26 +227,26 @@ def _need(environ: Mapping[str, str], launcher: str, names: tuple[str, ...]) -> 
     if missing:
         raise ConfigError(
             f"this looks like a process of {launcher}, but {', '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not set; set what is missing, or say it with "
+            f"{'is' if len(missing) == 1 else 'are'} not set; set what is missing, or give "
             "--node-rank, --num-nodes and --coordinator."
         )
 
 
 def _first(environ: Mapping[str, str], *names: str) -> str:
-    """The first variable that is set, or the last name."""
+    """Returns the first variable that is set, or the last name."""
     return next((name for name in names if environ.get(name)), names[-1])
 
 
 def _count(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name, "")
     if not (text.isascii() and text.isdigit()) or int(text) > 2**31:
-        raise ConfigError(f"{name}={text!r} is no number of a node: it takes an integer from 0.")
+        raise ConfigError(f"{name}={text!r} is not a node number: give an integer of 0 or more.")
     return int(text)
 
 
 def node_flags(node_rank: int | None, num_nodes: int | None, coordinator: str | None) -> NodeFlags:
-    """The flags as typed; raises ConfigError."""
+    """Parses the flags; raises ConfigError."""
     endpoint = None if coordinator is None else parse_endpoint(coordinator, "--coordinator")
     if num_nodes is not None and num_nodes < 1:
-        raise ConfigError(f"--num-nodes is {num_nodes}: there is at least one node.")
+        raise ConfigError(f"--num-nodes must be 1 or more, got {num_nodes}.")
     return NodeFlags(node_rank=node_rank, num_nodes=num_nodes, coordinator=endpoint)

@@ -1,4 +1,4 @@
-"""Commands on many hosts at once, watched from here: one fails or Ctrl-C, and all end."""
+"""Runs commands on many hosts at once; when one fails, or on Ctrl-C, all are ended."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCommand:
-    """`first_line` is written to its standard input, which stays open until it is to end."""
+    """A command. `first_line` is written to its standard input, whose end tells it to exit."""
 
     name: str
     argv: tuple[str, ...]
@@ -29,7 +29,7 @@ class HostCommand:
 
 
 def write_to_stdout(line: str) -> None:
-    with contextlib.suppress(OSError):  # no reader, or no space: the hosts go on
+    with contextlib.suppress(OSError):  # no reader or no space: the hosts go on
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
 
@@ -39,10 +39,11 @@ def run_on_hosts(
     write: Callable[[str], None] = write_to_stdout,
     stop_timeout_s: float = STOP_TIMEOUT_S,
 ) -> int:
-    """The exit code of the first that failed, else 0; 130 after Ctrl-C or SIGTERM.
+    """Returns the exit code of the first command that failed, else 0; 130 after Ctrl-C or
+    SIGTERM.
 
-    The first command is node 0's. Every line of output is written with the host's name before it.
-    Nothing is left behind; a second Ctrl-C kills what still drains.
+    The first command is node 0's. Every line of output is prefixed with the host's name. No process
+    is left behind; a second Ctrl-C kills those that still drain.
     """
     pump = OutputPump(write)
     running: list[tuple[HostCommand, subprocess.Popen[bytes]]] = []
@@ -66,7 +67,7 @@ def run_on_hosts(
 
 
 def _start(command: HostCommand, pump: OutputPump) -> subprocess.Popen[bytes]:
-    """In a session of its own: Ctrl-C in the terminal is ours to pass on, in order."""
+    """Starts a command in a session of its own, so that Ctrl-C is passed on by us, in order."""
     try:
         process = subprocess.Popen(
             command.argv,
@@ -90,7 +91,7 @@ def _start(command: HostCommand, pump: OutputPump) -> subprocess.Popen[bytes]:
 def _wait(
     running: Sequence[tuple[HostCommand, subprocess.Popen[bytes]]], write: Callable[[str], None]
 ) -> int:
-    """Until all ended, or one failed."""
+    """Waits until all have ended, or one failed."""
     while True:
         codes = [(command, process.poll()) for command, process in running]
         for command, code in codes:
@@ -104,10 +105,10 @@ def _wait(
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> None:
-    """The end of its standard input tells a command to leave; those that stay are killed.
+    """Ends commands by the end of their standard input, and kills those that stay.
 
-    The first one before the others: node 0 ends its requests while it still has all ranks, and
-    then dismisses the other nodes.
+    The first one ends before the others: node 0 finishes its requests while it still has all ranks,
+    and then dismisses the other nodes.
     """
     deadline = time.monotonic() + timeout_s
     for process in processes:
@@ -117,7 +118,7 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> Non
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, deadline - time.monotonic()))
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # also what it started and left
+            os.killpg(process.pid, signal.SIGKILL)  # includes children that it left
         process.wait()
 
 
@@ -128,7 +129,7 @@ def _sigterm_interrupts() -> Iterator[None]:
 
     try:
         before = signal.signal(signal.SIGTERM, interrupt)
-    except ValueError:  # not the main thread: signals are somebody else's
+    except ValueError:  # not the main thread, which alone may handle signals
         yield
         return
     try:

@@ -1,6 +1,6 @@
-"""DeepSpeed's list of hosts: `host slots=n` on each line, `#` starts a comment.
+"""Reads DeepSpeed's list of hosts: `host slots=n` on each line, `#` starts a comment.
 
-The order is the order of the nodes; the slots are the most ranks that a host may get.
+Nodes are in the order of the file; slots are the most ranks that a host may get.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LINE = re.compile(r"(?P<host>[^\s#=]+)(?:\s+slots\s*=\s*(?P<slots>\d+))?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """`name` is whatever ssh takes: a name, an address, user@host, or an alias of its config."""
+    """A host. `name` is any name that ssh takes: a name, an address, user@host, or an alias."""
 
     name: str
     slots: int | None  # None: not stated
@@ -37,7 +37,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
 
 
 def parse_hostfile(text: str, source: str) -> tuple[Host, ...]:
-    """Raises ConfigError with the line."""
+    """Parses a hostfile; raises ConfigError with the line."""
     hosts: list[Host] = []
     for number, line in enumerate(text.splitlines(), 1):
         stated = line.partition("#")[0].strip()
@@ -47,9 +47,11 @@ def parse_hostfile(text: str, source: str) -> tuple[Host, ...]:
         place = f"{source}:{number}"
         # A name that starts with a dash would be an option of ssh.
         if match is None or match["host"].startswith("-"):
-            raise ConfigError(f"{stated!r} ({place}) is no line of a hostfile: host slots=4.")
+            raise ConfigError(
+                f"{stated!r} ({place}) is not a hostfile line, such as: host slots=4."
+            )
         if match["host"] in {host.name for host in hosts}:
-            raise ConfigError(f"{match['host']} stands twice in the hostfile ({place}).")
+            raise ConfigError(f"{match['host']} is in the hostfile twice ({place}); keep one.")
         slots = None if match["slots"] is None else int(match["slots"])
         if slots == 0:
             raise ConfigError(f"{match['host']} has no slots ({place}); leave the line out.")
@@ -60,7 +62,7 @@ def parse_hostfile(text: str, source: str) -> tuple[Host, ...]:
 
 
 def check_slots(hosts: tuple[Host, ...], num_ranks_of_node: list[int]) -> None:
-    """Does every host have a slot for each of its ranks? Raises ConfigError."""
+    """Raises ConfigError unless every host has a slot for each of its ranks."""
     for host, num_ranks in zip(hosts, num_ranks_of_node, strict=True):
         if host.slots is not None and num_ranks > host.slots:
             raise ConfigError(

@@ -1,6 +1,6 @@
-"""Slurm's short form of many host names: `node[01-03,7],login` is node01 node02 node03 node7 login.
+"""Expands Slurm's host lists: `node[01-03,7],login` is node01 node02 node03 node7 login.
 
-Read here, because `scontrol show hostnames` is not in every container.
+It is done here because `scontrol show hostnames` is missing in some containers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NUMBERS = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def expand_hostlist(text: str) -> tuple[str, ...]:
-    """Every host in order; raises ConfigError.
+    """Returns every host in order; raises ConfigError.
 
     Numbers keep the width of the first: [08-10] is 08 09 10, and [8-10] is 8 9 10. Several brackets
     in one name are multiplied, the last one running fastest: r[1-2]n[1-2] is r1n1 r1n2 r2n1 r2n2.
@@ -32,12 +32,12 @@ def expand_hostlist(text: str) -> tuple[str, ...]:
 
 
 def _names(text: str) -> Iterator[str]:
-    """Cut at the commas outside brackets."""
+    """Splits the list at the commas outside brackets."""
     depth = start = 0
     for index, character in enumerate(text):
         depth += (character == "[") - (character == "]")
         if depth not in (0, 1):
-            raise _wrong(text, f"a bracket at position {index} does not fit")
+            raise _wrong(text, f"a bracket at position {index} does not match")
         if character == "," and depth == 0:
             yield text[start:index]
             start = index + 1
@@ -65,7 +65,7 @@ def _numbers(ranges: str, text: str) -> list[str]:
     for part in ranges.split(","):
         match = _NUMBERS.fullmatch(part.strip())
         if match is None:
-            raise _wrong(text, f"[{ranges}] is no list of numbers and ranges")
+            raise _wrong(text, f"[{ranges}] is not a list of numbers and ranges")
         first, last = match[1], match[2] or match[1]
         if int(last) < int(first) or int(last) - int(first) >= MAX_HOSTS:
             raise _wrong(text, f"the range {part} runs backwards or is too long")

@@ -1,6 +1,6 @@
-"""The one command that is started on every node, as an argument list.
+"""The command that is started on every node, as an argument list.
 
-It never holds a secret: those travel in the environment, on standard input, or as @FILE.
+It never holds a secret: secrets travel in the environment, on standard input, or as @FILE.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from moe_serve.cluster.launch.endpoint import Endpoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchCommand:
-    """`moe-serve launch ...` without what differs between the nodes."""
+    """`moe-serve launch ...` without the options that differ between nodes."""
 
     model: str | None
-    attention_ranks: int | None  # None: the cluster file says it
+    attention_ranks: int | None  # None: as in the cluster file
     expert_ranks: int | None
     cluster_file: str | None = None  # a path that every node has
     secret_file: str | None = None  # the same
@@ -28,7 +28,7 @@ class LaunchCommand:
         num_nodes: int | None = None,
         coordinator: Endpoint | str | None = None,
     ) -> tuple[str, ...]:
-        """What follows the program: `launch MODEL --attention-ranks 2 ...`."""
+        """Returns the arguments after the program: `launch MODEL --attention-ranks 2 ...`."""
         options = {
             "--attention-ranks": self.attention_ranks,
             "--expert-ranks": self.expert_ranks,

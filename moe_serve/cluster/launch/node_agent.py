@@ -1,8 +1,8 @@
-"""What runs on every node but node 0: starts and ends the ranks that node 0 tells it to.
+"""The agent on every node except node 0: starts and ends ranks as node 0 tells it.
 
-Its ranks end with the connection: node 0 has given them up by then, and asks for new ones. The node
-itself looks for node 0 for a while, and says hello again. Then it ends, and whoever started it
-(systemd, Kubernetes, Slurm) may start it again.
+Its ranks end with the connection: node 0 has given them up by then, and will ask for new ones. The
+agent then looks for node 0 for a while and says hello again. If it finds none it exits, and its own
+starter (systemd, Kubernetes, Slurm) may start it again.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from moe_serve.cluster.launch.environment import NodeEnvironment
 from moe_serve.cluster.launch.node_ranks import NodeRanks
 from moe_serve.errors import ChannelClosedError, ClusterError
 
-_PERIOD_S = 0.05  # how often ranks are looked after
-_ATTEMPT_S = 2.0  # to find node 0 again, between two looks whether to stop
+_PERIOD_S = 0.05  # between two checks of the ranks
+_ATTEMPT_S = 2.0  # one attempt to find node 0 again, between two checks for `stop`
 _log = logging.getLogger(__name__)
 
 AgentMessage = AgentOrder | AgentReport
 
 
 class NodeAgent:
-    """One connection to node 0 and the ranks that were started for it."""
+    """One connection to node 0, with the ranks that were started for it."""
 
     def __init__(self, channel: Channel[AgentMessage], ranks: NodeRanks) -> None:
         self._channel, self._ranks = channel, ranks
@@ -49,8 +49,10 @@ class NodeAgent:
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Until dismissed or stopped; raises ClusterError when node 0 refuses us, and as
-        ChannelClosedError when it is lost."""
+        """Runs until dismissed or stopped.
+
+        Raises ClusterError when node 0 refuses us, and ChannelClosedError when it is lost.
+        """
         threading.Thread(target=self._beat, name="node-alive", daemon=True).start()
         try:
             while self._stop_at_s is None or time.monotonic() < self._stop_at_s:
@@ -70,10 +72,11 @@ class NodeAgent:
             self._channel.close()
 
     def stop(self, grace_s: float = 0.0) -> None:
-        """From a signal handler or another thread: `run` ends the ranks and returns.
+        """Makes `run` end the ranks and return. From a signal handler or another thread.
 
-        Whoever stops a launch often tells all nodes at once. Node 0 then finishes its requests, for
-        which it needs our ranks, and dismisses us: that is waited for. A second call ends it.
+        A launch is often stopped on all nodes at once. Node 0 then finishes its requests, for which
+        it needs our ranks, and dismisses us; the agent waits for that for `grace_s`. A second call
+        ends it now.
         """
         is_second = self._stop_at_s is not None
         self._stop_at_s = time.monotonic() + (0.0 if is_second else grace_s)
@@ -85,12 +88,12 @@ class NodeAgent:
         elif isinstance(order, KillRank):
             self._kill(order)
         elif isinstance(order, Welcome):
-            _log.info("node 0 has taken this node in")
+            _log.info("node 0 has admitted this node")
 
     def _kill(self, order: KillRank) -> None:
         try:
             self._ranks.kill(order)
-        except ClusterError as error:  # node 0 has closed its connection: it can do no harm
+        except ClusterError as error:  # node 0 has closed the rank's connection, so it does no harm
             _log.error("%s", error)
 
     def _report(self) -> None:
@@ -98,8 +101,8 @@ class NodeAgent:
             self._channel.send(ended)
 
     def _beat(self) -> None:
-        """On a thread of its own: a process that holds much memory takes its time to end, and the
-        node is not lost meanwhile."""
+        """Sends a sign of life, on its own thread: while a large process takes time to end, the
+        node is not lost."""
         with contextlib.suppress(ChannelClosedError):
             while not self._ended.is_set():
                 self._channel.send(NodeAlive())
@@ -107,10 +110,10 @@ class NodeAgent:
 
 
 class NodeLife:
-    """A node's agent, and after each loss of node 0 the next one.
+    """Runs a node's agent, and after each loss of node 0 the next one.
 
-    `find` connects to node 0 within the seconds it is given, or raises ClusterError. `make_ranks`
-    gets this node's address towards it.
+    `find` connects to node 0 within the given seconds, or raises ClusterError. `make_ranks` gets
+    the address by which node 0 reaches this node.
     """
 
     def __init__(
@@ -121,14 +124,14 @@ class NodeLife:
         start_timeout_s: float,
         rejoin_s: float,
     ) -> None:
-        """Finds node 0; raises ClusterError."""
+        """Connects to node 0; raises ClusterError."""
         self._find, self._make_ranks, self._rejoin_s = find, make_ranks, rejoin_s
         self._is_stopped = False
         self._agent = self._new_agent(find(start_timeout_s))
 
     def run(self) -> None:
-        """Until dismissed or stopped; raises ClusterError when node 0 refuses us, or is not found
-        again in time."""
+        """Runs until dismissed or stopped; raises ClusterError when node 0 refuses us or is not
+        found again in time."""
         while True:
             try:
                 self._agent.run()
@@ -140,7 +143,7 @@ class NodeLife:
             self._agent = self._new_agent(channel)
 
     def stop(self, grace_s: float = 0.0) -> None:
-        """See `NodeAgent.stop`; nothing is waited for while node 0 is lost."""
+        """See `NodeAgent.stop`; while node 0 is lost there is no wait."""
         self._is_stopped = True
         self._agent.stop(grace_s)
 
@@ -151,9 +154,9 @@ class NodeLife:
         return agent
 
     def _find_again(self, loss: ChannelClosedError) -> Channel[AgentMessage] | None:
-        """None when stopped meanwhile."""
+        """Connects to node 0 again; returns None when stopped meanwhile."""
         deadline = time.monotonic() + self._rejoin_s
-        _log.warning("%s Its ranks here have ended; it is looked for", loss)
+        _log.warning("%s Its ranks on this node have ended; looking for node 0", loss)
         while not self._is_stopped:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
@@ -164,14 +167,15 @@ class NodeLife:
                 return self._find(min(_ATTEMPT_S, remaining_s))
             except ClusterError as error:
                 _log.debug("%s", error)
-                time.sleep(_PERIOD_S)  # where it is refused at once
+                time.sleep(_PERIOD_S)  # if the connection is refused at once
         return None
 
 
 def connect_agent(
     node: NodeEnvironment, hostname: str, secret: ClusterSecret, timeout_s: float
 ) -> Channel[AgentMessage]:
-    """Find node 0, trying until `timeout_s`, and say which node this is; raises ClusterError."""
+    """Connects to node 0, retrying until `timeout_s`, and says which node this is; raises
+    ClusterError."""
     decoder: msgspec.msgpack.Decoder[AgentMessage] = msgspec.msgpack.Decoder(AgentOrder)
     try:
         channel = connect(node.coordinator_host, node.coordinator_port, secret, decoder, timeout_s)

@@ -1,7 +1,7 @@
-"""Which rank runs on which node.
+"""Assigns ranks to nodes.
 
 By default nodes are filled evenly in rank order, attention ranks first, so that neighbours in rank
-order share a host. A cluster file may say it rank by rank instead (`cluster_file.py`).
+order share a host. A cluster file may list the ranks of each node instead (`cluster_file.py`).
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class NodeLayout:
         raise AssertionError(f"{rank} is on none of the {self.num_nodes} nodes")
 
     def place_on_node(self, rank: RankName) -> int:
-        """How many ranks of its node stand before it: the number of its device."""
+        """Returns the number of ranks before it on its node, which is its device's number."""
         return self.nodes[self.node_of(rank)].index(rank)
 
     def describe(self, node: int) -> str:
-        """Such as "attention 0-3, expert 0"."""
+        """Describes the ranks of a node, such as "attention 0-3, expert 0"."""
         parts = []
         for role in _ROLES:
             numbers = sorted(rank.index for rank in self.nodes[node] if rank.role == role)
@@ -56,7 +56,7 @@ def fill_nodes(
     *,
     ranks_per_node: int | None = None,
 ) -> NodeLayout:
-    """Even shares of consecutive ranks; raises ConfigError.
+    """Gives each node an even share of consecutive ranks; raises ConfigError.
 
     2 attention and 3 expert ranks on 2 nodes: a0 a1 e0 | e1 e2. With `ranks_per_node` every node
     takes that many while there are any: 2 + 3 ranks, 4 to a node, are a0 a1 e0 e1 | e2.
@@ -79,7 +79,7 @@ def fill_nodes(
 
 
 def explicit_layout(nodes: Sequence[Sequence[RankName]], source: str) -> NodeLayout:
-    """A layout as somebody wrote it down: every rank from 0 once; raises ConfigError."""
+    """Checks a layout written rank by rank: every rank from 0 once; raises ConfigError."""
     counts = Counter(rank for ranks in nodes for rank in ranks)
     for rank, count in sorted(counts.items()):
         if count > 1:
@@ -125,7 +125,7 @@ def _cut(ranks: Sequence[RankName], shares: Sequence[int]) -> tuple[tuple[RankNa
 
 
 def _spans(numbers: Sequence[int]) -> list[str]:
-    """[0, 1, 2, 5] is "0-2", "5"."""
+    """Shortens numbers to spans: [0, 1, 2, 5] is "0-2", "5"."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][-1] + 1:

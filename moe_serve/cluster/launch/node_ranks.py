@@ -1,4 +1,4 @@
-"""The rank processes of one node: on node 0 used directly, elsewhere by the node's agent."""
+"""The rank processes of one node: node 0 uses them directly, another node through its agent."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ STOP_TIMEOUT_S = 5.0
 
 
 class NodeRanks:
-    """Any thread may call it. `host` is this node's address, where its ranks listen for data.
+    """Starts and ends ranks; any thread may call it. `host` is the address where they listen for
+    data.
 
-    `command` makes the arguments of a worker's process from its options: a test puts its own.
+    `command` makes a worker's command line from its options; tests replace it.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class NodeRanks:
         self._failed: list[RankEnded] = []
 
     def start(self, order: StartRank) -> None:
-        """What keeps it from starting is told by `ended`: who gave the order may be far away."""
+        """Starts a rank. `ended` reports a failure to start: the order may come from far away."""
         name = RankName(order.role, order.index)
         self._starts[str(name)] = order
         coordinator = f"{order.coordinator_host}:{order.coordinator_port}"  # IPv6 without brackets
@@ -57,7 +58,7 @@ class NodeRanks:
         self._processes.kill(str(RankName(order.role, order.index)))
 
     def ended(self) -> list[RankEnded]:
-        """Ranks that ended by themselves since the last call."""
+        """Returns the ranks that ended by themselves since the last call."""
         failed, self._failed = self._failed, []
         return failed + [
             _ended(self._starts[item.name], ": ".join([item.reason, *item.tail[-1:]]))
@@ -65,7 +66,7 @@ class NodeRanks:
         ]
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL; afterwards none runs."""
+        """Sends SIGTERM, then SIGKILL; afterwards none runs."""
         self._processes.stop_all(STOP_TIMEOUT_S)
         self._processes.close()
 

@@ -1,6 +1,6 @@
 """Starts ranks on many nodes: node 0's own directly, the others' through their agents.
 
-A rank of a node that is not there is remembered, and started when the node's agent comes (back).
+A rank of an absent node is remembered, and started when the node's agent connects.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -18,6 +18,8 @@ from moe_serve.cluster.control.listener import Listener
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.control.secret import ClusterSecret
 from moe_serve.cluster.launch.agent_messages import (
+    SILENCE_S,
+    AgentOrder,
     AgentReport,
     Dismiss,
     KillRank,
@@ -30,16 +32,66 @@ from moe_serve.cluster.launch.endpoint import Endpoint
 from moe_serve.cluster.launch.node_agent import AgentMessage
 from moe_serve.cluster.launch.node_layout import NodeLayout
 from moe_serve.cluster.launch.node_ranks import NodeRanks
-from moe_serve.cluster.launch.remote_node import RemoteNode
 from moe_serve.cluster.members.rank_starter import RankExit
 from moe_serve.errors import ChannelClosedError, ClusterError
+
+
+class RemoteNode:
+    """Node 0's end of one agent's connection, read on a thread of its own.
+
+    `on_gone` is called once, on that thread, with the reason.
+    """
+
+    def __init__(
+        self,
+        hello: NodeHello,
+        channel: Channel[AgentMessage],
+        on_ended: Callable[[RankEnded], None],
+        on_gone: Callable[[RemoteNode, str], None],
+    ) -> None:
+        self.hello = hello
+        self._channel, self._on_ended, self._on_gone = channel, on_ended, on_gone
+        self._thread = threading.Thread(
+            target=self._read, name=f"node-{hello.node_rank}", daemon=True
+        )
+
+    def watch(self) -> None:
+        """Begins to read; until then the agent's reports are not handled."""
+        self._thread.start()
+
+    def send(self, order: AgentOrder) -> None:
+        """Sends an order. If the agent is gone, `on_gone` reports that."""
+        try:
+            self._channel.send(order)
+        except ChannelClosedError:
+            self._channel.close()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _read(self) -> None:
+        try:
+            # Twice half the time: if this host itself was suspended, the second wait finds the
+            # messages that arrived meanwhile.
+            while True:
+                report = self._channel.receive(SILENCE_S / 2)
+                if report is None and (report := self._channel.receive(SILENCE_S / 2)) is None:
+                    self._on_gone(self, f"silent for {SILENCE_S:g} s")
+                    return
+                if isinstance(report, RankEnded):
+                    self._on_ended(report)
+        except ChannelClosedError as error:
+            self._on_gone(self, str(error))
+        finally:
+            self._channel.close()
+
 
 _HELLO_S = 10.0
 _log = logging.getLogger(__name__)
 
 
 class NodeStarter:
-    """Implements RankStarter. `devices`: of the ranks that have one stated."""
+    """Implements RankStarter. `devices` holds the ranks with a device given explicitly."""
 
     def __init__(
         self,
@@ -52,7 +104,7 @@ class NodeStarter:
         self.layout, self._local = layout, local
         self._devices, self._num_threads = devices or {}, num_threads
         self._coordinator: Endpoint | None = None
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = threading.Condition()  # guards the fields below
         self._nodes: dict[int, RemoteNode] = {}
         self._wanted: dict[str, StartRank] = {}
         self._num_starts: dict[str, int] = {}
@@ -62,21 +114,21 @@ class NodeStarter:
         self._listener: Listener[AgentMessage] | None = None
 
     def listen(self, at: Endpoint, secret: ClusterSecret) -> None:
-        """Take agents in from now on; raises ConfigError if the address is not ours."""
+        """Admits agents from now on; raises ConfigError if the address is not ours."""
         decoder: msgspec.msgpack.Decoder[AgentMessage] = msgspec.msgpack.Decoder(AgentReport)
         self._listener = Listener(at.host, at.port, secret, decoder, self.admit)
 
     @property
     def port(self) -> int:
-        assert self._listener is not None, "nobody listens yet"
+        assert self._listener is not None, "`listen` was not called"
         return int(self._listener.port)
 
     def use_coordinator(self, at: Endpoint) -> None:
-        """Where ranks connect to: said before the first start."""
+        """Sets the address to which ranks connect; call it before the first start."""
         self._coordinator = at
 
     def wait_for_nodes(self, timeout_s: float) -> None:
-        """Until every node's agent is there; raises ClusterError that names those that are not."""
+        """Waits until every node's agent is there; raises ClusterError with the missing nodes."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while missing := self._missing():
@@ -84,7 +136,7 @@ class NodeStarter:
                     raise ClusterError(self._who_is_missing(missing, timeout_s))
 
     def start(self, rank: RankName) -> None:
-        assert self._coordinator is not None, "ranks were not told where the coordinator is"
+        assert self._coordinator is not None, "`use_coordinator` was not called"
         node = self.layout.node_of(rank)
         with self._changed:
             number = self._num_starts.get(str(rank), 0) + 1
@@ -131,7 +183,7 @@ class NodeStarter:
         return ended_ranks
 
     def stop(self) -> None:
-        """Dismiss the agents, which end their ranks, and end our own."""
+        """Dismisses the agents, which end their ranks, and ends our own ranks."""
         with self._changed:
             self._is_stopped = True
             nodes, self._nodes = self._nodes, {}
@@ -142,7 +194,7 @@ class NodeStarter:
         self._local.stop()
 
     def admit(self, channel: Channel[AgentMessage]) -> None:
-        """A connection that proved the secret: is it the agent of a node that we wait for?"""
+        """Admits an authenticated connection if it is the agent of a node of this launch."""
         try:
             hello = channel.receive(_HELLO_S)
             if not isinstance(hello, NodeHello):
@@ -158,7 +210,7 @@ class NodeStarter:
                 return
             self._take_in(RemoteNode(hello, channel, self._note_end, self._lose))
         except ChannelClosedError as error:
-            _log.warning("an agent left before it was taken in: %s", error)
+            _log.warning("an agent left before it was admitted: %s", error)
 
     def _take_in(self, node: RemoteNode) -> None:
         number = node.hello.node_rank
@@ -170,7 +222,7 @@ class NodeStarter:
                 self._nodes[number] = node
                 names = {str(rank) for rank in self.layout.nodes[number]}
                 orders = [order for name, order in self._wanted.items() if name in names]
-        if is_late:  # it came while we ended, which nobody else tells it
+        if is_late:  # it connected while we ended, so it is told here
             node.send(Dismiss())
             node.close()
             return

@@ -1,4 +1,4 @@
-"""By which address does node 0 listen for the others?"""
+"""Finds the address on which node 0 listens for the other nodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_serve.errors import ConfigError
 
 
 def resolve(host: str) -> list[str]:
-    """The addresses of a name, the preferred one first."""
+    """Returns the addresses of a name, the preferred one first."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
@@ -18,10 +18,11 @@ def resolve(host: str) -> list[str]:
 def own_address(
     host: str, num_nodes: int, resolve_name: Callable[[str], list[str]] = resolve
 ) -> str:
-    """The address of the coordinator's name that other nodes can reach; raises ConfigError.
+    """Returns an address of the coordinator's name that other nodes can reach; raises
+    ConfigError.
 
-    Many systems give their own name a loopback address in /etc/hosts: who listens there is not
-    found by anybody else.
+    Many systems give their own name a loopback address in /etc/hosts, on which other nodes could
+    not find the coordinator.
     """
     try:
         addresses = resolve_name(host)

@@ -1,9 +1,9 @@
-"""`--launcher ssh`: the same command on every host of a hostfile, one ssh for each.
+"""`--launcher ssh`: runs the same command on every host of a hostfile, through one ssh for each.
 
 All hosts need the same Python and working folder at the same paths (a shared file system, or the
-same image). Variables go through standard input, so that no secret stands in an argument list,
-neither here nor there. When that input ends, because we stop or because the connection breaks, the
-command gets SIGTERM.
+same image). Variables go through standard input, so that no secret is in an argument list, on
+either side. When that input ends, because we stop or because the connection breaks, the command
+gets SIGTERM.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from moe_serve.cluster.launch.hostfile import Host
 from moe_serve.cluster.launch.launch_command import LaunchCommand
 from moe_serve.errors import ConfigError
 
-PASSED_ON = ("MOE_SERVE_", "NCCL_", "GLOO_", "PYTHONPATH")  # beginnings of names
+PASSED_ON = ("MOE_SERVE_", "NCCL_", "GLOO_", "PYTHONPATH")  # prefixes of names
 _OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
-# Standard input of a background command is /dev/null, so it is kept as 3. Whatever holds the
-# connection's output open would keep ssh waiting, so the watcher has none.
+# Standard input of a background command is /dev/null, so it is kept as 3. A process that holds the
+# connection's output open would keep ssh waiting, so the watcher has no output.
 _REMOTE = """\
 IFS= read -r variables && eval "$variables" || exit 2
 cd {folder} || exit 2
@@ -48,7 +48,7 @@ def ssh_commands(
     python: str,
     folder: str,
 ) -> tuple[HostCommand, ...]:
-    """One for each host, in the order of the nodes."""
+    """Returns one command for each host, in the order of the nodes."""
     variables = _variables(environ, secret)
     commands = []
     for node, host in enumerate(hosts):
@@ -56,7 +56,7 @@ def ssh_commands(
         script = _REMOTE.format(
             folder=shlex.quote(folder), command=shlex.join((python, "-m", "moe_serve", *arguments))
         )
-        # The login shell over there may be any; what it starts is sh.
+        # The remote login shell may be any; it starts sh.
         remote = f"exec sh -c {shlex.quote(script)}"
         argv = ("ssh", *_OPTIONS, host.name, remote)
         commands.append(HostCommand(name=host.name, argv=argv, first_line=variables))
@@ -64,7 +64,7 @@ def ssh_commands(
 
 
 def _variables(environ: Mapping[str, str], secret: ClusterSecret) -> str:
-    """One line for a shell to evaluate."""
+    """Returns the variables as one line for a shell to evaluate."""
     passed = {name: value for name, value in environ.items() if name.startswith(PASSED_ON)}
     passed |= secret.environment()
     broken = [name for name, value in passed.items() if "\n" in value]

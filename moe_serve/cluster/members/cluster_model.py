@@ -1,4 +1,4 @@
-"""What the coordinator knows of the model before any rank has loaded it."""
+"""The coordinator's view of the model before any rank has loaded it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moe_serve.model.spec import ModelSpec
 from moe_serve.model.stage.tensor_shard import check_shards
 from moe_serve.pipeline.exchange.router_side import is_broadcast_worth
 
-_TURNS = "round-robin"  # goes by a row's place and the expert alone
+_TURNS = "round-robin"  # depends on the row's index and the expert only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class ClusterModel:
     spec: ModelSpec
     placement: Placement  # at the start
     weights: str  # the hash that every rank's checkpoint must have
-    num_threads: int  # of each process
+    num_threads: int  # per process
 
     @classmethod
     def read(cls, config: EngineConfig) -> ClusterModel:
@@ -63,7 +63,8 @@ class ClusterModel:
 
     @property
     def is_routing_on_experts(self) -> bool:
-        """As configured; auto: the side that moves fewer bytes, if both may choose."""
+        """Returns True if expert ranks route, as configured. "auto" chooses the side that sends
+        fewer bytes, if both may route."""
         cluster, spec = self.config.cluster, self.spec
         if cluster.router != "auto":
             return cluster.router == "experts"
@@ -75,11 +76,12 @@ class ClusterModel:
         return is_broadcast_worth(row_bytes, spec.router.top_k, cluster.expert_ranks)
 
     def slots_per_layer(self) -> list[int]:
-        """Of each expert rank: copies that it may have in a layer, whatever moves."""
+        """Returns, for each expert rank, the most copies that it may hold in a layer, whatever
+        moves."""
         return slots_per_layer(self.placement, self.config.cluster)
 
     def configure(self, name: RankName, in_force: PlacementVersion) -> Configure:
-        """What a rank loads."""
+        """Returns the order that tells a rank what to load."""
         is_expert = name.role == "expert"
         return Configure(
             config=self.config,
@@ -103,14 +105,17 @@ def _check_has_experts(spec: ModelSpec, cluster: ClusterConfig) -> None:
 
 
 def slots_per_layer(placement: Placement, cluster: ClusterConfig) -> list[int]:
-    """See `ClusterModel.slots_per_layer`; by the placement at the start."""
+    """Computes `ClusterModel.slots_per_layer` from the placement at the start."""
     held = [placement.held_by(rank) for rank in range(placement.num_ranks)]
     return [max(map(len, of_rank.values())) + cluster.rebalance_spare_slots for of_rank in held]
 
 
 def num_slots(placement: Placement, config: EngineConfig, rank: int) -> int:
-    """For an expert rank's experts of all layers, and for a round of copies; 0: they stay, or a
-    memory takes care of them."""
+    """Returns the slots of an expert rank: for its experts of all layers and for one round of
+    copies.
+
+    It is 0 where experts do not move, or where an expert memory manages them.
+    """
     cluster = config.cluster
     if cluster.rebalance == "off" or config.model.expert_memory_bytes is not None:
         return 0
@@ -119,25 +124,29 @@ def num_slots(placement: Placement, config: EngineConfig, rank: int) -> int:
 
 
 def check_replica_choice(cluster: ClusterConfig) -> None:
-    """Raises ConfigError where each expert rank would find out for itself which copy serves a row,
-    by more than that row: ranks whose routers differ in one last bit would not agree on others."""
+    """Raises ConfigError if each expert rank would choose the copy that serves a row by other rows
+    too.
+
+    Routers that differ in one last bit would then disagree about those other rows.
+    """
     if cluster.router == "experts" and cluster.replica_choice != _TURNS:
         raise ConfigError(
-            f"cluster.replica_choice is '{cluster.replica_choice}', which goes by all rows of a "
-            "micro-batch, so those who route must agree on all of them, and with cluster.router "
-            f"'experts' every expert rank routes by itself: use '{_TURNS}', or let attention ranks "
+            f"cluster.replica_choice '{cluster.replica_choice}' depends on all rows of a "
+            "micro-batch, so all routing ranks must agree on every row, but with cluster.router "
+            f"'experts' each expert rank routes by itself: use '{_TURNS}', or let attention ranks "
             "route (cluster.router 'attention' or 'auto')."
         )
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """The model's shape from its config.json; no weights are read."""
+    """Reads the model's shape from its config.json; reads no weights."""
     config = HFConfig.read(folder)
     return family_of(config).read_spec(config.text())
 
 
 def placement_of(cluster: ClusterConfig, spec: ModelSpec) -> Placement:
-    """Which expert ranks hold which expert: the file's, or equal runs. Raises ConfigError."""
+    """Returns the placement of the file, or equal contiguous runs of experts. Raises
+    ConfigError."""
     layers, num_experts = sparse_layers(spec), spec.router.num_experts
     try:
         if cluster.placement is None:

@@ -1,4 +1,4 @@
-"""The placement in force, by its version: ranks load by it, epochs begin with it, steps name it."""
+"""The placement in force, by version: ranks load it, epochs begin with it, and steps name it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from experts.placement.problem.plan import Placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementVersion:
-    """One placement. Numbers grow; those of moves that were called off are left out."""
+    """One placement. Numbers only grow; those of cancelled moves are skipped."""
 
     number: int
     placement: Placement
@@ -19,7 +19,11 @@ class PlacementVersion:
 
 
 class CurrentPlacement:
-    """Switched by the engine thread, read by any. Every rank serves by it, or is lost."""
+    """Holds the placement by which every rank serves.
+
+    The engine thread switches it; any thread may read it. A rank that cannot follow a switch is
+    lost.
+    """
 
     def __init__(self, placement: Placement) -> None:
         self._version = PlacementVersion(number=0, placement=placement, since=time.monotonic())
@@ -30,7 +34,7 @@ class CurrentPlacement:
         return self._version
 
     def on_switch(self, hear: Callable[[Placement], None]) -> None:
-        """`hear` is called on the engine thread, between two steps."""
+        """Registers `hear`, which is called on the engine thread between two steps."""
         self._listeners.append(hear)
 
     def switch(self, number: int, placement: Placement) -> None:

@@ -1,4 +1,4 @@
-"""Which accelerator the worker of a rank may see."""
+"""Chooses the accelerator that a rank's worker may see."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _DRIVER = Path("/dev/nvidiactl")
 def visible_device(
     environ: Mapping[str, str], place: int, device: int | None, *, has_accelerators: bool
 ) -> str | None:
-    """The value of CUDA_VISIBLE_DEVICES for one rank; None: leave it as it is, this node has none.
+    """Returns the value of CUDA_VISIBLE_DEVICES for one rank; None leaves the variable as it is.
 
-    A launcher may have narrowed what the node sees (Slurm: CUDA_VISIBLE_DEVICES=4,5): then `device`
-    and `place` count among those. Raises ConfigError.
+    A launcher may have narrowed what the node sees (Slurm: CUDA_VISIBLE_DEVICES=4,5). Then `device`
+    and `place` are indices into that list. Raises ConfigError.
     """
     wanted = place if device is None else device
     given = environ.get(DEVICES_VARIABLE)
@@ -28,14 +28,15 @@ def visible_device(
         return None  # hidden on purpose
     if wanted >= len(names):
         raise ConfigError(
-            f"a rank needs device {wanted} of its node, and {DEVICES_VARIABLE}={given} shows "
-            f"{len(names)}."
+            f"a rank needs device {wanted} of its node, but {DEVICES_VARIABLE}={given} shows "
+            f"only {len(names)}."
         )
     return names[wanted]
 
 
 def shared_device(environ: Mapping[str, str], place: int, num_devices: int) -> str | None:
-    """As `visible_device`, for ranks of one host that take turns at its devices: they may share."""
+    """Like `visible_device`, for ranks of one host that take its devices in turn and may share
+    them."""
     given = environ.get(DEVICES_VARIABLE)
     names = [str(number) for number in range(num_devices)]
     if given is not None:
@@ -44,10 +45,10 @@ def shared_device(environ: Mapping[str, str], place: int, num_devices: int) -> s
 
 
 def num_accelerators() -> int:
-    """NVIDIA GPUs that this host, or container, has; asks no library."""
+    """Returns the number of NVIDIA GPUs of this host or container, without loading a library."""
     return sum(path.name[len("nvidia") :].isdigit() for path in _DRIVER.parent.glob("nvidia*"))
 
 
 def has_accelerators() -> bool:
-    """Whether the driver of NVIDIA GPUs is loaded; asks no library, which would take seconds."""
+    """Returns True if the NVIDIA driver is loaded. Asking a library would take seconds."""
     return _DRIVER.exists()

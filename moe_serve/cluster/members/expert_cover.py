@@ -1,4 +1,4 @@
-"""Who stands in for expert ranks that are away, and what they must load for it."""
+"""Chooses the ranks that stand in for lost expert ranks, and the experts they must load."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ Held = dict[int, list[int]]  # layer -> experts
 
 
 def covered(placement: Placement, alive: Collection[int]) -> Placement:
-    """Every expert on ranks that are alive: replicas serve where there are any."""
+    """Returns the placement on the ranks alive: replicas serve where there are any."""
     away = set(range(placement.num_ranks)) - set(alive)
     return placement.without(away).with_lost_given_to(alive)
 
 
 def beyond(placement: Placement, now: Placement, rank: int) -> Held:
-    """What a rank holds now beside its own; layers without such are left out."""
+    """Returns the experts that a rank holds now beside its own; layers without any are left out."""
     own, held = placement.held_by(rank), now.held_by(rank)
     extra = {layer: sorted(set(ids) - set(own[layer])) for layer, ids in held.items()}
     return {layer: ids for layer, ids in extra.items() if ids}
 
 
 def renumbered(placement: Placement, members: Sequence[int]) -> dict[int, list[list[int]]]:
-    """Layer -> expert -> ranks, by their place among the members of an epoch."""
+    """Returns layer -> expert -> ranks, each rank as its index among the members of an epoch."""
     place = {rank: index for index, rank in enumerate(members)}
     return {
         layer: [[place[rank] for rank in ranks] for ranks in experts]

@@ -1,4 +1,5 @@
-"""Which ranks have been silent for too long. Bookkeeping only: knows no sockets and no threads."""
+"""Finds ranks that have been silent for too long. Bookkeeping only: it uses no sockets or
+threads."""
 
 from __future__ import annotations
 
@@ -9,24 +10,24 @@ from typing import Generic, TypeVar
 
 DEFAULT_MISSES = 3
 
-R = TypeVar("R")  # what names a rank
+R = TypeVar("R")  # the type of a rank's name
 
 
 @dataclass(frozen=True, slots=True)
 class Silence(Generic[R]):
-    """`rank` has sent no beat for `seconds`."""
+    """`rank` has sent no heartbeat for `seconds`."""
 
     rank: R
     seconds: float
 
 
 class Heartbeats(Generic[R]):
-    """A rank is late when `misses` periods have passed since its last beat.
+    """Keeps the last heartbeat of each rank. A rank is late after `misses` periods without one.
 
         period 1 s, misses 3, last beat at t = 10: late from t = 13
 
-    Any message from a rank may count as a beat. A rank is watched from its first beat until
-    `forget`: beat once in its name when it is admitted.
+    Any message from a rank may count as a heartbeat. A rank is watched from its first one until
+    `forget`, so call `beat` for it once when it is admitted.
     """
 
     def __init__(
@@ -44,23 +45,23 @@ class Heartbeats(Generic[R]):
         self._last_s[rank] = self._clock()
 
     def forget(self, rank: R) -> None:
-        """No longer expected: it has left, or is fenced."""
+        """Stops watching a rank, which has left or is fenced off."""
         self._last_s.pop(rank, None)
 
     def excuse(self) -> None:
-        """Everybody's silence so far: it was us who did not listen."""
+        """Forgives all silences so far, because this process did not read the messages."""
         now_s = self._clock()
         self._last_s = dict.fromkeys(self._last_s, now_s)
 
     def late(self) -> list[Silence[R]]:
-        """The longest silence first."""
+        """Returns the ranks that are late, the longest silence first."""
         now_s = self._clock()
         silences = [Silence(rank, now_s - last_s) for rank, last_s in self._last_s.items()]
         late = [item for item in silences if item.seconds >= self._limit_s]
         return sorted(late, key=lambda item: -item.seconds)
 
     def next_check_s(self) -> float:
-        """How long nobody can become late: for the time-out of whoever waits for messages."""
+        """Returns the seconds in which no rank can become late: a time-out for message waits."""
         if not self._last_s:
             return self._limit_s
         return max(0.0, min(self._last_s.values()) + self._limit_s - self._clock())

@@ -1,7 +1,7 @@
-"""Which ranks there are: started, admitted, watched, given up, and started again.
+"""Starts ranks, admits and watches them, gives up lost ones and starts them again.
 
-The engine thread handles events; links read on threads of their own; one more thread watches for
-processes that ended, for silence, and starts what is due.
+The engine thread handles events, and links read on threads of their own. One more thread watches
+for ended processes and silence, and starts ranks that are due.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moe_serve.cluster.control.messages import (
 from moe_serve.cluster.control.rank_link import Event, Gone, Inbox, RankLink
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.members.heartbeat import Heartbeats
-from moe_serve.cluster.members.preflight_round import PreflightRound
+from moe_serve.cluster.members.preflight import PreflightRound
 from moe_serve.cluster.members.rank_starter import RankStarter
 from moe_serve.cluster.members.roster import Phase, RankState, Roster
 from moe_serve.errors import ChannelClosedError, ClusterError, ConfigError, MoeServeError
@@ -41,12 +41,13 @@ _WATCH_S = 0.05
 _LAST_WORDS_S = 2.0
 _PREFLIGHT_S = 120.0  # for processes to start and import torch, also from a slow file system
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0  # between two starts of a rank that keeps dying
-_LASTING_S = 10.0  # a process that served so long does not count as one that keeps dying
+_LASTING_S = 10.0  # a process that served this long resets the count of failures
 _CLOSE_S = 10.0  # for the watch to end
 
 
 class Membership:
-    """`configure` says what a rank loads, `weights` what hash it must have then."""
+    """`configure` returns what a rank loads; `weights` is the hash that its checkpoint must
+    have."""
 
     def __init__(
         self,
@@ -58,23 +59,23 @@ class Membership:
         self.roster, self._configure, self._weights = roster, configure, weights
         self.inbox: Inbox = queue.SimpleQueue()
         self._starter: RankStarter | None = None
-        self._preflight: PreflightRound | None = None  # while it goes on
+        self._preflight: PreflightRound | None = None  # while it runs
         self._beats: Heartbeats[str] = Heartbeats(heartbeat_s)
         self._heartbeat_s, self._last_look = heartbeat_s, math.inf
-        self._lock = threading.Lock()  # of the beats, of what is due, and of the links
-        self._links: weakref.WeakSet[RankLink] = weakref.WeakSet()  # also of ranks not let in yet
+        self._lock = threading.Lock()  # guards the beats, the due starts and the links
+        self._links: weakref.WeakSet[RankLink] = weakref.WeakSet()  # with ranks not admitted yet
         self._due: dict[str, float] = {}  # when to start a rank
         self._is_closing = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
-        self._start_timeout_s = math.inf  # of later starts; `start` itself has the first one's
+        self._start_timeout_s = math.inf  # for restarts; `start` gets the first one's
         self._loading: dict[str, tuple[int, int]] = {}
-        self.on_event: Callable[[], None] = lambda: None  # wakes an engine that is idle
-        self.is_due: Callable[[], bool] = lambda: False  # whether to, though nobody said anything
+        self.on_event: Callable[[], None] = lambda: None  # wakes an idle engine
+        self.is_due: Callable[[], bool] = lambda: False  # wake without an event?
         self.num_lost = 0
         self.last_loss = ""
 
     def admit(self, channel: Channel[Any]) -> None:
-        """A connection that proved itself. Called on any thread."""
+        """Takes over an authenticated connection. Called on any thread."""
         with self._lock:
             if not self._is_closing.is_set():
                 self._links.add(RankLink(channel, self.inbox, self._beat))
@@ -88,7 +89,7 @@ class Membership:
         timeout_s: float,
         progress: LoadProgress | None,
     ) -> None:
-        """Start all ranks and wait until they have loaded; raises what keeps one from it."""
+        """Starts all ranks and waits until they have loaded; raises the error that prevents it."""
         self._starter, self._preflight = starter, preflight
         for state in self.roster.all():
             self._start(state)
@@ -110,9 +111,10 @@ class Membership:
         self._start_timeout_s = timeout_s
 
     def _pass_preflight(self, preflight: PreflightRound, timeout_s: float) -> None:
-        """Nobody loads before everybody is there and fits; raises ClusterError with what does not.
+        """Waits until all ranks are there, and raises ClusterError with all that does not fit.
 
-        Ranks that come later, restarted, are only held to the hash of their weights.
+        No rank loads before. Restarted ranks, which come later, are only checked by their weights'
+        hash.
         """
         deadline, is_asked = time.monotonic() + timeout_s, False
         while not preflight.is_done:
@@ -133,7 +135,7 @@ class Membership:
             self._admit(state)
 
     def _check_start(self, event: Event) -> None:
-        """What no rank may do before all have loaded."""
+        """Raises on events that must not happen before all ranks have loaded."""
         if isinstance(event.report, Unwell):
             raise ConfigError(f"{event.name} cannot serve: {event.report.why}")
         if isinstance(event.report, Gone):
@@ -142,8 +144,8 @@ class Membership:
             raise ClusterError(f"{event.name} is refused: {self._objection(event.report)}.")
 
     def _cause(self, event: Event) -> str:
-        """Why a rank is gone; its process may tell more a moment after its connection does."""
-        assert isinstance(event.report, Gone), "somebody is gone"
+        """Returns why a rank is gone; its process may tell more just after its connection does."""
+        assert isinstance(event.report, Gone), "a rank must be gone"
         end = time.monotonic() + _LAST_WORDS_S
         while (later := self.next_event(end - time.monotonic())) is not None:
             if later.name == event.name and isinstance(later.report, Gone):
@@ -151,9 +153,10 @@ class Membership:
         return event.report.why
 
     def next_event(self, timeout_s: float) -> Event | None:
-        """Wait for one, and do what follows from it here; None after the time-out.
+        """Waits for an event and handles it here; returns None after the time-out.
 
-        What a process still says that was given up is dropped."""
+        Messages of processes already given up are dropped.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -164,7 +167,7 @@ class Membership:
                 return event
 
     def give_up(self, name: str, why: str) -> None:
-        """A rank is of no use any more: end its process, and start it again."""
+        """Ends the process of a rank that is of no more use, and starts it again."""
         state = self.roster[name]
         step = "" if state.link is None or state.link.step < 0 else f" (in step {state.link.step})"
         _log.warning("%s is lost%s: %s", name, step, why)
@@ -179,19 +182,19 @@ class Membership:
             return
         try:
             self._starter.kill(state.name)
-        except MoeServeError as error:  # it is stuck in the kernel: fenced, as its link is closed
+        except MoeServeError as error:  # stuck in the kernel; closing its link has fenced it off
             _log.error("%s", error)
         self._start_later(state)
 
     def _start_later(self, state: RankState) -> None:
-        """At once, unless its processes keep dying."""
+        """Schedules a start: now, or after a growing pause if its processes keep dying."""
         power = state.num_failures - 2
         pause_s = 0.0 if power < 0 else min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2**power)
         with self._lock:
             self._due[str(state.name)] = time.monotonic() + pause_s
 
     def close(self) -> None:
-        """End all ranks."""
+        """Ends all ranks."""
         with self._lock:
             self._is_closing.set()
         if self._watcher.is_alive():
@@ -209,7 +212,7 @@ class Membership:
             link.close()
 
     def _handle(self, event: Event) -> bool:
-        """Whether it is of a process that counts."""
+        """Handles an event; returns False if it comes from a process that no longer counts."""
         if event.name not in self.roster:
             if event.link is not None:
                 event.link.close()
@@ -234,7 +237,7 @@ class Membership:
         link = event.link
         assert link is not None, "a hello without a connection"
         if state.phase is not Phase.STARTING or state.lost_start == state.num_starts:
-            _log.warning("a second process says it is %s: turned away", state.name)
+            _log.warning("refused a second process that claims to be %s", state.name)
             link.close()
             return
         state.link, state.phase = link, Phase.LOADING
@@ -244,18 +247,18 @@ class Membership:
             self._preflight.came(event.report)
 
     def _admit(self, state: RankState) -> None:
-        """Tell a rank what to load. It beats from then on."""
+        """Tells a rank what to load. Its heartbeats begin then."""
         if state.link is not None:
             self._beat(state.link)
         state.send(self._configure(state.name))
 
     def _objection(self, report: Loaded) -> str | None:
-        """Why a rank that has loaded may not serve."""
+        """Returns why a loaded rank may not serve, or None if it may."""
         if report.weights_hash == self._weights:
             return None
         return (
-            f"its checkpoint is another one (hash {report.weights_hash[:12]}, the coordinator's "
-            f"is {self._weights[:12]})"
+            f"its checkpoint differs (its hash is {report.weights_hash[:12]}, the coordinator's "
+            f"{self._weights[:12]})"
         )
 
     def _take_in(self, state: RankState, report: Loaded) -> None:
@@ -290,7 +293,7 @@ class Membership:
         before, self._last_look = self._last_look, time.monotonic()
         with self._lock:
             if self._last_look - before > self._heartbeat_s:
-                self._beats.excuse()  # this process was stopped, or starved; beats wait to be read
+                self._beats.excuse()  # this process was stopped or starved; unread beats wait
             late = [(item.rank, item.seconds) for item in self._beats.late()]
             now = time.monotonic()
             due = [name for name, moment in self._due.items() if moment <= now]
@@ -315,20 +318,20 @@ class Membership:
             self._start_later(state)
 
     def _check_progress(self, state: RankState) -> None:
-        """A process that does not come to serve in time is no use."""
+        """Gives up a process that does not become ready in time."""
         seconds = time.monotonic() - state.started_at
         is_coming = state.phase in (Phase.STARTING, Phase.LOADING)
         if is_coming and state.lost_start < state.num_starts and seconds > self._start_timeout_s:
-            state.started_at = math.inf  # told once
+            state.started_at = math.inf  # report it once
             self._tell(str(state.name), f"not ready {seconds:.0f} s after its start")
 
     def _tell(self, name: str, why: str) -> None:
-        """The process that was started last is gone."""
+        """Reports that the process started last is gone."""
         self.inbox.put(Event(name, None, Gone(why, self.roster[name].num_starts)))
 
 
 def _is_of(state: RankState, event: Event, gone: Gone) -> bool:
-    """Whether it is the rank's present process that is gone, and not told before."""
+    """Returns True if the rank's present process is gone and was not reported before."""
     if gone.start is None:
         return event.link is not None and event.link is state.link
     return state.lost_start < gone.start == state.num_starts

@@ -1,6 +1,7 @@
-"""Reads what worker processes write, line by line: passes it on, and keeps the last lines of each.
+"""Reads the output of worker processes line by line, passes it on and keeps each one's last
+lines.
 
-One thread for all of them. A pipe that a grandchild keeps open is closed with the pump.
+One thread serves all of them. A pipe that a grandchild keeps open is closed with the pump.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Output:
         return tuple(self._tail)
 
     def feed(self, data: bytes) -> list[str]:
-        """The lines that `data` completes."""
+        """Returns the lines that `data` completes."""
         *whole, self._rest = (self._rest + data).split(b"\n")
         while len(self._rest) > _MAX_LINE_BYTES:
             whole.append(self._rest[:_MAX_LINE_BYTES])
@@ -39,7 +40,7 @@ class Output:
         return self._keep(whole)
 
     def end(self) -> list[str]:
-        """The last line, if it had no end."""
+        """Returns the last line, if it had no line end."""
         rest, self._rest = self._rest, b""
         return self._keep([rest] if rest else [])
 
@@ -50,12 +51,12 @@ class Output:
 
 
 class OutputPump:
-    """`sink` is called on the pump's thread: with every line, the process's name before it."""
+    """Calls `sink` on its own thread with every line, prefixed by the process's name."""
 
     def __init__(self, sink: Callable[[str], None]) -> None:
         self._sink = sink
         self._selector = selectors.DefaultSelector()
-        self._lock = threading.Lock()  # for the selector's table
+        self._lock = threading.Lock()  # guards the selector's table
         self._is_closed = False
         self._wake, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
@@ -72,7 +73,7 @@ class OutputPump:
         return output
 
     def close(self) -> None:
-        """Closes every pipe, also those that somebody could still write to."""
+        """Closes every pipe, including those that a process could still write to."""
         with self._lock:
             if self._is_closed:
                 return
@@ -94,7 +95,7 @@ class OutputPump:
                     self._read(key.fd, key.data)
 
     def _read(self, descriptor: int, output: Output) -> bool:
-        """Passes one piece on; returns whether there may be more."""
+        """Passes one piece on; returns True if there may be more."""
         try:
             data = os.read(descriptor, _READ_BYTES)
         except BlockingIOError:
@@ -105,7 +106,7 @@ class OutputPump:
         return bool(data)
 
     def _drain(self, descriptor: int, output: Output) -> None:
-        """What lies in the pipe now, and no more: a grandchild may write for ever."""
+        """Passes on what is in the pipe now. The bound matters: a grandchild may write for ever."""
         for _ in range(16):
             try:
                 data = os.read(descriptor, _READ_BYTES)

@@ -1,8 +1,8 @@
-"""A worker must not outlive the process that started it, however that one ends.
+"""Ends a worker when the process that started it ends, however that happens.
 
-Two ways at once. Its standard input is a pipe whose other end only the parent holds: end of file
-means that the parent is gone. On Linux the kernel also sends SIGKILL, which reaches a worker that
-is stopped, or whose threads never come back to Python.
+It uses two ways. The worker's standard input is a pipe whose other end only the parent holds, so
+end of file means that the parent is gone. On Linux the kernel also sends SIGKILL, which reaches a
+worker that is stopped, or whose threads never return to Python.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Call it first thing in a worker that LocalProcesses started; without a pipe it does nothing.
+    """Call this first in a worker that LocalProcesses started; without a pipe it does nothing.
 
-    A parent that died before this call is noticed too: the pipe is at its end then.
+    It also notices a parent that died before the call: the pipe is at end of file then.
     """
     if not stat.S_ISFIFO(os.fstat(0).st_mode):
         return
@@ -34,5 +34,5 @@ def end_with_parent() -> None:
 
 def _wait_for_the_end() -> None:
     while os.read(0, 4096):
-        pass  # nobody writes; whatever came is no end of file
+        pass  # nothing is written here, and only end of file matters
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What the ranks tell of their steps, brought together: metrics, timeline, the choice of m."""
+"""Combines the ranks' step reports into metrics and the timeline, and chooses the micro-batches."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from moe_serve.planning.calibration_file import read_calibration
 
 _log = logging.getLogger(__name__)
 
-_MAX_OPEN = 8  # steps whose expert ranks have not all told of them
+_MAX_OPEN = 8  # steps whose expert ranks have not all reported
 
 
 @dataclass(slots=True)
 class _OpenStep:
-    """A step until everybody has told of it."""
+    """A step until all ranks have reported on it."""
 
     loads: Sequence[BatchLoad]
     choice: Choice
@@ -46,7 +46,7 @@ class _OpenStep:
 
 
 class AnyChooser(Protocol):
-    """Decides how each step is cut, and hears how it went."""
+    """Decides how many micro-batches each step has, and learns from its timing."""
 
     def choose(self, loads: Sequence[BatchLoad]) -> Choice: ...
 
@@ -54,9 +54,10 @@ class AnyChooser(Protocol):
 
 
 class PoolWatch:
-    """Used by the engine thread; `stats` by any.
+    """Used by the engine thread; any thread may call `stats`.
 
-    `chooser` None: always `fixed` micro-batches (or as many as there are sequences).
+    With `chooser` None there are always `fixed` micro-batches (or one a sequence, if those are
+    fewer).
     """
 
     def __init__(
@@ -69,11 +70,11 @@ class PoolWatch:
         self._recent = RecentPools()
         self._open: dict[int, _OpenStep] = {}
         self._next: _OpenStep | None = None
-        self._memories: dict[str, MemoryStats] = {}  # of expert ranks, by name
-        self._past = MemoryStats()  # what lost ones counted
+        self._memories: dict[str, MemoryStats] = {}  # expert rank -> its memory
+        self._past = MemoryStats()  # counts of lost ranks
 
     def choose(self, plans: Mapping[str, StepPlan], num_expert_ranks: int) -> int:
-        """Micro-batches of the step that comes."""
+        """Returns the number of micro-batches of the next step."""
         loads = [BatchLoad.of(plan.slices) for plan in plans.values()]
         reason: MicroBatchReason = "fixed"
         if self._chooser is not None:
@@ -87,7 +88,7 @@ class PoolWatch:
         return choice.num_micro_batches
 
     def began(self, step: int) -> None:
-        """The step that was chosen for has this number. One that is repeated tells nothing."""
+        """Notes the number of the step chosen for. A repeated step is not recorded."""
         opened, self._next = self._next, None
         if opened is not None:
             self._open[step] = opened
@@ -96,7 +97,7 @@ class PoolWatch:
                 del self._open[next(iter(self._open))]
 
     def heard(self, name: str, report: StepDone | StepServed, offset_ns: int) -> None:
-        """A rank's end of a step. Its clock plus `offset_ns` is ours."""
+        """Records a rank's report at the end of a step. Its clock plus `offset_ns` is ours."""
         track = track_of(name)
         if report.records:
             taken = decode_records(report.records)
@@ -106,7 +107,7 @@ class PoolWatch:
         if isinstance(report, StepServed) and report.memory is not None:
             before = self._memories.get(name)
             if before is not None and report.memory.num_visits < before.num_visits:
-                self._end_memory(name)  # it has started again
+                self._end_memory(name)  # the rank has restarted
             self._memories[name] = report.memory
         opened = self._open.get(report.step)
         if opened is not None:
@@ -115,7 +116,7 @@ class PoolWatch:
             self._close(report.step, opened)
 
     def ended(self, step: int, seconds: float, is_sound: bool) -> None:
-        """All tokens of a step are here; not sound: it failed or is repeated."""
+        """Notes that all tokens of a step are here; `is_sound` False: it failed or is repeated."""
         opened = self._open.get(step)
         if opened is not None and is_sound:
             opened.seconds = seconds
@@ -124,18 +125,20 @@ class PoolWatch:
             del self._open[step]
 
     def forget(self, name: str) -> None:
-        """A rank is lost."""
+        """Forgets a lost rank."""
         self._recent.forget(track_of(name))
 
     def keep_experts(self, names: Collection[str]) -> None:
-        """These expert ranks are there: no memory but theirs holds anything."""
+        """Keeps the expert memories of these ranks only: no other memory holds anything."""
         for name in self._memories.keys() - set(names):
             self._end_memory(name)
 
     @property
     def expert_memory(self) -> MemoryStats | None:
-        """Of all expert ranks together, as they were at the end of their last steps. Counts never
-        shrink: those of lost ranks stay in them."""
+        """Returns the sum over all expert ranks, as of the end of their last steps.
+
+        Counts never shrink: those of lost ranks stay in them.
+        """
         each = list(self._memories.values())
         if not each and not self._past.num_visits:
             return None
@@ -145,11 +148,11 @@ class PoolWatch:
         return self._recent.stats()
 
     def last_step(self) -> StepTimeline | None:
-        """The newest that was recorded on all ranks. On any thread."""
+        """Returns the newest step recorded on all ranks. On any thread."""
         return self._recent.last_step()
 
     def close(self) -> None:
-        """End the timeline. A disk that failed keeps nobody from ending too."""
+        """Ends the timeline. A disk error is logged and keeps nothing else from ending."""
         writer, self._writer = self._writer, None
         if writer is None:
             return
@@ -158,7 +161,9 @@ class PoolWatch:
         except OSError as error:
             why = error.strerror or error
             _log.warning(
-                "the timeline %s is not whole, it could not be written: %s", writer.path, why
+                "the timeline %s is incomplete, as it could not be written: %s",
+                writer.path,
+                why,
             )
 
     def _end_memory(self, name: str) -> None:
@@ -182,13 +187,14 @@ class PoolWatch:
 
 
 def track_of(name: str) -> Track:
-    """`expert-1` -> expert 1."""
+    """Returns the track of a rank's name: `expert-1` -> expert 1."""
     role, _, index = name.rpartition("-")
     return Track(Role(role), int(index))
 
 
 def make_watch(config: EngineConfig, model: ClusterModel) -> PoolWatch:
-    """As configured: fixed, by a calibration, or by what the steps show. Raises ConfigError."""
+    """Makes a watch with fixed micro-batches, a calibration or costs learned online. Raises
+    ConfigError."""
     cuts, cluster = config.pipeline.micro_batches, config.cluster
     writer = None
     if config.pipeline.timeline is not None:

@@ -1,7 +1,7 @@
-"""Before anything is loaded: who never came, and who does not fit the others.
+"""Finds, before anything is loaded, ranks that are absent and ranks that do not fit the others.
 
-Pure functions over what the ranks reported. One problem is one sentence; ranks that share one are
-named together.
+The functions are pure: they work on the ranks' reports. One problem is one sentence, which names
+all ranks that share it.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
-from moe_serve.cluster.control.messages import FileMark
-from moe_serve.cluster.control.probe import ProbeResult
+from moe_serve.cluster.control.messages import Examine, Examined, FileMark, Hello
+from moe_serve.cluster.control.probe import ProbeResult, ProbeTarget
+from moe_serve.cluster.members.examine import file_marks, versions
 
 Kind = Literal["absent", "unexpected", "version", "file", "port"]
-_SHOWN_DIGITS = 12  # of a hash
+_SHOWN_DIGITS = 12  # digits of a hash
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +30,8 @@ class ExpectedRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """What one rank has and sees. The coordinator's own is what the others are compared with."""
+    """The versions, files and port probes of one rank. Others are compared with the
+    coordinator's."""
 
     name: str
     host: str
@@ -39,7 +42,7 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """`text` is one sentence for the user; `ranks` are those it is about."""
+    """`text` is one sentence for the user; `ranks` are the ranks it is about."""
 
     kind: Kind
     text: str
@@ -55,7 +58,7 @@ def find_problems(
     coordinator: RankReport,
     waited_s: float,
 ) -> list[Problem]:
-    """Everything that keeps the ranks from working together; empty: they can begin."""
+    """Returns everything that keeps the ranks from working together; empty: they can begin."""
     return [
         *absent_ranks(expected, reports, waited_s),
         *unexpected_ranks(expected, reports),
@@ -68,7 +71,7 @@ def find_problems(
 def absent_ranks(
     expected: Sequence[ExpectedRank], reports: Sequence[RankReport], waited_s: float
 ) -> Iterator[Problem]:
-    """By node: all the ranks of one that did not start at all make one sentence."""
+    """Yields a problem for each node with absent ranks; a node without any rank is one sentence."""
     came = {report.name for report in reports}
     by_node: dict[str, list[str]] = defaultdict(list)
     for rank in expected:
@@ -88,12 +91,12 @@ def absent_ranks(
 def unexpected_ranks(
     expected: Sequence[ExpectedRank], reports: Sequence[RankReport]
 ) -> Iterator[Problem]:
-    """Ranks of another layout, and ranks that were started twice."""
+    """Yields ranks of another layout, and ranks that were started twice."""
     known = {rank.name for rank in expected}
     for name, count in Counter(report.name for report in reports).items():
         hosts = _listed(sorted({report.host for report in reports if report.name == name}))
         if name not in known:
-            text = f"{name} came from {hosts} and is no part of this layout."
+            text = f"{name} came from {hosts} and is not part of this layout."
         elif count > 1:
             text = f"{name} came {count} times, from {hosts}: each rank is started once."
         else:
@@ -116,7 +119,8 @@ def version_differences(
 
 
 def file_differences(reports: Sequence[RankReport], coordinator: RankReport) -> Iterator[Problem]:
-    """Ranks are compared with the coordinator, file by file; those that agree are told once."""
+    """Compares each rank's files with the coordinator's; ranks with the same difference share a
+    problem."""
     ours = {mark.name: mark for mark in coordinator.files}
     theirs = {report.name: {mark.name: mark for mark in report.files} for report in reports}
     names = dict.fromkeys([*ours, *(name for marks in theirs.values() for name in marks)])
@@ -140,7 +144,7 @@ def _described(mark: FileMark | None) -> str:
 
 
 def closed_ports(reports: Sequence[RankReport]) -> Iterator[Problem]:
-    """By target: a port that several ranks cannot reach for one reason makes one sentence."""
+    """Yields a problem for each port that ranks cannot reach for the same reason."""
     failures: dict[tuple[str, str, int, str], list[RankReport]] = defaultdict(list)
     tried: Counter[str] = Counter()
     for report in reports:
@@ -163,3 +167,69 @@ def closed_ports(reports: Sequence[RankReport]) -> Iterator[Problem]:
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(names)
+
+
+PROBE_TIMEOUT_S = 5.0
+
+
+class PreflightRound:
+    """`folder` is the checkpoint as the coordinator, on `host`, sees it."""
+
+    def __init__(self, expected: Sequence[ExpectedRank], folder: Path, host: str) -> None:
+        self._expected, self._folder = expected, folder
+        self._reference = RankReport(
+            name="the coordinator",
+            host=host,
+            versions=versions(),
+            files=tuple(file_marks(folder)),
+        )
+        self._hellos: dict[str, Hello] = {}
+        self._examined: dict[str, Examined] = {}
+
+    def came(self, hello: Hello) -> None:
+        """Adds a rank. A restarted rank replaces its predecessor."""
+        self._hellos[hello.name] = hello
+        self._examined.pop(hello.name, None)
+
+    def examined(self, name: str, examined: Examined) -> None:
+        self._examined[name] = examined
+
+    @property
+    def has_all_come(self) -> bool:
+        return all(rank.name in self._hellos for rank in self._expected)
+
+    @property
+    def is_done(self) -> bool:
+        return all(rank.name in self._examined for rank in self._expected)
+
+    @property
+    def order(self) -> Examine:
+        """Returns the order, the same for all ranks. That each also tries its own port does no
+        harm."""
+        targets = [
+            ProbeTarget(hello.name, hello.host, hello.probe_port)
+            for hello in self._hellos.values()
+            if hello.probe_port
+        ]
+        return Examine(folder=str(self._folder), targets=targets, timeout_s=PROBE_TIMEOUT_S)
+
+    def problems(self, waited_s: float) -> list[Problem]:
+        """Returns the problems known so far; ranks that did not come or answer are among them."""
+        reports, unread = [], []
+        for name, hello in self._hellos.items():
+            answer = self._examined.get(name)
+            is_read = answer is not None and answer.why is None
+            reports.append(
+                RankReport(
+                    name=name,
+                    host=hello.host,
+                    versions=dict(hello.versions),
+                    files=tuple(answer.files) if answer and is_read else self._reference.files,
+                    probes=tuple(answer.probes) if answer else (),
+                )
+            )
+            if self.has_all_come and not is_read:
+                why = answer.why if answer else f"it did not answer within {waited_s:g} s"
+                text = f"{name} cannot be examined: {why}"
+                unread.append(Problem(kind="file", text=text, ranks=(name,)))
+        return find_problems(self._expected, reports, self._reference, waited_s) + unread

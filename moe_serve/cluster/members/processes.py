@@ -1,7 +1,7 @@
-"""The worker processes of this machine: started, watched, killed, and never left behind.
+"""Starts, watches and kills the worker processes of this machine, and leaves none behind.
 
-Each has its own session, so that Ctrl-C in the terminal reaches the parent alone, which then ends
-them in order. `parent_watch` covers a parent that could not.
+Each has its own session, so Ctrl-C in the terminal reaches only the parent, which then ends them in
+order. `parent_watch` covers a parent that died before it could.
 """
 
 from __future__ import annotations
@@ -26,30 +26,31 @@ from moe_serve.errors import ClusterError
 _log, _ranks_log = logging.getLogger(__name__), logging.getLogger(RANK_LOG)
 
 WORKER_MODULE = "moe_serve.cluster.ranks.worker"
-STACKS_SIGNAL = signal.SIGUSR1  # a worker that gets it writes where its threads are
-_STACKS_WAIT_S = 0.5  # until that has come
+STACKS_SIGNAL = signal.SIGUSR1  # a worker that receives it writes its threads' stacks
+_STACKS_WAIT_S = 0.5  # until the stacks have arrived
 _KILLED_WAIT_S = 10.0  # after SIGKILL; only a process stuck in the kernel takes longer
-_LAST_WORDS_S = 1.0  # how long the output of a dead process may still be on its way
+_LAST_WORDS_S = 1.0  # for output of a dead process that is still in the pipe
 _POLL_S = 0.01
 
 
 def worker_command(*arguments: str) -> tuple[str, ...]:
-    """This Python, running the worker. Secrets go through the environment, never in here."""
+    """Returns the command that runs the worker in this Python. Secrets go through the
+    environment."""
     return module_command(WORKER_MODULE, *arguments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitedProcess:
-    """How a process ended. `returncode` is minus the signal, if one did it."""
+    """A process that ended. `returncode` is minus the signal number if a signal ended it."""
 
     name: str
     pid: int
     returncode: int
-    tail: tuple[str, ...]  # its last lines
+    tail: tuple[str, ...]  # its last lines of output
 
     @property
     def reason(self) -> str:
-        """What happened, as the end of a sentence: "was killed by SIGKILL"."""
+        """Describes the end of the process as the end of a sentence: "was killed by SIGKILL"."""
         if self.returncode >= 0:
             return f"ended with status {self.returncode}"
         with contextlib.suppress(ValueError):
@@ -64,8 +65,10 @@ class _Running:
 
 
 def write_to_stderr(line: str) -> None:
-    """The default sink: as it is, or as a record where each line of the log is JSON. A terminal
-    that is gone is no reason to stop reading the workers."""
+    """The default sink: writes the line as it is, or as a record if the log is JSON.
+
+    A terminal that is gone is no reason to stop reading the workers, so its errors are ignored.
+    """
     if is_json_log():
         _ranks_log.info("%s", line)
         return
@@ -75,14 +78,15 @@ def write_to_stderr(line: str) -> None:
 
 
 class LocalProcesses:
-    """Any thread may call it. `close` (or leaving the `with`) kills what still runs."""
+    """Any thread may call it. `close` (or leaving the `with`) kills the processes that still
+    run."""
 
     def __init__(self, sink: Callable[[str], None] = write_to_stderr) -> None:
         self._pump = OutputPump(sink)
         self._lock = threading.Lock()
         self._running: dict[str, _Running] = {}
-        # Linux sends the parent's death signal when the *thread* that forked ends. This one lives
-        # as long as we do.
+        # Linux sends the parent's death signal when the *thread* that forked ends. This thread
+        # lives as long as we do.
         self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker-starter")
 
     def __enter__(self) -> LocalProcesses:
@@ -93,7 +97,8 @@ class LocalProcesses:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those started, less those that `exited`, `kill` or `stop_all` told of or ended."""
+        """Returns the names of started processes not yet returned by `exited`, `kill` or
+        `stop_all`."""
         with self._lock:
             return tuple(self._running)
 
@@ -103,11 +108,11 @@ class LocalProcesses:
             return running.process.pid if running else None
 
     def stacks(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """Ask workers where their threads are -> the last lines of each one's output.
+        """Asks workers for their threads' stacks; returns the last lines of each one's output.
 
-        Only of those that have come as far as listening to the signal: it ends others.
+        Name only workers that already listen for the signal: it ends others.
         """
-        with self._lock:  # nobody buries them meanwhile
+        with self._lock:  # none is reaped meanwhile
             asked = {name: self._running[name] for name in names if name in self._running}
             for item in asked.values():
                 _signal(item.process, STACKS_SIGNAL)
@@ -124,12 +129,12 @@ class LocalProcesses:
     ) -> int:
         """Starts `name` and returns its pid; raises ClusterError.
 
-        `environment` is added to ours. `num_threads` goes to OMP_NUM_THREADS, before anything in
-        the worker can start a pool of threads.
+        `environment` is added to ours. `num_threads` becomes OMP_NUM_THREADS, before anything in
+        the worker can start a thread pool.
         """
         variables = {
             **os.environ,
-            "PYTHONUNBUFFERED": "1",  # the last words of a worker that is killed
+            "PYTHONUNBUFFERED": "1",  # keeps the last output of a killed worker
             "OMP_NUM_THREADS": str(num_threads),
             **environment,
         }
@@ -148,7 +153,8 @@ class LocalProcesses:
             return process.pid
 
     def exited(self) -> list[ExitedProcess]:
-        """Those that ended by themselves (or by a stranger's signal), each told once."""
+        """Returns processes that ended by themselves (or by an outside signal), each of them
+        once."""
         with self._lock:
             ended = [name for name, item in self._running.items() if _has_ended(item.process)]
             taken = [(name, self._running.pop(name)) for name in ended]
@@ -156,9 +162,10 @@ class LocalProcesses:
         return [_bury(name, item, until) for name, item in taken]
 
     def kill(self, name: str) -> ExitedProcess | None:
-        """SIGKILL to the process and what it started, also when it is stopped; waits for its end.
+        """Sends SIGKILL to the process and its children, even if it is stopped; waits for its
+        end.
 
-        None if there is no such process any more. Raises ClusterError if it does not end.
+        Returns None if there is no such process any more. Raises ClusterError if it does not end.
         """
         with self._lock:
             running = self._running.pop(name, None)
@@ -167,8 +174,10 @@ class LocalProcesses:
         return _bury(name, running, time.monotonic() + _KILLED_WAIT_S)
 
     def stop_all(self, timeout_s: float) -> list[ExitedProcess]:
-        """SIGTERM to all, and SIGKILL to those that still run after `timeout_s`. One that does not
-        end even so is told in the log, and keeps nobody from ending the others."""
+        """Sends SIGTERM to all, and SIGKILL to those that still run after `timeout_s`.
+
+        A process that does not end even so is logged, and does not keep the others from ending.
+        """
         with self._lock:
             stopping, self._running = self._running, {}
         for item in stopping.values():
@@ -178,7 +187,7 @@ class LocalProcesses:
             if time.monotonic() >= deadline:
                 break
             time.sleep(_POLL_S)
-        for item in stopping.values():  # all at once, then wait for each
+        for item in stopping.values():  # kill all, then wait for each
             _kill_group(item.process)
         until = time.monotonic() + _KILLED_WAIT_S
         ended = []
@@ -199,7 +208,7 @@ def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess
     return subprocess.Popen(
         command,
         env=environment,
-        stdin=subprocess.PIPE,  # its end of file tells the worker that we are gone
+        stdin=subprocess.PIPE,  # end of file tells the worker that we are gone
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
@@ -207,7 +216,7 @@ def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Without reaping it where the system can: until then its number, and its group's, is taken."""
+    """Checks for the end without reaping, where the system can: the pid and group stay reserved."""
     if not hasattr(os, "waitid"):
         return process.poll() is not None
     options = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -215,21 +224,21 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """Not Popen's way, which reaps a process that has ended: then nobody can ask whether it has."""
+    """Sends a signal without reaping an ended process, as Popen would do."""
     if not _has_ended(process):
-        with contextlib.suppress(ProcessLookupError):  # where asking has reaped it
+        with contextlib.suppress(ProcessLookupError):  # where the check above has reaped it
             os.kill(process.pid, number)
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL to the process, if it still runs, and to what it started and left."""
+    """Sends SIGKILL to the process, if it still runs, and to the children it left."""
     if process.returncode is None:  # not reaped
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def _bury(name: str, running: _Running, until: float) -> ExitedProcess:
-    """Ends what is left of a process and its children, reaps it and closes its pipes."""
+    """Ends the rest of a process and its children, reaps it and closes its pipes."""
     process = running.process
     _kill_group(process)
     assert process.stdin is not None, "its input is a pipe"

@@ -1,4 +1,5 @@
-"""Orders to ranks and their answers: every wait has an end, and who keeps silent is given up."""
+"""Sends orders to ranks and collects answers. Every wait is bounded, and a silent rank is given
+up."""
 
 from __future__ import annotations
 
@@ -16,37 +17,38 @@ from moe_serve.errors import ChannelClosedError, TimelineError
 
 _log = logging.getLogger(__name__)
 
-_STOP_S = 2.0  # that ranks still get to answer when the server ends
-_LOOK_S = 0.25  # between two looks whether it ends
+_STOP_S = 2.0  # time that ranks have to answer once the server ends
+_LOOK_S = 0.25  # between two checks for `stop`
 
 
 def _ignore(name: str, report: object) -> None:
-    """For questions whose answers can wait for each other."""
+    """Ignores an answer; for questions whose answers are needed only together."""
 
 
 class RankCalls:
-    """Used by the engine thread only, but for `stop`."""
+    """Used by the engine thread only, except `stop`."""
 
     def __init__(self, membership: Membership, watch: PoolWatch) -> None:
         self._membership, self._watch = membership, watch
-        self.on_event: Callable[[Event], None] = lambda event: None  # whoever waits for it
+        self.on_event: Callable[[Event], None] = lambda event: None  # set by the coordinator
         self._stop_at = math.inf
 
     def next_event(self, timeout_s: float) -> Event | None:
-        """See `Membership.next_event`; what ranks tell of their steps goes to the watch too."""
+        """See `Membership.next_event`; also passes the ranks' step reports to the watch."""
         event = self._membership.next_event(timeout_s)
         if event is None:
             return None
         if event.link is not None and isinstance(event.report, StepServed | StepDone):
             try:
                 self._watch.heard(event.name, event.report, event.link.clock_offset_ns)
-            except TimelineError as error:  # its tokens are none the worse
+            except TimelineError as error:  # the step's tokens are not affected
                 _log.warning("%s: %s", event.name, error)
         self.on_event(event)
         return event
 
     def stop(self) -> None:
-        """The server ends: all waits do so soon, also the one that goes on. On any thread."""
+        """Ends all waits soon, including the present one, because the server ends. On any
+        thread."""
         self._stop_at = time.monotonic() + _STOP_S
 
     @property
@@ -54,14 +56,14 @@ class RankCalls:
         return time.monotonic() >= self._stop_at
 
     def wait_for_event(self, deadline: float) -> Event | None:
-        """The next one; None at the deadline, or once this was stopped."""
+        """Returns the next event; None at the deadline, or once `stop` was called."""
         while (remaining_s := min(deadline, self._stop_at) - time.monotonic()) > 0:
             if (event := self.next_event(min(remaining_s, _LOOK_S))) is not None:
                 return event
         return self.next_event(0.0)
 
     def send(self, name: str, order: Order) -> None:
-        """To a rank that may be gone: its reader tells the rest."""
+        """Sends an order to a rank that may be gone; the link's reader reports a loss."""
         link = self._membership.roster[name].link
         if link is not None:
             try:
@@ -76,14 +78,16 @@ class RankCalls:
         timeout_s: float,
         on_answer: Callable[[str, object], None] = _ignore,
     ) -> dict[str, Any]:
-        """Collect the answers of one kind; ranks that are lost give none,
-        nor do those that have not answered when the server ends.
+        """Sends orders and collects the answers of one kind, by rank.
 
-        `on_answer` gets each as it comes, and None for a rank that is lost."""
+        Lost ranks, and ranks that have not answered when the server ends, are left out. `on_answer`
+        gets each answer as it comes, and None for a lost rank.
+        """
         for name, order in orders.items():
             self.send(name, order)
         roster, answers = self._membership.roster, dict[str, Any]()
-        waiting = {name: roster[name].num_starts for name in orders}  # a new process knows nothing
+        # By process: a restarted one does not know the order.
+        waiting = {name: roster[name].num_starts for name in orders}
         deadline = time.monotonic() + timeout_s
         while True:
             for name, start in list(waiting.items()):

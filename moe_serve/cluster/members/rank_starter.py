@@ -1,4 +1,4 @@
-"""Who starts, watches and kills the processes of ranks: this host's, or the agents of many."""
+"""Starts, watches and kills the processes of ranks."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ STOP_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RankExit:
-    """A rank's process has ended: why, and its last lines."""
+    """The end of a rank's process: the reason, with its last lines."""
 
     name: str
     why: str
 
 
 class RankStarter(Protocol):
-    """Any thread may call it."""
+    """Starts rank processes on this host, or through the agents of many. Any thread may call it."""
 
     def start(self, rank: RankName) -> None:
-        """Start a rank's process; raises ClusterError."""
+        """Starts a rank's process; raises ClusterError."""
         ...
 
     def place_of(self, rank: RankName) -> str:
-        """The node of a rank, in words for its user."""
+        """Returns the node of a rank, in words for the user."""
         ...
 
     def kill(self, rank: RankName) -> None:
-        """Make sure that the process does not run any more, also when it is frozen."""
+        """Makes sure that the process does not run any more, even if it is frozen."""
         ...
 
     def exited(self) -> list[RankExit]:
-        """Ranks whose processes ended since the last call."""
+        """Returns the ranks whose processes ended since the last call."""
         ...
 
     def stop(self) -> None:
-        """End all; those that do not leave in time are killed."""
+        """Ends all processes; kills those that do not end in time."""
         ...
 
 
@@ -58,7 +58,7 @@ class LocalStarter:
         self._host, self._port, self._secret = host, port, secret
         self._num_threads = num_threads
         self._processes = LocalProcesses()
-        self._places: dict[str, int] = {}  # in the order of their first start
+        self._places: dict[str, int] = {}  # indices in the order of first starts
 
     def start(self, rank: RankName) -> None:
         command = worker_command(
@@ -73,7 +73,7 @@ class LocalStarter:
         )
 
     def _devices(self, rank: RankName) -> dict[str, str]:
-        """Rank i gets GPU i, modulo the GPUs of this host."""
+        """Gives rank i the GPU i, modulo the GPUs of this host."""
         place = self._places.setdefault(str(rank), len(self._places))
         device = shared_device(os.environ, place, num_accelerators())
         return {} if device is None else {DEVICES_VARIABLE: device}
@@ -82,11 +82,11 @@ class LocalStarter:
         return "this host"
 
     def pid(self, rank: RankName) -> int | None:
-        """Of the rank's process, while it runs."""
+        """Returns the pid of the rank's process while it runs."""
         return self._processes.pid(str(rank))
 
     def stacks(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """Of ranks that have loaded: where their threads are, as they tell."""
+        """Returns the stacks that loaded ranks write about their threads."""
         return self._processes.stacks(names)
 
     def kill(self, rank: RankName) -> None:

@@ -1,4 +1,4 @@
-"""The ranks of a cluster and how far each one is. Changed by the engine thread only."""
+"""The ranks of a cluster and the phase of each. Only the engine thread changes it."""
 
 from __future__ import annotations
 
@@ -11,46 +11,48 @@ from moe_serve.cluster.control.messages import Loaded, Order
 from moe_serve.cluster.control.rank_link import RankLink
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.members.expert_cover import Held
+from moe_serve.engine.request.pool_stats import PoolStats
+from moe_serve.engine.request.rank_status import RankStatus
 from moe_serve.errors import ChannelClosedError
 
 
 class Phase(enum.Enum):
-    """A rank goes through these in order, and back to the first when it is lost."""
+    """The phases of a rank, in order. A lost rank goes back to the first."""
 
     STARTING = "starting"  # the process was started, or will be
-    LOADING = "loading"  # it came, and loads its weights
+    LOADING = "loading"  # it has connected and loads its weights
     READY = "ready"  # it waits for the next epoch
     SERVING = "serving"  # it is in the epoch
 
 
 @dataclass(slots=True)
 class RankState:
-    """One rank."""
+    """The state of one rank."""
 
     name: RankName
     phase: Phase = Phase.STARTING
     link: RankLink | None = None
     loaded: Loaded | None = None
-    num_starts: int = 0  # of its processes: tells one from the next
+    num_starts: int = 0  # number of the present process, counted from 1
     started_at: float = 0.0
     ready_at: float = 0.0
     lost_start: int = 0  # the last process that was given up
-    num_failures: int = 0  # processes in a row that did not last
+    num_failures: int = 0  # successive processes that did not last
     extra: Held = field(default_factory=dict)  # experts beside its own
 
     @property
     def is_present(self) -> bool:
-        """Whether it is in the epoch, or can be in the next one."""
+        """Returns True if the rank is in the epoch, or can be in the next one."""
         return self.phase in (Phase.READY, Phase.SERVING)
 
     def send(self, order: Order) -> None:
-        """To a rank that may be gone: its reader tells."""
+        """Sends an order to a rank that may be gone; the link's reader reports a loss."""
         if self.link is not None:
             with contextlib.suppress(ChannelClosedError):
                 self.link.send(order)
 
     def lose(self) -> None:
-        """Back to the beginning."""
+        """Returns to the first phase and closes the link."""
         link, self.link = self.link, None
         self.lost_start = self.num_starts
         self.phase, self.loaded, self.extra = Phase.STARTING, None, {}
@@ -74,7 +76,7 @@ class Roster:
         return [s for s in self.states.values() if role is None or s.name.role == role]
 
     def present(self, role: str | None = None) -> list[RankState]:
-        """Those that are in the epoch, or can be in the next one."""
+        """Returns the ranks that are in the epoch, or can be in the next one."""
         return [s for s in self.all(role) if s.is_present]
 
     @property
@@ -83,3 +85,18 @@ class Roster:
 
     def serving(self, role: str | None = None) -> list[RankState]:
         return [s for s in self.all(role) if s.phase is Phase.SERVING]
+
+
+def statuses(roster: Roster, pools: PoolStats) -> tuple[RankStatus, ...]:
+    """Returns the state of all ranks, attention ranks first. On any thread."""
+    busy = {use.name: use.busy_ratio for use in pools.ranks}
+    return tuple(
+        RankStatus(
+            name=name,
+            pool=state.name.role,
+            phase=state.phase.value,
+            num_restarts=max(0, state.num_starts - 1),
+            busy_ratio=busy.get(name),
+        )
+        for name, state in roster.states.items()
+    )

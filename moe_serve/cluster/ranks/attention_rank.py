@@ -1,4 +1,4 @@
-"""What an attention rank does: steps on its own pages, with experts elsewhere."""
+"""An attention rank: runs steps on its own pages, with the experts on other ranks."""
 
 from __future__ import annotations
 
@@ -29,11 +29,9 @@ from moe_serve.cluster.control.messages import (
 )
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.ranks.attention_shards import AttentionShards, check_can_split
-from moe_serve.cluster.ranks.choices import pack_choices
-from moe_serve.cluster.ranks.load_report import load_report
-from moe_serve.cluster.ranks.mirror import Mirrors
-from moe_serve.cluster.ranks.page_work import do_page_work
-from moe_serve.cluster.ranks.rank_device import rank_device
+from moe_serve.cluster.ranks.loading import load_report, rank_device
+from moe_serve.cluster.ranks.mirror import Mirrors, do_page_work
+from moe_serve.cluster.ranks.packing import pack_choices
 from moe_serve.cluster.ranks.shard_starter import ShardStarter
 from moe_serve.cluster.rebalance.rank_placement import RankPlacement
 from moe_serve.config.sections import EngineConfig
@@ -103,7 +101,7 @@ class AttentionRank:
         self._masks = AnswerMasks(self._spec.vocab_size, eos, grammars)
         self._mirrors = Mirrors()
         self._placement = RankPlacement(configure.placement)
-        self._last_done = 0  # the last step whose tokens were told
+        self._last_done = 0  # the last step whose tokens were reported
         self._log = StageLog(configure.is_recording)
         self._group: DataGroup | None = None
         self._transport: GroupTransport | None = None
@@ -130,11 +128,11 @@ class AttentionRank:
 
     @property
     def operation(self) -> Operation | None:
-        """What it is at, on any thread; None between steps."""
+        """Returns the current operation, on any thread; None between steps."""
         return self._log.operation
 
     def join(self, join: Join, store: Any, host: str) -> None:
-        """Enter an epoch; raises PeerLostError."""
+        """Enters an epoch; raises PeerLostError."""
         self.leave()
         self._placement.check(join)
         loader, configure = self._loader, self._configure
@@ -161,7 +159,7 @@ class AttentionRank:
         self._executor = LocalExecutor(pipeline, self._sampler, tap, masks=self._masks)
 
     def leave(self) -> None:
-        """Close the epoch's connections: whoever waits for this rank wakes."""
+        """Closes the epoch's connections; ranks that wait for this one wake."""
         if self._transport is not None:
             self._transport.close()
         self._placement.left()
@@ -171,13 +169,13 @@ class AttentionRank:
             group.close()
 
     def close(self) -> None:
-        """The rank's end, and that of its other shards."""
+        """Ends the rank and its other shards."""
         self.leave()
         if self._shards is not None:
             self._shards.close()
 
     def handle(self, order: object) -> Report | None:
-        """One order of the coordinator -> what to answer."""
+        """Handles one order of the coordinator; returns the answer, if there is one."""
         if isinstance(order, RunStep):
             return self._run(order)
         if isinstance(order, QueryPages):
@@ -218,12 +216,12 @@ class AttentionRank:
             return self._compute(order, plan, transport, executor)
         except PeerLostError as error:
             peer, why = error.peer, str(error)
-        self.leave()  # only now: the error's traceback refers to what is closed here
+        self.leave()  # only now: the traceback refers to objects closed here
         return self._failed(order, why, peer)
 
     def _skip(self, order: RunStep) -> Report:
-        """A step whose tokens are missing: only what comes before it is done, and its exchanges
-        are walked through for the others."""
+        """Skips a step whose tokens are missing: applies only its changes to sequences and pages,
+        and walks through its exchanges for the other ranks."""
         order = msgspec.structs.replace(order, micro_batches=())
         if self._shards is not None:
             self._shards.step(order)
@@ -246,7 +244,8 @@ class AttentionRank:
     def _compute(
         self, order: RunStep, plan: StepPlan, transport: GroupTransport, executor: LocalExecutor
     ) -> Report:
-        """A step that fails here is walked to its end, so that the others are not held up."""
+        """Computes a step. One that fails is walked to its end, so that other ranks are not held
+        up."""
         log = self._log
         log.begin(order.step)
         try:
@@ -271,7 +270,7 @@ class AttentionRank:
             else:
                 sampled[key] = token
         self._last_done = order.step
-        # A request without a valid token ends, but may be in the next step already: any token does.
+        # A request without a valid token ends, but may be in the next step already; any token does.
         tokens = {key: t.token_id if t.is_valid else 0 for key, t in sampled.items()}
         tokens |= dict.fromkeys(failures, 0)
         self._mirrors.append(tokens)

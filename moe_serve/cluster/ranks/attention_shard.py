@@ -1,4 +1,4 @@
-"""One of the shards of an attention rank that follow the first: the same steps, its own heads.
+"""A shard of an attention rank other than the first: runs the same steps with its own heads.
 
 python -m moe_serve.cluster.ranks.attention_shard --name attention-0 --index 1 --links 0:7,2:8
 """
@@ -13,22 +13,16 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
 
 from moe_serve.cache.kv_cache import KVCache
+from moe_serve.cluster.control.messages import QueryPages, RunStep
 from moe_serve.cluster.members.parent_watch import end_with_parent
-from moe_serve.cluster.ranks.mirror import Mirrors
-from moe_serve.cluster.ranks.page_work import do_page_work
-from moe_serve.cluster.ranks.shard_orders import (
-    EndShard,
-    LoadShard,
-    MakePages,
-    ShardOrder,
-    ShardQuery,
-    ShardStep,
-    unpack_order,
-)
+from moe_serve.cluster.ranks.mirror import Mirrors, do_page_work
+from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import device_of, max_model_len_of, open_loader
 from moe_serve.errors import MoeServeError
 from moe_serve.model.stage.tensor_shard import TensorShard
@@ -36,6 +30,56 @@ from moe_serve.pipeline.links.shard_group import ShardGroup, ShardLostError, Ste
 from moe_serve.pipeline.links.shard_transport import FollowerTransport
 from moe_serve.pipeline.links.shared_link import SharedLink
 from moe_serve.pipeline.pipeline import Pipeline
+
+
+class _Order(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """Encodes the fields in order, without their names."""
+
+
+class LoadShard(_Order, frozen=True):
+    """The first order: which weights to load."""
+
+    config: EngineConfig
+    folder: str
+    num_threads: int
+
+
+class MakePages(_Order, frozen=True):
+    """Tells the shard to make as many pages as the leader has."""
+
+    num_pages: int
+
+
+class ShardStep(_Order, frozen=True):
+    """A step; `tokens`: the tokens sampled in the step before, by sequence id."""
+
+    tokens: Mapping[int, int]
+    run: RunStep
+
+
+class ShardQuery(_Order, frozen=True):
+    """Asks which pages are finite on this shard."""
+
+    query: QueryPages
+
+
+class EndShard(_Order, frozen=True):
+    """Tells the shard to exit."""
+
+
+ShardOrder = LoadShard | MakePages | ShardStep | ShardQuery | EndShard
+
+_DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ShardOrder)
+
+
+def pack_order(order: ShardOrder) -> bytes:
+    return msgspec.msgpack.encode(order)
+
+
+def unpack_order(content: bytes) -> ShardOrder:
+    order: ShardOrder = _DECODER.decode(content)
+    return order
+
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +91,7 @@ class AttentionShard:
         self._group, self._mirrors = group, Mirrors()
 
     def run(self) -> None:
-        """Load, and then step after step. Raises ShardLostError, or what keeps it from loading."""
+        """Loads, and then runs step after step. Raises ShardLostError, or the error of loading."""
         load = self._next()
         if isinstance(load, EndShard):
             return
@@ -90,21 +134,21 @@ class AttentionShard:
 
 
 def tell_flags(group: ShardGroup, flags: list[bool]) -> list[bool]:
-    """Every shard's flags, of which the first learns where all are set."""
+    """Sends this shard's flags to the first shard, which learns where all shards' flags are set."""
     column = torch.tensor(flags, dtype=torch.uint8)[:, None]
     everybody = group.at_leader(column, (1,) * group.shard.count)
     return [bool(row.all()) for row in everybody]
 
 
 def shard_name(rank: str, index: int) -> str:
-    """`attention-0.1`; the first shard has its rank's own name."""
+    """Returns `attention-0.1`; the first shard has its rank's own name."""
     return f"{rank}.{index}" if index else rank
 
 
 def make_group(
     rank: str, shard: TensorShard, sockets: Mapping[int, socket.socket], timeout_s: float
 ) -> ShardGroup:
-    """Over connected sockets, by the other shards' numbers."""
+    """Makes a shard group over connected sockets, keyed by the other shards' numbers."""
     links = {
         index: SharedLink(shard_name(rank, index), connection, timeout_s)
         for index, connection in sockets.items()
@@ -113,18 +157,19 @@ def make_group(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0 when told to end, 1 when another shard was lost, 2 when it cannot serve."""
+    """Returns exit code 0 when told to end, 1 when another shard was lost, 2 when it cannot
+    serve."""
     parser = argparse.ArgumentParser(
         prog="moe_serve.cluster.ranks.attention_shard", description=__doc__
     )
-    parser.add_argument("--name", required=True, help="of the attention rank")
+    parser.add_argument("--name", required=True, help="name of the attention rank")
     parser.add_argument("--index", required=True, type=int)
     parser.add_argument("--links", required=True, help="SHARD:DESCRIPTOR,...")
     parser.add_argument("--timeout", required=True, type=float)
     options = parser.parse_args(arguments)
     end_with_parent()
     gc.freeze()  # as in worker.py
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's business
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator handles Ctrl-C
     pairs = [pair.split(":") for pair in options.links.split(",")]
     sockets = {int(index): socket.socket(fileno=int(number)) for index, number in pairs}
     shard = TensorShard(options.index, len(sockets) + 1)

@@ -1,4 +1,4 @@
-"""The other shards of an attention rank, as its first one sees them."""
+"""The first shard's view of an attention rank's other shards."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import socket
 from collections.abc import Mapping
 
 from moe_serve.cluster.control.messages import Configure, QueryPages, RunStep
-from moe_serve.cluster.ranks.attention_shard import make_group, shard_name, tell_flags
-from moe_serve.cluster.ranks.shard_orders import (
+from moe_serve.cluster.ranks.attention_shard import (
     EndShard,
     LoadShard,
     MakePages,
     ShardOrder,
     ShardQuery,
     ShardStep,
+    make_group,
     pack_order,
+    shard_name,
+    tell_flags,
 )
 from moe_serve.cluster.ranks.shard_starter import ShardStarter, StartShard
 from moe_serve.errors import ConfigError
@@ -24,11 +26,11 @@ from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.stage.tensor_shard import TensorShard, check_shards
 from moe_serve.pipeline.links.shard_group import ShardGroup, ShardLostError
 
-_FOLLOWERS_PATIENCE = 4  # the leader may itself wait for as long as its time-out, for several ranks
+_FOLLOWERS_PATIENCE = 4  # the leader may wait for several ranks, each for its time-out
 
 
 class AttentionShards:
-    """Started at construction; they load while the leader does."""
+    """Starts the other shards at construction; they load while the leader does."""
 
     def __init__(self, rank: str, configure: Configure, starter: ShardStarter) -> None:
         cluster = configure.config.cluster
@@ -48,7 +50,7 @@ class AttentionShards:
         self._order(load)
 
     def make_pages(self, num_pages: int) -> None:
-        """Their part of the cache; waits until all have loaded. Raises ShardLostError."""
+        """Makes their part of the cache; waits until all have loaded. Raises ShardLostError."""
         self._order(MakePages(num_pages=num_pages))
         for index in range(1, self.group.shard.count):
             if not self.group.has_message(index, self._start_timeout_s):
@@ -57,24 +59,24 @@ class AttentionShards:
         tell_flags(self.group, [True])
 
     def step(self, run: RunStep) -> None:
-        """They compute it too, from here on in step with us."""
+        """Makes them compute the step too, in lockstep with the leader."""
         tokens, self._tokens = self._tokens, {}
         self._order(ShardStep(tokens=tokens, run=run))
 
     def sampled(self, tokens: Mapping[int, int]) -> None:
-        """What the step gave, for their next one."""
+        """Keeps the step's tokens, which go out with the next step."""
         self._tokens = tokens
 
     def query(self, query: QueryPages) -> None:
-        """They look for pages that are not finite; `all_set` has what they find."""
+        """Asks them for pages that are not finite; `all_set` collects the answers."""
         self._order(ShardQuery(query=query))
 
     def all_set(self, flags: list[bool]) -> list[bool]:
-        """Where all shards' flags are set."""
+        """Returns where all shards' flags are set."""
         return tell_flags(self.group, flags)
 
     def close(self) -> None:
-        """They end."""
+        """Ends them."""
         with contextlib.suppress(ShardLostError):
             self._order(EndShard())
         self.group.close()
@@ -85,18 +87,19 @@ class AttentionShards:
 
 
 def check_can_split(loader: ModelLoader, count: int) -> None:
-    """Raise ConfigError if the model or the kernels do not allow for `count` shards."""
+    """Raises ConfigError if the model or the kernels do not allow `count` shards."""
     check_shards(loader.spec, count)
     if count > 1 and not loader.kernels.can_split_columns:
         raise ConfigError(
             f"cluster.attention_tp is {count}, but the kernels here are {loader.kernels.name}, "
             "whose results may depend on how many columns are computed together: it needs the "
-            "native ones (model.kernels; a CPU, in float32 or bfloat16)."
+            "native kernels (model.kernels; on a CPU, in float32 or bfloat16)."
         )
 
 
 def _mesh(count: int) -> list[dict[int, socket.socket]]:
-    """A pair of connected sockets for every two shards -> each one's ends, by the other."""
+    """Connects every two shards by a pair of sockets; returns each shard's ends, by the other
+    shard."""
     ends: list[dict[int, socket.socket]] = [{} for _ in range(count)]
     for a, b in itertools.combinations(range(count), 2):
         ends[a][b], ends[b][a] = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -1,4 +1,4 @@
-"""What an expert rank does: serve steps with the experts that it holds, and take more if asked."""
+"""An expert rank: serves steps with the experts that it holds, and takes more when told to."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ from moe_serve.cluster.control.messages import (
     TookExperts,
 )
 from moe_serve.cluster.control.rank_name import RankName
-from moe_serve.cluster.ranks.load_report import load_report
-from moe_serve.cluster.ranks.needed_experts import unpack_needed
-from moe_serve.cluster.ranks.rank_device import rank_device
+from moe_serve.cluster.ranks.loading import load_report, rank_device
+from moe_serve.cluster.ranks.packing import unpack_needed
 from moe_serve.cluster.rebalance.expert_copies import ExpertCopies
 from moe_serve.cluster.rebalance.rank_placement import RankPlacement
 from moe_serve.engine.build import open_loader
@@ -54,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 
 class ExpertRank:
-    """Holds experts (and routers, if it routes), and nothing between layers."""
+    """Holds experts (and routers, if it routes), and no state between layers."""
 
     def __init__(
         self,
@@ -63,7 +62,7 @@ class ExpertRank:
         progress: LoadProgress,
         tell: Callable[[Report], None],
     ) -> None:
-        """`tell`: on another thread than the one that handles orders."""
+        """`tell` may be called on another thread than the one that handles orders."""
         clock = time.monotonic()
         self._name, self._configure = name, configure
         config, folder = configure.config, Path(configure.folder)
@@ -94,11 +93,11 @@ class ExpertRank:
 
     @property
     def operation(self) -> Operation | None:
-        """What it is at, on any thread; None between steps."""
+        """Returns the current operation, on any thread; None between steps."""
         return self._log.operation
 
     def join(self, join: Join, store: Any, host: str) -> None:
-        """Enter an epoch; raises PeerLostError."""
+        """Enters an epoch; raises PeerLostError."""
         self.leave()
         self._placement.check(join)
         loader, configure = self._loader, self._configure
@@ -121,7 +120,7 @@ class ExpertRank:
         self._placement.joined(split, self._loop.use)
 
     def leave(self) -> None:
-        """Close the epoch's connections: whoever waits for this rank wakes."""
+        """Closes the epoch's connections; ranks that wait for this one wake."""
         if self._loop is not None:
             self._loop.close()
         self._placement.left()
@@ -130,7 +129,7 @@ class ExpertRank:
             group.close()
 
     def close(self) -> None:
-        """The rank's end."""
+        """Ends the rank."""
         self.leave()
         if self._copies is not None:
             self._copies.close()
@@ -138,7 +137,7 @@ class ExpertRank:
             self._stage.memory.close()
 
     def handle(self, order: object) -> Report | None:
-        """One order of the coordinator -> what to answer."""
+        """Handles one order of the coordinator; returns the answer, if there is one."""
         if isinstance(order, ServeStep):
             return self._serve(order)
         if isinstance(order, TakeExperts):
@@ -157,9 +156,9 @@ class ExpertRank:
         raise AssertionError(f"an expert rank got {type(order).__name__}")
 
     def _prepare(self, order: StagePlacement) -> Staged | None:
-        """Copies are read beside the steps; the thread that does it tells when they are here."""
+        """Starts to read copies beside the steps; the reading thread reports when they are here."""
         self._placement.stage(order)
-        if self._copies is None:  # a memory reads what rows need
+        if self._copies is None:  # an expert memory reads experts when rows need them
             return Staged(placement=order.placement)
         self._copies.start(order.placement, order.gained, order.bytes_per_s)
         return None
@@ -195,9 +194,9 @@ class ExpertRank:
             )
         except PeerLostError as error:
             peer, why = error.peer, str(error)
-        except WireError as error:  # out of step with somebody: this epoch is over
+        except WireError as error:  # out of step with a peer: this epoch is over
             peer, why = str(self._name), str(error)
-        self.leave()  # only now: the error's traceback refers to what is closed here
+        self.leave()  # only now: the traceback refers to objects closed here
         return self._failed(order, why, peer)
 
     def _take(self, order: TakeExperts) -> TookExperts:
@@ -205,7 +204,12 @@ class ExpertRank:
             for layer, experts in sorted(order.experts.items()):
                 make_bank = partial(self._loader.expert_bank, layer, experts)
                 self._stage.take(layer, make_bank, experts)
-        except (MoeServeError, OSError, MemoryError, RuntimeError) as error:  # torch's: no memory
+        except (
+            MoeServeError,
+            OSError,
+            MemoryError,
+            RuntimeError,
+        ) as error:  # torch's out-of-memory
             return TookExperts(why=str(error))
         return TookExperts()
 

@@ -1,28 +1,29 @@
-"""What an attention rank remembers of its sequences between steps, and a step's plan from that."""
+"""An attention rank's memory of its sequences between steps, from which it plans each step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from moe_serve.cluster.control.messages import OpenSequence, RunStep, Slice, unpack_params
+from moe_serve.cache.kv_cache import KVCache
+from moe_serve.cluster.control.messages import OpenSequence, PageWork, RunStep, Slice, unpack_params
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
 
 
 class Mirrors:
-    """The coordinator's sequences as far as a sampler and a plan need them.
+    """The coordinator's sequences, as far as a sampler and a plan need them.
 
-    Tokens that were sampled here are appended here: they need not come back.
+    Tokens sampled here are appended here: they need not come back.
     """
 
     def __init__(self) -> None:
         self.sequences: dict[int, Sequence] = {}
 
     def update(self, order: RunStep) -> StepPlan:
-        """Open and close sequences, extend their page tables -> what to compute."""
+        """Opens and closes sequences and extends their page tables; returns the plan to compute."""
         for sequence_id in order.closed:
             self.sequences.pop(sequence_id, None)
         for opened in order.opened:
@@ -36,7 +37,7 @@ class Mirrors:
         )
 
     def append(self, tokens: Mapping[int, int]) -> None:
-        """What the step sampled."""
+        """Appends the tokens that the step sampled."""
         for sequence_id, token_id in tokens.items():
             self.sequences[sequence_id].append(token_id)
 
@@ -68,10 +69,20 @@ def _sequence(opened: OpenSequence) -> Sequence:
 
 
 def pack_tokens(token_ids: list[int]) -> bytes:
-    """int32, little-endian."""
+    """Packs tokens as int32, little-endian."""
     return np.array(token_ids, dtype="<i4").tobytes()
 
 
 def _tokens(packed: bytes) -> list[int]:
     tokens: list[int] = np.frombuffer(packed, dtype="<i4").tolist()
     return tokens
+
+
+def do_page_work(cache: KVCache, page_work: Iterable[PageWork]) -> None:
+    """Does the coordinator's work on pages in order: a page is cleared before data is copied to
+    it."""
+    for work in page_work:
+        if work.clear:
+            cache.clear(list(work.clear))
+        if work.copy:
+            cache.copy([(source, target) for source, target in work.copy])

@@ -1,4 +1,4 @@
-"""How the first shard of an attention rank starts the others: children with connected sockets."""
+"""Starts the other shards of an attention rank, as children with connected sockets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _END_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class StartShard:
-    """Who to start: a shard of a rank, and its end of the link to each other shard."""
+    """A shard of a rank to start, and its end of the link to each other shard."""
 
     rank: str
     shard: TensorShard
@@ -29,20 +29,20 @@ class StartShard:
 
 
 class ShardStarter(Protocol):
-    """Starts shards of one rank. Its sockets belong to the shard from `start` on."""
+    """Starts shards of one rank. The sockets belong to the shard from `start` on."""
 
     def start(self, order: StartShard) -> None:
         """Raises ClusterError."""
         ...
 
     def close(self) -> None:
-        """Wait a little for their end, and make sure of it."""
+        """Waits a little for their end, and then kills them."""
         ...
 
 
 class ProcessShardStarter:
-    """Implements ShardStarter: children of this process, in its group, so that whoever kills the
-    rank kills them too; they also end with it by themselves (parent_watch.py)."""
+    """Implements ShardStarter with children in this process's group, so that killing the rank's
+    group kills them. They also end with their parent by themselves (parent_watch.py)."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -59,7 +59,7 @@ class ProcessShardStarter:
         try:
             process = subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE,  # its end of file tells the shard that we are gone
+                stdin=subprocess.PIPE,  # end of file tells the shard that we are gone
                 env=environment,
                 pass_fds=tuple(descriptors.values()),
             )

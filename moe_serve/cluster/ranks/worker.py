@@ -1,4 +1,4 @@
-"""The process of one rank: connects to its coordinator, loads what it is told, obeys until it ends.
+"""The process of one rank: connects to its coordinator, loads as told, and obeys until it ends.
 
     python -m moe_serve.cluster.ranks.worker --coordinator HOST:PORT --role expert --rank 0 \\
       --host ADDRESS
@@ -59,7 +59,7 @@ _log = logging.getLogger(__name__)
 
 
 class Worker:
-    """One rank's life. The main thread obeys; another one sends heartbeats."""
+    """Runs one rank: the main thread obeys orders, and another one sends heartbeats."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Worker:
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Until told to stop, or the coordinator is gone."""
+        """Runs until it is told to stop, or the coordinator is gone."""
         with ProbePort(self._host) as port:
             hello = Hello(
                 name=str(self._name),
@@ -92,7 +92,7 @@ class Worker:
             while isinstance(configure := self._next(), Examine):
                 self._channel.send(examine(configure))
         if isinstance(configure, Stop):
-            return  # the pre-flight found something
+            return  # the pre-flight found a problem
         assert isinstance(configure, Configure), f"{type(configure).__name__} before Configure"
         period_s = configure.config.cluster.heartbeat_s
         threading.Thread(target=self._beat, args=(period_s,), daemon=True).start()
@@ -104,7 +104,7 @@ class Worker:
         try:
             self._serve(rank)
         except ShardLostError:
-            self._channel.close()  # others need not wait until our last shard has ended
+            self._channel.close()  # others need not wait for our last shard to end
             raise
         finally:
             rank.close()
@@ -115,9 +115,10 @@ class Worker:
         return AttentionRank(self._name, configure, self._report_loading, self._shard_starter)
 
     def _serve(self, rank: AttentionRank | ExpertRank) -> None:
-        """Until told to stop. Raises ShardLostError: the rank is of no use without its shards."""
+        """Obeys orders until Stop. Raises ShardLostError, as a rank cannot work without its
+        shards."""
         self._rank = rank
-        # Of the whole model's tensors, counted until now, these were the rank's own.
+        # Until now the total was the whole model's; these are the rank's own tensors.
         self._channel.send(Loading(done=self._num_read, total=self._num_read))
         self._channel.send(rank.loaded)
         while not isinstance(order := self._next(), Stop):
@@ -156,7 +157,7 @@ class Worker:
             while not self._ended.wait(period_s / 2):
                 self._channel.send(self._heartbeat())
         except ChannelClosedError:
-            return  # the main thread sees it too
+            return  # the main thread sees the same error
 
     def _heartbeat(self) -> Heartbeat:
         operation = None if self._rank is None else self._rank.operation
@@ -180,7 +181,7 @@ class Worker:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0 when told to stop, 1 when the coordinator was lost."""
+    """Returns exit code 0 when told to stop, 1 when the coordinator was lost."""
     parser = argparse.ArgumentParser(prog="moe_serve.cluster.ranks.worker", description=__doc__)
     parser.add_argument("--coordinator", required=True, help="HOST:PORT")
     parser.add_argument("--role", required=True, choices=("attention", "expert"))
@@ -189,16 +190,16 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     end_with_parent()
     keep_freed_memory()
-    gc.freeze()  # no step waits while what was imported is looked through for garbage
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's business
-    faulthandler.register(STACKS_SIGNAL, all_threads=True)  # to our output, which has a reader
+    gc.freeze()  # keeps imported objects out of collections, which delay steps
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator handles Ctrl-C
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)  # to our output, which is read
     name = RankName(options.role, options.rank)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     host, _, port = options.coordinator.rpartition(":")
     decoder = msgspec.msgpack.Decoder(Order)
     secret = read_secret(os.environ)
     if secret is None:
-        parser.error(f"{CLUSTER_SECRET_VARIABLE} is not set: it is the coordinator's")
+        parser.error(f"{CLUSTER_SECRET_VARIABLE} is not set: give the coordinator's secret")
     channel: Channel[Any] = connect(host, int(port), secret, decoder, CONNECT_TIMEOUT_S)
     worker = Worker(name, channel, options.host, secret)
     try:

@@ -1,1 +1,1 @@
-"""Experts that move between ranks while these serve: measured, planned, copied, switched."""
+"""Moves experts between ranks while these serve: measures, plans, copies and switches."""

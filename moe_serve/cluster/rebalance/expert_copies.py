@@ -1,4 +1,4 @@
-"""Experts read into free slots beside a rank's steps, so many bytes a second."""
+"""Reads experts into free slots beside a rank's steps, at a limited number of bytes a second."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ _log = logging.getLogger(__name__)
 ReadExpert = Callable[[int, int], ExpertWeights]  # (layer, expert); raises if it cannot be read
 
 
-EARLIER_S = 10.0  # that an order waits for the last read of the one before
-_CLOSE_S = 2.0  # that the rank's end waits for a read
+EARLIER_S = 10.0  # time that an order waits for the last read of the one before
+_CLOSE_S = 2.0  # time that the rank's end waits for a read
 
 
 class ExpertCopies:
-    """At most one order at a time. A slice is one expert: after it the thread sleeps, so that the
-    rate is kept. `tell` is called on that thread, as its last act; a cancelled order tells nothing.
+    """Carries out at most one order at a time, on a thread of its own.
 
-    A read may hang, as on a network file system that is gone. The rank serves on meanwhile: what
-    such a read gives in the end is dropped, and until then later orders fail and say why."""
+    After each expert the thread sleeps to keep the rate. It calls `tell` as its last act, unless
+    the order was cancelled. A read may hang, for example on a network file system that is gone. The
+    rank serves on meanwhile. The result of such a read is dropped, and until it ends later orders
+    fail and say why.
+    """
 
     def __init__(
         self, name: str, room: SlotRoom, read: ReadExpert, tell: Callable[[Staged], None]
@@ -49,12 +51,12 @@ class ExpertCopies:
         self._thread.start()
 
     def cancel(self) -> None:
-        """What was read is not needed, nor what is being read."""
+        """Drops the experts read so far, and the one being read."""
         self._is_cancelled.set()
         self._room.drop_staged()
 
     def close(self) -> None:
-        """The rank's end, which a read that hangs does not hold up."""
+        """Ends the copies with the rank; a read that hangs does not hold it up."""
         self.cancel()
         if self._thread is not None:
             self._thread.join(_CLOSE_S)
@@ -78,7 +80,7 @@ class ExpertCopies:
                     self._copy(layer, expert, is_cancelled)
                     num_bytes += self._room.slot_bytes
                     is_cancelled.wait(pause_s)
-        except Exception as error:  # top of the thread: whatever it is, the move is called off
+        except Exception as error:  # top of the thread: any error ends the move
             _log.exception("copies for placement %d", placement)
             why = str(error)
         if is_cancelled.is_set():
@@ -88,7 +90,7 @@ class ExpertCopies:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Raises TimeoutError if the last read of an earlier order does not end."""
+        """Waits for an earlier order's last read; raises TimeoutError if it does not end."""
         if not self._reading.acquire(timeout=EARLIER_S):
             raise TimeoutError("the read of an expert for an earlier move has not ended")
         try:

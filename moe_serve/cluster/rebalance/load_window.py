@@ -1,4 +1,4 @@
-"""Which experts the routers chose lately: counted from a sample of the steps.
+"""Counts which experts the routers chose lately, from a sample of the steps.
 
 N tokens of a sequence, L layers with routed experts, K choices, E experts.
 """
@@ -16,23 +16,23 @@ from numpy.typing import NDArray
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.routes.route_records import RouteRecord
 
-STRIDE = 8  # of a rank's steps, one in so many is counted
-_MOST_ROWS = 128  # of such a step that are counted; they stand for all
+STRIDE = 8  # one in STRIDE of a rank's steps is counted
+_MOST_ROWS = 128  # rows counted of a step, which stand for all of its rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowCounts:
-    """What was chosen from one `close` to the next."""
+    """Counts from one `close` to the next."""
 
     counts_LE: NDArray[np.float64]
-    num_tokens: int  # that were counted
-    sum_log_rows: float = 0.0  # of the steps that these are of
+    num_tokens: int  # tokens counted
+    sum_log_rows: float = 0.0  # sum over the steps counted
     num_steps: int = 0
 
     @property
     def rows_per_step(self) -> float:
-        """Of an attention rank: the geometric mean, as a few prompts that are read should not
-        outweigh many steps that decode."""
+        """Returns the geometric mean of an attention rank's rows: a few long prompts should not
+        outweigh many decode steps."""
         return math.exp(self.sum_log_rows / max(1, self.num_steps))
 
 
@@ -44,10 +44,10 @@ class LoadWindow:
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self._shape = (num_layers, num_experts)
         self._offsets_L1 = np.arange(num_layers)[:, None] * num_experts
-        self._rng = np.random.default_rng(0)  # of rows that stand for others
+        self._rng = np.random.default_rng(0)  # chooses the rows that stand for others
         self._lock = threading.Lock()
         self._counts = self._none()
-        self._asked: set[int] = set()  # sequences whose choices have not come yet
+        self._asked: set[int] = set()  # sequences whose choices are still to come
 
     def wants(self, step: int, sequences: Mapping[int, Sequence]) -> Collection[int]:
         """See `RouteListener.wants`."""
@@ -57,8 +57,8 @@ class LoadWindow:
         return sequences.keys()
 
     def take(self, records: list[RouteRecord]) -> None:
-        """See `RouteListener.take`. What others asked for alone is left out: it would count some
-        requests more than others."""
+        """See `RouteListener.take`. Records that only other listeners asked for are left out: they
+        would count some requests more than others."""
         own = [record for record in records if record.sequence_id in self._asked]
         if not own:
             return
@@ -80,14 +80,14 @@ class LoadWindow:
             )
 
     def look(self) -> WindowCounts:
-        """What has come since the last `close`."""
+        """Returns the counts since the last `close`."""
         return self._counts
 
     def close(self) -> WindowCounts:
-        """The same, and a new window begins."""
+        """Returns the counts since the last `close`, and begins a new window."""
         with self._lock:
             closed, self._counts = self._counts, self._none()
-        self._asked = set()  # some had ended, and would stay for ever
+        self._asked = set()  # sequences that had ended would stay for ever
         return closed
 
     def _none(self) -> WindowCounts:

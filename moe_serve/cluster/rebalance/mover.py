@@ -1,4 +1,5 @@
-"""From one placement to another while steps go on: copies beside them, a switch between two.
+"""Moves from one placement to another while steps go on: copies beside them, switches in
+between.
 
 idle -> copying -> switch -> copying (the next round) -> switch -> idle
            '-- somebody is lost, joins, cannot read or takes too long: dropped -> idle
@@ -14,6 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from experts.placement.problem.plan import Placement
 from moe_serve.cluster.control.messages import (
     DropPlacement,
@@ -25,38 +28,77 @@ from moe_serve.cluster.control.messages import (
 from moe_serve.cluster.members.current_placement import CurrentPlacement
 from moe_serve.cluster.members.roster import Phase, Roster
 from moe_serve.cluster.rebalance.rounds import Round, rounds
-from moe_serve.cluster.rebalance.step_times import StepTimes
+
+_MOST_BEFORE, _MOST_DURING = 512, 8192  # steps kept
+_LEAST = 20  # fewer steps give no percentile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveStall:
+    """Seconds of the slowest step in a hundred; None: there were too few steps."""
+
+    before_p99_s: float | None = None
+    during_p99_s: float | None = None
+
+
+class StepTimes:
+    """Keeps step times before and during a move. The engine thread writes; any thread may read
+    `stall`."""
+
+    def __init__(self) -> None:
+        self._calm: deque[float] = deque(maxlen=_MOST_BEFORE)
+        self._moving: deque[float] = deque(maxlen=_MOST_DURING)
+        self._is_moving = False
+        self.stall = MoveStall()  # of the last move
+
+    def add(self, seconds: float) -> None:
+        """Adds the time of a step that succeeded."""
+        (self._moving if self._is_moving else self._calm).append(seconds)
+
+    def begin(self) -> None:
+        """Notes that a move begins."""
+        self._moving.clear()
+        self._is_moving = True
+
+    def end(self) -> None:
+        self._is_moving = False
+        self.stall = MoveStall(before_p99_s=_p99(self._calm), during_p99_s=_p99(self._moving))
+
+
+def _p99(seconds: deque[float]) -> float | None:
+    return float(np.percentile(list(seconds), 99)) if len(seconds) >= _LEAST else None
+
 
 _log = logging.getLogger(__name__)
 
-_SLACK, _LEAST_S = 10.0, 60.0  # a round may take so many times as long as its bytes should, and so
+_SLACK, _LEAST_S = 10.0, 60.0  # a round may take _LEAST_S, plus _SLACK times its bytes' time
 
 SendOrder = Callable[[str, Order], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveEnd:
-    """What came of a move; `why`: it was called off, in its present round."""
+    """The result of a move; `why`: the reason it was cancelled in its present round."""
 
     why: str | None
-    num_rounds: int  # that ended with a switch
-    num_copies: int  # of them
+    num_rounds: int  # rounds that ended with a switch
+    num_copies: int  # copies of these rounds
     seconds: float
-    is_refused: bool = False  # it did not begin: somebody is away, or the placement is another
+    is_refused: bool = False  # not begun: a rank is away, or experts have moved since
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoverLimits:
-    """What ranks may do for a move."""
+    """The limits of ranks during a move."""
 
-    room: int  # copies that each can take beside what it has
-    bytes_per_s: float  # that each reads
+    room: int  # copies that each can hold beside its own experts
+    bytes_per_s: float  # read rate of each
     expert_bytes: int  # at most, of one expert
 
 
 @dataclass(frozen=True, slots=True)
 class _Proposal:
-    """A plan in rounds, and the version from which they go."""
+    """A plan in rounds, and the version it starts from."""
 
     base: int
     rounds: list[Round]
@@ -66,18 +108,18 @@ class _Proposal:
 class _Move:
     """A plan that is being carried out."""
 
-    left: deque[Round]  # the first is being made ready
+    left: deque[Round]  # the first is being prepared
     began: float
-    number: int = 0  # of its placement; 0: nobody was told of one
+    number: int = 0  # of its placement; 0: no rank was told of one
     waiting: set[str] = field(default_factory=set)  # ranks that are not ready for it
     deadline: float = 0.0
-    num_rounds: int = 0  # that are over
-    num_moved: int = 0  # copies of these
+    num_rounds: int = 0  # rounds that are over
+    num_moved: int = 0  # copies of these rounds
 
 
 class Mover:
-    """Used by the engine thread, between steps; `propose`, `is_moving`, `has_news` and the counts
-    by any."""
+    """Used by the engine thread, between steps. Any thread may use `propose`, `is_moving`,
+    `has_news` and the counts."""
 
     def __init__(
         self,
@@ -95,11 +137,11 @@ class Mover:
         self.on_end: Callable[[MoveEnd], None] = lambda end: None
         self.times = StepTimes()
         self.num_bytes = 0  # read by ranks, since the start
-        self.num_copies = 0  # that were switched to
+        self.num_copies = 0  # copies switched to
 
     def propose(self, target: Placement) -> None:
-        """Somebody would rather have this placement. On any thread, which does the arithmetic.
-        Raises PlacementError if ranks have not room for it."""
+        """Requests a move to this placement. On any thread, which computes the rounds. Raises
+        PlacementError if ranks lack the room for it."""
         version = self._current.version
         found = rounds(version.placement, target, self._limits.room)
         self._proposals.put(_Proposal(version.number, found))
@@ -110,18 +152,17 @@ class Mover:
 
     @property
     def has_news(self) -> bool:
-        """Whether `advance` has something to do although no rank says anything more. On any
-        thread."""
+        """Returns True if `advance` has something to do without another report. On any thread."""
         move = self._move
         if move is None:
             return not self._proposals.empty()
         return not move.waiting or self._is_late(move)
 
     def heard(self, name: str, staged: Staged) -> None:
-        """A rank is ready, or cannot be."""
+        """Notes that a rank is ready, or cannot be."""
         move = self._move
         if move is None or staged.placement != move.number or name not in move.waiting:
-            return  # of a move that was called off
+            return  # it belongs to a cancelled move
         self.num_bytes += staged.num_bytes
         if staged.why is not None:
             self.call_off(f"{name} could not read an expert: {staged.why}")
@@ -129,8 +170,8 @@ class Mover:
         move.waiting.discard(name)
 
     def advance(self) -> None:
-        """Whatever can be done now, between two steps, with every rank of the epoch at its place:
-        begin a move, or switch."""
+        """Begins a move or switches, if that can be done now. Call it between two steps, with every
+        rank of the epoch at that point."""
         if self._move is None and not self._proposals.empty():
             self._begin(self._proposals.get())
             return
@@ -147,8 +188,8 @@ class Mover:
         return self._clock() > move.deadline
 
     def call_off(self, why: str) -> None:
-        """Nothing comes of the round under way: everybody serves by the placement in force. What
-        rounds before it have changed stays."""
+        """Cancels the round under way: all ranks serve by the placement in force. Earlier rounds
+        stay."""
         move = self._move
         if move is None:
             return
@@ -168,7 +209,7 @@ class Mover:
             self._stage(move)
 
     def _stage(self, move: _Move) -> None:
-        """Tell everybody of the next round."""
+        """Tells all ranks of the next round."""
         if not move.left:
             self._end(move, None)
             return
@@ -192,7 +233,7 @@ class Mover:
         return _LEAST_S + _SLACK * num_copies * limits.expert_bytes / limits.bytes_per_s
 
     def _switch(self, move: _Move) -> None:
-        """The point of no return: from here on this is the placement, whoever is lost."""
+        """Switches: from here on this is the placement, whichever rank is lost."""
         ended = move.left.popleft()
         self._current.switch(move.number, ended.placement)
         for name in self._roster.states:

@@ -1,4 +1,4 @@
-"""A plan that is worth a move, or why there is none."""
+"""Decides if a plan is worth a move."""
 
 from __future__ import annotations
 
@@ -11,49 +11,75 @@ from typing import Literal
 import numpy as np
 
 from experts.placement.errors import PlacementError
+from experts.placement.judge.balance import device_loads
+from experts.placement.judge.copies import copies_of
 from experts.placement.problem.plan import Placement
-from moe_serve.cluster.rebalance.forecast import Forecast, forecast
+from experts.placement.problem.problem import PlacementProblem
 from moe_serve.cluster.rebalance.load_window import STRIDE, WindowCounts
-from moe_serve.cluster.rebalance.plan_job import PlanJob, placement_of, problem_of
-from moe_serve.cluster.rebalance.planner import Plan
+from moe_serve.cluster.rebalance.planner import Plan, PlanJob, placement_of, problem_of
 from moe_serve.cluster.rebalance.rounds import changed_layers
 from moe_serve.config.sections import RebalanceObjective
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """The balance of a placement over all layers and scenarios of a problem. The copies of an
+    expert carry equal parts."""
+
+    balancedness: (
+        float  # mean over scenarios and layers of the ranks' mean / max load: 1 is perfect
+    )
+    busiest: float  # mean over scenarios and layers of the busiest rank's load
+
+    def gain_to(self, other: Forecast) -> float:
+        """Returns the share of the busiest rank's work that `other` saves."""
+        return 1.0 - other.busiest / self.busiest
+
+
+def forecast(problem: PlacementProblem, placement: Placement) -> Forecast:
+    """Forecasts by the quantity that the problem balances: rows, or activated experts."""
+    loads_SLR = device_loads(problem, copies_of(placement, problem.loads.layers))
+    most_SL = loads_SLR.max(axis=2)
+    balancedness_SL = loads_SLR.mean(axis=2) / most_SL
+    return Forecast(balancedness=float(balancedness_SL.mean()), busiest=float(most_SL.mean()))
+
+
 Refusal = Literal["window", "gain", "nothing", "away", "planner"]
 
-CHOICES_PER_EXPERT = 32  # that a window counted at least, on the average: fewer are noise
+CHOICES_PER_EXPERT = 32  # least average count of a window: fewer are noise
 _MOST_WINDOWS = 4  # scenarios of a plan
-# Rows of an activated expert from which multiplying them takes longer than loading its weights: as
-# `replica_choice: auto` has it.
+# From this many rows of an activated expert on, multiplying them takes longer than loading its
+# weights; `replica_choice: auto` uses the same number.
 _MANY_ROWS = 16.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """`target` None: refused."""
+    """A plan and its forecast; `target` None: it was refused."""
 
     target: Placement | None
     refusal: Refusal | None
-    text: str  # with the numbers
+    text: str  # the reason, with the numbers
     before: Forecast | None = None
     predicted: Forecast | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanLimits:
-    """What plans are for: the model, its ranks, and what a plan may do and must bring."""
+    """The layers and ranks to plan for, the most that a plan may move, and the least it must
+    gain."""
 
     layers: tuple[int, ...]  # with routed experts
     top_k: int
     num_attention_ranks: int  # whose rows expert ranks multiply together
-    slots: Sequence[int]  # of each expert rank, in a layer
-    max_moves: int  # copies that a layer may get elsewhere
-    min_gain: float  # of the busiest rank's work
+    slots: Sequence[int]  # of each expert rank in a layer
+    max_moves: int  # most copies of a layer that may move
+    min_gain: float  # least share of the busiest rank's work to save
     objective: RebalanceObjective
 
 
 class Proposer:
-    """Keeps the last windows. `propose` is for one thread; `judge` for any."""
+    """Keeps the last windows. One thread calls `propose`; any may call `judge`."""
 
     def __init__(self, limits: PlanLimits, plan: Plan) -> None:
         self._limits, self._plan = limits, plan
@@ -63,8 +89,8 @@ class Proposer:
     def propose(
         self, window: WindowCounts, current: Placement, *, is_asked: bool = False
     ) -> Proposal:
-        """From this window and those before it; from these alone if somebody asks for a plan while
-        little is chosen."""
+        """Plans from this window and those before it. If `is_asked`, a window with few counts is
+        left out."""
         if self.is_enough(window, current):
             self._windows.append((f"window {next(self._numbers)}", window))
         elif not (is_asked and self._windows):
@@ -83,7 +109,7 @@ class Proposer:
         return self._weighed(current, target, before, forecast(problem, target), job)
 
     def is_enough(self, window: WindowCounts, placement: Placement) -> bool:
-        """Whether a plan may be made of it, and a placement judged by it."""
+        """Returns True if the window has counts enough to plan, or to judge a placement."""
         return window.num_tokens >= self._least_tokens(placement)
 
     def _least_tokens(self, placement: Placement) -> int:
@@ -104,7 +130,7 @@ class Proposer:
         return Proposal(target=target, refusal=None, text=text, before=before, predicted=predicted)
 
     def judge(self, window: WindowCounts, placement: Placement) -> Forecast | None:
-        """How well a placement does by what was counted; None: too little was."""
+        """Forecasts a placement by the window's counts; None: there are too few."""
         if not self.is_enough(window, placement):
             return None
         return forecast(problem_of(self._job({"now": window}, placement)), placement)
@@ -151,7 +177,7 @@ class Proposer:
         )
 
     def _batch_size(self, window: WindowCounts, num_experts: int) -> int | None:
-        """Rows of a step if activated experts are what counts; None: rows themselves do."""
+        """Returns the rows of a step if activated experts are balanced; None: rows are."""
         limits = self._limits
         rows = max(1, round(window.rows_per_step * limits.num_attention_ranks))
         is_many = rows * limits.top_k >= _MANY_ROWS * num_experts

@@ -1,4 +1,4 @@
-"""The placement by which a rank serves, and the one that it is made ready for."""
+"""The placement by which a rank serves, and the staged one."""
 
 from __future__ import annotations
 
@@ -17,39 +17,43 @@ UseSplit = Callable[[RowSplit], None]
 
 
 class RankPlacement:
-    """A version, and the tables of who gets which rows if this rank sends rows to others.
+    """Holds a version, and the split of rows among expert ranks if this rank sends rows.
 
-    Orders come one after the other, so between two of them there is one version, and steps have it.
+    Orders are handled one after the other, so between two of them there is one version, which the
+    steps use.
     """
 
     def __init__(self, version: int) -> None:
         self.version = version
-        self._split: RowSplit | None = None  # None: in no epoch, or others split
+        self._split: RowSplit | None = None  # None: in no epoch, or other ranks split
         self._use: UseSplit | None = None
         self._staged: StagePlacement | None = None
         self._staged_split: RowSplit | None = None
 
     def joined(self, split: RowSplit | None, use: UseSplit) -> None:
-        """In a new epoch, whose frames are split by this; `use` tells who splits them."""
+        """Notes a new epoch, whose rows `split` divides; `use` hands a split to whatever divides
+        them."""
         assert self._staged is None, f"an epoch begins while {self._staged} is staged"
         self._split, self._use = split, use
 
     def left(self) -> None:
-        """In no epoch any more. What is staged may still come: nobody else may know yet."""
+        """Notes that the rank is in no epoch. The staged placement may still be switched to: the
+        coordinator may not know yet."""
         self._split = self._use = self._staged_split = None
 
     def stage(self, order: StagePlacement) -> None:
-        """Tables are made here, so that a switch takes no time."""
+        """Stages a placement. Its tables are made here, so that a switch takes no time."""
         self._staged = order
         if self._split is not None:
             self._staged_split = self._split.with_layers(order.ranks_of)
 
     def drop(self) -> None:
-        """What was staged does not come."""
+        """Drops the staged placement."""
         self._staged = self._staged_split = None
 
     def switch(self, order: SwitchPlacement) -> Mapping[int, Collection[int]]:
-        """-> what the rank holds in the layers that change."""
+        """Switches to the staged placement; returns what the rank holds in the layers that
+        change."""
         staged, split, use = self._staged, self._staged_split, self._use
         assert staged is not None and staged.placement == order.placement, (
             f"placement {order.placement} was not staged: {staged}"
@@ -62,7 +66,7 @@ class RankPlacement:
         return staged.held
 
     def check(self, order: RunStep | ServeStep | Join) -> None:
-        """A step, or an epoch, of another placement would mix two."""
+        """Asserts that a step or an epoch has this placement: another would mix two."""
         assert order.placement == self.version, (
             f"{type(order).__name__} of placement {order.placement}, this rank has {self.version}"
         )

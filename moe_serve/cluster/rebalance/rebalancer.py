@@ -1,4 +1,5 @@
-"""When to plan, and what came of it. The engine's thread moves, this one plans and waits."""
+"""Decides when to plan, and records the result. Plans on its own thread; the engine's thread
+moves."""
 
 from __future__ import annotations
 
@@ -11,11 +12,15 @@ from dataclasses import dataclass
 
 from experts.placement.errors import PlacementError
 from experts.placement.problem.plan import Placement
+from moe_serve.cluster.control.epoch import sparse_layers
+from moe_serve.cluster.members.cluster_model import ClusterModel
 from moe_serve.cluster.members.current_placement import CurrentPlacement, PlacementVersion
-from moe_serve.cluster.rebalance.forecast import Forecast
+from moe_serve.cluster.members.rank_calls import RankCalls
+from moe_serve.cluster.members.roster import Roster
 from moe_serve.cluster.rebalance.load_window import LoadWindow, WindowCounts
-from moe_serve.cluster.rebalance.mover import MoveEnd, Mover
-from moe_serve.cluster.rebalance.proposal import Proposal, Proposer
+from moe_serve.cluster.rebalance.mover import MoveEnd, Mover, MoverLimits
+from moe_serve.cluster.rebalance.planner import Plan
+from moe_serve.cluster.rebalance.proposal import Forecast, PlanLimits, Proposal, Proposer
 from moe_serve.engine.routes.placement_control import (
     OUTCOMES,
     BalanceFigures,
@@ -26,17 +31,18 @@ from moe_serve.engine.routes.placement_control import (
     RebalanceMode,
     RebalanceState,
 )
+from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.errors import RebalanceError
 
 _log = logging.getLogger(__name__)
 
-_FRESH_S = 2.0  # as old may a judgement be
-_CLOSE_S = 5.0  # for a planner that is under way; its process ends by itself
+_FRESH_S = 2.0  # a judgement is reused for this long
+_CLOSE_S = 5.0  # wait for a planner under way; its process ends by itself
 
 
 @dataclass(frozen=True, slots=True)
 class _Judgement:
-    """Of a version, at a time."""
+    """The forecast of a version at a time."""
 
     version: int
     at: float
@@ -71,7 +77,7 @@ class Rebalancer:
         mover.on_end = self._moved
 
     def start(self, wake: Callable[[], None]) -> None:
-        """`wake`: the engine, which may be idle."""
+        """Starts the thread; `wake` wakes the engine, which may be idle."""
         self._wake = wake
         if self._mode != "off":
             self._thread.start()
@@ -171,8 +177,8 @@ class Rebalancer:
         )
 
     def _judged(self, window: WindowCounts, version: PlacementVersion) -> Forecast | None:
-        """How the placement does now. For a large model that takes a moment, so not each time that
-        somebody asks."""
+        """Forecasts the present placement. A large model takes a moment, so the result is reused
+        for _FRESH_S."""
         last, now = self._judgement, time.monotonic()
         if last is None or last.version != version.number or now - last.at >= _FRESH_S:
             found = self._proposer.judge(window, version.placement)
@@ -196,7 +202,7 @@ class Rebalancer:
     def _plan(self, *, is_asked: bool) -> None:
         window, current = self._window.look(), self._current.version.placement
         if self._proposer.is_enough(window, current):
-            window = self._window.close()  # else it goes on
+            window = self._window.close()  # otherwise it keeps counting
         try:
             proposal = self._proposer.propose(window, current, is_asked=is_asked)
             if proposal.target is not None:
@@ -204,7 +210,7 @@ class Rebalancer:
                 return
         except PlacementError as error:
             proposal = Proposal(target=None, refusal="planner", text=str(error))
-        except Exception as error:  # top of the thread: the server goes on, and so do plans
+        except Exception as error:  # top of the thread: serving and planning go on
             _log.exception("no plan could be made")
             proposal = Proposal(target=None, refusal="planner", text=str(error))
         assert proposal.refusal is not None, f"no plan and no reason: {proposal}"
@@ -225,7 +231,7 @@ class Rebalancer:
             self._proposal = proposal
 
     def _moved(self, end: MoveEnd) -> None:
-        """On the engine's thread."""
+        """Records the end of a move, on the engine's thread."""
         told = f"{end.num_copies} copies in {end.num_rounds} rounds, {end.seconds:.1f} s"
         if end.why is None:
             self._ended("moved", f"{told}: {self._move_text}")
@@ -238,3 +244,49 @@ class Rebalancer:
         with self._lock:
             self._last, self._state = LastPlan(outcome=outcome, text=text), "idle"
             self._outcomes[outcome] += 1
+
+
+_WIDEST = 4  # bytes of a weight
+
+
+def make_mover(
+    model: ClusterModel, roster: Roster, calls: RankCalls, current: CurrentPlacement
+) -> Mover:
+    cluster, spec = model.config.cluster, model.spec
+    limits = MoverLimits(
+        room=cluster.rebalance_max_moves,
+        bytes_per_s=cluster.rebalance_bytes_per_s,
+        expert_bytes=3 * spec.width * spec.expert_width * _WIDEST,
+    )
+    return Mover(roster, calls.send, current, limits)
+
+
+def make_rebalancer(
+    model: ClusterModel,
+    current: CurrentPlacement,
+    mover: Mover,
+    routes: RouteListeners,
+    plan: Plan,
+) -> Rebalancer:
+    """Makes the rebalancer. Unless re-balancing is off, it listens to `routes` from here on."""
+    cluster, layers = model.config.cluster, sparse_layers(model.spec)
+    window = LoadWindow(len(layers), model.spec.router.num_experts)
+    if cluster.rebalance != "off":
+        routes.add(window)
+    limits = PlanLimits(
+        layers=tuple(layers),
+        top_k=model.spec.router.top_k,
+        num_attention_ranks=cluster.attention_ranks,
+        slots=model.slots_per_layer(),
+        max_moves=cluster.rebalance_max_moves,
+        min_gain=cluster.rebalance_min_gain,
+        objective=cluster.rebalance_objective,
+    )
+    return Rebalancer(
+        cluster.rebalance,
+        cluster.rebalance_interval_s,
+        current,
+        window,
+        Proposer(limits, plan),
+        mover,
+    )

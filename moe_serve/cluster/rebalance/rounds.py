@@ -1,4 +1,4 @@
-"""A plan in rounds: as many layers, or copies of one, as fit into the free slots of each rank."""
+"""Splits a plan into rounds: as many layers, or copies of one, as fit into the free slots."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from moe_serve.cluster.members.expert_cover import Held
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """One step on the way: what changes with it, and for whom."""
+    """One step of a move: its changes, by rank."""
 
-    placement: Placement  # whole, as it is afterwards
+    placement: Placement  # the whole placement after the round
     ranks_of: Mapping[int, RanksOf]  # of the layers that change
     held: Sequence[Held]  # by rank, in these layers
-    gained: Sequence[Held]  # of that, what the rank did not hold before
+    gained: Sequence[Held]  # the part of `held` that is new to the rank
 
     @property
     def num_copies(self) -> int:
-        """That are read for it."""
+        """Returns the copies that all ranks read for it."""
         return sum(map(num_copies, self.gained))
 
     @property
     def most_copies(self) -> int:
-        """That one rank reads for it."""
+        """Returns the most copies that one rank reads for it."""
         return max(map(num_copies, self.gained))
 
 
@@ -54,10 +54,10 @@ def rounds(before: Placement, after: Placement, room: int) -> list[Round]:
     layers, taken = dict[int, RanksOf](), [0] * before.num_ranks
     at = before
     for layer in changed_layers(before, after):
+        last = before.ranks_of[layer]
         for ranks in _steps(layer, before, after, room):
-            counts = [
-                len(experts) for experts in gained_between(at.ranks_of[layer], ranks, at.num_ranks)
-            ]
+            counts = [len(experts) for experts in gained_between(last, ranks, at.num_ranks)]
+            last = ranks
             if layer in layers or any(t + c > room for t, c in zip(taken, counts, strict=True)):
                 found.append(_round(at, layers))
                 at, layers, taken = found[-1].placement, {}, [0] * before.num_ranks
@@ -151,7 +151,8 @@ def _counts(ranks_of: RanksOf, num_ranks: int) -> list[int]:
 
 
 def changed_layers(before: Placement, after: Placement) -> list[int]:
-    """Those in which a copy comes or goes; the order of an expert's ranks alone is no change."""
+    """Returns the layers in which a copy comes or goes. The order of an expert's ranks is no
+    change."""
     return [
         layer
         for layer, experts in sorted(before.ranks_of.items())

@@ -1,4 +1,4 @@
-"""One engine for each attention rank, stepped together: what the server sees is one engine."""
+"""One engine for each attention rank, stepped together; the server sees a single engine."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from dataclasses import dataclass, replace
 from moe_serve.cache.page_times import PageTimes
 from moe_serve.cluster.control.messages import StepDone
 from moe_serve.cluster.members.pool_watch import PoolWatch
+from moe_serve.cluster.members.roster import statuses
 from moe_serve.cluster.steps.coordinator import Coordinator
-from moe_serve.cluster.steps.flight import Flight
-from moe_serve.cluster.steps.moves import MAX_MOVES, Moves
-from moe_serve.cluster.steps.rank_statuses import statuses
-from moe_serve.cluster.steps.rank_work import RankLostError
 from moe_serve.cluster.steps.remote_executor import RemoteExecutor, as_outcome
+from moe_serve.cluster.steps.step_in_flight import (
+    MAX_MOVES,
+    RankLostError,
+    RequestMoves,
+    StepInFlight,
+)
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.request.client import EngineStats
 from moe_serve.engine.request.policy_stats import sum_of
@@ -30,9 +33,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A step under way, and the engines that are in it: a rank may be another one by its end."""
+    """A step under way, and the engines in it: by its end a rank may have another engine."""
 
-    flight: Flight
+    flight: StepInFlight
     engines: dict[str, Engine]
 
 
@@ -40,8 +43,8 @@ MakeEngine = Callable[[RemoteExecutor, "itertools.count[int]"], Engine]
 
 
 class ClusterEngine:
-    """Has `Engine`'s interface. A rank's engine holds its requests, pages and prefixes; when the
-    rank is lost, they go to the others with the tokens they have."""
+    """Has `Engine`'s interface. A rank's engine holds its requests, pages and prefixes. When the
+    rank is lost, its requests move to other ranks with the tokens they have."""
 
     def __init__(
         self,
@@ -54,16 +57,16 @@ class ClusterEngine:
     ) -> None:
         self._coordinator, self._make, self._close = coordinator, make_engine, close
         self._watch, self._is_ahead = watch, is_ahead
-        self._begun: _Begun | None = None  # a step that was sent out ahead
+        self._begun: _Begun | None = None  # a step sent out ahead
         self._ids, self._num_launches = itertools.count(), 0
         self._engines: dict[str, Engine] = {}
         self._executors: dict[str, RemoteExecutor] = {}
-        self._homeless: list[EngineSequence] = []  # with no rank yet, or no more
-        self._moves = Moves()
-        self._pending: list[TokenDelta] = []  # of engines whose ranks were lost, and of nobody's
-        self._past: EngineStats | None = None  # of all engines whose ranks were lost
+        self._homeless: list[EngineSequence] = []  # without a rank, at first or after a loss
+        self._moves = RequestMoves()
+        self._pending: list[TokenDelta] = []  # deltas of lost ranks' engines, and of no engine
+        self._past: EngineStats | None = None  # sum over engines of lost ranks
         coordinator.settle(is_patient=True)
-        while not self._settle():  # somebody was lost at once
+        while not self._settle():  # a rank was lost at once
             continue
         self.max_model_len = next(iter(self._engines.values())).max_model_len
 
@@ -72,7 +75,7 @@ class ClusterEngine:
         self._coordinator.stop()
 
     def close(self) -> None:
-        """End all ranks."""
+        """Ends all ranks."""
         self._close()
 
     @property
@@ -94,12 +97,12 @@ class ClusterEngine:
         return sum(engine.num_seats for engine in self._engines.values())
 
     def set_waker(self, wake: Callable[[], None]) -> None:
-        """Called (on any thread) when a rank came or went while there may be no work."""
+        """Registers `wake`, called (on any thread) when a rank came or went, perhaps while idle."""
         self._coordinator.membership.on_event = wake
 
     def add(self, request: GenerationRequest) -> None:
-        """Queue a request. The next step gives it to the rank that has least to do: whoever brings
-        many does not wait for ranks with each."""
+        """Queues a request. The next step gives it to the rank with the least work, so that adding
+        many requests does not wait for the ranks each time."""
         length = len(request.prompt_token_ids)
         assert 0 < length < self.max_model_len, f"prompt of {length} tokens reached the engine"
         self._homeless.append(EngineSequence(next(self._ids), request))
@@ -117,7 +120,7 @@ class ClusterEngine:
             self._pending.append(aborted)
 
     def step(self) -> list[TokenDelta]:
-        """All ranks schedule, run, publish. Nothing happens while no rank can compute it."""
+        """Schedules, runs and publishes on all ranks. Does nothing while no rank can compute."""
         if self._settle():
             self._step()
         deltas, self._pending = self._pending, []
@@ -144,7 +147,7 @@ class ClusterEngine:
                 self._evacuate(name)
 
     def stats(self) -> EngineStats:
-        """The sums over all ranks."""
+        """Returns the sums over all ranks."""
         by_rank = {name: engine.stats() for name, engine in self._engines.items()}
         each = list(by_rank.values())
         past = [] if self._past is None else [self._past]
@@ -175,7 +178,8 @@ class ClusterEngine:
             return None
 
     def _launch(self) -> _Begun | None:
-        """Cut all ranks' steps alike, and send them out together."""
+        """Plans all ranks' steps with the same number of micro-batches and sends them out
+        together."""
         self._num_launches += 1
         plans = {name: plan for name in list(self._engines) if (plan := self._begin(name))}
         if not plans:
@@ -190,7 +194,8 @@ class ClusterEngine:
         return _Begun(self._coordinator.launch(works), engines)
 
     def _launch_after(self, begun: _Begun) -> _Begun | None:
-        """Send out the next step before this one has ended, if it is sure what everybody does."""
+        """Sends out the next step before this one has ended, if every engine can plan it
+        already."""
         if not self._can_follow(begun):
             return None
         if not all(engine.begin_ahead() for engine in begun.engines.values()):
@@ -208,22 +213,22 @@ class ClusterEngine:
         return _Begun(self._coordinator.launch_after(begun.flight, works), begun.engines)
 
     def _can_follow(self, begun: _Begun) -> bool:
-        """Whether all engines with something to do are in the step, and nobody in it is lost."""
+        """Returns True if all engines with work are in the step, and none of its ranks is lost."""
         busy = {n: e for n, e in self._engines.items() if e.num_running or e.num_waiting}
         return (
             self._is_ahead and busy == begun.engines and self._coordinator.can_follow(begun.flight)
         )
 
     def _void(self, name: str, ahead: _Begun) -> None:
-        """Nothing came of a rank's step, so nothing can come of the one that was sent ahead."""
+        """Excludes a rank from the step sent ahead, as its step before failed."""
         ahead.flight.void(name)
         self._executors[name].resend_tables()
 
     def _settle(self) -> bool:
-        """One engine for each attention rank of the epoch -> whether they can make steps."""
+        """Keeps one engine for each attention rank of the epoch; returns True if they can step."""
         is_settled = self._coordinator.settle(is_patient=False)
         for name, executor in list(self._executors.items()):
-            if not executor.is_there:  # also when it is back already: with other pages
+            if not executor.is_there:  # also if it is back already, as its pages are new
                 self._evacuate(name)
         if not is_settled:
             return False
@@ -239,8 +244,8 @@ class ClusterEngine:
         return True
 
     def _evacuate(self, name: str) -> None:
-        """Requests of a lost rank start again elsewhere, with the tokens that they have."""
-        engine = self._engines[name]  # others read the engines: they are replaced, never changed
+        """RequestMoves the requests of a lost rank elsewhere, with the tokens that they have."""
+        engine = self._engines[name]  # replaced, never changed: other threads read it
         self._engines = {n: other for n, other in self._engines.items() if n != name}
         del self._executors[name]
         self._watch.forget(name)

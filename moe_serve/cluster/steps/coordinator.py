@@ -1,4 +1,5 @@
-"""Epochs and steps: who is in, who computes what, and what is repeated when somebody is lost."""
+"""Drives epochs and steps: chooses the members, sends out the work, and repeats steps after a
+loss."""
 
 from __future__ import annotations
 
@@ -24,21 +25,25 @@ from moe_serve.cluster.members.membership import Membership
 from moe_serve.cluster.members.pool_watch import PoolWatch
 from moe_serve.cluster.members.rank_calls import RankCalls
 from moe_serve.cluster.members.roster import Phase
-from moe_serve.cluster.ranks.needed_experts import pack_needed
+from moe_serve.cluster.ranks.packing import pack_needed
 from moe_serve.cluster.rebalance.mover import Mover
 from moe_serve.cluster.steps.epoch_maker import Epoch, EpochMaker
-from moe_serve.cluster.steps.flight import Flight
-from moe_serve.cluster.steps.rank_work import RankLostError, RankWork, StepFailedError
+from moe_serve.cluster.steps.step_in_flight import (
+    RankLostError,
+    RankWork,
+    StepFailedError,
+    StepInFlight,
+)
 from moe_serve.errors import ClusterError
 
 _log = logging.getLogger(__name__)
 
-_MAX_REPEATS = 3  # of a step; then each sequence is computed alone, to find who breaks it
-_WAIT_S = 0.1  # for ranks to come back, before it is looked whether the engine stops
+_MAX_REPEATS = 3  # repeats of a step; then each sequence runs alone, to find the one that breaks it
+_WAIT_S = 0.1  # wait for lost ranks between two checks for `stop`
 
 
 class Coordinator:
-    """Used by the engine thread only, but for `stop` and `outage_s`."""
+    """Used by the engine thread only, except `stop`, `outage_s` and `open_steps`."""
 
     def __init__(
         self,
@@ -56,14 +61,14 @@ class Coordinator:
         self._current, self._mover = current, mover
         self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
         self._epoch, self._step = Epoch(), 0
-        self._number = 0  # of the last epoch that was tried
-        self._torn_by = ""  # why the epoch's members, though all there, do not reach each other
+        self._number = 0  # number of the last epoch tried
+        self._torn_by = ""  # why members cannot reach each other, though all are there
         self._outage_since: float | None = time.monotonic()
         self._is_stopping = threading.Event()
-        self._open: list[Flight] = []  # steps under way, in their order
-        self._last_end = 0.0  # of a step, in time.perf_counter()
+        self._open: list[StepInFlight] = []  # steps under way, in order
+        self._last_end = 0.0  # the last end of a step, by time.perf_counter()
         calls.on_event = self._note
-        membership.is_due = lambda: mover.has_news  # a move's time is up in an idle engine, too
+        membership.is_due = lambda: mover.has_news  # a move can time out in an idle engine too
         self.num_repeats = 0
 
     @property
@@ -72,28 +77,27 @@ class Coordinator:
 
     @property
     def has_events(self) -> bool:
-        """Whether somebody came or went, or a move goes on: `settle` has something to do."""
+        """Returns True if `settle` has something to do: a rank came or went, or a move goes on."""
         return not self.membership.inbox.empty() or self._is_stale or self._mover.has_news
 
     @property
     def outage_s(self) -> float:
-        """For how long no step could be computed; 0 while one can."""
+        """Returns for how many seconds no step could be computed; 0 while one can."""
         since = self._outage_since
         return 0.0 if since is None else time.monotonic() - since
 
     @property
     def open_steps(self) -> list[str]:
-        """Steps under way, and whose ends are awaited; on any thread."""
+        """Describes the steps under way and the ranks they wait for. On any thread."""
         return [flight.describe() for flight in list(self._open)]
 
     def stop(self) -> None:
-        """Nobody waits any more for ranks to come back, nor for long for an answer. On any
-        thread."""
+        """Ends the wait for lost ranks, and soon that for answers. On any thread."""
         self._is_stopping.set()
         self._calls.stop()
 
     def is_in(self, name: str, start: int) -> bool:
-        """Whether this process of a rank is in the epoch."""
+        """Returns True if this process of a rank is in the epoch."""
         state = self.membership.roster[name]
         return (
             state.phase is Phase.SERVING
@@ -102,18 +106,19 @@ class Coordinator:
         )
 
     def settle(self, *, is_patient: bool) -> bool:
-        """Take note of who came and went; make a new epoch if that calls for one.
+        """Handles joins and losses, and makes a new epoch if they call for one.
 
-        -> whether a step can be computed. If there is no attention or no expert rank at all, it
-        waits a moment, or when `is_patient` until some are back. Raises ClusterError when that
-        takes longer than a start may."""
+        Returns True if a step can be computed. If there is no attention or no expert rank at all,
+        it waits a moment, or, if `is_patient`, until some are back. Raises ClusterError when that
+        takes longer than a start may.
+        """
         while self._calls.next_event(0.0) is not None:
             continue
         has_waited = False
         while self._is_stale:
             self._mover.call_off(f"the epoch ended: {self._why_stale}")
-            for flight in list(self._open):  # what a rank answers must be known before it moves on
-                self._land(flight)
+            for flight in list(self._open):  # a rank's answers are needed before it moves on
+                self._await_end(flight)
             if self._is_stopping.is_set():
                 return False
             self._note_outage()
@@ -129,38 +134,40 @@ class Coordinator:
         return True
 
     def run(self, works: Mapping[str, RankWork]) -> dict[str, StepDone | Exception]:
-        """One step on some attention ranks: `launch` and `collect`."""
+        """Runs one step on some attention ranks: `launch` and `collect`."""
         return self.collect(self.launch(works))
 
-    def launch(self, works: Mapping[str, RankWork]) -> Flight:
-        """Send a step out to the attention ranks that are there."""
+    def launch(self, works: Mapping[str, RankWork]) -> StepInFlight:
+        """Sends a step out to the attention ranks that are there."""
         is_settled = self.settle(is_patient=True)
         away: dict[str, StepDone | Exception] = {
             name: RankLostError(f"{name} is away")
             for name, work in works.items()
             if not is_settled or not self.is_in(name, work.start)
         }
-        flight = self._fly({name: work for name, work in works.items() if name not in away})
+        flight = self._send_step({name: work for name, work in works.items() if name not in away})
         flight.results |= away
         return flight
 
-    def can_follow(self, flight: Flight) -> bool:
-        """Whether the step after this one can be sent out now: it looks as if it will succeed."""
+    def can_follow(self, flight: StepInFlight) -> bool:
+        """Returns True if the next step can be sent out now: this one seems to succeed."""
         return flight.is_sound and flight.epoch == self._epoch.number and not self._is_stale
 
-    def launch_after(self, flight: Flight, works: Mapping[str, RankWork]) -> Flight:
-        """Send out the next step of the same ranks while this one runs; `can_follow` it."""
-        return self._fly({n: replace(work, after=flight.step) for n, work in works.items()})
+    def launch_after(self, flight: StepInFlight, works: Mapping[str, RankWork]) -> StepInFlight:
+        """Sends out the next step of the same ranks while this one runs; check `can_follow`
+        first."""
+        return self._send_step({n: replace(work, after=flight.step) for n, work in works.items()})
 
-    def collect(self, flight: Flight) -> dict[str, StepDone | Exception]:
-        """Wait for a step's end -> each attention rank's tokens, or why there are none.
+    def collect(self, flight: StepInFlight) -> dict[str, StepDone | Exception]:
+        """Waits for a step's end; returns each attention rank's tokens, or the error instead.
 
-        Repeats the step for those whose peers were lost. RankLostError: the attention rank itself.
+        Repeats the step for ranks whose peers were lost. RankLostError: the attention rank itself
+        is.
         """
         results: dict[str, StepDone | Exception] = {}
         num_tries = 0
         while True:
-            self._land(flight)
+            self._await_end(flight)
             results |= flight.results
             left = flight.left
             if flight.is_broken:
@@ -178,42 +185,44 @@ class Coordinator:
             flight = self.launch(left)
 
     def query_pages(self, name: str, start: int, order: QueryPages) -> list[bool]:
-        """Which pages of a rank are finite; raises RankLostError."""
+        """Returns which pages of a rank are finite; raises RankLostError."""
         if not self.is_in(name, start):
             raise RankLostError(f"{name} is away")
         for flight in list(self._open):
-            self._land(flight)  # the rank answers after them
+            self._await_end(flight)  # the rank answers after these steps
         answer = self._calls.ask({name: order}, FinitePages, self._timeout_s)
         if name in answer and len(answer[name].is_finite) != len(order.pages):
             num_told = len(answer.pop(name).is_finite)
-            self.membership.give_up(name, f"asked for {len(order.pages)} pages, told of {num_told}")
+            asked = len(order.pages)
+            self.membership.give_up(name, f"asked for {asked} pages, it answered for {num_told}")
         if name not in answer:
             raise RankLostError(f"{name} is away: {self.membership.last_loss}")
         return list(answer[name].is_finite)
 
     @property
     def _is_whole(self) -> bool:
-        """Whether all members of the epoch are there, and none has left its data group."""
+        """Returns True if all members of the epoch are there, and none has left its data group."""
         starts = self._epoch.starts
         are_in = all(self.is_in(name, start) for name, start in starts.items())
         return bool(starts) and are_in and not self._torn_by
 
     @property
     def _is_stale(self) -> bool:
-        """Whether a new epoch is called for: also somebody new does."""
+        """Returns True if a new epoch is due: after a loss, or for a rank that joins."""
         is_joining = any(s.phase is Phase.READY for s in self.membership.roster.all())
         return is_joining or not self._is_whole
 
     @property
     def _why_stale(self) -> str:
-        """What ends the epoch: of a lost rank its data connections may tell before its own does."""
+        """Returns why the epoch ends. A lost rank's data connections may tell before its own
+        does."""
         away = [name for name, start in self._epoch.starts.items() if not self.is_in(name, start)]
         if away:
             return f"{', '.join(away)} lost ({self.membership.last_loss})"
         return self._torn_by or "a rank joins"
 
     def _note_outage(self) -> None:
-        """It begins when the epoch breaks; somebody who joins causes none."""
+        """Starts the outage when the epoch breaks; a rank that joins causes none."""
         if self._outage_since is None and not self._is_whole:
             self._outage_since = time.monotonic()
         if self.outage_s > self._start_timeout_s:
@@ -223,20 +232,22 @@ class Coordinator:
             )
 
     def _renew(self) -> None:
-        """One attempt at a new epoch."""
+        """Tries once to make a new epoch."""
         self._number += 1
         epoch = self._maker.make(self._number)
         if epoch is None:
-            self._torn_by = "it was never complete"  # some members may have left the one before
+            self._torn_by = "it was never complete"  # members may have left the epoch before
             return
         self._epoch, self._torn_by = epoch, ""
         _log.info("epoch %d: %s", epoch.number, ", ".join((*epoch.attention, *epoch.experts)))
 
-    def _fly(self, works: Mapping[str, RankWork]) -> Flight:
-        """Send a step out."""
+    def _send_step(self, works: Mapping[str, RankWork]) -> StepInFlight:
+        """Sends a step out."""
         epoch = self._epoch
         self._step += 1
-        flight = Flight(self._step, epoch.number, dict(works), time.perf_counter(), set(works))
+        flight = StepInFlight(
+            self._step, epoch.number, dict(works), time.perf_counter(), set(works)
+        )
         if not works:
             return flight
         self._open.append(flight)
@@ -264,8 +275,8 @@ class Coordinator:
             self._calls.send(name, order)
         return flight
 
-    def _land(self, flight: Flight) -> None:
-        """Wait for those who compute a step."""
+    def _await_end(self, flight: StepInFlight) -> None:
+        """Waits for the ranks that compute a step."""
         deadline = time.monotonic() + 10 * self._timeout_s
         while flight.waiting:
             if self._calls.wait_for_event(deadline) is None:
@@ -282,14 +293,14 @@ class Coordinator:
             self._last_end = now
 
     def _note(self, event: Event) -> None:
-        """What an event means for a move and for the steps under way."""
+        """Passes an event on to the move and to the steps under way."""
         if isinstance(event.report, Staged):
             self._mover.heard(event.name, event.report)
         for flight in self._open:
             if flight.waiting:
                 self._note_in(flight, event)
 
-    def _note_in(self, flight: Flight, event: Event) -> None:
+    def _note_in(self, flight: StepInFlight, event: Event) -> None:
         self._drop_lost(flight)
         if not self._is_whole:
             flight.break_up(self.membership.last_loss)
@@ -306,19 +317,19 @@ class Coordinator:
         elif report.peer is None:
             flight.results[event.name] = StepFailedError(report.why)
 
-    def _drop_lost(self, flight: Flight) -> None:
+    def _drop_lost(self, flight: StepInFlight) -> None:
         for name in [n for n in flight.waiting if not self._is_member(n)]:
             flight.waiting.discard(name)
             flight.results[name] = RankLostError(f"{name} is away: {self.membership.last_loss}")
 
-    def _leave(self, flight: Flight) -> None:
-        """The server ends, and waits for nobody."""
+    def _leave(self, flight: StepInFlight) -> None:
+        """Ends the wait for a step, because the server ends."""
         why = "the server ends"
         flight.results |= {name: RankLostError(f"{name}: {why}") for name in flight.waiting}
         flight.waiting.clear()
         flight.break_up(why)
 
-    def _give_up_silent(self, flight: Flight) -> None:
+    def _give_up_silent(self, flight: StepInFlight) -> None:
         self._drop_lost(flight)
         for name in sorted(flight.waiting):
             link = self.membership.roster[name].link

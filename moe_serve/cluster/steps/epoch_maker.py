@@ -1,4 +1,4 @@
-"""A new epoch: experts of ranks that are away are taken over, and everybody meets."""
+"""Makes a new epoch: ranks take over the experts of lost ranks, and all members meet."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """The ranks that exchange data with each other, in their order."""
+    """The ranks that exchange data with each other, in order."""
 
     number: int = 0
     attention: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
-    starts: Mapping[str, int] = field(default_factory=dict)  # which process of each
+    starts: Mapping[str, int] = field(default_factory=dict)  # rank -> number of its process
 
 
 class EpochMaker:
-    """`place` is where the members meet: the coordinator serves its store."""
+    """Makes epochs. The members meet at `place`, whose store the coordinator serves."""
 
     def __init__(
         self,
@@ -53,16 +53,17 @@ class EpochMaker:
         self._current, self._place = current, place
         self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
         self._last = Epoch()
-        self._refused: dict[str, int] = {}  # expert ranks that could not take all over
+        self._refused: dict[str, int] = {}  # expert ranks that had no room for all experts
 
     @property
     def can_make(self) -> bool:
-        """Whether both pools are there, and may hold all experts as far as is known."""
+        """Returns True if both pools are there, and the expert ranks may have room for all
+        experts."""
         roster = self._membership.roster
         return roster.has_both_pools and _starts(roster.present("expert")) != self._refused
 
     def make(self, number: int) -> Epoch | None:
-        """One attempt with everybody who is there; None: somebody was lost meanwhile."""
+        """Tries once with all ranks that are there; returns None if one was lost meanwhile."""
         roster = self._membership.roster
         experts = roster.present("expert")
         starts = _starts(experts)
@@ -70,7 +71,7 @@ class EpochMaker:
             return None
         attention, experts = roster.present("attention"), roster.present("expert")
         if not attention or _starts(experts) != starts:
-            return None  # who is left now does not hold every expert, or need not
+            return None  # the ranks left may not hold every expert
         members = [*attention, *experts]
         epoch = Epoch(
             number,
@@ -87,7 +88,7 @@ class EpochMaker:
         return renumbered(covered(self._current.version.placement, set(present)), present)
 
     def _meet(self, epoch: Epoch, ranks_of: dict[int, list[list[int]]]) -> bool:
-        """Whether all members came together. If one does not, the others need not wait for it."""
+        """Returns True if all members met. If one does not, the others need not wait for it."""
         join = Join(
             epoch=epoch.number,
             attention_ranks=epoch.attention,
@@ -117,7 +118,7 @@ class EpochMaker:
         return not refused
 
     def _cover(self, experts: Sequence[RankState]) -> bool:
-        """Have experts without a rank loaded by those that are there; False if one failed."""
+        """Has the ranks present load the experts of lost ranks; returns False if one failed."""
         whole = self._current.version.placement
         now = covered(whole, {s.name.index for s in experts})
         orders: dict[str, Order] = {}
@@ -142,14 +143,14 @@ class EpochMaker:
         return not unable and answers.keys() == orders.keys()
 
     def _wait_for_others(self, experts: Sequence[RankState], unable: Mapping[str, str]) -> None:
-        """Some have no room for more experts: those that are away must come back."""
+        """Notes that some ranks have no room for more experts, so lost ranks must come back."""
         self._refused = _starts(experts)
         for name, why in unable.items():
-            _log.error("%s could not take experts over, they are waited for: %s", name, why)
+            _log.error("%s could not take over experts; waiting for the lost ranks: %s", name, why)
             self._membership.roster[name].extra = {}
         self._calls.ask(dict.fromkeys(unable, DropExperts()), TookExperts, self._timeout_s)
 
 
 def _starts(states: Sequence[RankState]) -> dict[str, int]:
-    """Which process of each."""
+    """Returns the process number of each rank."""
     return {str(state.name): state.num_starts for state in states}

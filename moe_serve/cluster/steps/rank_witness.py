@@ -1,4 +1,4 @@
-"""What each rank is at, as its heartbeats tell, and where its threads are, if it can be asked."""
+"""Describes what each rank is doing, from its heartbeats, and the stacks of its threads."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Stacks = Callable[[Iterable[str]], Mapping[str, tuple[str, ...]]]
 
 
 class RankWitness:
-    """Implements Witness. `stacks` None: the ranks are on other machines too."""
+    """Implements Witness. `stacks` is None if the ranks are not all on this host."""
 
     def __init__(self, roster: Roster, coordinator: Coordinator, stacks: Stacks | None) -> None:
         self._roster, self._coordinator, self._stacks = roster, coordinator, stacks
 
     def testify(self) -> list[str]:
-        """The steps under way, a line for each rank, and the stacks."""
+        """Returns the steps under way, a line for each rank, and the stacks."""
         lines = self._coordinator.open_steps or ["no step is under way"]
         states = list(self._roster.all())
         lines = [*lines, *(_line(state) for state in states)]

@@ -1,4 +1,4 @@
-"""The engine's way to the attention rank that computes its steps."""
+"""Sends an engine's steps to the attention rank that computes them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from moe_serve.cluster.control.messages import (
     StepDone,
     pack_params,
 )
-from moe_serve.cluster.ranks.choices import unpack_choices
 from moe_serve.cluster.ranks.mirror import pack_tokens
+from moe_serve.cluster.ranks.packing import unpack_choices
 from moe_serve.cluster.steps.coordinator import Coordinator
-from moe_serve.cluster.steps.rank_work import RankWork
+from moe_serve.cluster.steps.step_in_flight import RankWork
 from moe_serve.engine.execute.step_executor import RowFailure, StepOutcome
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.sampling.sampler import Sampled
@@ -23,34 +23,35 @@ from moe_serve.model.step_plan import SequenceSlice, StepPlan
 
 
 class RemoteExecutor:
-    """Implements StepExecutor for one process of an attention rank. Remembers what that knows
-    already, so that a step's message holds what is new."""
+    """Implements StepExecutor for one process of an attention rank. It remembers what the rank
+    knows, so that a step's message holds only what is new."""
 
     def __init__(self, coordinator: Coordinator, name: str) -> None:
         self._coordinator, self.name = coordinator, name
         self._start = coordinator.epoch.starts[name]
-        self._tables: dict[int, tuple[int, ...]] = {}  # of the sequences that the rank mirrors
+        self._tables: dict[int, tuple[int, ...]] = {}  # of sequences that the rank mirrors
         self._closed: list[int] = []
         self._page_work: list[PageWork] = []
 
     @property
     def is_there(self) -> bool:
-        """Whether that process is in the epoch."""
+        """Returns True if that process is in the epoch."""
         return self._coordinator.is_in(self.name, self._start)
 
     @property
     def expert_memory(self) -> None:
-        """Expert ranks tell of theirs themselves."""
+        """None: expert ranks report on their own memories."""
 
     def run(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> StepOutcome:
-        """A step of this rank alone. Raises RankLostError, or what its computation raised."""
+        """Runs a step of this rank alone. Raises RankLostError, or the computation's error."""
         outcome = self._coordinator.run({self.name: self.prepare(plan, sequences)})[self.name]
         if isinstance(outcome, Exception):
             raise outcome
         return as_outcome(outcome)
 
     def prepare(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> RankWork:
-        """The plan as messages. It must be sent: the rank is taken to know it from here on."""
+        """Returns the plan as messages. It must be sent: the rank is taken to know it from here
+        on."""
         opened = tuple(
             _opened(sequences[key])
             for key in dict.fromkeys(piece.sequence_id for piece in plan.slices)
@@ -71,21 +72,21 @@ class RemoteExecutor:
         )
 
     def resend_tables(self) -> None:
-        """The last step that was prepared was not computed: the rank may lack what it said."""
+        """Sends all page tables again, as the rank may lack those of the last step prepared."""
         self._tables = dict.fromkeys(self._tables, ())
 
     def forget(self, sequence_ids: list[int]) -> None:
-        """See `StepExecutor.forget`: told with the next step."""
+        """See `StepExecutor.forget`; sent with the next step."""
         known = [key for key in sequence_ids if self._tables.pop(key, None) is not None]
         self._closed += known
 
     def clear_pages(self, pages: list[int]) -> None:
-        """Done before the next step."""
+        """Takes effect before the next step."""
         if pages:
             self._page_work.append(PageWork(pages, ()))
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        """Done before the next step."""
+        """Takes effect before the next step."""
         if pairs:
             self._page_work.append(PageWork((), pairs))
 
@@ -115,7 +116,7 @@ class RemoteExecutor:
 
 
 def as_outcome(done: StepDone) -> StepOutcome:
-    """What a rank says of its step, as the engine wants it."""
+    """Converts a rank's report on its step for the engine."""
     sampled: dict[int, Sampled | RowFailure] = {**done.sampled, **done.failures}
     prompts = {key: tuple(entries) for key, entries in done.prompt_logprobs.items()}
     choices = None if done.choices is None else unpack_choices(done.choices)

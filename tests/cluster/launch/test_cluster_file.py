@@ -66,9 +66,9 @@ def test_a_node_finds_itself_by_its_launcher() -> None:
 
 
 def test_a_stranger_is_told_so() -> None:
-    with pytest.raises(ConfigError, match=r"stranger is none of the nodes .* a \(10.0.0.1\)"):
+    with pytest.raises(ConfigError, match=r"stranger is not a node of the .* a \(10.0.0.1\)"):
         rank_of("stranger")
-    with pytest.raises(ConfigError, match="a and b of the cluster pair at once"):
+    with pytest.raises(ConfigError, match="this host is both a and b of the cluster pair"):
         rank_of("a", "10.0.0.2")
 
 
@@ -90,8 +90,8 @@ def test_flags_win_over_the_file() -> None:
         ("port: 7000", "port: 1:30", "`\\$.coordinator.port` .pair.yaml:2: '1:30'"),
         ("expert_ranks: [0]", "expert_ranks: [00]", "pair.yaml:5: '00'"),
         ("name: pair", "name: !!binary aGk=", "no plain value .pair.yaml:1.: it has the tag"),
-        ("name: b", "name: a", "each node has its own name; \\['a'\\]"),
-        ("10.0.0.2", "10.0.0.1", "each node has its own address"),
+        ("name: b", "name: a", "each node needs its own name: \\['a'\\]"),
+        ("10.0.0.2", "10.0.0.1", "each node needs its own address"),
         ("expert_ranks: [0]", "expert_ranks: [1]", "expert-0 is placed nowhere"),
         ("expert_ranks: [0]", "expert_ranks: [-1]", "negative"),
         ("expert_ranks: [0]", "expert_ranks: [0, 1], devices: [0]", "2 ranks and 1 devices"),
@@ -102,7 +102,7 @@ def test_flags_win_over_the_file() -> None:
         ("name: pair", "name: pair\nserve: {server: 1}", "serve"),
         ("name: pair", "name: [", "is not valid YAML"),
         ("name: pair", "name: &a [*a]", "that it is in itself .pair.yaml:1"),
-        ("name: pair", "name: " + "[" * 3000, "too deep in each other"),
+        ("name: pair", "name: " + "[" * 3000, "nested too deeply"),
         (SMALL, "name: pair\ncoordinator: {host: h}\nnodes: []", "has no node"),
         (SMALL, "3", "Expected `object`"),
         (SMALL, "", "Expected `object`"),

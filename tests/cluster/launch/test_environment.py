@@ -143,10 +143,10 @@ def test_what_is_missing_or_wrong_is_named(environ: dict[str, str], names: str) 
         (None, 2, "h:1", "--node-rank is missing"),
         (2, 2, "h:1", "node 2 .--node-rank. does not exist among 2 nodes .--num-nodes."),
         (-1, 2, "h:1", "node -1"),
-        (0, 0, "h:1", "--num-nodes is 0"),
-        (0, 2, "h", "'h' .--coordinator. is no HOST:PORT"),
-        (0, 2, "fd00::1:80", "is no HOST:PORT"),
-        (0, 2, "h:70000", "'70000' .--coordinator. is no port"),
+        (0, 0, "h:1", "--num-nodes must be 1 or more, got 0"),
+        (0, 2, "h", "'h' .--coordinator. is not HOST:PORT"),
+        (0, 2, "fd00::1:80", "is not HOST:PORT"),
+        (0, 2, "h:70000", "'70000' .--coordinator. is not a port"),
     ],
 )
 def test_wrong_flags(rank: int | None, num: int | None, at: str | None, message: str) -> None:

@@ -29,12 +29,12 @@ def test_hosts_slots_and_comments() -> None:
     [
         ("", "names no host"),
         ("# none\n", "names no host"),
-        ("a slots=x", "'a slots=x' .hosts:1. is no line"),
+        ("a slots=x", "'a slots=x' .hosts:1. is not a hostfile line"),
         ("a\nb cpus=3", "hosts:2"),
-        ("a\na slots=2", "a stands twice"),
+        ("a\na slots=2", "a is in the hostfile twice"),
         ("a slots=0", "a has no slots"),
-        ("-oProxyCommand=x", "is no line"),
-        ("-v", "is no line"),
+        ("-oProxyCommand=x", "is not a hostfile line"),
+        ("-v", "is not a hostfile line"),
     ],
 )
 def test_a_wrong_file_is_refused(text: str, message: str) -> None:

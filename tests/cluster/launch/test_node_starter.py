@@ -281,7 +281,7 @@ def test_a_node_that_looks_for_node_0_ends_at_the_first_signal(
 ) -> None:
     life = nodes.live(1, rejoin_s=10 * PATIENCE_S)
     vanish(nodes)
-    until(lambda: "it is looked for" in caplog.text, "the loss is noticed")
+    until(lambda: "looking for node 0" in caplog.text, "the loss is noticed")
     life.stop(grace_s=1000.0)
     until(lambda: 1 in nodes.ends, "the node ends")
     assert nodes.ends[1] is None

@@ -25,8 +25,7 @@ from moe_serve.cluster.control.rank_name import RankName, all_ranks
 from moe_serve.cluster.control.secret import new_secret
 from moe_serve.cluster.members.examine import examine, versions
 from moe_serve.cluster.members.membership import Membership
-from moe_serve.cluster.members.preflight import ExpectedRank
-from moe_serve.cluster.members.preflight_round import PreflightRound
+from moe_serve.cluster.members.preflight import ExpectedRank, PreflightRound
 from moe_serve.cluster.members.rank_starter import RankExit
 from moe_serve.cluster.members.roster import Phase, Roster
 from moe_serve.config.sections import EngineConfig
@@ -180,7 +179,7 @@ def test_another_checkpoint_is_refused_by_name(scene: Scene) -> None:
     """A rank that loaded what the pre-flight could not tell from the right one."""
     scene.membership._weights = "another hash"
     with pytest.raises(
-        ClusterError, match=r"(expert|attention)-\d is refused: its checkpoint is another"
+        ClusterError, match=r"(expert|attention)-\d is refused: its checkpoint differs"
     ):
         scene.start()
 

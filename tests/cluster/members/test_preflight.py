@@ -42,7 +42,7 @@ def test_ranks_of_another_layout_and_doubles() -> None:
     stranger = replace(REPORTS[0], name="expert-7")
     assert told([*REPORTS, stranger, replace(REPORTS[1], host="10.0.0.9")]) == [
         "expert-0 came 2 times, from 10.0.0.3, 10.0.0.9: each rank is started once.",
-        "expert-7 came from 10.0.0.2 and is no part of this layout.",
+        "expert-7 came from 10.0.0.2 and is not part of this layout.",
     ]
 
 

@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from moe_serve.cluster.members.transport_check import check_transport
+from moe_serve.cluster.started_ranks import check_transport
 from moe_serve.config.sections import TransportName
 from moe_serve.errors import ConfigError
 

@@ -20,7 +20,7 @@ from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.rebalance import expert_copies, load_window, proposal, rebalancer
 from moe_serve.cluster.rebalance.expert_copies import ExpertCopies
-from moe_serve.cluster.rebalance.plan_job import answer
+from moe_serve.cluster.rebalance.planner import answer
 from moe_serve.cluster.rebalance.rank_placement import RankPlacement
 from moe_serve.cluster.rebalance.rounds import num_copies, rounds
 from moe_serve.config.sections import EngineConfig

@@ -11,8 +11,7 @@ import pytest
 from experts.placement.errors import PlacementError
 from experts.placement.problem.plan import Placement, contiguous
 from moe_serve.cluster.rebalance.load_window import LoadWindow, WindowCounts
-from moe_serve.cluster.rebalance.plan_job import PlanAnswer, PlanJob, problem_of
-from moe_serve.cluster.rebalance.planner import plan_in_process
+from moe_serve.cluster.rebalance.planner import PlanAnswer, PlanJob, plan_in_process, problem_of
 from moe_serve.cluster.rebalance.proposal import PlanLimits, Proposer
 from moe_serve.engine.routes.route_records import RouteRecord
 

@@ -1,1 +1,1 @@
-"""Ready files for what starts processes on clusters: Slurm, Kubernetes, systemd, or a shell."""
+"""Writes files that start a launch with Slurm, Kubernetes, systemd, or a shell."""

@@ -1,7 +1,7 @@
-"""Manifests for Kubernetes: a LeaderWorkerSet, or a StatefulSet with a headless Service.
+"""Writes manifests for Kubernetes: a LeaderWorkerSet, or a StatefulSet with a headless Service.
 
-Both take their secrets from a Secret that is not emitted: its name and how to make it stand at the
-top. A Service for HTTP clients goes to node 0 alone.
+Both take their secrets from a Secret that is not emitted; the comment at the top of the file has
+its name and the command that makes it. A Service for HTTP clients goes to node 0 alone.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from moe_serve.cluster.launch.endpoint import Endpoint
 KubernetesKind = Literal["leader-worker-set", "stateful-set"]
 Manifest = dict[str, Any]
 
-SECRET_KEY = "cluster-secret"  # in the Secret: of the control connections
-API_KEYS_KEY = "api-keys"  # of HTTP clients, with commas
-ADMIN_KEYS_KEY = "admin-keys"  # for /admin; may be left out
-_USER = 10001  # of our images
-_PRE_STOP_S = 5  # until the Service has stopped sending
+SECRET_KEY = "cluster-secret"  # key in the Secret: the secret of the control connections
+API_KEYS_KEY = "api-keys"  # keys of HTTP clients, separated by commas
+ADMIN_KEYS_KEY = "admin-keys"  # keys for /admin; optional
+_USER = 10001  # the user of our images
+_PRE_STOP_S = 5  # until the Service has stopped sending requests
 _NODE_0 = "moe-serve/node-0"
 _HEADER = """\
-# {name} on {num_nodes} nodes. The secrets first, once:
+# {name} on {num_nodes} nodes. Create the secrets first, once:
 #
 #     kubectl create secret generic {name} \\
 #       --from-literal={secret}="$(openssl rand -hex 32)" --from-literal={keys}=KEY,KEY \\
@@ -37,14 +37,14 @@ _LWS = "# LeaderWorkerSet must be installed in the cluster: https://lws.sigs.k8s
 
 
 class _PlainDumper(yaml.SafeDumper):
-    """Repeats what stands twice, instead of pointing to it with an anchor."""
+    """Repeats equal values instead of pointing to the first with an anchor."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
 
 
 def kubernetes_files(deployment: Deployment, kind: KubernetesKind) -> Mapping[str, str]:
-    """{file name: text}."""
+    """Returns {file name: text}."""
     header = _HEADER.format(
         name=deployment.name,
         num_nodes=deployment.num_nodes,
@@ -66,7 +66,7 @@ def kubernetes_files(deployment: Deployment, kind: KubernetesKind) -> Mapping[st
 
 
 def _leader_worker_set(deployment: Deployment) -> Manifest:
-    """A pod that ends is started again alone: node 0 takes it back in."""
+    """Restarts a pod that ends alone: node 0 admits it again."""
     arguments = deployment.command.arguments()
     labels = _labels(deployment)
     leader = {"metadata": {"labels": {**labels, _NODE_0: "true"}}}
@@ -90,7 +90,7 @@ def _leader_worker_set(deployment: Deployment) -> Manifest:
 
 
 def _stateful_set(deployment: Deployment) -> Manifest:
-    """Pods count themselves by their names; all start at once, as node 0 waits for the others."""
+    """Numbers pods by their names; all start at once, as node 0 waits for the others."""
     name = deployment.name
     nodes = f"{name}-nodes"
     arguments = deployment.command.arguments(
@@ -116,9 +116,10 @@ def _stateful_set(deployment: Deployment) -> Manifest:
 
 
 def _pod(deployment: Deployment, arguments: tuple[str, ...], *, is_node_0: bool | None) -> Manifest:
-    """`is_node_0` is None where one template makes all pods: then it has no probes.
+    """Returns a pod. `is_node_0` is None if one template makes all pods, which then have no
+    probes.
 
-    All pods wait alike before SIGTERM: an agent leaves when the drain's time is over. Without
+    All pods wait equally long before SIGTERM: an agent leaves when the drain time is over. Without
     `enableServiceLinks: false` Kubernetes would set variables such as MOE_SERVE_SERVICE_HOST for a
     Service named moe-serve, which look like settings and are unknown.
     """
@@ -173,8 +174,8 @@ def _pod(deployment: Deployment, arguments: tuple[str, ...], *, is_node_0: bool 
 
 
 def _probes(scheme: str) -> Manifest:
-    """Live from when the port is open, also while it waits for the nodes and loads: how long that
-    may take is `cluster.start_timeout_s`."""
+    """Makes a pod live as soon as its port is open, also while it waits for the nodes and loads.
+    The limit of that time is `cluster.start_timeout_s`."""
     live = {"path": "/health/live", "port": "http", "scheme": scheme}
     ready = {**live, "path": "/health/ready"}
     return {
@@ -205,7 +206,7 @@ def _environment(deployment: Deployment) -> list[Manifest]:
 
 
 def _verbatim(word: str) -> str:
-    """$(NAME) would be replaced by the variable, in a command and in a value; $$ is a dollar."""
+    """Escapes $, as Kubernetes replaces $(NAME) in commands and values; $$ is a dollar."""
     return word.replace("$", "$$")
 
 
@@ -216,7 +217,7 @@ def _resources(deployment: Deployment) -> Manifest:
 
 
 def _headless_service(deployment: Deployment) -> Manifest:
-    """Names for the pods; also before they are ready, as they become so only together."""
+    """Gives the pods names, even before they are ready, as they become ready only together."""
     return {
         "apiVersion": "v1",
         "kind": "Service",

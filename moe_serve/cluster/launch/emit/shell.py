@@ -1,4 +1,4 @@
-"""A script to start by hand, with the node's number: `bash NAME.sh 0`."""
+"""Writes a script to start by hand, with the node's number: `bash NAME.sh 0`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ fi
 
 
 def shell_files(deployment: Deployment) -> Mapping[str, str]:
-    """{file name: text}."""
+    """Returns {file name: text}."""
     coordinator = deployment.fixed_coordinator("shell")
     rank = "@NODE@"
     arguments = deployment.command.arguments(

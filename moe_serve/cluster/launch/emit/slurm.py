@@ -1,8 +1,8 @@
-"""A batch script for Slurm: `sbatch NAME.sbatch`.
+"""Writes a batch script for Slurm: `sbatch NAME.sbatch`.
 
-One task on each node, with all of its CPUs; the tasks find each other by Slurm's variables. Without
-a secret in the environment of sbatch the job makes one for itself: it lives in the job's
-environment only.
+The script runs one task on each node, with all of its CPUs; the tasks find each other by Slurm's
+variables. Without a secret in the environment of sbatch the job makes its own, which exists only in
+the job's environment.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SCRIPT = """\
 {gpus}#SBATCH --output={name}-%j.log
 set -euo pipefail
 
-# Every node inherits the secret of the control connections; it is in no file and no argument.
+# Every node inherits the secret of the control connections, which is in no file or argument.
 if [ -z "${{MOE_SERVE_CLUSTER_SECRET:-}}" ]; then
   MOE_SERVE_CLUSTER_SECRET="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
 fi
@@ -43,7 +43,7 @@ exec srun --nodes={num_nodes} --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_O
 
 
 def slurm_files(deployment: Deployment) -> Mapping[str, str]:
-    """{file name: text}."""
+    """Returns {file name: text}."""
     gpus = deployment.num_devices
     exports = [
         f"export {name}={shlex.quote(value)}" for name, value in deployment.variables.items()

@@ -1,4 +1,4 @@
-"""One systemd service for each node, and an example of the file that holds its secrets."""
+"""Writes one systemd service for each node, and an example of the file with its secrets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UNIT = """\
 #
 #     systemctl daemon-reload && systemctl enable --now {name}-{node}
 #
-# Secrets stand in {secrets}, mode 0600, the same on every node; see {name}.env.example.
+# Secrets are in {secrets}, mode 0600, the same on every node; see {name}.env.example.
 [Unit]
 Description=moe-serve {name}, node {node} of {num_nodes}
 After=network-online.target
@@ -32,7 +32,7 @@ Environment=XDG_CACHE_HOME=%C HOME=%C/moe-serve TRITON_CACHE_DIR=%C/moe-serve/tr
 # Without a limit on starts: a node that waits for the others may need many.
 Restart=on-failure
 RestartSec=5
-# 2 is a user's mistake, such as an unknown key: trying again does not help.
+# 2 is a user's mistake, such as an unknown key: a restart does not help.
 RestartPreventExitStatus=2
 # Stopped while it loads, it ends with 143; while it serves, it drains and ends with 0.
 SuccessExitStatus=143
@@ -54,15 +54,15 @@ _EXAMPLE = """\
 # {secrets} on every node: chmod 600, owned by root.
 # openssl rand -hex 32 makes a secret; all nodes have the same.
 MOE_SERVE_CLUSTER_SECRET=
-# Keys that HTTP clients send, with commas; needed where server.host is not a loopback address.
+# Keys of HTTP clients, separated by commas; needed unless server.host is a loopback address.
 MOE_SERVE_SERVER_API_KEYS=
-# For the routes under /admin; empty: those are off.
+# Keys for the routes under /admin; empty: these routes are off.
 MOE_SERVE_SERVER_ADMIN_KEYS=
 """
 
 
 def systemd_files(deployment: Deployment) -> Mapping[str, str]:
-    """{file name: text}."""
+    """Returns {file name: text}."""
     coordinator = deployment.fixed_coordinator("systemd")
     secrets = f"/etc/moe-serve/{deployment.name}.env"
     variables = "".join(
@@ -88,7 +88,8 @@ def systemd_files(deployment: Deployment) -> Mapping[str, str]:
 
 
 def quote(word: str) -> str:
-    """A word of a systemd setting: % starts a specifier, and $ a variable in ExecStart alone."""
+    """Quotes a word of a systemd setting: % starts a specifier, and $ a variable in ExecStart
+    alone."""
     assert "\n" not in word, f"a line break in {word!r}"
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     is_plain = bool(word) and not set(word) & set(" \t\"'\\;")

@@ -328,7 +328,7 @@ def test_who_is_asked_to_end_has_time_to_drain() -> None:
 @pytest.mark.parametrize("files", [shell_files, systemd_files])
 def test_node_0_must_be_known_where_nobody_finds_it(files: Any) -> None:
     deployment = Deployment(name="pair", num_nodes=2, command=COMMAND)
-    with pytest.raises(ConfigError, match="give --coordinator HOST:PORT, or --cluster"):
+    with pytest.raises(ConfigError, match="give --coordinator HOST:PORT or --cluster"):
         files(deployment)
 
 

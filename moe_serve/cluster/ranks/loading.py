@@ -1,13 +1,30 @@
-"""What a rank of either pool says when it has loaded."""
+"""The device of a rank, and its report once it has loaded."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from moe_serve.cache.model_identity import model_identity
 from moe_serve.cluster.control.messages import Configure, Loaded
+from moe_serve.config.sections import ModelConfig
+from moe_serve.engine.build import device_of
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.pipeline.links.nccl_link import gpu_of
+
+
+def rank_device(config: ModelConfig) -> torch.device:
+    """Chooses the device before anything is loaded; raises ConfigError.
+
+    A rank sees one GPU, which its starter has chosen (members/devices.py). If it sees more, it
+    takes the first.
+    """
+    device = device_of(config)
+    if device.type == "cuda":
+        device = torch.device("cuda", 0)
+        torch.cuda.set_device(device)
+    return device
 
 
 def load_report(
@@ -18,7 +35,8 @@ def load_report(
     num_pages: int = 0,
     kv_bytes: int = 0,
 ) -> Loaded:
-    """Ready to join, with the hash that proves its checkpoint. Expert ranks have no pages."""
+    """Returns the message that the rank is ready, with its checkpoint's hash. Expert ranks have no
+    pages."""
     return Loaded(
         weights_hash=model_identity(Path(configure.folder)).hex(),
         num_pages=num_pages,

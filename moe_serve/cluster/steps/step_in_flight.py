@@ -1,0 +1,118 @@
+"""A step under way: the ranks that compute it, their work and results, and what broke it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.cluster.control.messages import OpenSequence, PageWork, Slice, StepDone
+from moe_serve.engine.execute.step_executor import ExecutorLostError
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.errors import MoeServeError
+from moe_serve.model.step_plan import RouteAsk
+
+
+class RankLostError(ExecutorLostError):
+    """An attention rank is lost, with everything it computed."""
+
+
+class StepFailedError(MoeServeError):
+    """A rank could not compute its step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankWork:
+    """The work of one attention rank in a step, for its `start`-th process: a new process does not
+    know the sequences."""
+
+    start: int
+    micro_batches: tuple[tuple[Slice, ...], ...] = ()
+    opened: tuple[OpenSequence, ...] = ()
+    closed: tuple[int, ...] = ()
+    page_work: tuple[PageWork, ...] = ()
+    after: int = 0  # the step whose tokens it needs, if that still runs
+    routes: RouteAsk | None = None
+    needed_LE: NDArray[np.float32] | None = field(default=None, compare=False)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return tuple(sum(piece.count for piece in batch) for batch in self.micro_batches)
+
+    @property
+    def again(self) -> RankWork:
+        """Returns the same step for a rank that has already applied everything before it."""
+        return replace(self, opened=(), closed=(), page_work=(), after=0)
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """One attempt at a step."""
+
+    step: int
+    epoch: int
+    works: dict[str, RankWork]
+    start: float  # time.perf_counter()
+    waiting: set[str]
+    results: dict[str, StepDone | Exception] = field(default_factory=dict)
+    troubles: list[str] = field(default_factory=list)  # why it must be repeated
+
+    @property
+    def is_broken(self) -> bool:
+        return bool(self.troubles)
+
+    @property
+    def is_sound(self) -> bool:
+        """Returns True if, as far as reported, all ranks in it have finished it."""
+        return not self.troubles and all(isinstance(r, StepDone) for r in self.results.values())
+
+    @property
+    def left(self) -> dict[str, RankWork]:
+        """Returns the work to repeat, once no rank is waited for."""
+        return {n: work.again for n, work in self.works.items() if n not in self.results}
+
+    def void(self, name: str) -> None:
+        """Drops a rank from the step: its result is not wanted."""
+        del self.works[name]
+
+    def break_up(self, why: str) -> None:
+        """Notes why the step must be repeated, each reason once: all peers report a lost rank."""
+        if why not in self.troubles:
+            self.troubles.append(why)
+
+    @property
+    def why(self) -> str:
+        return "; ".join(self.troubles)
+
+    def describe(self) -> str:
+        """Describes the step for a hang report, on any thread."""
+        seconds = time.perf_counter() - self.start
+        num_tokens = sum(sum(work.rows) for work in list(self.works.values()))
+        return (
+            f"step {self.step} was sent out {seconds:.1f} s ago with {num_tokens} tokens; it waits "
+            f"for {', '.join(sorted(self.waiting)) or 'no rank'}"
+        )
+
+
+MAX_MOVES = 5  # in a row, without a new token
+
+
+class RequestMoves:
+    """Counts how often a sequence has moved from a lost rank since its last token.
+
+    A request that kills every rank it runs on must end.
+    """
+
+    def __init__(self) -> None:
+        self._moved: dict[int, tuple[int, int]] = {}  # sequence -> its tokens then, moves
+
+    def is_allowed(self, sequence: Sequence) -> bool:
+        """Counts a loss of the rank that computed the sequence; returns True if it may move on."""
+        num_tokens, count = self._moved.get(sequence.id, (0, 0))
+        count = count + 1 if num_tokens == sequence.num_tokens else 1
+        self._moved[sequence.id] = (sequence.num_tokens, count)
+        while len(self._moved) > 4096:  # entries of sequences that ended long ago
+            del self._moved[next(iter(self._moved))]
+        return count <= MAX_MOVES

@@ -1,0 +1,211 @@
+"""Times one layer's attention stage (T_a) and expert stage (T_e) on this machine.
+
+Other programs can only make a call slower, so the lower quartile of the times counts: on a quiet
+machine it is near the median, and on a busy one it is what the machine can do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from experts.routed_rows import RoutedRows
+from moe_serve.config.sections import PAGE_SIZE
+from moe_serve.model.stage.step_inputs import StepInputs, make_step_inputs
+from moe_serve.model.step_plan import MicroBatch, SequenceSlice
+from moe_serve.pipeline.costs.batch_load import BatchLoad
+from moe_serve.pipeline.costs.cost_model import Experts
+from moe_serve.planning.measured_model import LayerKind, MeasuredModel
+
+_LONG_S = 1.0
+
+
+def usual(times: Sequence[float]) -> float:
+    """Returns the lower quartile."""
+    return sorted(times)[(len(times) - 1) // 4]
+
+
+class Stopwatch:
+    """Times calls on a device, each for `budget_s` seconds and 3 to 200 times; long ones once."""
+
+    def __init__(self, device: torch.device, budget_s: float) -> None:
+        self._device, self._budget_s = device, budget_s
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Returns the seconds of a call, after one that is not counted."""
+        self._time(call)
+        times: list[float] = []
+        while not times or (len(times) < 3 and sum(times) < _LONG_S) or self._has_time(times):
+            times.append(self._time(call))
+        return usual(times)
+
+    def _has_time(self, times: Sequence[float]) -> bool:
+        return sum(times) < self._budget_s and len(times) < 200
+
+    def _time(self, call: Callable[[], object]) -> float:
+        self._wait()
+        start = time.perf_counter()
+        call()
+        self._wait()
+        return time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+QUICK_ROWS = (1, 4, 16, 64, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSample:
+    """Seconds of one layer; `num_activated` is the mean over layers."""
+
+    num_rows: int
+    num_choices: int
+    num_activated: float
+    is_natural: bool
+    seconds: float
+
+
+@torch.inference_mode()
+def time_experts(
+    model: MeasuredModel, rows: Mapping[int, RoutedRows], is_natural: bool, stopwatch: Stopwatch
+) -> ExpertSample:
+    """Times the expert stage. `rows` is by layer: the layers take turns."""
+
+    def layers() -> None:
+        for layer, part in rows.items():
+            model.experts.run(layer, part)
+
+    ids = [part.expert_ids_TK for part in rows.values()]
+    return ExpertSample(
+        num_rows=len(ids[0]),
+        num_choices=ids[0].numel(),
+        num_activated=float(np.mean([len(part.unique()) for part in ids])),
+        is_natural=is_natural,
+        seconds=stopwatch.seconds(layers) / len(rows),
+    )
+
+
+def first_rows(rows: Mapping[int, RoutedRows], count: int) -> dict[int, RoutedRows]:
+    return {
+        layer: RoutedRows(r.x_TD[:count], r.expert_ids_TK[:count], r.weights_TK[:count])
+        for layer, r in rows.items()
+    }
+
+
+def random_choices(
+    rows: Mapping[int, RoutedRows], num_experts: int, seed: int
+) -> dict[int, RoutedRows]:
+    """Sends the same rows each to k experts drawn uniformly, ascending as a router's are."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = {}
+    for layer, r in rows.items():
+        draws_TE = torch.rand(len(r.x_TD), num_experts, generator=generator)
+        ids_TK = draws_TE.topk(r.expert_ids_TK.shape[1], dim=1).indices.sort(dim=1).values
+        chosen[layer] = RoutedRows(r.x_TD, ids_TK.to(r.expert_ids_TK.device), r.weights_TK)
+    return chosen
+
+
+def fit_experts(num_experts: int, top_k: int, samples: Sequence[ExpertSample]) -> Experts:
+    """Fits the number of equally popular experts that would be activated as often as the measured
+    ones."""
+    counts = np.array([(s.num_rows, s.num_activated) for s in samples])
+    candidates = np.linspace(top_k, num_experts, 512)
+    missed = (1 - top_k / candidates[:, None]) ** counts[None, :, 0]
+    errors = np.log(candidates[:, None] * (1 - missed) / counts[None, :, 1])
+    best = candidates[np.square(errors).sum(axis=1).argmin()]
+    return Experts(num_experts=num_experts, top_k=top_k, num_effective=float(best))
+
+
+_DECODE = tuple((n, c) for n in (1, 2, 4, 8, 16, 32, 64, 128) for c in (64, 512, 2048))
+_QUICK_DECODE = tuple((n, c) for n in (1, 4, 16, 64) for c in (64, 512))
+_CHUNKS = tuple((n, start) for n in (32, 128, 512) for start in (0, 512))
+_QUICK_CHUNKS = ((128, 0), (256, 256))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`num_sequences` that compute `num_rows` tokens each, after `start` cached ones."""
+
+    num_sequences: int
+    num_rows: int
+    start: int
+
+    @property
+    def num_pages(self) -> int:
+        """Returns the pages of one sequence."""
+        return -(-(self.start + self.num_rows) // PAGE_SIZE)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSample:
+    """Seconds of one layer."""
+
+    load: BatchLoad
+    seconds: float
+
+
+def attention_cases(model: MeasuredModel, is_quick: bool) -> list[Case]:
+    """Returns the cases of the grid that fit the model's context and this machine's memory."""
+    decode, chunks = (_QUICK_DECODE, _QUICK_CHUNKS) if is_quick else (_DECODE, _CHUNKS)
+    cases = [Case(n, 1, min(context, model.max_context) - 1) for n, context in decode]
+    cases += [Case(1, n, start) for n, start in chunks if start + n <= model.max_context]
+    limit = model.cache.num_pages
+    return [c for c in dict.fromkeys(cases) if c.num_sequences * c.num_pages <= limit]
+
+
+@torch.inference_mode()
+def time_attention(
+    model: MeasuredModel, kind: LayerKind, case: Case, stopwatch: Stopwatch
+) -> AttentionSample:
+    """Times the layers of a kind in turn: norm, attention, router, shared expert and residual."""
+    slices = _slices(model, case)
+    batch = MicroBatch(slices)
+    inputs = make_step_inputs(batch, model.cache, model.spec, model.kernels, model.device)
+    generator = torch.Generator().manual_seed(0)
+    hidden_TD = torch.randn(batch.num_tokens, model.spec.width, generator=generator)
+    hidden_TD = hidden_TD.to(device=model.device, dtype=model.dtype)
+    sums_TD = torch.zeros(hidden_TD.shape, dtype=torch.float32, device=model.device)
+
+    def layers() -> None:
+        for layer in kind.measured:
+            _one_layer(model, layer, hidden_TD, sums_TD, inputs)
+
+    seconds = stopwatch.seconds(layers) / len(kind.measured)
+    return AttentionSample(BatchLoad.of(slices), seconds)
+
+
+def _one_layer(
+    model: MeasuredModel,
+    layer: int,
+    hidden_TD: torch.Tensor,
+    sums_TD: torch.Tensor,
+    inputs: StepInputs,
+) -> None:
+    advance = model.attention.advance(layer, hidden_TD, inputs, model.cache)
+    if advance.routed is not None:
+        shared_TD = model.attention.shared(layer, advance.routed.x_TD)
+        model.attention.add(advance.hidden_TD, sums_TD, shared_TD)
+
+
+def _slices(model: MeasuredModel, case: Case) -> tuple[SequenceSlice, ...]:
+    """Gives every sequence pages of its own, as different requests have. Page 0 is the empty
+    one."""
+    tokens = np.arange(case.num_rows, dtype=np.int64) % model.spec.vocab_size
+    return tuple(
+        SequenceSlice(
+            index,
+            case.start,
+            tokens,
+            tuple(range(1 + index * case.num_pages, 1 + (index + 1) * case.num_pages)),
+            1,
+        )
+        for index in range(case.num_sequences)
+    )
