@@ -27,17 +27,32 @@ def calibrate(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A folder in Hugging Face layout. Without it: the demonstration model."
+            help="Folder of a checkpoint in Hugging Face layout. Default: the demonstration model."
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="The JSON file to write.")] = Path("calibration.json"),
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    num_threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of one rank.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer points: some seconds.")] = False,
+    out: Annotated[Path, typer.Option(help="JSON file for the measured costs.")] = Path(
+        "calibration.json"
+    ),
+    device: Annotated[
+        str,
+        typer.Option(
+            help="Device to measure: auto (cuda if there is a CUDA GPU, else cpu), cpu or cuda."
+        ),
+    ] = "auto",
+    num_threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of CPU threads of one rank. Default: torch chooses."),
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="Measure fewer points: takes seconds, and the fits are less exact."
+        ),
+    ] = False,
 ) -> None:
     """Measure what attention, experts and transfers cost on this machine.
 
-    `moe-serve plan --calibration FILE` then says which layout to use.
+    `moe-serve plan --calibration FILE` then compares layouts by these costs.
     """
     if device not in _DEVICES:
         raise ConfigError(f"device cannot be {device!r}: it is one of {', '.join(_DEVICES)}.")

@@ -80,20 +80,41 @@ class Conversation:
 
 def chat(
     message: Annotated[
-        str | None, typer.Option("--message", "-m", help="Ask this once, print the answer, leave.")
+        str | None,
+        typer.Option(
+            "--message",
+            "-m",
+            help="Send this message, print the answer and exit. Default: an interactive "
+            "conversation.",
+        ),
     ] = None,
-    url: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="URL of the server.")] = "http://127.0.0.1:8000",
     api_key: Annotated[
         str | None,
-        typer.Option(envvar=API_KEY_VARIABLE, help="The server's key, or @FILE that holds it."),
+        typer.Option(envvar=API_KEY_VARIABLE, help="API key of the server, or @FILE with the key."),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    system: Annotated[
+        str | None,
+        typer.Option(help="System message at the start of the conversation. Default: none."),
+    ] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, max=2.0, help="0 always takes the likeliest token.")
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=2.0,
+            help="Sampling temperature; 0 always takes the most likely token. Default: the "
+            "server's.",
+        ),
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Largest number of tokens in an answer. Default: the server's."),
+    ] = None,
 ) -> None:
-    """Talk to a running server, with the answer streamed. Text piped in is one message."""
+    """Chat with a running server in the terminal; answers are shown as they are generated.
+
+    Text on standard input that is not a terminal is sent as one message.
+    """
     if api_key is not None and api_key.startswith("@"):
         api_key = read_first_key(api_key[1:])
     if message is None and not sys.stdin.isatty():

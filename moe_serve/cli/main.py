@@ -58,7 +58,7 @@ app.add_typer(
     config,
     name="config",
     rich_help_panel="Inspect",
-    help="What a server would be configured with.",
+    help="Show the configuration that a server would start with.",
 )
 app.command(rich_help_panel="Inspect")(timeline)
 app.command(rich_help_panel="Inspect")(top)
@@ -66,13 +66,13 @@ app.add_typer(
     trace,
     name="trace",
     rich_help_panel="Plan",
-    help="Which experts the routers choose: record it, look at it, import it.",
+    help="Record, show or import which experts the routers choose.",
 )
 app.add_typer(
     placement,
     name="placement",
     rich_help_panel="Inspect",
-    help="Where the experts of a running server lie: look, save, re-balance now.",
+    help="Show, save or re-balance the expert placement of a running server.",
 )
 app.command(rich_help_panel="Plan")(calibrate)
 app.command(rich_help_panel="Plan")(plan)
@@ -91,7 +91,7 @@ def _root(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version and leave."
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
 ) -> None:

@@ -20,22 +20,40 @@ if TYPE_CHECKING:
 
 
 def timeline(
-    file: Annotated[Path, typer.Argument(help="What `serve --timeline FILE` wrote.")],
+    file: Annotated[
+        Path, typer.Argument(help="Timeline file written by `moe-serve serve --timeline FILE`.")
+    ],
     out: Annotated[
         Path | None,
-        typer.Option(help="The picture.", show_default="FILE with the suffix .png"),
+        typer.Option(
+            help="Picture to write; the suffix, such as .png or .svg, sets the format.",
+            show_default="FILE with the suffix .png",
+        ),
     ] = None,
     step: Annotated[
-        int | None, typer.Option(help="Only this step.", show_default="draw the middle one")
+        int | None,
+        typer.Option(
+            help="Number of the step to summarise and draw. Not together with --steps.",
+            show_default="draw the middle one",
+        ),
     ] = None,
     steps: Annotated[
-        str | None, typer.Option(metavar="A:B", help="Only steps A to B, both included.")
+        str | None,
+        typer.Option(
+            metavar="A:B", help="Range of steps to summarise and draw, both ends included."
+        ),
     ] = None,
     layers: Annotated[
-        str | None, typer.Option(metavar="A:B", help="Draw layers A to B only, both included.")
+        str | None,
+        typer.Option(
+            metavar="A:B", help="Range of layers to draw, both ends included. Default: all layers."
+        ),
     ] = None,
 ) -> None:
-    """Draw a recorded timeline, and say how busy the pools were."""
+    """Summarise a recorded timeline and draw it.
+
+    Prints how busy attention ranks and expert ranks were, and writes a picture of the steps.
+    """
     from moe_serve.pipeline.timeline.pool_metrics import measure
     from moe_serve.pipeline.timeline.timeline_plot import draw_timeline
     from moe_serve.pipeline.timeline.timeline_reader import read_timeline

@@ -67,7 +67,11 @@ def run(
     compare: flags.Compare = None,
     max_error_rate: flags.MaxErrorRate = 0.0,
 ) -> None:
-    """Send load to a server, and say how fast, how evenly and how well it answers."""
+    """Send load to a server of OpenAI's API and measure latency, throughput and errors.
+
+    Choose the load by --concurrency (closed loop), --rate (open loop) or --trace (replay). The exit
+    code is 1 if the server cannot be reached or too many requests fail (--max-error-rate).
+    """
     given = dict(locals())
     if context.invoked_subcommand is not None:
         return
@@ -81,11 +85,14 @@ def run(
 
 @bench.command("compare")
 def compare_reports(
-    a: Annotated[Path, typer.Argument(help="A report of --json.")],
-    b: Annotated[Path, typer.Argument(help="Another.")],
+    a: Annotated[Path, typer.Argument(help="Report written by `moe-serve bench --json`.")],
+    b: Annotated[Path, typer.Argument(help="Second report to compare with the first.")],
     html: flags.HtmlFile = None,
 ) -> None:
-    """Two reports in one table; with intervals where both have their requests saved."""
+    """Compare two reports in one table.
+
+    The table has confidence intervals if both reports were written with --save-requests.
+    """
     from moe_serve.bench.report.report import read_report
 
     _show_pair(read_report(a), read_report(b), html)

@@ -12,11 +12,12 @@ from moe_serve.bench.client.plain_text import plain
 from moe_serve.config.sources import ADMIN_KEY_VARIABLE, read_first_key
 from moe_serve.errors import MoeServeError
 
-Url = Annotated[str, typer.Option(help="Where the server is.")]
+Url = Annotated[str, typer.Option(help="URL of the server.")]
 AdminKey = Annotated[
     str | None,
     typer.Option(
-        envvar=ADMIN_KEY_VARIABLE, help="One of its server.admin_keys, or @FILE that holds it."
+        envvar=ADMIN_KEY_VARIABLE,
+        help="Admin key of the server (one of its server.admin_keys), or @FILE with the key.",
     ),
 ]
 URL = "http://127.0.0.1:8000"

@@ -26,29 +26,59 @@ EXIT_SOME_FAILED = 3
 
 
 def run_batch(
-    input_file: Annotated[Path, typer.Option("-i", "--input", help="Lines of OpenAI's format.")],
+    input_file: Annotated[
+        Path,
+        typer.Option(
+            "-i",
+            "--input",
+            help="File of requests in the format of OpenAI's Batch API, one JSON object per line.",
+        ),
+    ],
     output_file: Annotated[
-        Path, typer.Option("-o", "--output", help="Gets a row for each; those it has are kept.")
+        Path,
+        typer.Option(
+            "-o",
+            "--output",
+            help="File for the answers, one JSON object per request. Answers that it already "
+            "holds are kept.",
+        ),
     ],
     model: Annotated[
         str | None,
-        typer.Option(help="A folder of a model to load here. Default: the demonstration model."),
+        typer.Option(
+            help="Folder of a checkpoint to load in this process. Default: the demonstration model."
+        ),
     ] = None,
-    url: Annotated[str | None, typer.Option(help="Ask this server instead.")] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="URL of a running server that answers the requests. Default: a model is "
+            "loaded in this process."
+        ),
+    ] = None,
     api_key: Annotated[
-        str | None, typer.Option(envvar=API_KEY_VARIABLE, help="Its key, or @FILE that holds it.")
+        str | None,
+        typer.Option(
+            envvar=API_KEY_VARIABLE, help="API key of the server at --url, or @FILE with the key."
+        ),
     ] = None,
     concurrency: Annotated[
-        int, typer.Option(min=1, max=4096, help="Lines under way at once.")
+        int, typer.Option(min=1, max=4096, help="Largest number of requests in progress at once.")
     ] = 64,
     config_file: Annotated[
-        Path | None, typer.Option("--config", help="YAML file, for a model that is loaded here.")
+        Path | None,
+        typer.Option(
+            "--config",
+            help="YAML file with the configuration of the model loaded in this process; "
+            "configs/serve.yaml lists every key.",
+        ),
     ] = None,
 ) -> None:
     """Answer a file of requests: one JSON line in, one JSON row out.
 
-    Exit codes: 0 all answered, 1 the server is gone, 2 a mistake in what was asked for, 3 some
-    rows are errors, 130 interrupted. Run it again to go on: rows that are there are skipped.
+    Run the same command again to continue after an interruption: requests that the output file
+    already answers are skipped. Exit codes: 0 all requests were answered, 1 the server cannot be
+    reached, 2 the command or a file is wrong, 3 some rows are errors, 130 interrupted.
     """
     if url is not None and (model is not None or config_file is not None):
         raise ConfigError("--url asks a server: --model and --config are for a model loaded here.")

@@ -23,18 +23,20 @@ _PLAIN_COLUMNS = 140  # of a frame that goes to a file or a pipe
 
 
 def top(
-    url: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="URL of the server.")] = "http://127.0.0.1:8000",
     api_key: Annotated[
-        str | None, typer.Option(envvar=API_KEY_VARIABLE, help="Its key, or @FILE that holds it.")
+        str | None,
+        typer.Option(envvar=API_KEY_VARIABLE, help="API key of the server, or @FILE with the key."),
     ] = None,
     interval: Annotated[
-        float, typer.Option(min=0.2, max=60.0, help="Seconds between two looks.")
+        float, typer.Option(min=0.2, max=60.0, help="Seconds between two updates.")
     ] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one frame and leave.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
 ) -> None:
     """Watch a running server: requests, tokens, latencies, KV pages, experts, ranks, events.
 
-    q or Ctrl-C leaves. Without a terminal it prints one frame. Exit code 1: not reached.
+    Press q or Ctrl-C to quit. Without a terminal the command prints one frame. The exit code is 1
+    if the server cannot be reached.
     """
     if math.isnan(interval):  # no comparison with a range refuses it
         raise ConfigError("--interval is nan: give the seconds between two looks, 0.2 to 60.")

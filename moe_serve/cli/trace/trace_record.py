@@ -56,28 +56,48 @@ class _Output:
 def record(
     prompts: Annotated[
         Path,
-        typer.Option(help='One prompt per line, or *.jsonl with {"prompt": ..., "label": ...}.'),
+        typer.Option(
+            help='Text file with one prompt per line, or *.jsonl file with one {"prompt": ...,'
+            ' "label": ...} per line.'
+        ),
     ],
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A folder in Hugging Face layout. Without it: the demonstration model."
+            help="Folder of a checkpoint in Hugging Face layout. Default: the demonstration model."
         ),
     ] = None,
     out: Annotated[
-        Path, typer.Option(help=f"A file *{_SUFFIX}, or a new folder for many parts.")
+        Path,
+        typer.Option(
+            help=f"File *{_SUFFIX} to write, or a new folder for a recording in several parts."
+        ),
     ] = Path("trace.safetensors"),
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer to a prompt.")] = 64,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Largest number of tokens in an answer.")
+    ] = 64,
     temperature: Annotated[
-        float, typer.Option(min=0.0, max=2.0, help="0 always takes the likeliest token.")
+        float,
+        typer.Option(
+            min=0.0, max=2.0, help="Sampling temperature; 0 always takes the most likely token."
+        ),
     ] = 0.0,
-    weights: Annotated[bool, typer.Option(help="Also the routers' weights.")] = False,
-    tokens: Annotated[bool, typer.Option(help="Also the token ids.")] = True,
+    weights: Annotated[
+        bool,
+        typer.Option(help="Also record the weights that the routers give to the chosen experts."),
+    ] = False,
+    tokens: Annotated[bool, typer.Option(help="Also record the token ids.")] = True,
     config_file: Annotated[
-        Path | None, typer.Option("--config", help="YAML file, see configs/serve.yaml.")
+        Path | None,
+        typer.Option(
+            "--config", help="YAML file with the configuration; configs/serve.yaml lists every key."
+        ),
     ] = None,
 ) -> None:
-    """Answer prompts and record which experts every token chose. Ctrl-C keeps what there is."""
+    """Answer prompts and record which experts every token chose.
+
+    Ctrl-C ends the recording and keeps the tokens recorded so far.
+    """
     for path in (out, _parts_of(out)):
         if path.exists():
             raise InvalidRequestError(
