@@ -1,4 +1,4 @@
-"""What to do to one server: everything that a run is asked for."""
+"""The plan of a run against one server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from moe_serve.bench.workload.workload import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """`url` and the like as they were given; what the server has to say is not in it."""
+    """The options of a run. `url` and other fields are as the user gave them, without anything the
+    server reported."""
 
     url: str
     workload: Workload

@@ -1,4 +1,4 @@
-"""`moe-serve calibrate`: measure a model's stages on this machine."""
+"""`moe-serve calibrate`: measures the costs of a model's stages on this machine."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _print(calibration: Calibration, out: Path) -> None:
 
 
 def _formulas(calibration: Calibration) -> list[tuple[str, str]]:
-    """Names of fits and what they found, in microseconds."""
+    """Returns the names of the fits and the formulas found, in microseconds."""
     costs, found = calibration.costs, []
     attention = [r.name for r in calibration.fits if r.name.startswith("T_a")]
     for name, layer in zip(attention, costs.layers, strict=True):
@@ -145,7 +145,7 @@ def _link_lines(where: str, link: LinkCosts) -> list[tuple[str, Line, str]]:
 
 
 def us(seconds: float) -> str:
-    """With three digits, and never an exponent."""
+    """Formats seconds as microseconds with three digits and without an exponent."""
     micro = 1e6 * seconds
     places = 0 if micro == 0 else max(0, 2 - math.floor(math.log10(abs(micro))))
     text = f"{micro:,.{places}f}"

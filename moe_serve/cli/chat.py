@@ -1,4 +1,4 @@
-"""`moe-serve chat`: talk to a running server from the terminal."""
+"""`moe-serve chat`: chats with a running server in the terminal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ _err = Console(stderr=True, highlight=False)
 
 @dataclass(slots=True)
 class Conversation:
-    """The turns so far. A turn that the server refused leaves no trace in `messages`."""
+    """The turns of a conversation so far. A turn that the server refused is not kept in
+    `messages`."""
 
     client: ChatClient
     model: str
@@ -48,7 +49,8 @@ class Conversation:
             self.messages.append(Message(role="system", content=self.system))
 
     def ask(self, text: str) -> None:
-        """Send one turn and print the answer as it comes; Ctrl-C keeps what has come."""
+        """Sends one turn and prints the answer as it arrives; Ctrl-C keeps the part that has
+        arrived."""
         turn = [*self.messages, Message(role="user", content=text)]
         timing = AnswerTiming()
         pieces: list[str] = []
@@ -136,7 +138,8 @@ def chat(
 
 
 def _talk(conversation: Conversation) -> None:
-    """Turn after turn until Ctrl-D or /exit. A refused turn is reported, and can be asked anew."""
+    """Asks turn after turn until Ctrl-D or /exit. A refused turn is reported and can be asked
+    again."""
     name = plain(conversation.model)
     _err.print(f"{name} at {conversation.client.url}. {HELP}", style="dim", markup=False)
     while True:

@@ -1,4 +1,4 @@
-"""`moe-serve config`: what a server would be configured with, and where each value comes from."""
+"""`moe-serve config`: shows the configuration of a server and the source of each value."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The `moe-serve` command: its commands, and the one place where an error becomes an exit code.
+"""Defines the commands of `moe-serve`, and turns errors into exit codes.
 
-0 done, 1 the server was not reached or the output could not be written, 2 a mistake in what was
-asked for, 3 (run-batch) some rows are errors, 130 interrupted.
+0 success, 1 the server was not reached or the output could not be written, 2 the command line or a
+file is wrong, 3 (run-batch) some rows are errors, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _root(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one command and exit. A mistake of the user is one line, never a traceback."""
+    """Runs one command and exits. A mistake of the user is one line, never a traceback."""
     open_missing_streams()
     try:
         with checked_output():

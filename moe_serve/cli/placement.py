@@ -1,4 +1,4 @@
-"""`moe-serve placement`: where the experts of a running server lie, and moving them now."""
+"""`moe-serve placement`: shows, saves and re-balances the expert placement of a running server."""
 
 from __future__ import annotations
 

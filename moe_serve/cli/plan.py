@@ -1,4 +1,4 @@
-"""`moe-serve plan`: which layout to use on N devices, from a calibration."""
+"""`moe-serve plan`: recommends a layout on N devices, from a calibration."""
 
 from __future__ import annotations
 
@@ -111,7 +111,8 @@ def plan(
 def _simulated(
     measured: Calibration, layouts: Sequence[PlannedLayout], context: int
 ) -> Iterator[str]:
-    """Of the best split, the step by both ways, where there is one."""
+    """Yields the step time of the best split by the formula and by simulation, if there is a
+    split."""
     from moe_serve.planning.layout_planner import simulated_step_s
 
     for split in layouts:
@@ -142,7 +143,7 @@ def _as_json(layout: PlannedLayout) -> dict[str, Any]:
 
 
 def _table(layouts: list[PlannedLayout]) -> Table:
-    """The best, and always those that hold whole models."""
+    """Returns the table of the best layouts; layouts with whole models are always included."""
     table = Table(box=None)
     for name in ("layout", "batch", "TPOT ms", "tokens/s", "per device", "GiB A", "GiB E", ""):
         is_number = name not in ("layout", "")

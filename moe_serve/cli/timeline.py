@@ -1,4 +1,4 @@
-"""`moe-serve timeline`: what the ranks did and when, as a table and a picture."""
+"""`moe-serve timeline`: shows what the ranks did and when, as a table and a picture."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def timeline(
 
 
 def _bounds(flag: str, text: str | None) -> tuple[int, int] | None:
-    """ "3:7" and "3" as (3, 7) and (3, 3)."""
+    """Parses "3:7" and "3" as (3, 7) and (3, 3)."""
     if text is None:
         return None
     first, colon, last = text.partition(":")

@@ -1,4 +1,4 @@
-"""How a request looks on the wire: which route, and the JSON around the prompt."""
+"""The form of a request on the wire: the route, and the JSON around the prompt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _OWN_FIELDS = frozenset({"model", "prompt", "messages", "stream", "stream_option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """The same for every request of a run. `extra` comes last; a null in it takes a field out."""
+    """The fields shared by all requests of a run. `extra` is applied last; a null in it removes a
+    field."""
 
     name: EndpointName
     model: str

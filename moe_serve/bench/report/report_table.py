@@ -1,4 +1,4 @@
-"""The table of one run, for a terminal."""
+"""Prints the table of one run for a terminal."""
 
 from __future__ import annotations
 

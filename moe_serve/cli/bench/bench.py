@@ -1,4 +1,4 @@
-"""`moe-serve bench`: load on any server of OpenAI's API, and figures of how it bears it."""
+"""`moe-serve bench`: sends load to any server of OpenAI's API and measures its answers."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _is_bad(report: Report, max_error_rate: float) -> bool:
 
 
 def _measure(plan: RunPlan) -> Report:
-    """A server that is not there is exit code 1, as everywhere in `moe-serve`."""
+    """Runs one benchmark; a server that cannot be reached ends the command with exit code 1."""
     from rich.console import Console
 
     from moe_serve.bench.report.live import LiveLine
@@ -161,7 +161,8 @@ def _measure(plan: RunPlan) -> Report:
 
 
 def _told(error: BenchServerError, url: str) -> str:
-    """Where nobody answers, in the words of the other commands that ask a server."""
+    """Returns the message of an error; without a connection, in the same words as the other
+    commands."""
     import httpx
 
     from moe_serve.cli.client.server_trust import no_connection
@@ -172,7 +173,7 @@ def _told(error: BenchServerError, url: str) -> str:
 
 
 def _with_uvloop(work: Coroutine[Any, Any, T]) -> T:
-    """It takes less of the processor for each event; the server does the same."""
+    """Runs a coroutine with uvloop, which takes less CPU time per event; the server uses it too."""
     try:
         import uvloop
     except ImportError:  # there is none for Windows
@@ -192,7 +193,7 @@ def _show_pair(a: Report, b: Report, html: Path | None) -> None:
 
 
 def _check_writable(*paths: Path | None) -> None:
-    """Before the run: afterwards its figures would be lost."""
+    """Checks output paths before the run, as the figures would be lost after it."""
     for path in paths:
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise BenchError(f"cannot write {path}: it is a folder, or in none.")

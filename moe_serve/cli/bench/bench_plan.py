@@ -1,4 +1,4 @@
-"""From the flags of `moe-serve bench` to a plan; what contradicts itself is said at once."""
+"""Turns the flags of `moe-serve bench` into a plan and reports contradictions at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAX_SEED = 2**31
 
 
 def plan_of(given: Mapping[str, Any]) -> RunPlan:
-    """`given` has the parameters of the command by name."""
+    """Returns the plan; `given` maps the command's parameters to their values."""
     if given["url"] is None:
         raise BenchError("say where the server is: --url http://127.0.0.1:8000.")
     _check(given)
@@ -91,7 +91,8 @@ def _check(given: Mapping[str, Any]) -> None:
 
 
 def _slo(text: str | None, *, is_stream: bool) -> Slo | None:
-    """What is not measured would be met by every answer."""
+    """Parses --slo. Limits on values that are not measured are refused: every answer would meet
+    them."""
     slo = None if text is None else Slo.parse(text)
     if slo is not None and not is_stream and (slo.ttft_s, slo.tpot_s) != (None, None):
         raise BenchError(
@@ -101,7 +102,7 @@ def _slo(text: str | None, *, is_stream: bool) -> Slo | None:
 
 
 def _check_key(key: str | None) -> None:
-    """It becomes a header: a line break in it would begin another."""
+    """Checks the API key, which becomes a header: a line break in it would begin another header."""
     if key is not None and not (key.isascii() and key.isprintable()):
         raise BenchError("the API key has characters that a header cannot carry.")
 

@@ -1,4 +1,4 @@
-"""Asks a running server what only its operator may: the routes under /admin."""
+"""Calls the /admin routes of a running server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LONGEST = 2000  # of what a server says
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminClient:
-    """`error`: what a refusal becomes."""
+    """A client of the /admin routes. `error` is the exception class for a refusal."""
 
     url: str
     key: str | None
@@ -39,7 +39,8 @@ class AdminClient:
         fields: frozenset[str],
         body: Mapping[str, object] | None = None,
     ) -> Mapping[str, Any]:
-        """The server's answer, which has these fields. Not reached: exit code 1."""
+        """Returns the server's answer, which must have these fields. If the server cannot be
+        reached, the command ends with exit code 1."""
         import httpx
 
         from moe_serve.cli.client.server_address import parse_url

@@ -1,4 +1,4 @@
-"""The server that a command is to talk to, and what each request to it carries."""
+"""The address of a server and the headers of each request to it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ServerAddress:
 
     @classmethod
     def parse(cls, url: str, api_key: str | None) -> ServerAddress:
-        """With or without /v1. Raises ConfigError."""
+        """Parses a URL with or without /v1. Raises ConfigError."""
         try:
             parsed = parse_url(url)
         except httpx.InvalidURL as error:
@@ -37,13 +37,16 @@ class ServerAddress:
 
     @property
     def uses_proxies(self) -> bool:
-        """Those of the environment: never on the way to this machine."""
+        """Whether the environment's proxies apply: never for a server on this machine."""
         return self.url.host not in _LOOPBACK_HOSTS
 
 
 def parse_url(text: str) -> httpx.URL:
-    """Without /v1. Raises httpx.InvalidURL, also for a host such as 127..0.1, which is no name: of
-    that httpx says nothing until it connects, and then it is a UnicodeError."""
+    """Parses a URL and removes /v1.
+
+    Raises httpx.InvalidURL, also for an invalid host name such as 127..0.1: httpx itself notices
+    that only when it connects, and then raises UnicodeError.
+    """
     url = httpx.URL(text.rstrip("/").removesuffix("/v1"))
     try:
         url.host.encode("idna")

@@ -1,4 +1,4 @@
-"""`moe-serve doctor`: what this machine has, why each backend is on or off, what is in the way."""
+"""`moe-serve doctor`: checks this machine and explains why each backend is on or off."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Whether a folder holds a model that can be served here: its files, and the memory it needs.
+"""Checks that a folder holds a model that can be served here: its files, and the memory it needs.
 
-Imports torch, so `doctor` imports this module only when it is asked for a model. Reads headers, no
+This module imports torch, so `doctor` imports it only if a model is given. It reads headers but no
 weights.
 """
 
@@ -33,7 +33,8 @@ class ModelReport:
 
 
 def check_model(config: EngineConfig) -> ModelReport:
-    """Never raises what is wrong with the folder: it is a check that says so."""
+    """Returns facts and checks of a model. Faults of the folder become checks and are never
+    raised."""
     try:
         folder = model_folder(config.model)
     except MoeServeError as error:
@@ -79,7 +80,7 @@ def _texts(folder: Path) -> list[Check]:
 
 
 def _memory(config: EngineConfig) -> Check:
-    """The plan that a server makes before it loads anything, ranks included."""
+    """Returns the memory plan that a server makes before it loads anything, ranks included."""
     try:
         plan = plan_memory(config)
         plan.check()

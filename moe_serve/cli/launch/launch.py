@@ -1,4 +1,5 @@
-"""`moe-serve launch`: attention and expert ranks on many nodes, by the same command on each."""
+"""`moe-serve launch`: serves with attention and expert ranks on many nodes, by the same command on
+each."""
 
 from __future__ import annotations
 

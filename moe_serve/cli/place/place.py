@@ -1,4 +1,4 @@
-"""`moe-serve place`: which expert on which device, planned, compared, shown and checked."""
+"""`moe-serve place`: plans, compares, shows and checks placements of experts on devices."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def plan(
 
 
 def _read(parameters: Mapping[str, Any]) -> tuple[PlanOrder, Posed]:
-    """Ctrl-C meanwhile leaves nothing to write."""
+    """Reads the inputs. Ctrl-C during that ends the command, as there is no plan to write."""
     try:
         from moe_serve.cli.place.place_plan import PlanOrder, pose
 

@@ -1,4 +1,4 @@
-"""`moe-serve predictor`: train predictors of the routing, and judge them."""
+"""`moe-serve predictor`: trains and evaluates predictors of the routing."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def evaluate(
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, float], None]]:
-    """On a terminal; what is reported elsewhere is dropped."""
+    """Shows progress on a terminal, and drops it elsewhere."""
     console = Console(highlight=False, stderr=True)
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as p:

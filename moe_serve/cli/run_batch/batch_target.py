@@ -1,4 +1,4 @@
-"""Who answers the lines of a batch: a server at a URL, or the application in this process."""
+"""Answers the lines of a batch: by a server at a URL, or by the application in this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HEALTH_PATHS = ("/health/live", "/v1/models")  # of moe-serve, of anybody
 
 
 class BatchTarget:
-    """Sends lines. Use `async with`."""
+    """Sends lines to a server. Use `async with`."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class BatchTarget:
         await self._client.aclose()
 
     async def check(self) -> None:
-        """Raises EngineDeadError if nobody answers, ConfigError if the key is wrong."""
+        """Raises EngineDeadError if the server does not answer, ConfigError if the key is wrong."""
         try:
             answer = await self._client.get("/v1/models")
         except httpx.HTTPError as error:
@@ -69,8 +69,8 @@ class BatchTarget:
             raise ConfigError(f"{self.url} refuses the API key: --api-key KEY, or @FILE.")
 
     async def send(self, line: BatchLine) -> BatchRow:
-        """The line's row. Raises EngineDeadError if the server is gone, so that nothing is written
-        for lines that another run may still get answered."""
+        """Returns the row of the line. Raises EngineDeadError if the server is gone, so that no row
+        is written for lines that another run may still get answered."""
         # In ASCII: half a surrogate pair, or NaN, is for the server to refuse.
         content = json.dumps(dict(line.body)).encode()
         problem = ""
@@ -127,7 +127,7 @@ def _row(line: BatchLine, answer: httpx.Response) -> BatchRow:
 
 
 def _asked_wait_s(answer: httpx.Response) -> float:
-    """What `Retry-After` asks for, within reason."""
+    """Returns the seconds that `Retry-After` requests, within reason."""
     try:
         seconds = float(answer.headers.get("retry-after", "0"))
     except ValueError:

@@ -1,4 +1,4 @@
-"""`moe-serve run-batch`: a file of requests in, a file of answers out."""
+"""`moe-serve run-batch`: reads a file of requests and writes a file of answers."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ async def _run(
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Opened where they are read: a named pipe waits for its writer there."""
+    """Opens the file when it is read: opening a named pipe waits for its writer."""
     try:
         with path.open("rb") as lines:
             yield from lines
@@ -140,7 +140,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _count_lines(path: Path) -> int | None:
-    """None: not known, as what is read from a pipe or a terminal is gone."""
+    """Counts the lines; None for a pipe or terminal, whose content cannot be read twice."""
     if path.is_fifo() or path.is_char_device():
         return None
     try:
@@ -156,7 +156,7 @@ def _unreadable(path: Path, error: OSError) -> ConfigError:
 
 @contextlib.contextmanager
 def _bar(num_lines: int | None, count: BatchCount) -> Iterator[None]:
-    """Of lines that are done; nothing where nobody watches."""
+    """Shows how many lines are done, on a terminal only."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield

@@ -1,6 +1,7 @@
-"""Flags that users of vLLM and SGLang type, and what does the same here.
+"""Recognises flags of vLLM and SGLang and names the equivalent of this server.
 
-They are told, not taken: what a flag means there is seldom quite what its neighbour means here.
+The flags are explained but not accepted: their meaning there seldom equals that of the equivalent
+here.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from moe_serve.errors import ConfigError
 
 
 def _set(path: str, value: str = "") -> str:
-    """`path`: a key of the configuration."""
+    """Returns advice to set `path`, a key of the configuration."""
     variable = f"MOE_SERVE_{path.replace('.', '_').upper()}"
     shown = f" to {value}" if value else ""
     return f"set {path}{shown}, in the file of --config or as {variable}"
@@ -77,7 +78,8 @@ ADVICE: Mapping[str, str] = {
 
 
 class ServerCommand(TyperCommand):
-    """A command that starts a server. A flag that it has itself is its own."""
+    """A command that starts a server and explains flags of other servers. Flags of its own are
+    parsed as usual."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = {name for parameter in self.params for name in parameter.opts}

@@ -1,4 +1,4 @@
-"""`moe-serve serve`: load a model and answer over HTTP."""
+"""`moe-serve serve`: loads a model and answers over HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moe-serve top`: what a running server does, live in a terminal."""
+"""`moe-serve top`: shows the work of a running server live in a terminal."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _watch(console: Console, source: TopSource, state: Answer, interval: float) 
 
 
 def _follow(live: Live, source: TopSource, state: Answer, interval: float) -> None:
-    """Until q is typed. A server that goes away is waited for."""
+    """Updates the view until q is typed. A server that goes away is waited for."""
     console, trouble = live.console, ""
     next_look, size = time.monotonic() + interval, None
     while True:

@@ -1,4 +1,5 @@
-"""`moe-serve trace import`: what other programs recorded, as a trace or a table of loads."""
+"""`moe-serve trace import`: converts recordings of other programs into a trace or a table of
+loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`moe-serve trace record`: run prompts here, and keep what the routers chose."""
+"""`moe-serve trace record`: runs prompts in this process and records the experts that routers
+choose."""
 
 from __future__ import annotations
 
@@ -31,14 +32,15 @@ _PART_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Output:
-    """Where parts are written, and the one file that they become, if one is wanted."""
+    """The folder of recorded parts, and the one file that they become, if one is wanted."""
 
     writer: RecordingWriter
     parts: Path
     file: Path | None
 
     def close(self) -> int:
-        """-> tokens that were recorded. Parts stay where joining them fails."""
+        """Joins the parts and returns the number of recorded tokens. The parts stay if joining them
+        fails."""
         from routing_predictor.traces.errors import TraceError
         from routing_predictor.traces.trace_file import read_traces, write_trace
 
@@ -125,7 +127,7 @@ def record(
 
 
 def _parts_of(out: Path) -> Path:
-    """Where parts are written: beside a file, until they are joined."""
+    """Returns the folder of parts, beside the file into which they are joined."""
     return out.with_suffix(".parts") if out.suffix == _SUFFIX else out
 
 
@@ -147,7 +149,7 @@ def _open(out: Path, header: TraceHeader, prompts: list[TracePrompt]) -> _Output
 def _record(
     built: BuiltEngine, requests: list[GenerationRequest], output: _Output, out: Path
 ) -> None:
-    """Run them, and write what was recorded, whatever ends it."""
+    """Runs the requests, and writes the recording even if an error or Ctrl-C ends the run."""
     num_tokens, is_interrupted = 0, False
     try:
         _run(built, output.writer, requests, output.writer.has_weights)
@@ -169,7 +171,8 @@ def _record(
 def _requests(
     built: BuiltEngine, prompts: list[TracePrompt], max_tokens: int, temperature: float
 ) -> list[GenerationRequest]:
-    """A prompt that does not fit the context with its answer is cut at its end."""
+    """Builds the requests. A prompt that does not fit the context with its answer is cut at its
+    end."""
     from moe_serve.engine.request.request import GenerationRequest
     from moe_serve.engine.request.sampling_params import SamplingParams
     from moe_serve.text.tokenizer import Tokenizer

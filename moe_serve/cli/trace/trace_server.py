@@ -1,4 +1,4 @@
-"""`moe-serve trace start`, `stop` and `status`: recordings of a server that runs."""
+"""`moe-serve trace start`, `stop` and `status`: controls recordings of a running server."""
 
 from __future__ import annotations
 

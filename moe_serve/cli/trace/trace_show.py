@@ -1,4 +1,4 @@
-"""`moe-serve trace show`: a trace, or a table of loads, as tables and a picture."""
+"""`moe-serve trace show`: shows a trace or a table of loads as tables and a picture."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ def show(
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """What files hold: loads of W windows, of a shuffled trace too, and what only traces have."""
+    """The content of the files: loads of W windows, also of a shuffled trace, and values that only
+    traces have."""
 
     facts: dict[str, Any]
     layers: tuple[int, ...]
@@ -141,7 +142,7 @@ def _trace_facts(trace: RoutingTrace) -> dict[str, Any]:
 
 
 def _merged(by_step: Loads, count: int) -> Loads:
-    """Steps added up to equal windows, of which there are no more than steps."""
+    """Adds steps up to equal windows, of which there are no more than steps."""
     import numpy as np
 
     count = min(count, len(by_step))
