@@ -21,8 +21,8 @@ from moe_serve.bench.workload.request import Ready
 from moe_serve.bench.workload.workload import Workload
 from moe_serve.errors import BenchServerError
 
-_MADE_AHEAD_TOKENS = 20_000_000  # prompts of a run that are all made before it starts
-_WARM_UP_SEED = 0x5EED  # its prompts are others than the run's
+_MADE_AHEAD_TOKENS = 20_000_000  # largest number of prompts that are all made before the run starts
+_WARM_UP_SEED = 0x5EED  # its prompts differ from those of the run
 _WARM_UP_TOKENS = 8
 
 OnStart = Callable[[Progress, "int | None"], None]

@@ -17,11 +17,11 @@ class RunPlan:
 
     url: str
     workload: Workload
-    endpoint: Endpoint  # its model is filled in from the server where it is ""
+    endpoint: Endpoint  # its model is taken from the server if it is ""
     api_key: str | None = None
     data: DataKind = "words"
     vocab_size: int = 1000
     timeout_s: float = 600.0
     num_warm_up: int | None = None
-    max_in_flight: int | None = None  # of an open loop
+    max_in_flight: int | None = None  # only in an open loop
     slo: Slo | None = None

@@ -26,7 +26,7 @@ from moe_serve.bench.workload.trace_cut import TraceCut
 from moe_serve.bench.workload.workload import Workload
 from moe_serve.errors import BenchError
 
-_SPARE_FILES = 64  # what the process has open besides its connections
+_SPARE_FILES = 64  # files that the process has open besides its connections
 _DEFAULT_IN_FLIGHT = 10_000
 
 

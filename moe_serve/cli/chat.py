@@ -24,7 +24,7 @@ from moe_serve.errors import ConfigError
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401  (gives input() line editing and history)
 
-HELP = "/reset forgets the conversation, /exit leaves; Ctrl-C stops an answer, Ctrl-D leaves."
+HELP = "/reset clears the conversation; Ctrl-C stops an answer; /exit or Ctrl-D quits."
 # A model's text must not steer the terminal: everything below the space but these two is dropped.
 PRINTABLE_CONTROLS = (ord("\n"), ord("\t"))
 DROPPED = {code: None for code in (*range(32), *range(127, 160)) if code not in PRINTABLE_CONTROLS}
@@ -65,7 +65,7 @@ class Conversation:
             self._end_turn(turn, pieces)
             raise
         except ChatError:
-            if pieces:  # what is said of it begins a line
+            if pieces:  # the error message begins on a new line
                 sys.stdout.write("\n")
                 sys.stdout.flush()
             raise
@@ -155,9 +155,9 @@ def _talk(conversation: Conversation) -> None:
             return
         if text == "/reset":
             conversation.reset()
-            _err.print("The conversation is forgotten.", style="dim")
+            _err.print("The conversation was cleared.", style="dim")
         elif text.startswith("/"):
-            _err.print(f"{text.split()[0]} is no command. {HELP}", style="dim", markup=False)
+            _err.print(f"{text.split()[0]} is not a command. {HELP}", style="dim", markup=False)
         elif text:
             try:
                 conversation.ask(text)

@@ -13,7 +13,7 @@ def check_output(*paths: Path | None) -> None:
         if path is None:
             continue
         if not path.absolute().parent.is_dir():
-            raise ConfigError(f"{path} cannot be written: {path.parent} is no folder.")
+            raise ConfigError(f"{path} cannot be written: {path.parent} is not a folder.")
         if path.is_dir():
             raise ConfigError(f"{path} cannot be written: it is a folder.")
 
@@ -22,7 +22,7 @@ def check_output_folder(path: Path) -> None:
     """Raises ConfigError if an output folder is a file, or lies in a folder that does not exist."""
     refuse_a_file(path)
     if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{path} cannot be written: {path.absolute().parent} is no folder.")
+        raise ConfigError(f"{path} cannot be written: {path.absolute().parent} is not a folder.")
 
 
 def refuse_a_file(folder: Path) -> None:

@@ -59,13 +59,15 @@ def timeline(
     from moe_serve.pipeline.timeline.timeline_reader import read_timeline
 
     if step is not None and steps is not None:
-        raise TimelineError("--step and --steps exclude each other: give one of them")
+        raise TimelineError("--step and --steps cannot be combined: give one of them")
     bounds = _bounds("--steps", steps) if step is None else (step, step)
     shown_layers = _bounds("--layers", layers)
     path = out or file.with_suffix(".png")
     check_output(path)
     if not path.suffix:
-        raise TimelineError(f"{path} does not say what picture it is: call it {path}.png, or .svg.")
+        raise TimelineError(
+            f"{path} has no suffix that names a picture format: call it {path}.png, or .svg."
+        )
     whole = read_timeline(file)
     _check_steps(whole, bounds)
     chosen = whole if bounds is None else whole.between(*bounds)
@@ -132,9 +134,11 @@ def _print(console: Console, chosen: Timeline, metrics: TimelineMetrics) -> None
     )
     for name, number in (("lost", chosen.num_lost), ("left out", chosen.num_left_out)):
         if number:
-            facts.add_row(f"records {name}", f"{number}: the figures are too low by these")
+            facts.add_row(f"records {name}", f"{number}: the figures do not include these")
     if chosen.is_cut:
-        facts.add_row("the end", "is missing: the server was killed while it wrote, or still runs")
+        facts.add_row(
+            "the end", "is missing: the server was killed while writing, or is still running"
+        )
     console.print(facts)
     console.print(_pools(metrics))
     console.print(_stages(metrics))

@@ -16,7 +16,7 @@ from moe_serve.errors import BenchStreamError
 
 MAX_BODY_BYTES = 64 * 2**20
 _SHOWN_BYTES = 300
-# What decoding raises: bytes that are no UTF-8 and lists a thousand deep are no DecodeError.
+# Decoding also raises these: invalid UTF-8 and lists a thousand deep are not a DecodeError.
 _NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -77,7 +77,7 @@ class Answer:
         self._is_stream = is_stream
         self._on_token = on_token
         self._sse = SseParser()
-        self._content = bytearray()  # the body, where it is not a stream
+        self._content = bytearray()  # the body, if it is not a stream
         self._usage: _Usage | None = None
         self._first: float | None = None
         self._last: float | None = None

@@ -106,13 +106,15 @@ class Connection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
+        self._transport = cast(
+            asyncio.Transport, transport
+        )  # uvloop's transport is not a subclass of it
         self.is_open = True
 
     def data_received(self, data: bytes) -> None:
         self._at = self._now()
         if self._parser is None:
-            self.close()  # an answer that nobody asked for
+            self.close()  # an answer without a request
             return
         try:
             self._parser.feed_data(data)

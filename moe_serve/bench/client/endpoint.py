@@ -13,7 +13,7 @@ from moe_serve.errors import BenchError
 
 EndpointName = Literal["completions", "chat"]
 
-# What the measurement itself decides.
+# Fields that the measurement itself sets.
 _OWN_FIELDS = frozenset({"model", "prompt", "messages", "stream", "stream_options", "n", "best_of"})
 
 
@@ -25,7 +25,7 @@ class Endpoint:
     name: EndpointName
     model: str
     is_stream: bool = True
-    ignore_eos: bool = True  # so that answers have the length that was asked for
+    ignore_eos: bool = True  # so that answers have the requested length
     counts_each_event: bool = False  # ask for usage in every event (not all servers know it)
     extra: Mapping[str, Any] = field(default_factory=dict)
 

@@ -62,10 +62,12 @@ class ServerSide:
     tokens_per_step: float  # generated and computed prompt tokens together
     prefix_hit_rate: float | None  # of the prompt tokens that were looked up
     num_preemptions: float
-    experts_needed_per_step: float | None  # by a server with an expert memory: all layers
-    expert_hit_rate: float | None  # of these, in memory
-    predicted_experts_per_step: float | None  # by a batch policy, of the last step only
-    placement_switches: float | None  # by a server that moves its experts
+    experts_needed_per_step: (
+        float | None
+    )  # only servers with an expert memory report it; all layers
+    expert_hit_rate: float | None  # of the experts needed, those in memory
+    predicted_experts_per_step: float | None  # reported by a batch policy for the last step only
+    placement_switches: float | None  # only servers that move experts report it
     steps_by_micro_batches: dict[str, float] = field(default_factory=dict)
 
     @classmethod

@@ -27,8 +27,8 @@ class ServerProbe:
             base_url=target.url,
             headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
             timeout=httpx.Timeout(timeout_s, connect=10.0),
-            trust_env=False,  # as the load itself: no proxy in between
-            verify=ssl.create_default_context() if target.is_tls else False,  # the load's, too
+            trust_env=False,  # like the load: no proxy in between
+            verify=ssl.create_default_context() if target.is_tls else False,  # used by the load too
         )
 
     async def __aenter__(self) -> ServerProbe:

@@ -38,7 +38,7 @@ class RequestRecord:
     output_tokens: int | None = None
     cached_tokens: int | None = None
     error: str | None = None  # the kind: a short name, the same for the same cause
-    detail: str = ""  # what the server or the system said
+    detail: str = ""  # message of the server or the system
 
     @property
     def is_ok(self) -> bool:

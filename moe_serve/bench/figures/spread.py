@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 PERCENTILES = (50, 90, 95, 99)
-# What a report keeps of a distribution, enough to draw it: every half percent.
+# The quantiles a report keeps, enough to draw a distribution: every half percent.
 QUANTILE_STEPS = tuple(i / 200 for i in range(201))
 
 

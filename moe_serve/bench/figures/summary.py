@@ -33,7 +33,7 @@ class Summary:
     peak_in_flight: int
     prompt_tokens: int
     output_tokens: int
-    wanted_tokens: int  # what the answered requests asked for
+    wanted_tokens: int  # tokens that the answered requests asked for
     cached_tokens: int | None  # prompt tokens that the server had already
     has_usage: bool  # else output tokens are events, and prompt tokens are not known
     tokens_per_event: float | None
@@ -46,7 +46,9 @@ class Summary:
     e2e_sent_ms: Spread | None
     goodput: Goodput | None = None
     errors: dict[str, int] = field(default_factory=dict)  # kind -> times
-    error_examples: dict[str, str] = field(default_factory=dict)  # kind -> what was said first
+    error_examples: dict[str, str] = field(
+        default_factory=dict
+    )  # kind -> first message of that kind
 
     @property
     def requests_per_s(self) -> float:

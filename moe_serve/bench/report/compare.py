@@ -58,7 +58,9 @@ def differing_settings(a: Report, b: Report) -> list[str]:
             found.append(f"{name}: {old}, {new}")
     old, new = (_unit(report.summary) for report in (a, b))
     if old != new:
-        found.append(f"what output and TPOT count: {old}, {new}; these rows do not compare")
+        found.append(
+            f"output and TPOT count different things: {old}, {new}; these rows are not comparable"
+        )
     old, new = (report.summary.goodput and report.summary.goodput.slo for report in (a, b))
     if old != new:
         found.append(f"slo: {old} against {new}; goodput is not compared")

@@ -36,8 +36,8 @@ class Report:
     model: str
     created: str  # ISO 8601, UTC
     moe_serve_version: str
-    workload: dict[str, Any]  # its seed and settings, in JSON's types
-    client: dict[str, str]  # the machine that sent
+    workload: dict[str, Any]  # seed and settings of the workload, as JSON types
+    client: dict[str, str]  # the machine that sent the load
     summary: Summary
     health: ClientHealth
     timeline: RunTimeline
@@ -78,12 +78,13 @@ def read_report(path: Path) -> Report:
             f"cannot read {path}: {getattr(error, 'strerror', None) or error}."
         ) from None
     except ValueError:
-        raise BenchError(f"{path} is not JSON: it takes what `bench --json` wrote.") from None
+        raise BenchError(f"{path} is not JSON: it must be a report of `bench --json`.") from None
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-        raise BenchError(f"{path} is no report of `moe-serve bench`: it has no schema {SCHEMA}.")
+        raise BenchError(f"{path} is not a report of `moe-serve bench`: it has no schema {SCHEMA}.")
     if content.get("version") != VERSION:
         raise BenchError(
-            f"{path} has version {content.get('version')} of its schema; this reads {VERSION}."
+            f"{path} has version {content.get('version')} of its schema; "
+            f"this command reads {VERSION}."
         )
     try:
         return _report(content)

@@ -101,7 +101,7 @@ def _csv_rows(file: Iterable[str], path: Path) -> Iterator[TraceRow]:
             )
         except (ValueError, TypeError, OverflowError):
             raise BenchError(
-                f"line {reader.line_num} of {path} is no request: {_shown(row)}."
+                f"line {reader.line_num} of {path} is not a request: {_shown(row)}."
             ) from None
 
 
@@ -140,7 +140,7 @@ def _json_rows(file: Iterable[str], path: Path) -> Iterator[TraceRow]:
         try:
             rows.append(_json_row(json.loads(line)))
         except (ValueError, LookupError, TypeError, OverflowError):
-            raise BenchError(f"line {number} of {path} is no request: {line[:80]!r}.") from None
+            raise BenchError(f"line {number} of {path} is not a request: {line[:80]!r}.") from None
     yield from _spread(rows)
 
 

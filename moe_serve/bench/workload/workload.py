@@ -37,8 +37,8 @@ class Workload:
     seed: int
     concurrency: int | None = None  # a closed loop
     arrivals: GammaArrivals | None = None  # an open loop
-    trace: Trace | None = None  # lengths, and the times where neither of the above is given
-    cut: TraceCut | None = None  # what was done to the trace already
+    trace: Trace | None = None  # lengths, and also the times if neither of the above is given
+    cut: TraceCut | None = None  # changes already made to the trace
     files: tuple[FilePrompt, ...] = ()
     source: str | None = None  # the name of the trace's file or the prompts'
     prompt_tokens: Lengths = field(default_factory=lambda: Lengths(low=512, high=512))

@@ -196,4 +196,4 @@ def _check_writable(*paths: Path | None) -> None:
     """Checks output paths before the run, as the figures would be lost after it."""
     for path in paths:
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise BenchError(f"cannot write {path}: it is a folder, or in none.")
+            raise BenchError(f"cannot write {path}: it is a folder, or its folder does not exist.")

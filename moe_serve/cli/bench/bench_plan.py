@@ -31,7 +31,7 @@ _MAX_SEED = 2**31
 def plan_of(given: Mapping[str, Any]) -> RunPlan:
     """Returns the plan; `given` maps the command's parameters to their values."""
     if given["url"] is None:
-        raise BenchError("say where the server is: --url http://127.0.0.1:8000.")
+        raise BenchError("give the URL of the server: --url http://127.0.0.1:8000.")
     _check(given)
     key = given["api_key"]
     if key is not None and key.startswith("@"):
@@ -64,19 +64,19 @@ def _check(given: Mapping[str, Any]) -> None:
             raise BenchError(f"--{name.replace('_', '-')} takes a finite number, not {value}.")
     is_timed = given["trace"] is not None
     if given["concurrency"] is not None and given["rate"] is not None:
-        raise BenchError("--concurrency and --rate exclude each other: give one of them.")
+        raise BenchError("--concurrency and --rate cannot be combined: give one of them.")
     if given["concurrency"] is None and given["rate"] is None and not is_timed:
         raise BenchError(
-            "say how requests arrive: --concurrency N, --rate R, or --trace FILE with its times."
+            "choose how requests arrive: --concurrency N, --rate R, or --trace FILE with its times."
         )
     if given["trace"] is not None and given["prompts"] is not None:
-        raise BenchError("--trace and --prompts exclude each other: give one of them.")
+        raise BenchError("--trace and --prompts cannot be combined: give one of them.")
     if given["burstiness"] != 1.0 and given["rate"] is None:
         raise BenchError("--burstiness belongs to --rate.")
     if given["data"].value == "tokens" and given["endpoint"].value == "chat":
         raise BenchError("--data tokens takes --endpoint completions: a chat has text.")
     if given["event_usage"] and not given["stream"]:
-        raise BenchError("--event-usage and --no-stream exclude each other.")
+        raise BenchError("--event-usage and --no-stream cannot be combined.")
     if given["save_requests"] and given["json"] is None:
         raise BenchError("--save-requests takes --json FILE, into which they go.")
     if given["prefix_tokens"] and (given["trace"] is not None or given["prompts"] is not None):

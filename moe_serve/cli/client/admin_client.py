@@ -21,7 +21,7 @@ AdminKey = Annotated[
     ),
 ]
 URL = "http://127.0.0.1:8000"
-_LONGEST = 2000  # of what a server says
+_LONGEST = 2000  # characters of a message from the server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,4 +84,4 @@ def _message(content: Any) -> str:
     try:
         return plain(str(content["error"]["message"]), _LONGEST)
     except (LookupError, TypeError):
-        return "it does not say why."
+        return "it gives no reason."

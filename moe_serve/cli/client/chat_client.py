@@ -18,8 +18,14 @@ from moe_serve.cli.client.server_address import ServerAddress
 from moe_serve.cli.client.server_trust import no_connection, trusted
 
 MIN_TIMED_TOKENS = 8  # fewer may come in one piece, and their rate would say nothing
-_LONGEST = 2000  # of what a server says
-_TOKENS = ("content", "reasoning", "reasoning_content", "tool_calls", "refusal")  # of a delta
+_LONGEST = 2000  # characters of a message from the server
+_TOKENS = (
+    "content",
+    "reasoning",
+    "reasoning_content",
+    "tool_calls",
+    "refusal",
+)  # fields of a delta that hold tokens
 
 
 class ChatError(Exception):

@@ -26,8 +26,8 @@ class ServerAddress:
             raise ConfigError(f"{url} is not a URL: {error}.") from error
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise ConfigError(f"{url} is not a URL such as http://127.0.0.1:8000.")
-        # Nor a line break, with which a secret made by `echo` ends: refused by httpx, the whole key
-        # would stand in the message.
+        # A secret made by `echo` ends with a line break. httpx would refuse it with a message
+        # that shows the whole key.
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             raise ConfigError(
                 "the API key holds a character that cannot be sent, such as a line break at the "
@@ -51,5 +51,5 @@ def parse_url(text: str) -> httpx.URL:
     try:
         url.host.encode("idna")
     except UnicodeError:
-        raise httpx.InvalidURL(f"{url.host} is no name of a host") from None
+        raise httpx.InvalidURL(f"{url.host} is not a host name") from None
     return url

@@ -19,7 +19,7 @@ def trusted() -> ssl.SSLContext:
     """
     try:
         return httpx.create_ssl_context(trust_env=True)
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # ssl.SSLError is an OSError
         reason = error.strerror or str(error)
         raise ConfigError(
             f"the authorities of SSL_CERT_FILE or SSL_CERT_DIR cannot be read: {reason}."

@@ -106,5 +106,5 @@ def _clock(clock: Mapping[str, Fact]) -> Check:
             "the kernel says that the time is not synchronised: logs of several hosts may differ."
         )
         return Check(name="clock", state="warning", text=text)
-    known = "synchronised" if clock["synchronised"] else "nobody knows whether synchronised"
+    known = "synchronised" if clock["synchronised"] else "it is unknown whether it is synchronised"
     return Check(name="clock", state="ok", text=f"{clock['utc']} UTC, {known}")

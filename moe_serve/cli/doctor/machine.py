@@ -26,7 +26,7 @@ from moe_serve.errors import ConfigError
 CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 ARM_FLAGS = ("asimd", "sve", "bf16", "i8mm")
 CGROUPS = Path("/sys/fs/cgroup")
-_PACKAGES = (  # what it is called, its package, what brings it
+_PACKAGES = (  # (label, package, extra that installs it)
     ("deepspeed", "deepspeed", "moe-serve[deepspeed]"),
     ("llguidance", "llguidance", "llguidance>=1.9,<2"),
     ("opentelemetry", "opentelemetry-exporter-otlp-proto-http", "moe-serve[otel]"),

@@ -16,7 +16,7 @@ from pathlib import Path
 Fact = str | int | float | bool | None | list[str]
 SHARED_MEMORY = Path("/dev/shm")
 CLOCK_SOURCE = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
-_TIME_ERROR = 5  # what adjtimex answers while the clock is not synchronised
+_TIME_ERROR = 5  # result of adjtimex while the clock is not synchronised
 _TIMEX_BYTES = 1024  # more than the structure has anywhere
 
 

@@ -23,7 +23,7 @@ from moe_serve.planning.plan_memory import plan_memory
 from moe_serve.text.chat_template import ChatTemplate
 from moe_serve.text.tokenizer import Tokenizer
 
-_TIGHT = 0.9  # of what is free: more than that is worth a warning
+_TIGHT = 0.9  # share of free memory; above it a warning is shown
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

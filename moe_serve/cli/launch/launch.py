@@ -211,7 +211,7 @@ def launch(
     elif request.hostfile is not None:
         raise typer.Exit(run_from_here(request, os.environ))
     else:
-        # Only now what is heavy: `--help` and a typing error must answer at once.
+        # Imported late, as it is slow: `--help` and typing errors must answer at once.
         from moe_serve.cli.launch.launch_node import run_node
 
         run_node(request, os.environ, has_to_print=print_config)

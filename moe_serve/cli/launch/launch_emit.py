@@ -46,7 +46,7 @@ def emitted_files(request: LaunchRequest, loaded: LoadedConfig) -> Mapping[str, 
     if num_nodes is None and request.cluster is not None:
         num_nodes = len(request.cluster.nodes)
     if num_nodes is None:
-        raise ConfigError("say how many nodes the files are for: --num-nodes, or --cluster.")
+        raise ConfigError("give the number of nodes: --num-nodes or --cluster.")
     layout = request.layout(loaded, num_nodes)
     kind = request.emit_kind
     if kind in ("slurm", "kubernetes"):

@@ -47,10 +47,12 @@ def run_node(
         typer.echo(loaded.to_yaml(), nl=False)
         return
     if is_spare_copy(environ):
-        typer.echo(f"node {node.node_rank}: one process of a node is enough, this one leaves")
+        typer.echo(f"node {node.node_rank}: one process per node is enough, so this one exits")
         return
     set_up_logs(loaded.config.log)
-    logging.getLogger("moe_serve.cluster.launch").setLevel(logging.INFO)  # who came, who left
+    logging.getLogger("moe_serve.cluster.launch").setLevel(
+        logging.INFO
+    )  # nodes that joined or left
     secret = find_secret(request, environ, node)
     if node.node_rank == 0:
         _run_node_0(request, loaded, node, layout, secret)

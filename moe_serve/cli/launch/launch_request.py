@@ -73,7 +73,7 @@ class LaunchRequest:
         if placed != (counts.attention_ranks, counts.expert_ranks):
             raise ConfigError(
                 f"{self.command.cluster_file} places {placed[0]} attention and {placed[1]} expert "
-                f"ranks, but {counts.attention_ranks} and {counts.expert_ranks} are asked for."
+                f"ranks, but {counts.attention_ranks} and {counts.expert_ranks} are requested."
             )
         return layout
 

@@ -137,14 +137,16 @@ def plan(
 
 
 def _read(parameters: Mapping[str, Any]) -> tuple[PlanOrder, Posed]:
-    """Reads the inputs. Ctrl-C during that ends the command, as there is no plan to write."""
+    """Reads the inputs. Ctrl-C during that ends the command, as there is not a plan to write."""
     try:
         from moe_serve.cli.place.place_plan import PlanOrder, pose
 
         order = PlanOrder.of(parameters)
         return order, pose(order)
     except KeyboardInterrupt:
-        typer.echo("\ninterrupted while reading: nothing is planned yet, nothing written", err=True)
+        typer.echo(
+            "\ninterrupted while reading: no plan was made and nothing was written", err=True
+        )
         raise typer.Exit(_EXIT_INTERRUPTED) from None
 
 

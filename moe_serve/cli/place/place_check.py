@@ -118,8 +118,8 @@ def _notes(
     counts = {int(count) for count in plan.copies_LED.sum(axis=1).ravel()}
     if len(counts) > 1:
         notes.append(
-            f"devices hold {min(counts)} to {max(counts)} copies of a layer: moe-serve takes that, "
-            "other engines want the same number everywhere."
+            f"devices hold {min(counts)} to {max(counts)} copies of a layer: moe-serve accepts "
+            "that, but other engines require the same number on every device."
         )
     if cluster is None:
         notes.append("no cluster was given: slots and memory were not checked.")
@@ -128,5 +128,7 @@ def _notes(
     if model.sparse is None:
         notes.append("no model was given: its layers and experts were not checked.")
     elif num_experts is None:
-        notes.append("how many experts a layer has was not checked: give --model or --num-experts.")
+        notes.append(
+            "the number of experts in a layer was not checked: give --model or --num-experts."
+        )
     return notes

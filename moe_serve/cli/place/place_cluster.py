@@ -104,7 +104,7 @@ class ClusterDevices:
         if len(stated) < len(self.entries):
             raise ConfigError(
                 f"{self.source}: {len(stated)} of {len(self.entries)} devices state their slots: "
-                "all do, or none."
+                "give the slots of all devices or of none."
             )
         if num_replicas is not None and sum(stated) != num_experts + num_replicas:
             raise ConfigError(
@@ -127,11 +127,11 @@ class DeviceOrder:
     def check(self, *, is_needed: bool) -> None:
         """Checks the options before any load is read. Raises ConfigError."""
         if self.cluster is not None and self.num_devices is not None:
-            raise ConfigError("give --cluster FILE or --devices N, one of the two.")
+            raise ConfigError("give either --cluster FILE or --devices N, not both.")
         if is_needed and self.cluster is None and self.num_devices is None:
-            raise ConfigError("give --cluster FILE or --devices N: a plan is for some devices.")
+            raise ConfigError("give --cluster FILE or --devices N: a plan needs devices.")
         if self.num_nodes is not None and self.num_devices is None:
-            raise ConfigError("--nodes belongs to --devices; a cluster file says its nodes.")
+            raise ConfigError("--nodes belongs to --devices; a cluster file states its own nodes.")
 
     def read(self) -> ClusterDevices | None:
         """Returns the devices; None if no option names any. Raises ConfigError."""
@@ -140,12 +140,12 @@ class DeviceOrder:
         return None if self.num_devices is None else self.alike(self.num_devices)
 
     def alike(self, num_devices: int) -> ClusterDevices:
-        """Returns `num` identical devices, in equal runs per node."""
+        """Returns `num_devices` identical devices, in equal runs per node."""
         num_nodes = self.num_nodes or 1
         if num_devices % num_nodes:
             raise ConfigError(
-                f"{num_devices} devices do not stand on {num_nodes} nodes evenly: write a cluster "
-                "file."
+                f"{num_devices} devices do not divide evenly over {num_nodes} nodes: write "
+                "a cluster file."
             )
         per_node = num_devices // num_nodes
         return ClusterDevices(
@@ -158,7 +158,9 @@ class DeviceOrder:
 def _devices_of(cluster: PlacementCluster, source: str) -> ClusterDevices:
     nodes = [node.entries for node in cluster.nodes]
     if not nodes or not all(nodes):
-        raise ConfigError(f"{source}: each node has a device at least, and there is a node.")
+        raise ConfigError(
+            f"{source}: it must have at least one node, and each node at least one device."
+        )
     for memory_gib in (entry.memory_gib for node in nodes for entry in node):
         if memory_gib is not None and not 0 < memory_gib < float("inf"):
             raise ConfigError(
@@ -178,7 +180,9 @@ def _even_slots(num_experts: int, num_replicas: int, num_devices: int) -> int:
     of replicas that do."""
     num_slots = num_experts + num_replicas
     if num_devices < 1 or num_replicas < 0:
-        raise ConfigError(f"{num_devices} devices with {num_replicas} replicas are none.")
+        raise ConfigError(
+            f"there must be at least 1 device and 0 replicas, got {num_devices} and {num_replicas}."
+        )
     rest = num_slots % num_devices
     if rest:
         fits = (num_replicas - rest, num_replicas - rest + num_devices)

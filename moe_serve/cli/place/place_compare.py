@@ -63,7 +63,7 @@ def _problems(posed: Posed) -> list[tuple[str, PlacementProblem]]:
     groups, num_nodes = groups_of(posed), free.devices.num_nodes
     if groups > 1 and num_nodes > 1:
         grouping = posed.problem.grouping or Grouping(num_groups=groups)
-        with suppress(PlacementError):  # where no plan can keep them
+        with suppress(PlacementError):  # if no plan can keep the groups
             found.append(("plan, groups on nodes", replace(free, grouping=grouping)))
         found.append(("eplb-hierarchical", free))
     return [*found, *((name, free) for name in ("eplb", "round-robin", "linear"))]

@@ -39,7 +39,7 @@ class HeldOut:
     drift_SS: list[list[float]]
     held_out: list[HeldOutScenario]
     solver: str  # of plans without a scenario
-    is_like_plan: bool  # which made the plan for all, too
+    is_like_plan: bool  # the same solver made the plan for all
     default: str
 
 

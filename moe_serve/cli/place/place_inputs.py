@@ -34,7 +34,7 @@ class Workloads:
     loads: ExpertLoads
     tokens: TokenChoices | None
     model: str  # its name, where a file says it
-    has_model_numbers: bool  # layers are numbered as in the model, as far as one can tell
+    has_model_numbers: bool  # layers are numbered as in the model, as far as the file tells
 
 
 def read_workloads(paths: Sequence[Path], num_windows: int, num_experts: int | None) -> Workloads:
@@ -120,7 +120,7 @@ def _check_alike(found: Sequence[Imported], paths: Sequence[Path]) -> None:
         if other.num_experts != first.num_experts:
             raise ConfigError(
                 f"{paths[0]} has {first.num_experts} experts and {path} {other.num_experts}: if "
-                "the last were never chosen, say how many there are with --num-experts."
+                "the last were never chosen, give their number with --num-experts."
             )
         if other.layers != first.layers:
             raise ConfigError(

@@ -105,7 +105,7 @@ class ModelFacts:
         )
 
     def _completed(self, num_sparse: int) -> ModelFacts:
-        """Checks that dense layers and the layers of the loads together make up the model."""
+        """Returns facts with `sparse` set, if the layers of model and loads determine it."""
         if self.sparse is not None:
             return self
         if self.dense is not None:

@@ -68,7 +68,9 @@ class ProblemOrder:
             raise ConfigError("--max-moves counts from the plan in use: name it with --current.")
         groups = get("groups")
         if groups is None and get("max_nodes_per_group", 1) != 1:
-            raise ConfigError("--max-nodes-per-group is of groups: say how many with --groups.")
+            raise ConfigError(
+                "--max-nodes-per-group applies to groups: give their number with --groups."
+            )
         return cls(
             files=(*(get("trace") or ()), *(get("load") or ())),
             num_windows=get("windows", 1),
@@ -152,7 +154,7 @@ def _pins(texts: Sequence[str]) -> tuple[Pin, ...]:
     for text in texts:
         found = _PIN.fullmatch(text)
         if found is None:
-            raise ConfigError(f"--pin cannot be {text!r}: it takes [LAYER:]EXPERT@DEVICE.")
+            raise ConfigError(f"--pin cannot be {text!r}: it must be [LAYER:]EXPERT@DEVICE.")
         layer, expert, device = found.groups()
         number = None if layer is None else int(layer)
         pins.append(Pin(expert=int(expert), device=int(device), layer=number))

@@ -56,7 +56,7 @@ class PlanOrder:
             is_quick=parameters["is_quick"],
         )
         if order.seconds is not None and not math.isfinite(order.seconds):
-            raise ConfigError(f"--seconds {order.seconds} is no time.")
+            raise ConfigError(f"--seconds must be 0 or more and finite, got {order.seconds}.")
         exported = None if order.export is None else order.export[1]
         check_output(order.out, exported, order.as_json)
         return order

@@ -59,9 +59,9 @@ def read_plan(path: Path, facts: PlanFacts) -> EnginePlan:
 def _no_plan(path: Path, reason: str) -> NotAPlanError:
     """Returns an error that says what the file is instead, and what to give."""
     if holds_loads(path):
-        return NotAPlanError(f"{path} holds recorded loads, and is no plan; {_GIVE}")
+        return NotAPlanError(f"{path} holds recorded loads and is not a plan; {_GIVE}")
     return NotAPlanError(
-        f"{path} is no plan: {reason[0].lower()}{reason[1:].removesuffix('.')}; {_GIVE}"
+        f"{path} is not a plan: {reason[0].lower()}{reason[1:].removesuffix('.')}; {_GIVE}"
     )
 
 

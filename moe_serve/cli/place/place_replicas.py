@@ -18,7 +18,7 @@ from experts.placement.solution import Solution
 from moe_serve.cli.counted import counted
 
 _WORTH, _OF_MEMORY = 0.01, 0.1  # the largest load falls by 1%, and by a tenth of the memory
-_AS_GOOD = 1.005  # of the objective: fewer replicas that come so near would do
+_AS_GOOD = 1.005  # of the objective: fewer replicas that come this near would do
 
 Ints = NDArray[np.int64]
 Solve = Callable[[PlacementProblem], Solution]
@@ -31,10 +31,10 @@ class ReplicaTrial:
 
     num_slots: int  # of a device
     num_replicas: int  # in the layer that has most
-    is_even: bool  # all layers have as many
+    is_even: bool  # all layers have the same number
     objective: float
     step: float | None  # balancedness of single steps
-    more_memory: float  # than without replicas, as a part
+    more_memory: float  # share of memory more than without replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ def _sentence(trials: list[ReplicaTrial], now: int) -> str:
     num_replicas = plan.num_replicas
     if plan is first:
         if len(trials) == 1:
-            return "Replicas were not tried."
+            return "Other numbers of replicas were not tried."
         more = trials[-1]
         gain, added = 1.0 - more.objective / plan.objective, more.more_memory - plan.more_memory
         worth = "worth" if _pays(gain, added) else "not worth"

@@ -43,7 +43,9 @@ class Interrupts:
         if self.has_come:
             raise KeyboardInterrupt
         self.has_come = True
-        typer.echo("\nending with the best so far; Ctrl-C again does not wait for it", err=True)
+        typer.echo(
+            "\nending with the best plan so far; press Ctrl-C again to stop at once", err=True
+        )
 
 
 def solve(

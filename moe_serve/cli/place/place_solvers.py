@@ -48,7 +48,7 @@ def check_limits(name: str, posed: Posed) -> None:
     ignored = [flag for flag, is_set in given.items() if is_set]
     if ignored:
         raise ConfigError(
-            f"--solver {name} looks at no {', no '.join(ignored)}: leave that out, or plan with "
+            f"--solver {name} ignores {', '.join(ignored)}: leave them out, or plan with "
             "search or ilp."
         )
 

@@ -91,7 +91,7 @@ def train(
     if loss not in ("router", "ranked"):
         raise ConfigError(f"loss cannot be {loss!r}: it is one of router, ranked.")
     if bool(texts) == bool(trace):
-        raise ConfigError("give --texts or --trace, one of the two.")
+        raise ConfigError("give either --texts or --trace.")
     if trace and kinds != ("request",):
         raise ConfigError("a trace holds no hidden states: train the other kinds on --texts.")
     out = out.expanduser()

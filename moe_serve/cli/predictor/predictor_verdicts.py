@@ -52,7 +52,7 @@ def judge_predictors(order: JudgeOrder, progress: Progress) -> tuple[Verdicts, d
     if order.traces:
         return _on_trace(order, progress)
     folder = order.folder
-    assert folder is not None, "texts are judged with a folder of predictors"
+    assert folder is not None, "a folder of predictors is needed to judge texts"
     kinds = [kind for kind in PredictorKind if (folder / f"{kind.value}.json").is_file()]
     if not kinds:
         raise ConfigError(
@@ -111,7 +111,7 @@ def _on_trace(order: JudgeOrder, progress: Progress) -> tuple[Verdicts, dict[str
     end = order.dropped_label
     kept = np.array([not end or not label.endswith(end) for label in texts.label])
     if not kept.any():
-        raise ConfigError(f"every request's label ends with {end!r}: none is left.")
+        raise ConfigError(f"every request's label ends with {end!r}, so no requests remain.")
     texts = texts.choose(np.flatnonzero(kept))
     seen, unseen = split_documents(texts, _UNSEEN_SHARE, order.seed)
     facts = {

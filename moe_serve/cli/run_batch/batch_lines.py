@@ -77,7 +77,7 @@ def read_line(number: int, text: bytes) -> BatchLine | BatchRow:
         content = parse_json(text)
     except (ValueError, RecursionError) as error:
         why = " ".join(str(error).split())[:200]
-        return _bad(number, None, "invalid_json", f"line {number} is no JSON: {why}.")
+        return _bad(number, None, "invalid_json", f"line {number} is not JSON: {why}.")
     if not isinstance(content, dict):
         return _bad(number, None, "invalid_json", f"line {number} is not a JSON object.")
     custom_id = content.get("custom_id")

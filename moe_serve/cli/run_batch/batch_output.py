@@ -85,9 +85,9 @@ class BatchOutput:
                     self._take(number, line)
 
     def _end(self, number: int, line: bytes, start: int) -> None:
-        """Completes the last line if it only lacks its newline, so that this row is kept."""
+        """Keeps a last line that lacks only its newline, and cuts off half a row."""
         if line[: len(ROW_START)] != ROW_START[: len(line)]:
-            raise self._no_row(number)  # somebody else's file, not half a row of ours
+            raise self._no_row(number)  # a file of another program, not half a row of ours
         try:
             json.loads(line)
         except ValueError:
@@ -109,4 +109,6 @@ class BatchOutput:
             self._ids.add(str(own_id))
 
     def _no_row(self, number: int) -> ConfigError:
-        return ConfigError(f"{self.path}:{number} is no row of a batch: name another output file.")
+        return ConfigError(
+            f"{self.path}:{number} is not a row of a batch: name another output file."
+        )

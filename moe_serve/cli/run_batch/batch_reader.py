@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterable
 
-AHEAD_LINES = 64  # that are read before somebody asks for them
+AHEAD_LINES = 64  # lines read ahead
 
 Numbered = tuple[int, bytes]  # from 1
 
@@ -41,7 +41,7 @@ class BatchReader:
         if isinstance(found, tuple):
             self._room.release()
             return found
-        self._found.put_nowait(found)  # the end is for all who ask
+        self._found.put_nowait(found)  # every waiting task gets the end
         if found is not None:
             raise found
         return None

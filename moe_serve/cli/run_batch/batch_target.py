@@ -20,7 +20,7 @@ NUM_TRIES = 6  # of a line whose connection broke, or that a full queue refused
 _MAX_WAIT_S = 30.0
 _RETRIED = frozenset({429, 503})
 _JSON = {"Content-Type": "application/json"}
-_HEALTH_PATHS = ("/health/live", "/v1/models")  # of moe-serve, of anybody
+_HEALTH_PATHS = ("/health/live", "/v1/models")  # asked of moe-serve, and of any other server
 
 
 class BatchTarget:
@@ -66,12 +66,12 @@ class BatchTarget:
                 raise ConfigError(no_connection(str(self.url), error)) from None
             raise self._gone() from None
         if answer.status_code in (401, 403):
-            raise ConfigError(f"{self.url} refuses the API key: --api-key KEY, or @FILE.")
+            raise ConfigError(f"{self.url} refuses the API key: give --api-key KEY, or @FILE.")
 
     async def send(self, line: BatchLine) -> BatchRow:
         """Returns the row of the line. Raises EngineDeadError if the server is gone, so that no row
         is written for lines that another run may still get answered."""
-        # In ASCII: half a surrogate pair, or NaN, is for the server to refuse.
+        # In ASCII: the server is to refuse half of a surrogate pair, or NaN.
         content = json.dumps(dict(line.body)).encode()
         problem = ""
         for attempt in range(NUM_TRIES):

@@ -30,7 +30,7 @@ def offline_app(config: Config, build: BuildEngine = build_any_engine) -> Iterat
         built = build(config.engine, progress)
     engine = AsyncEngine(built, config.engine.scheduler)
     try:
-        server = ServerConfig(  # only what shapes answers
+        server = ServerConfig(  # only settings that shape answers
             is_strict=config.server.is_strict,
             max_body_bytes=config.server.max_body_bytes,
             tool_parser=config.server.tool_parser,

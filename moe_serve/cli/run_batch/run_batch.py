@@ -81,9 +81,9 @@ def run_batch(
     reached, 2 the command or a file is wrong, 3 some rows are errors, 130 interrupted.
     """
     if url is not None and (model is not None or config_file is not None):
-        raise ConfigError("--url asks a server: --model and --config are for a model loaded here.")
+        raise ConfigError("--url uses a running server, so leave --model and --config out.")
     if input_file.resolve() == output_file.resolve():
-        raise ConfigError(f"{input_file} is input and output: name another output file.")
+        raise ConfigError(f"{input_file} is both input and output: name another output file.")
     count = BatchCount()
     try:
         num_lines = _count_lines(input_file)
@@ -94,7 +94,7 @@ def run_batch(
             else:
                 _run_here(input_file, output, model, config_file, concurrency, count)
     except KeyboardInterrupt:
-        _say(count, "interrupted; run it again to go on")
+        _say(count, "interrupted; run the same command again to continue")
         raise
     _say(count, str(output_file))
     if count.num_failed:
@@ -112,7 +112,7 @@ def _run_here(
     flags = {} if model is None else {"model.path": model}
     config = load_config(flags=flags, environ=os.environ, file=config_file).config
 
-    # Only now what is heavy: a mistake above must be said at once.
+    # Imported late, as it is slow: mistakes above must be reported at once.
     from moe_serve.cli.run_batch.offline_app import offline_app
 
     with offline_app(config) as app:
@@ -180,7 +180,7 @@ def _say(count: BatchCount, what: str) -> None:
     seconds = max(1e-9, time.monotonic() - (count.begun or time.monotonic()))
     typer.echo(
         f"{count.answered} answered, {count.refused} refused, {count.bad} not sent or lost, "
-        f"{count.skipped} there before; {count.num_tokens} tokens in {seconds:.1f} s "
+        f"{count.skipped} already answered; {count.num_tokens} tokens in {seconds:.1f} s "
         f"({count.num_tokens / seconds:.0f}/s): {what}",
         err=True,
     )

@@ -16,7 +16,7 @@ def check_is_guarded(server: ServerConfig) -> None:
         raise ConfigError(
             f"server.host {server.host} is open to other machines, but no API key is set: "
             "add --api-key KEY (or @FILE), or listen on 127.0.0.1, or set server.allow_open "
-            "(MOE_SERVE_SERVER_ALLOW_OPEN=true) to serve whoever reaches it."
+            "(MOE_SERVE_SERVER_ALLOW_OPEN=true) to serve without a key."
         )
 
 
@@ -42,9 +42,11 @@ def check_can_listen(server: ServerConfig) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except socket.gaierror as error:
-        raise ConfigError(f"server.host {server.host} is no address: {error.strerror}.") from error
+        raise ConfigError(
+            f"server.host {server.host} is not an address: {error.strerror}."
+        ) from error
     except UnicodeError as error:  # an empty label, as in 127..0.1, or one that is too long
-        raise ConfigError(f"server.host {server.host} is no address: it is no name.") from error
+        raise ConfigError(f"server.host {server.host} is not an address or a host name.") from error
     except OSError as error:
         reasons = {
             errno.EADDRINUSE: "another program listens there; stop it, or choose --port",

@@ -22,14 +22,14 @@ from moe_serve.text.tokenizer import Tokenizer, read_json_file
 
 _DEMO_MODEL_NAME = "moe-serve-demo"
 _FILE_NAMES = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path")
-_TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # where tokenizer_config.json does not say
+_TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # if tokenizer_config.json does not state it
 _NO_DESCRIPTION: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
     folder: Path
-    name: str  # that requests ask for
+    name: str  # model name that requests give
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
 

@@ -296,7 +296,7 @@ def _run(loaded: LoadedConfig, has_to_print: bool) -> None:
     check_is_guarded(loaded.config.server)
     check_can_listen(loaded.config.server)
 
-    # Only now what is heavy: `--help`, a typing error and a taken port must answer at once.
+    # Imported late, as it is slow: `--help`, typing errors and a taken port must answer at once.
     from moe_serve.cli.serve.service import run_service
 
     run_service(loaded.config, settings=loaded.entries)

@@ -32,7 +32,7 @@ KEYS: Mapping[str, str] = {
     "ssl_keyfile": "server.ssl_keyfile",
     "log_format": "log.format",
 }
-# Of `launch` they are a matter of the nodes.
+# For `launch` these flags are handled with the nodes.
 SERVE_KEYS: Mapping[str, str] = {
     "model": "model.path",
     "attention_ranks": "cluster.attention_ranks",

@@ -39,7 +39,7 @@ def top(
     if the server cannot be reached.
     """
     if math.isnan(interval):  # no comparison with a range refuses it
-        raise ConfigError("--interval is nan: give the seconds between two looks, 0.2 to 60.")
+        raise ConfigError("--interval is nan: give the seconds between two updates, 0.2 to 60.")
     console = Console(highlight=False)
     with TopSource(url, sent_key(api_key)) as source:
         try:
@@ -65,7 +65,7 @@ def _print_once(console: Console, source: TopSource, state: Answer) -> None:
 def _watch(console: Console, source: TopSource, state: Answer, interval: float) -> None:
     live = Live(console=console, screen=True, auto_refresh=False)
     with single_keys():
-        try:  # not `with`: Ctrl-C may come while it starts
+        try:  # not `with`: Ctrl-C may arrive while it starts
             live.start()
             _follow(live, source, state, interval)
         finally:

@@ -102,7 +102,7 @@ class TopSource:
 
     def _checked(self, response: httpx.Response) -> httpx.Response:
         if response.status_code == 401:
-            raise ConfigError(f"{self.url} wants an API key: --api-key KEY, or @FILE.")
+            raise ConfigError(f"{self.url} requires an API key: give --api-key KEY, or @FILE.")
         if response.is_error:
             raise NotReachedError(f"{self.url} answers with status {response.status_code}.")
         return response

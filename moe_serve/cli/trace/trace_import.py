@@ -57,7 +57,7 @@ def import_(
     Recordings are read as plain data: nothing in them is executed, and other content is refused.
     """
     if out.exists():
-        raise InvalidRequestError(f"{out} is there already: choose another --out.", param="out")
+        raise InvalidRequestError(f"{out} already exists: choose another --out.", param="out")
 
     from routing_predictor.importers.importer import import_files
     from routing_predictor.importers.tables import ImportOptions

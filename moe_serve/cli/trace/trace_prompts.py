@@ -35,7 +35,7 @@ def read_prompts(path: Path) -> list[TracePrompt]:
         if line.strip()
     ]
     if not prompts:
-        raise _wrong(f"{path} holds no prompt.")
+        raise _wrong(f"{path} has no prompts.")
     return prompts
 
 

@@ -102,11 +102,9 @@ def record(
     """
     for path in (out, _parts_of(out)):
         if path.exists():
-            raise InvalidRequestError(
-                f"{path} is there already: choose another --out.", param="out"
-            )
+            raise InvalidRequestError(f"{path} already exists: choose another --out.", param="out")
     if not out.absolute().parent.is_dir():
-        raise InvalidRequestError(f"{out.absolute().parent} is no folder.", param="out")
+        raise InvalidRequestError(f"{out.absolute().parent} is not a folder.", param="out")
     chosen = read_prompts(prompts)
     flags = {"cache.prefix_cache": False, **({} if model is None else {"model.path": model})}
     loaded = load_config(flags=flags, environ=os.environ, file=config_file)

@@ -38,7 +38,7 @@ def start(
     The recording goes into a new folder in the server's trace.directory.
     """
     if sample_rate is not None and not 0 < sample_rate <= 1:
-        raise TracingError(f"--sample-rate {sample_rate:g} is no share: it is above 0, at most 1.")
+        raise TracingError(f"--sample-rate must be above 0 and at most 1, got {sample_rate:g}.")
     given = {"sample_rate": sample_rate, "weights": weights}
     body = {name: value for name, value in given.items() if value is not None}
     _print(_ask(url, admin_key, "POST", "start", body))

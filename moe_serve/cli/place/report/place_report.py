@@ -27,7 +27,7 @@ class PlanReport:
     model: str
     problem: PlacementProblem
     solution: Solution
-    plans: list[Judged]  # before, the plan, what the engines would do
+    plans: list[Judged]  # the plan before, the plan, the plan of other engines
     moves: Moves | None  # from the plan in use
     replicas: ReplicaVerdict | None
     held_out: HeldOut | None
@@ -92,7 +92,7 @@ def make_report(
         replicas = judge_replicas(
             problem, copies_LED, lambda p: solve(solver, p, seconds, interrupts), judge.step
         )
-        if interrupts.has_come:  # what was tried was cut short
+        if interrupts.has_come:  # the trials were cut short
             replicas = None
         elif len(problem.loads.scenarios) > 1:
             held_out = hold_out(posed, solution, seconds, interrupts)
