@@ -1,4 +1,4 @@
-"""The command `moe-serve`, which is also `python -m moe_serve`."""
+"""Runs the `moe-serve` command as `python -m moe_serve`."""
 
 from __future__ import annotations
 

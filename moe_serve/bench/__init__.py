@@ -1,4 +1,5 @@
 """A load generator for servers of OpenAI's API: workloads, a lean client, figures and reports.
 
-Knows nothing of the engine and needs no torch: it runs where the server does not.
+The package knows nothing of the engine and does not import torch, so it also runs on machines
+without the server.
 """

@@ -1,4 +1,4 @@
-"""Closed and open loops: when each request goes out.
+"""Closed and open loops: decides when each request is sent.
 
 An open loop never waits for answers. A request that the client could not send in time keeps the
 time at which it was due, and its latency counts from there: a slow server cannot slow its own load
@@ -16,13 +16,13 @@ from moe_serve.bench.workload.request import Ready
 
 
 class Sender(Protocol):
-    """`Client`, or a stand-in of a test."""
+    """The interface of `Client` that the loops use."""
 
     async def send(self, request: Ready, scheduled_s: float | None = None) -> RequestRecord: ...
 
 
 class Timer(Protocol):
-    """Seconds since the run began."""
+    """A clock that counts seconds since the run began."""
 
     def now(self) -> float: ...
 
@@ -30,7 +30,7 @@ class Timer(Protocol):
 
 
 class Collected:
-    """The records as they come; what is interrupted leaves the ones that had ended."""
+    """The records of a run as they arrive; an interrupted run keeps those that had ended."""
 
     def __init__(self) -> None:
         self.records: list[RequestRecord] = []
@@ -48,7 +48,8 @@ async def closed_loop(
     concurrency: int,
     duration_s: float | None = None,
 ) -> None:
-    """Each of `concurrency` clients sends its next request when its last one is answered."""
+    """Runs `concurrency` clients, each of which sends its next request when its last one is
+    answered."""
 
     async def one_client() -> None:
         for request in requests:  # shared: each takes the next
@@ -67,7 +68,8 @@ async def open_loop(
     *,
     max_in_flight: int,
 ) -> None:
-    """Each request when it is due. Beyond `max_in_flight` they wait here, and count as late."""
+    """Sends each request when it is due. Requests beyond `max_in_flight` wait here and count as
+    late."""
     places = asyncio.Semaphore(max_in_flight)
     running: set[asyncio.Future[None]] = set()
     bugs: list[BaseException] = []  # a request that fails is a record; an exception is a bug
@@ -101,7 +103,7 @@ async def open_loop(
 
 
 async def _all(tasks: list[asyncio.Future[None]]) -> None:
-    """Waits for all; one that raises, which only a bug does, ends the others."""
+    """Waits for all tasks; a task that raises, which only a bug does, ends the others."""
     try:
         await asyncio.gather(*tasks)
     finally:

@@ -1,4 +1,4 @@
-"""The parts of a run that send requests: the warm-up, and the load that is measured."""
+"""The parts of a run that send requests: the warm-up and the measured load."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from moe_serve.bench.workload.request import Ready
 from moe_serve.bench.workload.workload import Workload
 from moe_serve.errors import BenchServerError
 
-_MADE_AHEAD_TOKENS = 20_000_000  # prompts of a run that are all made before it starts
-_WARM_UP_SEED = 0x5EED  # its prompts are others than the run's
+_MADE_AHEAD_TOKENS = 20_000_000  # largest number of prompts that are all made before the run starts
+_WARM_UP_SEED = 0x5EED  # its prompts differ from those of the run
 _WARM_UP_TOKENS = 8
 
 OnStart = Callable[[Progress, "int | None"], None]
 
 
 class WallTimer:
-    """Seconds since it was made, or since `restart`."""
+    """Counts seconds since it was created, or since `restart`."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -41,15 +41,16 @@ class WallTimer:
         return time.perf_counter() - self._start
 
     async def sleep_until(self, at_s: float) -> None:
-        """Never less: uvloop's timers are of whole milliseconds and fire up to one too early, and
-        what is sent before it is due would have a latency that is too short."""
+        """Sleeps, and never less than asked: uvloop's timers have whole milliseconds and fire up to
+        one too early, and a request sent before it is due would have a latency that is too
+        short."""
         await asyncio.sleep(max(0.0, at_s - self.now()))
         while (delay := at_s - self.now()) > 0:
             await asyncio.sleep(delay)
 
 
 class Load:
-    """The measured part, with what it leaves behind."""
+    """The measured part of a run and its results."""
 
     def __init__(
         self, plan: RunPlan, requests: Iterator[Ready], timer: WallTimer, max_in_flight: int
@@ -113,7 +114,7 @@ class Load:
 
 
 def make_requests(workload: Workload, endpoint: Endpoint, maker: PromptMaker) -> Iterator[Ready]:
-    """Made before the run where they fit into memory, else each when its turn comes."""
+    """Builds requests before the run if they fit into memory, else each when it is needed."""
 
     def made() -> Iterator[Ready]:
         for slot in workload.slots():
@@ -137,9 +138,9 @@ def make_requests(workload: Workload, endpoint: Endpoint, maker: PromptMaker) ->
 async def warm_up(
     plan: RunPlan, endpoint: Endpoint, client: Client, timer: WallTimer, scale: TextScale | None
 ) -> None:
-    """The first requests of the workload with other words and short answers, all at once.
+    """Sends the first requests of the workload with other words and short answers, all at once.
 
-    With the run's own words the server's prefix cache would know them already.
+    With the run's own words the server's prefix cache would already know the prompts.
     """
     workload = plan.workload
     num = plan.num_warm_up

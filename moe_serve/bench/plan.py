@@ -1,4 +1,4 @@
-"""What to do to one server: everything that a run is asked for."""
+"""The plan of a run against one server."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from moe_serve.bench.workload.workload import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """`url` and the like as they were given; what the server has to say is not in it."""
+    """The options of a run. `url` and other fields are as the user gave them, without anything the
+    server reported."""
 
     url: str
     workload: Workload
-    endpoint: Endpoint  # its model is filled in from the server where it is ""
+    endpoint: Endpoint  # its model is taken from the server if it is ""
     api_key: str | None = None
     data: DataKind = "words"
     vocab_size: int = 1000
     timeout_s: float = 600.0
     num_warm_up: int | None = None
-    max_in_flight: int | None = None  # of an open loop
+    max_in_flight: int | None = None  # only in an open loop
     slo: Slo | None = None

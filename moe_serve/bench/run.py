@@ -1,4 +1,4 @@
-"""One run against one server: probe, warm up, load, report."""
+"""Runs a benchmark against one server: probe, warm up, send load, report."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from moe_serve.bench.workload.trace_cut import TraceCut
 from moe_serve.bench.workload.workload import Workload
 from moe_serve.errors import BenchError
 
-_SPARE_FILES = 64  # what the process has open besides its connections
+_SPARE_FILES = 64  # files that the process has open besides its connections
 _DEFAULT_IN_FLIGHT = 10_000
 
 
 async def run_bench(plan: RunPlan, on_start: OnStart | None = None) -> Report:
-    """`on_start` gets the counters when the load begins. Ctrl-C ends the load, not the report."""
+    """Runs a plan. `on_start` gets the counters when the load begins. Ctrl-C ends the load but not
+    the report."""
     target = Target.of(plan.url)
     max_in_flight, notes = _allowed_in_flight(plan)
     async with ServerProbe(target, plan.api_key, plan.timeout_s) as probe:
@@ -66,7 +67,8 @@ async def run_bench(plan: RunPlan, on_start: OnStart | None = None) -> Report:
 
 
 def _allowed_in_flight(plan: RunPlan) -> tuple[int, list[str]]:
-    """How many connections there may be; says so where the system allows fewer than wanted."""
+    """Returns how many connections may be open; prints a note if the system allows fewer than
+    wanted."""
     closed = plan.workload.concurrency
     wanted = closed or plan.max_in_flight or _DEFAULT_IN_FLIGHT
     allowed = allow_open_files(wanted + _SPARE_FILES) - _SPARE_FILES
@@ -160,7 +162,7 @@ def _trace_json(cut: TraceCut | None) -> dict[str, object]:
 
 
 def describe_client() -> dict[str, str]:
-    """The machine that sends."""
+    """Describes the machine that sends the load."""
     return {
         "machine": platform.machine(),
         "system": platform.system(),

@@ -1,1 +1,1 @@
-"""The commands of `moe-serve`, one file each. What a command needs is imported when it runs."""
+"""The commands of `moe-serve`. A command imports what it needs when it runs."""

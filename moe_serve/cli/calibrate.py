@@ -1,4 +1,4 @@
-"""`moe-serve calibrate`: measure a model's stages on this machine."""
+"""`moe-serve calibrate`: measures the costs of a model's stages on this machine."""
 
 from __future__ import annotations
 
@@ -27,17 +27,32 @@ def calibrate(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A folder in Hugging Face layout. Without it: the demonstration model."
+            help="Folder of a checkpoint in Hugging Face layout. Default: the demonstration model."
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="The JSON file to write.")] = Path("calibration.json"),
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    num_threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of one rank.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer points: some seconds.")] = False,
+    out: Annotated[Path, typer.Option(help="JSON file for the measured costs.")] = Path(
+        "calibration.json"
+    ),
+    device: Annotated[
+        str,
+        typer.Option(
+            help="Device to measure: auto (cuda if there is a CUDA GPU, else cpu), cpu or cuda."
+        ),
+    ] = "auto",
+    num_threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of CPU threads of one rank. Default: torch chooses."),
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="Measure fewer points: takes seconds, and the fits are less exact."
+        ),
+    ] = False,
 ) -> None:
     """Measure what attention, experts and transfers cost on this machine.
 
-    `moe-serve plan --calibration FILE` then says which layout to use.
+    `moe-serve plan --calibration FILE` then compares layouts by these costs.
     """
     if device not in _DEVICES:
         raise ConfigError(f"device cannot be {device!r}: it is one of {', '.join(_DEVICES)}.")
@@ -95,7 +110,7 @@ def _print(calibration: Calibration, out: Path) -> None:
 
 
 def _formulas(calibration: Calibration) -> list[tuple[str, str]]:
-    """Names of fits and what they found, in microseconds."""
+    """Returns the names of the fits and the formulas found, in microseconds."""
     costs, found = calibration.costs, []
     attention = [r.name for r in calibration.fits if r.name.startswith("T_a")]
     for name, layer in zip(attention, costs.layers, strict=True):
@@ -130,7 +145,7 @@ def _link_lines(where: str, link: LinkCosts) -> list[tuple[str, Line, str]]:
 
 
 def us(seconds: float) -> str:
-    """With three digits, and never an exponent."""
+    """Formats seconds as microseconds with three digits and without an exponent."""
     micro = 1e6 * seconds
     places = 0 if micro == 0 else max(0, 2 - math.floor(math.log10(abs(micro))))
     text = f"{micro:,.{places}f}"

@@ -1,4 +1,4 @@
-"""`moe-serve chat`: talk to a running server from the terminal."""
+"""`moe-serve chat`: chats with a running server in the terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moe_serve.errors import ConfigError
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401  (gives input() line editing and history)
 
-HELP = "/reset forgets the conversation, /exit leaves; Ctrl-C stops an answer, Ctrl-D leaves."
+HELP = "/reset clears the conversation; Ctrl-C stops an answer; /exit or Ctrl-D quits."
 # A model's text must not steer the terminal: everything below the space but these two is dropped.
 PRINTABLE_CONTROLS = (ord("\n"), ord("\t"))
 DROPPED = {code: None for code in (*range(32), *range(127, 160)) if code not in PRINTABLE_CONTROLS}
@@ -34,7 +34,8 @@ _err = Console(stderr=True, highlight=False)
 
 @dataclass(slots=True)
 class Conversation:
-    """The turns so far. A turn that the server refused leaves no trace in `messages`."""
+    """The turns of a conversation so far. A turn that the server refused is not kept in
+    `messages`."""
 
     client: ChatClient
     model: str
@@ -48,7 +49,8 @@ class Conversation:
             self.messages.append(Message(role="system", content=self.system))
 
     def ask(self, text: str) -> None:
-        """Send one turn and print the answer as it comes; Ctrl-C keeps what has come."""
+        """Sends one turn and prints the answer as it arrives; Ctrl-C keeps the part that has
+        arrived."""
         turn = [*self.messages, Message(role="user", content=text)]
         timing = AnswerTiming()
         pieces: list[str] = []
@@ -63,7 +65,7 @@ class Conversation:
             self._end_turn(turn, pieces)
             raise
         except ChatError:
-            if pieces:  # what is said of it begins a line
+            if pieces:  # the error message begins on a new line
                 sys.stdout.write("\n")
                 sys.stdout.flush()
             raise
@@ -80,20 +82,41 @@ class Conversation:
 
 def chat(
     message: Annotated[
-        str | None, typer.Option("--message", "-m", help="Ask this once, print the answer, leave.")
+        str | None,
+        typer.Option(
+            "--message",
+            "-m",
+            help="Send this message, print the answer and exit. Default: an interactive "
+            "conversation.",
+        ),
     ] = None,
-    url: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="URL of the server.")] = "http://127.0.0.1:8000",
     api_key: Annotated[
         str | None,
-        typer.Option(envvar=API_KEY_VARIABLE, help="The server's key, or @FILE that holds it."),
+        typer.Option(envvar=API_KEY_VARIABLE, help="API key of the server, or @FILE with the key."),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    system: Annotated[
+        str | None,
+        typer.Option(help="System message at the start of the conversation. Default: none."),
+    ] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, max=2.0, help="0 always takes the likeliest token.")
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=2.0,
+            help="Sampling temperature; 0 always takes the most likely token. Default: the "
+            "server's.",
+        ),
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Largest number of tokens in an answer. Default: the server's."),
+    ] = None,
 ) -> None:
-    """Talk to a running server, with the answer streamed. Text piped in is one message."""
+    """Chat with a running server in the terminal; answers are shown as they are generated.
+
+    Text on standard input that is not a terminal is sent as one message.
+    """
     if api_key is not None and api_key.startswith("@"):
         api_key = read_first_key(api_key[1:])
     if message is None and not sys.stdin.isatty():
@@ -115,7 +138,8 @@ def chat(
 
 
 def _talk(conversation: Conversation) -> None:
-    """Turn after turn until Ctrl-D or /exit. A refused turn is reported, and can be asked anew."""
+    """Asks turn after turn until Ctrl-D or /exit. A refused turn is reported and can be asked
+    again."""
     name = plain(conversation.model)
     _err.print(f"{name} at {conversation.client.url}. {HELP}", style="dim", markup=False)
     while True:
@@ -131,9 +155,9 @@ def _talk(conversation: Conversation) -> None:
             return
         if text == "/reset":
             conversation.reset()
-            _err.print("The conversation is forgotten.", style="dim")
+            _err.print("The conversation was cleared.", style="dim")
         elif text.startswith("/"):
-            _err.print(f"{text.split()[0]} is no command. {HELP}", style="dim", markup=False)
+            _err.print(f"{text.split()[0]} is not a command. {HELP}", style="dim", markup=False)
         elif text:
             try:
                 conversation.ask(text)

@@ -1,4 +1,4 @@
-"""`moe-serve config`: what a server would be configured with, and where each value comes from."""
+"""`moe-serve config`: shows the configuration of a server and the source of each value."""
 
 from __future__ import annotations
 
@@ -16,20 +16,29 @@ config = typer.Typer(no_args_is_help=True)
 
 @config.callback()
 def _group() -> None:
-    """What a server would be configured with."""
+    """Show the configuration that a server would start with."""
 
 
 @config.command()
 def show(
     config_file: Annotated[
-        Path | None, typer.Option("--config", help="YAML file, see configs/serve.yaml.")
+        Path | None,
+        typer.Option(
+            "--config", help="YAML file with the configuration; configs/serve.yaml lists every key."
+        ),
     ] = None,
     changed: Annotated[
-        bool, typer.Option("--changed", help="Only what is not the default.")
+        bool,
+        typer.Option("--changed", help="Print only keys whose value differs from the default."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON, for scripts.")
+    ] = False,
 ) -> None:
-    """Print every key with its value and its source. Secrets are counted, never shown."""
+    """Print every configuration key with its value and its source.
+
+    Of API keys only the number is shown.
+    """
     loaded = load_config(flags={}, environ=os.environ, file=config_file)
     entries = tuple(
         entry for entry in loaded.entries if not changed or entry.source != DEFAULT_SOURCE

@@ -1,7 +1,7 @@
-"""The `moe-serve` command: its commands, and the one place where an error becomes an exit code.
+"""Defines the commands of `moe-serve`, and turns errors into exit codes.
 
-0 done, 1 the server was not reached or the output could not be written, 2 a mistake in what was
-asked for, 3 (run-batch) some rows are errors, 130 interrupted.
+0 success, 1 the server was not reached or the output could not be written, 2 the command line or a
+file is wrong, 3 (run-batch) some rows are errors, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ app.add_typer(
     config,
     name="config",
     rich_help_panel="Inspect",
-    help="What a server would be configured with.",
+    help="Show the configuration that a server would start with.",
 )
 app.command(rich_help_panel="Inspect")(timeline)
 app.command(rich_help_panel="Inspect")(top)
@@ -66,13 +66,13 @@ app.add_typer(
     trace,
     name="trace",
     rich_help_panel="Plan",
-    help="Which experts the routers choose: record it, look at it, import it.",
+    help="Record, show or import which experts the routers choose.",
 )
 app.add_typer(
     placement,
     name="placement",
     rich_help_panel="Inspect",
-    help="Where the experts of a running server lie: look, save, re-balance now.",
+    help="Show, save or re-balance the expert placement of a running server.",
 )
 app.command(rich_help_panel="Plan")(calibrate)
 app.command(rich_help_panel="Plan")(plan)
@@ -91,7 +91,7 @@ def _root(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version and leave."
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
 ) -> None:
@@ -99,7 +99,7 @@ def _root(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one command and exit. A mistake of the user is one line, never a traceback."""
+    """Runs one command and exits. A mistake of the user is one line, never a traceback."""
     open_missing_streams()
     try:
         with checked_output():

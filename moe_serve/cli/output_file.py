@@ -1,4 +1,4 @@
-"""A file or folder that a command is to write: checked before the work that would be lost."""
+"""Checks output files and folders before work whose result would be lost."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from moe_serve.errors import ConfigError
 
 
 def check_output(*paths: Path | None) -> None:
-    """Raises ConfigError where a path has no folder to lie in, or is one."""
+    """Raises ConfigError if a path is a folder, or lies in a folder that does not exist."""
     for path in paths:
         if path is None:
             continue
         if not path.absolute().parent.is_dir():
-            raise ConfigError(f"{path} cannot be written: {path.parent} is no folder.")
+            raise ConfigError(f"{path} cannot be written: {path.parent} is not a folder.")
         if path.is_dir():
             raise ConfigError(f"{path} cannot be written: it is a folder.")
 
 
 def check_output_folder(path: Path) -> None:
-    """Raises ConfigError where a folder of files would lie in no folder, or is a file."""
+    """Raises ConfigError if an output folder is a file, or lies in a folder that does not exist."""
     refuse_a_file(path)
     if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{path} cannot be written: {path.absolute().parent} is no folder.")
+        raise ConfigError(f"{path} cannot be written: {path.absolute().parent} is not a folder.")
 
 
 def refuse_a_file(folder: Path) -> None:
-    """Raises ConfigError where --out is to be a folder."""
+    """Raises ConfigError if --out must be a folder but is a file."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(
             f"--out {folder} is a file, and files are to be written into a folder: name another, "

@@ -1,4 +1,4 @@
-"""`moe-serve placement`: where the experts of a running server lie, and moving them now."""
+"""`moe-serve placement`: shows, saves and re-balances the expert placement of a running server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ placement = typer.Typer(no_args_is_help=True)
 
 @placement.command()
 def status(url: Url = URL, admin_key: AdminKey = None) -> None:
-    """Which placement is in force, how balanced it is, and what came of the last plan."""
+    """Show the current placement, how balanced it is, and the result of the last plan."""
     _print(_client(url, admin_key).ask("GET", "placement", _STATUS))
 
 
@@ -35,9 +35,11 @@ def status(url: Url = URL, admin_key: AdminKey = None) -> None:
 def rebalance(
     url: Url = URL,
     admin_key: AdminKey = None,
-    wait: Annotated[bool, typer.Option(help="Until it is known what came of it.")] = True,
+    wait: Annotated[
+        bool, typer.Option(help="Wait until the plan is rejected or the move is finished.")
+    ] = True,
 ) -> None:
-    """Plan now by what was chosen lately, and move experts if that is worth it."""
+    """Plan a new placement from recent loads now, and move experts if the gain is large enough."""
     client = _client(url, admin_key)
     found = client.ask("POST", "placement/rebalance", _STATUS)
     while wait and found["state"] != "idle":
@@ -71,11 +73,13 @@ def apply(
 
 @placement.command()
 def save(
-    file: Annotated[Path, typer.Argument(help="Where to; for serve's --placement.")],
+    file: Annotated[
+        Path, typer.Argument(help="JSON file to write; `moe-serve serve --placement` reads it.")
+    ],
     url: Url = URL,
     admin_key: AdminKey = None,
 ) -> None:
-    """Write the placement in force into a file, so that a restarted server begins with it."""
+    """Write the current placement into a file, so that a restarted server can begin with it."""
     content = _client(url, admin_key).ask("GET", "placement/plan", _PLAN)
     try:
         file.write_text(json.dumps(content) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`moe-serve plan`: which layout to use on N devices, from a calibration."""
+"""`moe-serve plan`: recommends a layout on N devices, from a calibration."""
 
 from __future__ import annotations
 
@@ -23,32 +23,59 @@ _NUM_SHOWN = 12
 
 
 def plan(
-    calibration: Annotated[Path, typer.Option(help="A file that moe-serve calibrate wrote.")],
-    devices: Annotated[int, typer.Option(help="Devices like the calibrated one.")],
+    calibration: Annotated[
+        Path, typer.Option(help="Calibration file written by `moe-serve calibrate`.")
+    ],
+    devices: Annotated[
+        int, typer.Option(help="Number of devices to plan for, each like the calibrated one.")
+    ],
     max_tpot_ms: Annotated[
-        float | None, typer.Option(help="Longest time per output token.")
+        float | None,
+        typer.Option(
+            help="Upper bound on the time per output token (TPOT), in milliseconds. Default: "
+            "no bound."
+        ),
     ] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences decoding at once.")] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of sequences that decode at once. Default: the largest batch within "
+            "the other bounds."
+        ),
+    ] = None,
     rate: Annotated[
-        float | None, typer.Option(help="Instead of a batch: tokens per second wanted in all.")
+        float | None,
+        typer.Option(
+            help="Wanted throughput of all devices together, in output tokens per second "
+            "(instead of --batch)."
+        ),
     ] = None,
-    context: Annotated[int, typer.Option(help="Tokens of a sequence, prompt and answer.")] = 1024,
+    context: Annotated[
+        int, typer.Option(help="Tokens of one sequence, prompt and answer together.")
+    ] = 1024,
     memory_bytes: Annotated[
         str | None,
         typer.Option(
             metavar="BYTES",
-            help="Memory of one device, for weights and KV pages: a number, or such as 80GiB.",
+            help="Memory of one device for weights and KV cache, in bytes or as a size such as"
+            " 80GiB. Default: no bound.",
         ),
     ] = None,
     network: Annotated[
         bool,
-        typer.Option("--network", help="Ranks on different hosts: with the link measured so."),
+        typer.Option(
+            "--network",
+            help="Use the link costs measured between hosts instead of those within one host.",
+        ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON, for scripts.")
+    ] = False,
 ) -> None:
-    """Compare disaggregated layouts with one device and with replicas, and say which to use.
+    """Compare disaggregated layouts with one device and with replicas, and recommend one.
 
-    Without a batch or a rate: the largest batch that the other bounds allow.
+    Give at least one of --batch, --rate, --max-tpot-ms and --memory-bytes. Without --batch and
+    --rate the plan uses the largest batch that the other bounds allow.
     """
     from moe_serve.planning.calibration_file import read_calibration
     from moe_serve.planning.layout_planner import PlanRequest, plan_layouts
@@ -84,7 +111,8 @@ def plan(
 def _simulated(
     measured: Calibration, layouts: Sequence[PlannedLayout], context: int
 ) -> Iterator[str]:
-    """Of the best split, the step by both ways, where there is one."""
+    """Yields the step time of the best split by the formula and by simulation, if there is a
+    split."""
     from moe_serve.planning.layout_planner import simulated_step_s
 
     for split in layouts:
@@ -115,7 +143,7 @@ def _as_json(layout: PlannedLayout) -> dict[str, Any]:
 
 
 def _table(layouts: list[PlannedLayout]) -> Table:
-    """The best, and always those that hold whole models."""
+    """Returns the table of the best layouts; layouts with whole models are always included."""
     table = Table(box=None)
     for name in ("layout", "batch", "TPOT ms", "tokens/s", "per device", "GiB A", "GiB E", ""):
         is_number = name not in ("layout", "")

@@ -1,7 +1,7 @@
 """The standard streams of a command: closed, full, or a pipe whose reader has gone.
 
-A command whose output is lost ends with one sentence. A server goes on: what it prints when it is
-ready is of less use than its answers.
+A command whose output is lost ends with one sentence. A server continues: its ready message matters
+less than its answers.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class OutputError(MoeServeError):
-    """The standard output has not taken what a command had to say."""
+    """The standard output did not take the output of a command."""
 
 
 def open_missing_streams() -> None:
-    """Put /dev/null in the place of standard streams that were closed (`>&-`).
+    """Replaces standard streams that were closed (`>&-`) by /dev/null.
 
-    Otherwise the next file or socket gets the number of the missing stream, and what is printed
-    goes there.
+    Otherwise the next file or socket gets the number of the missing stream, and printed text goes
+    there.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -37,9 +37,9 @@ def open_missing_streams() -> None:
 
 @contextlib.contextmanager
 def checked_output() -> Iterator[None]:
-    """Run a command, and raise OutputError if the standard output did not take all of it.
+    """Runs a command, and raises OutputError if the standard output did not take all of it.
 
-    A pipe whose reader has gone (`| head -1`) ends the command without a word, with exit code 1.
+    A pipe whose reader has gone (`| head -1`) ends the command without a message, with exit code 1.
     """
     try:
         yield
@@ -62,7 +62,7 @@ def checked_output() -> Iterator[None]:
 
 @contextlib.contextmanager
 def optional_output(summary: str) -> Iterator[None]:
-    """Print something that the process can go on without; if that fails, `summary` is logged."""
+    """Prints text that the process can do without; if that fails, `summary` is logged."""
     try:
         yield
         sys.stdout.flush()
@@ -78,7 +78,7 @@ def _fail(error: OSError) -> None:
 
 
 def _output_failure() -> OSError | None:
-    """Write out what is buffered. An output that fails is discarded from then on."""
+    """Flushes the buffer and returns the error. An output that fails is discarded from then on."""
     try:
         sys.stdout.flush()
         os.write(sys.stdout.fileno(), b"")  # an unbuffered stream has nothing to flush
@@ -91,7 +91,8 @@ def _output_failure() -> OSError | None:
 
 
 def _discard_output() -> None:
-    """Point the standard output to /dev/null: Python writes out its buffer once more at the end."""
+    """Redirects the standard output to /dev/null, as Python flushes its buffer once more at
+    exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)

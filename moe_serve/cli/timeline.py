@@ -1,4 +1,4 @@
-"""`moe-serve timeline`: what the ranks did and when, as a table and a picture."""
+"""`moe-serve timeline`: shows what the ranks did and when, as a table and a picture."""
 
 from __future__ import annotations
 
@@ -20,34 +20,54 @@ if TYPE_CHECKING:
 
 
 def timeline(
-    file: Annotated[Path, typer.Argument(help="What `serve --timeline FILE` wrote.")],
+    file: Annotated[
+        Path, typer.Argument(help="Timeline file written by `moe-serve serve --timeline FILE`.")
+    ],
     out: Annotated[
         Path | None,
-        typer.Option(help="The picture.", show_default="FILE with the suffix .png"),
+        typer.Option(
+            help="Picture to write; the suffix, such as .png or .svg, sets the format.",
+            show_default="FILE with the suffix .png",
+        ),
     ] = None,
     step: Annotated[
-        int | None, typer.Option(help="Only this step.", show_default="draw the middle one")
+        int | None,
+        typer.Option(
+            help="Number of the step to summarise and draw. Not together with --steps.",
+            show_default="draw the middle one",
+        ),
     ] = None,
     steps: Annotated[
-        str | None, typer.Option(metavar="A:B", help="Only steps A to B, both included.")
+        str | None,
+        typer.Option(
+            metavar="A:B", help="Range of steps to summarise and draw, both ends included."
+        ),
     ] = None,
     layers: Annotated[
-        str | None, typer.Option(metavar="A:B", help="Draw layers A to B only, both included.")
+        str | None,
+        typer.Option(
+            metavar="A:B", help="Range of layers to draw, both ends included. Default: all layers."
+        ),
     ] = None,
 ) -> None:
-    """Draw a recorded timeline, and say how busy the pools were."""
+    """Summarise a recorded timeline and draw it.
+
+    Prints how busy attention ranks and expert ranks were, and writes a picture of the steps.
+    """
     from moe_serve.pipeline.timeline.pool_metrics import measure
     from moe_serve.pipeline.timeline.timeline_plot import draw_timeline
     from moe_serve.pipeline.timeline.timeline_reader import read_timeline
 
     if step is not None and steps is not None:
-        raise TimelineError("--step and --steps exclude each other: give one of them")
+        raise TimelineError("--step and --steps cannot be combined: give one of them")
     bounds = _bounds("--steps", steps) if step is None else (step, step)
     shown_layers = _bounds("--layers", layers)
     path = out or file.with_suffix(".png")
     check_output(path)
     if not path.suffix:
-        raise TimelineError(f"{path} does not say what picture it is: call it {path}.png, or .svg.")
+        raise TimelineError(
+            f"{path} has no suffix that names a picture format: call it {path}.png, or .svg."
+        )
     whole = read_timeline(file)
     _check_steps(whole, bounds)
     chosen = whole if bounds is None else whole.between(*bounds)
@@ -64,7 +84,7 @@ def timeline(
 
 
 def _bounds(flag: str, text: str | None) -> tuple[int, int] | None:
-    """ "3:7" and "3" as (3, 7) and (3, 3)."""
+    """Parses "3:7" and "3" as (3, 7) and (3, 3)."""
     if text is None:
         return None
     first, colon, last = text.partition(":")
@@ -114,9 +134,11 @@ def _print(console: Console, chosen: Timeline, metrics: TimelineMetrics) -> None
     )
     for name, number in (("lost", chosen.num_lost), ("left out", chosen.num_left_out)):
         if number:
-            facts.add_row(f"records {name}", f"{number}: the figures are too low by these")
+            facts.add_row(f"records {name}", f"{number}: the figures do not include these")
     if chosen.is_cut:
-        facts.add_row("the end", "is missing: the server was killed while it wrote, or still runs")
+        facts.add_row(
+            "the end", "is missing: the server was killed while writing, or is still running"
+        )
     console.print(facts)
     console.print(_pools(metrics))
     console.print(_stages(metrics))

@@ -1,5 +1,7 @@
-"""A console whose tables of figures are never cut: not in a file or a pipe, where nobody sees a
-width, nor on a narrow terminal, which wraps what is longer than its lines by itself."""
+"""A console that never cuts tables of figures.
+
+Files and pipes have no width, and a narrow terminal wraps longer lines by itself.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ _ANY_WIDTH = 10_000
 
 
 def wide_console() -> Console:
-    """For standard output."""
+    """Returns a console for the standard output."""
     console = _PlainConsole(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = _COLUMNS
@@ -25,7 +27,7 @@ def wide_console() -> Console:
 
 
 class _PlainConsole(Console):
-    """What files and servers hold is shown with its control characters as escapes."""
+    """Escapes control characters in text from files and servers."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -36,7 +38,7 @@ class _PlainConsole(Console):
 
 
 class _WholeFigures(RenderHook):
-    """Columns as wide as what is in them, where a table has heads; grids of words are folded."""
+    """Makes columns of tables with headers as wide as their content; other grids are folded."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -285,9 +285,9 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ([], "say where the server is"),
-            (["--url", "http://h"], "say how requests arrive"),
-            (["--url", "http://h", "--rate", "1", "--concurrency", "1"], "exclude each other"),
+            ([], "give the URL of the server"),
+            (["--url", "http://h"], "choose how requests arrive"),
+            (["--url", "http://h", "--rate", "1", "--concurrency", "1"], "cannot be combined"),
             (["--url", "http://h", "--concurrency", "1", "--burstiness", "2"], "--burstiness"),
             (["--url", "http://h", "--rate", "1", "--max-prompt", "2"], "--max-prompt belongs to"),
             (["--url", "http://h", "--rate", "inf"], "--rate takes a finite number, not inf"),

@@ -113,10 +113,10 @@ class TestTraces:
         ("name", "content", "message"),
         [
             ("a.csv", "time,in,out\n1,2,3\n", "no column TIMESTAMP.*it has time, in, out"),
-            ("a.csv", AZURE + "soon,1,2\n", "line 4 of .* is no request: soon, 1, 2"),
+            ("a.csv", AZURE + "soon,1,2\n", "line 4 of .* is not a request: soon, 1, 2"),
             ("a.csv", AZURE + "nan,1,2\n", "line 4"),
             ("a.csv", AZURE[:40], "no request with a prompt"),
-            ("a.jsonl", '{"at_s": 1}\n', "line 1 of .* is no request"),
+            ("a.jsonl", '{"at_s": 1}\n', "line 1 of .* is not a request"),
             ("a.jsonl", "[]\n", "line 1"),
             ("a.csv.xz", "no xz", "cannot unpack"),
             ("a.csv", AZURE[:40] + f'1,2,"{"9" * 200_000}"\n', "is not CSV: field larger than"),

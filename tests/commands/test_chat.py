@@ -160,7 +160,7 @@ def test_talk_takes_commands(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -
     assert server.bodies[1]["messages"] == [{"role": "user", "content": "hi again"}]
     captured = capsys.readouterr()
     assert captured.out == "A\n"
-    for text in ("forgotten", "/what is no command", "/[/b] is no", "too long", "are not UTF-8"):
+    for text in ("cleared", "/what is not a command", "/[/b] is not", "too long", "are not UTF-8"):
         assert text in captured.err
 
 

@@ -110,7 +110,7 @@ def test_a_cluster_files_unknown_setting_is_refused(tmp_path: Path) -> None:
         (["--cluster", "none.yaml"], "cannot read the cluster file none.yaml"),
         (
             ["--cluster", str(TWO_NODES), "--node-rank", "0", "--expert-ranks", "3"],
-            "places 4 attention and 4 expert ranks, but 4 and 3 are asked for",
+            "places 4 attention and 4 expert ranks, but 4 and 3 are requested",
         ),
         (["m", *RANKS, "--hostfile", "none"], "cannot read the hostfile none"),
         (["m", *RANKS, "--emit", "slurm"], "--num-nodes, or --cluster"),
@@ -149,7 +149,7 @@ def test_only_one_process_of_a_node_stays(capsys: Capture, monkeypatch: pytest.M
     monkeypatch.setenv("MASTER_ADDR", "h")
     monkeypatch.setenv("MASTER_PORT", "1")
     assert run("m", *RANKS) == 0
-    assert "this one leaves" in capsys.readouterr().out
+    assert "so this one exits" in capsys.readouterr().out
 
 
 def test_a_node_that_does_not_find_node_0(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

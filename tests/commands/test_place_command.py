@@ -294,7 +294,7 @@ def test_ctrl_c_before_a_plan_says_so(
     out = tmp_path / "plan.json"
     assert run("--load", *loads, "--devices", 4, "--out", out) == 130
     printed = capsys.readouterr()
-    assert printed.err == "\ninterrupted while reading: nothing is planned yet, nothing written\n"
+    assert printed.err == "\ninterrupted while reading: no plan was made and nothing was written\n"
     assert not printed.out and not out.exists()
 
 
@@ -409,14 +409,18 @@ def test_a_scenario_is_held_out_by_the_solver_of_the_plan(
 def test_check_of_what_is_no_plan(loads: list[Path], tmp_path: Path, capsys: Capture) -> None:
     """Exit code 2 and one sentence: nothing was compared that could be called a misfit."""
     for name, content, what in (
-        ("text.json", b"hello", "is no plan: it is neither JSON nor a table of experts (Expecting"),
-        ("text.yaml", b"a: [", "is no plan: it is not valid YAML (while"),
-        ("list.json", b"[1]", "is no plan: it is no object"),
-        ("none.json", b"{}", "is no plan: it has the keys of no known plan (none)"),
-        ("bytes.json", b"\xff\xfe\x00", "is no plan: it is not UTF-8 text"),
-        ("day.csv", loads[0].read_bytes(), "holds recorded loads, and is no plan"),
+        (
+            "text.json",
+            b"hello",
+            "is not a plan: it is neither JSON nor a table of experts (Expecting",
+        ),
+        ("text.yaml", b"a: [", "is not a plan: it is not valid YAML (while"),
+        ("list.json", b"[1]", "is not a plan: it is no object"),
+        ("none.json", b"{}", "is not a plan: it has the keys of no known plan (none)"),
+        ("bytes.json", b"\xff\xfe\x00", "is not a plan: it is not UTF-8 text"),
+        ("day.csv", loads[0].read_bytes(), "holds recorded loads and is not a plan"),
         ("day.json", b'{"logical_count": [[1, 2], [3, 4]]}', "holds recorded loads, and is no"),
-        ("demo.safetensors", TRACE.read_bytes(), "holds recorded loads, and is no plan"),
+        ("demo.safetensors", TRACE.read_bytes(), "holds recorded loads and is not a plan"),
     ):
         path = tmp_path / name
         path.write_bytes(content)
@@ -501,7 +505,7 @@ def mistakes(folder: Path) -> list[tuple[tuple[Any, ...], str]]:
     return [
         ((), "give --cluster FILE or --devices N"),
         (two, "give --trace or --load"),
-        ((*day, *two, "--cluster", "x.yaml"), "one of the two"),
+        ((*day, *two, "--cluster", "x.yaml"), "not both"),
         ((*day, "--cluster", "x.yaml", "--nodes", 1), "a cluster file says its nodes"),
         (("--load", folder / "no.csv", *two), "no.csv is not there"),
         (("--load", folder / "bytes.json", *two), "bytes.json is not UTF-8"),
@@ -517,7 +521,7 @@ def mistakes(folder: Path) -> list[tuple[tuple[Any, ...], str]]:
         (("--load", folder / "huge.csv", *two), "1 counts are negative, not finite or above 2^53"),
         (("--load", folder / "no.name", *two), "takes any name, with --from"),
         ((*day, "--devices", 3, "--replicas", 1), "take 2 replicas, or give each device"),
-        ((*day, "--devices", 4, "--nodes", 3), "4 devices do not stand on 3 nodes evenly"),
+        ((*day, "--devices", 4, "--nodes", 3), "4 devices do not divide evenly over 3 nodes"),
         ((*day, *two, "--replicas", 6), "has 5 slots for 4 experts"),
         (cluster("few"), "2 slots on 2 devices cannot hold 4 experts: 2 more are needed"),
         (cluster("memory"), "the bytes of an expert are not given"),
@@ -525,7 +529,7 @@ def mistakes(folder: Path) -> list[tuple[tuple[Any, ...], str]]:
         (cluster("some"), "1 of 2 devices state their slots"),
         (cluster("key"), "unknown field `gpus`"),
         (cluster("twice"), "nodes is set twice"),
-        (cluster("none"), "there is a node"),
+        (cluster("none"), "at least one node"),
         (cluster("speed"), "speed is 0.0; it is above 0"),
         (cluster("endless"), "memory_gib is inf; it is above 0 and finite"),
         (cluster("nan"), "memory_gib is nan; it is above 0 and finite"),
@@ -535,10 +539,10 @@ def mistakes(folder: Path) -> list[tuple[tuple[Any, ...], str]]:
         ((*cluster("uneven"), "--export", "vllm", folder / "x"), "plan with equal slots"),
         ((*day, *two, "--export", "tensorrt", folder / "x"), "'tensorrt' is no format of plans"),
         ((*day, *two, "--export", "trtllm", folder / "x"), "counts layers as the model does"),
-        ((*day, *two, "--out", folder / "no" / "x"), "is no folder"),
+        ((*day, *two, "--out", folder / "no" / "x"), "is not a folder"),
         ((*day, *two, "--out", folder), "it is a folder"),
         (("--load", folder / "of4.json", *two), "is a plan, not loads"),
-        ((*day, *two, "--pin", "0"), "--pin cannot be '0': it takes [LAYER:]EXPERT@DEVICE"),
+        ((*day, *two, "--pin", "0"), "--pin cannot be '0': it must be [LAYER:]EXPERT@DEVICE"),
         ((*day, *two, "--pin", "9@0"), "expert 9 on device 0 in every layer: experts are 0 to 3"),
         ((*day, *two, "--pin", "0@5"), "devices are 0 to 1"),
         ((*day, *two, "--pin", "7:0@0"), "loads are for layers 0 to 1"),
@@ -547,11 +551,11 @@ def mistakes(folder: Path) -> list[tuple[tuple[Any, ...], str]]:
             "Layer 0 pins 3 experts to device 0, which has 2 slots",
         ),
         ((*day, *two, "--groups", 3), "3 groups do not divide 4 experts"),
-        ((*day, *two, "--max-nodes-per-group", 2), "say how many with --groups"),
+        ((*day, *two, "--max-nodes-per-group", 2), "give their number with --groups"),
         ((*day, *two, "--max-moves", 2), "name it with --current"),
         ((*day, *two, "--current", folder / "of4.json"), "for 4 experts on 4 ranks, not for"),
-        ((*day, *two, "--current", good), "good.csv holds recorded loads, and is no plan"),
-        ((*day, *two, "--solver", "linear", "--pin", "0@1"), "--solver linear looks at no --pin:"),
+        ((*day, *two, "--current", good), "good.csv holds recorded loads and is not a plan"),
+        ((*day, *two, "--solver", "linear", "--pin", "0@1"), "--solver linear ignores --pin:"),
         (
             (
                 *day,
@@ -565,10 +569,10 @@ def mistakes(folder: Path) -> list[tuple[tuple[Any, ...], str]]:
                 "--max-moves",
                 0,
             ),
-            "--solver eplb looks at no --max-moves, no --groups: leave that out, or plan with",
+            "--solver eplb ignores --max-moves, --groups: leave them out, or plan with",
         ),
         ((*day, *two, "--balance", "activated"), "needs top-k"),
-        ((*day, *two, "--seconds", "inf"), "--seconds inf is no time"),
+        ((*day, *two, "--seconds", "inf"), "--seconds must be 0 or more and finite, got inf"),
         ((*day, *two, "--top-k", 5), "cannot choose 5 of 4 experts"),
         ((*day, *two, "--objective", "fan-out"), "needs the choices of single tokens"),
         ((*day, *two, "--num-layers", 1), "--num-layers 1 is less than the 2 of the loads"),
@@ -581,7 +585,7 @@ def mistakes(folder: Path) -> list[tuple[tuple[Any, ...], str]]:
         (("show", folder / "of4.json"), "give --trace or --load"),
         (("show", folder / "of4.json", *day, "--heatmap", "x.gif"), "neither *.png nor *.html"),
         (("show", folder / "of4.json", *day, "--json", folder), "it is a folder"),
-        (("compare", *day, *two, "--json", folder / "no" / "x"), "is no folder"),
+        (("compare", *day, *two, "--json", folder / "no" / "x"), "is not a folder"),
         (("compare", *day), "give --cluster FILE or --devices N"),
     ]
 

@@ -159,12 +159,12 @@ def test_what_cannot_be_learnt_from_is_told(tmp_path: Path, capsys: Capture) -> 
         (("train", "request", "--trace", "x", "--out", "o"), "x is not there"),
         (("train", "request", "--texts", "x", "--out", "o"), "x is not there"),
         (("train", "all", "--texts", "x", "--loss", "mse", "--out", "o"), "loss cannot be 'mse'"),
-        (("train", "all", "--texts", "x", "--out", "no/such"), "no is no folder"),
+        (("train", "all", "--texts", "x", "--out", "no/such"), "no is not a folder"),
         (("train", "all", "--texts", "x", "--out", "taken"), "--out taken is a file"),
         (("evaluate", "--texts", "x"), "give a folder of predictors and --texts"),
         (("evaluate", "o", "--trace", "x"), "or --trace alone"),
         (("evaluate", "o", "--texts", "x"), "there is no predictor in o"),
-        (("evaluate", "o", "--texts", "x", "--json", "no/such/x"), "no/such is no folder"),
+        (("evaluate", "o", "--texts", "x", "--json", "no/such/x"), "no/such is not a folder"),
     ],
 )
 def test_mistakes_are_one_line(

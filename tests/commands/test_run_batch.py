@@ -93,9 +93,9 @@ def test_each_line_gets_a_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "code", "message"),
     [
-        (b"nonsense", "invalid_json", "line 7 is no JSON"),
-        (b"\xff\xfe", "invalid_json", "line 7 is no JSON"),
-        (b"[" * 100_000, "invalid_json", "line 7 is no JSON"),
+        (b"nonsense", "invalid_json", "line 7 is not JSON"),
+        (b"\xff\xfe", "invalid_json", "line 7 is not JSON"),
+        (b"[" * 100_000, "invalid_json", "line 7 is not JSON"),
         (b"[1]", "invalid_json", "not a JSON object"),
         (line(None), "invalid_custom_id", "custom_id must be a string"),
         (line(""), "invalid_custom_id", "custom_id must be a string"),
@@ -248,9 +248,9 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     unended.write_text("my notes", "utf-8")
     for arguments, code, message in (
         (["-i", str(tmp_path / "no"), "-o", out, "--url", "http://h"], 2, "cannot read the lines"),
-        (["-i", str(source), "-o", str(source)], 2, "is input and output"),
-        (["-i", str(source), "-o", str(foreign)], 2, "foreign:1 is no row of a batch"),
-        (["-i", str(source), "-o", str(unended)], 2, "unended:1 is no row of a batch"),
+        (["-i", str(source), "-o", str(source)], 2, "is both input and output"),
+        (["-i", str(source), "-o", str(foreign)], 2, "foreign:1 is not a row of a batch"),
+        (["-i", str(source), "-o", str(unended)], 2, "unended:1 is not a row of a batch"),
         (["-i", str(source), "-o", "/nonexistent/out"], 2, "cannot write the rows"),
         (["-i", str(source), "-o", out, "--url", "nonsense"], 2, "is not a URL such as"),
         (["-i", str(source), "-o", out, "--url", "http://h", "--model", "m"], 2, "--url asks a"),
@@ -271,7 +271,7 @@ def test_the_demonstration_model_answers(
     lines = [line(str(i), **fields) for i in range(3)]
     source.write_bytes(b"".join([*lines, line("long", prompt="x", max_tokens=10**6)]))
     assert run("-i", str(source), "-o", str(out)) == 3, "one row is an error"
-    assert "3 answered, 1 refused, 0 not sent or lost, 0 there before; 9 tokens" in (
+    assert "3 answered, 1 refused, 0 not sent or lost, 0 already answered; 9 tokens" in (
         capsys.readouterr().err
     )
     bodies = [row["response"]["body"] for row in rows(out).values()]
@@ -409,7 +409,9 @@ def test_ctrl_c_ends_a_run_whose_producer_is_silent(tmp_path: Path) -> None:
             server.shutdown()
             thread.join()
     assert returncode == 130, errors.decode()
-    assert b"1 answered" in errors and b"interrupted; run it again to go on" in errors
+    assert (
+        b"1 answered" in errors and b"interrupted; run the same command again to continue" in errors
+    )
     assert rows(out).keys() == {"batch_req_1"}
 
 
@@ -432,7 +434,10 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
         server.shutdown()
         thread.join()
     assert process.returncode == 130, errors.decode()
-    assert b"interrupted; run it again to go on" in errors and b"Traceback" not in errors
+    assert (
+        b"interrupted; run the same command again to continue" in errors
+        and b"Traceback" not in errors
+    )
     assert 0 < len(rows(out)) < 4000
 
 

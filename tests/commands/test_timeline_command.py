@@ -67,11 +67,11 @@ def test_steps_layers_and_the_name_of_the_picture(file: Path, capsys: Capture) -
         (("--steps", "12:11"), "11 comes before 12"),
         (("--steps", "a:b"), "--steps cannot be 'a:b'"),
         (("--steps", "1:"), "--steps cannot be '1:'"),
-        (("--step", 10, "--steps", "10:11"), "exclude each other"),
+        (("--step", 10, "--steps", "10:11"), "cannot be combined"),
         (("--step", 10, "--layers", "9:10"), "there are layers 0 to 3, none from 9 to 10"),
         (
             ("--step", 10, "--out", "/proc/none/x.png"),
-            "/proc/none/x.png cannot be written: /proc/none is no folder",
+            "/proc/none/x.png cannot be written: /proc/none is not a folder",
         ),
         (("--step", 10, "--out", "/proc"), "/proc cannot be written: it is a folder"),
         (("--step", 10, "--out", "picture"), "call it picture.png, or .svg"),

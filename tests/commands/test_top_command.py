@@ -212,7 +212,7 @@ def test_a_server_without_the_route_is_read_by_its_metrics() -> None:
 @pytest.mark.parametrize(
     ("response", "error", "message"),
     [
-        (httpx.Response(401), ConfigError, "wants an API key"),
+        (httpx.Response(401), ConfigError, "requires an API key"),
         (httpx.Response(503), NotReachedError, "answers with status 503"),
         (httpx.Response(200, text="hello"), NotReachedError, "but not like moe-serve"),
         (httpx.Response(200, json=[1]), NotReachedError, "but not like moe-serve"),

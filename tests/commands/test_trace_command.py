@@ -124,23 +124,23 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: Capture) -> None:
     np.save(tmp_path / "a.npy", np.zeros((1, 1, 1), np.int64))
     (tmp_path / "left.parts").mkdir()
     cases: list[tuple[tuple[object, ...], str]] = [
-        (("record", "--prompts", prompts, "--out", trace), "is there already"),
+        (("record", "--prompts", prompts, "--out", trace), "already exists"),
         (("record", "--prompts", tmp_path / "no", "--out", tmp_path / "x"), "cannot be read"),
-        (("record", "--prompts", prompts, "--out", tmp_path / "a" / "b"), "is no folder"),
+        (("record", "--prompts", prompts, "--out", tmp_path / "a" / "b"), "is not a folder"),
         (("show", tmp_path / "none"), "is not there"),
         (("show", tmp_path / "cut.safetensors"), "cannot be read as a safetensors file"),
         (("show", tmp_path / "cut.safetensors", trace), "cannot be read as a safetensors file"),
         (("show", trace, "--ranks", 9), "--ranks 9 is more than the 8 experts"),
         (("show", trace, "--json", tmp_path / "a" / "b"), "cannot be written"),
         (("import", tmp_path / "none.npz", "--out", tmp_path / "x"), "is not there"),
-        (("import", prompts, "--out", trace), "is there already"),
+        (("import", prompts, "--out", trace), "already exists"),
         (("record", "--prompts", prompts, "--out", tmp_path / "left.safetensors"), "left.parts is"),
         (("import", tmp_path / "back.npz", "--out", tmp_path / "x"), "has position 1 after 2"),
         (("import", tmp_path / "a.npy", "--out", prompts / "x"), "cannot be written: Not a dir"),
         (("import", prompts, "--from", "word", "--out", tmp_path / "x"), "word is no format"),
         (("status", "--url", "ftp://nowhere"), "is not a URL"),
         (("status", "--url", "http://127..0.1:8"), "is not a URL"),
-        (("start", "--sample-rate", "nan"), "--sample-rate nan is no share"),
+        (("start", "--sample-rate", "nan"), "--sample-rate must be above 0 and at most 1, got nan"),
     ]
     for arguments, message in cases:
         assert run(*arguments) == 2, arguments
@@ -157,8 +157,8 @@ def test_what_cannot_be_written_is_said_before_anything_else(
     write_trace(make_trace(), trace)
     for flags, message in (
         (("--json", tmp_path), "cannot be written: it is a folder"),
-        (("--json", tmp_path / "a" / "b"), "a is no folder"),
-        (("--heatmap", tmp_path / "a" / "b.png"), "a is no folder"),
+        (("--json", tmp_path / "a" / "b"), "a is not a folder"),
+        (("--heatmap", tmp_path / "a" / "b.png"), "a is not a folder"),
         (("--heatmap", tmp_path / "load.txt"), "load.txt is not *.png"),
     ):
         assert run("show", trace, *flags) == 2, flags
@@ -170,7 +170,7 @@ def test_what_cannot_be_written_is_said_before_anything_else(
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", "\n \n", "holds no prompt"),
+        ("a.txt", "\n \n", "has no prompts"),
         ("a.jsonl", "x", "a.jsonl:1 is not JSON"),
         ("a.jsonl", '\n{"text": "x"}', "a.jsonl:2 is not an object"),
         ("a.jsonl", '{"prompt": [1, true]}', "neither text nor a list of token ids"),

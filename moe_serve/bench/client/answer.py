@@ -1,4 +1,4 @@
-"""Reads one answer as its bytes come, and notes when its tokens did."""
+"""Reads one answer as its bytes arrive and records when its tokens arrived."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_serve.errors import BenchStreamError
 
 MAX_BODY_BYTES = 64 * 2**20
 _SHOWN_BYTES = 300
-# What decoding raises: bytes that are no UTF-8 and lists a thousand deep are no DecodeError.
+# Decoding also raises these: invalid UTF-8 and lists a thousand deep are not a DecodeError.
 _NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -29,7 +29,7 @@ class _Message(msgspec.Struct):
 
     @property
     def has_tokens(self) -> bool:
-        """Not the opening event, which has a role and no text."""
+        """Whether the event carries tokens; the opening event has a role and no text."""
         texts = (self.content, self.reasoning, self.reasoning_content, self.refusal)
         return any(texts) or bool(self.tool_calls)
 
@@ -61,9 +61,11 @@ class _Chunk(msgspec.Struct):
 
 
 class Answer:
-    """One answer: `head`, then `body` for each piece, then `finish` or `fail`; then `record`.
+    """Reads one answer: call `head`, then `body` for each piece, then `finish` or `fail`, then
+    `record`.
 
-    A token counts when its event was read from the socket, not when some task woke up for it.
+    A token counts from the moment its event was read from the socket, not from the moment a task
+    handled it.
     """
 
     def __init__(self, *, is_stream: bool, on_token: Callable[[], None] | None = None) -> None:
@@ -75,7 +77,7 @@ class Answer:
         self._is_stream = is_stream
         self._on_token = on_token
         self._sse = SseParser()
-        self._content = bytearray()  # the body, where it is not a stream
+        self._content = bytearray()  # the body, if it is not a stream
         self._usage: _Usage | None = None
         self._first: float | None = None
         self._last: float | None = None
@@ -89,7 +91,7 @@ class Answer:
         self.has_bytes = True
 
     def body(self, at: float, piece: bytes) -> None:
-        """`at`: when the piece was read from the socket."""
+        """Takes a piece of the body that was read from the socket at time `at`."""
         if self.is_done:
             return
         if self._status != 200 or not self._is_stream:
@@ -103,7 +105,7 @@ class Answer:
             self.fail(at, "broken answer", str(error))
 
     def finish(self, at: float) -> None:
-        """The body has ended as HTTP says it should."""
+        """Ends the answer after the body ended as HTTP requires."""
         if self.is_done:
             return
         if self._status != 200:
@@ -204,7 +206,8 @@ class Answer:
         self._end, self.is_done = at, True
 
     def _tokens_by_event(self) -> tuple[array[int], int]:
-        """(tokens of each gap, of the first event), where every event has told its usage."""
+        """Returns (tokens of each gap, tokens of the first event) if every event reported its
+        usage."""
         counts = [count for count in self._counts if count is not None]
         if not counts or len(counts) < len(self._counts) or counts != sorted(counts):
             return array("L"), 1
@@ -213,7 +216,7 @@ class Answer:
 
 
 def _shown(content: bytes) -> str:
-    """The message of an error envelope, or the beginning of what came."""
+    """Returns the message of an error envelope, or the beginning of the body."""
     with contextlib.suppress(*_NO_JSON):
         answer = msgspec.json.decode(content)
         inner = answer.get("error", answer) if isinstance(answer, dict) else answer

@@ -13,7 +13,7 @@ from moe_serve.bench.workload.request import Ready
 
 @dataclass(slots=True)
 class Progress:
-    """What a run has done so far; the client counts, the display reads."""
+    """Counts the requests of a run; the client updates it and the display reads it."""
 
     num_sent: int = 0
     num_ok: int = 0
@@ -24,7 +24,7 @@ class Progress:
 
 
 class Client:
-    """One server, one way to ask it. Times are those of `now`."""
+    """Sends requests to one server in one way. Times come from `now`."""
 
     def __init__(
         self,
@@ -42,7 +42,8 @@ class Client:
         self._is_stream, self._timeout_s, self._now = is_stream, timeout_s, now
 
     async def send(self, request: Ready, scheduled_s: float | None = None) -> RequestRecord:
-        """One request and its whole answer. `scheduled_s` None: it is due now."""
+        """Sends one request and reads its whole answer. `scheduled_s` None means that it is due
+        now."""
         progress = self.progress
         progress.num_sent += 1
         progress.num_in_flight += 1

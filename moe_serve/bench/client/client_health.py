@@ -1,4 +1,5 @@
-"""Whether the client kept up: if it did not, its figures are its own and not the server's."""
+"""Measures whether the client kept up; if it did not, the figures describe the client, not the
+server."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ MAX_CPU = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientHealth:
-    """`lateness` only in an open loop: a closed loop has no times to keep."""
+    """How busy and how late the client was. `lateness` is set only in an open loop: a closed loop
+    has no planned times."""
 
     cpu: float  # of one core, 0 to 1
     loop_lag: Spread | None  # how late the event loop woke a timer
@@ -45,7 +47,7 @@ class ClientHealth:
 
 
 class HealthMeter:
-    """Measures while a run lasts: `watch` as a task, then `result`."""
+    """Measures the client during a run: run `watch` as a task, then call `result`."""
 
     def __init__(self) -> None:
         self._lags: list[float] = []
@@ -69,7 +71,7 @@ class HealthMeter:
 
 
 def allow_open_files(num_wanted: int) -> int:
-    """Raises the soft limit of descriptors if it must -> how many there may be."""
+    """Raises the soft limit of file descriptors if necessary and returns the limit in force."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= num_wanted:
         return num_wanted

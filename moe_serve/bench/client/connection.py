@@ -1,7 +1,7 @@
-"""One HTTP/1.1 connection that sends prepared bytes and hands the answer over as it is read.
+"""One HTTP/1.1 connection that sends prepared bytes and passes the answer on as it is read.
 
-A general client spends several times as much on each piece of a stream, and with many streams it is
-what would be measured. Here the clock is read as soon as the event loop has the bytes.
+A general-purpose client spends several times as much on each piece of a stream, and with many
+streams that cost would be measured. Here the clock is read as soon as the event loop has the bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where a server is. `prefix` is the part of the URL before /v1."""
+    """The address of a server. `prefix` is the part of the URL before /v1."""
 
     host: str
     port: int
@@ -54,7 +54,7 @@ class Target:
         return f"{'https' if self.is_tls else 'http'}://{host}:{self.port}{self.prefix}"
 
     def head(self, path: str, api_key: str | None) -> bytes:
-        """The start of a POST, up to the length of its body."""
+        """Returns the start of a POST request, up to the length of its body."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         lines = [
             f"POST {self.prefix}{path} HTTP/1.1",
@@ -69,7 +69,8 @@ class Target:
 
 
 class Connection(asyncio.Protocol):
-    """Takes one request at a time. `is_open` says whether it can take another."""
+    """One connection that takes one request at a time. `is_open` is true while it can take
+    another."""
 
     def __init__(self, now: Clock) -> None:
         self.is_open = False
@@ -83,7 +84,7 @@ class Connection(asyncio.Protocol):
         self._linger: asyncio.TimerHandle | None = None
 
     async def exchange(self, request: bytes, answer: Answer) -> None:
-        """Returns when `answer` is done. Cancelling closes the connection."""
+        """Sends a request and returns when `answer` is done. Cancelling closes the connection."""
         assert self._transport is not None and self._ended is None, "one request at a time"
         self._answer, self._has_length = answer, False
         self._parser = httptools.HttpResponseParser(self)
@@ -105,13 +106,15 @@ class Connection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
+        self._transport = cast(
+            asyncio.Transport, transport
+        )  # uvloop's transport is not a subclass of it
         self.is_open = True
 
     def data_received(self, data: bytes) -> None:
         self._at = self._now()
         if self._parser is None:
-            self.close()  # an answer that nobody asked for
+            self.close()  # an answer without a request
             return
         try:
             self._parser.feed_data(data)
@@ -176,7 +179,7 @@ class Connection(asyncio.Protocol):
 
 
 class ConnectionPool:
-    """Open connections to one server; as many as there are requests at once."""
+    """Open connections to one server, one for each request in progress."""
 
     def __init__(self, target: Target, now: Clock) -> None:
         self._target, self._now = target, now
@@ -184,7 +187,8 @@ class ConnectionPool:
         self._tls = ssl.create_default_context() if target.is_tls else None
 
     async def ask(self, request: bytes, make_answer: Callable[[], Answer]) -> Answer:
-        """The answer, ended. A connection that the server closed while it was idle is replaced."""
+        """Returns the finished answer. A connection that the server closed while idle is
+        replaced."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open:

@@ -1,4 +1,4 @@
-"""How a request looks on the wire: which route, and the JSON around the prompt."""
+"""The form of a request on the wire: the route, and the JSON around the prompt."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from moe_serve.errors import BenchError
 
 EndpointName = Literal["completions", "chat"]
 
-# What the measurement itself decides.
+# Fields that the measurement itself sets.
 _OWN_FIELDS = frozenset({"model", "prompt", "messages", "stream", "stream_options", "n", "best_of"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """The same for every request of a run. `extra` comes last; a null in it takes a field out."""
+    """The fields shared by all requests of a run. `extra` is applied last; a null in it removes a
+    field."""
 
     name: EndpointName
     model: str
     is_stream: bool = True
-    ignore_eos: bool = True  # so that answers have the length that was asked for
+    ignore_eos: bool = True  # so that answers have the requested length
     counts_each_event: bool = False  # ask for usage in every event (not all servers know it)
     extra: Mapping[str, Any] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""Text of a server, made fit for a terminal."""
+"""Makes text from a server safe to print on a terminal."""
 
 from __future__ import annotations
 
@@ -6,5 +6,6 @@ _DROPPED = dict.fromkeys((*range(32), *range(127, 160)), " ")
 
 
 def plain(text: str, limit: int = 300) -> str:
-    """One line without control characters: an error message must not steer the terminal."""
+    """Returns one line without control characters, so that an error message cannot steer the
+    terminal."""
     return " ".join(text.translate(_DROPPED).split())[:limit]

@@ -1,6 +1,6 @@
-"""What a moe-serve server says of itself at /metrics, before and after a run.
+"""Reads the figures of a moe-serve server from /metrics, before and after a run.
 
-Other servers have other names, and nothing is reported of them.
+Other servers use other metric names, so nothing is reported about them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ _LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """One page: (name, labels in order) -> value."""
+    """One page of metrics: (name, labels in order) -> value."""
 
     values: Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
 
     @classmethod
     def parse(cls, page: str) -> Metrics:
-        """Lines that are no samples, or have no number, are left out: the page is not ours."""
+        """Parses a page. Lines that are not samples or have no number are skipped, as the page may
+        come from any server."""
         values = {}
         for line in page.splitlines():
             match = _SAMPLE.fullmatch(line.strip())
@@ -40,7 +41,7 @@ class Metrics:
         return cls(values=values)
 
     def total(self, name: str) -> float | None:
-        """Summed over labels; None if there is no such sample."""
+        """Returns the sum over labels, or None if the page has no such sample."""
         found = [value for (key, _), value in self.values.items() if key == name]
         return sum(found) if found else None
 
@@ -54,21 +55,24 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSide:
-    """Differences over the run. None: the server does not count it, or as it runs has no such."""
+    """Differences of the server's counters over the run. A field is None if the server does not
+    count it."""
 
     num_steps: float
     tokens_per_step: float  # generated and computed prompt tokens together
     prefix_hit_rate: float | None  # of the prompt tokens that were looked up
     num_preemptions: float
-    experts_needed_per_step: float | None  # by a server with an expert memory: all layers
-    expert_hit_rate: float | None  # of these, in memory
-    predicted_experts_per_step: float | None  # by a batch policy, of the last step only
-    placement_switches: float | None  # by a server that moves its experts
+    experts_needed_per_step: (
+        float | None
+    )  # only servers with an expert memory report it; all layers
+    expert_hit_rate: float | None  # of the experts needed, those in memory
+    predicted_experts_per_step: float | None  # reported by a batch policy for the last step only
+    placement_switches: float | None  # only servers that move experts report it
     steps_by_micro_batches: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def between(cls, before: Metrics, after: Metrics) -> ServerSide | None:
-        """None if this is no moe-serve server, or if it did nothing."""
+        """Returns the differences, or None if the server is not moe-serve or did nothing."""
 
         def grown(name: str) -> float | None:
             first, last = before.total(name), after.total(name)

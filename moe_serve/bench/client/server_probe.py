@@ -1,4 +1,5 @@
-"""Asks a server, before and after a run: its model, how it counts words, its metrics."""
+"""Asks a server for its model, its words-to-tokens ratio and its metrics, before and after a
+run."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _METRICS_LIMIT_S = 5.0
 
 
 class ServerProbe:
-    """Few and slow requests: an ordinary client will do. Close it, or use `async with`."""
+    """Sends the few requests of a probe, with an ordinary client. Close it, or use `async with`."""
 
     def __init__(self, target: Target, api_key: str | None, timeout_s: float) -> None:
         self._url = target.url
@@ -26,8 +27,8 @@ class ServerProbe:
             base_url=target.url,
             headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
             timeout=httpx.Timeout(timeout_s, connect=10.0),
-            trust_env=False,  # as the load itself: no proxy in between
-            verify=ssl.create_default_context() if target.is_tls else False,  # the load's, too
+            trust_env=False,  # like the load: no proxy in between
+            verify=ssl.create_default_context() if target.is_tls else False,  # used by the load too
         )
 
     async def __aenter__(self) -> ServerProbe:
@@ -37,7 +38,7 @@ class ServerProbe:
         await self._client.aclose()
 
     async def model(self) -> str:
-        """The first that it serves."""
+        """Returns the name of the first model that the server serves."""
         answer = await self._ask("GET", "/v1/models")
         try:
             return plain(str(answer["data"][0]["id"]))
@@ -47,7 +48,8 @@ class ServerProbe:
             ) from None
 
     async def text_scale(self, endpoint: Endpoint, seed: int) -> TextScale | None:
-        """From two prompts of one token's answer; None if the server gives no usage."""
+        """Measures tokens per word with two one-token requests; None if the server reports no
+        usage."""
         counts: list[tuple[int, int]] = []
         for num_words, text in probe_prompts(seed):
             body = endpoint.body(text, 1)
@@ -59,7 +61,7 @@ class ServerProbe:
         return TextScale.through(counts[0], counts[1])
 
     async def metrics(self) -> Metrics:
-        """Empty where there are none: it is a help, not a condition."""
+        """Returns the server's metrics; empty if it has none, as they are optional."""
         try:
             response = await self._client.get("/metrics", timeout=_METRICS_LIMIT_S)
             return Metrics.parse(response.text if response.status_code == 200 else "")

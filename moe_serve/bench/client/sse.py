@@ -1,4 +1,4 @@
-"""Server-sent events out of bytes that come in any pieces."""
+"""Parses server-sent events from bytes that arrive in arbitrary pieces."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ MAX_EVENT_BYTES = 16 * 2**20
 
 
 class SseParser:
-    """Feed it what the socket gives; it returns the data of the events that this completes.
+    """Takes bytes from a socket and returns the data of the events that they complete.
 
-    Lines end with LF, CRLF or CR, wherever the pieces are cut. Comments and other fields than
+    Lines end with LF, CRLF or CR, and pieces may be cut anywhere. Comments and fields other than
     `data` are dropped; several data lines are joined by LF.
     """
 
@@ -36,7 +36,7 @@ class SseParser:
         return [event for line in lines if (event := self._line(bytes(line))) is not None]
 
     def finish(self) -> list[bytes]:
-        """At the end of the body: some servers leave out the empty line after the last event."""
+        """Ends the body; some servers omit the empty line after the last event."""
         events = [self._line(bytes(self._rest)), self._line(b"")]
         self._rest.clear()
         return [event for event in events if event is not None]

@@ -1,4 +1,4 @@
-"""How sure a difference is: requests of both runs resampled with replacement.
+"""Estimates how certain a difference is by resampling the requests of both runs with replacement.
 
 R = requests of a run, V = their values (a request has one TTFT and many gaps), N = resamples.
 """
@@ -20,7 +20,7 @@ _PERCENTILES = {"p50": 0.5, "p99": 0.99}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pool:
-    """All values of a run in order, each with the request that it is of."""
+    """All values of a run in order, each with the request it belongs to."""
 
     values_V: np.ndarray
     request_V: np.ndarray
@@ -36,7 +36,8 @@ class _Pool:
         )
 
     def statistics(self, num: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        """Of `num` resamples, each [N]. A request that is drawn twice has all its values twice."""
+        """Returns the statistics of `num` resamples, each [N]. A request drawn twice counts all its
+        values twice."""
         blocks = [self._block(size, rng) for size in self._sizes(num)]
         return {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
 
@@ -62,10 +63,11 @@ class _Pool:
 def change_intervals(
     a: Sequence[np.ndarray], b: Sequence[np.ndarray], rng: np.random.Generator
 ) -> dict[str, tuple[float, float]]:
-    """95% intervals of statistic(b) / statistic(a) - 1, for mean, p50 and p99.
+    """Returns 95% intervals of statistic(b) / statistic(a) - 1, for mean, p50 and p99.
 
-    `a` and `b` have the values of each request; a percentile is the smallest value that at least
-    this share is not above. Statistics of `a` that are 0 in a resample have no interval.
+    `a` and `b` have the values of each request. A percentile is the smallest value for which at
+    least this share of the values is not above it. A statistic of `a` that is 0 in some resample
+    has no interval.
     """
     num_values = sum(len(group) for group in (*a, *b))
     num = max(_MIN_RESAMPLES, min(_NUM_RESAMPLES, _MAX_WEIGHTS // num_values))

@@ -1,4 +1,4 @@
-"""What was measured of one request."""
+"""The measurements of one request."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ def _no_counts() -> array[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """Seconds since the run began. Filled by the client when the answer has ended, well or badly.
+    """The times of one request, in seconds since the run began; the client fills it when the answer
+    ended or failed.
 
-    `scheduled_s` is when the request was due: in an open loop the workload's time, in a closed
-    loop the moment at which the client was free, which is `started_s`. Every latency has two
-    forms: from `scheduled_s`, as a user sees it, and from `started_s`, as the server does.
+    `scheduled_s` is when the request was due: in an open loop the workload's time, in a closed loop
+    the moment at which the client was free, which is `started_s`. Every latency has two forms: from
+    `scheduled_s`, as a user sees it, and from `started_s`, as the server does.
     """
 
     index: int
@@ -37,7 +38,7 @@ class RequestRecord:
     output_tokens: int | None = None
     cached_tokens: int | None = None
     error: str | None = None  # the kind: a short name, the same for the same cause
-    detail: str = ""  # what the server or the system said
+    detail: str = ""  # message of the server or the system
 
     @property
     def is_ok(self) -> bool:
@@ -45,7 +46,7 @@ class RequestRecord:
 
     @property
     def lateness_s(self) -> float:
-        """The client's own fault."""
+        """The delay between due and sent, which the client caused."""
         return self.started_s - self.scheduled_s
 
     @property
@@ -58,17 +59,18 @@ class RequestRecord:
 
     @property
     def num_events(self) -> int:
-        """Events that carried tokens."""
+        """The number of events that carried tokens."""
         return 0 if self.first_s is None else 1 + len(self.gaps_s)
 
     @property
     def counted_tokens(self) -> int:
-        """From usage; without it the events, of which each is a token or more."""
+        """The number of tokens from usage, or without it the number of events, each of one token or
+        more."""
         return self.num_events if self.output_tokens is None else self.output_tokens
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per token after the first event's; None where there are no such tokens."""
+        """The time per token after the first event; None if there are no such tokens."""
         if self.first_s is None or self.last_s is None or not self.gaps_s:
             return None
         num_later = self.counted_tokens - self.first_tokens

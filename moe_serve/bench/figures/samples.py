@@ -1,4 +1,4 @@
-"""The latencies of a run's requests, gathered from its records."""
+"""Gathers the latencies of a run's requests from its records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_serve.bench.figures.record import RequestRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Seconds, of the requests that were answered. R = requests, G = gaps between tokens."""
+    """Latencies of the answered requests, in seconds. R = requests, G = gaps between tokens."""
 
     ttft_R: np.ndarray
     tpot_R: np.ndarray
@@ -21,7 +21,8 @@ class Samples:
 
     @classmethod
     def of(cls, records: Sequence[RequestRecord], *, is_from_start: bool = False) -> Samples:
-        """From when requests were due, or with `is_from_start` from when they were sent."""
+        """Gathers latencies from the time requests were due, or with `is_from_start` from the time
+        they were sent."""
         ok = [record for record in records if record.is_ok]
         late = [record.lateness_s if is_from_start else 0.0 for record in ok]
         ttfts = [
@@ -38,7 +39,7 @@ class Samples:
 
 
 def itl_of(records: Sequence[RequestRecord]) -> np.ndarray:
-    """One value per token where the server told how many came with an event, else per event.
+    """Returns one value per token if the server reported tokens per event, else one per event.
 
     An event with k tokens after a gap g gives k values of g / k.
     """

@@ -1,4 +1,4 @@
-"""Service level objectives, and how many answers met them."""
+"""Service level objectives, and the number of answers that met them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TERM = re.compile(r"(ttft|tpot|e2e)=([0-9]+(?:\.[0-9]+)?)(ms|s)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """Seconds; None sets no limit."""
+    """Latency limits in seconds; None sets no limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -22,7 +22,7 @@ class Slo:
 
     @classmethod
     def parse(cls, text: str) -> Slo:
-        """ "ttft=500ms,tpot=50ms,e2e=5s", any of them."""
+        """Parses "ttft=500ms,tpot=50ms,e2e=5s" or some of these terms."""
         limits: dict[str, float] = {}
         for term in text.replace(" ", "").split(","):
             match = _TERM.fullmatch(term)
@@ -35,9 +35,11 @@ class Slo:
         return cls(ttft_s=limits.get("ttft"), tpot_s=limits.get("tpot"), e2e_s=limits.get("e2e"))
 
     def is_met(self, record: RequestRecord) -> bool:
-        """From when the request was due. A failed request meets nothing.
+        """Whether the request met the limits, counted from when it was due. A failed request never
+        does.
 
-        What an answer does not have cannot miss its limit: one token has no TPOT.
+        A latency that an answer does not have cannot miss its limit: an answer of one token has no
+        TPOT.
         """
         pairs = (
             (record.ttft_s, self.ttft_s),
@@ -55,7 +57,8 @@ class Slo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """Of all requests that ended, failed ones included."""
+    """The share and rate of requests that met the limits, among all that ended, failed ones
+    included."""
 
     slo: str
     num_good: int

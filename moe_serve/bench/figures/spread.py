@@ -1,4 +1,4 @@
-"""How a latency is spread: its mean and percentiles, in milliseconds."""
+"""Summarises a latency: its mean and percentiles, in milliseconds."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 PERCENTILES = (50, 90, 95, 99)
-# What a report keeps of a distribution, enough to draw it: every half percent.
+# The quantiles a report keeps, enough to draw a distribution: every half percent.
 QUANTILE_STEPS = tuple(i / 200 for i in range(201))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Between two values a percentile is interpolated, as numpy does by default."""
+    """Mean and percentiles of a latency. Percentiles between two values are interpolated, as numpy
+    does by default."""
 
     num: int
     mean: float
@@ -26,7 +27,7 @@ class Spread:
 
     @classmethod
     def of(cls, values_s: Sequence[float] | np.ndarray) -> Spread | None:
-        """Of seconds; None if there are none."""
+        """Computes the spread of values in seconds; None if there are none."""
         if len(values_s) == 0:
             return None
         values_ms = np.asarray(values_s, dtype=np.float64) * 1e3
@@ -43,7 +44,7 @@ class Spread:
 
 
 def quantiles_ms(values_s: Sequence[float] | np.ndarray) -> list[float]:
-    """At QUANTILE_STEPS; empty if there are no values."""
+    """Returns the quantiles at QUANTILE_STEPS; empty if there are no values."""
     if len(values_s) == 0:
         return []
     values_ms = np.asarray(values_s, dtype=np.float64) * 1e3

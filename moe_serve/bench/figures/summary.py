@@ -1,4 +1,4 @@
-"""A run in figures."""
+"""The figures of one run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ _CHANCE_TOKENS = 8  # first words that prompts share by chance
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Latencies are of answered requests, from when they were due; `*_sent` from when they went
-    out, which differs in an open loop only. None where there is nothing to measure.
+    """The figures of one run.
+
+    Latencies are of answered requests, counted from when they were due; `*_sent` counts from when
+    they were sent, which differs in an open loop only. None means that there was nothing to
+    measure.
     """
 
     duration_s: float  # from the start to the last end
@@ -30,7 +33,7 @@ class Summary:
     peak_in_flight: int
     prompt_tokens: int
     output_tokens: int
-    wanted_tokens: int  # what the answered requests asked for
+    wanted_tokens: int  # tokens that the answered requests asked for
     cached_tokens: int | None  # prompt tokens that the server had already
     has_usage: bool  # else output tokens are events, and prompt tokens are not known
     tokens_per_event: float | None
@@ -43,7 +46,9 @@ class Summary:
     e2e_sent_ms: Spread | None
     goodput: Goodput | None = None
     errors: dict[str, int] = field(default_factory=dict)  # kind -> times
-    error_examples: dict[str, str] = field(default_factory=dict)  # kind -> what was said first
+    error_examples: dict[str, str] = field(
+        default_factory=dict
+    )  # kind -> first message of that kind
 
     @property
     def requests_per_s(self) -> float:
@@ -64,7 +69,7 @@ class Summary:
 
     @property
     def cached_share(self) -> float | None:
-        """Of the prompt tokens."""
+        """The share of the prompt tokens that came from the server's cache."""
         if self.cached_tokens is None or not self.prompt_tokens:
             return None
         return self.cached_tokens / self.prompt_tokens
@@ -116,7 +121,8 @@ def summarize(
 
 
 def notes_of(summary: Summary, *, shares_prompts: bool, ignores_eos: bool) -> list[str]:
-    """What a reader of the figures should know, in sentences; empty if all is as it seems."""
+    """Returns sentences about conditions that the reader of the figures should know; empty if there
+    are none."""
     notes = []
     if summary.num_ok and not summary.has_usage:
         notes.append(

@@ -15,7 +15,7 @@ _MIN_BIN_S = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTimeline:
-    """B bins of `bin_s` seconds each, from the beginning of the run."""
+    """The run in B bins of `bin_s` seconds each, from its beginning."""
 
     bin_s: float
     in_flight_B: tuple[float, ...]  # mean over the bin
@@ -43,7 +43,8 @@ class RunTimeline:
 
 
 def _tokens(records: Sequence[RequestRecord]) -> tuple[np.ndarray, np.ndarray]:
-    """(when, how many): an answer's tokens shared evenly among its events, or at its end."""
+    """Returns (when, how many): an answer's tokens shared evenly among its events, or placed at its
+    end."""
     at: list[np.ndarray] = [np.zeros(0)]
     counts: list[np.ndarray] = [np.zeros(0)]
     for record in records:
@@ -59,9 +60,9 @@ def _tokens(records: Sequence[RequestRecord]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _in_flight(records: Sequence[RequestRecord], edges: np.ndarray, bin_s: float) -> list[float]:
-    """The time that requests spent in a bin over the bin's length.
+    """Returns the request time in each bin divided by the length of the bin.
 
-    Spent before t is the sum over requests of clip(t - start, 0, end - start): with starts and
+    The time before t is the sum over requests of clip(t - start, 0, end - start): with starts and
     ends sorted apart, that is two cumulative sums.
     """
 

@@ -1,4 +1,4 @@
-"""Two runs side by side: differences, and how sure they are where requests were saved."""
+"""Compares two runs: differences, and their intervals if the requests were saved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STATISTICS = ("mean", "p50", "p99")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One row. `change` is (b - a) / a; the interval of it holds 95% of the resamples."""
+    """One row. `change` is (b - a) / a; its interval holds 95% of the resamples."""
 
     label: str
     unit: str
@@ -35,7 +35,7 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """better or worse if the interval leaves no doubt, else nothing."""
+        """Returns better or worse if the interval excludes 0, else an empty string."""
         if self.interval is None or self.interval[0] <= 0 <= self.interval[1]:
             return ""
         return "better" if (self.interval[1] < 0) == self.is_less_better else "worse"
@@ -47,7 +47,8 @@ def compare(a: Report, b: Report, seed: int = 0) -> list[Difference]:
 
 
 def differing_settings(a: Report, b: Report) -> list[str]:
-    """What of the workloads is not the same, as "name: a, b": the runs may not compare."""
+    """Returns the workload settings that differ, as "name: a, b"; with such differences the runs
+    may not be comparable."""
     names = sorted({*a.workload, *b.workload} - {"mode", "is_open"})
     found = []
     for name in ("model", *names):
@@ -57,7 +58,9 @@ def differing_settings(a: Report, b: Report) -> list[str]:
             found.append(f"{name}: {old}, {new}")
     old, new = (_unit(report.summary) for report in (a, b))
     if old != new:
-        found.append(f"what output and TPOT count: {old}, {new}; these rows do not compare")
+        found.append(
+            f"output and TPOT count different things: {old}, {new}; these rows are not comparable"
+        )
     old, new = (report.summary.goodput and report.summary.goodput.slo for report in (a, b))
     if old != new:
         found.append(f"slo: {old} against {new}; goodput is not compared")
@@ -65,12 +68,13 @@ def differing_settings(a: Report, b: Report) -> list[str]:
 
 
 def _unit(summary: Summary) -> str:
-    """Of a server that gives no usage events are counted; each may hold several tokens."""
+    """Returns the unit of output: for a server without usage, events are counted, and each may hold
+    several tokens."""
     return "tokens" if summary.has_usage or not summary.num_ok else "events"
 
 
 def _rates(a: Report, b: Report) -> list[Difference]:
-    """A rate has no interval: a run has one value of it."""
+    """Returns rows of rates, which have no interval: a run has one value of a rate."""
     x, y = a.summary, b.summary
     rows = [
         Difference(label="answered", unit="", a=x.num_ok, b=y.num_ok, is_less_better=False),
@@ -117,7 +121,8 @@ def _latencies(a: Report, b: Report, rng: np.random.Generator) -> list[Differenc
 
 
 def _groups(records: Sequence[RequestRecord], name: str) -> list[np.ndarray]:
-    """The values of each request: the gaps of one answer are not independent of each other."""
+    """Returns the values of each request together: the gaps of one answer are not independent of
+    each other."""
     ok = [record for record in records if record.is_ok]
     if name == "itl":
         groups = [itl_of([record]) for record in ok]

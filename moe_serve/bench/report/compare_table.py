@@ -1,4 +1,4 @@
-"""The table of two runs, for a terminal."""
+"""Prints the comparison of two runs as a table for a terminal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def print_comparison(console: Console, a: Report, b: Report) -> None:
 
 
 def comparison_cells(row: Difference) -> tuple[str, ...]:
-    """label, A, B, change, interval, verdict."""
+    """Returns the cells of a row: label, A, B, change, interval, verdict."""
     change = "" if row.change is None else f"{row.change:+.1%}"
     interval = "" if row.interval is None else f"{row.interval[0]:+.1%} to {row.interval[1]:+.1%}"
     label = f"{row.label} ({row.unit})" if row.unit else row.label

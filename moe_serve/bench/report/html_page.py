@@ -1,6 +1,7 @@
-"""One page for one run or two: figures, distributions, and the run over time.
+"""Writes an HTML page for one run or two: figures, distributions, and the run over time.
 
-A single file without scripts, fonts or anything fetched, readable in light and dark.
+The page is a single file without scripts, fonts or other fetched resources, readable in light and
+dark mode.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _LATENCIES = (
 
 
 def write_page(path: Path, reports: Sequence[Report]) -> None:
-    """One report, or two to compare."""
+    """Writes the page of one report, or of two to compare."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(render(reports), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The style of the report's page."""
+"""The CSS of the report's page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The line that shows how a run is getting on, in a terminal; nothing elsewhere."""
+"""Shows the progress of a run as a line in a terminal, and nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _BAR = 24
 
 
 class LiveLine:
-    """Use `with`; give `start` to the run. Redrawn by a thread of rich's, four times a second."""
+    """A progress line. Use `with`, and pass `start` to the run. A thread of rich redraws it four
+    times a second."""
 
     def __init__(self, console: Console) -> None:
         self._progress: Progress | None = None

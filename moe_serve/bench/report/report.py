@@ -26,18 +26,18 @@ _RATES = ("requests_per_s", "input_tok_s", "output_tok_s", "error_rate", "cached
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Everything that tables, pictures and comparisons show.
+    """All values that tables, pictures and comparisons show.
 
     `quantiles_ms` are the distributions of ttft, tpot, itl and e2e at 0, 0.5, ... 100%. `records`
-    are in the file only if asked for, and only with them has a comparison intervals.
+    are in the file only if requested, and only with them can a comparison give intervals.
     """
 
     url: str
     model: str
     created: str  # ISO 8601, UTC
     moe_serve_version: str
-    workload: dict[str, Any]  # its seed and settings, in JSON's types
-    client: dict[str, str]  # the machine that sent
+    workload: dict[str, Any]  # seed and settings of the workload, as JSON types
+    client: dict[str, str]  # the machine that sent the load
     summary: Summary
     health: ClientHealth
     timeline: RunTimeline
@@ -52,7 +52,7 @@ class Report:
         return bool(self.workload.get("is_open"))
 
     def write(self, path: Path, *, has_records: bool) -> None:
-        """NaN is never written: what is not known is null."""
+        """Writes the file. NaN is never written: unknown values are null."""
         content: dict[str, Any] = {"schema": SCHEMA, "version": VERSION}
         content |= asdict(self)
         content["summary"] |= {name: getattr(self.summary, name) for name in _RATES}
@@ -78,12 +78,13 @@ def read_report(path: Path) -> Report:
             f"cannot read {path}: {getattr(error, 'strerror', None) or error}."
         ) from None
     except ValueError:
-        raise BenchError(f"{path} is not JSON: it takes what `bench --json` wrote.") from None
+        raise BenchError(f"{path} is not JSON: it must be a report of `bench --json`.") from None
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-        raise BenchError(f"{path} is no report of `moe-serve bench`: it has no schema {SCHEMA}.")
+        raise BenchError(f"{path} is not a report of `moe-serve bench`: it has no schema {SCHEMA}.")
     if content.get("version") != VERSION:
         raise BenchError(
-            f"{path} has version {content.get('version')} of its schema; this reads {VERSION}."
+            f"{path} has version {content.get('version')} of its schema; "
+            f"this command reads {VERSION}."
         )
     try:
         return _report(content)
@@ -125,7 +126,8 @@ def _spread(content: Mapping[str, Any] | None) -> Spread | None:
 
 
 def _record_json(record: RequestRecord) -> dict[str, Any]:
-    """Without what is as it is by default; times to the microsecond."""
+    """Returns a record without fields that have their default; times are rounded to the
+    microsecond."""
     row: dict[str, Any] = {}
     for item in fields(RequestRecord):
         value = getattr(record, item.name)

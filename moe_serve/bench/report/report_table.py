@@ -1,4 +1,4 @@
-"""The table of one run, for a terminal."""
+"""Prints the table of one run for a terminal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def report_facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "source", str(source)
     text = f"{s.num_ok} answered, {s.num_failed} failed in {s.duration_s:.1f} s"
     if report.is_interrupted:
-        text += f"; interrupted with {s.num_unfinished} in flight, which count nowhere"
+        text += f"; interrupted with {s.num_unfinished} in flight, which are not counted"
     yield "requests", text
     for kind, times in s.errors.items():
         yield "", f"{times} x {kind}: {s.error_examples.get(kind, '')[:120]}"

@@ -1,4 +1,5 @@
-"""Line plots as SVG text: axes, ticks, a grid and steps or lines. Colours are the page's."""
+"""Draws line plots as SVG text: axes, ticks, a grid and steps or lines. Colours come from the
+page's CSS."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ _TICKS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """`name` is its class in the page's style: a or b."""
+    """One line of a plot; `name` is its CSS class in the page: a or b."""
 
     name: str
     xs: Sequence[float]
@@ -23,7 +24,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """What is shown of one direction. A logarithmic one begins above 0."""
+    """The range and scale of one direction. A logarithmic axis begins above 0."""
 
     label: str
     low: float
@@ -31,7 +32,7 @@ class Axis:
     is_log: bool = False
 
     def place(self, value: float) -> float:
-        """0 at `low`, 1 at `high`; what lies outside is put on the edge."""
+        """Maps a value to [0, 1]: 0 at `low`, 1 at `high`. Values outside are put on the edge."""
         low, high, value = self.low, self.high, min(max(value, self.low), self.high)
         if self.is_log:
             low, high, value = math.log(low), math.log(high), math.log(value)
@@ -46,14 +47,14 @@ class Axis:
 
 
 def nice_step(length: float) -> float:
-    """1, 2 or 5 times a power of ten, so that about five steps make `length`."""
+    """Returns 1, 2 or 5 times a power of ten, so that about five steps make `length`."""
     raw = length / _TICKS
     power = 10.0 ** math.floor(math.log10(raw))
     return next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
 
 
 def plot(title: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
-    """One picture; `title` is what a screen reader says."""
+    """Draws one picture; `title` is the text for screen readers."""
     inner_w, inner_h = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
 
     def across(value: float) -> float:
@@ -107,14 +108,14 @@ def _text(x: float, y: float, anchor: str, text: str) -> str:
 
 
 def tick_label(value: float) -> str:
-    """12000 as 12k, 0.30000000000000004 as 0.3."""
+    """Formats a number: 12000 as 12k, 0.30000000000000004 as 0.3."""
     if abs(value) >= 10_000:
         return f"{value / 1000:g}k"
     return f"{round(value, 10):g}"
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times the powers of ten, or the powers alone where these are many."""
+    """Returns 1, 2 and 5 times the powers of ten, or the powers alone if these are many."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     factors = (1, 2, 5) if math.log10(high / low) < 3 else (1,)
     ticks = [m * 10.0**p for p in powers for m in factors]

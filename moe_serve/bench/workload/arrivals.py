@@ -1,4 +1,4 @@
-"""When requests are due in an open loop: gaps that do not ask whether the server keeps up."""
+"""When requests are due in an open loop: gaps that do not depend on the server's answers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GammaArrivals:
-    """`rate` requests a second, with gaps from a gamma distribution of that mean.
+    """Draws arrivals at `rate` requests per second, with gamma-distributed gaps.
 
-    `burstiness` is the square of the coefficient of variation of the gaps, 1 / shape: 1 is
-    Poisson, more comes in bursts, less is more even, 0 is a metronome.
+    `burstiness` is the square of the coefficient of variation of the gaps, 1 / shape: 1 is Poisson,
+    larger values give bursts, smaller ones are more even, and 0 is a metronome.
     """
 
     rate: float
     burstiness: float = 1.0
 
     def times(self, rng: np.random.Generator) -> Iterator[float]:
-        """Seconds since the start; the first request is due after the first gap."""
+        """Yields seconds since the start; the first request is due after the first gap."""
         at = 0.0
         mean = 1.0 / self.rate
         while True:

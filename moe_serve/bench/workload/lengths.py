@@ -11,14 +11,14 @@ from moe_serve.errors import BenchError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """From `low` to `high`, both included."""
+    """A range from `low` to `high`, both included."""
 
     low: int
     high: int
 
     @classmethod
     def parse(cls, flag: str, text: str) -> Lengths:
-        """ "64" or "32:512"."""
+        """Parses "64" or "32:512"."""
         low, colon, high = text.partition(":")
         if not (low.isdecimal() and (high.isdecimal() if colon else True)):
             raise BenchError(f"{flag} cannot be {text!r}: it takes N or LOW:HIGH in tokens.")

@@ -1,4 +1,5 @@
-"""Prompts from a file: JSON lines with `prompt` or `messages`, or text with one prompt a line."""
+"""Reads prompts from a file: JSON lines with `prompt` or `messages`, or text with one prompt per
+line."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from moe_serve.regular_file import regular_file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePrompt:
-    """One line. `output_tokens` is None where the line does not say."""
+    """One line. `output_tokens` is None if the line does not state it."""
 
     prompt: Prompt
     output_tokens: int | None = None

@@ -34,7 +34,7 @@ WORDS = tuple(_TEXT.split())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextScale:
-    """How many tokens a server counts for words: `overhead + per_word * num_words`."""
+    """The tokens a server counts for words: `overhead + per_word * num_words`."""
 
     per_word: float = 1.0
     overhead: float = 0.0
@@ -44,7 +44,8 @@ class TextScale:
 
     @classmethod
     def through(cls, short: tuple[int, int], long: tuple[int, int]) -> TextScale:
-        """The line through two measurements (words, tokens); one token a word if they are odd."""
+        """Fits the line through two measurements (words, tokens); assumes one token per word if
+        they are implausible."""
         per_word = (long[1] - short[1]) / (long[0] - short[0])
         if per_word <= 0:
             return cls()
@@ -52,7 +53,7 @@ class TextScale:
 
 
 class PromptMaker:
-    """Writes the prompt of a slot: its blocks, and its own text up to its length."""
+    """Writes the prompt of a slot: its shared blocks, then its own text up to the slot's length."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class PromptMaker:
         return " ".join([WORDS[unit] for unit in units_N])
 
     def _make_block(self, key: str, num_tokens: int) -> np.ndarray:
-        """The same units for the same key, however many of them."""
+        """Returns the same units for the same key, for any number of them."""
         rng = np.random.default_rng([self._seed, _SHARED, *key.encode()])
         num_units = num_tokens
         if self._kind == "words":
@@ -99,7 +100,7 @@ class PromptMaker:
 
 
 def probe_prompts(seed: int) -> Iterator[tuple[int, str]]:
-    """(words, text) of two lengths, to learn how the server counts words."""
+    """Returns (words, text) of two lengths, to measure the server's tokens per word."""
     for num_words in (16, 272):
         rng = np.random.default_rng([seed, _UNIQUE, 2**31 + num_words])
         yield num_words, " ".join(WORDS[i] for i in rng.integers(0, len(WORDS), num_words))

@@ -11,7 +11,7 @@ Prompt: TypeAlias = "str | list[int] | list[dict[str, Any]]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A piece of a prompt that is the same wherever its `key` is."""
+    """A piece of a prompt; blocks with the same `key` have the same text."""
 
     key: str
     num_tokens: int
@@ -19,7 +19,8 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """Place and size of a request. Filled by a trace or by drawn lengths; the text comes later."""
+    """The time and size of a request, from a trace or from drawn lengths; the text is added
+    later."""
 
     index: int
     at_s: float  # when it is due; meaningless in a closed loop
@@ -31,7 +32,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """A request as it goes out."""
+    """A request that is ready to be sent."""
 
     index: int
     at_s: float

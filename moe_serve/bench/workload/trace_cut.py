@@ -1,4 +1,4 @@
-"""A trace made to fit a server: a part of it, faster or slower, with shorter requests."""
+"""Fits a trace to a server: takes a part of it, changes its speed and shortens its requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from moe_serve.errors import BenchError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceCut:
-    """First the part, then the times, then the lengths: scaled, and what is longer still cut."""
+    """The changes applied to a trace: first the part, then the times, then the lengths, which are
+    scaled and then cut."""
 
     start_s: float = 0.0  # in the trace's own time
     max_requests: int | None = None
@@ -32,8 +33,8 @@ class TraceCut:
         return replace(trace, rows=tuple(self._row(row, first) for row in rows))
 
     def num_cut(self, trace: Trace) -> int:
-        """Requests of the part that --max-prompt or --max-output made shorter. A prompt that the
-        trace itself holds is sent as it is."""
+        """Counts the requests of the part that --max-prompt or --max-output shortened. A prompt
+        that the trace itself holds is sent as it is."""
         return sum(
             (not row.prompt and _is_above(row.prompt_tokens * self.scale_prompt, self.max_prompt))
             or _is_above(row.output_tokens * self.scale_output, self.max_output)
@@ -54,7 +55,7 @@ class TraceCut:
         )
 
     def _blocks(self, blocks: tuple[Block, ...], num_prompt: int) -> tuple[Block, ...]:
-        """Scaled like the prompt, so that the shared part stays the same share of it."""
+        """Scales blocks like the prompt, so that the shared part keeps its share."""
         kept: list[Block] = []
         for block in blocks:
             size = min(_scaled(block.num_tokens, self.scale_prompt, None), num_prompt)

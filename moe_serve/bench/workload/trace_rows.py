@@ -1,4 +1,4 @@
-"""Rows of recorded workloads: Azure's and BurstGPT's CSV, Mooncake's JSON lines, and our own."""
+"""Reads recorded workloads: the CSV of Azure and BurstGPT, Mooncake's JSON lines, and our own."""
 
 from __future__ import annotations
 
@@ -47,14 +47,15 @@ class TraceRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Rows by time, the first at 0."""
+    """Rows ordered by time; the first is at 0."""
 
     rows: tuple[TraceRow, ...]
     num_skipped: int = 0  # rows without an answer: requests that failed when they were recorded
 
 
 def read_trace(path: Path) -> Trace:
-    """By its name and its first line; .gz and .xz are unpacked."""
+    """Reads a trace; the format follows from the file's name and first line. .gz and .xz are
+    unpacked."""
     try:
         with _opened(path) as file:
             is_json = ".jsonl" in path.suffixes or ".json" in path.suffixes
@@ -100,7 +101,7 @@ def _csv_rows(file: Iterable[str], path: Path) -> Iterator[TraceRow]:
             )
         except (ValueError, TypeError, OverflowError):
             raise BenchError(
-                f"line {reader.line_num} of {path} is no request: {_shown(row)}."
+                f"line {reader.line_num} of {path} is not a request: {_shown(row)}."
             ) from None
 
 
@@ -114,8 +115,9 @@ def _column(names: Sequence[str], known: Sequence[str], path: Path) -> str:
 
 
 def _seconds(text: str) -> float:
-    """A number of seconds, or a date and time with any number of decimals, of UTC if it does not
-    say: the clocks of the machine that replays may be changed in the middle of the trace."""
+    """Parses a number of seconds, or a date and time with any number of decimals, in UTC if it
+    states no zone: the clock of the machine that replays the trace may change in the middle of
+    it."""
     try:
         seconds = float(text)
     except ValueError:
@@ -138,12 +140,12 @@ def _json_rows(file: Iterable[str], path: Path) -> Iterator[TraceRow]:
         try:
             rows.append(_json_row(json.loads(line)))
         except (ValueError, LookupError, TypeError, OverflowError):
-            raise BenchError(f"line {number} of {path} is no request: {line[:80]!r}.") from None
+            raise BenchError(f"line {number} of {path} is not a request: {line[:80]!r}.") from None
     yield from _spread(rows)
 
 
 def _json_row(row: Mapping[str, Any]) -> tuple[int, TraceRow]:
-    """Mooncake's `timestamp` is in milliseconds; our own `at_s` in seconds."""
+    """Parses a JSON line: Mooncake's `timestamp` is in milliseconds, our own `at_s` in seconds."""
     is_own = "timestamp" not in row
     at_ms = -1 if is_own else int(row["timestamp"])
     at_s = float(row["at_s"]) if is_own else at_ms / 1e3
@@ -163,7 +165,7 @@ def _json_row(row: Mapping[str, Any]) -> tuple[int, TraceRow]:
 
 
 def _blocks(row: Mapping[str, Any], num_prompt: int) -> tuple[Block, ...]:
-    """Mooncake's `hash_ids`, or our own `prefix` with its `prefix_tokens`."""
+    """Reads Mooncake's `hash_ids`, or our own `prefix` with its `prefix_tokens`."""
     if "prefix" in row:
         num_tokens = min(int(row["prefix_tokens"]), num_prompt)
         return (Block(key=f"prefix {row['prefix']}", num_tokens=num_tokens),)
@@ -178,7 +180,8 @@ def _blocks(row: Mapping[str, Any], num_prompt: int) -> tuple[Block, ...]:
 
 
 def _guess(prompt: Prompt | None) -> int:
-    """Of a prompt whose tokens nobody counted: only for the plan, the server's usage counts."""
+    """Estimates the tokens of a prompt whose count is not in the file. Used only for planning; the
+    server's usage counts."""
     if prompt is None:
         raise ValueError("neither a prompt nor its length")
     if isinstance(prompt, str):
@@ -187,7 +190,7 @@ def _guess(prompt: Prompt | None) -> int:
 
 
 def _spread(rows: list[tuple[int, TraceRow]]) -> Iterator[TraceRow]:
-    """Where times were rounded to a second or more, a step's requests come evenly within it.
+    """Spreads the requests of a step evenly if times were rounded to a second or more.
 
     Mooncake's published traces have steps of 3 s: 3000 3000 3000 -> 3.0 4.0 5.0.
     """

@@ -1,4 +1,4 @@
-"""What is sent and when: lengths or a trace, prompts, and the way requests arrive."""
+"""Describes which requests are sent and when: lengths or a trace, prompts, and arrivals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TIMES, _LENGTHS = 3, 4  # streams of random numbers; 1 and 2 are the prompts'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPrefixes:
-    """Each prompt begins with one of `num_prefixes` texts of `num_tokens`, before its own."""
+    """Shared prefixes: each prompt begins with one of `num_prefixes` texts of `num_tokens`."""
 
     num_tokens: int = 0
     num_prefixes: int = 1
@@ -28,16 +28,17 @@ class SharedPrefixes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The same slots for the same seed. One of `concurrency`, `arrivals` and a trace's own times.
+    """A workload; the same seed gives the same slots. Exactly one of `concurrency`, `arrivals` and
+    the trace's own times applies.
 
-    Ends after `num_requests`, with the trace, or when `duration_s` is over, whatever comes first.
+    It ends after `num_requests`, with the trace, or after `duration_s`, whichever comes first.
     """
 
     seed: int
     concurrency: int | None = None  # a closed loop
     arrivals: GammaArrivals | None = None  # an open loop
-    trace: Trace | None = None  # lengths, and the times where neither of the above is given
-    cut: TraceCut | None = None  # what was done to the trace already
+    trace: Trace | None = None  # lengths, and also the times if neither of the above is given
+    cut: TraceCut | None = None  # changes already made to the trace
     files: tuple[FilePrompt, ...] = ()
     source: str | None = None  # the name of the trace's file or the prompts'
     prompt_tokens: Lengths = field(default_factory=lambda: Lengths(low=512, high=512))
@@ -52,7 +53,7 @@ class Workload:
 
     @property
     def mode(self) -> str:
-        """In words, for tables."""
+        """Describes how requests arrive, for tables."""
         if self.concurrency is not None:
             return f"closed loop, {self.concurrency} at once"
         if self.arrivals is None:
@@ -63,19 +64,19 @@ class Workload:
 
     @property
     def planned(self) -> int | None:
-        """How many requests there are at most; None if only the time ends them."""
+        """The largest number of requests; None if only `duration_s` ends the run."""
         if self.trace is None or self.trace_repeats:
             return self.num_requests
         return min(len(self.trace.rows), self.num_requests or len(self.trace.rows))
 
     @property
     def trace_repeats(self) -> bool:
-        """Without its times a trace is a stock of lengths, which may be used again."""
+        """Whether the trace supplies only lengths, which may be used repeatedly."""
         return self.trace is not None and (self.concurrency, self.arrivals) != (None, None)
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether a prefix cache is meant to find something."""
+        """Whether prompts share prefixes that a prefix cache can find."""
         rows = () if self.trace is None else self.trace.rows
         may_share = any(row.blocks or row.prompt is not None for row in rows)
         return may_share or self.prefixes.num_tokens > 0 or bool(self.files)

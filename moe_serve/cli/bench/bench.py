@@ -1,4 +1,4 @@
-"""`moe-serve bench`: load on any server of OpenAI's API, and figures of how it bears it."""
+"""`moe-serve bench`: sends load to any server of OpenAI's API and measures its answers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,11 @@ def run(
     compare: flags.Compare = None,
     max_error_rate: flags.MaxErrorRate = 0.0,
 ) -> None:
-    """Send load to a server, and say how fast, how evenly and how well it answers."""
+    """Send load to a server of OpenAI's API and measure latency, throughput and errors.
+
+    Choose the load by --concurrency (closed loop), --rate (open loop) or --trace (replay). The exit
+    code is 1 if the server cannot be reached or too many requests fail (--max-error-rate).
+    """
     given = dict(locals())
     if context.invoked_subcommand is not None:
         return
@@ -81,11 +85,14 @@ def run(
 
 @bench.command("compare")
 def compare_reports(
-    a: Annotated[Path, typer.Argument(help="A report of --json.")],
-    b: Annotated[Path, typer.Argument(help="Another.")],
+    a: Annotated[Path, typer.Argument(help="Report written by `moe-serve bench --json`.")],
+    b: Annotated[Path, typer.Argument(help="Second report to compare with the first.")],
     html: flags.HtmlFile = None,
 ) -> None:
-    """Two reports in one table; with intervals where both have their requests saved."""
+    """Compare two reports in one table.
+
+    The table has confidence intervals if both reports were written with --save-requests.
+    """
     from moe_serve.bench.report.report import read_report
 
     _show_pair(read_report(a), read_report(b), html)
@@ -139,7 +146,7 @@ def _is_bad(report: Report, max_error_rate: float) -> bool:
 
 
 def _measure(plan: RunPlan) -> Report:
-    """A server that is not there is exit code 1, as everywhere in `moe-serve`."""
+    """Runs one benchmark; a server that cannot be reached ends the command with exit code 1."""
     from rich.console import Console
 
     from moe_serve.bench.report.live import LiveLine
@@ -154,7 +161,8 @@ def _measure(plan: RunPlan) -> Report:
 
 
 def _told(error: BenchServerError, url: str) -> str:
-    """Where nobody answers, in the words of the other commands that ask a server."""
+    """Returns the message of an error; without a connection, in the same words as the other
+    commands."""
     import httpx
 
     from moe_serve.cli.client.server_trust import no_connection
@@ -165,7 +173,7 @@ def _told(error: BenchServerError, url: str) -> str:
 
 
 def _with_uvloop(work: Coroutine[Any, Any, T]) -> T:
-    """It takes less of the processor for each event; the server does the same."""
+    """Runs a coroutine with uvloop, which takes less CPU time per event; the server uses it too."""
     try:
         import uvloop
     except ImportError:  # there is none for Windows
@@ -185,7 +193,7 @@ def _show_pair(a: Report, b: Report, html: Path | None) -> None:
 
 
 def _check_writable(*paths: Path | None) -> None:
-    """Before the run: afterwards its figures would be lost."""
+    """Checks output paths before the run, as the figures would be lost after it."""
     for path in paths:
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise BenchError(f"cannot write {path}: it is a folder, or in none.")
+            raise BenchError(f"cannot write {path}: it is a folder, or its folder does not exist.")

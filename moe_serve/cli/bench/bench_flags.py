@@ -25,37 +25,53 @@ class DataChoice(str, Enum):
 
 Url = Annotated[
     str | None,
-    typer.Option(help="Where the server is, e.g. http://127.0.0.1:8000.", rich_help_panel=SERVER),
+    typer.Option(
+        help="URL of the server, such as http://127.0.0.1:8000. Required for a run.",
+        rich_help_panel=SERVER,
+    ),
 ]
 PeerUrl = Annotated[
     str | None,
     typer.Option(
-        help="A second server, which gets the same requests afterwards.", rich_help_panel=SERVER
+        help="URL of a second server that gets the same requests after the first; both are"
+        " compared.",
+        rich_help_panel=SERVER,
     ),
 ]
 Model = Annotated[
     str | None,
-    typer.Option(show_default="the first it serves", help="Its name.", rich_help_panel=SERVER),
+    typer.Option(
+        show_default="the first it serves", help="Model name to request.", rich_help_panel=SERVER
+    ),
 ]
 ApiKey = Annotated[
     str | None,
     typer.Option(
         envvar=[API_KEY_VARIABLE, "OPENAI_API_KEY"],
         show_envvar=True,
-        help="The server's key, or @FILE that holds it.",
+        help="API key of the server, or @FILE with the key.",
         rich_help_panel=SERVER,
     ),
 ]
 EndpointFlag = Annotated[
-    EndpointChoice, typer.Option(help="The route under /v1.", rich_help_panel=SERVER)
+    EndpointChoice,
+    typer.Option(
+        help="API route to test: completions (/v1/completions) or chat (/v1/chat/completions).",
+        rich_help_panel=SERVER,
+    ),
 ]
 Stream = Annotated[
-    bool, typer.Option(help="Without it there are only end-to-end times.", rich_help_panel=SERVER)
+    bool,
+    typer.Option(
+        help="Stream the answers. With --no-stream only end-to-end times are measured.",
+        rich_help_panel=SERVER,
+    ),
 ]
 IgnoreEos = Annotated[
     bool,
     typer.Option(
-        help="Answers as long as asked for; not every server knows the field.",
+        help="Request answers of exactly --output-tokens by the field ignore_eos, which "
+        "not every server knows.",
         rich_help_panel=SERVER,
     ),
 ]
@@ -63,30 +79,39 @@ EventUsage = Annotated[
     bool,
     typer.Option(
         "--event-usage",
-        help="Ask for the usage with each event, for ITL per token (vLLM, SGLang).",
+        help="Request token counts with each event, so that ITL is measured per token "
+        "(vLLM, SGLang).",
         rich_help_panel=SERVER,
     ),
 ]
 Body = Annotated[
     str | None,
     typer.Option(
-        metavar="JSON", help="More fields of each request; null removes one.",
+        metavar="JSON",
+        help="JSON object of fields to add to each request; a null value removes a field.",
         rich_help_panel=SERVER,
     ),
-]  # fmt: skip
+]
 Timeout = Annotated[
-    float, typer.Option(min=0.001, help="Seconds for one answer.", rich_help_panel=SERVER)
+    float,
+    typer.Option(min=0.001, help="Time limit of one answer in seconds.", rich_help_panel=SERVER),
 ]
 Concurrency = Annotated[
     int | None,
     typer.Option(
-        min=1, max=20000, help="Closed loop: so many requests at once.", rich_help_panel=LOAD
+        min=1,
+        max=20000,
+        help="Closed loop: keep this many requests in progress.",
+        rich_help_panel=LOAD,
     ),
 ]
 Rate = Annotated[
     float | None,
     typer.Option(
-        min=0.0001, help="Open loop: requests a second, answered or not.", rich_help_panel=LOAD
+        min=0.0001,
+        help="Open loop: send this many requests per second, whether or not earlier ones "
+        "are answered.",
+        rich_help_panel=LOAD,
     ),
 ]
 Burstiness = Annotated[
@@ -94,27 +119,36 @@ Burstiness = Annotated[
     typer.Option(
         min=0.0,
         max=1000.0,
-        help="Of --rate: 1 Poisson, above in bursts, 0 evenly.",
+        help="Variation of the gaps of --rate: 0 is even, 1 is Poisson, larger values send bursts.",
         rich_help_panel=LOAD,
     ),
 ]
 Requests = Annotated[
     int | None,
     typer.Option(
-        "--requests", "--max-requests", min=1, rich_help_panel=LOAD,
-        show_default="100, or the whole trace", help="How many.",
+        "--requests",
+        "--max-requests",
+        min=1,
+        rich_help_panel=LOAD,
+        show_default="100, or the whole trace",
+        help="Number of requests to send.",
     ),
-]  # fmt: skip
+]
 Duration = Annotated[
     float | None,
-    typer.Option(min=0.001, help="Send no more after so many seconds.", rich_help_panel=LOAD),
+    typer.Option(
+        min=0.001,
+        help="Stop sending after this many seconds. Default: no limit.",
+        rich_help_panel=LOAD,
+    ),
 ]
 MaxInFlight = Annotated[
     int | None,
     typer.Option(
         min=1,
         show_default="10000",
-        help="Open loop: more wait in the client, and count as late.",
+        help="Open loop: largest number of requests in progress; further ones wait in the "
+        "client and count as late.",
         rich_help_panel=LOAD,
     ),
 ]
@@ -123,101 +157,175 @@ Warmup = Annotated[
     typer.Option(
         min=0,
         show_default="--concurrency or 8, at most 32",
-        help="Requests before, of other prompts, that are not measured.",
+        help="Number of requests with other prompts sent before the measurement.",
         rich_help_panel=LOAD,
     ),
 ]
 Seed = Annotated[
     int | None,
     typer.Option(
-        min=0, max=2**31 - 1, show_default="another each time", rich_help_panel=LOAD,
-        help="The same seed sends the same requests; the server may know them by then.",
+        min=0,
+        max=2**31 - 1,
+        show_default="a new one for each run",
+        rich_help_panel=LOAD,
+        help="Seed of the random numbers. The same seed sends the same requests, which the"
+        " server may have cached in an earlier run.",
     ),
-]  # fmt: skip
+]
 PromptTokens = Annotated[
-    str, typer.Option(metavar="N|LOW:HIGH", help="Of each prompt.", rich_help_panel=PROMPTS)
+    str,
+    typer.Option(
+        metavar="N|LOW:HIGH",
+        help="Tokens in each prompt: a number, or a range to draw from.",
+        rich_help_panel=PROMPTS,
+    ),
 ]
 OutputTokens = Annotated[
-    str, typer.Option(metavar="N|LOW:HIGH", help="Of each answer.", rich_help_panel=PROMPTS)
+    str,
+    typer.Option(
+        metavar="N|LOW:HIGH",
+        help="Tokens in each answer: a number, or a range to draw from.",
+        rich_help_panel=PROMPTS,
+    ),
 ]
 Data = Annotated[
     DataChoice,
-    typer.Option(help="Random words, or token ids (completions only).", rich_help_panel=PROMPTS),
+    typer.Option(
+        help="Content of random prompts: words, or tokens (token ids, --endpoint "
+        "completions only).",
+        rich_help_panel=PROMPTS,
+    ),
 ]
 VocabSize = Annotated[
-    int, typer.Option(min=32, help="Token ids are below it.", rich_help_panel=PROMPTS)
+    int,
+    typer.Option(
+        min=32,
+        help="With --data tokens: random token ids are below this number.",
+        rich_help_panel=PROMPTS,
+    ),
 ]
 Prompts = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="JSON lines with prompt or messages (and output_tokens), or text lines.",
+        help="File of prompts to send: text lines, or JSON lines with `prompt` or "
+        "`messages` and, optionally, `output_tokens`.",
         rich_help_panel=PROMPTS,
     ),
 ]
 PrefixTokens = Annotated[
     int,
-    typer.Option(min=0, help="Before each prompt, shared with others.", rich_help_panel=PROMPTS),
+    typer.Option(
+        min=0,
+        help="Tokens of a shared prefix in front of each random prompt.",
+        rich_help_panel=PROMPTS,
+    ),
 ]
 NumPrefixes = Annotated[
-    int, typer.Option(min=1, help="How many such prefixes.", rich_help_panel=PROMPTS)
+    int,
+    typer.Option(
+        min=1, help="Number of different prefixes of --prefix-tokens.", rich_help_panel=PROMPTS
+    ),
 ]
 TraceFile = Annotated[
     Path | None,
     typer.Option(
         "--trace",
         metavar="FILE",
-        help="Replay: CSV of Azure or BurstGPT, Mooncake's or our JSON lines (.gz, .xz).",
+        help="Trace of requests to replay: CSV of Azure or BurstGPT, or JSON lines of "
+        "Mooncake or moe-serve; may be compressed (.gz, .xz).",
         rich_help_panel=TRACES,
     ),
 ]
 TraceStart = Annotated[
-    float, typer.Option(min=0.0, help="Leave out its first seconds.", rich_help_panel=TRACES)
+    float,
+    typer.Option(min=0.0, help="Skip the first seconds of the trace.", rich_help_panel=TRACES),
 ]
 ScaleTime = Annotated[
-    float, typer.Option(min=1e-6, help="0.5: twice as fast.", rich_help_panel=TRACES)
+    float,
+    typer.Option(
+        min=1e-6,
+        help="Factor on the arrival times of the trace: 0.5 is twice as fast.",
+        rich_help_panel=TRACES,
+    ),
 ]
 ScalePrompt = Annotated[
-    float, typer.Option(min=1e-6, help="Factor on prompts, prefixes too.", rich_help_panel=TRACES)
+    float,
+    typer.Option(
+        min=1e-6,
+        help="Factor on the prompt lengths of the trace, prefixes included.",
+        rich_help_panel=TRACES,
+    ),
 ]
 ScaleOutput = Annotated[
-    float, typer.Option(min=1e-6, help="Factor on answers.", rich_help_panel=TRACES)
+    float,
+    typer.Option(
+        min=1e-6, help="Factor on the answer lengths of the trace.", rich_help_panel=TRACES
+    ),
 ]
 MaxPrompt = Annotated[
-    int | None, typer.Option(min=1, help="Cut prompts to so many tokens.", rich_help_panel=TRACES)
+    int | None,
+    typer.Option(
+        min=1,
+        help="Cut the prompts of the trace to this many tokens. Default: no limit.",
+        rich_help_panel=TRACES,
+    ),
 ]
 MaxOutput = Annotated[
-    int | None, typer.Option(min=1, help="Cut answers to so many tokens.", rich_help_panel=TRACES)
+    int | None,
+    typer.Option(
+        min=1,
+        help="Cut the answers of the trace to this many tokens. Default: no limit.",
+        rich_help_panel=TRACES,
+    ),
 ]
 SloText = Annotated[
     str | None,
     typer.Option(
-        "--slo", metavar="ttft=500ms,tpot=50ms,e2e=5s", help="For the goodput.",
+        "--slo",
+        metavar="ttft=500ms,tpot=50ms,e2e=5s",
+        help="Latency limits of a good answer, any of ttft, tpot and e2e in ms or s; the "
+        "report gives goodput, the good answers per second.",
         rich_help_panel=RESULTS,
     ),
-]  # fmt: skip
+]
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Report.", rich_help_panel=RESULTS)
+    Path | None,
+    typer.Option(
+        "--json", metavar="FILE", help="JSON file for the report.", rich_help_panel=RESULTS
+    ),
 ]
 SaveRequests = Annotated[
     bool,
     typer.Option(
         "--save-requests",
-        help="All requests in it too, for intervals in comparisons.",
+        help="Also write every request into the report, so that comparisons can give intervals.",
         rich_help_panel=RESULTS,
     ),
 ]
 HtmlFile = Annotated[
     Path | None,
-    typer.Option("--html", metavar="FILE", help="Page with pictures.", rich_help_panel=RESULTS),
+    typer.Option(
+        "--html",
+        metavar="FILE",
+        help="HTML file for a page with diagrams.",
+        rich_help_panel=RESULTS,
+    ),
 ]
 Compare = Annotated[
     tuple[Path, Path] | None,
     typer.Option(
-        metavar="A.json B.json", help="Send nothing: compare two reports.", rich_help_panel=RESULTS
+        metavar="A.json B.json",
+        help="Compare two saved reports and send no requests.",
+        rich_help_panel=RESULTS,
     ),
 ]
 MaxErrorRate = Annotated[
     float,
-    typer.Option(min=0.0, max=1.0, help="Exit code 1 above this share.", rich_help_panel=RESULTS),
+    typer.Option(
+        min=0.0,
+        max=1.0,
+        help="Exit with code 1 if a larger share of the requests fails.",
+        rich_help_panel=RESULTS,
+    ),
 ]

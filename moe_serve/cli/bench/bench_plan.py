@@ -1,4 +1,4 @@
-"""From the flags of `moe-serve bench` to a plan; what contradicts itself is said at once."""
+"""Turns the flags of `moe-serve bench` into a plan and reports contradictions at once."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _MAX_SEED = 2**31
 
 
 def plan_of(given: Mapping[str, Any]) -> RunPlan:
-    """`given` has the parameters of the command by name."""
+    """Returns the plan; `given` maps the command's parameters to their values."""
     if given["url"] is None:
-        raise BenchError("say where the server is: --url http://127.0.0.1:8000.")
+        raise BenchError("give the URL of the server: --url http://127.0.0.1:8000.")
     _check(given)
     key = given["api_key"]
     if key is not None and key.startswith("@"):
@@ -64,19 +64,19 @@ def _check(given: Mapping[str, Any]) -> None:
             raise BenchError(f"--{name.replace('_', '-')} takes a finite number, not {value}.")
     is_timed = given["trace"] is not None
     if given["concurrency"] is not None and given["rate"] is not None:
-        raise BenchError("--concurrency and --rate exclude each other: give one of them.")
+        raise BenchError("--concurrency and --rate cannot be combined: give one of them.")
     if given["concurrency"] is None and given["rate"] is None and not is_timed:
         raise BenchError(
-            "say how requests arrive: --concurrency N, --rate R, or --trace FILE with its times."
+            "choose how requests arrive: --concurrency N, --rate R, or --trace FILE with its times."
         )
     if given["trace"] is not None and given["prompts"] is not None:
-        raise BenchError("--trace and --prompts exclude each other: give one of them.")
+        raise BenchError("--trace and --prompts cannot be combined: give one of them.")
     if given["burstiness"] != 1.0 and given["rate"] is None:
         raise BenchError("--burstiness belongs to --rate.")
     if given["data"].value == "tokens" and given["endpoint"].value == "chat":
         raise BenchError("--data tokens takes --endpoint completions: a chat has text.")
     if given["event_usage"] and not given["stream"]:
-        raise BenchError("--event-usage and --no-stream exclude each other.")
+        raise BenchError("--event-usage and --no-stream cannot be combined.")
     if given["save_requests"] and given["json"] is None:
         raise BenchError("--save-requests takes --json FILE, into which they go.")
     if given["prefix_tokens"] and (given["trace"] is not None or given["prompts"] is not None):
@@ -91,7 +91,8 @@ def _check(given: Mapping[str, Any]) -> None:
 
 
 def _slo(text: str | None, *, is_stream: bool) -> Slo | None:
-    """What is not measured would be met by every answer."""
+    """Parses --slo. Limits on values that are not measured are refused: every answer would meet
+    them."""
     slo = None if text is None else Slo.parse(text)
     if slo is not None and not is_stream and (slo.ttft_s, slo.tpot_s) != (None, None):
         raise BenchError(
@@ -101,7 +102,7 @@ def _slo(text: str | None, *, is_stream: bool) -> Slo | None:
 
 
 def _check_key(key: str | None) -> None:
-    """It becomes a header: a line break in it would begin another."""
+    """Checks the API key, which becomes a header: a line break in it would begin another header."""
     if key is not None and not (key.isascii() and key.isprintable()):
         raise BenchError("the API key has characters that a header cannot carry.")
 

@@ -1,4 +1,4 @@
-"""Asks a running server what only its operator may: the routes under /admin."""
+"""Calls the /admin routes of a running server."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from moe_serve.bench.client.plain_text import plain
 from moe_serve.config.sources import ADMIN_KEY_VARIABLE, read_first_key
 from moe_serve.errors import MoeServeError
 
-Url = Annotated[str, typer.Option(help="Where the server is.")]
+Url = Annotated[str, typer.Option(help="URL of the server.")]
 AdminKey = Annotated[
     str | None,
     typer.Option(
-        envvar=ADMIN_KEY_VARIABLE, help="One of its server.admin_keys, or @FILE that holds it."
+        envvar=ADMIN_KEY_VARIABLE,
+        help="Admin key of the server (one of its server.admin_keys), or @FILE with the key.",
     ),
 ]
 URL = "http://127.0.0.1:8000"
-_LONGEST = 2000  # of what a server says
+_LONGEST = 2000  # characters of a message from the server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminClient:
-    """`error`: what a refusal becomes."""
+    """A client of the /admin routes. `error` is the exception class for a refusal."""
 
     url: str
     key: str | None
@@ -38,7 +39,8 @@ class AdminClient:
         fields: frozenset[str],
         body: Mapping[str, object] | None = None,
     ) -> Mapping[str, Any]:
-        """The server's answer, which has these fields. Not reached: exit code 1."""
+        """Returns the server's answer, which must have these fields. If the server cannot be
+        reached, the command ends with exit code 1."""
         import httpx
 
         from moe_serve.cli.client.server_address import parse_url
@@ -82,4 +84,4 @@ def _message(content: Any) -> str:
     try:
         return plain(str(content["error"]["message"]), _LONGEST)
     except (LookupError, TypeError):
-        return "it does not say why."
+        return "it gives no reason."

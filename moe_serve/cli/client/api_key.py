@@ -1,4 +1,4 @@
-"""The key that a command sends, given as itself or as the file that holds it."""
+"""Reads the API key that a command sends."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from moe_serve.config.sources import read_first_key
 
 
 def sent_key(text: str | None) -> str | None:
-    """@FILE stands for the first key in that file. Raises ConfigError."""
+    """Returns the key; @FILE stands for the first key in that file. Raises ConfigError."""
     return read_first_key(text[1:]) if text is not None and text.startswith("@") else text

@@ -1,6 +1,6 @@
 """A small client of the chat completions route: one streamed answer at a time.
 
-Knows HTTP and server-sent events, nothing of terminals.
+It knows HTTP and server-sent events, but nothing of terminals.
 """
 
 from __future__ import annotations
@@ -18,17 +18,23 @@ from moe_serve.cli.client.server_address import ServerAddress
 from moe_serve.cli.client.server_trust import no_connection, trusted
 
 MIN_TIMED_TOKENS = 8  # fewer may come in one piece, and their rate would say nothing
-_LONGEST = 2000  # of what a server says
-_TOKENS = ("content", "reasoning", "reasoning_content", "tool_calls", "refusal")  # of a delta
+_LONGEST = 2000  # characters of a message from the server
+_TOKENS = (
+    "content",
+    "reasoning",
+    "reasoning_content",
+    "tool_calls",
+    "refusal",
+)  # fields of a delta that hold tokens
 
 
 class ChatError(Exception):
-    """The server was not reached, or refused. `str(error)` is one sentence."""
+    """The server could not be reached or refused the request. `str(error)` is one sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One turn of the conversation, in the words of the API."""
+    """One turn of the conversation, with the field names of the API."""
 
     role: str  # system, user or assistant
     content: str
@@ -36,7 +42,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """Sampling that the user asked for; None leaves it to the server."""
+    """Sampling options from the command line; None leaves an option to the server."""
 
     temperature: float | None = None
     max_tokens: int | None = None
@@ -44,14 +50,15 @@ class ChatOptions:
 
 @dataclass(slots=True)
 class AnswerTiming:
-    """Filled while an answer streams: seconds since the request was sent."""
+    """Times of one answer in seconds since the request was sent, filled while it streams."""
 
     num_tokens: int | None = None  # from the server's usage, which comes last
     first_s: float | None = None
     last_s: float | None = None
 
     def summary(self) -> str:
-        """Like "42 tokens, 61.3 tokens/s, first after 35 ms", as far as it is known."""
+        """Returns text like "42 tokens, 61.3 tokens/s, first after 35 ms", with the known
+        values."""
         parts = [] if self.num_tokens is None else [f"{self.num_tokens} tokens"]
         if self.first_s is not None and self.last_s is not None:
             duration = self.last_s - self.first_s
@@ -62,7 +69,7 @@ class AnswerTiming:
 
 
 class ChatClient:
-    """One server at `url`. Close it, or use `with`."""
+    """A client of the server at `url`. Close it, or use `with`."""
 
     def __init__(
         self, url: str, api_key: str | None, transport: httpx.BaseTransport | None = None
@@ -85,7 +92,7 @@ class ChatClient:
         self._client.close()
 
     def model(self) -> str:
-        """The name of the model that the server serves."""
+        """Returns the name of the model that the server serves."""
         try:
             response = self._client.get("/v1/models")
             self._raise_for_status(response)
@@ -105,7 +112,8 @@ class ChatClient:
         options: ChatOptions,
         timing: AnswerTiming,
     ) -> Generator[str, None, None]:
-        """The pieces of the answer as they come. Closing the iterator aborts the request."""
+        """Yields the pieces of the answer as they arrive. Closing the iterator aborts the
+        request."""
         body: dict[str, Any] = {
             "model": model,
             "messages": [{"role": item.role, "content": item.content} for item in messages],
@@ -151,12 +159,13 @@ class ChatClient:
 
 
 def _is_text(content: str) -> bool:
-    """Bytes of a terminal or a pipe that are no text arrive as lone surrogates."""
+    """Whether the text is valid UTF-8: other bytes from a terminal or pipe arrive as lone
+    surrogates."""
     return not any("\ud800" <= character <= "\udfff" for character in content)
 
 
 def sse_events(lines: Iterator[str]) -> Iterator[Mapping[str, Any]]:
-    """The JSON objects of a stream of server-sent events, up to `[DONE]`."""
+    """Yields the JSON objects of a stream of server-sent events, up to `[DONE]`."""
     for line in lines:
         if not line.startswith("data:"):
             continue  # a comment (": ping"), an event name, or the empty line between events
@@ -175,7 +184,8 @@ def sse_events(lines: Iterator[str]) -> Iterator[Mapping[str, Any]]:
 
 
 def _delta_of(event: Mapping[str, Any], timing: AnswerTiming) -> Mapping[str, Any]:
-    """What the event adds to the answer; its usage, which has the tokens of all kinds, is noted."""
+    """Returns the delta of an event. Its usage, which counts the tokens of all kinds, goes into
+    `timing`."""
     if error := event.get("error"):
         said = error.get("message", error) if isinstance(error, dict) else error
         raise ChatError(f"the server ended the answer: {plain(str(said), _LONGEST)}")

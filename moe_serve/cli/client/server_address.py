@@ -1,4 +1,4 @@
-"""The server that a command is to talk to, and what each request to it carries."""
+"""The address of a server and the headers of each request to it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class ServerAddress:
 
     @classmethod
     def parse(cls, url: str, api_key: str | None) -> ServerAddress:
-        """With or without /v1. Raises ConfigError."""
+        """Parses a URL with or without /v1. Raises ConfigError."""
         try:
             parsed = parse_url(url)
         except httpx.InvalidURL as error:
             raise ConfigError(f"{url} is not a URL: {error}.") from error
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise ConfigError(f"{url} is not a URL such as http://127.0.0.1:8000.")
-        # Nor a line break, with which a secret made by `echo` ends: refused by httpx, the whole key
-        # would stand in the message.
+        # A secret made by `echo` ends with a line break. httpx would refuse it with a message
+        # that shows the whole key.
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             raise ConfigError(
                 "the API key holds a character that cannot be sent, such as a line break at the "
@@ -37,16 +37,19 @@ class ServerAddress:
 
     @property
     def uses_proxies(self) -> bool:
-        """Those of the environment: never on the way to this machine."""
+        """Whether the environment's proxies apply: never for a server on this machine."""
         return self.url.host not in _LOOPBACK_HOSTS
 
 
 def parse_url(text: str) -> httpx.URL:
-    """Without /v1. Raises httpx.InvalidURL, also for a host such as 127..0.1, which is no name: of
-    that httpx says nothing until it connects, and then it is a UnicodeError."""
+    """Parses a URL and removes /v1.
+
+    Raises httpx.InvalidURL, also for an invalid host name such as 127..0.1: httpx itself notices
+    that only when it connects, and then raises UnicodeError.
+    """
     url = httpx.URL(text.rstrip("/").removesuffix("/v1"))
     try:
         url.host.encode("idna")
     except UnicodeError:
-        raise httpx.InvalidURL(f"{url.host} is no name of a host") from None
+        raise httpx.InvalidURL(f"{url.host} is not a host name") from None
     return url

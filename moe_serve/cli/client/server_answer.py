@@ -1,4 +1,4 @@
-"""A JSON answer of a server that may be older or newer than this command: what is not there is
+"""Reads a JSON answer of a server that may be older or newer than this command: missing fields are
 None, never an error."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _CONTROLS = dict.fromkeys((*range(32), *range(127, 160)), " ")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`at` follows names: answer.at("requests").number("running")."""
+    """A JSON value; `at` follows names: answer.at("requests").number("running")."""
 
     content: Any
 
@@ -36,11 +36,11 @@ class Answer:
         return float(content) if is_number else None
 
     def text(self, *names: str) -> str | None:
-        """Without what could steer the terminal."""
+        """Returns the text without characters that could steer the terminal."""
         content = self.at(*names).content
         return content.translate(_CONTROLS) if isinstance(content, str) else None
 
     def numbers(self, *names: str) -> list[float]:
-        """Of a list; what is no number in it is left out."""
+        """Returns the numbers of a list and skips other items."""
         found = [item.number() for item in self.at(*names).items]
         return [number for number in found if number is not None]

@@ -1,4 +1,4 @@
-"""Whose certificates the commands believe that ask a server, and what they say when it is none."""
+"""Which TLS certificates the client commands trust, and the message when there is no connection."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ _UNVERIFIED = "CERTIFICATE_VERIFY_FAILED"  # OpenSSL's name, which httpx passes 
 
 
 def trusted() -> ssl.SSLContext:
-    """The usual authorities, or those of SSL_CERT_FILE and SSL_CERT_DIR: also on the way to this
-    machine, where the rest of the environment (proxies) does not count. Raises ConfigError."""
+    """Returns the usual certificate authorities, or those of SSL_CERT_FILE and SSL_CERT_DIR.
+
+    These variables apply also to servers on this machine, for which the rest of the environment
+    (proxies) is ignored. Raises ConfigError.
+    """
     try:
         return httpx.create_ssl_context(trust_env=True)
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # ssl.SSLError is an OSError
         reason = error.strerror or str(error)
         raise ConfigError(
             f"the authorities of SSL_CERT_FILE or SSL_CERT_DIR cannot be read: {reason}."
@@ -24,12 +27,12 @@ def trusted() -> ssl.SSLContext:
 
 
 def is_distrust(error: Exception) -> bool:
-    """Somebody answers, with a certificate that nobody here knows."""
+    """Whether the server answered with a certificate that this machine does not trust."""
     return _UNVERIFIED in str(error)
 
 
 def no_connection(url: str, error: Exception) -> str:
-    """One sentence: why there is none."""
+    """Returns one sentence with the reason why there is no connection."""
     if is_distrust(error):
         return (
             f"the certificate of {url} is not trusted here: set SSL_CERT_FILE to a file (PEM) of "

@@ -1,4 +1,4 @@
-"""`moe-serve doctor`: what this machine has, why each backend is on or off, what is in the way."""
+"""`moe-serve doctor`: checks this machine and explains why each backend is on or off."""
 
 from __future__ import annotations
 
@@ -25,16 +25,25 @@ _STYLES: Mapping[CheckState, str] = {"ok": "green", "warning": "yellow", "proble
 
 def doctor(
     model: Annotated[
-        str | None, typer.Option(help="Also look at this model: its files, and its memory.")
+        str | None,
+        typer.Option(
+            help="Folder of a checkpoint whose files and memory needs are checked too. "
+            "Default: no model is checked."
+        ),
     ] = None,
     config_file: Annotated[
-        Path | None, typer.Option("--config", help="YAML file, as for serve.")
+        Path | None,
+        typer.Option(
+            "--config", help="YAML file with the configuration; configs/serve.yaml lists every key."
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON, for scripts.")
+    ] = False,
 ) -> None:
-    """Say what this machine has, why each backend is on or off, and what is in the way.
+    """Check this machine: hardware, why each backend is on or off, and what prevents serving.
 
-    Exit code 1: something that a server needs is missing.
+    The exit code is 1 if something that a server needs is missing.
     """
     flags = {} if model is None else {"model.path": model}
     config = load_config(flags=flags, environ=os.environ, file=config_file).config

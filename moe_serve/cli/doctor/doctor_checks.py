@@ -1,4 +1,4 @@
-"""What `doctor` makes of what it found: fine, worth a look, or in the way of a server."""
+"""Judges the findings of `doctor`: fine, a warning, or a problem that prevents serving."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _USEFUL = {"llguidance": "structured output", "native kernels": "fast CPU kernel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """`text` is one sentence; of a problem or a warning it says what to do."""
+    """One result. `text` is one sentence; for a problem or a warning it says what to do."""
 
     name: str
     state: CheckState
@@ -106,5 +106,5 @@ def _clock(clock: Mapping[str, Fact]) -> Check:
             "the kernel says that the time is not synchronised: logs of several hosts may differ."
         )
         return Check(name="clock", state="warning", text=text)
-    known = "synchronised" if clock["synchronised"] else "nobody knows whether synchronised"
+    known = "synchronised" if clock["synchronised"] else "it is unknown whether it is synchronised"
     return Check(name="clock", state="ok", text=f"{clock['utc']} UTC, {known}")

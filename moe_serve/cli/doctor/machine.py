@@ -1,7 +1,7 @@
-"""What this machine has, as far as moe-serve cares, and why each backend is on or off.
+"""Collects facts about this machine, and why each backend is on or off.
 
-Only looks: changes no setting, and imports neither triton nor deepspeed (their versions come from
-the package metadata).
+It changes no setting, and imports neither triton nor deepspeed: their versions come from the
+package metadata.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moe_serve.errors import ConfigError
 CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 ARM_FLAGS = ("asimd", "sve", "bf16", "i8mm")
 CGROUPS = Path("/sys/fs/cgroup")
-_PACKAGES = (  # what it is called, its package, what brings it
+_PACKAGES = (  # (label, package, extra that installs it)
     ("deepspeed", "deepspeed", "moe-serve[deepspeed]"),
     ("llguidance", "llguidance", "llguidance>=1.9,<2"),
     ("opentelemetry", "opentelemetry-exporter-otlp-proto-http", "moe-serve[otel]"),
@@ -35,7 +35,7 @@ _PACKAGES = (  # what it is called, its package, what brings it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """One optional part: whether it can be used here, and why (not)."""
+    """One optional part: whether it can be used here, and the reason."""
 
     name: str
     is_on: bool
@@ -51,7 +51,7 @@ class MachineReport:
 
 
 def look_at_machine(host: str = "127.0.0.1", port: int = 8000) -> MachineReport:
-    """`host` and `port`: where a server would listen."""
+    """Collects the report. `host` and `port` are the address a server would listen on."""
     sections: dict[str, Mapping[str, Fact]] = {
         "system": _system(),
         "cpu": _cpu(),
@@ -182,7 +182,7 @@ def _cpu_backends(torch: Any) -> list[Backend]:
 
 
 def _native_backend() -> Backend:
-    """Builds the compiled kernels if no one has yet: seconds."""
+    """Checks the compiled kernels, and builds them if necessary, which takes seconds."""
     from moe_kernels.cpu.cpu_library import cache_folder, load_cpu_library
 
     library = load_cpu_library()

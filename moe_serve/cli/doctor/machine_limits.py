@@ -1,4 +1,5 @@
-"""What the system allows a server: descriptors, processes, shared memory, a port, a clock."""
+"""System limits that concern a server: descriptors, processes, shared memory, a port and the
+clock."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from pathlib import Path
 Fact = str | int | float | bool | None | list[str]
 SHARED_MEMORY = Path("/dev/shm")
 CLOCK_SOURCE = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
-_TIME_ERROR = 5  # what adjtimex answers while the clock is not synchronised
+_TIME_ERROR = 5  # result of adjtimex while the clock is not synchronised
 _TIMEX_BYTES = 1024  # more than the structure has anywhere
 
 
 def limits() -> Mapping[str, Fact]:
-    """Of this process and its children. None: no limit."""
+    """Returns the limits of this process and its children; None means no limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -34,7 +35,7 @@ def limits() -> Mapping[str, Fact]:
 
 
 def network(host: str, port: int) -> Mapping[str, Fact]:
-    """Whether the server could listen where it is configured to."""
+    """Checks that the server could listen at its configured address."""
     return {
         "host_name": socket.gethostname(),
         "listen": f"{host}:{port}",
@@ -43,7 +44,8 @@ def network(host: str, port: int) -> Mapping[str, Fact]:
 
 
 def clock() -> Mapping[str, Fact]:
-    """Deadlines of a cluster are of the monotonic clock; certificates and logs need the time."""
+    """Checks the clocks: cluster deadlines use the monotonic clock, certificates and logs need the
+    time of day."""
     source = None
     with contextlib.suppress(OSError):
         source = CLOCK_SOURCE.read_text("utf-8").strip()
@@ -59,7 +61,7 @@ def _bound(value: int) -> int | None:
 
 
 def _shared_memory() -> Mapping[str, Fact]:
-    """Where attention and expert ranks of one host put their frames."""
+    """Checks the memory in which attention and expert ranks of one host exchange rows."""
     try:
         usage = shutil.disk_usage(SHARED_MEMORY)
     except OSError:
@@ -86,7 +88,7 @@ def _port(host: str, port: int) -> str:
 
 
 def _is_synchronised() -> bool | None:
-    """As the kernel says; None where it cannot be asked."""
+    """Whether the kernel reports a synchronised clock; None if that cannot be read."""
     with contextlib.suppress(OSError, AttributeError):
         answer = int(ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES)))
         return None if answer < 0 else answer != _TIME_ERROR

@@ -1,6 +1,6 @@
-"""Whether a folder holds a model that can be served here: its files, and the memory it needs.
+"""Checks that a folder holds a model that can be served here: its files, and the memory it needs.
 
-Imports torch, so `doctor` imports this module only when it is asked for a model. Reads headers, no
+This module imports torch, so `doctor` imports it only if a model is given. It reads headers but no
 weights.
 """
 
@@ -23,7 +23,7 @@ from moe_serve.planning.plan_memory import plan_memory
 from moe_serve.text.chat_template import ChatTemplate
 from moe_serve.text.tokenizer import Tokenizer
 
-_TIGHT = 0.9  # of what is free: more than that is worth a warning
+_TIGHT = 0.9  # share of free memory; above it a warning is shown
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,8 @@ class ModelReport:
 
 
 def check_model(config: EngineConfig) -> ModelReport:
-    """Never raises what is wrong with the folder: it is a check that says so."""
+    """Returns facts and checks of a model. Faults of the folder become checks and are never
+    raised."""
     try:
         folder = model_folder(config.model)
     except MoeServeError as error:
@@ -79,7 +80,7 @@ def _texts(folder: Path) -> list[Check]:
 
 
 def _memory(config: EngineConfig) -> Check:
-    """The plan that a server makes before it loads anything, ranks included."""
+    """Returns the memory plan that a server makes before it loads anything, ranks included."""
     try:
         plan = plan_memory(config)
         plan.check()

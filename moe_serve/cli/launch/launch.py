@@ -1,4 +1,5 @@
-"""`moe-serve launch`: attention and expert ranks on many nodes, by the same command on each."""
+"""`moe-serve launch`: serves with attention and expert ranks on many nodes, by the same command on
+each."""
 
 from __future__ import annotations
 
@@ -48,58 +49,109 @@ NODES, START, EMIT = "Nodes", "Start from here", "Emit files"
 
 Cluster = Annotated[
     Path | None,
-    typer.Option(help="YAML file of nodes and ranks, see configs/clusters.", rich_help_panel=NODES),
+    typer.Option(
+        help="YAML file that names the nodes and the ranks on each; examples are in "
+        "configs/clusters. Default: ranks are spread evenly over the nodes.",
+        rich_help_panel=NODES,
+    ),
 ]
 NodeRank = Annotated[
     int | None,
     typer.Option(
-        help="Number of this node, from 0. Default: from torchrun, Slurm, Kubernetes, DeepSpeed.",
+        help="Number of this node, counted from 0. Default: detected from torchrun, Slurm,"
+        " Kubernetes or DeepSpeed.",
         rich_help_panel=NODES,
     ),
 ]
 NumNodes = Annotated[
-    int | None, typer.Option(help="Number of nodes; found likewise.", rich_help_panel=NODES)
+    int | None,
+    typer.Option(
+        help="Number of nodes. Default: detected in the same way as --node-rank.",
+        rich_help_panel=NODES,
+    ),
 ]
 Coordinator = Annotated[
     str | None,
-    typer.Option(help="HOST:PORT of node 0; found likewise.", rich_help_panel=NODES),
+    typer.Option(
+        help="Address of node 0 as HOST:PORT. Default: detected in the same way as --node-rank.",
+        rich_help_panel=NODES,
+    ),
 ]
 SecretFile = Annotated[
     Path | None,
     typer.Option(
-        help="File with the cluster's secret. Default: MOE_SERVE_CLUSTER_SECRET.",
+        help="File with the secret that all nodes share. Default: the environment variable"
+        " MOE_SERVE_CLUSTER_SECRET.",
         rich_help_panel=NODES,
     ),
 ]
 Hostfile = Annotated[
     Path | None,
-    typer.Option(help="Start it on all these hosts: `host slots=4`.", rich_help_panel=START),
+    typer.Option(
+        help="Start the nodes from this machine, on all hosts in this file: one host per "
+        "line, such as `node-a slots=4`, where slots is the largest number of ranks "
+        "on the host.",
+        rich_help_panel=START,
+    ),
 ]
 LauncherName = Annotated[
-    Launcher, typer.Option(help="How hosts are reached.", rich_help_panel=START)
+    Launcher,
+    typer.Option(
+        help="Program that starts the nodes of --hostfile on their hosts.", rich_help_panel=START
+    ),
 ]
 Emit = Annotated[
     EmitKind | None,
-    typer.Option("--emit", help="Print files for this, and leave.", rich_help_panel=EMIT),
+    typer.Option(
+        "--emit",
+        help="Print the files that start this launch on the given system, and exit.",
+        rich_help_panel=EMIT,
+    ),
 ]
 Out = Annotated[
-    Path | None, typer.Option(help="Write them into this folder.", rich_help_panel=EMIT)
+    Path | None,
+    typer.Option(
+        help="Folder to write the files of --emit into. Default: they are printed.",
+        rich_help_panel=EMIT,
+    ),
 ]
 Name = Annotated[
-    str | None, typer.Option(help="What the deployment is called.", rich_help_panel=EMIT)
+    str | None,
+    typer.Option(
+        help="Name of the deployment in the files of --emit. Default: the name in "
+        "--cluster, else moe-serve.",
+        rich_help_panel=EMIT,
+    ),
 ]
-Kind = Annotated[KubernetesKind, typer.Option(help="For Kubernetes.", rich_help_panel=EMIT)]
+Kind = Annotated[
+    KubernetesKind,
+    typer.Option(
+        help="Kind of Kubernetes object that --emit kubernetes writes.", rich_help_panel=EMIT
+    ),
+]
 Image = Annotated[
     str | None,
-    typer.Option(help="Container image. Default: ours of this version.", rich_help_panel=EMIT),
+    typer.Option(
+        help="Container image in the files of --emit kubernetes. Default: the moe-serve "
+        "image of this version.",
+        rich_help_panel=EMIT,
+    ),
 ]
 ModelClaim = Annotated[
     str | None,
-    typer.Option(help="PersistentVolumeClaim with the model.", rich_help_panel=EMIT),
+    typer.Option(
+        help="Name of the Kubernetes PersistentVolumeClaim that holds the model, for "
+        "--emit kubernetes. Default: none.",
+        rich_help_panel=EMIT,
+    ),
 ]
 ApiKeyFile = Annotated[
     list[str] | None,
-    typer.Option(help="@FILE of keys to ask for, on node 0. Repeatable.", rich_help_panel="HTTP"),
+    typer.Option(
+        help="@FILE with the API keys that clients must send, one per line; the file is "
+        "read on node 0. May be given more than once. Default: no key is required.",
+        rich_help_panel="HTTP",
+    ),
 ]
 
 
@@ -150,7 +202,7 @@ def launch(
 ) -> None:
     """Serve a model on many nodes: run the same command on each.
 
-    Node 0 serves HTTP and coordinates; the others start the ranks that it asks for.
+    Node 0 serves HTTP and coordinates. The other nodes start the ranks that node 0 asks for.
     """
     begin_log({} if log_format is None else {"log.format": log_format}, os.environ, config_file)
     request = launch_request(context.params)
@@ -159,7 +211,7 @@ def launch(
     elif request.hostfile is not None:
         raise typer.Exit(run_from_here(request, os.environ))
     else:
-        # Only now what is heavy: `--help` and a typing error must answer at once.
+        # Imported late, as it is slow: `--help` and typing errors must answer at once.
         from moe_serve.cli.launch.launch_node import run_node
 
         run_node(request, os.environ, has_to_print=print_config)

@@ -1,4 +1,4 @@
-"""`moe-serve launch --emit`: the files that start a launch, printed or written."""
+"""`moe-serve launch --emit`: prints or writes the files that start a launch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _EXECUTABLE = (".sh", ".sbatch")
 
 
 def emit(request: LaunchRequest, environ: Mapping[str, str]) -> None:
-    """Print the files, or write them to --out and name them."""
+    """Prints the files, or writes them to --out and prints their names."""
     if request.out is not None:
         refuse_a_file(request.out)
     files = emitted_files(request, request.load(environ))
@@ -41,12 +41,12 @@ def emit(request: LaunchRequest, environ: Mapping[str, str]) -> None:
 
 
 def emitted_files(request: LaunchRequest, loaded: LoadedConfig) -> Mapping[str, str]:
-    """{file name: text}; raises ConfigError."""
+    """Returns {file name: text}. Raises ConfigError."""
     num_nodes = request.node.num_nodes
     if num_nodes is None and request.cluster is not None:
         num_nodes = len(request.cluster.nodes)
     if num_nodes is None:
-        raise ConfigError("say how many nodes the files are for: --num-nodes, or --cluster.")
+        raise ConfigError("give the number of nodes: --num-nodes or --cluster.")
     layout = request.layout(loaded, num_nodes)
     kind = request.emit_kind
     if kind in ("slurm", "kubernetes"):
@@ -88,8 +88,11 @@ def _probe_scheme(server: ServerConfig) -> Literal["HTTP", "HTTPS"] | None:
 def _placed_by_others(
     request: LaunchRequest, loaded: LoadedConfig, layout: NodeLayout
 ) -> Deployment:
-    """Where nodes are chosen by somebody else, a cluster file's names and addresses mean nothing:
-    its settings become variables, and its layout must be the one that every node derives."""
+    """Returns the deployment for a system that chooses the nodes itself.
+
+    Names and addresses of a cluster file mean nothing there: its settings become variables, and its
+    layout must be the one that every node derives.
+    """
     counts = loaded.config.engine.cluster
     even = fill_nodes(counts.attention_ranks, counts.expert_ranks, layout.num_nodes)
     if layout != even:
@@ -111,7 +114,8 @@ def _placed_by_others(
 
 
 def _for_pods(deployment: Deployment, loaded: LoadedConfig) -> Deployment:
-    """A pod is reached by its address, not by its loopback; its secret is a variable."""
+    """Adapts a deployment to pods, which are reached by address instead of loopback; the secret is
+    a variable."""
     flags = deployment.command.serve_flags
     if loaded.config.server.host == "127.0.0.1":
         flags = (*flags, "--host", _EVERYWHERE)
@@ -120,7 +124,8 @@ def _for_pods(deployment: Deployment, loaded: LoadedConfig) -> Deployment:
 
 
 def _variables(settings: Mapping[str, object]) -> dict[str, str]:
-    """{"server.port": 8001} is {"MOE_SERVE_SERVER_PORT": "8001"}."""
+    """Returns settings as variables: {"server.port": 8001} becomes {"MOE_SERVE_SERVER_PORT":
+    "8001"}."""
     keys = {key.path: key for key in config_keys()}
     return {variable_name(keys[path]): _text(value) for path, value in settings.items()}
 

@@ -1,4 +1,4 @@
-"""`moe-serve launch --hostfile`: starts the same command on every host of a file, from here."""
+"""`moe-serve launch --hostfile`: starts the same command on every host of a file."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from moe_serve.errors import ConfigError
 
 
 def run_from_here(request: LaunchRequest, environ: Mapping[str, str]) -> int:
-    """The exit code of the first host that fails; raises ConfigError before anything starts."""
-    assert request.hostfile is not None, "somebody asked for a hostfile"
+    """Runs the hosts and returns the exit code of the first that fails. Raises ConfigError before
+    anything starts."""
+    assert request.hostfile is not None, "run_from_here needs a hostfile"
     hosts = read_hostfile(request.hostfile)
     if request.node.node_rank is not None or request.node.num_nodes not in (None, len(hosts)):
         raise ConfigError(

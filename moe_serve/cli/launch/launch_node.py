@@ -1,4 +1,4 @@
-"""One node of a launch: node 0 serves and coordinates, the others run an agent."""
+"""Runs one node of a launch: node 0 serves and coordinates, the others run an agent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from moe_serve.errors import ConfigError
 def run_node(
     request: LaunchRequest, environ: MutableMapping[str, str], *, has_to_print: bool
 ) -> None:
-    """Until the launch ends; raises ConfigError, ClusterError, EngineDeadError."""
+    """Runs a node until the launch ends. Raises ConfigError, ClusterError, EngineDeadError."""
     loaded = request.load(environ)
     node = this_node(request, environ)
     layout = request.layout(loaded, node.num_nodes)
@@ -47,10 +47,12 @@ def run_node(
         typer.echo(loaded.to_yaml(), nl=False)
         return
     if is_spare_copy(environ):
-        typer.echo(f"node {node.node_rank}: one process of a node is enough, this one leaves")
+        typer.echo(f"node {node.node_rank}: one process per node is enough, so this one exits")
         return
     set_up_logs(loaded.config.log)
-    logging.getLogger("moe_serve.cluster.launch").setLevel(logging.INFO)  # who came, who left
+    logging.getLogger("moe_serve.cluster.launch").setLevel(
+        logging.INFO
+    )  # nodes that joined or left
     secret = find_secret(request, environ, node)
     if node.node_rank == 0:
         _run_node_0(request, loaded, node, layout, secret)
@@ -70,7 +72,8 @@ def this_node(request: LaunchRequest, environ: Mapping[str, str]) -> NodeEnviron
 def find_secret(
     request: LaunchRequest, environ: MutableMapping[str, str], node: NodeEnvironment
 ) -> ClusterSecret:
-    """The same on every node. It goes into our environment, where the engine looks for it."""
+    """Returns the secret that all nodes share, and puts it into the environment, where the engine
+    reads it."""
     if request.secret_file is not None:
         environ[CLUSTER_SECRET_VARIABLE] = f"@{request.secret_file}"
     secret = read_secret(environ)
@@ -87,8 +90,8 @@ def find_secret(
 def run_agent(
     config: Config, node: NodeEnvironment, secret: ClusterSecret, environ: Mapping[str, str]
 ) -> None:
-    """Until node 0 dismisses us or stays lost, or a signal comes and it has had its time to
-    drain."""
+    """Runs the agent until node 0 dismisses it or stays lost, or until a signal arrives and the
+    time to drain has passed."""
     cluster = config.engine.cluster
 
     def find(timeout_s: float) -> Channel[AgentMessage]:
@@ -121,7 +124,7 @@ def _run_node_0(
     config = config_of_node_0(loaded.config, layout, host)
 
     def make_starter(host: str, port: int, secret: ClusterSecret, num_threads: int) -> RankStarter:
-        """Take agents in, and wait for them: the engine starts ranks when all are there."""
+        """Accepts the agents and waits for them: the engine starts ranks once all have arrived."""
         ranks = NodeRanks(host, secret, os.environ)
         starter = NodeStarter(layout, ranks, devices=request.devices(), num_threads=num_threads)
         starter.use_coordinator(Endpoint(host, port))
@@ -144,7 +147,8 @@ def _run_node_0(
 
 
 def config_of_node_0(config: Config, layout: NodeLayout, host: str) -> Config:
-    """Ranks and coordinator listen at `host`, and share a node's cores; nodes are alike."""
+    """Returns the configuration for node 0: ranks and coordinator listen at `host` and share a
+    node's cores, as all nodes are alike."""
     most = max(len(ranks) for ranks in layout.nodes)
     threads = config.engine.model.num_threads or max(1, (os.cpu_count() or 1) // most)
     engine = replace(

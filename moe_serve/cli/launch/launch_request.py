@@ -1,4 +1,4 @@
-"""What `moe-serve launch` was asked for, and what follows from it on every node alike."""
+"""The options of `moe-serve launch`, and the settings that every node derives from them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Launcher = Literal["ssh", "deepspeed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRequest:
-    """The command line, checked as far as it can be without knowing the node."""
+    """The command line, checked as far as possible without knowing the node."""
 
     command: LaunchCommand
     cluster: ClusterFile | None
@@ -41,7 +41,8 @@ class LaunchRequest:
     model_claim: str | None
 
     def load(self, environ: Mapping[str, str]) -> LoadedConfig:
-        """The configuration: flags, environment, cluster file, YAML file; raises ConfigError."""
+        """Loads the configuration from flags, environment, cluster file and YAML file. Raises
+        ConfigError."""
         ranks = {
             "model.path": self.command.model,
             "cluster.attention_ranks": self.command.attention_ranks,
@@ -72,12 +73,12 @@ class LaunchRequest:
         if placed != (counts.attention_ranks, counts.expert_ranks):
             raise ConfigError(
                 f"{self.command.cluster_file} places {placed[0]} attention and {placed[1]} expert "
-                f"ranks, but {counts.attention_ranks} and {counts.expert_ranks} are asked for."
+                f"ranks, but {counts.attention_ranks} and {counts.expert_ranks} are requested."
             )
         return layout
 
     def devices(self) -> dict[RankName, int]:
-        """The accelerator of each rank that the cluster file gives one."""
+        """Returns the accelerator of each rank to which the cluster file gives one."""
         nodes = () if self.cluster is None else self.cluster.nodes
         return {
             rank: device
@@ -87,7 +88,7 @@ class LaunchRequest:
 
 
 def launch_request(parameters: Mapping[str, Any]) -> LaunchRequest:
-    """From the parameters of `launch` by name; raises ConfigError."""
+    """Builds the request from the parameters of `launch` by name. Raises ConfigError."""
     path: Path | None = parameters["cluster"]
     cluster = None if path is None else read_cluster_file(path)
     keys = list(parameters["api_key"] or ())
@@ -130,7 +131,7 @@ def launch_request(parameters: Mapping[str, Any]) -> LaunchRequest:
 
 
 def _as_flags(given: Mapping[str, Any], config_file: Path | None) -> tuple[str, ...]:
-    """{"num_pages": 9} is ("--num-pages", "9")."""
+    """Turns settings into flags: {"num_pages": 9} becomes ("--num-pages", "9")."""
     words: list[str] = []
     for name, value in given.items():
         for item in value if isinstance(value, list) else [value]:

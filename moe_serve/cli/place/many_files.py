@@ -12,7 +12,8 @@ _FLAGS = ("--trace", "--load", "--plan")
 
 
 def spread(arguments: Sequence[str]) -> list[str]:
-    """["--load", "a", "b", "--out", "c"] as ["--load", "a", "--load", "b", "--out", "c"]."""
+    """Repeats the flag for each file: ["--load", "a", "b", "--out", "c"] becomes ["--load", "a",
+    "--load", "b", "--out", "c"]."""
     found, flag = list[str](), ""
     for argument in arguments:
         if argument.startswith("-"):
@@ -24,14 +25,15 @@ def spread(arguments: Sequence[str]) -> list[str]:
 
 
 class ManyFilesCommand(TyperCommand):
-    """A command with such options."""
+    """A command with options that take several files."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, spread(args))
 
 
 class ManyFilesGroup(TyperGroup):
-    """A group with such options of its own. Its commands are named first, before any option."""
+    """A command group whose own options take several files. Its subcommands are named before any
+    option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         is_own = not args or args[0].startswith("-")

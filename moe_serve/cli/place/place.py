@@ -1,4 +1,4 @@
-"""`moe-serve place`: which expert on which device, planned, compared, shown and checked."""
+"""`moe-serve place`: plans, compares, shows and checks placements of experts on devices."""
 
 from __future__ import annotations
 
@@ -76,30 +76,56 @@ def plan(
     balance: BalanceBy = "tokens",
     batch_size: BatchSize = 64,
     objective: Annotated[
-        Objective, typer.Option(help="Even loads; or few nodes of a token, from a trace.")
+        Objective,
+        typer.Option(
+            help="Goal: balance (even loads), or fan-out (a token's experts on few nodes; "
+            "needs --trace)."
+        ),
     ] = "balance",
     slack: Annotated[
-        float, typer.Option(min=0.0, help="What fan-out may cost: of the largest load.")
+        float,
+        typer.Option(
+            min=0.0,
+            help="Increase of the largest load that --objective fan-out may cost, as a share: "
+            "0.03 is 3%.",
+        ),
     ] = 0.03,
-    solver: Annotated[Solver, typer.Option(help="ilp proves more, and takes longer.")] = "search",
+    solver: Annotated[
+        Solver,
+        typer.Option(
+            help="Method: search; ilp (tighter bounds, takes longer); or a reference, linear, "
+            "round-robin, eplb or eplb-hierarchical (references balance slots only)."
+        ),
+    ] = "search",
     seconds: Seconds = None,
     out: Annotated[
-        Path | None, typer.Option(help="The plan, as `moe-serve serve --placement` reads it.")
+        Path | None,
+        typer.Option(
+            help="JSON file for the plan; `moe-serve serve --placement` reads it. Default: the"
+            " plan is not written."
+        ),
     ] = None,
     export: Annotated[
         tuple[str, Path] | None,
         typer.Option(
-            metavar="FORMAT FILE", help="Also for sglang, vllm, trtllm, ascend, or as csv."
+            metavar="FORMAT FILE",
+            help="Also write the plan in another format: sglang, vllm, trtllm, ascend or csv.",
         ),
     ] = None,
     as_json: JsonFile = None,
     is_quick: Annotated[
-        bool, typer.Option("--quick", help="No held-out loads, no other numbers of replicas.")
+        bool,
+        typer.Option(
+            "--quick",
+            help="Skip the evaluation on held-out scenarios, the plans with other numbers of "
+            "replicas and the plan of EPLB.",
+        ),
     ] = False,
 ) -> None:
-    """Plan which expert lies on which device, with replicas, from recorded loads.
+    """Plan which devices hold each expert and its replicas, from recorded loads.
 
-    A proven bound stands beside every plan. Ctrl-C ends with the best so far.
+    Every plan is reported with a proven bound on the best possible one. Ctrl-C ends the search with
+    the best plan found so far.
     """
     if context.invoked_subcommand is not None:
         return
@@ -111,14 +137,16 @@ def plan(
 
 
 def _read(parameters: Mapping[str, Any]) -> tuple[PlanOrder, Posed]:
-    """Ctrl-C meanwhile leaves nothing to write."""
+    """Reads the inputs. Ctrl-C during that ends the command, as there is not a plan to write."""
     try:
         from moe_serve.cli.place.place_plan import PlanOrder, pose
 
         order = PlanOrder.of(parameters)
         return order, pose(order)
     except KeyboardInterrupt:
-        typer.echo("\ninterrupted while reading: nothing is planned yet, nothing written", err=True)
+        typer.echo(
+            "\ninterrupted while reading: no plan was made and nothing was written", err=True
+        )
         raise typer.Exit(_EXIT_INTERRUPTED) from None
 
 
@@ -143,12 +171,16 @@ def compare(
     batch_size: BatchSize = 64,
     plan: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE...", help="Judge these plans, in any format, too."),
+        typer.Option(
+            metavar="FILE...",
+            help="Plans in any known format to include in the comparison. Several files may "
+            "follow one flag.",
+        ),
     ] = None,
     seconds: Seconds = None,
     as_json: JsonFile = None,
 ) -> None:
-    """All references beside the plan: the same figures, on the same loads."""
+    """Compare the planned placement with all reference methods on the same loads."""
     from moe_serve.cli.place.place_compare import run_compare
 
     if not run_compare(context.params):
@@ -158,7 +190,7 @@ def compare(
 @place.command(cls=ManyFilesCommand)
 def show(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(help="A plan in any format.")],
+    file: Annotated[Path, typer.Argument(help="Plan in any known format.")],
     trace: Traces = None,
     load: Loads = None,
     windows: Windows = 1,
@@ -173,15 +205,18 @@ def show(
     num_nodes: NumNodes = None,
     before: Annotated[
         Path | None,
-        typer.Option(help="The plan that it replaces.", show_default="equal runs of experts"),
+        typer.Option(help="Plan that it replaces.", show_default="equal runs of experts"),
     ] = None,
     batch_size: BatchSize = 64,
     heatmap: Annotated[
-        Path | None, typer.Option(help="Draw devices and layers, before and after: *.png, *.html.")
+        Path | None,
+        typer.Option(
+            help="File *.png or *.html for a heat map of devices and layers, before and after."
+        ),
     ] = None,
     as_json: JsonFile = None,
 ) -> None:
-    """A plan under loads: each device, and each layer's hottest."""
+    """Show the load of each device and the hottest expert of each layer under a plan."""
     from moe_serve.cli.place.place_show import run_show
 
     run_show(context.params)
@@ -190,7 +225,7 @@ def show(
 @place.command()
 def check(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(help="A plan in any format.")],
+    file: Annotated[Path, typer.Argument(help="Plan in any known format.")],
     model: Model = None,
     num_layers: NumLayers = None,
     dense_layers: DenseLayers = None,
@@ -200,8 +235,10 @@ def check(
     num_devices: NumDevices = None,
     num_nodes: NumNodes = None,
 ) -> None:
-    """Whether a plan fits a model and a cluster; exit code 1 if not, with why, and 2 if the file is
-    no plan."""
+    """Check that a plan fits a model and a cluster.
+
+    The exit code is 1 if it does not fit, with the reasons, and 2 if the file is not a plan.
+    """
     from moe_serve.cli.place.place_check import run_check
 
     if not run_check(context.params):

@@ -1,4 +1,4 @@
-"""`moe-serve place check`: whether a plan of any format fits a model and a cluster."""
+"""`moe-serve place check`: checks that a plan of any format fits a model and a cluster."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _NUM_SHOWN = 8
 
 
 def run_check(parameters: Mapping[str, Any]) -> bool:
-    """Prints what the plan is and what does not fit. Raises ConfigError where a file cannot be
-    read, NotAPlanError where it is no plan."""
+    """Prints a summary of the plan and every misfit; returns whether it fits. Raises ConfigError if
+    a file cannot be read, NotAPlanError if it is not a plan."""
     path: Path = parameters["file"]
     order = device_order(parameters)
     order.check(is_needed=False)
@@ -52,7 +52,8 @@ def run_check(parameters: Mapping[str, Any]) -> bool:
 
 
 def _check_fits(placement: Placement, known: PlanFacts) -> None:
-    """What is not known is as the plan has it. Raises PlacementError."""
+    """Checks the plan against the known facts; unknown facts are taken from the plan. Raises
+    PlacementError."""
     is_whole = known.layers is not None and known.num_experts is not None
     placement.check_fits(
         tuple(placement.ranks_of) if known.layers is None else known.layers,
@@ -62,7 +63,7 @@ def _check_fits(placement: Placement, known: PlanFacts) -> None:
 
 
 def _faults(plan: EnginePlan, cluster: ClusterDevices | None, model: ModelFacts) -> list[str]:
-    """Slots and memory; the rest is told by who read the file."""
+    """Returns the faults in slots and memory; `read_plan` reports the others."""
     placement = plan.placement
     if cluster is None:
         return []
@@ -117,8 +118,8 @@ def _notes(
     counts = {int(count) for count in plan.copies_LED.sum(axis=1).ravel()}
     if len(counts) > 1:
         notes.append(
-            f"devices hold {min(counts)} to {max(counts)} copies of a layer: moe-serve takes that, "
-            "other engines want the same number everywhere."
+            f"devices hold {min(counts)} to {max(counts)} copies of a layer: moe-serve accepts "
+            "that, but other engines require the same number on every device."
         )
     if cluster is None:
         notes.append("no cluster was given: slots and memory were not checked.")
@@ -127,5 +128,7 @@ def _notes(
     if model.sparse is None:
         notes.append("no model was given: its layers and experts were not checked.")
     elif num_experts is None:
-        notes.append("how many experts a layer has was not checked: give --model or --num-experts.")
+        notes.append(
+            "the number of experts in a layer was not checked: give --model or --num-experts."
+        )
     return notes

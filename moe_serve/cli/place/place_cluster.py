@@ -1,4 +1,4 @@
-"""The devices that a plan may use: a cluster.yaml, or so many alike.
+"""The devices that a plan may use: a cluster.yaml, or a number of identical devices.
 
     name: eight-devices            # configs/placement/eight-devices.yaml
     nodes:
@@ -7,7 +7,7 @@
     gb_per_s_in_node: 100
     gb_per_s_between_nodes: 25
 
-The cluster file of `moe-serve launch` is read, too: its expert ranks are the devices.
+The cluster file of `moe-serve launch` is read too: its expert ranks are the devices.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _GIB, _GB = 2**30, 1e9
 
 
 class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One device. `slots`: copies of experts in a layer; left out: all in equal parts."""
+    """One device. `slots` is the number of expert copies in a layer; without it slots are shared
+    out evenly."""
 
     slots: int | None = None
     speed: float = 1.0
@@ -39,7 +40,8 @@ class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class NodeEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One node: its devices, or how many alike, which then have what stands beside."""
+    """One node. `devices` is a list of devices, or a number of identical ones that have the node's
+    other values."""
 
     devices: Annotated[int, msgspec.Meta(ge=1, le=MAX_DEVICES)] | tuple[DeviceEntry, ...]
     name: str = ""
@@ -66,7 +68,7 @@ class PlacementCluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterDevices:
-    """Devices by node, before it is said how many copies each takes."""
+    """Devices by node, before the number of copies on each is known."""
 
     entries: tuple[DeviceEntry, ...]
     nodes: tuple[int, ...]  # of each device
@@ -75,7 +77,7 @@ class ClusterDevices:
     gb_per_s_between_nodes: float = 25.0
 
     def with_slots(self, slots: Sequence[int]) -> Devices:
-        """Raises PlacementError."""
+        """Returns the devices with these slots. Raises PlacementError."""
         return Devices(
             devices=tuple(
                 Device(
@@ -93,7 +95,8 @@ class ClusterDevices:
         )
 
     def slots(self, num_experts: int, num_replicas: int | None) -> list[int]:
-        """As stated, or the experts and their replicas in equal parts. Raises ConfigError."""
+        """Returns the stated slots, or the experts and their replicas in equal parts. Raises
+        ConfigError."""
         stated = [entry.slots for entry in self.entries if entry.slots is not None]
         if not stated:
             each = _even_slots(num_experts, num_replicas or 0, len(self.entries))
@@ -101,7 +104,7 @@ class ClusterDevices:
         if len(stated) < len(self.entries):
             raise ConfigError(
                 f"{self.source}: {len(stated)} of {len(self.entries)} devices state their slots: "
-                "all do, or none."
+                "give the slots of all devices or of none."
             )
         if num_replicas is not None and sum(stated) != num_experts + num_replicas:
             raise ConfigError(
@@ -114,7 +117,7 @@ class ClusterDevices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceOrder:
-    """What the command line says of devices."""
+    """The options of the command line about devices."""
 
     cluster: Path | None
     num_devices: int | None
@@ -122,27 +125,27 @@ class DeviceOrder:
     num_replicas: int | None
 
     def check(self, *, is_needed: bool) -> None:
-        """Raises ConfigError, before any load is read."""
+        """Checks the options before any load is read. Raises ConfigError."""
         if self.cluster is not None and self.num_devices is not None:
-            raise ConfigError("give --cluster FILE or --devices N, one of the two.")
+            raise ConfigError("give either --cluster FILE or --devices N, not both.")
         if is_needed and self.cluster is None and self.num_devices is None:
-            raise ConfigError("give --cluster FILE or --devices N: a plan is for some devices.")
+            raise ConfigError("give --cluster FILE or --devices N: a plan needs devices.")
         if self.num_nodes is not None and self.num_devices is None:
-            raise ConfigError("--nodes belongs to --devices; a cluster file says its nodes.")
+            raise ConfigError("--nodes belongs to --devices; a cluster file states its own nodes.")
 
     def read(self) -> ClusterDevices | None:
-        """None: nothing was said. Raises ConfigError."""
+        """Returns the devices; None if no option names any. Raises ConfigError."""
         if self.cluster is not None:
             return _devices_of(_read(self.cluster), str(self.cluster))
         return None if self.num_devices is None else self.alike(self.num_devices)
 
     def alike(self, num_devices: int) -> ClusterDevices:
-        """So many, in runs of one node."""
+        """Returns `num_devices` identical devices, in equal runs per node."""
         num_nodes = self.num_nodes or 1
         if num_devices % num_nodes:
             raise ConfigError(
-                f"{num_devices} devices do not stand on {num_nodes} nodes evenly: write a cluster "
-                "file."
+                f"{num_devices} devices do not divide evenly over {num_nodes} nodes: write "
+                "a cluster file."
             )
         per_node = num_devices // num_nodes
         return ClusterDevices(
@@ -155,7 +158,9 @@ class DeviceOrder:
 def _devices_of(cluster: PlacementCluster, source: str) -> ClusterDevices:
     nodes = [node.entries for node in cluster.nodes]
     if not nodes or not all(nodes):
-        raise ConfigError(f"{source}: each node has a device at least, and there is a node.")
+        raise ConfigError(
+            f"{source}: it must have at least one node, and each node at least one device."
+        )
     for memory_gib in (entry.memory_gib for node in nodes for entry in node):
         if memory_gib is not None and not 0 < memory_gib < float("inf"):
             raise ConfigError(
@@ -171,10 +176,13 @@ def _devices_of(cluster: PlacementCluster, source: str) -> ClusterDevices:
 
 
 def _even_slots(num_experts: int, num_replicas: int, num_devices: int) -> int:
-    """All of a layer, or who asked hears which numbers of replicas divide."""
+    """Returns equal slots for all copies of a layer. If they do not divide, the error lists numbers
+    of replicas that do."""
     num_slots = num_experts + num_replicas
     if num_devices < 1 or num_replicas < 0:
-        raise ConfigError(f"{num_devices} devices with {num_replicas} replicas are none.")
+        raise ConfigError(
+            f"there must be at least 1 device and 0 replicas, got {num_devices} and {num_replicas}."
+        )
     rest = num_slots % num_devices
     if rest:
         fits = (num_replicas - rest, num_replicas - rest + num_devices)
@@ -189,7 +197,7 @@ def _even_slots(num_experts: int, num_replicas: int, num_devices: int) -> int:
 
 
 def _read(path: Path) -> PlacementCluster:
-    """Raises ConfigError."""
+    """Reads a cluster file. Raises ConfigError."""
     root = None
     try:
         text = regular_file(path).read_text("utf-8")
@@ -210,7 +218,8 @@ def _read(path: Path) -> PlacementCluster:
 
 
 def _launched(text: str, path: Path) -> PlacementCluster:
-    """Of `moe-serve launch`: expert ranks are numbered over the nodes in order."""
+    """Reads a cluster file of `moe-serve launch`, whose expert ranks are numbered over the nodes in
+    order."""
     cluster = parse_cluster_file(text, str(path))
     ranks = [rank for node in cluster.nodes for rank in node.expert_ranks]
     if ranks != sorted(ranks):

@@ -1,4 +1,4 @@
-"""`moe-serve place compare`: the plan, the references, and plans from files, judged alike."""
+"""`moe-serve place compare`: judges the plan, the reference methods and plans from files alike."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from moe_serve.cli.wide_console import wide_console
 
 
 def run_compare(parameters: Mapping[str, Any]) -> bool:
-    """False: interrupted, with the plans so far. Raises ConfigError, PlacementError."""
+    """Runs the command; False if it was interrupted, with the plans so far. Raises ConfigError,
+    PlacementError."""
     path: Path | None = parameters["as_json"]
     check_output(path)
     posed = ProblemOrder.of(parameters).pose()
@@ -55,13 +56,14 @@ def run_compare(parameters: Mapping[str, Any]) -> bool:
 
 
 def _problems(posed: Posed) -> list[tuple[str, PlacementProblem]]:
-    """Groups bind the hierarchical reference, and a plan of our own that keeps them as well."""
+    """Returns names and problems. Groups bind the hierarchical reference and one plan of ours that
+    keeps them too."""
     free = replace(posed.problem, grouping=None)
     found = [("plan", free)]
     groups, num_nodes = groups_of(posed), free.devices.num_nodes
     if groups > 1 and num_nodes > 1:
         grouping = posed.problem.grouping or Grouping(num_groups=groups)
-        with suppress(PlacementError):  # where no plan can keep them
+        with suppress(PlacementError):  # if no plan can keep the groups
             found.append(("plan, groups on nodes", replace(free, grouping=grouping)))
         found.append(("eplb-hierarchical", free))
     return [*found, *((name, free) for name in ("eplb", "round-robin", "linear"))]

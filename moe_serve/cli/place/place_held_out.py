@@ -1,4 +1,5 @@
-"""How a plan does on loads that it was not made for: each scenario held out once, and drift."""
+"""Judges plans on loads that they were not made for: holds out each scenario once, and measures
+drift."""
 
 from __future__ import annotations
 
@@ -32,22 +33,25 @@ class HeldOutScenario:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """Distances between scenarios, and each held out."""
+    """Distances between scenarios, and the results of holding out each."""
 
     scenarios: tuple[str, ...]
     drift_SS: list[list[float]]
     held_out: list[HeldOutScenario]
     solver: str  # of plans without a scenario
-    is_like_plan: bool  # which made the plan for all, too
+    is_like_plan: bool  # the same solver made the plan for all
     default: str
 
 
 def hold_out(
     posed: Posed, solution: Solution, seconds: float | None, interrupts: Interrupts
 ) -> HeldOut:
-    """`solution`: the plan for all; `seconds`: of each plan without one. By the same solver, but by
-    the search where that takes minutes for each (`ilp`), or needs more than loads (`fan-out`).
-    Ctrl-C leaves out what is not done yet."""
+    """Holds out each scenario. `solution` is the plan for all, and `seconds` limits each plan
+    without one.
+
+    The solver is the same, except that the search replaces solvers that take minutes for each plan
+    (`ilp`) or need more than loads (`fan-out`). After Ctrl-C the remaining scenarios are left out.
+    """
     problem, default = posed.problem, engine_default(posed)
     solver = solution.solver if solution.solver in REFERENCES else "search"
     copies_LED = solution_copies(solution, problem)
@@ -81,7 +85,8 @@ def hold_out(
 def _unseen(
     posed: Posed, index: int, name: str, seconds: float | None, interrupts: Interrupts
 ) -> Balancedness | None:
-    """Of a scenario under the plan for the others; None where the solver cannot make one."""
+    """Returns the balancedness of a scenario under the plan for the others; None if the solver
+    cannot make a plan."""
     problem, solver = posed.problem, make_solver(name, posed)
     others = [row for row in range(len(problem.loads.scenarios)) if row != index]
     without = replace(problem, loads=_some(problem.loads, others))
@@ -103,5 +108,6 @@ def _some(loads: ExpertLoads, rows: list[int]) -> ExpertLoads:
 
 
 def _variation(one_LE: NDArray[np.float64], other_LE: NDArray[np.float64]) -> float:
-    """Half of the sum of differences of shares: 0 alike, 1 nothing in common."""
+    """Returns half of the sum of absolute differences of shares: 0 is identical, 1 is nothing in
+    common."""
     return float(np.abs(one_LE - other_LE).sum(axis=1).mean() / 2)

@@ -1,4 +1,5 @@
-"""What `moe-serve place` reads: traces and tables of loads, as scenarios of one problem."""
+"""Reads the inputs of `moe-serve place`: traces and tables of loads, as scenarios of one
+problem."""
 
 from __future__ import annotations
 
@@ -28,16 +29,17 @@ _COUNTED = ("vllm", "csv", "npz", "npy")  # they count layers among those with e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workloads:
-    """Scenarios, and the tokens behind them where all files have tokens."""
+    """Scenarios, and the tokens behind them if all files have tokens."""
 
     loads: ExpertLoads
     tokens: TokenChoices | None
     model: str  # its name, where a file says it
-    has_model_numbers: bool  # layers are numbered as in the model, as far as one can tell
+    has_model_numbers: bool  # layers are numbered as in the model, as far as the file tells
 
 
 def read_workloads(paths: Sequence[Path], num_windows: int, num_experts: int | None) -> Workloads:
-    """Each file a scenario, or `num_windows` of them. Raises ConfigError, TraceError."""
+    """Reads each file as a scenario, or as `num_windows` scenarios. Raises ConfigError,
+    TraceError."""
     if not paths:
         raise ConfigError("give --trace or --load: a plan needs loads.")
     options = ImportOptions(num_experts=num_experts)
@@ -65,7 +67,7 @@ def read_workloads(paths: Sequence[Path], num_windows: int, num_experts: int | N
 
 
 def _read(path: Path, options: ImportOptions) -> Imported:
-    """A file of ours, or of a program that `trace import` knows."""
+    """Reads a file of moe-serve, or of a program that `trace import` knows."""
     if path.is_dir() and not (path / META).exists():
         return read_traces([path])
     if path.suffix == ".safetensors":
@@ -81,7 +83,8 @@ def _read(path: Path, options: ImportOptions) -> Imported:
 
 
 def holds_loads(path: Path) -> bool:
-    """What `read_workloads` takes: said to who mistook it for a plan."""
+    """Whether a file holds loads that `read_workloads` takes; used to explain a file that is not a
+    plan."""
     try:
         _read(path, ImportOptions())
     except (ConfigError, TraceError):
@@ -90,7 +93,8 @@ def holds_loads(path: Path) -> bool:
 
 
 def _is_plan(path: Path) -> bool:
-    """Of ours or of an engine's, as JSON: said to who mistook it for loads."""
+    """Whether a JSON file is a plan, of moe-serve or of another engine; used to explain a file that
+    is not loads."""
     if path.suffix not in (".json", ".jsonl"):
         return False
     try:
@@ -102,7 +106,7 @@ def _is_plan(path: Path) -> bool:
 
 
 def _check_distinct(one: Imported, path: Path) -> None:
-    """A token chooses an expert once, whatever the format."""
+    """Checks that a token chooses an expert at most once in a layer, whatever the format."""
     if isinstance(one, RoutingTrace):
         try:
             check_distinct(one.expert_ids_NLK, one.layers)
@@ -116,7 +120,7 @@ def _check_alike(found: Sequence[Imported], paths: Sequence[Path]) -> None:
         if other.num_experts != first.num_experts:
             raise ConfigError(
                 f"{paths[0]} has {first.num_experts} experts and {path} {other.num_experts}: if "
-                "the last were never chosen, say how many there are with --num-experts."
+                "the last were never chosen, give their number with --num-experts."
             )
         if other.layers != first.layers:
             raise ConfigError(
@@ -130,7 +134,7 @@ def _told(layers: tuple[int, ...]) -> str:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """By the file's name, with the folder's where names repeat, else in full."""
+    """Names the scenarios by file name, with the folder's name if names repeat, else in full."""
     for name in (lambda p: p.stem, lambda p: f"{p.parent.name}/{p.stem}"):
         names = [name(path.absolute()) for path in paths]
         if len(set(names)) == len(names):
@@ -139,7 +143,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _windows(one: Imported, count: int, name: str) -> NDArray[np.float64]:
-    """[W, L, E]: equal runs of a trace's tokens, or of a table's steps."""
+    """Returns [W, L, E]: equal runs of a trace's tokens, or of a table's steps."""
     available = one.num_tokens if isinstance(one, RoutingTrace) else len(one.counts_SLE)
     if available < count:
         what = "tokens" if isinstance(one, RoutingTrace) else "steps"

@@ -1,4 +1,4 @@
-"""What any plan is worth on the loads of a problem: the same figures for all that are compared."""
+"""Judges plans on the loads of a problem, with the same figures for all plans that are compared."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FanOutFigures:
-    """Means over tokens and layers."""
+    """Mean fan-out over tokens and layers."""
 
     devices_per_token: float
     nodes_per_token: float
@@ -40,7 +40,8 @@ class FanOutFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """One plan. Devices and memory in their order; moves are counted elsewhere."""
+    """The figures of one plan. Devices and memory are in device order; moves are counted
+    elsewhere."""
 
     name: str
     objective: float
@@ -54,17 +55,17 @@ class Judged:
 
     @property
     def mean(self) -> float:
-        """Balancedness, over layers and scenarios."""
+        """Balancedness, mean over layers and scenarios."""
         return float(np.mean([each.mean for each in self.scenarios.values()]))
 
     @property
     def worst(self) -> float:
-        """Of the worst layer of the worst scenario."""
+        """Balancedness of the worst layer of the worst scenario."""
         return min(each.worst for each in self.scenarios.values())
 
 
 class Judge:
-    """Draws steps once, so that plans are judged on the same."""
+    """Judges plans on the same steps, which are drawn once."""
 
     def __init__(self, posed: Posed) -> None:
         self._posed = posed
@@ -74,14 +75,14 @@ class Judge:
         return draw_steps(self._posed.problem, self._posed.workloads.tokens)
 
     def step(self, copies_LED: Ints) -> StepBalance | None:
-        """None where neither tokens nor top-k are known."""
+        """Returns the balancedness of single steps; None if neither tokens nor top-k are known."""
         rows_WLE, has_tokens = self._rows_WLE, self._posed.workloads.tokens is not None
         if rows_WLE is None:
             return None
         return step_balance(self._posed.problem, copies_LED, rows_WLE, has_tokens=has_tokens)
 
     def judge(self, name: str, copies_LED: Ints) -> Judged:
-        """`copies_LED`: with layers as the loads have them."""
+        """Judges a plan; `copies_LED` has the layers of the loads."""
         problem, tokens = self._posed.problem, self._posed.workloads.tokens
         weight = problem.bytes_per_expert
         fan_out = None
@@ -112,7 +113,8 @@ class Judge:
 
 
 def solution_copies(solution: Solution, problem: PlacementProblem) -> Ints:
-    """With every copy that a reference puts beside another."""
+    """Returns the copies of a solution, including copies that a reference puts beside another on
+    the same device."""
     if solution.copies_LED is not None:
         return solution.copies_LED
     return copies_of(solution.placement, problem.loads.layers)

@@ -1,4 +1,4 @@
-"""The model's side of a plan: its layers by their numbers, and what an expert weighs."""
+"""The model facts that a plan needs: the numbers of its layers and the bytes of an expert."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_LAYERS = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOrder:
-    """What the command line says of the model."""
+    """The options of the command line about the model."""
 
     model: Path | None
     num_layers: int | None
@@ -26,7 +26,7 @@ class ModelOrder:
     bytes_per_expert: int | None
 
     def facts(self) -> ModelFacts:
-        """Raises ConfigError, CheckpointError."""
+        """Returns the facts that the options give. Raises ConfigError, CheckpointError."""
         if self.model is not None:
             if self.num_layers is not None or self.dense_layers is not None:
                 raise ConfigError("--model says which layers are dense: leave out the other flags.")
@@ -55,7 +55,7 @@ class ModelOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What is known before, and then with, the loads."""
+    """Facts about the model, before and after they are combined with the loads."""
 
     num_layers: int | None = None
     sparse: tuple[int, ...] | None = None
@@ -66,9 +66,10 @@ class ModelFacts:
     bytes_per_expert: int | None = None
 
     def with_loads(self, workloads: Workloads) -> tuple[Workloads, ModelFacts]:
-        """Loads whose layers have the model's numbers, where these are known, and `sparse` then.
+        """Returns loads whose layers have the model's numbers, if these are known, and facts with
+        `sparse` set.
 
-        Raises ConfigError where loads and model contradict each other.
+        Raises ConfigError if loads and model contradict each other.
         """
         loads = workloads.loads
         if self.num_experts not in (None, loads.num_experts):
@@ -95,7 +96,7 @@ class ModelFacts:
         return replace(workloads, loads=renumbered, tokens=tokens), whole
 
     def plan_facts(self, num_devices: int | None, num_experts: int | None = None) -> PlanFacts:
-        """For reading and writing engines' plans."""
+        """Returns the facts for reading and writing plans of engines."""
         return PlanFacts(
             layers=self.sparse,
             num_layers=self.num_layers,
@@ -104,7 +105,7 @@ class ModelFacts:
         )
 
     def _completed(self, num_sparse: int) -> ModelFacts:
-        """Dense layers and those of the loads make up the model; so many layers may be all."""
+        """Returns facts with `sparse` set, if the layers of model and loads determine it."""
         if self.sparse is not None:
             return self
         if self.dense is not None:
@@ -126,7 +127,7 @@ class ModelFacts:
 
 
 def _numbers(text: str) -> frozenset[int]:
-    """ "0-2,5" as {0, 1, 2, 5}; "" and "none" as none."""
+    """Parses "0-2,5" as {0, 1, 2, 5}; "" and "none" give an empty set."""
     found = set[int]()
     for part in text.replace(" ", "").split(",") if text not in ("", "none") else ():
         first, dash, last = part.partition("-")
@@ -138,7 +139,7 @@ def _numbers(text: str) -> frozenset[int]:
 
 
 def _runs(numbers: Sequence[int]) -> str:
-    """[0, 1, 2, 5] as "0-2, 5"."""
+    """Formats [0, 1, 2, 5] as "0-2, 5"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

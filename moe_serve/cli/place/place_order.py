@@ -1,4 +1,4 @@
-"""What the command line asks of a plan, and the problem that it makes with the loads."""
+"""The options of a planning command, and the problem they make with the loads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PIN = re.compile(r"(?:(\d{1,9}):)?(\d{1,9})@(\d{1,9})", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Posed:
-    """A problem with what it was made from."""
+    """A problem with the workloads and the model facts it was made from."""
 
     problem: PlacementProblem
     workloads: Workloads
@@ -34,13 +34,14 @@ class Posed:
         return self.model.plan_facts(len(problem.devices), problem.loads.num_experts)
 
     def read_plan(self, path: Path) -> EnginePlan:
-        """Of the layers of the loads. Raises ConfigError, PlacementError."""
+        """Reads a plan and keeps the layers of the loads. Raises ConfigError, PlacementError."""
         return only_layers(read_plan(path, self.plan_facts), self.problem.loads.layers, path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemOrder:
-    """The flags that every planning command has, checked as far as that needs no file."""
+    """The options that every planning command has, checked as far as possible without reading a
+    file."""
 
     files: tuple[Path, ...]
     num_windows: int
@@ -58,8 +59,8 @@ class ProblemOrder:
 
     @classmethod
     def of(cls, parameters: Mapping[str, Any]) -> ProblemOrder:
-        """From the parameters of a command by name; what it does not have has no part. Raises
-        ConfigError."""
+        """Takes the options from the parameters of a command by name; options that the command
+        lacks get their default. Raises ConfigError."""
         get = parameters.get
         devices = device_order(parameters)
         devices.check(is_needed=True)
@@ -67,7 +68,9 @@ class ProblemOrder:
             raise ConfigError("--max-moves counts from the plan in use: name it with --current.")
         groups = get("groups")
         if groups is None and get("max_nodes_per_group", 1) != 1:
-            raise ConfigError("--max-nodes-per-group is of groups: say how many with --groups.")
+            raise ConfigError(
+                "--max-nodes-per-group applies to groups: give their number with --groups."
+            )
         return cls(
             files=(*(get("trace") or ()), *(get("load") or ())),
             num_windows=get("windows", 1),
@@ -87,7 +90,8 @@ class ProblemOrder:
         )
 
     def pose(self) -> Posed:
-        """Reads every file. Raises ConfigError, CheckpointError, TraceError, PlacementError."""
+        """Reads every file and returns the problem. Raises ConfigError, CheckpointError,
+        TraceError, PlacementError."""
         facts = self.model.facts()
         read = read_workloads(self.files, self.num_windows, self.num_experts or facts.num_experts)
         if self.num_experts not in (None, read.loads.num_experts):
@@ -124,7 +128,7 @@ class ProblemOrder:
 
 
 def device_order(parameters: Mapping[str, Any]) -> DeviceOrder:
-    """From the parameters of a command by name."""
+    """Takes the device options from the parameters of a command by name."""
     return DeviceOrder(
         cluster=parameters["cluster"],
         num_devices=parameters["num_devices"],
@@ -134,7 +138,7 @@ def device_order(parameters: Mapping[str, Any]) -> DeviceOrder:
 
 
 def model_order(parameters: Mapping[str, Any]) -> ModelOrder:
-    """From the parameters of a command by name."""
+    """Takes the model options from the parameters of a command by name."""
     return ModelOrder(
         model=parameters["model"],
         num_layers=parameters["num_layers"],
@@ -144,12 +148,13 @@ def model_order(parameters: Mapping[str, Any]) -> ModelOrder:
 
 
 def _pins(texts: Sequence[str]) -> tuple[Pin, ...]:
-    """ "3:17@0" as expert 17 of layer 3 on device 0, "17@0" as that of every layer."""
+    """Parses "3:17@0" as expert 17 of layer 3 on device 0, and "17@0" as expert 17 of every
+    layer."""
     pins = []
     for text in texts:
         found = _PIN.fullmatch(text)
         if found is None:
-            raise ConfigError(f"--pin cannot be {text!r}: it takes [LAYER:]EXPERT@DEVICE.")
+            raise ConfigError(f"--pin cannot be {text!r}: it must be [LAYER:]EXPERT@DEVICE.")
         layer, expert, device = found.groups()
         number = None if layer is None else int(layer)
         pins.append(Pin(expert=int(expert), device=int(device), layer=number))

@@ -1,4 +1,4 @@
-"""`moe-serve place`: reads, plans, writes, and then says what the plan is worth."""
+"""`moe-serve place`: reads the inputs, plans, writes the plan, and reports its value."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from moe_serve.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOrder:
-    """The command's flags, checked as far as that needs no file."""
+    """The options of the command, checked as far as possible without reading a file."""
 
     problem: ProblemOrder
     solver: str
@@ -42,7 +42,7 @@ class PlanOrder:
 
     @classmethod
     def of(cls, parameters: Mapping[str, Any]) -> PlanOrder:
-        """From the parameters of the command by name. Raises ConfigError."""
+        """Takes the options from the parameters of the command by name. Raises ConfigError."""
         export = parameters["export"]
         order = cls(
             problem=ProblemOrder.of(parameters),
@@ -56,14 +56,15 @@ class PlanOrder:
             is_quick=parameters["is_quick"],
         )
         if order.seconds is not None and not math.isfinite(order.seconds):
-            raise ConfigError(f"--seconds {order.seconds} is no time.")
+            raise ConfigError(f"--seconds must be 0 or more and finite, got {order.seconds}.")
         exported = None if order.export is None else order.export[1]
         check_output(order.out, exported, order.as_json)
         return order
 
 
 def pose(order: PlanOrder) -> Posed:
-    """Reads every file. Raises ConfigError, CheckpointError, TraceError, PlacementError."""
+    """Reads every file and returns the problem. Raises ConfigError, CheckpointError, TraceError,
+    PlacementError."""
     posed = order.problem.pose()
     check_limits(order.solver, posed)
     if order.export is not None:
@@ -72,7 +73,8 @@ def pose(order: PlanOrder) -> Posed:
 
 
 def run_plan(order: PlanOrder, posed: Posed) -> bool:
-    """False: interrupted, with the best so far written. Raises ConfigError, PlacementError."""
+    """Plans and reports; False if interrupted, with the best plan so far written. Raises
+    ConfigError, PlacementError."""
     with Interrupts() as interrupts:
         solver = make_solver(order.solver, posed, thorough=order.seconds is not None)
         if order.is_fan_out:
@@ -98,7 +100,7 @@ def run_plan(order: PlanOrder, posed: Posed) -> bool:
 
 
 def _write(order: PlanOrder, posed: Posed, solution: Solution) -> list[str]:
-    """-> what was written. Raises ConfigError."""
+    """Writes the plan and returns lines that say where it is. Raises ConfigError."""
     lines = []
     if order.out is not None:
         _write_ours(solution.placement, order.out)
@@ -127,7 +129,7 @@ def _write_ours(placement: Placement, path: Path) -> None:
 
 
 def _check_export(name: str, posed: Posed) -> None:
-    """Whether the format will take any plan of these devices, before one is made."""
+    """Checks before planning that the export format takes plans of these devices."""
     problem = posed.problem
     stand_in = _filled(problem.devices, problem.loads.num_experts, problem.loads.layers)
     render_plan(name, stand_in, posed.plan_facts)
@@ -136,7 +138,7 @@ def _check_export(name: str, posed: Posed) -> None:
 
 
 def _filled(devices: Devices, num_experts: int, layers: tuple[int, ...]) -> Placement:
-    """Experts by turns into every slot."""
+    """Fills every slot with experts in turn."""
     ranks: list[list[int]] = [[] for _ in range(num_experts)]
     slot = 0
     for rank, device in enumerate(devices.devices):
@@ -148,7 +150,7 @@ def _filled(devices: Devices, num_experts: int, layers: tuple[int, ...]) -> Plac
 
 
 def _needed(name: str, placement: Placement) -> str:
-    """How the engine is told of it."""
+    """Returns how to give the plan to the engine."""
     ranks_of = next(iter(placement.ranks_of.values()))
     num_replicas = sum(map(len, ranks_of)) - placement.num_experts
     return {

@@ -1,4 +1,4 @@
-"""Plan files of any format: read, and written."""
+"""Reads and writes plan files of any format."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _YAML_PLAN = re.compile(rf"^{trtllm.ASSIGNMENTS}:", re.MULTILINE)  # whatever it
 
 
 def read_plan(path: Path, facts: PlanFacts) -> EnginePlan:
-    """Raises ConfigError if it cannot be read, NotAPlanError if it is none, PlacementError if it is
-    no plan for `facts`."""
+    """Reads a plan. Raises ConfigError if the file cannot be read, NotAPlanError if it is not a
+    plan, PlacementError if the plan does not fit `facts`."""
     try:
         if path.suffix == ".pt":
             return parse_content(_plain(read_torch_file(path)), facts)
@@ -57,16 +57,16 @@ def read_plan(path: Path, facts: PlanFacts) -> EnginePlan:
 
 
 def _no_plan(path: Path, reason: str) -> NotAPlanError:
-    """What it is instead, and what to give."""
+    """Returns an error that says what the file is instead, and what to give."""
     if holds_loads(path):
-        return NotAPlanError(f"{path} holds recorded loads, and is no plan; {_GIVE}")
+        return NotAPlanError(f"{path} holds recorded loads and is not a plan; {_GIVE}")
     return NotAPlanError(
-        f"{path} is no plan: {reason[0].lower()}{reason[1:].removesuffix('.')}; {_GIVE}"
+        f"{path} is not a plan: {reason[0].lower()}{reason[1:].removesuffix('.')}; {_GIVE}"
     )
 
 
 def only_layers(plan: EnginePlan, layers: tuple[int, ...], path: Path) -> EnginePlan:
-    """The plan of these layers. Raises ConfigError if it has not all of them."""
+    """Returns the plan of these layers. Raises ConfigError if some of them are missing."""
     ranks_of = plan.placement.ranks_of
     missing = [layer for layer in layers if layer not in ranks_of]
     if missing:
@@ -78,7 +78,7 @@ def only_layers(plan: EnginePlan, layers: tuple[int, ...], path: Path) -> Engine
 
 
 def write_text(path: Path, text: str) -> None:
-    """The file is there whole or not at all. Raises ConfigError."""
+    """Writes a file completely or not at all. Raises ConfigError."""
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         aside.write_text(text, encoding="utf-8")
@@ -90,7 +90,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _plain(content: object) -> object:
-    """Arrays of a recording as lists."""
+    """Converts the arrays of a recording to lists."""
     if not isinstance(content, dict):
         return content
     return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in content.items()}

@@ -1,4 +1,5 @@
-"""Whether replicas are worth their memory: the same problem with fewer of them, or with more."""
+"""Judges whether replicas are worth their memory: plans the same problem with fewer and more of
+them."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from experts.placement.solution import Solution
 from moe_serve.cli.counted import counted
 
 _WORTH, _OF_MEMORY = 0.01, 0.1  # the largest load falls by 1%, and by a tenth of the memory
-_AS_GOOD = 1.005  # of the objective: fewer replicas that come so near would do
+_AS_GOOD = 1.005  # of the objective: fewer replicas that come this near would do
 
 Ints = NDArray[np.int64]
 Solve = Callable[[PlacementProblem], Solution]
@@ -26,19 +27,19 @@ Step = Callable[[Ints], StepBalance | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaTrial:
-    """One number of slots. Not all of them need be used: replicas are those of the plan."""
+    """A plan with one number of slots. Slots may stay empty: the replicas are those of the plan."""
 
     num_slots: int  # of a device
     num_replicas: int  # in the layer that has most
-    is_even: bool  # all layers have as many
+    is_even: bool  # all layers have the same number
     objective: float
     step: float | None  # balancedness of single steps
-    more_memory: float  # than without replicas, as a part
+    more_memory: float  # share of memory more than without replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaVerdict:
-    """Trials ascend by slots; one of them is the plan."""
+    """The trials in ascending order of slots; one of them is the plan."""
 
     trials: list[ReplicaTrial]
     sentence: str
@@ -47,7 +48,8 @@ class ReplicaVerdict:
 def judge_replicas(
     problem: PlacementProblem, copies_LED: Ints, solve: Solve, step: Step
 ) -> ReplicaVerdict | None:
-    """None where devices differ, so that it is not said who would have fewer slots."""
+    """Judges the replicas; None if the devices differ, as it is not defined which device would get
+    fewer slots."""
     slots = {device.num_slots for device in problem.devices.devices}
     if len(slots) != 1:
         return None
@@ -76,7 +78,7 @@ def judge_replicas(
 
 
 def _other(problem: PlacementProblem, per_device: int, solve: Solve) -> Ints | None:
-    """None where no plan has so many slots."""
+    """Plans with another number of slots; None if no such plan exists."""
     devices = tuple(
         replace(device, num_slots=per_device, memory_bytes=None)
         for device in problem.devices.devices
@@ -93,13 +95,13 @@ def _other(problem: PlacementProblem, per_device: int, solve: Solve) -> Ints | N
 
 
 def _sentence(trials: list[ReplicaTrial], now: int) -> str:
-    """Of the largest load of a device, which is what a layer waits for. `now`: slots of the
-    plan."""
+    """Returns a sentence about the largest load of a device, which a layer waits for. `now` is the
+    number of slots in the plan."""
     first, plan = trials[0], next(t for t in trials if t.num_slots == now)
     num_replicas = plan.num_replicas
     if plan is first:
         if len(trials) == 1:
-            return "Replicas were not tried."
+            return "Other numbers of replicas were not tried."
         more = trials[-1]
         gain, added = 1.0 - more.objective / plan.objective, more.more_memory - plan.more_memory
         worth = "worth" if _pays(gain, added) else "not worth"
@@ -136,7 +138,7 @@ def _count(trial: ReplicaTrial) -> str:
 
 
 def _pays(gain: float, added: float) -> bool:
-    """Memory for replicas is memory that the KV cache does not get."""
+    """Whether the gain justifies the memory, which the KV cache does not get then."""
     return gain >= max(_WORTH, _OF_MEMORY * added)
 
 

@@ -1,4 +1,4 @@
-"""`moe-serve place show`: a plan under loads, beside the one before."""
+"""`moe-serve place show`: shows a plan under loads, beside the plan before it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NUM_SHOWN = 64  # devices, and layers
 
 
 def run_show(parameters: Mapping[str, Any]) -> None:
-    """Raises ConfigError, PlacementError."""
+    """Runs the command. Raises ConfigError, PlacementError."""
     path, heatmap = parameters["file"], parameters["heatmap"]
     check_output(parameters["as_json"], heatmap)
     if heatmap is not None:
@@ -71,7 +71,7 @@ def run_show(parameters: Mapping[str, Any]) -> None:
 
 
 def _read(parameters: Mapping[str, Any], path: Path) -> tuple[Posed, EnginePlan]:
-    """The loads as a problem whose devices have the slots that the plan uses."""
+    """Reads the loads as a problem whose devices have the slots that the plan uses."""
     order = device_order(parameters)
     order.check(is_needed=False)
     cluster = order.read()
@@ -115,7 +115,7 @@ def _before(path: Path | None, posed: Posed) -> tuple[str, NDArray[np.int64]]:
 
 
 def _devices(posed: Posed, plan: EnginePlan, loads_LD: NDArray[np.float64]) -> Table:
-    """Of all layers together; without a model nobody knows their memory."""
+    """Returns the table of devices, over all layers; memory is shown only if the model is known."""
     weight, layers = posed.problem.bytes_per_expert, posed.problem.loads.layers
     names = ("device", "node", "copies", "load, mean", "load, most", "in layer")
     table = _table(*names, *(() if weight is None else ("memory",)))

@@ -1,4 +1,5 @@
-"""Solvers by name, their progress on a terminal, and Ctrl-C, which ends with the best so far."""
+"""Runs a solver: shows its progress on a terminal, and ends it at Ctrl-C with the best plan so
+far."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _FIRST_LINE_S, _NEXT_LINE_S = 5.0, 10.0
 
 
 class Interrupts:
-    """Counts Ctrl-C while it is open; the second is raised as ever."""
+    """Counts Ctrl-C while it is open; the second one raises KeyboardInterrupt as usual."""
 
     def __init__(self) -> None:
         self.has_come = False
@@ -42,13 +43,15 @@ class Interrupts:
         if self.has_come:
             raise KeyboardInterrupt
         self.has_come = True
-        typer.echo("\nending with the best so far; Ctrl-C again does not wait for it", err=True)
+        typer.echo(
+            "\nending with the best plan so far; press Ctrl-C again to stop at once", err=True
+        )
 
 
 def solve(
     solver: Solver, problem: PlacementProblem, seconds: float | None, interrupts: Interrupts
 ) -> Solution:
-    """With the incumbent and the bound shown. Raises PlacementError."""
+    """Solves the problem and shows the best plan and its bound. Raises PlacementError."""
     with _progress(solver.name) as show:
 
         def report(progress: Progress) -> bool:
@@ -60,8 +63,8 @@ def solve(
 
 @contextmanager
 def _progress(name: str) -> Iterator[Callable[[Progress], None]]:
-    """On a terminal a bar; elsewhere a line now and then, from some seconds on. Both tell the time
-    while a solver reports nothing yet."""
+    """Shows a bar on a terminal, and elsewhere a line every few seconds. Both show the time while a
+    solver reports nothing yet."""
     console = Console(highlight=False, stderr=True)
     with _bar(name, console) if console.is_terminal else _lines(name) as tell:
         yield lambda progress: tell(_words(progress), progress.done)

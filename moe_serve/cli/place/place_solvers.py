@@ -1,4 +1,4 @@
-"""Solvers by the names that the command line has for them."""
+"""Makes solvers by their names on the command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REFERENCES = ("linear", "round-robin", "eplb", "eplb-hierarchical")  # look at s
 
 
 def make_solver(name: str, posed: Posed, *, thorough: bool = False) -> Solver:
-    """`thorough`: the search uses all the time it is given."""
+    """Returns the solver; with `thorough` the search uses all the time it is given."""
     if name == "search":
         return Search(thorough=thorough)
     if name == "ilp":
@@ -33,7 +33,8 @@ def make_solver(name: str, posed: Posed, *, thorough: bool = False) -> Solver:
 
 
 def check_limits(name: str, posed: Posed) -> None:
-    """References look at slots alone: whoever sets another limit is told so. Raises ConfigError."""
+    """Raises ConfigError for a limit that a reference solver would ignore: references look at slots
+    alone."""
     if name not in REFERENCES:
         return
     problem = posed.problem
@@ -47,13 +48,14 @@ def check_limits(name: str, posed: Posed) -> None:
     ignored = [flag for flag, is_set in given.items() if is_set]
     if ignored:
         raise ConfigError(
-            f"--solver {name} looks at no {', no '.join(ignored)}: leave that out, or plan with "
+            f"--solver {name} ignores {', '.join(ignored)}: leave them out, or plan with "
             "search or ilp."
         )
 
 
 def fan_out_solver(base: Solver, posed: Posed, slack: float) -> Solver:
-    """Few nodes of a token, from the plan that `base` makes. Raises ConfigError."""
+    """Returns a solver that starts from the plan of `base` and puts a token's experts on few nodes.
+    Raises ConfigError."""
     if posed.workloads.tokens is None:
         raise ConfigError(
             "--objective fan-out needs the choices of single tokens: give traces with --trace, all "
@@ -65,12 +67,14 @@ def fan_out_solver(base: Solver, posed: Posed, slack: float) -> Solver:
 
 
 def engine_default(posed: Posed) -> str:
-    """What SGLang and vLLM run by themselves: by groups where these divide over the nodes."""
+    """Returns the method that SGLang and vLLM use by default: by groups if these divide over the
+    nodes."""
     num_nodes, groups = posed.problem.devices.num_nodes, groups_of(posed)
     return "eplb-hierarchical" if num_nodes > 1 and groups % num_nodes == 0 else "eplb"
 
 
 def groups_of(posed: Posed) -> int:
-    """Of experts, as asked for or as the model's router has them; 1: none."""
+    """Returns the number of expert groups, as requested or as the model's router has them; 1 means
+    no groups."""
     grouping = posed.problem.grouping
     return posed.model.num_groups if grouping is None else grouping.num_groups

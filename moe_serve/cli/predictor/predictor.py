@@ -1,4 +1,4 @@
-"""`moe-serve predictor`: train predictors of the routing, and judge them."""
+"""`moe-serve predictor`: trains and evaluates predictors of the routing."""
 
 from __future__ import annotations
 
@@ -20,49 +20,70 @@ KINDS = ("request", "next-layer", "pre-attention")
 
 predictor = typer.Typer(
     name="predictor",
-    help="Train predictors of the routing, and judge them.",
+    help="Train and evaluate predictors of the experts that tokens will choose.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 Model = Annotated[
     str | None,
-    typer.Option(help="A folder in Hugging Face layout. Without it: the demonstration model."),
+    typer.Option(
+        help="Folder of a checkpoint in Hugging Face layout. Default: the demonstration model."
+    ),
 ]
 Texts = Annotated[
     list[Path] | None,
     typer.Option(
-        help="Text files (also .txt.xz), or folders of them; documents are separated by a line "
-        "<|endoftext|>. May be given more than once."
+        help="Text files (also .txt.xz), or folders of them; a line <|endoftext|> separates two "
+        "documents. May be given more than once."
     ),
 ]
 Traces = Annotated[
     list[Path] | None,
-    typer.Option(help="Instead of texts: traces with token ids. For the request predictor only."),
+    typer.Option(
+        help="Traces with token ids to train on (instead of --texts); only for the request"
+        " predictor. May be given more than once."
+    ),
 ]
-MaxTokens = Annotated[int, typer.Option(min=64, help="Tokens of the texts to run, in all.")]
-Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
-Seed = Annotated[int, typer.Option(help="The same seed gives the same bytes.")]
+MaxTokens = Annotated[
+    int, typer.Option(min=64, help="Largest number of tokens of the texts that the model computes.")
+]
+Threads = Annotated[int, typer.Option(min=1, help="Number of CPU threads.")]
+Seed = Annotated[
+    int, typer.Option(help="Seed of the random numbers; the same seed gives the same files.")
+]
 
 
 @predictor.command()
 def train(
-    kind: Annotated[str, typer.Argument(help=f"{', '.join(KINDS)}, or all.")],
-    out: Annotated[Path, typer.Option(help="The folder to write to.")],
+    kind: Annotated[str, typer.Argument(help=f"Predictor to train: {', '.join(KINDS)}, or all.")],
+    out: Annotated[Path, typer.Option(help="Folder to write the predictors to.")],
     model: Model = None,
     texts: Texts = None,
     trace: Traces = None,
     max_tokens: MaxTokens = 400_000,
-    epochs: Annotated[int | None, typer.Option(min=1, help="At most; fewer if it stops.")] = None,
+    epochs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Largest number of epochs; training stops earlier when the held-out loss "
+            "stops falling. Default: 12 for request, 6 for the others.",
+        ),
+    ] = None,
     loss: Annotated[
-        str, typer.Option(help="Of the layer predictors: router (its distribution) or ranked.")
+        str,
+        typer.Option(
+            help="Loss of the next-layer and pre-attention predictors: router (match the "
+            "router's distribution) or ranked (match the ranks of the experts)."
+        ),
     ] = "router",
     seed: Seed = 0,
     num_threads: Threads = 1,
 ) -> None:
-    """Train predictors of a model on texts or traces, and write them with their cards.
+    """Train predictors of a model's routing on texts or traces.
 
-    Ctrl-C keeps the best that there is so far.
+    Ctrl-C ends the training and keeps the best predictor so far. Beside each predictor a card is
+    written, a JSON file with its data, settings and figures.
     """
     kinds = KINDS if kind == "all" else (kind,)
     if kind not in (*KINDS, "all"):
@@ -70,7 +91,7 @@ def train(
     if loss not in ("router", "ranked"):
         raise ConfigError(f"loss cannot be {loss!r}: it is one of router, ranked.")
     if bool(texts) == bool(trace):
-        raise ConfigError("give --texts or --trace, one of the two.")
+        raise ConfigError("give either --texts or --trace.")
     if trace and kinds != ("request",):
         raise ConfigError("a trace holds no hidden states: train the other kinds on --texts.")
     out = out.expanduser()
@@ -98,33 +119,51 @@ def train(
 @predictor.command()
 def evaluate(
     folder: Annotated[
-        Path | None, typer.Argument(help="A folder that moe-serve predictor train wrote.")
+        Path | None,
+        typer.Argument(help="Folder of predictors written by `moe-serve predictor train`."),
     ] = None,
     model: Model = None,
     texts: Texts = None,
     baselines: Annotated[
         list[Path] | None,
-        typer.Option(help="Texts to fit the baselines on. Without them: no baselines."),
+        typer.Option(
+            help="Text files to fit the baselines on. Default: no baselines are evaluated. May"
+            " be given more than once."
+        ),
     ] = None,
     trace: Annotated[
         list[Path] | None,
-        typer.Option(help="Instead of a folder and texts: judge predictions from history on it."),
+        typer.Option(
+            help="Traces on which predictions from a request's history are evaluated (instead "
+            "of a folder and --texts). May be given more than once."
+        ),
     ] = None,
     drop_label: Annotated[
-        str, typer.Option(help="Leave out requests of the trace whose label ends with this.")
+        str,
+        typer.Option(
+            help="Leave out requests of the trace whose label ends with this text. Default: "
+            "none are left out."
+        ),
     ] = "",
     horizon: Annotated[
         int | None,
-        typer.Option(min=1, help="Coming tokens of a request.", show_default="as trained: 32"),
+        typer.Option(
+            min=1,
+            help="Number of coming tokens of a request that are predicted.",
+            show_default="as trained: 32",
+        ),
     ] = None,
     max_tokens: MaxTokens = 120_000,
     as_json: Annotated[
-        Path | None, typer.Option("--json", help="Write all figures, by layer and label.")
+        Path | None, typer.Option("--json", help="JSON file for all figures, by layer and label.")
     ] = None,
     seed: Seed = 0,
     num_threads: Threads = 1,
 ) -> None:
-    """Judge predictors on texts that they were not trained on, with 95% intervals by document."""
+    """Evaluate predictors on texts that they were not trained on.
+
+    Figures have 95% intervals over documents.
+    """
     if trace and (folder or texts or baselines):
         raise ConfigError("give a folder and --texts, or --trace alone.")
     if not trace and (folder is None or not texts):
@@ -160,7 +199,7 @@ def evaluate(
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, float], None]]:
-    """On a terminal; what is reported elsewhere is dropped."""
+    """Shows progress on a terminal, and drops it elsewhere."""
     console = Console(highlight=False, stderr=True)
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as p:

@@ -1,4 +1,4 @@
-"""What `moe-serve predictor train` does."""
+"""Implements `moe-serve predictor train`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from routing_predictor.traces.trace_file import read_traces
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOrder:
-    """The command's arguments, checked."""
+    """The checked arguments of the command."""
 
     kinds: tuple[str, ...]
     out: Path
@@ -45,7 +45,7 @@ class TrainOrder:
 
 
 def train_predictors(order: TrainOrder, progress: Progress) -> list[str]:
-    """Write the predictors -> what to tell the user."""
+    """Trains and writes the predictors; returns lines that report them."""
     torch.set_num_threads(order.num_threads)
     model = PredictorModel(order.model, order.num_threads)
     captured, data = _collect(order, model, progress)
@@ -80,7 +80,8 @@ def _collect(
 
 
 def _check_trace(trace: RoutingTrace, model: PredictorModel) -> None:
-    """What was imported does not say of which model it is. Raises ConfigError."""
+    """Checks a trace against the model by its numbers, as an imported trace does not name its
+    model. Raises ConfigError."""
     theirs = trace.num_experts, len(trace.layers), trace.top_k
     router = model.spec.router
     ours = router.num_experts, len(model.layers), router.top_k

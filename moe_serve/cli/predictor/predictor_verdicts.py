@@ -1,4 +1,4 @@
-"""What `moe-serve predictor evaluate` does."""
+"""Implements `moe-serve predictor evaluate`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _UNSEEN_SHARE = 0.25  # of the requests of a trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeOrder:
-    """The command's arguments, checked."""
+    """The checked arguments of the command."""
 
     folder: Path | None
     model: str | None
@@ -47,12 +47,12 @@ class JudgeOrder:
 
 
 def judge_predictors(order: JudgeOrder, progress: Progress) -> tuple[Verdicts, dict[str, Any]]:
-    """-> verdicts, and what they were judged on."""
+    """Returns the verdicts, and facts about the data they were judged on."""
     torch.set_num_threads(order.num_threads)
     if order.traces:
         return _on_trace(order, progress)
     folder = order.folder
-    assert folder is not None, "texts are judged with a folder of predictors"
+    assert folder is not None, "a folder of predictors is needed to judge texts"
     kinds = [kind for kind in PredictorKind if (folder / f"{kind.value}.json").is_file()]
     if not kinds:
         raise ConfigError(
@@ -105,13 +105,13 @@ def _run(
 
 
 def _on_trace(order: JudgeOrder, progress: Progress) -> tuple[Verdicts, dict[str, Any]]:
-    """From history: requests are split, a quarter of them is judged."""
+    """Judges predictions from history on a quarter of the requests, with the others as history."""
     trace = read_traces(order.traces)
     texts = texts_of(trace)
     end = order.dropped_label
     kept = np.array([not end or not label.endswith(end) for label in texts.label])
     if not kept.any():
-        raise ConfigError(f"every request's label ends with {end!r}: none is left.")
+        raise ConfigError(f"every request's label ends with {end!r}, so no requests remain.")
     texts = texts.choose(np.flatnonzero(kept))
     seen, unseen = split_documents(texts, _UNSEEN_SHARE, order.seed)
     facts = {

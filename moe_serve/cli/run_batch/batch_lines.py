@@ -31,7 +31,8 @@ class BatchLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRow:
-    """What is written for a line: an answer of the server (of any status), or why there is none."""
+    """The row written for a line: an answer of the server (of any status), or the reason why there
+    is none."""
 
     number: int
     custom_id: str | None
@@ -46,7 +47,7 @@ class BatchRow:
         return self.status is not None and self.status < 400
 
     def to_json(self) -> bytes:
-        """With the newline."""
+        """Returns the row as JSON with its newline."""
         response, error = None, None
         if self.status is None:
             error = {"code": self.error_code, "message": self.error_message}
@@ -66,17 +67,17 @@ class BatchRow:
 
 
 def row_id(number: int) -> str:
-    """The id of the row of a line."""
+    """Returns the id of the row of a line."""
     return f"batch_req_{number}"
 
 
 def read_line(number: int, text: bytes) -> BatchLine | BatchRow:
-    """The line, or the row that says what is wrong with it."""
+    """Returns the line, or a row that says what is wrong with it."""
     try:
         content = parse_json(text)
     except (ValueError, RecursionError) as error:
         why = " ".join(str(error).split())[:200]
-        return _bad(number, None, "invalid_json", f"line {number} is no JSON: {why}.")
+        return _bad(number, None, "invalid_json", f"line {number} is not JSON: {why}.")
     if not isinstance(content, dict):
         return _bad(number, None, "invalid_json", f"line {number} is not a JSON object.")
     custom_id = content.get("custom_id")
@@ -100,7 +101,8 @@ def read_line(number: int, text: bytes) -> BatchLine | BatchRow:
 
 
 def repeated(number: int, custom_id: str, first: int) -> BatchRow:
-    """Its custom_id was that of an earlier line, so the row has none: that one's has it."""
+    """Returns the row of a line whose custom_id an earlier line has; the row has no custom_id, as
+    the earlier row has it."""
     message = f"line {number} has the custom_id of line {first}, {custom_id[:80]!r}."
     return _bad(number, None, "repeated_custom_id", message)
 

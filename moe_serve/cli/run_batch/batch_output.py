@@ -1,4 +1,5 @@
-"""The file of rows: each is appended whole, and a later run finds what an earlier one wrote."""
+"""The output file of rows: each row is appended whole, and a later run finds the rows of an earlier
+one."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from moe_serve.errors import ConfigError
 
 
 class BatchOutput:
-    """Open while a batch runs, for one process alone. Close it, or use `with`."""
+    """The output file, open for one process while a batch runs. Close it, or use `with`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -48,7 +49,8 @@ class BatchOutput:
         return custom_id in self._custom_ids
 
     def append(self, row: BatchRow) -> None:
-        """One write: a reader, or an end by force, sees a row whole or not at all."""
+        """Appends a row in one write, so that a reader, or a killed process, leaves the row whole
+        or absent."""
         self._write(row.to_json())
 
     def _write(self, content: bytes) -> None:
@@ -68,7 +70,8 @@ class BatchOutput:
         return self.path.is_file()
 
     def _read(self) -> None:
-        """What is there; half a row at the end, of a run that was killed, is cut off."""
+        """Reads the rows of earlier runs; half a row at the end, of a run that was killed, is cut
+        off."""
         if not self._is_regular:
             return
         complete = 0
@@ -82,9 +85,9 @@ class BatchOutput:
                     self._take(number, line)
 
     def _end(self, number: int, line: bytes, start: int) -> None:
-        """Of the last line, which has no newline: a row that lacks but this is kept."""
+        """Keeps a last line that lacks only its newline, and cuts off half a row."""
         if line[: len(ROW_START)] != ROW_START[: len(line)]:
-            raise self._no_row(number)  # somebody else's file, not half a row of ours
+            raise self._no_row(number)  # a file of another program, not half a row of ours
         try:
             json.loads(line)
         except ValueError:
@@ -106,4 +109,6 @@ class BatchOutput:
             self._ids.add(str(own_id))
 
     def _no_row(self, number: int) -> ConfigError:
-        return ConfigError(f"{self.path}:{number} is no row of a batch: name another output file.")
+        return ConfigError(
+            f"{self.path}:{number} is not a row of a batch: name another output file."
+        )

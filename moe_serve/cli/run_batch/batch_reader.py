@@ -1,4 +1,4 @@
-"""The lines of a batch, read by a thread: a producer that is slow holds nobody else up."""
+"""Reads the lines of a batch in a thread, so that a slow producer delays nothing else."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import asyncio
 import threading
 from collections.abc import Iterable
 
-AHEAD_LINES = 64  # that are read before somebody asks for them
+AHEAD_LINES = 64  # lines read ahead
 
 Numbered = tuple[int, bytes]  # from 1
 
 
 class BatchReader:
-    """Hands the lines out in their order, to several tasks of the running loop. Use `with`.
+    """Hands out lines in order to several tasks of the running loop. Use `with`.
 
-    The thread reads, and opens what is read, for both may wait for a producer: so it is also a
-    daemon, which at the end is left to wait where nothing else can be done.
+    The thread opens the input and reads it, as both may wait for a producer. It is a daemon, so
+    that it can be abandoned at the end if it still waits.
     """
 
     def __init__(self, lines: Iterable[bytes]) -> None:
@@ -36,12 +36,12 @@ class BatchReader:
         self._room.release()
 
     async def next(self) -> Numbered | None:
-        """None after the last one. Raises what reading raised."""
+        """Returns the next line; None after the last one. Raises the error that reading raised."""
         found = await self._found.get()
         if isinstance(found, tuple):
             self._room.release()
             return found
-        self._found.put_nowait(found)  # the end is for all who ask
+        self._found.put_nowait(found)  # every waiting task gets the end
         if found is not None:
             raise found
         return None
@@ -57,7 +57,8 @@ class BatchReader:
             self._hand_over(error)
 
     def _hand_over(self, found: Numbered | BaseException | None) -> bool:
-        """False: nobody wants more, and the loop may be gone."""
+        """Hands a line over; False if no more lines are wanted, in which case the loop may have
+        ended."""
         with self._lock:
             if not self._is_closed:
                 self._loop.call_soon_threadsafe(self._found.put_nowait, found)

@@ -1,4 +1,4 @@
-"""A batch from its first line to its last: so many lines under way at once, rows as they come."""
+"""Runs a batch: sends a limited number of lines at once and writes rows as answers arrive."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_serve.cli.run_batch.batch_target import BatchTarget
 
 @dataclass(slots=True)
 class BatchCount:
-    """What came of the lines so far."""
+    """Counts of the lines so far."""
 
     answered: int = 0
     refused: int = 0  # the server answered with an error
@@ -54,9 +54,9 @@ async def run_lines(
     concurrency: int,
     count: BatchCount,
 ) -> None:
-    """Answer what has no row yet. Raises what the target raises; rows that are written stay.
+    """Answers the lines that have no row yet. Raises what the target raises; written rows stay.
 
-    `lines` is iterated by a thread, and left there in the middle where its next line does not come.
+    A thread iterates `lines`, and stays in the iteration if the next line does not arrive.
     """
     with BatchReader(lines) as reader:
         todo = _Todo(reader, output, count)
@@ -80,14 +80,14 @@ async def _work(todo: _Todo, output: BatchOutput, target: BatchTarget, count: Ba
 
 
 class _Todo:
-    """Lines to send; the others are skipped, or get their rows at once."""
+    """Lines to send; other lines are skipped, or get their rows at once."""
 
     def __init__(self, reader: BatchReader, output: BatchOutput, count: BatchCount) -> None:
         self._reader, self._output, self._count = reader, output, count
         self._first: dict[str, int] = {}  # custom_id -> its line
 
     async def next(self) -> BatchLine | None:
-        """Of all workers: each takes the next line. None after the last one."""
+        """Returns the next line for any worker; None after the last one."""
         while (numbered := await self._reader.next()) is not None:
             number, text = numbered
             if text.strip() and (line := self._to_send(number, text)) is not None:
@@ -110,7 +110,8 @@ class _Todo:
 
 
 def _num_generated(row: BatchRow) -> int:
-    """By the usage of chat and text completions, or of responses and messages."""
+    """Returns the generated tokens from the usage of chat and text completions, or of responses and
+    messages."""
     usage = row.body.get("usage") if isinstance(row.body, dict) else None
     if not isinstance(usage, dict):
         return 0

@@ -1,4 +1,4 @@
-"""Who answers the lines of a batch: a server at a URL, or the application in this process."""
+"""Answers the lines of a batch: by a server at a URL, or by the application in this process."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NUM_TRIES = 6  # of a line whose connection broke, or that a full queue refused
 _MAX_WAIT_S = 30.0
 _RETRIED = frozenset({429, 503})
 _JSON = {"Content-Type": "application/json"}
-_HEALTH_PATHS = ("/health/live", "/v1/models")  # of moe-serve, of anybody
+_HEALTH_PATHS = ("/health/live", "/v1/models")  # asked of moe-serve, and of any other server
 
 
 class BatchTarget:
-    """Sends lines. Use `async with`."""
+    """Sends lines to a server. Use `async with`."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class BatchTarget:
         await self._client.aclose()
 
     async def check(self) -> None:
-        """Raises EngineDeadError if nobody answers, ConfigError if the key is wrong."""
+        """Raises EngineDeadError if the server does not answer, ConfigError if the key is wrong."""
         try:
             answer = await self._client.get("/v1/models")
         except httpx.HTTPError as error:
@@ -66,12 +66,12 @@ class BatchTarget:
                 raise ConfigError(no_connection(str(self.url), error)) from None
             raise self._gone() from None
         if answer.status_code in (401, 403):
-            raise ConfigError(f"{self.url} refuses the API key: --api-key KEY, or @FILE.")
+            raise ConfigError(f"{self.url} refuses the API key: give --api-key KEY, or @FILE.")
 
     async def send(self, line: BatchLine) -> BatchRow:
-        """The line's row. Raises EngineDeadError if the server is gone, so that nothing is written
-        for lines that another run may still get answered."""
-        # In ASCII: half a surrogate pair, or NaN, is for the server to refuse.
+        """Returns the row of the line. Raises EngineDeadError if the server is gone, so that no row
+        is written for lines that another run may still get answered."""
+        # In ASCII: the server is to refuse half of a surrogate pair, or NaN.
         content = json.dumps(dict(line.body)).encode()
         problem = ""
         for attempt in range(NUM_TRIES):
@@ -127,7 +127,7 @@ def _row(line: BatchLine, answer: httpx.Response) -> BatchRow:
 
 
 def _asked_wait_s(answer: httpx.Response) -> float:
-    """What `Retry-After` asks for, within reason."""
+    """Returns the seconds that `Retry-After` requests, within reason."""
     try:
         seconds = float(answer.headers.get("retry-after", "0"))
     except ValueError:

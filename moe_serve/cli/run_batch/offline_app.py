@@ -1,4 +1,5 @@
-"""The server's application over an engine in this process, with no socket: for `run-batch`."""
+"""Runs the server's application over an engine in this process, without a socket, for
+`run-batch`."""
 
 from __future__ import annotations
 
@@ -21,14 +22,15 @@ from moe_serve.http.app import create_app
 
 @contextlib.contextmanager
 def offline_app(config: Config, build: BuildEngine = build_any_engine) -> Iterator[FastAPI]:
-    """Loads the model, and lets go of it at the end. Nobody else can reach it: it needs no key."""
+    """Loads the model, and releases it at the end. Other processes cannot reach it, so it needs no
+    key."""
     set_up_logs(config.log)
     files = ModelFiles.load(config)
     with loading_bar(Console(stderr=True)) as progress:
         built = build(config.engine, progress)
     engine = AsyncEngine(built, config.engine.scheduler)
     try:
-        server = ServerConfig(  # only what shapes answers
+        server = ServerConfig(  # only settings that shape answers
             is_strict=config.server.is_strict,
             max_body_bytes=config.server.max_body_bytes,
             tool_parser=config.server.tool_parser,

@@ -1,4 +1,4 @@
-"""`moe-serve run-batch`: a file of requests in, a file of answers out."""
+"""`moe-serve run-batch`: reads a file of requests and writes a file of answers."""
 
 from __future__ import annotations
 
@@ -26,34 +26,64 @@ EXIT_SOME_FAILED = 3
 
 
 def run_batch(
-    input_file: Annotated[Path, typer.Option("-i", "--input", help="Lines of OpenAI's format.")],
+    input_file: Annotated[
+        Path,
+        typer.Option(
+            "-i",
+            "--input",
+            help="File of requests in the format of OpenAI's Batch API, one JSON object per line.",
+        ),
+    ],
     output_file: Annotated[
-        Path, typer.Option("-o", "--output", help="Gets a row for each; those it has are kept.")
+        Path,
+        typer.Option(
+            "-o",
+            "--output",
+            help="File for the answers, one JSON object per request. Answers that it already "
+            "holds are kept.",
+        ),
     ],
     model: Annotated[
         str | None,
-        typer.Option(help="A folder of a model to load here. Default: the demonstration model."),
+        typer.Option(
+            help="Folder of a checkpoint to load in this process. Default: the demonstration model."
+        ),
     ] = None,
-    url: Annotated[str | None, typer.Option(help="Ask this server instead.")] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="URL of a running server that answers the requests. Default: a model is "
+            "loaded in this process."
+        ),
+    ] = None,
     api_key: Annotated[
-        str | None, typer.Option(envvar=API_KEY_VARIABLE, help="Its key, or @FILE that holds it.")
+        str | None,
+        typer.Option(
+            envvar=API_KEY_VARIABLE, help="API key of the server at --url, or @FILE with the key."
+        ),
     ] = None,
     concurrency: Annotated[
-        int, typer.Option(min=1, max=4096, help="Lines under way at once.")
+        int, typer.Option(min=1, max=4096, help="Largest number of requests in progress at once.")
     ] = 64,
     config_file: Annotated[
-        Path | None, typer.Option("--config", help="YAML file, for a model that is loaded here.")
+        Path | None,
+        typer.Option(
+            "--config",
+            help="YAML file with the configuration of the model loaded in this process; "
+            "configs/serve.yaml lists every key.",
+        ),
     ] = None,
 ) -> None:
     """Answer a file of requests: one JSON line in, one JSON row out.
 
-    Exit codes: 0 all answered, 1 the server is gone, 2 a mistake in what was asked for, 3 some
-    rows are errors, 130 interrupted. Run it again to go on: rows that are there are skipped.
+    Run the same command again to continue after an interruption: requests that the output file
+    already answers are skipped. Exit codes: 0 all requests were answered, 1 the server cannot be
+    reached, 2 the command or a file is wrong, 3 some rows are errors, 130 interrupted.
     """
     if url is not None and (model is not None or config_file is not None):
-        raise ConfigError("--url asks a server: --model and --config are for a model loaded here.")
+        raise ConfigError("--url uses a running server, so leave --model and --config out.")
     if input_file.resolve() == output_file.resolve():
-        raise ConfigError(f"{input_file} is input and output: name another output file.")
+        raise ConfigError(f"{input_file} is both input and output: name another output file.")
     count = BatchCount()
     try:
         num_lines = _count_lines(input_file)
@@ -64,7 +94,7 @@ def run_batch(
             else:
                 _run_here(input_file, output, model, config_file, concurrency, count)
     except KeyboardInterrupt:
-        _say(count, "interrupted; run it again to go on")
+        _say(count, "interrupted; run the same command again to continue")
         raise
     _say(count, str(output_file))
     if count.num_failed:
@@ -82,7 +112,7 @@ def _run_here(
     flags = {} if model is None else {"model.path": model}
     config = load_config(flags=flags, environ=os.environ, file=config_file).config
 
-    # Only now what is heavy: a mistake above must be said at once.
+    # Imported late, as it is slow: mistakes above must be reported at once.
     from moe_serve.cli.run_batch.offline_app import offline_app
 
     with offline_app(config) as app:
@@ -101,7 +131,7 @@ async def _run(
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Opened where they are read: a named pipe waits for its writer there."""
+    """Opens the file when it is read: opening a named pipe waits for its writer."""
     try:
         with path.open("rb") as lines:
             yield from lines
@@ -110,7 +140,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _count_lines(path: Path) -> int | None:
-    """None: not known, as what is read from a pipe or a terminal is gone."""
+    """Counts the lines; None for a pipe or terminal, whose content cannot be read twice."""
     if path.is_fifo() or path.is_char_device():
         return None
     try:
@@ -126,7 +156,7 @@ def _unreadable(path: Path, error: OSError) -> ConfigError:
 
 @contextlib.contextmanager
 def _bar(num_lines: int | None, count: BatchCount) -> Iterator[None]:
-    """Of lines that are done; nothing where nobody watches."""
+    """Shows how many lines are done, on a terminal only."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield
@@ -150,7 +180,7 @@ def _say(count: BatchCount, what: str) -> None:
     seconds = max(1e-9, time.monotonic() - (count.begun or time.monotonic()))
     typer.echo(
         f"{count.answered} answered, {count.refused} refused, {count.bad} not sent or lost, "
-        f"{count.skipped} there before; {count.num_tokens} tokens in {seconds:.1f} s "
+        f"{count.skipped} already answered; {count.num_tokens} tokens in {seconds:.1f} s "
         f"({count.num_tokens / seconds:.0f}/s): {what}",
         err=True,
     )

@@ -1,4 +1,4 @@
-"""What the ready message says besides the model: limits, experts, routes, and what was set."""
+"""The rows of the ready message beside the model: limits, experts, routes and changed settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def banner_rows(
     placement: PlacementControl | None,
     app: FastAPI,
 ) -> dict[str, str]:
-    """One line each. Of secrets only how many there are."""
+    """Returns one line per row. Of secrets only their number is shown."""
     rows = {"limits": _limits(config, layout)}
     if placement is not None:
         rows["placed"] = _placed(placement)
@@ -53,5 +53,6 @@ def _placed(placement: PlacementControl) -> str:
 
 
 def _routes(app: FastAPI) -> str:
-    """Those of the schemas, whose pages are made now instead of for the first who asks."""
+    """Returns the routes of the OpenAPI schema, which is built now instead of at the first request
+    for it."""
     return ", ".join(path for path in app.openapi()["paths"] if "{" not in path)

@@ -1,4 +1,4 @@
-"""The log of a server before its configuration is known: JSON, where that much can be told."""
+"""Sets up a JSON log before the configuration is known, if the log format can be determined."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from moe_serve.config.sources import wants_json_log
 def begin_log(
     flags: Mapping[str, object], environ: Mapping[str, str], file: Path | None = None
 ) -> None:
-    """So that a refused configuration is an object too. Text needs no log for that."""
+    """Starts a JSON log, so that a refused configuration is logged as an object too. A text log
+    needs no setup for that."""
     if wants_json_log(flags=flags, environ=environ, file=file):
         set_up_logs(LogConfig(format="json"))

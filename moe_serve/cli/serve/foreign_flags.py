@@ -1,6 +1,7 @@
-"""Flags that users of vLLM and SGLang type, and what does the same here.
+"""Recognises flags of vLLM and SGLang and names the equivalent of this server.
 
-They are told, not taken: what a flag means there is seldom quite what its neighbour means here.
+The flags are explained but not accepted: their meaning there seldom equals that of the equivalent
+here.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from moe_serve.errors import ConfigError
 
 
 def _set(path: str, value: str = "") -> str:
-    """`path`: a key of the configuration."""
+    """Returns advice to set `path`, a key of the configuration."""
     variable = f"MOE_SERVE_{path.replace('.', '_').upper()}"
     shown = f" to {value}" if value else ""
     return f"set {path}{shown}, in the file of --config or as {variable}"
 
 
 _MODEL = "give the folder without a flag, as in moe-serve serve FOLDER"
-_TP = "--attention-tp shares out an attention rank, --expert-ranks the experts"
-_DP = "--attention-ranks says how many ranks have sequences of their own"
-_EP = "--expert-ranks says how many ranks share out the experts"
+_TP = "--attention-tp splits an attention rank, and --expert-ranks splits the experts"
+_DP = "--attention-ranks sets how many ranks have their own sequences"
+_EP = "--expert-ranks sets how many ranks the experts are split over"
 _BALANCE = _set("cluster.rebalance", "auto")
-_COPIES = "copies of experts stand in the file of --placement, which moe-serve place makes"
+_COPIES = "the file of --placement lists the copies of experts; moe-serve place writes it"
 _ROWS = _set("cluster.transport")
-_MEMORY = "--num-pages says how large the KV cache is, or cache.memory_bytes does"
+_MEMORY = "--num-pages or cache.memory_bytes sets the size of the KV cache"
 _NODES = "moe-serve launch serves on several nodes"
 
 ADVICE: Mapping[str, str] = {
@@ -60,9 +61,9 @@ ADVICE: Mapping[str, str] = {
     "--dist-init-addr": _NODES,
     "--tool-call-parser": _set("server.tool_parser"),
     "--reasoning-parser": _set("server.reasoning_parser"),
-    "--enable-auto-tool-choice": "leave it out: the chat template tells whether there are tools",
-    "--chat-template": "the chat template is the checkpoint's own",
-    "--trust-remote-code": "leave it out: no code of a checkpoint is run",
+    "--enable-auto-tool-choice": "leave it out: the chat template decides about tools",
+    "--chat-template": "leave it out: the checkpoint's chat template is used",
+    "--trust-remote-code": "leave it out: code of a checkpoint is never run",
     "--shutdown-timeout": _set("server.drain_timeout_s"),
     "--admin-api-key": _set("server.admin_keys"),
     "--enable-metrics": "leave it out: /metrics is always there",
@@ -71,13 +72,14 @@ ADVICE: Mapping[str, str] = {
     "--enable-force-include-usage": _set("server.force_include_usage", "true"),
     "--enable-tokenizer-info-endpoint": _set("server.tokenizer_info", "true"),
     "--fingerprint-mode": "leave it out: answers always have a system_fingerprint",
-    "--max-logprobs": "leave it out: requests get up to 20, and name more in logprob_token_ids",
+    "--max-logprobs": "leave it out: requests get up to 20 and can name more in logprob_token_ids",
     "--enable-prompt-tokens-details": "leave it out: usage always has prompt_tokens_details",
 }
 
 
 class ServerCommand(TyperCommand):
-    """A command that starts a server. A flag that it has itself is its own."""
+    """A command that starts a server and explains flags of other servers. Flags of its own are
+    parsed as usual."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = {name for parameter in self.params for name in parameter.opts}

@@ -1,4 +1,4 @@
-"""May the server listen where it was told to? Asked before the model is loaded."""
+"""Checks that the server may listen at its address, before the model is loaded."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from moe_serve.errors import ConfigError
 
 
 def check_is_guarded(server: ServerConfig) -> None:
-    """Refuse to serve other machines without an API key."""
+    """Raises ConfigError if other machines could reach the server without an API key."""
     if not (is_loopback(server.host) or server.has_api_keys or server.allow_open):
         raise ConfigError(
             f"server.host {server.host} is open to other machines, but no API key is set: "
             "add --api-key KEY (or @FILE), or listen on 127.0.0.1, or set server.allow_open "
-            "(MOE_SERVE_SERVER_ALLOW_OPEN=true) to serve whoever reaches it."
+            "(MOE_SERVE_SERVER_ALLOW_OPEN=true) to serve without a key."
         )
 
 
@@ -31,7 +31,8 @@ def is_loopback(host: str) -> bool:
 
 
 def check_can_listen(server: ServerConfig) -> None:
-    """Bind once and let go, so that a taken port is said in a sentence, and before the loading."""
+    """Binds the address once and releases it, so that a taken port is reported before the model is
+    loaded."""
     where = f"{server.host} port {server.port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -41,9 +42,11 @@ def check_can_listen(server: ServerConfig) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except socket.gaierror as error:
-        raise ConfigError(f"server.host {server.host} is no address: {error.strerror}.") from error
+        raise ConfigError(
+            f"server.host {server.host} is not an address: {error.strerror}."
+        ) from error
     except UnicodeError as error:  # an empty label, as in 127..0.1, or one that is too long
-        raise ConfigError(f"server.host {server.host} is no address: it is no name.") from error
+        raise ConfigError(f"server.host {server.host} is not an address or a host name.") from error
     except OSError as error:
         reasons = {
             errno.EADDRINUSE: "another program listens there; stop it, or choose --port",

@@ -1,5 +1,7 @@
-"""What of a model's folder the HTTP side needs: read before the weights are, so that what is wrong
-with it is said at once."""
+"""The parts of a model's folder that the HTTP side needs.
+
+They are read before the weights, so that faults are reported at once.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +22,20 @@ from moe_serve.text.tokenizer import Tokenizer, read_json_file
 
 _DEMO_MODEL_NAME = "moe-serve-demo"
 _FILE_NAMES = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path")
-_TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # where tokenizer_config.json does not say
+_TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # if tokenizer_config.json does not state it
 _NO_DESCRIPTION: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
     folder: Path
-    name: str  # that requests ask for
+    name: str  # model name that requests give
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
 
     @classmethod
     def load(cls, config: Config) -> ModelFiles:
-        """Raises what Tokenizer and ChatTemplate raise."""
+        """Reads the files. Raises what Tokenizer and ChatTemplate raise."""
         folder, name = model_folder(config.engine.model), config.server.served_model_name
         tokenizer = Tokenizer.load(folder)
         return cls(
@@ -45,7 +47,7 @@ class ModelFiles:
 
     @property
     def is_named_otherwise(self) -> bool:
-        """Neither as its folder nor as the demonstration model."""
+        """Whether the name is neither that of the folder nor of the demonstration model."""
         return self.name not in (self.folder.name, _DEMO_MODEL_NAME)
 
     def served(
@@ -55,7 +57,8 @@ class ModelFiles:
         config: Config,
         description: Mapping[str, str] = _NO_DESCRIPTION,
     ) -> ServedModel:
-        """Reads the weights once more, for the fingerprint (large ones in samples)."""
+        """Returns the served model. Reads the weights once more for the fingerprint (large ones in
+        samples)."""
         return ServedModel(
             name=self.name,
             tokenizer=self.tokenizer,
@@ -70,7 +73,7 @@ class ModelFiles:
         )
 
     def tokenizer_info(self) -> Mapping[str, Any]:
-        """What tokenizer_config.json says, but for names of files, and the chat template."""
+        """Returns tokenizer_config.json without file names, and the chat template."""
         config = read_json_file(self.folder / "tokenizer_config.json")
         told = {name: value for name, value in config.items() if name not in _FILE_NAMES}
         if self.chat_template is not None:

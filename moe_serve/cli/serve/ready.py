@@ -1,4 +1,4 @@
-"""What `moe-serve serve` shows while it loads and when it is ready."""
+"""Shows what `moe-serve serve` does while it loads, and the ready message."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ WILDCARD_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # listened on -> where t
 
 @contextlib.contextmanager
 def loading_bar(console: Console) -> Iterator[Callable[[int, int], None] | None]:
-    """A callback (tensors read, tensors in all) that draws a bar; None where nobody watches."""
+    """Yields a callback (tensors read, tensors in all) that draws a bar; None without a
+    terminal."""
     if not console.is_terminal:
         yield None
         return
@@ -39,13 +40,13 @@ def loading_bar(console: Console) -> Iterator[Callable[[int, int], None] | None]
 
 
 def server_url(host: str, port: int, *, is_tls: bool = False) -> str:
-    """Where a client on this machine reaches the server."""
+    """Returns the URL at which a client on this machine reaches the server."""
     host, scheme = WILDCARD_HOSTS.get(host, host), "https" if is_tls else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def curl_line(url: str, model: str, *, needs_key: bool) -> str:
-    """One line that works when it is pasted into a shell."""
+    """Returns a curl command that works when it is pasted into a shell."""
     body = {"model": model, "messages": [{"role": "user", "content": "Tell me a short story."}]}
     parts = [f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'"]
     if needs_key:
@@ -55,14 +56,14 @@ def curl_line(url: str, model: str, *, needs_key: bool) -> str:
 
 
 def chat_line(url: str) -> str:
-    """How to talk to the server with the very command that started it, on PATH or not."""
+    """Returns a `moe-serve chat` command, with the path of the program if it is not on PATH."""
     program = Path(sys.argv[0])
     is_hidden = program.name == "moe-serve" and shutil.which("moe-serve") is None
     return f"{shlex.quote(str(program)) if is_hidden else 'moe-serve'} chat --url {url}"
 
 
 def print_ready(console: Console, url: str, rows: Mapping[str, str], curl: str) -> None:
-    """The ready message: URL, model, layout, cache, and the lines to paste, never wrapped."""
+    """Prints the ready message: URL, model, layout, cache, and commands to paste, never wrapped."""
     title = Text(f"moe-serve {__version__} is ready at {url}", style="bold")
     lines = [Text.assemble((f"  {name:<7} ", "dim"), value) for name, value in rows.items()]
     console.print(title, *lines, Text(f"\n{chat_line(url)}\n{curl}\n"), sep="\n", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`moe-serve serve`: load a model and answer over HTTP."""
+"""`moe-serve serve`: loads a model and answers over HTTP."""
 
 from __future__ import annotations
 
@@ -17,122 +17,229 @@ MODEL, LIMITS, RANKS, HTTP, RUN = "Model", "Limits", "Ranks", "HTTP", "Run"
 
 Model = Annotated[
     str | None,
-    typer.Argument(help="A folder in Hugging Face layout. Without it: the demonstration model."),
+    typer.Argument(
+        help="Folder of a checkpoint in Hugging Face layout. Default: the demonstration model."
+    ),
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=MODEL),
+    typer.Option(
+        help="Number format of weights and activations: auto (the checkpoint's own), "
+        "float32, bfloat16 or float16. Default: auto.",
+        rich_help_panel=MODEL,
+    ),
 ]
-Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.", rich_help_panel=MODEL)]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="Device to compute on: auto (cuda if there is a CUDA GPU, else cpu), cpu or "
+        "cuda. Default: auto.",
+        rich_help_panel=MODEL,
+    ),
+]
 MaxModelLen = Annotated[
     int | None,
-    typer.Option(help="Longest prompt and answer together, in tokens.", rich_help_panel=MODEL),
+    typer.Option(
+        help="Largest number of tokens in a prompt and its answer together. Default: the "
+        "checkpoint's context length.",
+        rich_help_panel=MODEL,
+    ),
 ]
 NumThreads = Annotated[
-    int | None, typer.Option(help="CPU threads for the math.", rich_help_panel=MODEL)
+    int | None,
+    typer.Option(
+        help="Number of CPU threads for computing, in each process. Default: torch chooses.",
+        rich_help_panel=MODEL,
+    ),
 ]
 ServedModelName = Annotated[
-    str | None, typer.Option(help="The name that requests ask for.", rich_help_panel=MODEL)
+    str | None,
+    typer.Option(
+        help="Model name that requests give in their `model` field. Default: the name of "
+        "the checkpoint's folder.",
+        rich_help_panel=MODEL,
+    ),
 ]
 ExpertMemory = Annotated[
     str | None,
     typer.Option(
-        help="Routed experts that stay in memory, such as 2GiB; others are read when needed.",
+        help="Memory for routed experts in each process that holds some, in bytes or as a "
+        "size such as 2GiB; other experts are read from disk when needed. Default: "
+        "all experts stay in memory.",
         rich_help_panel=LIMITS,
     ),
 ]
 NumPages = Annotated[
-    int | None, typer.Option(help="KV pages of 16 tokens each.", rich_help_panel=LIMITS)
+    int | None,
+    typer.Option(
+        help="Size of the KV cache in pages of 16 tokens, for each attention rank. "
+        "Default: enough for --max-num-seqs requests of average length.",
+        rich_help_panel=LIMITS,
+    ),
 ]
 MaxNumSeqs = Annotated[
-    int | None, typer.Option(help="Sequences in one step.", rich_help_panel=LIMITS)
+    int | None,
+    typer.Option(
+        help="Largest number of sequences in one step, for each attention rank. Default: 64.",
+        rich_help_panel=LIMITS,
+    ),
 ]
 MaxBatchedTokens = Annotated[
-    int | None, typer.Option(help="Tokens in one step.", rich_help_panel=LIMITS)
+    int | None,
+    typer.Option(
+        help="Largest number of tokens in one step, for each attention rank; longer "
+        "prompts are computed in chunks. Default: 1024.",
+        rich_help_panel=LIMITS,
+    ),
 ]
 MaxQueuedRequests = Annotated[
     int | None,
-    typer.Option(help="Requests that may wait; more get status 429.", rich_help_panel=LIMITS),
+    typer.Option(
+        help="Largest number of waiting requests; further requests get HTTP status 429. "
+        "Default: 256.",
+        rich_help_panel=LIMITS,
+    ),
 ]
 MicroBatches = Annotated[
     str | None,
-    typer.Option(help="Micro-batches of a step: auto, or 1 to 4.", rich_help_panel=LIMITS),
+    typer.Option(
+        help="Number of micro-batches that a step is split into, 1 to 4, or auto (1 in one"
+        " process, else chosen from measured times). Default: auto.",
+        rich_help_panel=LIMITS,
+    ),
 ]
 BatchPolicy = Annotated[
     str | None,
     typer.Option(
-        help="Who runs with whom: fifo, balanced or expert-aware.", rich_help_panel=LIMITS
+        help="How sequences are chosen for a step and split into micro-batches: fifo "
+        "(order of arrival), balanced (also by context length) or expert-aware (also "
+        "by predicted experts). Default: fifo.",
+        rich_help_panel=LIMITS,
     ),
 ]
 Predictor = Annotated[
     str | None,
-    typer.Option(help="A folder of trained routing predictors.", rich_help_panel=LIMITS),
+    typer.Option(
+        help="Folder of routing predictors written by `moe-serve predictor train`. "
+        "Default: none; experts are predicted from a request's own history.",
+        rich_help_panel=LIMITS,
+    ),
 ]
 AttentionRanks = Annotated[
     int | None,
-    typer.Option(help="Attention ranks, each a process. 0: one process.", rich_help_panel=RANKS),
+    typer.Option(
+        help="Number of attention ranks, each with its own requests and KV cache. 0 "
+        "together with --expert-ranks 0 runs everything in one process. Default: 0.",
+        rich_help_panel=RANKS,
+    ),
 ]
 ExpertRanks = Annotated[
-    int | None, typer.Option(help="Expert ranks, each a process.", rich_help_panel=RANKS)
+    int | None,
+    typer.Option(
+        help="Number of expert ranks, each a process that holds a share of the experts. "
+        "Default: 0.",
+        rich_help_panel=RANKS,
+    ),
 ]
 AttentionTp = Annotated[
     int | None,
     typer.Option(
-        help="Processes of each attention rank, which share its heads.", rich_help_panel=RANKS
+        help="Number of processes in each attention rank, which split its attention heads "
+        "among them. Default: 1.",
+        rich_help_panel=RANKS,
     ),
 ]
 Placement = Annotated[
     str | None,
     typer.Option(
-        help="A file: which expert on which rank. Default: equal runs.", rich_help_panel=RANKS
+        help="JSON file with the expert ranks that hold each expert, as `moe-serve place "
+        "--out` writes it. Default: each rank gets an equal run of consecutive "
+        "experts.",
+        rich_help_panel=RANKS,
     ),
 ]
 TimelineFile = Annotated[
     str | None,
     typer.Option(
-        "--timeline", help="Record every rank's stages into this file.", rich_help_panel=RANKS
+        "--timeline",
+        help="Write a timeline of every rank's stages into this file, for `moe-serve "
+        "timeline`. Default: no timeline.",
+        rich_help_panel=RANKS,
     ),
 ]
-Host = Annotated[str | None, typer.Option(help="Address to listen on.", rich_help_panel=HTTP)]
+Host = Annotated[
+    str | None,
+    typer.Option(
+        help="Address to listen on; any address but a loopback one requires --api-key. "
+        "Default: 127.0.0.1.",
+        rich_help_panel=HTTP,
+    ),
+]
 Port = Annotated[
-    int | None, typer.Option(help="Port to listen on; 0 takes a free one.", rich_help_panel=HTTP)
+    int | None,
+    typer.Option(
+        help="Port to listen on; 0 chooses a free port. Default: 8000.", rich_help_panel=HTTP
+    ),
 ]
 ApiKey = Annotated[
     list[str] | None,
-    typer.Option(help="A key to ask for, or @FILE of keys. Repeatable.", rich_help_panel=HTTP),
+    typer.Option(
+        help="API key that clients must send, or @FILE with one key per line. May be given"
+        " more than once. Default: no key is required.",
+        rich_help_panel=HTTP,
+    ),
 ]
 MetricsAlias = Annotated[
     str | None,
     typer.Option(
-        help="Names that /metrics has beside its own: none or vllm.", rich_help_panel=HTTP
+        help="Additional metric names in /metrics: none, or vllm (also report values under"
+        " vLLM's names). Default: none.",
+        rich_help_panel=HTTP,
     ),
 ]
 OtlpTracesEndpoint = Annotated[
     str | None,
     typer.Option(
-        help="URL of a collector of OpenTelemetry traces (OTLP over HTTP).", rich_help_panel=HTTP
+        help="URL of an OpenTelemetry collector that receives request traces (OTLP over "
+        "HTTP), such as http://127.0.0.1:4318/v1/traces. Default: no traces are sent.",
+        rich_help_panel=HTTP,
     ),
 ]
 SslCertfile = Annotated[
     str | None,
-    typer.Option(help="Certificate chain (PEM) for HTTPS.", rich_help_panel=HTTP),
+    typer.Option(
+        help="PEM file with the certificate chain; switches on HTTPS. Default: plain HTTP.",
+        rich_help_panel=HTTP,
+    ),
 ]
 SslKeyfile = Annotated[
     str | None,
-    typer.Option(help="Its private key (PEM), if it is not in there.", rich_help_panel=HTTP),
+    typer.Option(
+        help="PEM file with the certificate's private key. Default: the key is in --ssl-certfile.",
+        rich_help_panel=HTTP,
+    ),
 ]
 LogFormat = Annotated[
-    str | None, typer.Option(help="Of the log: text or json.", rich_help_panel=RUN)
+    str | None,
+    typer.Option(
+        help="Format of the log on standard error: text or json (one object per line). "
+        "Default: text.",
+        rich_help_panel=RUN,
+    ),
 ]
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", help="YAML file, see configs/serve.yaml.", rich_help_panel=RUN),
+    typer.Option(
+        "--config",
+        help="YAML file with the configuration; configs/serve.yaml lists every key.",
+        rich_help_panel=RUN,
+    ),
 ]
 PrintConfig = Annotated[
     bool,
     typer.Option(
         "--print-config",
-        help="Print the effective configuration and its sources, and leave.",
+        help="Print the effective configuration with the source of each value, and exit.",
         rich_help_panel=RUN,
     ),
 ]
@@ -172,7 +279,9 @@ def serve(
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API.
 
-    A flag wins over the environment (MOE_SERVE_SERVER_PORT=8001), and that over the YAML file.
+    Settings come from flags, from environment variables such as MOE_SERVE_SERVER_PORT=8001 and from
+    the YAML file of --config. A flag takes precedence over the environment, and the environment
+    over the file.
     """
     given = given_flags(context.params, SERVE_KEYS)
     settings = {SERVE_KEYS[name]: value for name, value in given.items()}
@@ -187,7 +296,7 @@ def _run(loaded: LoadedConfig, has_to_print: bool) -> None:
     check_is_guarded(loaded.config.server)
     check_can_listen(loaded.config.server)
 
-    # Only now what is heavy: `--help`, a typing error and a taken port must answer at once.
+    # Imported late, as it is slow: `--help`, typing errors and a taken port must answer at once.
     from moe_serve.cli.serve.service import run_service
 
     run_service(loaded.config, settings=loaded.entries)

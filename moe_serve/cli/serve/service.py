@@ -1,6 +1,7 @@
-"""The life of a server process: load, listen, say so, serve until told to stop.
+"""The life of a server process: loads, listens, prints the ready message and serves until told to
+stop.
 
-Imports everything heavy, so `serve` imports this module only when it has something to serve.
+This module imports everything heavy, so `serve` imports it only when it has something to serve.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ def run_service(
     settings: Sequence[ConfigEntry] = (),
     has_local_ranks: bool = True,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C. The port is open from the beginning; what is wrong with the
-    model, or does not fit this machine, is raised.
+    """Serves until SIGTERM or Ctrl-C.
 
-    `settings` are shown; `has_local_ranks` False: ranks run on other machines too.
+    The port is open from the beginning. Faults of the model, or a model that does not fit this
+    machine, are raised. `settings` are shown; `has_local_ranks` is False if ranks run on other
+    machines too.
     """
     set_up_logs(config.log)
     with ServiceStart(config) as start:
@@ -101,7 +103,7 @@ def _serve(
 
 
 def describe_layout(layout: Layout) -> Mapping[str, str]:
-    """Which stage runs where, and how large the KV cache is: one line each."""
+    """Returns one line for each stage with its processes, and one for the size of the KV cache."""
     plural = "" if layout.num_threads == 1 else "s"
     threads = f"; {layout.num_threads} thread{plural}" if layout.device == "cpu" else ""
     num_tokens = layout.num_pages * layout.page_size

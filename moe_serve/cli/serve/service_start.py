@@ -1,4 +1,4 @@
-"""The start of a server: its port is open from the beginning, and says how far the model is."""
+"""The start of a server: opens the port at once and reports the progress of loading."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _SIGTERM_STATUS = 128 + signal.SIGTERM
 
 
 class ServiceStart:
-    """`with` it, load, and take the listener by `hand_over`; without that the port is closed.
+    """Use it with `with`, load the model, and take the listener by `hand_over`; without that the
+    port is closed.
 
-    Raises ConfigError where the address, a file of keys or a certificate cannot be used.
+    Raises ConfigError if the address, a file of keys or a certificate cannot be used.
     """
 
     def __init__(self, config: Config) -> None:
@@ -48,8 +49,8 @@ class ServiceStart:
         self._stack.close()
 
     def plan_memory(self, *, has_local_ranks: bool) -> None:
-        """Say what memory it will take, before anything is read; raises ConfigError if there is
-        not so much."""
+        """Reports the planned memory before anything is read; raises ConfigError if it does not
+        fit."""
         plan = self.startup.plan = plan_memory(self._config.engine, has_local_ranks=has_local_ranks)
         for line in plan.lines():
             _log.info("memory: %s", line)
@@ -57,7 +58,7 @@ class ServiceStart:
         self.startup.begin("loading")
 
     def progress(self, show: LoadProgress | None) -> LoadProgress:
-        """What a loader is to call: who asks over HTTP learns of it too."""
+        """The callback for the loader; clients that ask over HTTP see its progress too."""
 
         def note(done: int, total: int) -> None:
             self.startup.note_progress(done, total)
@@ -67,8 +68,8 @@ class ServiceStart:
         return note
 
     def hand_over(self) -> socket.socket:
-        """The model is there: whoever connects from now on waits for the next server. Until that
-        listens to signals, a SIGTERM still ends what the start has begun."""
+        """Ends the loading: clients that connect from now on wait for the next server. Until that
+        listens to signals, a SIGTERM still ends the start."""
         self.startup.begin("ready")
         self._loading.close()
         return self._listener
@@ -76,9 +77,10 @@ class ServiceStart:
 
 @contextlib.contextmanager
 def _ending_at_sigterm() -> Iterator[None]:
-    """Where no server listens to the signal: the start is called off, and what it began is ended.
+    """Ends the start at SIGTERM while no server listens to the signal: before one does, and after
+    it has served.
 
-    That is before one does, and when it has served: then what is left to be closed is closed.
+    Resources that are open at that moment are closed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""The flags of `serve` and `launch` that are settings: which key of the configuration each sets."""
+"""Maps the flags of `serve` and `launch` that are settings to keys of the configuration."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KEYS: Mapping[str, str] = {
     "ssl_keyfile": "server.ssl_keyfile",
     "log_format": "log.format",
 }
-# Of `launch` they are a matter of the nodes.
+# For `launch` these flags are handled with the nodes.
 SERVE_KEYS: Mapping[str, str] = {
     "model": "model.path",
     "attention_ranks": "cluster.attention_ranks",
@@ -43,7 +43,7 @@ _NUMBERS_OR_WORDS = ("expert_memory", "micro_batches")
 
 
 def given_flags(parameters: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Those of `names` that the command line gave: {parameter: value}."""
+    """Returns the flags of `names` that the command line gave: {parameter: value}."""
     given = {name: parameters[name] for name in names}
     given = {name: value for name, value in given.items() if value not in (None, [], ())}
     for name in _NUMBERS_OR_WORDS:  # keys that take a number or a word, such as auto

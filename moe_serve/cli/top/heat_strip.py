@@ -1,4 +1,4 @@
-"""A row of numbers as a row of block characters, in colours from cold to hot."""
+"""Draws numbers as block characters, in colours from cold to hot."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _HOT = 3.0  # times the mean: as hot as it is shown
 
 
 def heat_strip(values: Sequence[float], width: int) -> Text:
-    """One to three characters for each value, or one for the largest of several where there is no
-    room.
+    """Returns one to three characters for each value, or one for the largest of several values if
+    there is no room.
 
-    The height is the share of the largest, the colour how many times the mean it is.
+    The height is the value's share of the largest, the colour its ratio to the mean.
     """
     cells = folded(values, width)
     mean = sum(values) / len(values) if values else 0.0
@@ -28,26 +28,26 @@ def heat_strip(values: Sequence[float], width: int) -> Text:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The last `width` values, against the largest of them."""
+    """Draws the last `width` values, scaled to the largest of them."""
     shown = values[-width:]
     return "".join(block(value, max(shown)) for value in shown)
 
 
 def bar(share: float, width: int) -> str:
-    """A share of 0 to 1 as a bar."""
+    """Draws a share of 0 to 1 as a bar."""
     num_full = round(max(0.0, min(1.0, share)) * width)
     return "█" * num_full + "░" * (width - num_full)
 
 
 def block(value: float, top: float) -> str:
-    """Empty only for 0."""
+    """Returns a block character; it is empty only for 0."""
     if value <= 0 or top <= 0:
         return BLOCKS[0]
     return BLOCKS[max(1, round(min(1.0, value / top) * (len(BLOCKS) - 1)))]
 
 
 def folded(values: Sequence[float], width: int) -> list[float]:
-    """At most `width` values, each the largest of its run.
+    """Returns at most `width` values, each the largest of its run.
 
     5 values in 3:  [0 1] [2 3] [4]
     """

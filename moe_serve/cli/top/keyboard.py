@@ -1,4 +1,4 @@
-"""Single keys from a terminal, without Enter; nothing at all where nobody types."""
+"""Reads single keys from a terminal without Enter; does nothing without a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def single_keys() -> Iterator[None]:
-    """The terminal hands keys over at once, and is as before afterwards. Ctrl-C stays Ctrl-C."""
+    """Makes the terminal deliver keys at once, and restores it afterwards. Ctrl-C keeps its
+    meaning."""
     if not sys.stdin.isatty():
         yield
         return
@@ -28,7 +29,7 @@ def single_keys() -> Iterator[None]:
 
 
 def wait_for_key(seconds: float) -> str:
-    """The keys that were typed; empty if none was for so long."""
+    """Returns the keys that were typed; empty if none was typed within the time."""
     if not sys.stdin.isatty():
         time.sleep(seconds)
         return ""

@@ -1,4 +1,4 @@
-"""`moe-serve top`: what a running server does, live in a terminal."""
+"""`moe-serve top`: shows the work of a running server live in a terminal."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ _PLAIN_COLUMNS = 140  # of a frame that goes to a file or a pipe
 
 
 def top(
-    url: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="URL of the server.")] = "http://127.0.0.1:8000",
     api_key: Annotated[
-        str | None, typer.Option(envvar=API_KEY_VARIABLE, help="Its key, or @FILE that holds it.")
+        str | None,
+        typer.Option(envvar=API_KEY_VARIABLE, help="API key of the server, or @FILE with the key."),
     ] = None,
     interval: Annotated[
-        float, typer.Option(min=0.2, max=60.0, help="Seconds between two looks.")
+        float, typer.Option(min=0.2, max=60.0, help="Seconds between two updates.")
     ] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one frame and leave.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
 ) -> None:
     """Watch a running server: requests, tokens, latencies, KV pages, experts, ranks, events.
 
-    q or Ctrl-C leaves. Without a terminal it prints one frame. Exit code 1: not reached.
+    Press q or Ctrl-C to quit. Without a terminal the command prints one frame. The exit code is 1
+    if the server cannot be reached.
     """
     if math.isnan(interval):  # no comparison with a range refuses it
-        raise ConfigError("--interval is nan: give the seconds between two looks, 0.2 to 60.")
+        raise ConfigError("--interval is nan: give the seconds between two updates, 0.2 to 60.")
     console = Console(highlight=False)
     with TopSource(url, sent_key(api_key)) as source:
         try:
@@ -63,7 +65,7 @@ def _print_once(console: Console, source: TopSource, state: Answer) -> None:
 def _watch(console: Console, source: TopSource, state: Answer, interval: float) -> None:
     live = Live(console=console, screen=True, auto_refresh=False)
     with single_keys():
-        try:  # not `with`: Ctrl-C may come while it starts
+        try:  # not `with`: Ctrl-C may arrive while it starts
             live.start()
             _follow(live, source, state, interval)
         finally:
@@ -71,7 +73,7 @@ def _watch(console: Console, source: TopSource, state: Answer, interval: float) 
 
 
 def _follow(live: Live, source: TopSource, state: Answer, interval: float) -> None:
-    """Until q is typed. A server that goes away is waited for."""
+    """Updates the view until q is typed. A server that goes away is waited for."""
     console, trouble = live.console, ""
     next_look, size = time.monotonic() + interval, None
     while True:

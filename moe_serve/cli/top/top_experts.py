@@ -24,7 +24,7 @@ class LayerLoad:
 
     @property
     def unevenness(self) -> float:
-        """The busiest expert over the mean."""
+        """The load of the busiest expert over the mean."""
         total = sum(self.rows)
         return max(self.rows) * len(self.rows) / total if total else 0.0
 
@@ -42,7 +42,7 @@ def layer_loads(experts: Answer) -> list[LayerLoad]:
 
 
 def experts_table(experts: Answer, width: int, height: int) -> RenderableType:
-    """At most `height` lines. Layers that do not fit are the most even ones."""
+    """Returns at most `height` lines. If not all layers fit, the most even ones are left out."""
     loads = layer_loads(experts)
     if not any(sum(load.rows) for load in loads):
         seconds = experts.number("window_s") or 0
@@ -63,7 +63,8 @@ def experts_table(experts: Answer, width: int, height: int) -> RenderableType:
 
 
 def hottest_line(loads: list[LayerLoad]) -> str:
-    """Like "hottest: 5/17 12%  0/3 9%": layer/expert, and its share of the layer's rows."""
+    """Returns text like "hottest: 5/17 12%  0/3 9%": layer/expert, and its share of the layer's
+    rows."""
     shares = [
         (rows / total, load.layer, expert)
         for load in loads

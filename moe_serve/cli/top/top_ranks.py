@@ -1,4 +1,4 @@
-"""The ranks' part of `moe-serve top`: who works how much, where experts lie, what is predicted."""
+"""The ranks' part of `moe-serve top`: the work of each rank, the placement and the predictor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ranks_table(ranks: Sequence[Answer]) -> Table:
 
 
 def placement_lines(state: Answer) -> list[Text]:
-    """One line each for the placement and the predictor, of a server that has them."""
+    """Returns one line each for the placement and the predictor, if the server has them."""
     lines = []
     placement, predictor = state.at("placement"), state.at("predictor")
     if placement.is_there:

@@ -1,6 +1,7 @@
-"""Where `moe-serve top` gets its figures: `/dashboard/state`, or `/metrics` of a server without it.
+"""Gets the figures of `moe-serve top`: from `/dashboard/state`, or from `/metrics` if the server
+lacks it.
 
-Either way they are laid out like `/dashboard/state`; what only that has is missing then.
+Both have the layout of `/dashboard/state`; figures that only that has are missing from `/metrics`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class NotReachedError(MoeServeError):
 
 
 class TopSource:
-    """One server. Close it, or use `with`."""
+    """The source of figures from one server. Close it, or use `with`."""
 
     def __init__(
         self, url: str, api_key: str | None, transport: httpx.BaseTransport | None = None
@@ -54,7 +55,7 @@ class TopSource:
         self._client.close()
 
     def fetch(self) -> Answer:
-        """The state now, with the events so far. Raises NotReachedError, ConfigError."""
+        """Returns the state now, with the events so far. Raises NotReachedError, ConfigError."""
         response = self._get(f"/dashboard/state?since={self._since}")
         if response.status_code == 404:
             return self._from_metrics()
@@ -101,7 +102,7 @@ class TopSource:
 
     def _checked(self, response: httpx.Response) -> httpx.Response:
         if response.status_code == 401:
-            raise ConfigError(f"{self.url} wants an API key: --api-key KEY, or @FILE.")
+            raise ConfigError(f"{self.url} requires an API key: give --api-key KEY, or @FILE.")
         if response.is_error:
             raise NotReachedError(f"{self.url} answers with status {response.status_code}.")
         return response

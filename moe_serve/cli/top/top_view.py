@@ -1,4 +1,5 @@
-"""One frame of `moe-serve top`, from the answer of `/dashboard/state`, for a terminal's size."""
+"""Draws one frame of `moe-serve top` from the answer of `/dashboard/state`, for a terminal's
+size."""
 
 from __future__ import annotations
 
@@ -23,9 +24,10 @@ _ALL = 10_000  # lines
 def frame(
     state: Answer, console: Console, *, is_bounded: bool = True, trouble: str | None = None
 ) -> Group:
-    """As wide as the console; as high only if `is_bounded`, and then layers are left out.
+    """Draws a frame as wide as the console; with `is_bounded` also as high, and then some layers
+    are left out.
 
-    `trouble`: why the state is an old one.
+    `trouble` says why the state is an old one.
     """
     figures = [_requests(state), _tokens(state), _latency(state), _cache(state)]
     grid = Table.grid(expand=True, padding=(0, 2))
@@ -46,7 +48,7 @@ def frame(
 
 
 def _room(console: Console, *parts: list[RenderableType]) -> int:
-    """Lines that are left for the inside of one more panel."""
+    """Returns the lines left for the inside of one more panel."""
     taken = [part for group in parts for part in group]
     return console.height - len(console.render_lines(Group(*taken))) - 2
 

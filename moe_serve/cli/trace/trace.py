@@ -1,4 +1,4 @@
-"""`moe-serve trace`: which experts the routers choose: recorded, shown, and read from elsewhere."""
+"""`moe-serve trace`: records, shows and imports which experts the routers choose."""
 
 from __future__ import annotations
 

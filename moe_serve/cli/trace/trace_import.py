@@ -1,4 +1,5 @@
-"""`moe-serve trace import`: what other programs recorded, as a trace or a table of loads."""
+"""`moe-serve trace import`: converts recordings of other programs into a trace or a table of
+loads."""
 
 from __future__ import annotations
 
@@ -13,28 +14,50 @@ from moe_serve.errors import InvalidRequestError
 
 def import_(
     files: Annotated[
-        list[Path], typer.Argument(help="A file, a folder, or the files of all ranks.")
+        list[Path],
+        typer.Argument(
+            help="Recording of another program: a file, a folder, or the files of all ranks."
+        ),
     ],
-    out: Annotated[Path, typer.Option(help="The file to write, *.safetensors.")],
+    out: Annotated[Path, typer.Option(help="File *.safetensors to write; it must not exist yet.")],
     kind: Annotated[
         str,
-        typer.Option("--from", help="auto, sglang, vllm, trtllm, npz, npy, csv or jsonl."),
+        typer.Option(
+            "--from",
+            help="Format of the recording: auto (by name and content), sglang, vllm, trtllm, "
+            "npz, npy, csv or jsonl.",
+        ),
     ] = "auto",
     num_experts: Annotated[
         int | None,
-        typer.Option(min=1, help="Experts of a layer.", show_default="the largest id plus 1"),
+        typer.Option(
+            min=1, help="Number of experts in a layer.", show_default="the largest id plus 1"
+        ),
     ] = None,
     num_layers: Annotated[
-        int | None, typer.Option(min=1, help="For answers of SGLang, which do not say it.")
+        int | None,
+        typer.Option(
+            min=1, help="Number of layers; needed for SGLang's HTTP answers, which do not state it."
+        ),
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(min=1, help="For answers of SGLang, which do not say it.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Experts that a token chooses; needed for SGLang's HTTP answers, which do not "
+            "state it.",
+        ),
     ] = None,
-    model: Annotated[str, typer.Option(help="The model's name, to be noted.")] = "",
+    model: Annotated[
+        str, typer.Option(help="Model name to store in the file. Default: none.")
+    ] = "",
 ) -> None:
-    """Read a foreign recording. Nothing in it is executed: what is not plain data is refused."""
+    """Convert a routing recording of another program into a trace or a table of loads.
+
+    Recordings are read as plain data: nothing in them is executed, and other content is refused.
+    """
     if out.exists():
-        raise InvalidRequestError(f"{out} is there already: choose another --out.", param="out")
+        raise InvalidRequestError(f"{out} already exists: choose another --out.", param="out")
 
     from routing_predictor.importers.importer import import_files
     from routing_predictor.importers.tables import ImportOptions

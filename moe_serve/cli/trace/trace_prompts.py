@@ -1,4 +1,4 @@
-"""The prompts of `moe-serve trace record`: one per line, or one JSON object per line."""
+"""Reads the prompts of `moe-serve trace record`: one per line, or one JSON object per line."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from moe_serve.regular_file import regular_file
 
 @dataclass(frozen=True, slots=True)
 class TracePrompt:
-    """What to run: text or token ids, and a word for what it is (a domain, a data set)."""
+    """A prompt to run: text or token ids, and a label for its kind (a domain, a data set)."""
 
     prompt: str | list[int]
     label: str = ""
 
 
 def read_prompts(path: Path) -> list[TracePrompt]:
-    """A file whose name ends in .jsonl holds objects {"prompt": ..., "label": ...}; any other one
-    prompt on each line that is not empty. Raises InvalidRequestError."""
+    """Reads prompts. A file named *.jsonl holds objects {"prompt": ..., "label": ...}; any other
+    file one prompt on each line that is not empty. Raises InvalidRequestError."""
     try:
         # Not `splitlines`: JSON may hold U+2028 and the like in a string.
         lines = regular_file(path).read_text(encoding="utf-8").split("\n")
@@ -35,7 +35,7 @@ def read_prompts(path: Path) -> list[TracePrompt]:
         if line.strip()
     ]
     if not prompts:
-        raise _wrong(f"{path} holds no prompt.")
+        raise _wrong(f"{path} has no prompts.")
     return prompts
 
 

@@ -1,4 +1,5 @@
-"""`moe-serve trace record`: run prompts here, and keep what the routers chose."""
+"""`moe-serve trace record`: runs prompts in this process and records the experts that routers
+choose."""
 
 from __future__ import annotations
 
@@ -31,14 +32,15 @@ _PART_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Output:
-    """Where parts are written, and the one file that they become, if one is wanted."""
+    """The folder of recorded parts, and the one file that they become, if one is wanted."""
 
     writer: RecordingWriter
     parts: Path
     file: Path | None
 
     def close(self) -> int:
-        """-> tokens that were recorded. Parts stay where joining them fails."""
+        """Joins the parts and returns the number of recorded tokens. The parts stay if joining them
+        fails."""
         from routing_predictor.traces.errors import TraceError
         from routing_predictor.traces.trace_file import read_traces, write_trace
 
@@ -56,35 +58,53 @@ class _Output:
 def record(
     prompts: Annotated[
         Path,
-        typer.Option(help='One prompt per line, or *.jsonl with {"prompt": ..., "label": ...}.'),
+        typer.Option(
+            help='Text file with one prompt per line, or *.jsonl file with one {"prompt": ...,'
+            ' "label": ...} per line.'
+        ),
     ],
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A folder in Hugging Face layout. Without it: the demonstration model."
+            help="Folder of a checkpoint in Hugging Face layout. Default: the demonstration model."
         ),
     ] = None,
     out: Annotated[
-        Path, typer.Option(help=f"A file *{_SUFFIX}, or a new folder for many parts.")
+        Path,
+        typer.Option(
+            help=f"File *{_SUFFIX} to write, or a new folder for a recording in several parts."
+        ),
     ] = Path("trace.safetensors"),
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer to a prompt.")] = 64,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Largest number of tokens in an answer.")
+    ] = 64,
     temperature: Annotated[
-        float, typer.Option(min=0.0, max=2.0, help="0 always takes the likeliest token.")
+        float,
+        typer.Option(
+            min=0.0, max=2.0, help="Sampling temperature; 0 always takes the most likely token."
+        ),
     ] = 0.0,
-    weights: Annotated[bool, typer.Option(help="Also the routers' weights.")] = False,
-    tokens: Annotated[bool, typer.Option(help="Also the token ids.")] = True,
+    weights: Annotated[
+        bool,
+        typer.Option(help="Also record the weights that the routers give to the chosen experts."),
+    ] = False,
+    tokens: Annotated[bool, typer.Option(help="Also record the token ids.")] = True,
     config_file: Annotated[
-        Path | None, typer.Option("--config", help="YAML file, see configs/serve.yaml.")
+        Path | None,
+        typer.Option(
+            "--config", help="YAML file with the configuration; configs/serve.yaml lists every key."
+        ),
     ] = None,
 ) -> None:
-    """Answer prompts and record which experts every token chose. Ctrl-C keeps what there is."""
+    """Answer prompts and record which experts every token chose.
+
+    Ctrl-C ends the recording and keeps the tokens recorded so far.
+    """
     for path in (out, _parts_of(out)):
         if path.exists():
-            raise InvalidRequestError(
-                f"{path} is there already: choose another --out.", param="out"
-            )
+            raise InvalidRequestError(f"{path} already exists: choose another --out.", param="out")
     if not out.absolute().parent.is_dir():
-        raise InvalidRequestError(f"{out.absolute().parent} is no folder.", param="out")
+        raise InvalidRequestError(f"{out.absolute().parent} is not a folder.", param="out")
     chosen = read_prompts(prompts)
     flags = {"cache.prefix_cache": False, **({} if model is None else {"model.path": model})}
     loaded = load_config(flags=flags, environ=os.environ, file=config_file)
@@ -105,7 +125,7 @@ def record(
 
 
 def _parts_of(out: Path) -> Path:
-    """Where parts are written: beside a file, until they are joined."""
+    """Returns the folder of parts, beside the file into which they are joined."""
     return out.with_suffix(".parts") if out.suffix == _SUFFIX else out
 
 
@@ -127,7 +147,7 @@ def _open(out: Path, header: TraceHeader, prompts: list[TracePrompt]) -> _Output
 def _record(
     built: BuiltEngine, requests: list[GenerationRequest], output: _Output, out: Path
 ) -> None:
-    """Run them, and write what was recorded, whatever ends it."""
+    """Runs the requests, and writes the recording even if an error or Ctrl-C ends the run."""
     num_tokens, is_interrupted = 0, False
     try:
         _run(built, output.writer, requests, output.writer.has_weights)
@@ -149,7 +169,8 @@ def _record(
 def _requests(
     built: BuiltEngine, prompts: list[TracePrompt], max_tokens: int, temperature: float
 ) -> list[GenerationRequest]:
-    """A prompt that does not fit the context with its answer is cut at its end."""
+    """Builds the requests. A prompt that does not fit the context with its answer is cut at its
+    end."""
     from moe_serve.engine.request.request import GenerationRequest
     from moe_serve.engine.request.sampling_params import SamplingParams
     from moe_serve.text.tokenizer import Tokenizer

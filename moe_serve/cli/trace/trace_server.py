@@ -1,4 +1,4 @@
-"""`moe-serve trace start`, `stop` and `status`: recordings of a server that runs."""
+"""`moe-serve trace start`, `stop` and `status`: controls recordings of a running server."""
 
 from __future__ import annotations
 
@@ -20,28 +20,37 @@ def start(
     admin_key: AdminKey = None,
     sample_rate: Annotated[
         float | None,
-        typer.Option(help="Share of requests to record.", show_default="trace.sample_rate"),
+        typer.Option(
+            help="Share of requests to record, above 0 and at most 1.",
+            show_default="the server's trace.sample_rate",
+        ),
     ] = None,
     weights: Annotated[
         bool | None,
-        typer.Option(help="Also the routers' weights.", show_default="trace.weights"),
+        typer.Option(
+            help="Also record the weights that the routers give to the chosen experts.",
+            show_default="the server's trace.weights",
+        ),
     ] = None,
 ) -> None:
-    """Begin to record the routing of a running server, into a folder of its trace.directory."""
+    """Start to record the routing of a running server.
+
+    The recording goes into a new folder in the server's trace.directory.
+    """
     if sample_rate is not None and not 0 < sample_rate <= 1:
-        raise TracingError(f"--sample-rate {sample_rate:g} is no share: it is above 0, at most 1.")
+        raise TracingError(f"--sample-rate must be above 0 and at most 1, got {sample_rate:g}.")
     given = {"sample_rate": sample_rate, "weights": weights}
     body = {name: value for name, value in given.items() if value is not None}
     _print(_ask(url, admin_key, "POST", "start", body))
 
 
 def stop(url: Url = URL, admin_key: AdminKey = None) -> None:
-    """End the recording; what was not written yet is."""
+    """Stop the recording and write the tokens that are still in memory."""
     _print(_ask(url, admin_key, "POST", "stop"))
 
 
 def status(url: Url = URL, admin_key: AdminKey = None) -> None:
-    """What is being recorded, and how much of it there is."""
+    """Show whether a recording is running, what it contains and how large it is."""
     _print(_ask(url, admin_key, "GET", "status"))
 
 

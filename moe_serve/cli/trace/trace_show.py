@@ -1,4 +1,4 @@
-"""`moe-serve trace show`: a trace, or a table of loads, as tables and a picture."""
+"""`moe-serve trace show`: shows a trace or a table of loads as tables and a picture."""
 
 from __future__ import annotations
 
@@ -22,22 +22,39 @@ if TYPE_CHECKING:
 def show(
     files: Annotated[
         list[Path],
-        typer.Argument(help="Traces, folders of their parts, or one file of `trace import`."),
+        typer.Argument(
+            help="Trace files, folders of recorded parts, or one file written by `moe-serve "
+            "trace import`."
+        ),
     ],
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all figures here.")
+        Path | None, typer.Option("--json", help="JSON file for all figures.")
     ] = None,
     heatmap: Annotated[
-        Path | None, typer.Option(help="Draw layers and experts into this PNG.")
+        Path | None,
+        typer.Option(help="PNG file for a heat map of the load of each expert in each layer."),
     ] = None,
     num_ranks: Annotated[
-        int, typer.Option("--ranks", min=1, help="Expert ranks, for the balance of equal runs.")
+        int,
+        typer.Option(
+            "--ranks",
+            min=1,
+            help="Number of expert ranks, for the balance when each rank holds an equal run of"
+            " experts.",
+        ),
     ] = 4,
     num_windows: Annotated[
-        int, typer.Option("--windows", min=1, max=1000, help="Windows to look for drift in.")
+        int,
+        typer.Option(
+            "--windows",
+            min=1,
+            max=1000,
+            help="Number of equal windows that the tokens are split into, to measure how loads"
+            " drift between them.",
+        ),
     ] = 8,
 ) -> None:
-    """Who is hot, how many experts a batch touches, and how the loads drift."""
+    """Show the load of the experts, the experts that a batch activates, and how loads drift."""
     from routing_predictor.traces.heat_map import draw_heat_map
     from routing_predictor.traces.trace_stats import drifts, layer_loads
 
@@ -75,7 +92,8 @@ def show(
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """What files hold: loads of W windows, of a shuffled trace too, and what only traces have."""
+    """The content of the files: loads of W windows, also of a shuffled trace, and values that only
+    traces have."""
 
     facts: dict[str, Any]
     layers: tuple[int, ...]
@@ -124,7 +142,7 @@ def _trace_facts(trace: RoutingTrace) -> dict[str, Any]:
 
 
 def _merged(by_step: Loads, count: int) -> Loads:
-    """Steps added up to equal windows, of which there are no more than steps."""
+    """Adds steps up to equal windows, of which there are no more than steps."""
     import numpy as np
 
     count = min(count, len(by_step))

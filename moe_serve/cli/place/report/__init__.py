@@ -1,1 +1,1 @@
-"""The tables and the report of `moe-serve place`."""
+"""Builds and prints the report of `moe-serve place`: tables and pictures."""

@@ -1,6 +1,7 @@
-"""Pictures of the load of each device in each layer, before and after: a PNG, or HTML.
+"""Draws the load of each device in each layer, before and after, as PNG or HTML.
 
-matplotlib is an optional extra (`plot`), imported by the function that draws. HTML needs nothing.
+matplotlib is an optional extra (`plot`), imported by the function that draws a PNG. HTML needs
+nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _BLUE, _WHITE, _RED = (33, 102, 172), (247, 247, 247), (178, 24, 43)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPicture:
-    """One panel: loads over the mean [L, D]."""
+    """One panel: loads over the layer's mean [L, D]."""
 
     title: str
     loads_LD: NDArray[np.float64]
@@ -30,13 +31,13 @@ class LoadPicture:
 
 
 def check_suffix(path: Path) -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError for a file name that is neither *.png nor *.html."""
     if path.suffix not in (".png", ".html"):
         raise ConfigError(f"--heatmap {path} is neither *.png nor *.html.")
 
 
 def draw(pictures: Sequence[LoadPicture], path: Path) -> None:
-    """By the file's name, which `check_suffix` knows. Raises ConfigError."""
+    """Draws the pictures in the format that the file's suffix names. Raises ConfigError."""
     if path.suffix == ".html":
         write_text(path, _html(pictures))
     else:
@@ -44,7 +45,7 @@ def draw(pictures: Sequence[LoadPicture], path: Path) -> None:
 
 
 def _png(pictures: Sequence[LoadPicture], path: Path) -> None:
-    """Layers down, devices across; white is the layer's mean."""
+    """Draws layers from top to bottom and devices from left to right; white is the layer's mean."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.colors import TwoSlopeNorm
@@ -83,7 +84,7 @@ def _png(pictures: Sequence[LoadPicture], path: Path) -> None:
 
 
 def _html(pictures: Sequence[LoadPicture]) -> str:
-    """A page of its own, without a script: the figure of each cell is its title."""
+    """Returns a self-contained page without scripts; each cell's value is its title."""
     panels = "".join(map(_panel, pictures))
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>Load of devices</title>'
@@ -120,7 +121,7 @@ def _panel(picture: LoadPicture) -> str:
 
 
 def _colour(load: float) -> str:
-    """White at 1; its distance is that of the ratio's ends."""
+    """Returns the colour of a load: white at 1, and stronger towards the ends of the scale."""
     end = _BLUE if load < 1.0 else _RED
     reach = (1.0 - load) / (1.0 - _LOW) if load < 1.0 else (load - 1.0) / (_HIGH - 1.0)
     part = min(max(reach, 0.0), 1.0)

@@ -1,4 +1,4 @@
-"""Scenarios held out, and their distances, printed."""
+"""Prints the held-out scenarios and the distances between scenarios."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _NUM_SHOWN = 12  # scenarios of the table of distances
 
 
 def print_held_out(held: HeldOut, console: Console) -> None:
-    """Balancedness, mean and worst layer."""
+    """Prints balancedness (mean and worst layer) of each held-out scenario, and the drift between
+    scenarios."""
     table = Table(box=None, title="each scenario held out (balancedness: mean / worst layer)")
     table.title_justify = "left"
     maker = "plan" if held.is_like_plan else held.solver

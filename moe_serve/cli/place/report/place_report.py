@@ -1,4 +1,5 @@
-"""What is said of a plan: its proof, what it is worth beside others, what moving to it costs."""
+"""Builds the report of a plan: its proof, its value beside other plans, and the cost of moving to
+it."""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ from moe_serve.cli.place.place_solvers import engine_default, make_solver
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """All of it; parts that the inputs do not allow are None."""
+    """All figures of a plan; parts that the inputs do not allow are None."""
 
     model: str
     problem: PlacementProblem
     solution: Solution
-    plans: list[Judged]  # before, the plan, what the engines would do
+    plans: list[Judged]  # the plan before, the plan, the plan of other engines
     moves: Moves | None  # from the plan in use
     replicas: ReplicaVerdict | None
     held_out: HeldOut | None
@@ -37,7 +38,7 @@ class PlanReport:
         return next(each for each in self.plans if each.name == "plan")
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Returns plain data for JSON."""
         problem, solution = self.problem, self.solution
         return {
             "problem": {
@@ -79,8 +80,8 @@ def make_report(
     *,
     is_quick: bool,
 ) -> PlanReport:
-    """`seconds`: of each further plan; `is_quick`: without them. Ctrl-C leaves out what is not done
-    yet."""
+    """Builds the report. `seconds` limits each further plan; `is_quick` leaves these plans out.
+    After Ctrl-C, parts that are not done yet are left out."""
     problem, judge = posed.problem, Judge(posed)
     copies_LED = solution_copies(solution, problem)
     plans = [judge.judge(*_before(posed)), judge.judge("plan", copies_LED)]
@@ -91,7 +92,7 @@ def make_report(
         replicas = judge_replicas(
             problem, copies_LED, lambda p: solve(solver, p, seconds, interrupts), judge.step
         )
-        if interrupts.has_come:  # what was tried was cut short
+        if interrupts.has_come:  # the trials were cut short
             replicas = None
         elif len(problem.loads.scenarios) > 1:
             held_out = hold_out(posed, solution, seconds, interrupts)
@@ -108,7 +109,7 @@ def make_report(
 
 
 def _before(posed: Posed) -> tuple[str, Ints]:
-    """The plan in use, or what engines start with."""
+    """Returns the plan in use, or the one that engines start with."""
     problem = posed.problem
     if problem.move is not None:
         return "current", copies_of(problem.move.current, problem.loads.layers)
@@ -116,7 +117,7 @@ def _before(posed: Posed) -> tuple[str, Ints]:
 
 
 def _by_the_engines(posed: Posed, judge: Judge, interrupts: Interrupts) -> list[Judged]:
-    """EPLB, where it can be: it knows equal devices only."""
+    """Judges EPLB if it applies: it supports equal devices only."""
     name = engine_default(posed)
     try:
         solution = solve(make_solver(name, posed), posed.problem, None, interrupts)

@@ -1,4 +1,4 @@
-"""The report of `moe-serve place`, printed."""
+"""Prints the report of `moe-serve place`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TARGET = 0.95  # balancedness: how many replicas it takes at least
 
 
 def print_report(report: PlanReport) -> None:
-    """What was asked, the proof, the plan beside others, and what follows."""
+    """Prints the problem, the proof, the plan beside other plans, and its costs."""
     console = wide_console()
     console.print(grid(_facts(report)), "", sep="\n")
     for table in judged_tables(report.plans):
@@ -60,7 +60,7 @@ def _facts(report: PlanReport) -> list[tuple[str, str]]:
 
 
 def _hottest(redundancy: Redundancy) -> str:
-    """What it alone asks for."""
+    """Returns the load of the hottest expert and the replicas that it needs at least."""
     words = (
         f"an expert with {redundancy.hottest_share:.1%} of its layer's choices, "
         f"{redundancy.hottest_over_even:.2f} times the even load of a device"
@@ -71,7 +71,7 @@ def _hottest(redundancy: Redundancy) -> str:
 
 
 def _costs(report: PlanReport) -> list[tuple[str, str]]:
-    """Memory, moves, and whether replicas pay."""
+    """Returns memory, moves, and the verdict on replicas."""
     rows = []
     memory = report.plan.memory
     if memory is not None:

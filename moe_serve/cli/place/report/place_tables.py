@@ -1,4 +1,4 @@
-"""The report of a plan, and the comparison of several, as tables."""
+"""Tables of one plan or of several in comparison."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _GIB = 2**30
 
 
 def judged_tables(plans: Sequence[Judged]) -> list[Table]:
-    """A row a plan: how even its loads are, and what its steps and tokens do. Columns that no plan
-    has a figure for are left out."""
+    """Returns tables with one row per plan: evenness of its loads, its steps and its tokens.
+    Columns without any figure are left out."""
     names = ("plan", [plan.name for plan in plans])
     even: list[Column] = [
         ("largest load", [f"{plan.objective:.4f}" for plan in plans]),
@@ -43,7 +43,7 @@ def _columns(columns: Sequence[Column]) -> Table:
 
 
 def scenario_table(plans: Sequence[Judged]) -> Table:
-    """Balancedness, mean and worst layer, of each scenario."""
+    """Returns balancedness, mean and worst layer, for each scenario."""
     table = Table(box=None)
     table.add_column("scenario", no_wrap=True)
     for plan in plans:
@@ -55,7 +55,7 @@ def scenario_table(plans: Sequence[Judged]) -> Table:
 
 
 def grid(rows: Sequence[tuple[str, str]]) -> Table:
-    """Names and what is said of them."""
+    """Returns a grid of names and texts."""
     table = Table.grid(padding=(0, 2))
     for name, text in rows:
         if text:
@@ -68,7 +68,7 @@ def gib(num_bytes: float) -> str:
 
 
 def _low(plan: Judged, field: str) -> str:
-    """The worst scenario's."""
+    """Returns the value of the worst scenario."""
     return f"{min(getattr(each, field) for each in plan.scenarios.values()):.3f}"
 
 
@@ -103,7 +103,7 @@ def _fan_out_columns(plans: Sequence[Judged]) -> list[Column]:
 
 
 def legend(plans: Sequence[Judged]) -> str:
-    """What the columns of `judged_table` mean."""
+    """Returns the meaning of the columns of `judged_tables`."""
     words = [
         "largest load: of a device over the mean, mean over layers and scenarios (the objective). "
         "balancedness: mean over largest load, 1 is perfect; mean over layers, and of the worst "
