@@ -21,8 +21,7 @@ from moe_serve.engine.engine import Engine
 from moe_serve.engine.execute.cuda_graphs import with_cuda_graphs
 from moe_serve.engine.execute.next_layer_prediction import open_next_layer
 from moe_serve.engine.execute.step_executor import LocalExecutor
-from moe_serve.engine.execute.step_timeline import StepTimeline
-from moe_serve.engine.execute.watched_runner import WatchedRunner
+from moe_serve.engine.execute.step_timeline import StepTimeline, WatchedRunner
 from moe_serve.engine.layout import Layout, memory_line
 from moe_serve.engine.memory.allocator import keep_freed_memory
 from moe_serve.engine.memory.free_memory import free_bytes
@@ -32,8 +31,8 @@ from moe_serve.engine.sampling.answer_masks import AnswerMasks
 from moe_serve.engine.sampling.grammar.grammars import Grammars
 from moe_serve.engine.sampling.grammar.vocabulary import read_vocabulary
 from moe_serve.engine.sampling.sampling_backend import make_sampler
-from moe_serve.engine.schedule.policy.make import policy_maker
-from moe_serve.engine.watch.witness import LocalWitness, Witness
+from moe_serve.engine.schedule.policy.build import policy_maker
+from moe_serve.engine.watch.hang_watch import ActivityReport, LocalActivity
 from moe_serve.errors import CheckpointError, ConfigError
 from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.model.checkpoint.hf_config import generation_eos_token_ids
@@ -64,7 +63,7 @@ class BuiltEngine:
     placement: PlacementControl | None = None  # of expert ranks, if there are some
     last_step: Callable[[], StepTimeline | None] | None = None  # None: nothing is recorded
     grammars: Grammars | None = None  # that its answers may have to follow
-    witness: Witness | None = None  # knows what it is at
+    activity: ActivityReport | None = None  # knows what it is at
 
 
 def model_folder(config: ModelConfig) -> Path:
@@ -138,7 +137,7 @@ def build_engine(
         routes,
         last_step=last_step,
         grammars=grammars,
-        witness=LocalWitness(executor, log),
+        activity=LocalActivity(executor, log),
     )
 
 

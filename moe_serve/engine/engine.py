@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.config.sections import PAGE_SIZE, SchedulerConfig
-from moe_serve.engine.execute.ends import NAN, NO_TOKEN, TOO_DEAR, Ends, failed
 from moe_serve.engine.execute.step_executor import (
+    NAN,
+    NO_TOKEN,
+    TOO_COSTLY,
     ExecutorLostError,
     RowFailure,
     StepExecutor,
@@ -21,9 +23,8 @@ from moe_serve.engine.execute.step_executor import (
 )
 from moe_serve.engine.request.client import EngineStats
 from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
-from moe_serve.engine.request.sequence import Schedule, Sequence, sequences_of
-from moe_serve.engine.routes.route_records import RouteListeners
-from moe_serve.engine.routes.token_experts import Made, experts_of, made_tokens
+from moe_serve.engine.request.sequence import Schedule, Sequence, StopRule, sequences_of
+from moe_serve.engine.routes.route_records import Made, RouteListeners, experts_of, made_tokens
 from moe_serve.engine.sampling.sampler import Sampled
 from moe_serve.engine.schedule.batcher import make_next_plan, make_step_plan
 from moe_serve.engine.schedule.policy.arrival_order import FIFO
@@ -68,7 +69,7 @@ class Engine:
         self._policy, self._scheduler = policy, Scheduler(scheduler, cache, sharing, policy)
         self._routes = RouteListeners() if routes is None else routes
         self._micro_batches, self.max_model_len = micro_batches, max_model_len
-        self._ends = Ends(eos_token_ids, max_model_len)
+        self._stop = StopRule(eos_token_ids, max_model_len)
         self._ids = itertools.count() if ids is None else ids  # of sequences
         self._sequences: dict[str, Sequence] = {}
         self._pending: list[TokenDelta] = []  # not told yet
@@ -132,9 +133,7 @@ class Engine:
         sequences = sorted(self._sequences.values(), key=lambda s: s.id)
         self._scheduler.policy.forget(s.id for s in (*sequences, *self._scheduler.running))
         for sequence in sequences:
-            sequence.restart()
-            sequence.page_table, sequence.page_keys, sequence.awaited_key = [], [], None
-            sequence.is_running, sequence.is_sound = False, True
+            sequence.leave_engine()
         self._sequences, self._schedule, self._ahead, self._leaving = {}, {}, {}, {}
         return sequences
 
@@ -151,32 +150,31 @@ class Engine:
     def begin_step(self, most: int | None = None, number: int | None = None) -> StepPlan | None:
         """Choose what the step computes; None: nothing. `most`: of micro-batches."""
         for sequence in self._scheduler.overdue():
-            self._pending.append(self._fail(sequence, TOO_DEAR))
+            self._pending.append(self._fail(sequence, TOO_COSTLY))
         self._schedule = self._scheduler.schedule()
         self._executor.clear_pages(self._scheduler.take_unproven_pages())
         self._executor.copy_pages(self._scheduler.sharing.copies)
         self._scheduler.sharing.end_copies()
-        return self.cut(most, number) if self._schedule else None
+        return self.make_plan(most, number) if self._schedule else None
 
-    def cut(self, micro_batches: int | None = None, number: int | None = None) -> StepPlan:
-        """The plan of the step that has begun, in at most so many micro-batches. `number`: of the
-        step, where several engines step together."""
+    def make_plan(self, micro_batches: int | None = None, number: int | None = None) -> StepPlan:
+        """Plan the step that has begun. `number` is the step's if several engines step together."""
         plan = make_step_plan(self._schedule, micro_batches or self._micro_batches, self._policy)
-        return self._routes.asked(plan, number or self._num_steps, self._schedule)
+        return self._routes.with_requests(plan, number or self._num_steps, self._schedule)
 
     def begin_ahead(self) -> bool:
         """Begin the step after the one that runs; False: what it computes is not sure."""
         sequences = [sequence for sequence, _ in self._schedule.values()]
-        if self._leaving or any(self._ends.is_last(s, s.num_output_tokens + 1) for s in sequences):
+        if self._leaving or any(self._stop.is_last(s, s.num_output_tokens + 1) for s in sequences):
             return False
         self._ahead = self._scheduler.follow(self._schedule) or {}
         self._executor.clear_pages(self._scheduler.take_unproven_pages())
         return bool(self._ahead)
 
-    def cut_ahead(self, micro_batches: int, number: int | None = None) -> StepPlan:
-        """See `cut`: the plan of the step that has begun ahead."""
+    def make_plan_ahead(self, micro_batches: int, number: int | None = None) -> StepPlan:
+        """See `make_plan`: the plan of the step that has begun ahead."""
         plan = make_next_plan(self._ahead, micro_batches, self._policy)
-        return self._routes.asked(plan, number or self._num_steps + 1, self._ahead)
+        return self._routes.with_requests(plan, number or self._num_steps + 1, self._ahead)
 
     def drop_ahead(self) -> None:
         """It is not computed after all."""
@@ -202,7 +200,8 @@ class Engine:
             self._num_steps += 1
             total = self._num_prompt_tokens + self._num_generated_tokens
             self._scheduler.step_tokens.count_to(total)
-            self._let_go([s for key, (s, _) in schedule.items() if key not in left], outcome)
+            ended = [s for key, (s, _) in schedule.items() if key not in left]
+            self._release_finished(ended, outcome)
         self._ending = {}  # only now: who asks after a loss is told whose step it was
         return self.take_pending()
 
@@ -223,7 +222,7 @@ class Engine:
     def _finish(self, schedule: Schedule, outcome: StepOutcome | Exception) -> None:
         """A step's deltas become pending. If it raised, every sequence runs alone."""
         if isinstance(outcome, StepOutcome):
-            self._routes.tell(schedule, outcome.choices)
+            self._routes.notify(schedule, outcome.choices)
             self._publish(schedule, outcome)
             return
         _log.error("step %d failed with %d sequences", self._num_steps, len(schedule))
@@ -234,7 +233,8 @@ class Engine:
             return
         for part in [{key: item} for key, item in schedule.items()]:
             plan = make_step_plan(part, 1, self._policy)
-            self._finish(part, self._try(self._routes.asked(plan, self._num_steps, part), part))
+            plan = self._routes.with_requests(plan, self._num_steps, part)
+            self._finish(part, self._try(plan, part))
 
     def stats(self) -> EngineStats:
         scheduler, cache = self._scheduler, self._scheduler.cache
@@ -250,7 +250,7 @@ class Engine:
             num_queried_tokens=scheduler.sharing.num_queried_tokens,
             num_hit_tokens=scheduler.sharing.num_hit_tokens,
             num_missed_tokens=scheduler.num_missed_tokens,
-            num_left_aside=len(scheduler.left_aside),
+            num_left_aside=len(scheduler.skipped),
             num_corrupted=self._num_corrupted,
             page_times=cache.sampled.snapshot(),
             num_preemptions=scheduler.num_preemptions,
@@ -298,7 +298,7 @@ class Engine:
         sequence.is_proven = True
         sequence.append(sampled.token_id)
         self._num_generated_tokens += 1
-        reason = self._ends.reason(sequence, sampled.token_id)
+        reason = self._stop.reason(sequence, sampled.token_id)
         return TokenDelta(
             request_id=sequence.request.request_id,
             token_ids=(sampled.token_id,),
@@ -317,23 +317,23 @@ class Engine:
         for sequence in sequences:
             del self._sequences[sequence.request.request_id]
         self._leaving |= {s.id: False for s in sequences if s.id in self._schedule}
-        self._leave([s for s in sequences if s.id not in self._leaving])
+        self._remove([s for s in sequences if s.id not in self._leaving])
 
-    def _leave(self, sequences: list[Sequence]) -> None:
+    def _remove(self, sequences: list[Sequence]) -> None:
         self._scheduler.remove(sequences)
         self._executor.forget([s.id for s in sequences])
 
-    def _let_go(self, sequences: list[Sequence], outcome: StepOutcome | Exception) -> None:
+    def _release_finished(self, ended: list[Sequence], outcome: StepOutcome | Exception) -> None:
         """A step has ended whose results for these are of no use. Where it made no valid token,
         nobody vouches for what it wrote to their last pages."""
-        for sequence in sequences:
+        for sequence in ended:
             token = outcome.sampled.get(sequence.id) if isinstance(outcome, StepOutcome) else None
             if not (isinstance(token, Sampled) and token.is_valid):
                 sequence.is_proven = False
-        has_failed = [s for s in sequences if self._leaving.pop(s.id)]
+        has_failed = [s for s in ended if self._leaving.pop(s.id)]
         for sequence in has_failed:
-            self._discard(sequence)
-        self._leave([s for s in sequences if s not in has_failed])
+            self._discard_failed(sequence)
+        self._remove([s for s in ended if s not in has_failed])
 
     def _fail(self, sequence: Sequence, failure: RowFailure) -> TokenDelta:
         """End one request with an error; its pages are zeroed before anyone else gets them."""
@@ -341,10 +341,10 @@ class Engine:
         if sequence.id in self._schedule:
             self._leaving[sequence.id] = True
         else:
-            self._discard(sequence)
-        return failed(sequence, failure)
+            self._discard_failed(sequence)
+        return failure.delta_of(sequence)
 
-    def _discard(self, sequence: Sequence) -> None:
+    def _discard_failed(self, sequence: Sequence) -> None:
         self._scheduler.discard(sequence)
         self._executor.clear_pages(self._scheduler.take_unproven_pages())
         self._executor.forget([sequence.id])

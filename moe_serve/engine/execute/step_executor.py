@@ -15,7 +15,7 @@ from torch import Tensor
 
 from experts.memory.expert_memory import ExpertMemory
 from experts.memory.memory_stats import MemoryStats
-from moe_serve.engine.request.request import TokenLogprob
+from moe_serve.engine.request.request import FinishReason, TokenDelta, TokenLogprob
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.sampling.answer_masks import AnswerMasks, MaskCost
 from moe_serve.engine.sampling.sampler import Sampled
@@ -38,6 +38,25 @@ class RowFailure:
 
     why: str
     is_of_request: bool = False
+
+    def delta_of(self, sequence: Sequence) -> TokenDelta:
+        """Return the last delta of the failed sequence."""
+        return TokenDelta(
+            request_id=sequence.request.request_id,
+            finish_reason=FinishReason.ERROR,
+            num_preemptions=sequence.num_preemptions,
+            error=self.why,
+            is_of_request=self.is_of_request,
+        )
+
+
+NO_TOKEN = RowFailure("the step returned no token for this request")  # only a faulty rank does this
+NAN = RowFailure("the model produced NaN for this request")
+TOO_COSTLY = RowFailure(
+    "its grammar costs too much to follow while other requests wait for a seat; use one that is "
+    "less ambiguous, or try again later",
+    is_of_request=True,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

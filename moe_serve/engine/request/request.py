@@ -37,10 +37,7 @@ class GenerationRequest:
     params: SamplingParams
     choice: int = 0
     arrival_time: float = 0.0  # of the engine's clock, seconds
-    tenant: str = ""
     priority: int = 0  # the lower, the more urgent
-    deadline: float | None = None
-    adapter_id: int = 0
     cache_salt: str = ""
     wants_routed_experts: bool = False  # each of its tokens comes with a `TokenExperts`
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from moe_serve.cache.page_key import following_keys, token_array
 from moe_serve.config.sections import PAGE_SIZE
 from moe_serve.engine.request.matcher import SequenceMatcher
-from moe_serve.engine.request.request import GenerationRequest, TokenLogprob
+from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenLogprob
 from moe_serve.engine.request.thought_counter import ThoughtCounter
 
 
@@ -151,6 +151,12 @@ class Sequence:
         self.num_restarts += 1
         self.prompt_logprobs = []
 
+    def leave_engine(self) -> None:
+        """Restart without any state of the engine that it ran on."""
+        self.restart()
+        self.page_table, self.page_keys, self.awaited_key = [], [], None
+        self.is_running, self.is_sound = False, True
+
 
 Schedule = dict[int, tuple[Sequence, int]]  # sequence id -> (sequence, tokens to compute)
 
@@ -158,3 +164,28 @@ Schedule = dict[int, tuple[Sequence, int]]  # sequence id -> (sequence, tokens t
 def sequences_of(schedule: Schedule) -> dict[int, Sequence]:
     """Return the scheduled sequences by their ids."""
     return {key: sequence for key, (sequence, _) in schedule.items()}
+
+
+class StopRule:
+    """Of one model: which tokens end a text, and how long it may be."""
+
+    def __init__(self, eos_token_ids: frozenset[int], max_model_len: int) -> None:
+        self._eos, self._max_model_len = eos_token_ids, max_model_len
+
+    def reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        """Why it ends with this token, the last that it has; None: it goes on."""
+        params = sequence.request.params
+        is_eos = token_id in self._eos
+        if is_eos and params.constraint is not None:
+            return FinishReason.STOP  # its mask has seen to min_tokens and ignore_eos
+        is_stop = (is_eos and not params.ignore_eos) or token_id in params.stop_token_ids
+        if is_stop and sequence.num_output_tokens >= params.min_tokens:
+            return FinishReason.STOP
+        is_last = self.is_last(sequence, sequence.num_output_tokens)
+        return FinishReason.LENGTH if is_last else None
+
+    def is_last(self, sequence: Sequence, num_output_tokens: int) -> bool:
+        """Whether an answer of so many tokens is as long as it may be."""
+        max_tokens = sequence.request.params.max_tokens
+        is_full = sequence.num_prompt_tokens + num_output_tokens >= self._max_model_len
+        return is_full or (max_tokens is not None and num_output_tokens >= max_tokens)

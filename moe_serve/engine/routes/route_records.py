@@ -14,13 +14,15 @@ from typing import Protocol
 
 import numpy as np
 
+from moe_serve.engine.request.request import NO_EXPERTS, TokenExperts
 from moe_serve.engine.request.sequence import Schedule, Sequence, sequences_of
-from moe_serve.engine.routes.token_experts import sequences_that_ask
 from moe_serve.model.step_plan import RouteAsk, StepPlan
 from moe_serve.pipeline.route_tap import StepChoices
 from routing_predictor.traces.recording import TracedTokens
 
 _log = logging.getLogger(__name__)
+
+Made = dict[int, TokenExperts]  # sequence id -> the experts of the token that it is about to get
 
 
 class RouteRecord(TracedTokens, frozen=True, kw_only=True, eq=False, gc=False):
@@ -64,7 +66,7 @@ class RouteListeners:
         """Unknown ones are ignored."""
         self._listeners = tuple(each for each in self._listeners if each is not listener)
 
-    def asked(self, plan: StepPlan, step: int, schedule: Schedule) -> StepPlan:
+    def with_requests(self, plan: StepPlan, step: int, schedule: Schedule) -> StepPlan:
         """The plan, with what the listeners and the requests themselves want to know of it."""
         listeners, wanted = self._listeners, sequences_that_ask(plan, schedule)
         if listeners:
@@ -75,7 +77,7 @@ class RouteListeners:
         ask = RouteAsk(wanted, any(listener.has_weights for listener in listeners))
         return replace(plan, routes=ask)
 
-    def tell(self, schedule: Schedule, choices: StepChoices | None) -> None:
+    def notify(self, schedule: Schedule, choices: StepChoices | None) -> None:
         """What came of a step, before its sequences advance."""
         listeners = self._listeners
         if choices is None or not listeners:
@@ -115,3 +117,36 @@ def _records(schedule: Schedule, choices: StepChoices) -> list[RouteRecord]:
                 )
             )
     return records
+
+
+def sequences_that_ask(plan: StepPlan, schedule: Schedule) -> frozenset[int]:
+    """Those that get a token from this step and want its experts."""
+    asking = [key for key, (s, _) in schedule.items() if s.request.wants_routed_experts]
+    if not asking:
+        return frozenset()
+    sampled = {piece.sequence_id for piece in plan.slices if piece.num_logits}
+    return frozenset(sampled.intersection(asking))
+
+
+def made_tokens(schedule: Schedule, choices: StepChoices | None) -> Made:
+    """By sequence, before it advances."""
+    found: Made = {}
+    if choices is None:
+        return found
+    ids_NLK, end = choices.expert_ids_NLK, 0
+    for key, count in zip(choices.sequence_ids, choices.counts, strict=True):
+        end += count
+        item = schedule.get(key)
+        if item is not None and count and item[0].request.wants_routed_experts:
+            row_LK, is_wide = ids_NLK[end - 1], ids_NLK.dtype.itemsize > 1
+            row_LK = row_LK.astype(np.int16 if is_wide else np.uint8, copy=False)
+            num_layers, top_k = row_LK.shape
+            found[key] = TokenExperts(row_LK.tobytes(), num_layers, top_k, is_wide)
+    return found
+
+
+def experts_of(sequence: Sequence, made: Made) -> tuple[TokenExperts, ...] | None:
+    """Of the token that it got; empty ones where a rank's message of them could not be used."""
+    if not sequence.request.wants_routed_experts:
+        return None
+    return (made.get(sequence.id, NO_EXPERTS),)

@@ -19,8 +19,9 @@ from moe_kernels.interface.token_mask import TokenMasks, ban_others, ban_others_
 from moe_serve.engine.request.request import TokenLogprob
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.sequence import Sequence
-from moe_serve.engine.sampling.nucleus import least_probabilities
-from moe_serve.engine.sampling.random_draw import uniform
+
+_USUAL_NUCLEUS = 1024  # tokens; a row whose nucleus is larger is sorted as a whole
+_MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,3 +182,47 @@ def _logprobs(
             given = sequences[row].request.params.logprob_token_ids
             result[row] = with_given(natural, logits_SV[row], given)
     return result
+
+
+def least_probabilities(probs_SV: Tensor, params: Rows[SamplingParams]) -> Tensor:
+    """-> [S, 1]. min_p, then top-k, then top-p of what is left; the likeliest always stays."""
+    vocab_size = probs_SV.shape[-1]
+    most = max((p.top_k for p in params), default=0)
+    least_S1, is_certain_S = _cut(probs_SV, params, min(vocab_size, max(_USUAL_NUCLEUS, most)))
+    unsure = (~is_certain_S).nonzero()[:, 0].tolist()
+    if unsure:
+        exact, _ = _cut(probs_SV[unsure], [params[i] for i in unsure], vocab_size)
+        least_S1[unsure] = exact
+    return least_S1
+
+
+def _cut(probs_SV: Tensor, params: Rows[SamplingParams], num: int) -> tuple[Tensor, Tensor]:
+    """The cuts by the `num` largest values, and whether those were enough [S]."""
+    device = probs_SV.device
+    min_p_S1 = torch.tensor([[p.min_p] for p in params], device=device)
+    top_k_S1 = torch.tensor([[p.top_k if p.top_k > 0 else 2**31] for p in params], device=device)
+    top_p_S1 = torch.tensor([[p.top_p] for p in params], dtype=torch.float64, device=device)
+    sorted_SN = probs_SV.topk(num, dim=-1).values
+    floor_S1 = min_p_S1 * sorted_SN[:, :1]
+    keep_SN = (sorted_SN >= floor_S1) & (torch.arange(num, device=device)[None] < top_k_S1)
+    kept_SN = (sorted_SN * keep_SN).double()
+    cumulative_SN = kept_SN.cumsum(dim=-1)  # one addition after the other: no matter how many
+    all_SV = (probs_SV * (probs_SV >= floor_S1)).double().cumsum(dim=-1)
+    has_top_k_S1 = top_k_S1 <= num
+    total_S1 = torch.where(has_top_k_S1, cumulative_SN[:, -1:], all_SV[:, -1:])
+    keep_SN &= cumulative_SN - kept_SN < top_p_S1 * total_S1
+    last_S1 = keep_SN.sum(dim=-1, keepdim=True).clamp(min=1) - 1
+    is_whole_S1 = has_top_k_S1 | (sorted_SN[:, -1:] < floor_S1) | (num == probs_SV.shape[-1])
+    is_certain_S1 = is_whole_S1 | (cumulative_SN[:, -1:] >= top_p_S1 * total_S1)
+    return sorted_SN.gather(1, last_S1), is_certain_S1[:, 0]
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """One number in [0, 1), from the counter-based generator Philox (Salmon et al., SC 2011).
+
+    There is no state to share or advance: a neighbour, a preemption, a restart change nothing.
+    """
+    key = np.array([seed & _MASK, choice], dtype=np.uint64)
+    counter = np.array([position, 0, 0, 0], dtype=np.uint64)
+    bits = np.random.Philox(key=key, counter=counter).random_raw()
+    return float(int(bits) >> 11) * 2.0**-53

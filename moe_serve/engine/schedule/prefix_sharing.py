@@ -21,6 +21,7 @@ from moe_serve.engine.request.sequence import Sequence
 
 # On a CPU, copying and checking a page takes about the time of one token of a prompt.
 _LEAST_COPIED_TOKENS = 2
+_NO_ADAPTER = 0  # the keys have a place for adapters, which are not served yet
 
 
 class PrefixSharing:
@@ -41,7 +42,7 @@ class PrefixSharing:
         """Give a new sequence the key that its pages' keys start from."""
         request = sequence.request
         if self._identity is not None:
-            root = root_key(self._identity, request.adapter_id, request.cache_salt)
+            root = root_key(self._identity, _NO_ADAPTER, request.cache_salt)
             sequence.page_keys.append(root)
 
     def find(self, sequence: Sequence) -> list[int] | None:

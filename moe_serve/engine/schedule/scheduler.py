@@ -23,10 +23,9 @@ from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.request.sequence import Schedule, Sequence
 from moe_serve.engine.request.step_tokens import StepTokenCounter
 from moe_serve.engine.sampling.mask_share import MaskShare
-from moe_serve.engine.schedule.left_aside import LeftAside
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
 from moe_serve.engine.schedule.prefix_sharing import PrefixSharing
-from moe_serve.engine.schedule.waiting_line import WaitingLine
+from moe_serve.engine.schedule.waiting_queue import Skipped, WaitingQueue
 
 
 class Scheduler:
@@ -40,9 +39,9 @@ class Scheduler:
         policy: BatchPolicy,
     ) -> None:
         self._config, self.cache, self.sharing, self.policy = config, cache, sharing, policy
-        self.waiting = WaitingLine(config.max_passed_over_s)
+        self.waiting = WaitingQueue(config.max_passed_over_s)
         self.running: list[Sequence] = []  # in the order in which they started
-        self.left_aside = LeftAside()
+        self.skipped = Skipped()
         self.mask_share = MaskShare(config.max_held_s)
         self.num_preemptions = 0
         self.num_missed_tokens = 0  # of prompts that started, not found in the cache
@@ -80,7 +79,7 @@ class Scheduler:
             else:
                 self.waiting.remove(sequence)
             self._release(sequence)
-        self.left_aside.forget(sequences)
+        self.skipped.forget(sequences)
         self.mask_share.forget(sequences)
         self.policy.forget(s.id for s in sequences)
 
@@ -184,7 +183,7 @@ class Scheduler:
                 if not (budget and self._has_seat):
                     break
         finally:
-            self.left_aside.note(self.waiting, started=started, lacking=lacking, awaiting=awaiting)
+            self.skipped.note(self.waiting, started=started, lacking=lacking, awaiting=awaiting)
             for sequence in started:
                 self.waiting.remove(sequence)
         return started
@@ -255,7 +254,7 @@ class Scheduler:
         self.cache.check_integrity(s.page_table for s in self.running)
         self.sharing.check_integrity(self.running)
         self.waiting.check_integrity()
-        self.left_aside.check_integrity(self.waiting)
+        self.skipped.check_integrity(self.waiting)
         for sequence in self.waiting:
             assert not sequence.page_table, f"waiting sequence {sequence.id} holds pages"
         for sequence in self.running:

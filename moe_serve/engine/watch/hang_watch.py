@@ -3,18 +3,50 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import tempfile
 import threading
 import time
+import traceback
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Protocol
 
+from moe_serve import __version__
+from moe_serve.engine.execute.step_executor import LocalExecutor
 from moe_serve.engine.request.client import EngineClient, EngineStats
-from moe_serve.engine.watch.hang_report import hang_report
-from moe_serve.engine.watch.witness import Witness
+from moe_serve.pipeline.timeline.stage_log import StageLog
 
 _log = logging.getLogger(__name__)
 _LOOKS = 10  # in the time after which a report is written
 _MAX_LOOK_S = 5.0
+
+
+class ActivityReport(Protocol):
+    def lines(self) -> list[str]:
+        """Lines for people: the step at hand, and what each rank is at. May take a second."""
+        ...
+
+
+class LocalActivity:
+    """Of an engine in one process."""
+
+    def __init__(self, executor: LocalExecutor, log: StageLog) -> None:
+        self._executor, self._log = executor, log
+
+    def lines(self) -> list[str]:
+        plan, operation = self._executor.plan, self._log.operation
+        if plan is None:
+            return ["no step was begun yet"]
+        num_tokens = sum(batch.num_tokens for batch in plan.micro_batches)
+        lines = [
+            f"the last step plan: {len(plan.slices)} sequences, {num_tokens} tokens, "
+            f"{len(plan.micro_batches)} micro-batches"
+        ]
+        if operation is not None:
+            lines.append(f"the last stage: {operation}, begun {operation.seconds:.1f} s ago")
+        return lines
 
 
 class HangWatch:
@@ -26,9 +58,13 @@ class HangWatch:
     """
 
     def __init__(
-        self, engine: EngineClient, witness: Witness | None, after_s: float, directory: str | None
+        self,
+        engine: EngineClient,
+        activity: ActivityReport | None,
+        after_s: float,
+        directory: str | None,
     ) -> None:
-        self._engine, self._witness, self._after_s = engine, witness, after_s
+        self._engine, self._activity, self._after_s = engine, activity, after_s
         self._directory = Path(directory or tempfile.gettempdir()).expanduser()
         self._is_reported = False  # the hang at hand
         self._excused_s = 0.0  # of the time since the last turn: until ranks came back
@@ -38,7 +74,7 @@ class HangWatch:
 
     def report(self) -> str:
         """What would be written now. Takes a second with ranks."""
-        return hang_report(self._engine.stats(), self._witness)
+        return hang_report(self._engine.stats(), self._activity)
 
     def close(self) -> None:
         self._is_closing.set()
@@ -86,3 +122,31 @@ class HangWatch:
             stats.num_steps,
             where,
         )
+
+
+def hang_report(stats: EngineStats, activity: ActivityReport | None) -> str:
+    """Code places only: no values of variables, so no prompts and no keys."""
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    turn = stats.last_turn_age_s
+    lines = [
+        f"moe-serve {__version__}, process {os.getpid()}, {now}",
+        f"step {stats.num_steps}: {stats.num_running} sequences running, {stats.num_waiting} "
+        f"waiting, {stats.num_free_pages} of {stats.num_pages} KV pages free",
+        "the engine's loop last came round "
+        + ("at an unknown time" if turn is None else f"{turn:.1f} s ago"),
+        "",
+        *([] if activity is None else activity.lines()),
+        "",
+        "threads of this process:",
+        *_stacks(),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _stacks() -> list[str]:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = []
+    for ident, frame in sys._current_frames().items():
+        lines += ["", f"{names.get(ident, 'a thread of another library')} ({ident}):"]
+        lines += [line.rstrip() for line in traceback.format_stack(frame)]
+    return lines

@@ -14,7 +14,6 @@ import itertools
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,42 +23,15 @@ from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.schedule.policy.ageing import Ageing
 from moe_serve.engine.schedule.policy.concave_cost import ConcaveCost, Floats
 from moe_serve.engine.schedule.policy.expected_experts import ExpectedExperts
-from moe_serve.engine.schedule.policy.limits import SizeLimits
+from moe_serve.engine.schedule.policy.local_search import SizeLimits
 from moe_serve.engine.schedule.policy.longest_first import split
+from moe_serve.engine.schedule.policy.policy import SignatureSource
 from moe_serve.engine.schedule.policy.rank_load import RankLoads
 from moe_serve.engine.schedule.policy.signature_table import SignatureTable
 from moe_serve.engine.schedule.policy.standing_split import StandingSplit
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
 
 _LARGEST_WINDOW = 256
-
-
-class SignatureSource(Protocol):
-    """Where signatures come from: a predictor, or what requests chose so far."""
-
-    @property
-    def is_on(self) -> bool:
-        """Whether they are good enough to act on."""
-        ...
-
-    def refresh(self, waiting: Items[Sequence], running: Items[Sequence]) -> None:
-        """Bring the table up to date, as far as the time of a step allows."""
-        ...
-
-    def forget(self, sequence_ids: Iterable[int]) -> None:
-        """They have ended: out of the table too."""
-        ...
-
-    @property
-    def recall(self) -> float | None: ...
-
-    @property
-    def has_predictor(self) -> bool: ...
-
-    @property
-    def num_learnt(self) -> int | None:
-        """Predictions that were learnt from; None: nothing is learnt."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

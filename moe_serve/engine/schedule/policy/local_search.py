@@ -10,7 +10,7 @@ R rows of one token each, D dimensions, G groups, W the most willing rows of a s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,12 +18,31 @@ from numpy.typing import NDArray
 
 from moe_serve.engine.schedule.policy.concave_cost import ConcaveCost, Floats
 from moe_serve.engine.schedule.policy.group_sums import group_sums
-from moe_serve.engine.schedule.policy.limits import SizeLimits
 
 _WORTH_IT = 1e-3  # of an expert
 _NUM_WILLING = 16
 
 Groups = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class SizeLimits:
+    """Tokens of each group, inclusive."""
+
+    low: int
+    high: int
+
+    @staticmethod
+    def near(balanced_sizes: Sequence[int], tolerance: float) -> SizeLimits:
+        """Within `tolerance` of the smallest and the largest group of a balanced split; none is
+        ever empty."""
+        low, high = min(balanced_sizes), max(balanced_sizes)
+        assert low >= 1, f"a balanced split has groups of {list(balanced_sizes)} tokens"
+        return SizeLimits(max(1, low - int(low * tolerance)), high + int(high * tolerance))
+
+    def allow(self, smaller: int, larger: int) -> bool:
+        """Whether a group that has shrunk and one that has grown are within the limits."""
+        return smaller >= self.low and larger <= self.high
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,3 +49,31 @@ class BatchPolicy(Protocol):
         ...
 
     def stats(self) -> PolicyStats: ...
+
+
+class SignatureSource(Protocol):
+    """Where signatures come from: a predictor, or what requests chose so far."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether they are good enough to act on."""
+        ...
+
+    def refresh(self, waiting: Items[Sequence], running: Items[Sequence]) -> None:
+        """Bring the table up to date, as far as the time of a step allows."""
+        ...
+
+    def forget(self, sequence_ids: Iterable[int]) -> None:
+        """They have ended: out of the table too."""
+        ...
+
+    @property
+    def recall(self) -> float | None: ...
+
+    @property
+    def has_predictor(self) -> bool: ...
+
+    @property
+    def num_learnt(self) -> int | None:
+        """Predictions that were learnt from; None: nothing is learnt."""
+        ...

@@ -13,13 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.engine.schedule.policy.concave_cost import ConcaveCost, Floats, sums_by_group
-from moe_serve.engine.schedule.policy.first_split import first_split
-from moe_serve.engine.schedule.policy.limits import SizeLimits
-from moe_serve.engine.schedule.policy.local_search import Groups, LocalSearch
+from moe_serve.engine.schedule.policy.local_search import Groups, LocalSearch, SizeLimits
 from moe_serve.engine.schedule.policy.signature_table import SignatureTable
 
 _MAX_NEW_SHARE = 0.5  # if more of them are new, it is made anew
 _ROUNDS_OF_A_ROW = 256  # 1 round with 256 sequences, 4 with 64
+_NUM_ITERATIONS = 8  # of the power iteration
 
 
 class StandingSplit:
@@ -96,3 +95,20 @@ class StandingSplit:
             sums_GD[group] += x_RD[row]
             sizes_G[group] += 1
         return group_R
+
+
+def first_split(x_RD: Floats, num_groups: int) -> Groups:
+    """Rows sorted along their principal axis -> equal groups of neighbours. O(R D + R log R)."""
+    centred_RD = x_RD - x_RD.mean(axis=0)
+    lengths = np.linalg.norm(centred_RD, axis=1)
+    axis_D = centred_RD[int(lengths.argmax())]
+    for _ in range(_NUM_ITERATIONS):
+        axis_D = centred_RD.T @ (centred_RD @ axis_D)
+        length = float(np.linalg.norm(axis_D))
+        if length < 1e-12:
+            break  # all rows are alike
+        axis_D = axis_D / length
+    order = np.argsort(centred_RD @ axis_D, kind="stable")
+    group_R = np.empty(len(x_RD), dtype=np.int64)
+    group_R[order] = np.arange(len(x_RD)) * num_groups // len(x_RD)
+    return group_R

@@ -10,17 +10,16 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
-from moe_serve.engine.execute.ends import Ends
 from moe_serve.engine.request.constraint import Constraint
 from moe_serve.engine.request.request import FinishReason, GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
-from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.request.sequence import Sequence, StopRule
 from moe_serve.engine.request.thinking_markers import ThinkingMarkers
 from moe_serve.engine.sampling.answer_masks import AnswerMasks, MaskedRows
 from moe_serve.engine.sampling.grammar.grammars import Grammars
 from moe_serve.engine.sampling.grammar.vocabulary import Vocabulary, _Wrapped
-from moe_serve.engine.sampling.kernel_sampler import make_sampling_step
 from moe_serve.engine.sampling.sampler import Sampler
+from moe_serve.engine.sampling.sampling_step import make_sampling_step
 from moe_serve.errors import InvalidGrammarError
 
 EOS = 40
@@ -100,7 +99,7 @@ def test_the_end_comes_late_unless_nothing_else_is_left(masks: AnswerMasks) -> N
         )
         assert token.token_id == EOS and token.is_valid
         complete.append(EOS)
-        assert Ends(frozenset({EOS}), 99).reason(complete, EOS) is FinishReason.STOP
+        assert StopRule(frozenset({EOS}), 99).reason(complete, EOS) is FinishReason.STOP
     assert make_sampling_step([sequence(min_tokens=3, regex="a")], [EOS]).entries is None
 
 

@@ -10,15 +10,16 @@ is worth one of priority, so an endless flow of urgent requests starves nobody:
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Items
 
 from moe_serve.engine.request.sequence import Sequence
 
 
-class WaitingLine:
+class WaitingQueue:
     """The scheduler's, on its thread but for the length and `line`."""
 
     def __init__(self, step_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -73,3 +74,45 @@ class WaitingLine:
         """The counts are those of the line."""
         counts = Counter(s.request.priority for s in self._line)
         assert counts == self._num_of, f"{counts} wait, and {self._num_of} are counted"
+
+
+class Skipped:
+    """Of those who wait, those who were left aside when they were last looked at: as a sequence
+    that runs is computing their next page, or as a later one started and they did not.
+
+    It stays so while there is no seat, as nobody is looked at then. Who is found to lack pages, is
+    taken out again or starts is not left aside.
+    """
+
+    def __init__(self) -> None:
+        self._ids: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def note(
+        self,
+        waiting: Iterable[Sequence],
+        *,
+        started: Collection[Sequence],
+        lacking: Collection[Sequence],
+        awaiting: Collection[Sequence],
+    ) -> None:
+        """What came of those who were looked at, of all who waited in this order."""
+        not_theirs = {s.id for s in (*started, *lacking)}
+        self._ids -= not_theirs
+        self._ids |= {s.id for s in awaiting}
+        to_come = {s.id for s in started}
+        for sequence in itertools.takewhile(lambda _: to_come, waiting):
+            to_come.discard(sequence.id)
+            if sequence.id not in not_theirs:
+                self._ids.add(sequence.id)
+
+    def forget(self, sequences: Iterable[Sequence]) -> None:
+        """They have ended."""
+        self._ids.difference_update(s.id for s in sequences)
+
+    def check_integrity(self, waiting: Iterable[Sequence]) -> None:
+        """Only who waits is left aside."""
+        lost = self._ids - {s.id for s in waiting}
+        assert not lost, f"sequences {lost} do not wait and are left aside"
