@@ -1,6 +1,6 @@
-"""The engine: requests in, one step at a time, token deltas out. Synchronous and single-threaded.
+"""Runs requests one step at a time and returns token deltas. Synchronous and single-threaded.
 
-Knows nothing of text, HTTP, devices or ranks: an executor turns a step plan into tokens.
+The engine does not handle text, HTTP, devices or ranks: an executor turns step plans into tokens.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _log = logging.getLogger(__name__)
 
 
 class Engine:
-    """`add` and `abort` requests, `step` while `has_work`.
+    """Call `add` and `abort` for requests, and `step` while `has_work`.
 
-    A step may also be taken in halves, `begin_step` and `end_step`, with its computation between
-    them: so several engines take theirs together. While a step runs, the next one may begin already
-    (`begin_ahead`) if it is sure what it computes. A sequence that ends meanwhile is computed once
-    more in vain, and keeps its pages until then.
+    `begin_step` and `end_step` split a step around its computation, so that several engines can
+    step together. While a step runs, `begin_ahead` may begin the next one if its contents are
+    certain. A sequence that ends in between is computed once more in vain and keeps its pages until
+    then.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class Engine:
         self._routes = RouteListeners() if routes is None else routes
         self._micro_batches, self.max_model_len = micro_batches, max_model_len
         self._stop = StopRule(eos_token_ids, max_model_len)
-        self._ids = itertools.count() if ids is None else ids  # of sequences
+        self._ids = itertools.count() if ids is None else ids  # sequence ids
         self._sequences: dict[str, Sequence] = {}
-        self._pending: list[TokenDelta] = []  # not told yet
-        self._schedule: Schedule = {}  # of the step that has begun
-        self._ahead: Schedule = {}  # of the step after that, if it has begun too
-        self._ending: Schedule = {}  # of the step that is told about just now
-        self._leaving: dict[int, bool] = {}  # ended ones that are in a step -> whether they failed
+        self._pending: list[TokenDelta] = []  # not returned yet
+        self._schedule: Schedule = {}  # the step that has begun
+        self._ahead: Schedule = {}  # the step after it, if it has begun too
+        self._ending: Schedule = {}  # the step that is being published
+        self._leaving: dict[int, bool] = {}  # ended sequences in a step -> whether they failed
         self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
         self._num_corrupted = 0
 
@@ -93,7 +93,8 @@ class Engine:
         return len(self._scheduler.running)
 
     def add(self, request: GenerationRequest) -> None:
-        """Queue a request. Its prompt must be shorter than `max_model_len` (checked before)."""
+        """Queue a request. The caller has checked that its prompt is shorter than
+        `max_model_len`."""
         length = len(request.prompt_token_ids)
         assert 0 < length < self.max_model_len, f"prompt of {length} tokens reached the engine"
         assert request.request_id not in self._sequences, f"{request.request_id} is running"
@@ -102,7 +103,7 @@ class Engine:
         self._scheduler.add(sequence)
 
     def abort(self, request_id: str) -> None:
-        """End a request, even if it raises ExecutorLostError. Unknown ids are ignored."""
+        """End a request, even if this raises ExecutorLostError. Unknown ids are ignored."""
         if request_id in self._sequences:
             aborted = TokenDelta(request_id=request_id, finish_reason=FinishReason.ABORT)
             self._pending.append(aborted)
@@ -110,26 +111,26 @@ class Engine:
 
     @property
     def num_seats(self) -> int:
-        """Sequences that may run at once."""
+        """Number of sequences that may run at once."""
         return self._scheduler.num_seats
 
     def set_waker(self, wake: Callable[[], None]) -> None:
-        """See `DrivenEngine.set_waker`: work comes with requests only."""
+        """See `DrivenEngine.set_waker`. Unused, as only requests bring work."""
 
     def stop_waiting(self) -> None:
-        """See `DrivenEngine.stop_waiting`: nothing is waited for."""
+        """See `DrivenEngine.stop_waiting`. This engine never waits."""
 
     def close(self) -> None:
-        """See `DrivenEngine.close`: everything is in this process."""
+        """See `DrivenEngine.close`. Everything is in this process."""
 
     @property
     def num_pending_tokens(self) -> int:
-        """How much there is to do: tokens to compute, of all sequences."""
+        """Number of tokens that all sequences still have to compute."""
         scheduler = self._scheduler
         return sum(s.num_pending_tokens for s in (*scheduler.running, *scheduler.waiting))
 
     def surrender(self) -> list[Sequence]:
-        """All sequences in order of arrival, without what was computed: its pages are lost."""
+        """Give up all sequences in order of arrival. Their pages and computed state are lost."""
         sequences = sorted(self._sequences.values(), key=lambda s: s.id)
         self._scheduler.policy.forget(s.id for s in (*sequences, *self._scheduler.running))
         for sequence in sequences:
@@ -138,7 +139,7 @@ class Engine:
         return sequences
 
     def adopt(self, sequence: Sequence) -> None:
-        """Go on with a sequence that another engine surrendered."""
+        """Continue a sequence that another engine surrendered."""
         self._sequences[sequence.request.request_id] = sequence
         self._scheduler.add(sequence)
 
@@ -148,7 +149,8 @@ class Engine:
         return self.end_step(None if plan is None else self._try(plan, self._schedule))
 
     def begin_step(self, most: int | None = None, number: int | None = None) -> StepPlan | None:
-        """Choose what the step computes; None: nothing. `most`: of micro-batches."""
+        """Schedule a step and plan it in at most `most` micro-batches; None if there is nothing to
+        do."""
         for sequence in self._scheduler.overdue():
             self._pending.append(self._fail(sequence, TOO_COSTLY))
         self._schedule = self._scheduler.schedule()
@@ -163,7 +165,8 @@ class Engine:
         return self._routes.with_requests(plan, number or self._num_steps, self._schedule)
 
     def begin_ahead(self) -> bool:
-        """Begin the step after the one that runs; False: what it computes is not sure."""
+        """Begin the step after the running one. Returns False if its contents are not certain
+        yet."""
         sequences = [sequence for sequence, _ in self._schedule.values()]
         if self._leaving or any(self._stop.is_last(s, s.num_output_tokens + 1) for s in sequences):
             return False
@@ -172,28 +175,28 @@ class Engine:
         return bool(self._ahead)
 
     def make_plan_ahead(self, micro_batches: int, number: int | None = None) -> StepPlan:
-        """See `make_plan`: the plan of the step that has begun ahead."""
+        """Plan the step that has begun ahead. See `make_plan`."""
         plan = make_next_plan(self._ahead, micro_batches, self._policy)
         return self._routes.with_requests(plan, number or self._num_steps + 1, self._ahead)
 
     def drop_ahead(self) -> None:
-        """It is not computed after all."""
+        """Discard the step that has begun ahead."""
         self._ahead = {}
 
     @property
     def step_sequences(self) -> dict[int, Sequence]:
-        """Those of the step that has begun, by id, and of one whose end was not survived."""
+        """The sequences by id of the step that has begun, and of one whose end failed."""
         return sequences_of(self._ending | self._schedule)
 
     def end_step(self, outcome: StepOutcome | Exception | None) -> list[TokenDelta]:
-        """What came of the step, and of what ended without one. Raises ExecutorLostError; what was
-        made before that is kept for `take_pending`."""
+        """Return the deltas of the step and of requests that ended without one. Raises
+        ExecutorLostError; `take_pending` then has the deltas made before it."""
         if not isinstance(outcome, StepOutcome):
-            self.drop_ahead()  # it needs the tokens of this one
+            self.drop_ahead()  # it needs the tokens of this step
         schedule, self._schedule, self._ahead = self._schedule, self._ahead, {}
         self._ending = schedule
         if schedule:
-            assert outcome is not None, f"{len(schedule)} sequences ran, and nothing came of it"
+            assert outcome is not None, f"{len(schedule)} sequences ran without an outcome"
             left = {key: item for key, item in schedule.items() if key not in self._leaving}
             if left:
                 self._finish(left, outcome)
@@ -202,16 +205,16 @@ class Engine:
             self._scheduler.step_tokens.count_to(total)
             ended = [s for key, (s, _) in schedule.items() if key not in left]
             self._release_finished(ended, outcome)
-        self._ending = {}  # only now: who asks after a loss is told whose step it was
+        self._ending = {}  # last, so that `step_sequences` is right after a lost executor
         return self.take_pending()
 
     def take_pending(self) -> list[TokenDelta]:
-        """What has not been told yet."""
+        """Return the deltas that were not returned yet."""
         deltas, self._pending = self._pending, []
         return deltas
 
     def _try(self, plan: StepPlan, schedule: Schedule) -> StepOutcome | Exception:
-        """The boundary of a fault: what a step raises is an outcome like others."""
+        """Run a plan. An exception becomes the step's outcome, except ExecutorLostError."""
         try:
             return self._executor.run(plan, sequences_of(schedule))
         except ExecutorLostError:
@@ -220,7 +223,7 @@ class Engine:
             return error
 
     def _finish(self, schedule: Schedule, outcome: StepOutcome | Exception) -> None:
-        """A step's deltas become pending. If it raised, every sequence runs alone."""
+        """Publish a step's deltas. If the step raised, run each of its sequences alone."""
         if isinstance(outcome, StepOutcome):
             self._routes.notify(schedule, outcome.choices)
             self._publish(schedule, outcome)
@@ -263,15 +266,15 @@ class Engine:
         )
 
     def check_integrity(self) -> None:
-        """Pages, reference counts, tables and requests agree; raises with what does not."""
+        """Assert that pages, reference counts, page tables and requests agree."""
         scheduler, known = self._scheduler, {s.id for s in self._sequences.values()}
         scheduler.check_integrity()
         scheduled = {s.id for s in (*scheduler.running, *scheduler.waiting)} - self._leaving.keys()
         assert known == scheduled, f"requests {known ^ scheduled} are lost"
 
     def _publish(self, schedule: Schedule, outcome: StepOutcome) -> None:
-        """Advance the sequences, append what was sampled, and tell: before the executor is asked
-        for the pages of those that end, as it may be lost."""
+        """Advance the sequences and add their deltas to those pending. Only then end the finished
+        ones, as ending may raise ExecutorLostError."""
         ended, made = [], made_tokens(schedule, outcome.choices)
         self._scheduler.mask_share.charge(outcome.mask_costs, sequences_of(schedule).values())
         for key, (sequence, count) in schedule.items():
@@ -284,11 +287,11 @@ class Engine:
                 delta = self._advance(sequence, outcome.sampled.get(key, NO_TOKEN), made)
                 self._pending.append(delta)
                 if delta.finish_reason not in (None, FinishReason.ERROR):
-                    ended.append(sequence)  # a failed one has ended already
+                    ended.append(sequence)  # failed ones have ended already
         self._end(ended)
 
     def _advance(self, sequence: Sequence, sampled: Sampled | RowFailure, made: Made) -> TokenDelta:
-        """Append a sampled token. The caller ends the request if it is the last."""
+        """Append a sampled token. The caller ends the request if the delta has a finish reason."""
         if isinstance(sampled, RowFailure):
             return self._fail(sequence, sampled)
         if not sampled.is_valid:
@@ -313,7 +316,7 @@ class Engine:
         )
 
     def _end(self, sequences: list[Sequence]) -> None:
-        """The requests are over; those in a step that runs leave when that has ended."""
+        """End requests. Sequences in the running step are removed when that step ends."""
         for sequence in sequences:
             del self._sequences[sequence.request.request_id]
         self._leaving |= {s.id: False for s in sequences if s.id in self._schedule}
@@ -324,8 +327,8 @@ class Engine:
         self._executor.forget([s.id for s in sequences])
 
     def _release_finished(self, ended: list[Sequence], outcome: StepOutcome | Exception) -> None:
-        """A step has ended whose results for these are of no use. Where it made no valid token,
-        nobody vouches for what it wrote to their last pages."""
+        """Remove sequences whose last step has ended and whose result of it is unused. Without a
+        valid token the contents of their last pages are not proven."""
         for sequence in ended:
             token = outcome.sampled.get(sequence.id) if isinstance(outcome, StepOutcome) else None
             if not (isinstance(token, Sampled) and token.is_valid):
@@ -336,7 +339,7 @@ class Engine:
         self._remove([s for s in ended if s not in has_failed])
 
     def _fail(self, sequence: Sequence, failure: RowFailure) -> TokenDelta:
-        """End one request with an error; its pages are zeroed before anyone else gets them."""
+        """End one request with an error. Its pages are zeroed before they are used again."""
         del self._sequences[sequence.request.request_id]
         if sequence.id in self._schedule:
             self._leaving[sequence.id] = True

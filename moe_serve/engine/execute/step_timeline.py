@@ -1,4 +1,4 @@
-"""What each rank did in one step, for those who look at it: times from the step's beginning."""
+"""Records and describes the stages of one step on each rank, timed from the step's start."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from moe_serve.pipeline.timeline.timeline import (
     decode_records,
 )
 
-MAX_SPANS = 6000  # of a step that is shown; of a large model on many ranks the first layers
+MAX_SPANS = 6000  # shown per step; of a larger step only the first layers are shown
 WHY = "one process"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One stage. `kind`: its name, or "wait"."""
+    """One stage of a step. `kind` is its name, or "wait"."""
 
     start_ms: float
     end_ms: float
@@ -37,7 +37,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrack:
-    """One rank, or one process."""
+    """The spans of one rank or process."""
 
     name: str
     spans: tuple[Span, ...]
@@ -50,13 +50,14 @@ class StepTimeline:
     number: int
     duration_ms: float
     micro_batches: int
-    why: str  # so many
+    why: str  # the reason for this number of micro-batches
     tracks: tuple[StepTrack, ...]
     num_left_out: int = 0  # spans beyond MAX_SPANS
 
 
 def step_timeline(number: int, tracks: Mapping[str, Records], why: str) -> StepTimeline | None:
-    """Of the records of one step, by rank, on one clock; None: none of them is a whole step."""
+    """Build the timeline of one step from each rank's records on one clock; None if no whole step
+    is among them."""
     steps = [records[records["stage"] == Stage.STEP] for records in tracks.values()]
     whole = np.concatenate([np.empty(0, RECORD_DTYPE), *steps])
     if not len(whole):
@@ -79,11 +80,11 @@ def step_timeline(number: int, tracks: Mapping[str, Records], why: str) -> StepT
 
 
 def _first_layers(tracks: Mapping[str, Records]) -> Mapping[str, Records]:
-    """As many layers as MAX_SPANS hold; what is of no layer stays."""
+    """Keep as many layers as MAX_SPANS allows. Spans without a layer are kept."""
     if _count(tracks) <= MAX_SPANS:
         return tracks
     layers = np.concatenate([records["layer"] for records in tracks.values()])
-    most = int(np.sort(layers)[MAX_SPANS])  # the layer that does not fit any more
+    most = int(np.sort(layers)[MAX_SPANS])  # the first layer that does not fit
     return {name: records[records["layer"] < most] for name, records in tracks.items()}
 
 
@@ -92,7 +93,7 @@ def _count(tracks: Mapping[str, Records]) -> int:
 
 
 def _span(row: tuple[int, int, int, int, int, int, int], zero_ns: int) -> Span:
-    """In the order of RECORD_DTYPE."""
+    """Convert a record. The fields are in the order of RECORD_DTYPE."""
     start_ns, end_ns, _, rows, layer, number, micro_batch = row
     stage = Stage(number)
     return Span(
@@ -106,9 +107,9 @@ def _span(row: tuple[int, int, int, int, int, int, int], zero_ns: int) -> Span:
 
 
 class WatchedRunner:
-    """Implements StepRunner for another one, which writes its stages into `log`.
+    """Runs another StepRunner that writes its stages into `log`, and keeps every sixteenth step.
 
-    In one process the experts work where rows would leave for them, so a dispatch is theirs.
+    In one process the experts run during the dispatch stage, so that stage is shown as experts.
     """
 
     def __init__(self, runner: StepRunner, log: StageLog) -> None:
@@ -126,12 +127,12 @@ class WatchedRunner:
         return logits
 
     def last_step(self) -> StepTimeline | None:
-        """The newest that was recorded. On any thread."""
+        """Return the newest recorded step. Safe from any thread."""
         if self._newest is None:
             return None
         number, packed = self._newest
         records = decode_records(packed).records.copy()
-        records = records[records["step"] == number]  # not what a step left that failed
+        records = records[records["step"] == number]  # without the rest of a failed step
         records["stage"][records["stage"] == Stage.DISPATCH] = Stage.EXPERTS
         return step_timeline(number, {"process": records}, WHY)
 

@@ -1,6 +1,11 @@
-"""What the routers chose for live requests, told to whoever asked before the step.
+"""Passes the routers' choices for live requests to listeners that asked before the step.
 
     listener.wants(step, sequences)  ->  the plan asks the pipeline  ->  listener.take(records)
+
+A request may also ask for the experts of its generated tokens. A token is sampled from the row of
+the position before it, so it comes with the routers' choices for that row, made in the same step.
+Other prompt rows are not returned. A row that is computed again (after a preemption, or on another
+rank) gives the same choices.
 
 N tokens of one sequence in one step, L layers with routed experts, K choices.
 """
@@ -22,39 +27,41 @@ from routing_predictor.traces.recording import TracedTokens
 
 _log = logging.getLogger(__name__)
 
-Made = dict[int, TokenExperts]  # sequence id -> the experts of the token that it is about to get
+Made = dict[int, TokenExperts]  # sequence id -> the experts of its next token
 
 
 class RouteRecord(TracedTokens, frozen=True, kw_only=True, eq=False, gc=False):
     """Tokens at positions [start, start + N) of a request, and their experts in every layer.
 
-    A request that was preempted, or moved to another rank, is told again from its beginning.
-    Weights are there if any listener wants them.
+    A request that was preempted, or moved to another rank, is recorded again from its beginning.
+    Weights are present if any listener wants them.
     """
 
     sequence_id: int
 
 
 class RouteListener(Protocol):
-    """Called on the engine's thread, between steps: whatever it does delays the next one."""
+    """Receives routes on the engine's thread between steps, so slow listeners delay the next
+    step."""
 
     @property
     def has_weights(self) -> bool:
-        """Whether it wants the routers' weights too."""
+        """Whether it also wants the routers' weights."""
         ...
 
     def wants(self, step: int, sequences: Mapping[int, Sequence]) -> Collection[int]:
-        """Which of these sequences it wants to hear of. Asked again, it says the same. Engines that
-        step together give the same `step`."""
+        """Return the ids of the sequences whose routes it wants. The answer for a step must not
+        change. Engines that step together pass the same `step`."""
         ...
 
     def take(self, records: list[RouteRecord]) -> None:
-        """A step has ended. Holds also what only other listeners asked for."""
+        """Receive the records of a finished step, including those that only other listeners
+        wanted."""
         ...
 
 
 class RouteListeners:
-    """All listeners of a server's engines. They come and go on any thread."""
+    """All route listeners of a server's engines. They may be added and removed on any thread."""
 
     def __init__(self) -> None:
         self._listeners: tuple[RouteListener, ...] = ()
@@ -63,11 +70,11 @@ class RouteListeners:
         self._listeners = (*self._listeners, listener)
 
     def remove(self, listener: RouteListener) -> None:
-        """Unknown ones are ignored."""
+        """Remove a listener. Unknown ones are ignored."""
         self._listeners = tuple(each for each in self._listeners if each is not listener)
 
     def with_requests(self, plan: StepPlan, step: int, schedule: Schedule) -> StepPlan:
-        """The plan, with what the listeners and the requests themselves want to know of it."""
+        """Return the plan with the route requests of the listeners and of the sequences."""
         listeners, wanted = self._listeners, sequences_that_ask(plan, schedule)
         if listeners:
             sequences = sequences_of(schedule)
@@ -78,7 +85,7 @@ class RouteListeners:
         return replace(plan, routes=ask)
 
     def notify(self, schedule: Schedule, choices: StepChoices | None) -> None:
-        """What came of a step, before its sequences advance."""
+        """Pass the routes of a finished step to the listeners, before its sequences advance."""
         listeners = self._listeners
         if choices is None or not listeners:
             return
@@ -88,7 +95,8 @@ class RouteListeners:
 
 
 def _records(schedule: Schedule, choices: StepChoices) -> list[RouteRecord]:
-    """Views of the step's arrays. A sequence that ended while the step ran is left out."""
+    """Build records as views of the step's arrays. Sequences that ended during the step are left
+    out."""
     known = [schedule.get(key) for key in choices.sequence_ids]
     tokens: list[int] = []
     for item, count in zip(known, choices.counts, strict=True):
@@ -97,7 +105,9 @@ def _records(schedule: Schedule, choices: StepChoices) -> list[RouteRecord]:
         told = [0] * count if sequence is None else sequence.token_ids[start : start + count]
         tokens += told
         if len(told) != count:
-            _log.warning("%d choices came for %d tokens: the step is not told", count, len(told))
+            _log.warning(
+                "%d choices came for %d tokens: the step's routes are dropped", count, len(told)
+            )
             return []
     token_ids = np.array(tokens, dtype=np.int32)
     ids, weights = choices.expert_ids_NLK, choices.weights_NLK
@@ -120,7 +130,7 @@ def _records(schedule: Schedule, choices: StepChoices) -> list[RouteRecord]:
 
 
 def sequences_that_ask(plan: StepPlan, schedule: Schedule) -> frozenset[int]:
-    """Those that get a token from this step and want its experts."""
+    """Return the sequences that get a token from this step and want its experts."""
     asking = [key for key, (s, _) in schedule.items() if s.request.wants_routed_experts]
     if not asking:
         return frozenset()
@@ -129,7 +139,7 @@ def sequences_that_ask(plan: StepPlan, schedule: Schedule) -> frozenset[int]:
 
 
 def made_tokens(schedule: Schedule, choices: StepChoices | None) -> Made:
-    """By sequence, before it advances."""
+    """Return the experts of the tokens about to be appended, by sequence id."""
     found: Made = {}
     if choices is None:
         return found
@@ -146,7 +156,7 @@ def made_tokens(schedule: Schedule, choices: StepChoices | None) -> Made:
 
 
 def experts_of(sequence: Sequence, made: Made) -> tuple[TokenExperts, ...] | None:
-    """Of the token that it got; empty ones where a rank's message of them could not be used."""
+    """Return the experts of a sequence's new token; empty ones if a rank's message was unusable."""
     if not sequence.request.wants_routed_experts:
         return None
     return (made.get(sequence.id, NO_EXPERTS),)

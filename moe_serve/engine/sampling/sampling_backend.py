@@ -1,4 +1,4 @@
-"""Who turns logits into tokens: the host's sampler, or that of the kernels. Decided once."""
+"""Chooses what turns logits into tokens: the torch sampler, or the sampler of a set of kernels."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ from moe_serve.engine.sampling.sampling_step import make_sampling_step
 
 
 class SamplingBackend(Protocol):
-    """Each row's result depends on its own logits and request only; logits stay as they are."""
+    """Samples tokens. Each row's result depends on its own logits and request only; logits are not
+    changed."""
 
     def sample(
         self, logits_SV: Tensor, sequences: Rows[Sequence], masks: TokenMasks | None = None
     ) -> list[Sampled]:
-        """One token for each row; whether a row is faulty is its own affair. `masks`: what some
-        rows may take, at least one token each."""
+        """Sample one token for each row. A faulty row does not affect others. `masks` restrict some
+        rows and allow at least one token each."""
         ...
 
     def describe(self, logits_RV: Tensor, tokens: list[int], num_top: int) -> list[TokenLogprob]:
-        """The log probability and rank of one token in each row, and the row's likeliest ones."""
+        """Return the log probability and rank of one token per row, and the row's likeliest
+        tokens."""
         ...
 
 
 class KernelSampler:
-    """Implements SamplingBackend. The order of operations is that of the host's sampler."""
+    """Implements SamplingBackend by kernels, with the same order of operations as `Sampler`."""
 
     def __init__(self, eos_token_ids: frozenset[int], kernels: TokenSampler) -> None:
         self._eos, self._kernels = sorted(eos_token_ids), kernels
@@ -41,7 +43,7 @@ class KernelSampler:
     def sample(
         self, logits_SV: Tensor, sequences: Rows[Sequence], masks: TokenMasks | None = None
     ) -> list[Sampled]:
-        """One token for each row."""
+        """Sample one token for each row."""
         step = make_sampling_step(sequences, self._eos, masks)
         done = self._kernels.sample(logits_SV, step)
         tokens: list[int] = done.tokens_S.tolist()
@@ -57,7 +59,8 @@ class KernelSampler:
         return [Sampled(*row) for row in fields]
 
     def describe(self, logits_RV: Tensor, tokens: list[int], num_top: int) -> list[TokenLogprob]:
-        """The log probability and rank of one token in each row, and the row's likeliest ones."""
+        """Return the log probability and rank of one token per row, and the row's likeliest
+        tokens."""
         if not tokens:
             return []
         scores = self._kernels.score(logits_RV, np.array(tokens, dtype=np.int64), num_top)
@@ -81,7 +84,7 @@ def _described(scores: ScoredTokens, tokens: list[int], wanted: list[int]) -> li
 
 
 def make_sampler(eos_token_ids: frozenset[int], kernels: Kernels) -> SamplingBackend:
-    """The kernels' own where they have one."""
+    """Build the kernels' sampler, or the torch sampler if the kernels have none."""
     on_device = kernels.token_sampler()
     if on_device is None:
         return Sampler(eos_token_ids)

@@ -1,8 +1,8 @@
-"""Who waits, and in which order they may start.
+"""Orders the waiting sequences, and records those that the policy skipped.
 
-A line in order of arrival; who was put back stands in front. Of it, the most urgent come first (the
-lowest `priority`), and among the equally urgent the line's order stands. Each `step_s` of waiting
-is worth one of priority, so an endless flow of urgent requests starves nobody:
+The line is in order of arrival, with sequences that were put back in front. The most urgent start
+first (the lowest `priority`), and equally urgent ones in the line's order. Each `step_s` of waiting
+counts as one of priority, so an endless flow of urgent requests starves no request:
 
     line          a 0   b 2   c 0   d 2      (b has waited for two steps)
     groups        [a b c]  [d]
@@ -20,12 +20,13 @@ from moe_serve.engine.request.sequence import Sequence
 
 
 class WaitingQueue:
-    """The scheduler's, on its thread but for the length and `line`."""
+    """The scheduler's waiting sequences. Only the length and `line` may be read from other
+    threads."""
 
     def __init__(self, step_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._step_s, self._clock = step_s, clock
         self._line: deque[Sequence] = deque()
-        self._num_of: Counter[int] = Counter()  # by priority, of those who wait
+        self._num_of: Counter[int] = Counter()  # waiting sequences by priority
 
     def __len__(self) -> int:
         return len(self._line)
@@ -35,16 +36,17 @@ class WaitingQueue:
 
     @property
     def line(self) -> Items[Sequence]:
-        """In order of arrival, behind those who were put back. On any thread."""
+        """The sequences in order of arrival, after those that were put back. Safe from any
+        thread."""
         return self._line
 
     def add(self, sequence: Sequence) -> None:
-        """It came last."""
+        """Add a sequence at the end."""
         self._line.append(sequence)
         self._num_of[sequence.request.priority] += 1
 
     def put_back(self, sequence: Sequence) -> None:
-        """It ran, and waits from now on, before all who are as urgent."""
+        """Add a preempted sequence, ahead of all equally urgent ones."""
         sequence.waits_since = self._clock()
         self._line.appendleft(sequence)
         self._num_of[sequence.request.priority] += 1
@@ -57,8 +59,8 @@ class WaitingQueue:
             del self._num_of[priority]
 
     def groups(self) -> Iterator[Items[Sequence]]:
-        """Those who are equally urgent, the most urgent first; each group in the line's order. With
-        one priority, or if waiting is worth everything, this is the line itself."""
+        """Yield groups of equally urgent sequences, the most urgent first, each in the line's
+        order. With one priority, or if `step_s` is 0, the only group is the line."""
         if len(self._num_of) < 2 or self._step_s == 0:
             yield self._line
             return
@@ -71,17 +73,17 @@ class WaitingQueue:
             yield groups[urgency]
 
     def check_integrity(self) -> None:
-        """The counts are those of the line."""
+        """Assert that the counts match the line."""
         counts = Counter(s.request.priority for s in self._line)
         assert counts == self._num_of, f"{counts} wait, and {self._num_of} are counted"
 
 
 class Skipped:
-    """Of those who wait, those who were left aside when they were last looked at: as a sequence
-    that runs is computing their next page, or as a later one started and they did not.
+    """Sequences skipped by policy, as opposed to blocked by missing seats or pages.
 
-    It stays so while there is no seat, as nobody is looked at then. Who is found to lack pages, is
-    taken out again or starts is not left aside.
+    A sequence counts as skipped if, when last examined, a running sequence was computing its next
+    page, or a later one started before it. This stays so while there is no seat, as none is
+    examined then. A sequence that lacks pages, is removed or starts is not skipped.
     """
 
     def __init__(self) -> None:
@@ -98,7 +100,7 @@ class Skipped:
         lacking: Collection[Sequence],
         awaiting: Collection[Sequence],
     ) -> None:
-        """What came of those who were looked at, of all who waited in this order."""
+        """Record the outcome for the examined ones of all `waiting` sequences, given in order."""
         not_theirs = {s.id for s in (*started, *lacking)}
         self._ids -= not_theirs
         self._ids |= {s.id for s in awaiting}
@@ -109,10 +111,10 @@ class Skipped:
                 self._ids.add(sequence.id)
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
-        """They have ended."""
+        """Drop sequences that have ended."""
         self._ids.difference_update(s.id for s in sequences)
 
     def check_integrity(self, waiting: Iterable[Sequence]) -> None:
-        """Only who waits is left aside."""
+        """Assert that only waiting sequences are skipped."""
         lost = self._ids - {s.id for s in waiting}
-        assert not lost, f"sequences {lost} do not wait and are left aside"
+        assert not lost, f"sequences {lost} are skipped but do not wait"

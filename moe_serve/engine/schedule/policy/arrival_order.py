@@ -1,4 +1,4 @@
-"""The policies that know nothing of experts: `fifo` and `balanced`."""
+"""The policies that ignore experts: `fifo` and `balanced`, also with a predictor beside them."""
 
 from __future__ import annotations
 
@@ -18,42 +18,43 @@ from moe_serve.model.step_plan import MicroBatch, SequenceSlice
 
 @dataclass(frozen=True, slots=True)
 class ArrivalOrder:
-    """Requests start as they come. Implements BatchPolicy."""
+    """Starts requests in order of arrival. Implements BatchPolicy."""
 
     name: PolicyName
     splitter: Callable[[list[SequenceSlice], int], tuple[MicroBatch, ...]]
 
     def prepare(self, waiting: Items[Sequence], running: Items[Sequence]) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def candidates(
         self, waiting: Iterable[Sequence], running: Items[Sequence]
     ) -> Iterable[Sequence]:
-        """In order of arrival."""
+        """Return the waiting sequences in order of arrival."""
         return waiting
 
     def is_next(self, sequence: Sequence) -> bool:
-        """Nobody starts before one that came earlier."""
+        """Return True, as no sequence starts before an earlier one."""
         return True
 
     def started(self, sequence: Sequence) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def split(self, slices: list[SequenceSlice], max_micro_batches: int) -> tuple[MicroBatch, ...]:
         return self.splitter(slices, max_micro_batches)
 
     def needed(self, slices: list[SequenceSlice]) -> None:
-        """Nothing is known of experts."""
+        """Return None, as the policy knows no experts."""
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
-        """Nothing is kept."""
+        """Does nothing, as no state is kept."""
 
     def stats(self) -> PolicyStats:
         return PolicyStats(policy=self.name)
 
 
 class Observed:
-    """Implements BatchPolicy: does what `plain` does."""
+    """Implements BatchPolicy like `plain`, while a predictor is measured and tells an expert memory
+    what it expects."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class Observed:
         return self._plain.is_next(sequence)
 
     def started(self, sequence: Sequence) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def split(self, slices: list[SequenceSlice], max_micro_batches: int) -> tuple[MicroBatch, ...]:
         return self._plain.split(slices, max_micro_batches)

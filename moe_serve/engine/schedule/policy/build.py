@@ -1,4 +1,4 @@
-"""From a configuration to the policy of each engine, and what tells it the signatures."""
+"""Builds each engine's batch policy from the configuration, and its source of signatures."""
 
 from __future__ import annotations
 
@@ -47,10 +47,11 @@ def policy_maker(
     routes: RouteListeners,
     loads: RankLoads | None = None,
 ) -> MakePolicy:
-    """Makes the policy of an engine; several engines share what is known of requests.
-    `loads`: of expert ranks, if there are some; it follows the placement.
+    """Return a function that builds an engine's policy. Several engines share what is known of
+    requests.
 
-    Raises ConfigError for a predictor that cannot be read or is another model's.
+    `loads` are those of expert ranks, if there are any, and follow the placement. Raises
+    ConfigError for a predictor that cannot be read or belongs to another model.
     """
     followed = _predictor(config, folder, spec)
     scheduler = config.scheduler
@@ -76,7 +77,7 @@ def policy_maker(
 
 
 def _has_memory(config: EngineConfig) -> bool:
-    """Whether experts need not all be in memory, and their policy looks at what is expected."""
+    """Return whether the expert memory is limited and its policy uses expected experts."""
     model = config.model
     return model.expert_memory_bytes is not None and model.expert_memory_policy != "lru"
 
@@ -111,9 +112,9 @@ def _predictor(config: EngineConfig, folder: Path, spec: ModelSpec) -> FollowedP
 def open_request_predictor(
     folder: Path, model: Path, placement_version: str = ""
 ) -> PrefixPredictor:
-    """Reads the predictor, and of the checkpoint in `model` the embedding table only.
+    """Read the request predictor, and from the checkpoint in `model` only the embedding table.
 
-    Raises ConfigError for a predictor that is damaged, or of another model or placement.
+    Raises ConfigError for a predictor that is damaged, or belongs to another model or placement.
     """
     config = HFConfig.read(model)
     text = config.text()
