@@ -19,8 +19,8 @@ import torch
 
 from moe_serve.config.sections import ModelConfig
 from moe_serve.engine.build import model_folder, open_loader
+from moe_serve.engine.schedule.policy.build import open_request_predictor
 from moe_serve.engine.schedule.policy.live_learning import LiveLearning
-from moe_serve.engine.schedule.policy.request_prediction import open_request_predictor
 from routing_predictor.requests.online import OnlineLimits, OnlinePredictor
 from routing_predictor.requests.pools import PrefixPools
 from routing_predictor.requests.prefix_samples import HORIZON

@@ -22,7 +22,7 @@ from moe_serve.engine.build import (
 from moe_serve.engine.execute.next_layer_prediction import check_next_layer
 from moe_serve.engine.layout import Layout, memory_line
 from moe_serve.engine.routes.route_records import RouteListeners
-from moe_serve.engine.schedule.policy.make import policy_maker
+from moe_serve.engine.schedule.policy.build import policy_maker
 from moe_serve.engine.schedule.policy.rank_load import RankLoads
 from moe_serve.model.load.model_tensors import LoadProgress
 from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES
@@ -63,7 +63,7 @@ def build_cluster(
         placement=ranks.rebalancer,
         last_step=watch.last_step,
         grammars=grammars_of(model.folder, model.spec, eos),  # to check requests; ranks have own
-        witness=ranks.witness,
+        activity=ranks.witness,
     )
 
 

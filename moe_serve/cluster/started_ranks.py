@@ -36,7 +36,7 @@ from moe_serve.config.sections import TransportName
 from moe_serve.engine.build import eos_token_ids_of, max_model_len_of
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.routes.route_records import RouteListeners
-from moe_serve.engine.schedule.policy.make import MakePolicy
+from moe_serve.engine.schedule.policy.build import MakePolicy
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
 from moe_serve.errors import ConfigError
 from moe_serve.model.load.model_tensors import LoadProgress

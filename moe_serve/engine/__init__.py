@@ -1,1 +1,1 @@
-"""Requests in, tokens out: sequences, scheduler, sampler, and the step that joins them."""
+"""Turns requests into tokens: sequences, scheduler, sampler, and the engine that joins them."""

@@ -1,4 +1,4 @@
-"""The engine on a thread of its own, behind the interface that an event loop can use.
+"""Runs the engine on its own thread, behind the interface that an event loop uses.
 
 event loop                         engine thread
 submit, abort  -- inbox (deque) -->  take, step, step, ...
@@ -27,7 +27,7 @@ from moe_serve.errors import EngineDeadError, InvalidRequestError, ServerOverloa
 _log = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 30.0
-_IDLE_CHECK_SHARE = 0.01  # of the time, for the integrity check: with a million pages it is slow
+_IDLE_CHECK_SHARE = 0.01  # share of idle time spent on the integrity check (slow with many pages)
 _Command = GenerationRequest | str  # a request to add, or the id of one to abort
 
 
@@ -45,7 +45,7 @@ class AsyncEngine:
         self._engine.set_waker(self._wake.set)
         self._is_closing = self._is_draining = False
         self._death: str | None = None
-        self._last_turn = time.monotonic()  # of the engine thread's loop
+        self._last_turn = time.monotonic()  # last pass of the engine thread's loop
         self._last_error: float | None = None  # when a request failed
         self._next_check = 0.0
         self._queues: dict[str, DeltaQueue] = {}
@@ -76,8 +76,8 @@ class AsyncEngine:
         most = self._engine.num_seats + self._limits.max_queued_requests
         if len(requests) > most:
             raise InvalidRequestError(
-                f"One request with {len(requests)} sequences can never be taken: max_num_seqs is "
-                f"{self._engine.num_seats} and max_queued_requests "
+                f"One request with {len(requests)} sequences can never be accepted: max_num_seqs "
+                f"is {self._engine.num_seats} and max_queued_requests "
                 f"{self._limits.max_queued_requests}. Send fewer prompts or choices.",
                 param="n",
             )
@@ -93,7 +93,7 @@ class AsyncEngine:
         return queue
 
     def abort(self, request_id: str) -> None:
-        """See `EngineClient.abort`. Its queue gets nothing more but the end."""
+        """See `EngineClient.abort`. The request's queue receives only its last delta."""
         if request_id in self._queues:
             self._inbox.append(request_id)
             self._wake.set()
@@ -115,7 +115,7 @@ class AsyncEngine:
     def close(self) -> None:
         """Stop the thread after its current step. Open requests end with an error.
 
-        Raises EngineDeadError if the step does not end in time: the process must be ended.
+        Raises EngineDeadError if the step does not end in time; the process must then exit.
         """
         self._is_closing = True
         self._engine.stop_waiting()
@@ -150,7 +150,7 @@ class AsyncEngine:
             )
 
     def _run(self) -> None:
-        """The engine thread: the only one that touches the engine."""
+        """Run the engine thread, the only thread that touches the engine."""
         try:
             while not self._is_closing:
                 self._last_turn = time.monotonic()
@@ -161,7 +161,7 @@ class AsyncEngine:
                 elif not self._inbox:
                     self._check_idle_engine()
                     self._wake.wait()
-        except BaseException as error:  # top of the thread: say why it died, then end it
+        except BaseException as error:  # top of the thread: record the cause, then stop
             self._death = f"{type(error).__name__}: {error}"
             _log.critical("the engine thread died", exc_info=True)
         self._death = self._death or "it was closed"
@@ -206,7 +206,7 @@ class AsyncEngine:
                     told.append(queue)
                 if delta.finish_reason is not None:
                     del self._queues[delta.request_id]
-        for queue in told:  # only now: a queue of several requests has all of the step
+        for queue in told:  # after the loop, so that a shared queue holds the whole step
             queue.tell()
 
     def _end_all(self) -> None:

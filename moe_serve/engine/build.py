@@ -1,4 +1,4 @@
-"""From a configuration to a running engine: device, dtype, weights, cache, pipeline."""
+"""Builds a running engine from a configuration: device, dtype, weights, cache and pipeline."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from moe_serve.engine.engine import Engine
 from moe_serve.engine.execute.cuda_graphs import with_cuda_graphs
 from moe_serve.engine.execute.next_layer_prediction import open_next_layer
 from moe_serve.engine.execute.step_executor import LocalExecutor
-from moe_serve.engine.execute.step_timeline import StepTimeline
-from moe_serve.engine.execute.watched_runner import WatchedRunner
+from moe_serve.engine.execute.step_timeline import StepTimeline, WatchedRunner
 from moe_serve.engine.layout import Layout, memory_line
 from moe_serve.engine.memory.allocator import keep_freed_memory
 from moe_serve.engine.memory.free_memory import free_bytes
@@ -32,8 +31,8 @@ from moe_serve.engine.sampling.answer_masks import AnswerMasks
 from moe_serve.engine.sampling.grammar.grammars import Grammars
 from moe_serve.engine.sampling.grammar.vocabulary import read_vocabulary
 from moe_serve.engine.sampling.sampling_backend import make_sampler
-from moe_serve.engine.schedule.policy.make import policy_maker
-from moe_serve.engine.watch.witness import LocalWitness, Witness
+from moe_serve.engine.schedule.policy.build import policy_maker
+from moe_serve.engine.watch.hang_watch import ActivityReport, LocalActivity
 from moe_serve.errors import CheckpointError, ConfigError
 from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.model.checkpoint.hf_config import generation_eos_token_ids
@@ -55,20 +54,20 @@ from moe_serve.regular_file import is_there
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine and what it is made of."""
+    """An engine and the parts that servers and tools need beside it."""
 
     engine: DrivenEngine
     layout: Layout
     spec: ModelSpec
-    routes: RouteListeners = field(default_factory=RouteListeners)  # who hears of its routing
-    placement: PlacementControl | None = None  # of expert ranks, if there are some
-    last_step: Callable[[], StepTimeline | None] | None = None  # None: nothing is recorded
-    grammars: Grammars | None = None  # that its answers may have to follow
-    witness: Witness | None = None  # knows what it is at
+    routes: RouteListeners = field(default_factory=RouteListeners)  # receive its routing
+    placement: PlacementControl | None = None  # None: no expert ranks
+    last_step: Callable[[], StepTimeline | None] | None = None  # None: steps are not recorded
+    grammars: Grammars | None = None  # for constrained answers
+    activity: ActivityReport | None = None  # for hang reports
 
 
 def model_folder(config: ModelConfig) -> Path:
-    """The checkpoint's folder; raises CheckpointError if there is none."""
+    """Return the checkpoint's folder. Raises CheckpointError if it is missing or incomplete."""
     folder = demo_model_folder() if config.path is None else Path(config.path).expanduser()
     if not folder.is_dir():
         raise CheckpointError(
@@ -87,9 +86,10 @@ def build_engine(
     progress: LoadProgress | None = None,
     open_weights: OpenWeights = open_checkpoint,
 ) -> BuiltEngine:
-    """Load the model (`open_weights`: from where) and make the engine.
+    """Load the model and build the engine. `open_weights` opens the checkpoint's weights.
 
-    Sets torch's threads in this process: as configured, or 1 where kernels have their own.
+    Sets the number of torch threads of this process: the configured number, or 1 if the kernels
+    have their own threads.
     """
     clock = time.monotonic()
     keep_freed_memory()
@@ -101,7 +101,7 @@ def build_engine(
     eos = eos_token_ids_of(folder, spec)
     grammars = grammars_of(folder, spec, eos)
     tap, routes = RouteTap(spec.router.num_experts), RouteListeners()
-    make_policy = policy_maker(config, folder, spec, routes)  # may refuse a predictor: it is early
+    make_policy = policy_maker(config, folder, spec, routes)  # first, as it may refuse
     next_layer = open_next_layer(config, folder, loader)
     experts = loader.expert_stage(budget=MemoryBudget.of(config.model))
     part = load_attention(loader, config, max_model_len)
@@ -129,7 +129,7 @@ def build_engine(
     )
     has_memory = experts.memory is not None
     layout = _layout(folder, loader, config, part, graphs, time.monotonic() - clock, has_memory)
-    has_times = device.type == "cpu"  # on a GPU they would be those of launching kernels
+    has_times = device.type == "cpu"  # on a GPU this would time kernel launches only
     last_step = watched.last_step if has_times else None
     return BuiltEngine(
         engine,
@@ -138,7 +138,7 @@ def build_engine(
         routes,
         last_step=last_step,
         grammars=grammars,
-        witness=LocalWitness(executor, log),
+        activity=LocalActivity(executor, log),
     )
 
 
@@ -177,19 +177,19 @@ def _layout(
 
 
 def grammars_of(folder: Path, spec: ModelSpec, eos_token_ids: frozenset[int]) -> Grammars:
-    """The tokenizer is read when the first constraint comes."""
+    """Return the model's grammars. The tokenizer is read at the first constraint."""
     return Grammars(lambda: read_vocabulary(folder, spec.vocab_size, eos_token_ids))
 
 
 def _identity(folder: Path, loader: ModelLoader) -> bytes:
-    """Of weights and of how they are computed: what cached pages belong to."""
+    """Return the identity that cached pages belong to: the weights and how they are computed."""
     return model_identity(folder, str(loader.dtype), loader.kernels.name, loader.expert_weights)
 
 
 def _local_transport(
     loader: ModelLoader, stage: ExpertStage, config: EngineConfig
 ) -> LocalTransport:
-    """Rounds rows as ranks would, where `cluster.wire_dtype` says so."""
+    """Build the local transport, which rounds rows like ranks if `cluster.wire_dtype` is set."""
     spec, wire_dtype, wire = loader.spec, config.cluster.wire_dtype, None
     if wire_dtype != "auto":
         wire = make_wire_format(spec.width, spec.router.top_k, loader.dtype, 1, wire_dtype)
@@ -209,8 +209,8 @@ class AttentionPart:
 def load_attention(
     loader: ModelLoader, config: EngineConfig, max_model_len: int, gather: Gather | None = None
 ) -> AttentionPart:
-    """Everything but the routed experts (of that the part of a shard, where there are some), and a
-    cache as large as configured."""
+    """Load everything but the routed experts, or one shard's part of it, and build the configured
+    cache."""
     stage = loader.attention_stage(max_model_len, gather)
     spec = stage.spec
     token_bytes = spec.kv_bytes_per_token(loader.dtype.itemsize)

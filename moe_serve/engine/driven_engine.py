@@ -1,4 +1,4 @@
-"""What drives an engine, a server's thread or an offline loop, needs of it."""
+"""The engine interface used by its driver: a server's thread or an offline loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_serve.engine.request.request import GenerationRequest, TokenDelta
 
 
 class DrivenEngine(Protocol):
-    """One engine, or several that step together. Not thread-safe but for the counts."""
+    """One engine, or several that step together. Only the counts may be read from other threads."""
 
     @property
     def has_work(self) -> bool: ...
@@ -23,7 +23,7 @@ class DrivenEngine(Protocol):
 
     @property
     def num_seats(self) -> int:
-        """Sequences that may run at once."""
+        """Number of sequences that may run at once."""
         ...
 
     def add(self, request: GenerationRequest) -> None: ...
@@ -37,13 +37,13 @@ class DrivenEngine(Protocol):
     def check_integrity(self) -> None: ...
 
     def set_waker(self, wake: Callable[[], None]) -> None:
-        """`wake` may be called on any thread: there is work although no request came."""
+        """Set a callback that any thread may call to signal work other than a new request."""
         ...
 
     def stop_waiting(self) -> None:
-        """`close` is near: a step that waits for others gives up. On any thread."""
+        """Announce `close`: a step that waits for ranks gives up. Safe from any thread."""
         ...
 
     def close(self) -> None:
-        """End what runs outside this process. The engine is not used any more."""
+        """End processes outside this one. The engine must not be used afterwards."""
         ...

@@ -1,6 +1,6 @@
-"""The engine: requests in, one step at a time, token deltas out. Synchronous and single-threaded.
+"""Runs requests one step at a time and returns token deltas. Synchronous and single-threaded.
 
-Knows nothing of text, HTTP, devices or ranks: an executor turns a step plan into tokens.
+The engine does not handle text, HTTP, devices or ranks: an executor turns step plans into tokens.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.config.sections import PAGE_SIZE, SchedulerConfig
-from moe_serve.engine.execute.ends import NAN, NO_TOKEN, TOO_DEAR, Ends, failed
 from moe_serve.engine.execute.step_executor import (
+    NAN,
+    NO_TOKEN,
+    TOO_COSTLY,
     ExecutorLostError,
     RowFailure,
     StepExecutor,
@@ -21,9 +23,8 @@ from moe_serve.engine.execute.step_executor import (
 )
 from moe_serve.engine.request.client import EngineStats
 from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
-from moe_serve.engine.request.sequence import Schedule, Sequence, sequences_of
-from moe_serve.engine.routes.route_records import RouteListeners
-from moe_serve.engine.routes.token_experts import Made, experts_of, made_tokens
+from moe_serve.engine.request.sequence import Schedule, Sequence, StopRule, sequences_of
+from moe_serve.engine.routes.route_records import Made, RouteListeners, experts_of, made_tokens
 from moe_serve.engine.sampling.sampler import Sampled
 from moe_serve.engine.schedule.batcher import make_next_plan, make_step_plan
 from moe_serve.engine.schedule.policy.arrival_order import FIFO
@@ -36,12 +37,12 @@ _log = logging.getLogger(__name__)
 
 
 class Engine:
-    """`add` and `abort` requests, `step` while `has_work`.
+    """Call `add` and `abort` for requests, and `step` while `has_work`.
 
-    A step may also be taken in halves, `begin_step` and `end_step`, with its computation between
-    them: so several engines take theirs together. While a step runs, the next one may begin already
-    (`begin_ahead`) if it is sure what it computes. A sequence that ends meanwhile is computed once
-    more in vain, and keeps its pages until then.
+    `begin_step` and `end_step` split a step around its computation, so that several engines can
+    step together. While a step runs, `begin_ahead` may begin the next one if its contents are
+    certain. A sequence that ends in between is computed once more in vain and keeps its pages until
+    then.
     """
 
     def __init__(
@@ -68,14 +69,14 @@ class Engine:
         self._policy, self._scheduler = policy, Scheduler(scheduler, cache, sharing, policy)
         self._routes = RouteListeners() if routes is None else routes
         self._micro_batches, self.max_model_len = micro_batches, max_model_len
-        self._ends = Ends(eos_token_ids, max_model_len)
-        self._ids = itertools.count() if ids is None else ids  # of sequences
+        self._stop = StopRule(eos_token_ids, max_model_len)
+        self._ids = itertools.count() if ids is None else ids  # sequence ids
         self._sequences: dict[str, Sequence] = {}
-        self._pending: list[TokenDelta] = []  # not told yet
-        self._schedule: Schedule = {}  # of the step that has begun
-        self._ahead: Schedule = {}  # of the step after that, if it has begun too
-        self._ending: Schedule = {}  # of the step that is told about just now
-        self._leaving: dict[int, bool] = {}  # ended ones that are in a step -> whether they failed
+        self._pending: list[TokenDelta] = []  # not returned yet
+        self._schedule: Schedule = {}  # the step that has begun
+        self._ahead: Schedule = {}  # the step after it, if it has begun too
+        self._ending: Schedule = {}  # the step that is being published
+        self._leaving: dict[int, bool] = {}  # ended sequences in a step -> whether they failed
         self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
         self._num_corrupted = 0
 
@@ -92,7 +93,8 @@ class Engine:
         return len(self._scheduler.running)
 
     def add(self, request: GenerationRequest) -> None:
-        """Queue a request. Its prompt must be shorter than `max_model_len` (checked before)."""
+        """Queue a request. The caller has checked that its prompt is shorter than
+        `max_model_len`."""
         length = len(request.prompt_token_ids)
         assert 0 < length < self.max_model_len, f"prompt of {length} tokens reached the engine"
         assert request.request_id not in self._sequences, f"{request.request_id} is running"
@@ -101,7 +103,7 @@ class Engine:
         self._scheduler.add(sequence)
 
     def abort(self, request_id: str) -> None:
-        """End a request, even if it raises ExecutorLostError. Unknown ids are ignored."""
+        """End a request, even if this raises ExecutorLostError. Unknown ids are ignored."""
         if request_id in self._sequences:
             aborted = TokenDelta(request_id=request_id, finish_reason=FinishReason.ABORT)
             self._pending.append(aborted)
@@ -109,37 +111,35 @@ class Engine:
 
     @property
     def num_seats(self) -> int:
-        """Sequences that may run at once."""
+        """Number of sequences that may run at once."""
         return self._scheduler.num_seats
 
     def set_waker(self, wake: Callable[[], None]) -> None:
-        """See `DrivenEngine.set_waker`: work comes with requests only."""
+        """See `DrivenEngine.set_waker`. Unused, as only requests bring work."""
 
     def stop_waiting(self) -> None:
-        """See `DrivenEngine.stop_waiting`: nothing is waited for."""
+        """See `DrivenEngine.stop_waiting`. This engine never waits."""
 
     def close(self) -> None:
-        """See `DrivenEngine.close`: everything is in this process."""
+        """See `DrivenEngine.close`. Everything is in this process."""
 
     @property
     def num_pending_tokens(self) -> int:
-        """How much there is to do: tokens to compute, of all sequences."""
+        """Number of tokens that all sequences still have to compute."""
         scheduler = self._scheduler
         return sum(s.num_pending_tokens for s in (*scheduler.running, *scheduler.waiting))
 
     def surrender(self) -> list[Sequence]:
-        """All sequences in order of arrival, without what was computed: its pages are lost."""
+        """Give up all sequences in order of arrival. Their pages and computed state are lost."""
         sequences = sorted(self._sequences.values(), key=lambda s: s.id)
         self._scheduler.policy.forget(s.id for s in (*sequences, *self._scheduler.running))
         for sequence in sequences:
-            sequence.restart()
-            sequence.page_table, sequence.page_keys, sequence.awaited_key = [], [], None
-            sequence.is_running, sequence.is_sound = False, True
+            sequence.leave_engine()
         self._sequences, self._schedule, self._ahead, self._leaving = {}, {}, {}, {}
         return sequences
 
     def adopt(self, sequence: Sequence) -> None:
-        """Go on with a sequence that another engine surrendered."""
+        """Continue a sequence that another engine surrendered."""
         self._sequences[sequence.request.request_id] = sequence
         self._scheduler.add(sequence)
 
@@ -149,70 +149,72 @@ class Engine:
         return self.end_step(None if plan is None else self._try(plan, self._schedule))
 
     def begin_step(self, most: int | None = None, number: int | None = None) -> StepPlan | None:
-        """Choose what the step computes; None: nothing. `most`: of micro-batches."""
+        """Schedule a step and plan it in at most `most` micro-batches; None if there is nothing to
+        do."""
         for sequence in self._scheduler.overdue():
-            self._pending.append(self._fail(sequence, TOO_DEAR))
+            self._pending.append(self._fail(sequence, TOO_COSTLY))
         self._schedule = self._scheduler.schedule()
         self._executor.clear_pages(self._scheduler.take_unproven_pages())
         self._executor.copy_pages(self._scheduler.sharing.copies)
         self._scheduler.sharing.end_copies()
-        return self.cut(most, number) if self._schedule else None
+        return self.make_plan(most, number) if self._schedule else None
 
-    def cut(self, micro_batches: int | None = None, number: int | None = None) -> StepPlan:
-        """The plan of the step that has begun, in at most so many micro-batches. `number`: of the
-        step, where several engines step together."""
+    def make_plan(self, micro_batches: int | None = None, number: int | None = None) -> StepPlan:
+        """Plan the step that has begun. `number` is the step's if several engines step together."""
         plan = make_step_plan(self._schedule, micro_batches or self._micro_batches, self._policy)
-        return self._routes.asked(plan, number or self._num_steps, self._schedule)
+        return self._routes.with_requests(plan, number or self._num_steps, self._schedule)
 
     def begin_ahead(self) -> bool:
-        """Begin the step after the one that runs; False: what it computes is not sure."""
+        """Begin the step after the running one. Returns False if its contents are not certain
+        yet."""
         sequences = [sequence for sequence, _ in self._schedule.values()]
-        if self._leaving or any(self._ends.is_last(s, s.num_output_tokens + 1) for s in sequences):
+        if self._leaving or any(self._stop.is_last(s, s.num_output_tokens + 1) for s in sequences):
             return False
         self._ahead = self._scheduler.follow(self._schedule) or {}
         self._executor.clear_pages(self._scheduler.take_unproven_pages())
         return bool(self._ahead)
 
-    def cut_ahead(self, micro_batches: int, number: int | None = None) -> StepPlan:
-        """See `cut`: the plan of the step that has begun ahead."""
+    def make_plan_ahead(self, micro_batches: int, number: int | None = None) -> StepPlan:
+        """Plan the step that has begun ahead. See `make_plan`."""
         plan = make_next_plan(self._ahead, micro_batches, self._policy)
-        return self._routes.asked(plan, number or self._num_steps + 1, self._ahead)
+        return self._routes.with_requests(plan, number or self._num_steps + 1, self._ahead)
 
     def drop_ahead(self) -> None:
-        """It is not computed after all."""
+        """Discard the step that has begun ahead."""
         self._ahead = {}
 
     @property
     def step_sequences(self) -> dict[int, Sequence]:
-        """Those of the step that has begun, by id, and of one whose end was not survived."""
+        """The sequences by id of the step that has begun, and of one whose end failed."""
         return sequences_of(self._ending | self._schedule)
 
     def end_step(self, outcome: StepOutcome | Exception | None) -> list[TokenDelta]:
-        """What came of the step, and of what ended without one. Raises ExecutorLostError; what was
-        made before that is kept for `take_pending`."""
+        """Return the deltas of the step and of requests that ended without one. Raises
+        ExecutorLostError; `take_pending` then has the deltas made before it."""
         if not isinstance(outcome, StepOutcome):
-            self.drop_ahead()  # it needs the tokens of this one
+            self.drop_ahead()  # it needs the tokens of this step
         schedule, self._schedule, self._ahead = self._schedule, self._ahead, {}
         self._ending = schedule
         if schedule:
-            assert outcome is not None, f"{len(schedule)} sequences ran, and nothing came of it"
+            assert outcome is not None, f"{len(schedule)} sequences ran without an outcome"
             left = {key: item for key, item in schedule.items() if key not in self._leaving}
             if left:
                 self._finish(left, outcome)
             self._num_steps += 1
             total = self._num_prompt_tokens + self._num_generated_tokens
             self._scheduler.step_tokens.count_to(total)
-            self._let_go([s for key, (s, _) in schedule.items() if key not in left], outcome)
-        self._ending = {}  # only now: who asks after a loss is told whose step it was
+            ended = [s for key, (s, _) in schedule.items() if key not in left]
+            self._release_finished(ended, outcome)
+        self._ending = {}  # last, so that `step_sequences` is right after a lost executor
         return self.take_pending()
 
     def take_pending(self) -> list[TokenDelta]:
-        """What has not been told yet."""
+        """Return the deltas that were not returned yet."""
         deltas, self._pending = self._pending, []
         return deltas
 
     def _try(self, plan: StepPlan, schedule: Schedule) -> StepOutcome | Exception:
-        """The boundary of a fault: what a step raises is an outcome like others."""
+        """Run a plan. An exception becomes the step's outcome, except ExecutorLostError."""
         try:
             return self._executor.run(plan, sequences_of(schedule))
         except ExecutorLostError:
@@ -221,9 +223,9 @@ class Engine:
             return error
 
     def _finish(self, schedule: Schedule, outcome: StepOutcome | Exception) -> None:
-        """A step's deltas become pending. If it raised, every sequence runs alone."""
+        """Publish a step's deltas. If the step raised, run each of its sequences alone."""
         if isinstance(outcome, StepOutcome):
-            self._routes.tell(schedule, outcome.choices)
+            self._routes.notify(schedule, outcome.choices)
             self._publish(schedule, outcome)
             return
         _log.error("step %d failed with %d sequences", self._num_steps, len(schedule))
@@ -234,7 +236,8 @@ class Engine:
             return
         for part in [{key: item} for key, item in schedule.items()]:
             plan = make_step_plan(part, 1, self._policy)
-            self._finish(part, self._try(self._routes.asked(plan, self._num_steps, part), part))
+            plan = self._routes.with_requests(plan, self._num_steps, part)
+            self._finish(part, self._try(plan, part))
 
     def stats(self) -> EngineStats:
         scheduler, cache = self._scheduler, self._scheduler.cache
@@ -250,7 +253,7 @@ class Engine:
             num_queried_tokens=scheduler.sharing.num_queried_tokens,
             num_hit_tokens=scheduler.sharing.num_hit_tokens,
             num_missed_tokens=scheduler.num_missed_tokens,
-            num_left_aside=len(scheduler.left_aside),
+            num_left_aside=len(scheduler.skipped),
             num_corrupted=self._num_corrupted,
             page_times=cache.sampled.snapshot(),
             num_preemptions=scheduler.num_preemptions,
@@ -263,15 +266,15 @@ class Engine:
         )
 
     def check_integrity(self) -> None:
-        """Pages, reference counts, tables and requests agree; raises with what does not."""
+        """Assert that pages, reference counts, page tables and requests agree."""
         scheduler, known = self._scheduler, {s.id for s in self._sequences.values()}
         scheduler.check_integrity()
         scheduled = {s.id for s in (*scheduler.running, *scheduler.waiting)} - self._leaving.keys()
         assert known == scheduled, f"requests {known ^ scheduled} are lost"
 
     def _publish(self, schedule: Schedule, outcome: StepOutcome) -> None:
-        """Advance the sequences, append what was sampled, and tell: before the executor is asked
-        for the pages of those that end, as it may be lost."""
+        """Advance the sequences and add their deltas to those pending. Only then end the finished
+        ones, as ending may raise ExecutorLostError."""
         ended, made = [], made_tokens(schedule, outcome.choices)
         self._scheduler.mask_share.charge(outcome.mask_costs, sequences_of(schedule).values())
         for key, (sequence, count) in schedule.items():
@@ -284,11 +287,11 @@ class Engine:
                 delta = self._advance(sequence, outcome.sampled.get(key, NO_TOKEN), made)
                 self._pending.append(delta)
                 if delta.finish_reason not in (None, FinishReason.ERROR):
-                    ended.append(sequence)  # a failed one has ended already
+                    ended.append(sequence)  # failed ones have ended already
         self._end(ended)
 
     def _advance(self, sequence: Sequence, sampled: Sampled | RowFailure, made: Made) -> TokenDelta:
-        """Append a sampled token. The caller ends the request if it is the last."""
+        """Append a sampled token. The caller ends the request if the delta has a finish reason."""
         if isinstance(sampled, RowFailure):
             return self._fail(sequence, sampled)
         if not sampled.is_valid:
@@ -298,7 +301,7 @@ class Engine:
         sequence.is_proven = True
         sequence.append(sampled.token_id)
         self._num_generated_tokens += 1
-        reason = self._ends.reason(sequence, sampled.token_id)
+        reason = self._stop.reason(sequence, sampled.token_id)
         return TokenDelta(
             request_id=sequence.request.request_id,
             token_ids=(sampled.token_id,),
@@ -313,38 +316,38 @@ class Engine:
         )
 
     def _end(self, sequences: list[Sequence]) -> None:
-        """The requests are over; those in a step that runs leave when that has ended."""
+        """End requests. Sequences in the running step are removed when that step ends."""
         for sequence in sequences:
             del self._sequences[sequence.request.request_id]
         self._leaving |= {s.id: False for s in sequences if s.id in self._schedule}
-        self._leave([s for s in sequences if s.id not in self._leaving])
+        self._remove([s for s in sequences if s.id not in self._leaving])
 
-    def _leave(self, sequences: list[Sequence]) -> None:
+    def _remove(self, sequences: list[Sequence]) -> None:
         self._scheduler.remove(sequences)
         self._executor.forget([s.id for s in sequences])
 
-    def _let_go(self, sequences: list[Sequence], outcome: StepOutcome | Exception) -> None:
-        """A step has ended whose results for these are of no use. Where it made no valid token,
-        nobody vouches for what it wrote to their last pages."""
-        for sequence in sequences:
+    def _release_finished(self, ended: list[Sequence], outcome: StepOutcome | Exception) -> None:
+        """Remove sequences whose last step has ended and whose result of it is unused. Without a
+        valid token the contents of their last pages are not proven."""
+        for sequence in ended:
             token = outcome.sampled.get(sequence.id) if isinstance(outcome, StepOutcome) else None
             if not (isinstance(token, Sampled) and token.is_valid):
                 sequence.is_proven = False
-        has_failed = [s for s in sequences if self._leaving.pop(s.id)]
+        has_failed = [s for s in ended if self._leaving.pop(s.id)]
         for sequence in has_failed:
-            self._discard(sequence)
-        self._leave([s for s in sequences if s not in has_failed])
+            self._discard_failed(sequence)
+        self._remove([s for s in ended if s not in has_failed])
 
     def _fail(self, sequence: Sequence, failure: RowFailure) -> TokenDelta:
-        """End one request with an error; its pages are zeroed before anyone else gets them."""
+        """End one request with an error. Its pages are zeroed before they are used again."""
         del self._sequences[sequence.request.request_id]
         if sequence.id in self._schedule:
             self._leaving[sequence.id] = True
         else:
-            self._discard(sequence)
-        return failed(sequence, failure)
+            self._discard_failed(sequence)
+        return failure.delta_of(sequence)
 
-    def _discard(self, sequence: Sequence) -> None:
+    def _discard_failed(self, sequence: Sequence) -> None:
         self._scheduler.discard(sequence)
         self._executor.clear_pages(self._scheduler.take_unproven_pages())
         self._executor.forget([sequence.id])

@@ -1,7 +1,7 @@
-"""The `system_fingerprint` of answers: it changes when the same request could get another answer.
+"""Computes the `system_fingerprint` of answers, which changes when answers may change.
 
 It covers the checkpoint (config.json, tokenizer, chat template, weights), the versions of moe-serve
-and torch, the kernels and the machine's instruction set, the dtype, and the settings that shape
+and torch, the kernels, the machine's instruction set, the dtype, and the settings that shape
 answers. Replicas that agree in all of these have the same fingerprint.
 """
 
@@ -20,19 +20,19 @@ from moe_serve.engine.layout import Layout
 from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint.safetensors_file import SafetensorsFile
 
-MAX_WHOLE_BYTES = 256 * 2**20  # of weights that are read whole; of larger ones every tensor
+MAX_WHOLE_BYTES = 256 * 2**20  # weights up to this size are read completely
 _TEXTS = (
     *("config.json", "generation_config.json", "model.safetensors.index.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     "chat_template.jinja",
 )
-_TENSOR_BYTES = 256  # of each tensor of a larger checkpoint
+_TENSOR_BYTES = 256  # read per tensor of a larger checkpoint
 _CHUNK_BYTES = 2**20
 _NUM_DIGITS = 12
 
 
 def system_fingerprint(layout: Layout, config: Config) -> str:
-    """`fp_` and twelve hexadecimal digits."""
+    """Return `fp_` followed by twelve hexadecimal digits."""
     server, cluster = config.server, config.engine.cluster
     digest = sha256()
     for detail in (
@@ -55,8 +55,9 @@ def system_fingerprint(layout: Layout, config: Config) -> str:
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """The digest of a checkpoint's files. Weights of up to `MAX_WHOLE_BYTES` are read whole; of
-    larger ones the sizes, the headers and a few hundred bytes of every tensor are read."""
+    """Return the digest of a checkpoint's files. Weights of up to `MAX_WHOLE_BYTES` are read
+    completely; for larger ones the sizes, the headers and a few hundred bytes of every tensor are
+    read."""
     digest = sha256()
     for path in filter(Path.is_file, (folder / name for name in _TEXTS)):
         digest.update(f"{path.name}:{path.stat().st_size}".encode())
@@ -80,10 +81,10 @@ def _add_whole(digest: Digest, path: Path) -> None:
 
 
 def _add_tensor_samples(digest: Digest, path: Path) -> None:
-    """Adds the middle of every tensor: a fine-tune may change only a few of them."""
+    """Add the middle of every tensor, as a fine-tune may change only a few tensors."""
     try:
         headers = sorted(SafetensorsFile(path).headers.values(), key=lambda header: header.begin)
-    except CheckpointError:  # a file beside the weights, which the index does not name
+    except CheckpointError:  # a file that the index does not name
         return
     with path.open("rb") as file:
         for header in headers:
@@ -93,7 +94,7 @@ def _add_tensor_samples(digest: Digest, path: Path) -> None:
 
 
 def _processor(device: str) -> str:
-    """The machine's instruction set, or its GPU: other ones add numbers up in another order."""
+    """Return the machine's instruction set or GPU, which determines the order of additions."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name()
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"

@@ -1,4 +1,4 @@
-"""What was built and where: for the ready line, `doctor` and the metrics."""
+"""Describes a built engine: its model, device, memory and ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_serve.config.sections import ModelConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A loaded engine in numbers."""
+    """The facts of a loaded engine, for the ready line, `doctor` and the metrics."""
 
     folder: Path
     family: str
@@ -22,9 +22,9 @@ class Layout:
     dtype: str
     device: str
     kernels: str
-    cuda_graphs: str | None = None  # what was captured, or why nothing; None: there is no GPU
-    weight_format: str  # as the checkpoint stores them
-    expert_weights: str  # how the weights of a quantised checkpoint are held
+    cuda_graphs: str | None = None  # the captured sizes, or why none; None: no GPU
+    weight_format: str  # in the checkpoint
+    expert_weights: str  # how a quantised checkpoint's weights are held
     num_threads: int
     num_pages: int
     page_size: int
@@ -34,7 +34,7 @@ class Layout:
     attention_ranks: int = 0  # 0 and 0: everything in one process
     expert_ranks: int = 0
     attention_tp: int = 1  # processes of an attention rank
-    expert_memory: str | None = None  # how much of the experts is in memory; None: all of them
+    expert_memory: str | None = None  # describes the limit; None: all experts are in memory
 
     @property
     def _shards(self) -> str:
@@ -42,7 +42,7 @@ class Layout:
 
     @property
     def stages(self) -> str:
-        """Which stage runs where, in one line."""
+        """Describe in one line where each stage runs."""
         if self.attention_ranks:
             return (
                 f"{self.num_layers} layers: {_ranks(self.attention_ranks, 'attention')}"
@@ -58,7 +58,7 @@ class Layout:
 
 
 def memory_line(model: ModelConfig) -> str | None:
-    """What is said of `model.expert_memory_bytes`."""
+    """Describe the limit `model.expert_memory_bytes`; None without a limit."""
     if model.expert_memory_bytes is None:
         return None
     return (

@@ -1,4 +1,4 @@
-"""Recording the routing of a running server: started, stopped and asked after from any thread."""
+"""Starts, stops and reports recordings of a running server's routing, from any thread."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ MIN_RATE = 0.0001
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracingStatus:
-    """The recording that runs, or the last one; the totals are of all since the server began."""
+    """The running or last recording, and the totals of all recordings since the server started."""
 
     is_recording: bool
-    folder: str | None  # None: nothing was recorded yet
+    folder: str | None  # None: no recording yet
     sample_rate: float
     has_weights: bool
     has_tokens: bool
@@ -37,14 +37,14 @@ class TracingStatus:
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A recording, and who fills it."""
+    """A running recording: its writer and the listener that fills it."""
 
     writer: RecordingWriter
     recorder: RouteRecorder
 
 
 class Tracing:
-    """At most one recording at a time."""
+    """Manages recordings, at most one at a time."""
 
     def __init__(
         self,
@@ -59,13 +59,16 @@ class Tracing:
         self._running: _Running | None = None
         self._folder: Path | None = None
         self._rate, self._has_weights = config.sample_rate, config.weights
-        self._last, self._past = RecordingStats(), RecordingStats()  # the last, and all before it
+        self._last, self._past = RecordingStats(), RecordingStats()  # last, and all earlier ones
 
     def start(
         self, sample_rate: float | None = None, has_weights: bool | None = None
     ) -> TracingStatus:
-        """Begin a recording, in a new folder. Raises TracingError with why not, and
-        InvalidRequestError for what never works; the status stays what it was then."""
+        """Begin a recording in a new folder.
+
+        Raises TracingError if it cannot start now, and InvalidRequestError if it can never start
+        with these values; the status is then unchanged.
+        """
         config = self._config
         rate = config.sample_rate if sample_rate is None else sample_rate
         has_weights = config.weights if has_weights is None else has_weights
@@ -87,7 +90,8 @@ class Tracing:
         return self.status()
 
     def stop(self) -> TracingStatus:
-        """End the recording, and write what is left of it; raises TracingError if none runs."""
+        """End the recording and write its remaining tokens. Raises TracingError if none is
+        running."""
         with self._lock:
             if self._running is None:
                 raise TracingError("No recording is running.")
@@ -108,7 +112,7 @@ class Tracing:
         )
 
     def close(self) -> None:
-        """The server ends: what was recorded is written."""
+        """End a running recording and write its remaining tokens, as the server ends."""
         with self._lock:
             if self._running is not None:
                 self._end(self._running)
@@ -119,7 +123,7 @@ class Tracing:
         self._last, self._running = running.writer.close(), None
 
     def _header(self, has_weights: bool) -> TraceHeader:
-        """What it needs of the configuration may have gone since the server began."""
+        """Read the header. The configured files may have changed since the server started."""
         try:
             header = self._read_header()
         except (ConfigError, CheckpointError, OSError) as error:
@@ -128,7 +132,7 @@ class Tracing:
         return replace(header, has_weights=has_weights, has_tokens=self._config.tokens)
 
     def _open(self, directory: Path, header: TraceHeader) -> RecordingWriter:
-        """A folder named for the time: by the second, and numbered within it."""
+        """Create a folder named after the time in seconds, with a number if it exists already."""
         name = time.strftime("%Y%m%d-%H%M%S", time.gmtime(self._clock()))
         folder, number = directory / name, 1
         while folder.exists():
@@ -149,12 +153,12 @@ class Tracing:
 def make_tracing(
     built: BuiltEngine, engine: EngineConfig, config: TraceConfig, name: str
 ) -> Tracing:
-    """Of a server whose model has this name."""
+    """Build the recording control of a server whose model is called `name`."""
     return Tracing(config, built.routes, lambda: trace_header(built, engine, name))
 
 
 def trace_header(built: BuiltEngine, config: EngineConfig, name: str) -> TraceHeader:
-    """What traces of this engine say of it; reads samples of its weights."""
+    """Return the header of this engine's traces. Reads samples of the model's weights."""
     spec = built.spec
     return TraceHeader(
         num_experts=spec.router.num_experts,

@@ -141,7 +141,7 @@ def test_a_full_queue_refuses_all_of_a_group_or_none(fixture: Fixture) -> None:
     fixture.runner.steps = threading.Semaphore(0)
 
     async def main() -> None:
-        with pytest.raises(InvalidRequestError, match=r"11 sequences can never be taken"):
+        with pytest.raises(InvalidRequestError, match=r"11 sequences can never be accepted"):
             fixture.engine.submit([request(f"r{i}") for i in range(11)])
         fixture.engine.submit([request(f"s{i}", max_tokens=390) for i in range(10)])
         refused = 0

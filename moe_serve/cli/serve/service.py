@@ -74,7 +74,9 @@ def _serve(
         opened.callback(engine.close)
         tracing = make_tracing(built, config.engine, config.trace, files.name)
         opened.callback(tracing.close)
-        hangs = HangWatch(engine, built.witness, server.hang_report_s, server.hang_report_directory)
+        hangs = HangWatch(
+            engine, built.activity, server.hang_report_s, server.hang_report_directory
+        )
         opened.callback(hangs.close)
         model = files.served(engine, built, config, describe_layout(engine.layout))
         app = create_app(

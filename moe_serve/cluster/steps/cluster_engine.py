@@ -188,7 +188,7 @@ class ClusterEngine:
         works = {}
         for name in plans:
             engine = self._engines[name]
-            plan = engine.cut(count, self._num_launches)
+            plan = engine.make_plan(count, self._num_launches)
             works[name] = self._executors[name].prepare(plan, engine.step_sequences)
         engines = {name: self._engines[name] for name in works}
         return _Begun(self._coordinator.launch(works), engines)
@@ -204,11 +204,11 @@ class ClusterEngine:
             return None
         self._num_launches += 1
         number = self._num_launches
-        plans = {name: engine.cut_ahead(1, number) for name, engine in begun.engines.items()}
+        plans = {name: engine.make_plan_ahead(1, number) for name, engine in begun.engines.items()}
         count = self._watch.choose(plans, len(self._coordinator.epoch.experts))
         works = {}
         for name, engine in begun.engines.items():
-            plan = engine.cut_ahead(count, number)
+            plan = engine.make_plan_ahead(count, number)
             works[name] = self._executors[name].prepare(plan, engine.step_sequences)
         return _Begun(self._coordinator.launch_after(begun.flight, works), begun.engines)
 

@@ -12,12 +12,12 @@ Stacks = Callable[[Iterable[str]], Mapping[str, tuple[str, ...]]]
 
 
 class RankWitness:
-    """Implements Witness. `stacks` is None if the ranks are not all on this host."""
+    """Implements ActivityReport. `stacks` is None if the ranks are not all on this host."""
 
     def __init__(self, roster: Roster, coordinator: Coordinator, stacks: Stacks | None) -> None:
         self._roster, self._coordinator, self._stacks = roster, coordinator, stacks
 
-    def testify(self) -> list[str]:
+    def lines(self) -> list[str]:
         """Returns the steps under way, a line for each rank, and the stacks."""
         lines = self._coordinator.open_steps or ["no step is under way"]
         states = list(self._roster.all())

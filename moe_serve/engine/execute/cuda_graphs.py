@@ -1,4 +1,4 @@
-"""Whether decode steps are captured as CUDA graphs: the one place where this is decided."""
+"""Decides whether decode steps are captured as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def with_cuda_graphs(
     max_model_len: int,
     micro_batches: int,
 ) -> tuple[StepRunner, str | None]:
-    """The pipeline, or one that replays its decode steps; and what to say of it (None: nothing).
+    """Return the pipeline, or one that replays its decode steps, and a description for the log.
 
-    Raises ConfigError if `model.cuda_graphs` is on and nothing can be captured.
+    The description is None if there is nothing to report. Raises ConfigError if `model.cuda_graphs`
+    is on and no step can be captured.
     """
     wanted, device = config.model.cuda_graphs, cache.device
     is_cpu = device.type != "cuda"
@@ -40,7 +41,7 @@ def with_cuda_graphs(
         return pipeline, None if is_cpu else "off"
     refusal = capture_refusal(stage.kernels, device, micro_batches)
     if refusal is None and config.model.expert_memory_bytes is not None:
-        refusal = "experts that are read when rows need them (expert_memory_bytes) cannot be part"
+        refusal = "experts that are read on demand (expert_memory_bytes) cannot be captured"
     if refusal is not None:
         if wanted == "on":
             raise ConfigError(f"model.cuda_graphs is 'on', but {refusal}: use 'auto' or 'off'.")
@@ -66,13 +67,15 @@ def with_cuda_graphs(
 
 
 def capture_refusal(kernels: Kernels, device: torch.device, micro_batches: int) -> str | None:
-    """Why nothing is captured; None if it can be."""
+    """Return the reason why steps cannot be captured; None if they can."""
     if device.type != "cuda":
-        return f"they are for CUDA GPUs, and the device is {device}"
+        return f"CUDA graphs need a CUDA GPU, and the device is {device}"
     if not kernels.can_be_captured:
-        return f"only steps of the triton kernels can be captured, and these are {kernels.name}"
+        return f"only the triton kernels can be captured, and the kernels are {kernels.name}"
     if micro_batches > 1:
-        return f"steps are cut into {micro_batches} micro-batches, and captured ones are whole"
+        return (
+            f"steps are cut into {micro_batches} micro-batches, and only whole ones can be captured"
+        )
     return None
 
 
@@ -81,7 +84,7 @@ def make_recorder(device: torch.device) -> Recorder:
 
 
 def graph_sizes(config: EngineConfig, max_model_len: int) -> list[GraphSize]:
-    """All sizes to capture: fixed numbers of rows, each with fixed numbers of keys."""
+    """Return all sizes to capture: fixed numbers of rows, each with fixed numbers of keys."""
     most = min(config.scheduler.max_num_seqs, config.scheduler.max_batched_tokens)
     most = min(most, config.model.cuda_graph_max_rows or most)
     contexts = context_buckets(max_model_len)

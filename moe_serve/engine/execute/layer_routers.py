@@ -1,4 +1,4 @@
-"""A model's routers as the predictors between layers need them."""
+"""Provides a model's routers to the predictors that work between layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from routing_predictor.layers.router_residual import RouterWeights
 
 
 def layer_routers(loader: ModelLoader) -> list[RouterWeights]:
-    """Norm and router of each layer with routed experts, in fp32, on the loader's device."""
+    """Return norm and router of each layer with routed experts, in fp32, on the loader's device."""
     spec = loader.spec
     return [
         RouterWeights(
@@ -26,8 +26,8 @@ def layer_routers(loader: ModelLoader) -> list[RouterWeights]:
 
 
 def check_routers(spec: ModelSpec, name: str) -> None:
-    """A predictor between layers knows logits only, the k largest of which must be chosen. Raises
-    ConfigError for a model (`name`: of its folder) with other routers."""
+    """Check that the model's routers choose the k largest logits, as predictors between layers know
+    logits only. Raises ConfigError for other routers; `name` is the model folder's name."""
     router = spec.router
     if router.has_selection_bias or router.shape.num_groups > 1:
         why = "a bias of the choice" if router.has_selection_bias else "groups of experts"

@@ -1,4 +1,4 @@
-"""The next-layer predictor of a served model, for an expert memory whose policy asks for one."""
+"""Opens the next-layer predictor of a served model, for expert memories that use one."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ _KIND = PredictorKind.NEXT_LAYER
 
 
 def has_next_layer(config: EngineConfig) -> bool:
-    """Whether experts need not all be in memory, and a trained predictor says which come next."""
+    """Return whether the expert memory is limited and its policy uses a next-layer predictor."""
     model = config.model
     return model.expert_memory_bytes is not None and model.expert_memory_policy == _POLICY
 
 
 def num_foreseen(config: EngineConfig, spec: ModelSpec) -> int:
-    """Experts of which attention ranks say with a layer's rows whether the next layer needs them;
-    0: they say nothing."""
+    """Number of experts whose need in the next layer attention ranks send with a layer's rows; 0 if
+    they send none."""
     return spec.router.num_experts if has_next_layer(config) else 0
 
 
 def check_next_layer(config: EngineConfig, folder: Path, spec: ModelSpec) -> None:
-    """Before anything is loaded: `folder` is the checkpoint's. Raises ConfigError where the policy
-    asks for a predictor that is not there, or is for another model or placement."""
+    """Check the predictor before anything is loaded. `folder` is the checkpoint's. Raises
+    ConfigError if the policy needs a predictor that is missing, or that is for another model or
+    placement."""
     if not has_next_layer(config):
         return
     name = folder.resolve().name
@@ -49,8 +50,8 @@ def check_next_layer(config: EngineConfig, folder: Path, spec: ModelSpec) -> Non
 
 
 def open_next_layer(config: EngineConfig, folder: Path, loader: ModelLoader) -> NextLayer | None:
-    """None where the policy asks for none. Reads the predictor, and of the checkpoint the norms and
-    routers. Raises ConfigError as `check_next_layer`, and for a damaged predictor."""
+    """Load the predictor and the norms and routers it needs; None if the policy uses none. Raises
+    ConfigError like `check_next_layer`, and for a damaged predictor."""
     if not has_next_layer(config):
         return None
     check_next_layer(config, folder, loader.spec)

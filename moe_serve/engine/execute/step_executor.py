@@ -1,7 +1,7 @@
-"""What the engine asks of whoever computes its steps: a plan in, sampled tokens out.
+"""Executes the engine's steps: a plan goes in, sampled tokens come out.
 
-In one process that is `LocalExecutor`: a pipeline and a sampler. With separate attention ranks each
-rank has such an executor of its own, and the engine holds one that sends the plan there.
+In one process `LocalExecutor` does it with a pipeline and a sampler. With separate attention ranks
+each rank has such an executor, and the engine holds one that sends the plan there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from experts.memory.expert_memory import ExpertMemory
 from experts.memory.memory_stats import MemoryStats
-from moe_serve.engine.request.request import TokenLogprob
+from moe_serve.engine.request.request import FinishReason, TokenDelta, TokenLogprob
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.sampling.answer_masks import AnswerMasks, MaskCost
 from moe_serve.engine.sampling.sampler import Sampled
@@ -28,45 +28,67 @@ _log = logging.getLogger(__name__)
 
 
 class ExecutorLostError(MoeServeError):
-    """Whoever computes the steps is gone, with all pages: its requests start again elsewhere."""
+    """The executor and all its pages are gone. Its requests restart on another one."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowFailure:
-    """Sampling this row raised; the others are not touched. `is_of_request`: what the request
-    asks for cannot be had, and nothing is wrong here."""
+    """The request of one row failed; other rows are unaffected.
+
+    `is_of_request` is True if the request asks for something impossible and the server is fine.
+    """
 
     why: str
     is_of_request: bool = False
 
+    def delta_of(self, sequence: Sequence) -> TokenDelta:
+        """Return the last delta of the failed sequence."""
+        return TokenDelta(
+            request_id=sequence.request.request_id,
+            finish_reason=FinishReason.ERROR,
+            num_preemptions=sequence.num_preemptions,
+            error=self.why,
+            is_of_request=self.is_of_request,
+        )
+
+
+NO_TOKEN = RowFailure("the step returned no token for this request")  # only a faulty rank does this
+NAN = RowFailure("the model produced NaN for this request")
+TOO_COSTLY = RowFailure(
+    "its grammar is too costly to follow while other requests wait for a seat; use one that is "
+    "less ambiguous, or try again later",
+    is_of_request=True,
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """What a step made: a token for each sequence that caught up, and descriptions of prompts."""
+    """The result of a step: a token for each sequence that caught up, and prompt log
+    probabilities."""
 
     sampled: Mapping[int, Sampled | RowFailure] = field(default_factory=dict)  # by sequence id
     prompt_logprobs: Mapping[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
-    choices: StepChoices | None = None  # of the routers, where the plan asked for them
+    choices: StepChoices | None = None  # the routers' choices, if the plan asked for them
     mask_costs: Mapping[int, MaskCost] = field(default_factory=dict)  # by sequence id
 
 
 class StepRunner(Protocol):
-    """The pipeline as an executor needs it (tests and the simulator bring their own)."""
+    """The pipeline interface that an executor needs. Tests and the simulator have their own."""
 
     def run(self, plan: StepPlan) -> Tensor:
-        """-> the wanted logits [R, V] in fp32, slice after slice."""
+        """Return the wanted logits [R, V] in fp32, slice after slice."""
         ...
 
     def clear_pages(self, pages: list[int]) -> None:
-        """Zero pages that a failed request may have left NaNs in."""
+        """Zero pages in which a failed request may have left NaNs."""
         ...
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy pages, (from, to) each; all are read before any is written."""
+        """Copy pages, given as (from, to). All are read before any is written."""
         ...
 
     def finite_pages(self, pages: list[int]) -> list[bool]:
-        """For each page, whether all that it holds is finite."""
+        """Return for each page whether all its values are finite."""
         ...
 
 
@@ -74,13 +96,14 @@ class StepExecutor(Protocol):
     """Computes steps on one attention rank's pages. Pages change in the order of the calls."""
 
     def run(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> StepOutcome:
-        """Compute a step; raises if it failed as a whole. `sequences`: those of its slices.
+        """Compute a step; raises if it failed as a whole. `sequences` are those of its slices.
 
-        Any method may raise ExecutorLostError."""
+        Any method may raise ExecutorLostError.
+        """
         ...
 
     def forget(self, sequence_ids: list[int]) -> None:
-        """These sequences have ended or moved away."""
+        """Drop the state of sequences that have ended or moved away."""
         ...
 
     def clear_pages(self, pages: list[int]) -> None: ...
@@ -91,12 +114,12 @@ class StepExecutor(Protocol):
 
     @property
     def expert_memory(self) -> MemoryStats | None:
-        """Of the experts in this process, where they need not all be in memory."""
+        """Statistics of the expert memory in this process; None if all experts are loaded."""
         ...
 
 
 class LocalExecutor:
-    """A pipeline and a sampler in this process; `tap` is the pipeline's, if it has one."""
+    """Runs a pipeline and a sampler in this process. `tap` is the pipeline's route tap, if any."""
 
     def __init__(
         self,
@@ -106,12 +129,12 @@ class LocalExecutor:
         memory: ExpertMemory | None = None,
         masks: AnswerMasks | None = None,
     ) -> None:
-        """`memory`: of the experts that the runner uses, if they need not all be in memory.
-        `masks`: for requests that may not take every token; None: there are none."""
+        """`memory` holds the runner's experts if they need not all be loaded. `masks` restrict the
+        tokens of some requests; None if no request has restrictions."""
         self.runner, self._sampler, self._tap, self._memory = runner, sampler, tap, memory
         self._masks = masks
-        self._mask_costs: dict[int, MaskCost] = {}  # of the last step
-        self.plan: StepPlan | None = None  # of the last step that was begun
+        self._mask_costs: dict[int, MaskCost] = {}  # in the last step
+        self.plan: StepPlan | None = None  # the last plan that was begun
 
     @property
     def expert_memory(self) -> MemoryStats | None:
@@ -147,7 +170,7 @@ class LocalExecutor:
         )
 
     def forget(self, sequence_ids: list[int]) -> None:
-        """Nothing is kept here between steps."""
+        """Does nothing: no state is kept between steps."""
 
     def clear_pages(self, pages: list[int]) -> None:
         self.runner.clear_pages(pages)
@@ -159,7 +182,8 @@ class LocalExecutor:
         return self.runner.finite_pages(pages)
 
     def _sample(self, logits: Tensor, sequences: list[Sequence]) -> list[Sampled | RowFailure]:
-        """One token for each; if sampling raises, row by row, and only the culprit fails."""
+        """Sample one token per sequence. If that raises, sample row by row, so that only the faulty
+        row fails."""
         try:
             return self._sample_together(logits, sequences)
         except Exception as error:
@@ -172,11 +196,11 @@ class LocalExecutor:
     def _sample_together(
         self, logits: Tensor, sequences: list[Sequence]
     ) -> list[Sampled | RowFailure]:
-        """A row that may take no token fails; the others do not see it."""
+        """Sample all rows. A row without any allowed token fails; the others are unaffected."""
         if self._masks is None:
             return list(self._sampler.sample(logits, sequences))
         masked = self._masks.of(sequences)
-        for row, cost in masked.costs.items():  # the first counts, where others are asked again
+        for row, cost in masked.costs.items():  # the first cost counts
             self._mask_costs.setdefault(sequences[row].id, cost)
         if not masked.failures:
             return list(self._sampler.sample(logits, sequences, masked.masks))
@@ -192,7 +216,7 @@ class LocalExecutor:
     def _describe(
         self, sequence: Sequence, piece: SequenceSlice, logits: Tensor
     ) -> tuple[TokenLogprob, ...]:
-        """The prompt's tokens that follow those of a slice, as the model saw them coming."""
+        """Return the log probabilities of the prompt tokens that follow those of a slice."""
         first, count = piece.start + 1, len(piece.token_ids)
         following = sequence.token_ids[first : first + count]
         num_top = sequence.request.params.prompt_logprobs or 0

@@ -1,4 +1,4 @@
-"""What each rank did in one step, for those who look at it: times from the step's beginning."""
+"""Records and describes the stages of one step on each rank, timed from the step's start."""
 
 from __future__ import annotations
 
@@ -6,15 +6,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
-from moe_serve.pipeline.timeline.timeline import RECORD_DTYPE, WAITING, Records, Stage
+from moe_serve.engine.execute.step_executor import StepRunner
+from moe_serve.model.step_plan import StepPlan
+from moe_serve.pipeline.timeline.stage_log import StageLog
+from moe_serve.pipeline.timeline.timeline import (
+    RECORD_DTYPE,
+    WAITING,
+    Records,
+    Stage,
+    decode_records,
+)
 
-MAX_SPANS = 6000  # of a step that is shown; of a large model on many ranks the first layers
+MAX_SPANS = 6000  # shown per step; of a larger step only the first layers are shown
+WHY = "one process"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One stage. `kind`: its name, or "wait"."""
+    """One stage of a step. `kind` is its name, or "wait"."""
 
     start_ms: float
     end_ms: float
@@ -26,7 +37,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrack:
-    """One rank, or one process."""
+    """The spans of one rank or process."""
 
     name: str
     spans: tuple[Span, ...]
@@ -39,13 +50,14 @@ class StepTimeline:
     number: int
     duration_ms: float
     micro_batches: int
-    why: str  # so many
+    why: str  # the reason for this number of micro-batches
     tracks: tuple[StepTrack, ...]
     num_left_out: int = 0  # spans beyond MAX_SPANS
 
 
 def step_timeline(number: int, tracks: Mapping[str, Records], why: str) -> StepTimeline | None:
-    """Of the records of one step, by rank, on one clock; None: none of them is a whole step."""
+    """Build the timeline of one step from each rank's records on one clock; None if no whole step
+    is among them."""
     steps = [records[records["stage"] == Stage.STEP] for records in tracks.values()]
     whole = np.concatenate([np.empty(0, RECORD_DTYPE), *steps])
     if not len(whole):
@@ -68,11 +80,11 @@ def step_timeline(number: int, tracks: Mapping[str, Records], why: str) -> StepT
 
 
 def _first_layers(tracks: Mapping[str, Records]) -> Mapping[str, Records]:
-    """As many layers as MAX_SPANS hold; what is of no layer stays."""
+    """Keep as many layers as MAX_SPANS allows. Spans without a layer are kept."""
     if _count(tracks) <= MAX_SPANS:
         return tracks
     layers = np.concatenate([records["layer"] for records in tracks.values()])
-    most = int(np.sort(layers)[MAX_SPANS])  # the layer that does not fit any more
+    most = int(np.sort(layers)[MAX_SPANS])  # the first layer that does not fit
     return {name: records[records["layer"] < most] for name, records in tracks.items()}
 
 
@@ -81,7 +93,7 @@ def _count(tracks: Mapping[str, Records]) -> int:
 
 
 def _span(row: tuple[int, int, int, int, int, int, int], zero_ns: int) -> Span:
-    """In the order of RECORD_DTYPE."""
+    """Convert a record. The fields are in the order of RECORD_DTYPE."""
     start_ns, end_ns, _, rows, layer, number, micro_batch = row
     stage = Stage(number)
     return Span(
@@ -92,3 +104,43 @@ def _span(row: tuple[int, int, int, int, int, int, int], zero_ns: int) -> Span:
         micro_batch=None if micro_batch < 0 else micro_batch,
         rows=rows,
     )
+
+
+class WatchedRunner:
+    """Runs another StepRunner that writes its stages into `log`, and keeps every sixteenth step.
+
+    In one process the experts run during the dispatch stage, so that stage is shown as experts.
+    """
+
+    def __init__(self, runner: StepRunner, log: StageLog) -> None:
+        self._runner, self._log = runner, log
+        self._num_steps = 0
+        self._newest: tuple[int, bytes] | None = None  # replaced, never changed
+
+    def run(self, plan: StepPlan) -> Tensor:
+        self._log.begin(self._num_steps)
+        logits = self._runner.run(plan)
+        self._log.finish(sum(batch.num_tokens for batch in plan.micro_batches))
+        if records := self._log.take():
+            self._newest = (self._num_steps, records)
+        self._num_steps += 1
+        return logits
+
+    def last_step(self) -> StepTimeline | None:
+        """Return the newest recorded step. Safe from any thread."""
+        if self._newest is None:
+            return None
+        number, packed = self._newest
+        records = decode_records(packed).records.copy()
+        records = records[records["step"] == number]  # without the rest of a failed step
+        records["stage"][records["stage"] == Stage.DISPATCH] = Stage.EXPERTS
+        return step_timeline(number, {"process": records}, WHY)
+
+    def clear_pages(self, pages: list[int]) -> None:
+        self._runner.clear_pages(pages)
+
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        self._runner.copy_pages(pairs)
+
+    def finite_pages(self, pages: list[int]) -> list[bool]:
+        return self._runner.finite_pages(pages)

@@ -1,7 +1,7 @@
-"""The C library's allocator, told that a server frees what it will soon want again.
+"""Tells the C library's allocator to keep freed memory that the server will soon use again.
 
-glibc gives large blocks back to the kernel as soon as they are free; the next step then takes them
-page by page, each zeroed in a fault. Tensors of a step (logits, activations) are such blocks:
+glibc returns large blocks to the kernel as soon as they are free; the next step then takes them
+page by page, each zeroed in a page fault. Tensors of a step (logits, activations) are such blocks:
 keeping them made drawing 64 tokens from 4096 logits each 5 times faster (1.9 to 0.35 ms).
 """
 
@@ -11,12 +11,13 @@ import ctypes
 import sys
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LARGEST_KEPT = 32 * 2**20  # bytes; glibc allows no more
-_KEPT = 512 * 2**20  # bytes at the heap's end
+_LARGEST_KEPT = 32 * 2**20  # bytes; glibc's maximum
+_KEPT = 512 * 2**20  # bytes kept at the heap's end
 
 
 def keep_freed_memory() -> bool:
-    """For this process; False where the C library has no such settings (macOS, musl)."""
+    """Set the allocator of this process. Returns False if the C library has no such settings
+    (macOS, musl)."""
     if not sys.platform.startswith("linux"):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -1,4 +1,4 @@
-"""How much memory this process may still take: the machine's, or less in a container."""
+"""Measures the memory that this process may still take, within its container's limits."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ import psutil
 import torch
 
 _CGROUPS = Path("/sys/fs/cgroup")
-_NO_LIMIT = 2**60  # version 1 says "none" by a number near 2**63
+_NO_LIMIT = 2**60  # version 1 writes a number near 2**63 for "no limit"
 _V2 = ("memory.max", "memory.current", "inactive_file ")
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file ")
 
 
 def free_bytes(device: torch.device) -> int:
-    """On a GPU what its driver says; in host memory also the control groups' limits."""
+    """Return free bytes: on a GPU as its driver reports; in host memory also within control group
+    limits."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading has freed, torch still holds
+        torch.cuda.empty_cache()  # torch still holds memory that loading has freed
         return int(torch.cuda.mem_get_info(device)[0])
     return min([int(psutil.virtual_memory().available), *_left_in_groups()])
 
 
 def _left_in_groups() -> list[int]:
-    """Of each control group of this process that has a limit; what files cache counts as free."""
+    """Return the free bytes of each control group with a limit. Cached files count as free."""
     found = []
     for line in _text(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)

@@ -1,8 +1,8 @@
-"""What memory a server will take, process by process, reckoned before any weight is read.
+"""Estimates the memory of each process of a server before any weight is read.
 
-Weights are the model's shapes in the dtype they are held in; a kernel's own packing of them, torch,
-and what a step computes in come on top. So a plan that does not fit will not run, and one that just
-fits may not.
+Weights are the model's shapes in the dtype in which they are held. The kernels' own packing, torch
+itself and a step's activations come on top. So a plan that does not fit will not run, and one that
+just fits may not run either.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessMemory:
-    """Bytes of one process: the server's, or a rank's. `kv_bytes` of `num_pages` KV pages."""
+    """Bytes of one process: the server or a rank. `kv_bytes` belong to `num_pages` KV pages."""
 
     name: str
     device: str
     weights: int
     kv_bytes: int = 0
     num_pages: int = 0
-    buffers: int = 0  # of rows on their way between attention and experts
+    buffers: int = 0  # for rows in transit between attention and experts
 
     @property
     def total(self) -> int:
@@ -41,7 +41,7 @@ class ProcessMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Free bytes of one memory, and which processes share it."""
+    """Free bytes of one memory, and the processes that share it."""
 
     name: str
     free: int
@@ -50,7 +50,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """All processes, and the memories of this machine that could be looked at."""
+    """All processes, and the memories of this machine that could be inspected."""
 
     processes: tuple[ProcessMemory, ...]
     rooms: tuple[Room, ...]
@@ -59,15 +59,14 @@ class MemoryPlan:
         return sum(process.total for process in self.processes if process.name in room.users)
 
     def lines(self) -> list[str]:
-        """For the log."""
+        """Return the lines for the log."""
         rooms = [
-            f"{room.name}: {gib(self.needed(room))} of {gib(room.free)} that are free"
-            for room in self.rooms
+            f"{room.name}: {gib(self.needed(room))} of {gib(room.free)} free" for room in self.rooms
         ]
         return [str(process) for process in self.processes] + rooms
 
     def check(self) -> None:
-        """Raises ConfigError where the processes cannot fit."""
+        """Raise ConfigError if the processes cannot fit."""
         for room in self.rooms:
             if self.needed(room) > room.free:
                 raise ConfigError(self._refusal(room))

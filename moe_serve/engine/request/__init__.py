@@ -1,1 +1,1 @@
-"""The request, its sequences and parameters, and the figures about them."""
+"""Requests, their sequences and parameters, and the engine's statistics."""

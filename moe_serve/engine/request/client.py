@@ -1,7 +1,7 @@
 """The engine as an async server sees it: submit, stream, abort. The engine runs on its own thread.
 
-One hand-over per step crosses the threads (not one per token): the engine thread publishes the list
-of a step's deltas, and the event loop sorts them into the queues of who asked.
+Deltas cross the threads once per step, not once per token: the engine thread publishes the list of
+a step's deltas, and the event loop sorts them into the queues of the requests.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ from moe_serve.engine.request.step_tokens import StepTokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot that is cheap to take from any thread."""
+    """A snapshot of the engine that is cheap to take from any thread."""
 
     num_steps: int
     num_running: int
     num_waiting: int
     num_pages: int
-    num_free_pages: int  # that no sequence holds; those that only the prefix cache has count
+    num_free_pages: int  # held by no sequence; pages only in the prefix cache count as free
     num_preemptions: int
     num_prompt_tokens: int
     num_generated_tokens: int
     is_alive: bool
     num_cached_pages: int = 0  # in the prefix cache, used or not
     num_evicted_pages: int = 0
-    num_queried_tokens: int = 0  # of prompts that were looked up
-    num_hit_tokens: int = 0  # of these, found
-    num_missed_tokens: int = 0  # of prompts that started, looked up or not; once for each
-    num_left_aside: int = 0  # of those who wait: not for want of a seat or of pages
+    num_queried_tokens: int = 0  # prompt tokens looked up in the prefix cache
+    num_hit_tokens: int = 0  # prompt tokens found there
+    num_missed_tokens: int = 0  # prompt tokens not found there, counted once per request
+    num_left_aside: int = 0  # waiting sequences that the policy skipped (see `Skipped`)
     num_corrupted: int = 0  # sequences that ended because the model gave NaN or infinity
     page_times: PageTimes = PageTimes()
     step_tokens: StepTokens = StepTokens()
-    death: str | None = None  # why it is not alive
-    last_turn_age_s: float | None = None  # since the engine thread's loop last came round
-    last_error_age_s: float | None = None  # since a request failed in the engine; None: none has
-    outage_s: float = 0.0  # for how long ranks have been away that no step can do without
-    oldest_arrival: float | None = None  # of who waits, on the engine's clock; None: nobody does
+    death: str | None = None  # why the engine is not alive
+    last_turn_age_s: float | None = None  # since the engine thread's last pass of its loop
+    last_error_age_s: float | None = None  # since a request failed; None: none has failed
+    outage_s: float = 0.0  # how long ranks have been missing that every step needs
+    oldest_arrival: float | None = None  # of waiting requests, engine's clock; None: none wait
     expert_memory: MemoryStats | None = None  # None: all experts are in memory
-    batching: PolicyStats | None = None  # None: nobody batches yet
+    batching: PolicyStats | None = None  # None: no policy has run yet
     pools: PoolStats | None = None  # None when attention and experts share a process
-    ranks: tuple[RankLoad, ...] = ()  # attention ranks; empty where there are none
-    members: tuple[RankStatus, ...] = ()  # ranks of both pools, also those that are away
-    num_lost_ranks: int = 0  # since the start; one that is lost twice counts twice
-    last_loss: str = ""  # which rank, and why
+    ranks: tuple[RankLoad, ...] = ()  # attention ranks; empty in one process
+    members: tuple[RankStatus, ...] = ()  # ranks of both pools, present or not
+    num_lost_ranks: int = 0  # since the start; a rank lost twice counts twice
+    last_loss: str = ""  # the last lost rank and the reason
 
 
 class EngineClient(Protocol):
-    """What `http/` needs of an engine. `AsyncEngine` is the real one; tests use fakes."""
+    """The engine interface that `http/` uses. `AsyncEngine` implements it; tests use fakes."""
 
     @property
     def max_model_len(self) -> int: ...
@@ -68,18 +68,18 @@ class EngineClient(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """As `stats` says, for who asks at every request."""
+        """The same value as in `stats`, cheap enough to read at every request."""
         ...
 
     def submit(self, requests: Sequence[GenerationRequest]) -> DeltaQueue:
-        """Queue all or none: raises ServerOverloadedError when the queue is full or closed.
+        """Queue all requests or none. Raises ServerOverloadedError if the queue is full or closed.
 
         Called on the event loop's thread. Each request's last delta has its `finish_reason` set.
         """
         ...
 
     def abort(self, request_id: str) -> None:
-        """End a request within one step; unknown or finished ids are ignored."""
+        """End a request within one step. Unknown or finished ids are ignored."""
         ...
 
     def stats(self) -> EngineStats: ...
@@ -92,7 +92,7 @@ class EngineClient(Protocol):
 async def stream(
     engine: EngineClient, request: GenerationRequest
 ) -> AsyncGenerator[TokenDelta, None]:
-    """The deltas of one request; leaving the loop early aborts it."""
+    """Yield the deltas of one request. Leaving the loop early aborts it."""
     queue = engine.submit([request])
     is_finished = False
     try:

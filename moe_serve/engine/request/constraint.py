@@ -1,4 +1,4 @@
-"""What an answer must look like: a grammar that every sampled token has to follow."""
+"""Defines the constraint of an answer: a grammar that every sampled token must follow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from moe_serve.errors import InvalidGrammarError
 
 MAX_SOURCE_CHARS = 65_536
-ANSWER = "@answer"  # in a lead
+ANSWER = "@answer"  # stands for the constrained part in a lead
 
 ConstraintKind = Literal[
     "json_object", "json_schema", "regex", "choice", "lark", "gbnf", "structural_tag"
@@ -17,12 +17,15 @@ ConstraintKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """`source` is text: the schema as JSON, the pattern, the choices as a JSON list of strings, or
-    the grammar (`lark` is llguidance's dialect, `gbnf` llama.cpp's), or tags in free text as the
-    JSON that `structural_tag.py` reads. Nothing for `json_object`.
+    """A kind of grammar and its source text.
 
-    `lead`: what comes before that, such as reasoning: a Lark grammar in which `@answer` stands for
-    the rest. Empty: nothing does."""
+    `source` is the schema as JSON, the pattern, the choices as a JSON list of strings, the grammar
+    (`lark` is llguidance's dialect, `gbnf` llama.cpp's), or tags in free text as the JSON that
+    `structural_tag.py` reads. It is empty for `json_object`.
+
+    `lead` is the text that may come first, such as reasoning: a Lark grammar in which `@answer`
+    stands for the constrained rest. It is empty if the constraint holds from the start.
+    """
 
     kind: ConstraintKind
     source: str = ""
@@ -45,4 +48,4 @@ class Constraint:
                     f"got {len(text)}."
                 )
         if self.lead and ANSWER not in self.lead:
-            raise InvalidGrammarError(f"The lead of a constraint must go on to {ANSWER}.")
+            raise InvalidGrammarError(f"The lead of a constraint must contain {ANSWER}.")

@@ -1,4 +1,4 @@
-"""What the engine has made for one reader, until it reads it."""
+"""Queues the engine's deltas for one reader."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from moe_serve.engine.request.request import TokenDelta
 
 
 class DeltaQueue:
-    """Of one or several requests. On the event loop's thread only, and for one reader.
+    """Holds the deltas of one or several requests. For one reader, on the event loop's thread only.
 
-    A reader that falls behind the engine gets several steps at once. One that waits may be spared
-    the wait: what it does with a step is then done in the turn of the loop that brought it, which
-    takes half as long as to wake a task.
+    A reader that is slower than the engine gets several steps at once. A waiting reader can
+    register `on_step` to handle a step within the event loop's turn that brought it, which takes
+    half as long as waking a task.
     """
 
     def __init__(self) -> None:
@@ -23,9 +23,12 @@ class DeltaQueue:
         self._on_step: Callable[[], bool] | None = None
 
     def listen(self, on_step: Callable[[], bool]) -> None:
-        """Have `on_step` called, in place of waking the reader that waits, when a step is there
-        that is plain: it has neither ends nor log probabilities. It returns whether it has taken
-        the step and the reader may go on waiting; what it raises is raised for the reader."""
+        """Call `on_step` instead of waking the waiting reader when a plain step arrives.
+
+        A plain step has no finish reason and no log probabilities. `on_step` returns True if it
+        took the step and the reader may go on waiting. An exception that it raises is raised in the
+        reader.
+        """
         self._on_step = on_step
 
     def put(self, delta: TokenDelta) -> None:
@@ -33,14 +36,15 @@ class DeltaQueue:
         self.tell()
 
     def add(self, delta: TokenDelta) -> bool:
-        """`put` without telling; whether there was nothing before, so that `tell` must follow."""
+        """Add a delta without waking the reader. Returns True if the queue was empty, so that
+        `tell` must follow."""
         self._deltas.append(delta)
         return len(self._deltas) == 1
 
     def tell(self) -> None:
-        """There is something to take."""
+        """Wake the reader, as there are deltas to take."""
         reader = self._reader
-        if reader is None or reader.done():  # it will look by itself
+        if reader is None or reader.done():  # the reader will check by itself
             return
         try:
             if self._on_step is not None and self._is_plain() and self._on_step():
@@ -51,7 +55,7 @@ class DeltaQueue:
             reader.set_result(None)
 
     async def wait(self) -> None:
-        """Until there may be something to take."""
+        """Wait until there may be deltas to take."""
         if not self._deltas:
             self._reader = self._loop.create_future()
             try:
@@ -60,7 +64,7 @@ class DeltaQueue:
                 self._reader = None
 
     def take(self) -> list[TokenDelta]:
-        """All that lies ready."""
+        """Return all deltas and empty the queue."""
         deltas, self._deltas = self._deltas, []
         return deltas
 

@@ -1,4 +1,4 @@
-"""One sequence's way through its grammar: what may come next, after the answer so far."""
+"""Follows one sequence through its grammar and computes the tokens allowed next."""
 
 from __future__ import annotations
 
@@ -8,22 +8,26 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
-# A sequence may spend this much of the processor on its grammar, and so much more for each token.
+# CPU time that a sequence may spend on its grammar: a base, and an allowance per token.
 MAX_FOLLOW_S, MAX_FOLLOW_TOKEN_S = 2.0, 0.05
 
 
 class SequenceMatcher:
-    """Kept with a sequence by whoever samples it. It reads the answer's tokens when it is asked:
-    after a preemption it goes on, and on another rank it catches up."""
+    """The grammar state of one sequence, kept with it by its sampler.
+
+    It reads the answer's new tokens on each call, so it continues after a preemption and catches up
+    on another rank.
+    """
 
     __slots__ = ("_matcher", "_num_read", "cpu_s")
 
     def __init__(self, matcher: llguidance.LLMatcher) -> None:
         self._matcher, self._num_read = matcher, 0
-        self.cpu_s = 0.0  # that the grammar has taken so far
+        self.cpu_s = 0.0  # spent on the grammar so far
 
     def fill(self, answer: list[int], bits_W: NDArray[np.uint32]) -> str | None:
-        """Set a bit for each token that may follow the answer; or say why none can."""
+        """Set a bit for each token that may follow the answer. Returns the reason if no token
+        may."""
         allowed_s = MAX_FOLLOW_S + MAX_FOLLOW_TOKEN_S * len(answer)
         if self.cpu_s > allowed_s:
             return (

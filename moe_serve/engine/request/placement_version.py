@@ -1,4 +1,5 @@
-"""What traces and predictors call a placement: a hash of its file."""
+"""Computes the placement version that traces and predictors record: a hash of the placement
+file."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ _NUM_DIGITS = 16
 
 
 def placement_version(cluster: ClusterConfig) -> str:
-    """Empty where there is no file. Raises ConfigError for one that cannot be read."""
+    """Return the hash of the placement file; empty without a file. Raises ConfigError if it cannot
+    be read."""
     if cluster.placement is None:
         return ""
     try:

@@ -1,4 +1,4 @@
-"""Figures of a batch policy, as metrics and dashboards show them."""
+"""Statistics of a batch policy, for metrics and dashboards."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ PolicyName = Literal["fifo", "balanced", "expert-aware"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyStats:
-    """A snapshot for the metrics; a policy fills it."""
+    """A snapshot for the metrics, filled by the policy."""
 
-    policy: PolicyName  # that decides now: a fallback shows
-    num_passed_over: int = 0  # times that somebody who waited let a later one go first
+    policy: PolicyName  # the one in effect, so a fallback to fifo is visible
+    num_passed_over: int = 0  # times that a later request started before a waiting one
     activated_experts: float | None = None  # expected in the last step's micro-batches, all layers
     recall: float | None = None  # of the predictor, as measured; None: not measured
-    is_predictor_on: bool | None = None  # None: there is none
-    num_learnt: int | None = None  # predictions that it learnt from; None: it does not learn
+    is_predictor_on: bool | None = None  # None: no predictor
+    num_learnt: int | None = None  # predictions learnt from; None: the predictor does not learn
 
 
 def sum_of(each: Items[PolicyStats], past: Items[PolicyStats] = ()) -> PolicyStats | None:
     """Merge the statistics of live and lost engines; None if there are none."""
-    everyone = (*each, *past)
-    if not everyone:
+    engines = (*each, *past)
+    if not engines:
         return None
     known = [s.activated_experts for s in each if s.activated_experts is not None]
     return replace(
-        everyone[0],
-        num_passed_over=sum(s.num_passed_over for s in everyone),
+        engines[0],
+        num_passed_over=sum(s.num_passed_over for s in engines),
         activated_experts=sum(known) if known else None,
     )

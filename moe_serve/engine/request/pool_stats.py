@@ -1,4 +1,4 @@
-"""How well the pools of a disaggregated server are used, for `/metrics`."""
+"""Statistics on how well the pools of a disaggregated server are used, for `/metrics`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ MicroBatchReason = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolUse:
-    """One pool, over the last steps that were recorded."""
+    """The use of one pool over the last recorded steps."""
 
     pool: Pool
     num_ranks: int
     bubble_ratio: float  # 0 to 1: share of the pool's time without work
     slowest_rank: int
-    slowest_excess: float  # its busy time over the mean of the other ranks, less 1
+    slowest_excess: float  # its busy time / mean of the other ranks - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankUse:
-    """One rank, over the same steps."""
+    """The use of one rank over the same steps."""
 
     name: str  # expert-0
     busy_ratio: float  # 0 to 1: share of the steps' time in which it worked
@@ -36,7 +36,7 @@ class RankUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageUse:
-    """One stage of a step, over the same steps."""
+    """The time of one stage over the same steps."""
 
     stage: str  # dispatch; closed: the labels of `moe_serve.pipeline.timeline.timeline.Stage`
     seconds: float  # of one step, mean of the ranks that have the stage
@@ -44,7 +44,7 @@ class StageUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchCount:
-    """Steps with the same number of micro-batches for the same reason."""
+    """The number of steps with the same number of micro-batches for the same reason."""
 
     micro_batches: int
     reason: MicroBatchReason
@@ -53,11 +53,11 @@ class MicroBatchCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStats:
-    """A snapshot of both pools; the coordinator fills it."""
+    """A snapshot of both pools, filled by the coordinator."""
 
     pools: tuple[PoolUse, ...] = ()  # empty until steps were recorded
-    ranks: tuple[RankUse, ...] = ()  # the same
-    stages: tuple[StageUse, ...] = ()  # the same
-    exposed_communication_ratio: float | None = None  # None as long
+    ranks: tuple[RankUse, ...] = ()  # likewise
+    stages: tuple[StageUse, ...] = ()  # likewise
+    exposed_communication_ratio: float | None = None  # None until steps were recorded
     steps: tuple[MicroBatchCount, ...] = ()
-    micro_batches: int | None = None  # of the last step
+    micro_batches: int | None = None  # in the last step

@@ -1,4 +1,4 @@
-"""What one attention rank has to do, for those who route requests or watch."""
+"""The load of one attention rank, for routers and dashboards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLoad:
-    """A snapshot of one rank's own scheduler; the coordinator fills it."""
+    """A snapshot of one rank's scheduler, filled by the coordinator."""
 
     name: str
     num_running: int

@@ -1,4 +1,4 @@
-"""How a rank of either pool is, for those who watch."""
+"""The state of a rank of either pool, for dashboards and metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RankPhase = Literal["starting", "loading", "ready", "serving"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
-    """A snapshot; the coordinator fills it."""
+    """A snapshot of one rank, filled by the coordinator."""
 
     name: str  # expert-0
     pool: Pool

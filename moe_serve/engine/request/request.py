@@ -1,6 +1,6 @@
-"""What goes into the engine and what comes out: plain frozen objects, token ids only.
+"""The engine's inputs and outputs as frozen objects with token ids only.
 
-The engine knows nothing of text: stop strings and detokenization belong to `text/`.
+The engine does not handle text: stop strings and detokenization belong to `text/`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 
 
 class FinishReason(str, enum.Enum):
-    """Why a request ended, in OpenAI's words where OpenAI has one."""
+    """Why a request ended, in OpenAI's terms where OpenAI has one."""
 
     STOP = "stop"  # end of text, a stop token id, or (decided by text/) a stop string
     LENGTH = "length"  # max_tokens or the context's end
@@ -26,29 +26,29 @@ class FinishReason(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One sequence to generate. A client's n > 1 becomes n of these with `choice` 0 .. n-1.
+    """One sequence to generate. A client's n > 1 becomes n requests with `choice` 0 .. n-1.
 
-    `request_id` is made by the server, never by a client, and is unique.
-    `max_tokens` in `params` is None or already fits the context (the front end checks it).
+    `request_id` is made by the server, never by a client, and is unique. `max_tokens` in `params`
+    is None or already fits the context (the front end checks it).
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     choice: int = 0
-    arrival_time: float = 0.0  # of the engine's clock, seconds
-    tenant: str = ""
-    priority: int = 0  # the lower, the more urgent
-    deadline: float | None = None
-    adapter_id: int = 0
+    arrival_time: float = 0.0  # seconds on the engine's clock
+    priority: int = 0  # lower is more urgent
     cache_salt: str = ""
-    wants_routed_experts: bool = False  # each of its tokens comes with a `TokenExperts`
+    wants_routed_experts: bool = False  # each token then comes with a `TokenExperts`
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log probability (natural) of the chosen token and of others: the likeliest ones, best first,
-    or the chosen one and those of `SamplingParams.logprob_token_ids`."""
+    """The natural log probability of the chosen token and of others.
+
+    The others are the likeliest tokens, best first, or the chosen token followed by those of
+    `SamplingParams.logprob_token_ids`.
+    """
 
     token_id: int
     logprob: float
@@ -58,7 +58,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenExperts:
-    """The experts that led to a token: what the routers chose for the row before it.
+    """The experts that led to a token: the routers' choices for the row before it.
 
     `ids` are K expert ids for each of L layers with routed experts, in the host's byte order.
     """
@@ -73,7 +73,7 @@ class TokenExperts:
         return self.num_layers * self.top_k
 
     def lists(self) -> list[list[int]]:
-        """[L][K]; empty where nothing is known."""
+        """Return the ids as [L][K]; empty if they are unknown."""
         if not self.ids:
             return []
         ids: list[list[int]] = (
@@ -86,9 +86,10 @@ NO_EXPERTS = TokenExperts(b"", 0, 0)
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What one step did for one request. `finish_reason` is set on the last delta only.
+    """The result of one step for one request. `finish_reason` is set on the last delta only.
 
-    There is one for every token, and a frozen dataclass takes five times as long to make.
+    A msgspec struct, as one is made per token and a frozen dataclass takes five times as long to
+    make.
     """
 
     request_id: str
@@ -96,10 +97,10 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     logprobs: tuple[TokenLogprob, ...] | None = None  # one per token, if asked for
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # on the first delta, if asked
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None  # the id that ended it; it is the last of `token_ids`
+    stop_token_id: int | None = None  # the id that ended the request, last in `token_ids`
     num_cached_tokens: int = 0
     num_preemptions: int = 0  # so far
-    started_at: float | None = None  # when the request first joined a step, of the engine's clock
+    started_at: float | None = None  # when it first joined a step, on the engine's clock
     error: str | None = None
     routed_experts: tuple[TokenExperts, ...] | None = None  # one per token, if asked for
-    is_of_request: bool = False  # the error is the request's own: it can be told why
+    is_of_request: bool = False  # the request caused the error, so the client is told why

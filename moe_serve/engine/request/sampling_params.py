@@ -1,4 +1,4 @@
-"""How the next token is chosen, and when a request ends. Names and defaults follow vLLM."""
+"""Parameters of sampling and stopping. Names and defaults follow vLLM."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_ALLOWED_TOKEN_IDS = 16_384
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 MAX_SEED = 2**63 - 1
-_MAX_SHOWN = 10  # of several wrong values
+_MAX_SHOWN = 10  # wrong values named in an error
 
 _TUPLES = ("stop_token_ids", "logprob_token_ids", "allowed_token_ids", "bad_words", "bad_word_ids")
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
@@ -30,15 +30,15 @@ _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Checked at construction; raises InvalidRequestError with the field and its limit.
+    """Sampling parameters of a request. Raises InvalidRequestError naming the field and its limit.
 
-    `top_k` 0 or -1 means all tokens. `max_tokens` None means up to the context's end.
-    `logprobs` None means none, k means the chosen token's and the k likeliest ones'. With
-    `logprob_token_ids` these tokens come in place of the likeliest ones.
-    `allowed_token_ids` empty means all. `bad_words` become `bad_word_ids` where a tokenizer is.
-    `thinking_token_budget` None or -1 means no limit of the reasoning; `thinking_markers` are made
-    for it where a tokenizer is.
-    `seed` None means a fresh seed; else the draw at position p depends on (seed, choice, p) only.
+    `top_k` 0 or -1 means all tokens. `max_tokens` None means up to the context's end. `logprobs`
+    None returns no log probabilities; k returns those of the chosen token and the k likeliest
+    tokens. `logprob_token_ids` returns these tokens in place of the likeliest ones.
+    `allowed_token_ids` empty allows all. `bad_words` become `bad_word_ids` where a tokenizer is
+    available. `thinking_token_budget` None or -1 sets no limit on the reasoning; `thinking_markers`
+    are made for it where a tokenizer is available. `seed` None uses a fresh seed; else the draw at
+    position p depends on (seed, choice, p) only.
     """
 
     max_tokens: int | None = 16
@@ -115,7 +115,7 @@ class SamplingParams:
         _check_range("the number of logprob_token_ids", count, 0, most, "logprob_token_ids")
         if count and self.logprobs is None:
             raise InvalidRequestError(
-                "logprob_token_ids needs logprobs: set it too, 0 will do.",
+                "logprob_token_ids needs logprobs: set it too, to 0 or more.",
                 param="logprob_token_ids",
             )
         self._check_masks()
@@ -166,12 +166,12 @@ class SamplingParams:
 
     @property
     def limited_thinking(self) -> ThinkingMarkers | None:
-        """The markers, if there is a budget that they are for."""
+        """The thinking markers if a thinking budget is set, else None."""
         return None if self.thinking_token_budget in (None, -1) else self.thinking_markers
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature < 1e-5  # smaller ones only overflow
+        return self.temperature < 1e-5  # dividing by smaller ones would overflow
 
     @property
     def has_penalties(self) -> bool:
@@ -189,7 +189,7 @@ class SamplingParams:
             _check_range(name, token, 0, vocab_size - 1, "thinking_token_budget")
 
     def _check_ids(self, end: int) -> None:
-        """Every token id of the request must be below `end`."""
+        """Check that every token id of the request is below `end`."""
         for name, ids, param in (
             ("a stop token id", self.stop_token_ids, "stop_token_ids"),
             ("a logit_bias token id", self.logit_bias, "logit_bias"),
@@ -200,8 +200,11 @@ class SamplingParams:
 
 
 def all_logprobs_reason(*, has_ids: bool) -> str:
-    """What is wrong with -1, which asks for the whole vocabulary elsewhere, and what to do.
-    `has_ids`: the request may name tokens instead."""
+    """Return why -1 is refused for log probabilities, and the alternative.
+
+    Other servers return the whole vocabulary for -1. `has_ids` is True if the request may name
+    tokens instead.
+    """
     what_to_do = "; name tokens in logprob_token_ids" if has_ids else ""
     return f"must be 0 to {MAX_LOGPROBS} (the whole vocabulary, -1, is not served{what_to_do})"
 
@@ -214,7 +217,7 @@ def _check_num_logprobs(name: str, value: int) -> None:
 
 
 def shown_values(values: Sequence[object]) -> str:
-    """The first of several values, and how many more there are."""
+    """Return the first of several values as text, and the number of the others."""
     more = len(values) - _MAX_SHOWN
     shown = ", ".join(f"{value!r}" for value in values[:_MAX_SHOWN])
     return f"{shown} and {more} more" if more > 0 else shown
@@ -227,7 +230,7 @@ def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
 
 
 def _check_each(name: str, values: Iterable[float], low: float, high: float, param: str) -> None:
-    """As `_check_range` for each value; the error names all that are wrong."""
+    """Check each value like `_check_range`. The error names all wrong values."""
     wrong = []
     for value in values:
         try:

@@ -1,4 +1,4 @@
-"""A request inside the engine: its tokens, how many of them are computed, and its pages."""
+"""A request inside the engine: its tokens, its progress and its pages."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from numpy.typing import NDArray
 from moe_serve.cache.page_key import following_keys, token_array
 from moe_serve.config.sections import PAGE_SIZE
 from moe_serve.engine.request.matcher import SequenceMatcher
-from moe_serve.engine.request.request import GenerationRequest, TokenLogprob
+from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenLogprob
 from moe_serve.engine.request.thought_counter import ThoughtCounter
 
 
 class Sequence:
-    """`num_computed_tokens` runs after `num_tokens`: prompt chunks, decode and recomputation after
-    a preemption are all the same catching up.
+    """A request's tokens, of which the first `num_computed_tokens` are in the cache.
+
+    Prompt chunks, decoding and recomputation after a preemption all do the same: they let
+    `num_computed_tokens` catch up with `num_tokens`.
 
         token_ids  [ prompt ............ | generated ... ]
                    [0, num_computed) in the cache   ...num_tokens
@@ -55,25 +57,25 @@ class Sequence:
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
-        self.num_preemptions = 0  # for want of pages; kept by the scheduler
-        self.num_restarts = 0  # of these, and of moves away from a lost rank
+        self.num_preemptions = 0  # because pages ran out; kept by the scheduler
+        self.num_restarts = 0  # preemptions, and moves away from a lost rank
         self.is_running = False  # kept by the scheduler
-        self.started_at: float | None = None  # when it first joined a step, of the engine's clock
-        self.waits_since = request.arrival_time  # or since it was put back last, of that clock
-        self.is_proven = True  # nothing computed since the last token that was sampled and valid
-        self.is_sound = True  # no page of it was found to hold NaN or infinity
+        self.started_at: float | None = None  # when it first joined a step, on the engine's clock
+        self.waits_since = request.arrival_time  # or when it was last put back, same clock
+        self.is_proven = True  # nothing computed since the last valid sampled token
+        self.is_sound = True  # no NaN or infinity was found in its pages
         self.page_table: list[int] = []
-        self.num_shared_pages = 0  # at the table's beginning: others can find them
-        self.num_found_pages = 0  # of these, how many it found when it started
-        self.num_cached_tokens = 0  # of the prompt, not computed for this request
-        self.page_keys: list[bytes] = []  # the root's and those of its full pages; none: no cache
-        self.awaited_key: bytes | None = None  # of a page that another sequence is computing
+        self.num_shared_pages = 0  # at the table's start, visible to other sequences
+        self.num_found_pages = 0  # shared pages that it found when it started
+        self.num_cached_tokens = 0  # prompt tokens that came from the cache
+        self.page_keys: list[bytes] = []  # root key and keys of full pages; empty: no cache
+        self.awaited_key: bytes | None = None  # key of a page that another sequence computes
         self.output_counts: dict[int, int] = {}
         has_repetition = request.params.repetition_penalty != 1.0
         self.seen = dict.fromkeys(self.token_ids if has_repetition else ())  # an ordered set
         self.prompt_logprobs: list[TokenLogprob] = []
-        self.matcher: SequenceMatcher | None = None  # of its constraint, where it is sampled
-        self.thoughts: ThoughtCounter | None = None  # of its thinking budget, likewise
+        self.matcher: SequenceMatcher | None = None  # for its constraint, where it is sampled
+        self.thoughts: ThoughtCounter | None = None  # for its thinking budget, likewise
         seed = request.params.seed
         self.seed = secrets.randbits(63) if seed is None else seed
 
@@ -87,11 +89,13 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Until the first token is out: they go with it, and a recomputation needs none."""
+        """Whether prompt log probabilities are still to be returned. They go with the first token,
+        so a later recomputation needs none."""
         return self.request.params.prompt_logprobs is not None and self.num_output_tokens == 0
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
-        """Those of the prompt, once: the first token has none. None: nobody wants them."""
+        """Return the prompt's log probabilities once, None for its first token; None if not
+        requested."""
         if not self.wants_prompt_logprobs:
             return None
         taken = (None, *self.prompt_logprobs)
@@ -104,21 +108,22 @@ class Sequence:
 
     @property
     def is_short(self) -> bool:
-        """Whether the end may not come yet."""
+        """Whether the answer is below the minimum length."""
         return self.num_output_tokens < self.request.params.min_tokens
 
     @property
     def bans_end(self) -> bool:
-        """Whether samplers keep the end away; with a constraint its mask does (`answer_masks`)."""
+        """Whether samplers must ban end tokens. With a constraint its mask does it
+        (`answer_masks`)."""
         return self.is_short and self.request.params.constraint is None
 
     def num_missing_pages(self, num_tokens: int) -> int:
-        """Pages to add so that the table covers `num_tokens` tokens."""
+        """Return the number of pages to add so that the table covers `num_tokens` tokens."""
         return -(-num_tokens // PAGE_SIZE) - len(self.page_table)
 
     @property
     def num_full_pages(self) -> int:
-        """Pages that are computed to their end: nothing is written to them any more."""
+        """Number of completely computed pages, which are no longer written to."""
         return self.num_computed_tokens // PAGE_SIZE
 
     @property
@@ -126,14 +131,14 @@ class Sequence:
         return bool(self.page_keys) and self.is_sound
 
     def extend_keys(self, num_pages: int) -> None:
-        """Make `page_keys` reach over the first `num_pages` pages; they must be full of tokens."""
+        """Extend `page_keys` to the first `num_pages` pages, which must be full of tokens."""
         known = len(self.page_keys) - 1
         if num_pages > known:
             tokens = token_array(self.token_ids[known * PAGE_SIZE : num_pages * PAGE_SIZE])
             self.page_keys += following_keys(self.page_keys[-1], tokens)
 
     def pending(self, count: int) -> NDArray[np.int64]:
-        """The next `count` tokens to compute."""
+        """Return the next `count` tokens to compute."""
         start = self.num_computed_tokens
         return np.array(self.token_ids[start : start + count], dtype=np.int64)
 
@@ -144,12 +149,18 @@ class Sequence:
             self.seen[token_id] = None
 
     def restart(self) -> None:
-        """Forget what was computed (the pages are gone); the tokens stay."""
+        """Forget what was computed, as the pages are gone. The tokens stay."""
         self.num_computed_tokens = 0
         self.is_proven = True
         self.num_shared_pages = self.num_found_pages = 0
         self.num_restarts += 1
         self.prompt_logprobs = []
+
+    def leave_engine(self) -> None:
+        """Restart without any state of the engine that it ran on."""
+        self.restart()
+        self.page_table, self.page_keys, self.awaited_key = [], [], None
+        self.is_running, self.is_sound = False, True
 
 
 Schedule = dict[int, tuple[Sequence, int]]  # sequence id -> (sequence, tokens to compute)
@@ -158,3 +169,28 @@ Schedule = dict[int, tuple[Sequence, int]]  # sequence id -> (sequence, tokens t
 def sequences_of(schedule: Schedule) -> dict[int, Sequence]:
     """Return the scheduled sequences by their ids."""
     return {key: sequence for key, (sequence, _) in schedule.items()}
+
+
+class StopRule:
+    """Decides when a sequence ends, from the model's end tokens and its maximum length."""
+
+    def __init__(self, eos_token_ids: frozenset[int], max_model_len: int) -> None:
+        self._eos, self._max_model_len = eos_token_ids, max_model_len
+
+    def reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        """Return why the sequence ends with `token_id`, its last token; None if it continues."""
+        params = sequence.request.params
+        is_eos = token_id in self._eos
+        if is_eos and params.constraint is not None:
+            return FinishReason.STOP  # its mask has applied min_tokens and ignore_eos
+        is_stop = (is_eos and not params.ignore_eos) or token_id in params.stop_token_ids
+        if is_stop and sequence.num_output_tokens >= params.min_tokens:
+            return FinishReason.STOP
+        is_last = self.is_last(sequence, sequence.num_output_tokens)
+        return FinishReason.LENGTH if is_last else None
+
+    def is_last(self, sequence: Sequence, num_output_tokens: int) -> bool:
+        """Return whether an answer of `num_output_tokens` has its maximum length."""
+        max_tokens = sequence.request.params.max_tokens
+        is_full = sequence.num_prompt_tokens + num_output_tokens >= self._max_model_len
+        return is_full or (max_tokens is not None and num_output_tokens >= max_tokens)

@@ -1,6 +1,6 @@
-"""How many tokens steps had: a histogram that a scheduler keeps and /metrics shows.
+"""A histogram of the tokens per step, kept by a scheduler and shown in /metrics.
 
-As in vLLM, a step has the prompt tokens that it computed and the tokens that it generated.
+As in vLLM, a step's tokens are the prompt tokens it computed and the tokens it generated.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTokens:
-    """`num_steps[i]` steps had more than BOUNDS[i - 1] and at most BOUNDS[i] tokens; the last entry
-    is those beyond all bounds."""
+    """A snapshot: `num_steps[i]` steps had more than BOUNDS[i - 1] and at most BOUNDS[i] tokens.
+
+    The last entry counts steps beyond all bounds.
+    """
 
     num_steps: tuple[int, ...] = (0,) * (len(BOUNDS) + 1)
     num_tokens: int = 0
@@ -28,20 +30,20 @@ class StepTokens:
 
 
 class StepTokenCounter:
-    """Counts on the engine's thread; `snapshot` may be asked for on any."""
+    """Counts on the engine's thread. `snapshot` is safe from any thread."""
 
     def __init__(self) -> None:
         self._num_steps = [0] * (len(BOUNDS) + 1)
         self._num_tokens = 0
 
     def count(self, num_tokens: int) -> None:
-        """A step of so many tokens; of none is no step."""
+        """Count a step of `num_tokens` tokens. A step without tokens is not counted."""
         if num_tokens:
             self._num_steps[bisect.bisect_left(BOUNDS, num_tokens)] += 1
             self._num_tokens += num_tokens
 
     def count_to(self, total: int) -> None:
-        """A step after which all steps together had `total` tokens."""
+        """Count a step after which all steps together had `total` tokens."""
         self.count(total - self._num_tokens)
 
     def snapshot(self) -> StepTokens:

@@ -1,5 +1,5 @@
-"""Tags in free text: what a request says of them, in the two forms that are known, and whether they
-can be told apart.
+"""Reads tags in free text from a request, in the two known forms, and checks that they are
+distinct.
 
     {"structures": [{"begin", "schema", "end"}], "triggers": [...]}
     {"format": {"type": "triggered_tags", "triggers": [...], "tags": [
@@ -20,11 +20,11 @@ from moe_serve.errors import InvalidGrammarError
 
 MAX_TAGS = 128
 MAX_TRIGGERS = 32
-MAX_TAG_CHARS = 512  # of a begin, an end, a trigger
+MAX_TAG_CHARS = 512  # in a begin, an end or a trigger
 
 _ACCEPTED = (
-    "of format, triggered_tags are served, with triggers and tags of begin, content and end, where "
-    "content is of the type json_schema"
+    "format must be triggered_tags with triggers, and tags with begin, content and end, where "
+    "content has the type json_schema"
 )
 
 _Begin = Annotated[str, Meta(min_length=1, max_length=MAX_TAG_CHARS)]
@@ -76,7 +76,8 @@ class _Format(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """`schema` is of the JSON between the other two. `place`, `schema_place`: in the request."""
+    """A tag whose `schema` describes the JSON between `begin` and `end`. `place` and `schema_place`
+    are positions in the request."""
 
     begin: str
     schema: Mapping[str, Any]
@@ -97,22 +98,24 @@ class Trigger:
 
 @dataclass(frozen=True, slots=True)
 class StructuralTag:
-    """`triggers`: none holds another one. Each tag begins with exactly one of them."""
+    """Tags and triggers. No trigger contains another one, and each tag begins with exactly one."""
 
     tags: tuple[Tag, ...]
     triggers: tuple[Trigger, ...]
 
     def tags_of(self, trigger: Trigger) -> list[int]:
-        """The numbers of those that may follow; none: the trigger may not appear."""
+        """Return the indices of tags that begin with a trigger. If empty, the trigger may not
+        appear."""
         return [i for i, tag in enumerate(self.tags) if tag.begin.startswith(trigger.text)]
 
 
 class StructuralTagError(InvalidGrammarError):
-    """The message is a part of a sentence, and begins with `place`, if there is one."""
+    """An invalid structural tag. The message is part of a sentence and begins with `place`, if
+    known."""
 
 
 def read_structural_tag(source: str) -> StructuralTag:
-    """Raises StructuralTagError."""
+    """Parse and check a structural tag. Raises StructuralTagError."""
     try:
         value = msgspec.json.decode(source)
     except RecursionError:
@@ -156,7 +159,7 @@ def _read_format(value: Any) -> tuple[list[Tag], list[str]]:
 
 
 def _convert(value: Any, kind: type[_Form], hint: str = "") -> _Form:
-    """msgspec's errors end with ` - at `$.structures[3].begin``."""
+    """Convert a value. msgspec's errors end with ` - at `$.structures[3].begin``."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -191,7 +194,7 @@ def _schema(schema: _Schema, place: str) -> dict[str, Any]:
 
 
 def _first_triggers(triggers: Sequence[str], at: str) -> list[Trigger]:
-    """Without those that another one begins, as that one always comes first."""
+    """Drop triggers that begin with another trigger, as the shorter one always matches first."""
     kept: list[Trigger] = []
     for i, trigger in enumerate(triggers):
         if trigger in triggers[:i]:
@@ -208,8 +211,8 @@ def _first_triggers(triggers: Sequence[str], at: str) -> list[Trigger]:
 
 
 def _check_begins(tags: Sequence[Tag]) -> None:
-    """No two are the same; and where one goes on from another as this one's JSON might, nobody
-    could say which it is."""
+    """Check that no two begins are equal, and that no begin continues another one like its JSON
+    might, as the two could not be told apart."""
     earlier: dict[str, Tag] = {}
     for tag in tags:
         same = earlier.setdefault(tag.begin, tag)

@@ -1,4 +1,4 @@
-"""By which tokens an answer's reasoning begins and ends."""
+"""The token sequences that begin and end an answer's reasoning."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from moe_serve.errors import InvalidRequestError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkingMarkers:
-    """Token ids only; made where a tokenizer is (`thinking_limit.py`).
+    """Markers of reasoning as token ids; made where a tokenizer is available (`thinking_limit.py`).
 
-    `end`: the tokens that end the reasoning when its budget is spent, and may go on to open what
-    comes next. It begins with one of `closings`, the ways in which a model ends it by itself.
-    `openings`: the ways in which it begins, at the answer's beginning (`blanks` may come before);
-    with `can_reopen` anywhere, and then again. `is_open`: the answer begins inside.
+    `end` are the tokens that end the reasoning when its budget is spent; they may also open the
+    part that follows. It begins with one of `closings`, the sequences with which a model ends its
+    reasoning. `openings` begin the reasoning at the start of the answer (after `blanks`), or
+    anywhere and repeatedly with `can_reopen`. `is_open` means that the answer starts inside the
+    reasoning.
     """
 
     end: tuple[int, ...]

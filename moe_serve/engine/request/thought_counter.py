@@ -1,4 +1,4 @@
-"""How much of its reasoning's budget an answer has spent, and what must come next for it."""
+"""Counts an answer's reasoning tokens against its budget and forces the tokens that end it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from moe_serve.engine.request.thinking_markers import ThinkingMarkers
 
 
 class ThoughtCounter:
-    """Of one sequence, kept by whoever samples it. It reads the answer's tokens when it is asked,
-    and depends on nothing else: after a preemption it goes on, and on another rank it catches up.
+    """The reasoning state of one sequence, kept by its sampler.
 
-    With the budget 2, the closing marker [7, 8], and an answer that begins inside:
+    It reads the answer's new tokens on each call and depends on nothing else, so it continues after
+    a preemption and catches up on another rank.
+
+    With a budget of 2, the closing marker [7, 8], and an answer that begins inside:
 
         answer   4  4  7  8  5        4  7  8  5
-        forced   .  .  7  8  .        .  .  8  .      (begun by itself, and ended for it)
+        forced   .  .  7  8  .        .  .  8  .      (the model began, and must finish)
     """
 
     __slots__ = (
@@ -34,16 +36,16 @@ class ThoughtCounter:
     )
 
     def __init__(self, markers: ThinkingMarkers, budget: int, start: int) -> None:
-        """`start`: where the answer begins in the sequence's tokens."""
+        """`start` is the index of the answer in the sequence's tokens."""
         self._markers, self._budget = markers, budget
         self._is_inside, self._has_closed = markers.is_open, False
-        self._may_open = not markers.is_open  # as nothing but blanks has come
-        self._first = start  # of the answer's tokens, blanks left out
-        self._since = start  # this section, or what is between two of them
+        self._may_open = not markers.is_open  # True while the answer has only blanks
+        self._first = start  # index of the answer's first token after blanks
+        self._since = start  # start of this section of reasoning or of other text
         self._num_read, self._num_spent = start, 0
-        self._rest: tuple[int, ...] = ()  # of the end, behind what has closed the reasoning
+        self._rest: tuple[int, ...] = ()  # the end marker's tokens after the closing
         self.forced = self._due((), start)  # the only token that may follow
-        self.barred: int | None = None  # the one that would begin to open it once more
+        self.barred: int | None = None  # the token that would reopen the reasoning
 
     @property
     def is_free(self) -> bool:
@@ -51,7 +53,7 @@ class ThoughtCounter:
 
     @property
     def num_spent(self) -> int:
-        """The tokens of reasoning so far, without those that close it."""
+        """Number of reasoning tokens so far, without the closing markers."""
         return self._num_spent
 
     @property
@@ -60,7 +62,7 @@ class ThoughtCounter:
         return not (self._is_inside or self._may_open or self._markers.can_reopen)
 
     def read(self, tokens: Tokens[int]) -> None:
-        """Those of the sequence, its prompt too."""
+        """Read the new ones of the sequence's tokens, which include the prompt."""
         while self._num_read < len(tokens):
             token, due = tokens[self._num_read], self.forced
             self._num_read += 1
@@ -73,7 +75,7 @@ class ThoughtCounter:
             self.barred = self._barred(tokens, self._num_read)
 
     def _go_on(self, tokens: Tokens[int], *, is_due: bool) -> None:
-        """A token within the reasoning, or the last one of what closes it."""
+        """Handle a token inside the reasoning, or the last token of its closing marker."""
         self._num_spent += 1
         stop, markers = self._num_read, self._markers
         closing = _found(markers.closings, tokens, self._since, stop)
@@ -85,7 +87,7 @@ class ThoughtCounter:
             self._rest = markers.end[len(closing) :]
 
     def _wait(self, tokens: Tokens[int]) -> None:
-        """A token outside of it, or the last one of what opens it."""
+        """Handle a token outside the reasoning, or the last token of its opening marker."""
         stop, markers = self._num_read, self._markers
         if markers.can_reopen:
             is_open = _found(markers.openings, tokens, self._since, stop) is not None
@@ -102,7 +104,7 @@ class ThoughtCounter:
             self._is_inside, self._may_open, self._since = True, False, stop
 
     def _due(self, tokens: Tokens[int], stop: int) -> int | None:
-        """What goes on with an end that has begun, or begins it."""
+        """Return the token that continues or begins the end marker, if one is due."""
         if self._rest:
             return self._rest[0]
         if not self._is_inside or self._num_spent < self._budget:
@@ -124,7 +126,7 @@ class ThoughtCounter:
 def _found(
     words: Iterable[tuple[int, ...]], tokens: Tokens[int], since: int, stop: int
 ) -> tuple[int, ...] | None:
-    """The first word that `tokens[since:stop]` ends with."""
+    """Return the first word that `tokens[since:stop]` ends with."""
     for word in words:
         if stop - len(word) >= since and tuple(tokens[stop - len(word) : stop]) == word:
             return word

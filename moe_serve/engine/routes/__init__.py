@@ -1,1 +1,1 @@
-"""Passes the routing of computed tokens to its listeners."""
+"""Passes the routers' choices for computed tokens to listeners."""

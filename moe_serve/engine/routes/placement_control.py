@@ -1,4 +1,4 @@
-"""What a server's operator sees and asks of live balancing; `cluster/rebalance` implements it."""
+"""The operator's interface to live balancing; `cluster/rebalance` implements it."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ OUTCOMES: tuple[PlanOutcome, ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalanceFigures:
-    """Mean over max load of the expert ranks, mean over layers; None: not known yet."""
+    """Balance of the expert ranks: mean / max load, averaged over layers; None if unknown."""
 
-    before: float | None = None  # of the last plan: the placement that it was to replace
-    predicted: float | None = None  # of the last plan: itself
-    achieved: float | None = None  # of the placement in force, by what was counted since
+    before: float | None = None  # of the placement that the last plan was to replace
+    predicted: float | None = None  # of the last plan's placement
+    achieved: float | None = None  # of the placement in force, from the rows counted since
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastPlan:
-    """What came of a plan, in a word and in a sentence."""
+    """The outcome of a plan, as a word and as a sentence."""
 
     outcome: PlanOutcome
     text: str
@@ -41,25 +41,25 @@ class LastPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementStatus:
-    """A snapshot, from any thread."""
+    """A snapshot of live balancing, safe to take from any thread."""
 
     mode: RebalanceMode
     state: RebalanceState
     version: int
     age_s: float  # of this version
-    num_counted_tokens: int  # in the window that is open
+    num_counted_tokens: int  # in the open window
     balance: BalanceFigures
     last: LastPlan | None
     num_plans: Mapping[PlanOutcome, int]
-    num_copies: int  # of experts, that were moved
-    num_bytes: int  # that ranks read for it
-    before_p99_s: float | None  # of steps, before the last move
+    num_copies: int  # expert copies moved
+    num_bytes: int  # read by ranks for these moves
+    before_p99_s: float | None  # step time before the last move
     during_p99_s: float | None  # and during it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementBrief:
-    """The part of a status that costs nothing."""
+    """The part of a status that is free to compute."""
 
     state: RebalanceState
     version: int
@@ -69,26 +69,26 @@ class PlacementBrief:
 
 
 class PlacementControl(Protocol):
-    """Of one server."""
+    """Controls the placement of one server."""
 
     @property
     def state(self) -> RebalanceState:
-        """Of a status, at once."""
+        """The state of a status, without computing the rest."""
         ...
 
     def status(self) -> PlacementStatus: ...
 
     def brief(self) -> PlacementBrief:
-        """Of a status, what needs no look at the loads."""
+        """Return the part of a status that does not inspect the loads."""
         ...
 
     def plan(self) -> Placement:
-        """The placement in force."""
+        """Return the placement in force."""
         ...
 
     def rebalance(self) -> PlacementStatus:
-        """Plan now, and move if that is worth it; does not wait for the end. Raises RebalanceError
-        with why not."""
+        """Plan now and move experts if that pays off, without waiting for the move. Raises
+        RebalanceError with the reason if it cannot."""
         ...
 
     def apply(self, target: Placement) -> PlacementStatus:

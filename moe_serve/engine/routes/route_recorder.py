@@ -1,4 +1,4 @@
-"""The listener that writes what routers choose into a recording: of some requests, every token."""
+"""Writes the routers' choices for sampled requests into a recording, with every token of each."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from moe_serve.engine.request.sequence import Sequence as EngineSequence
 from moe_serve.engine.routes.route_records import RouteRecord
 from routing_predictor.traces.recording import TracedTokens
 
-_MAX_KNOWN = 2**16  # requests that are remembered: more than run at a time
+_MAX_KNOWN = 2**16  # remembered requests: more than run at a time
 
 
 class TokenSink(Protocol):
-    """What takes the tokens: a `RecordingWriter`, or a list in memory."""
+    """Receives the tokens: a `RecordingWriter`, or a list in memory."""
 
     def add(self, tokens: Sequence[TracedTokens]) -> None: ...
 
 
 class RouteRecorder:
-    """Implements RouteListener. Takes a share of the requests, and each of those from its first
-    computed token to its last; which ones follows from their ids."""
+    """Implements RouteListener. Records a share of the requests, chosen by their ids, each from its
+    first computed token to its last."""
 
     def __init__(self, sink: TokenSink, sample_rate: float, *, has_weights: bool) -> None:
         self._sink, self._has_weights = sink, has_weights
         self._bound = round(sample_rate * 2**32)
         self._lock, self._is_over = threading.Lock(), False
-        self._next: dict[str, int] = {}  # request -> its first position that is not recorded;
-        # -1: it is not sampled. The oldest come first.
+        self._next: dict[str, int] = {}  # request -> first position not recorded yet;
+        # -1: not sampled. Oldest first.
 
     @property
     def has_weights(self) -> bool:
@@ -48,7 +48,8 @@ class RouteRecorder:
         return wanted
 
     def take(self, records: list[RouteRecord]) -> None:
-        """What was told before (of a request that was preempted or moved) is left out."""
+        """Record the new tokens. Those of a preempted or moved request that came before are left
+        out."""
         with self._lock:
             if self._is_over:
                 return
@@ -61,11 +62,11 @@ class RouteRecorder:
                     self._next[record.request_id] = end
                     taken.append(record if known <= start else _behind(record, known - start))
             if len(taken) < len(records):
-                taken = [_behind(record, 0) for record in taken]  # lets go of the others' rows
+                taken = [_behind(record, 0) for record in taken]  # copies, to free the other rows
             self._sink.add(taken)
 
     def end(self) -> None:
-        """From here on the sink gets nothing, also of a step that is told about just now."""
+        """Stop passing tokens to the sink, also those of the step being published."""
         with self._lock:
             self._is_over = True
 
@@ -80,7 +81,7 @@ class RouteRecorder:
 
 
 def _behind(record: RouteRecord, count: int) -> RouteRecord:
-    """A copy of the tokens behind the first ones."""
+    """Copy a record without its first `count` tokens."""
     weights = record.weights_NLK
     return msgspec.structs.replace(
         record,

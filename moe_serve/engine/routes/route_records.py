@@ -1,6 +1,11 @@
-"""What the routers chose for live requests, told to whoever asked before the step.
+"""Passes the routers' choices for live requests to listeners that asked before the step.
 
     listener.wants(step, sequences)  ->  the plan asks the pipeline  ->  listener.take(records)
+
+A request may also ask for the experts of its generated tokens. A token is sampled from the row of
+the position before it, so it comes with the routers' choices for that row, made in the same step.
+Other prompt rows are not returned. A row that is computed again (after a preemption, or on another
+rank) gives the same choices.
 
 N tokens of one sequence in one step, L layers with routed experts, K choices.
 """
@@ -14,45 +19,49 @@ from typing import Protocol
 
 import numpy as np
 
+from moe_serve.engine.request.request import NO_EXPERTS, TokenExperts
 from moe_serve.engine.request.sequence import Schedule, Sequence, sequences_of
-from moe_serve.engine.routes.token_experts import sequences_that_ask
 from moe_serve.model.step_plan import RouteAsk, StepPlan
 from moe_serve.pipeline.route_tap import StepChoices
 from routing_predictor.traces.recording import TracedTokens
 
 _log = logging.getLogger(__name__)
 
+Made = dict[int, TokenExperts]  # sequence id -> the experts of its next token
+
 
 class RouteRecord(TracedTokens, frozen=True, kw_only=True, eq=False, gc=False):
     """Tokens at positions [start, start + N) of a request, and their experts in every layer.
 
-    A request that was preempted, or moved to another rank, is told again from its beginning.
-    Weights are there if any listener wants them.
+    A request that was preempted, or moved to another rank, is recorded again from its beginning.
+    Weights are present if any listener wants them.
     """
 
     sequence_id: int
 
 
 class RouteListener(Protocol):
-    """Called on the engine's thread, between steps: whatever it does delays the next one."""
+    """Receives routes on the engine's thread between steps, so slow listeners delay the next
+    step."""
 
     @property
     def has_weights(self) -> bool:
-        """Whether it wants the routers' weights too."""
+        """Whether it also wants the routers' weights."""
         ...
 
     def wants(self, step: int, sequences: Mapping[int, Sequence]) -> Collection[int]:
-        """Which of these sequences it wants to hear of. Asked again, it says the same. Engines that
-        step together give the same `step`."""
+        """Return the ids of the sequences whose routes it wants. The answer for a step must not
+        change. Engines that step together pass the same `step`."""
         ...
 
     def take(self, records: list[RouteRecord]) -> None:
-        """A step has ended. Holds also what only other listeners asked for."""
+        """Receive the records of a finished step, including those that only other listeners
+        wanted."""
         ...
 
 
 class RouteListeners:
-    """All listeners of a server's engines. They come and go on any thread."""
+    """All route listeners of a server's engines. They may be added and removed on any thread."""
 
     def __init__(self) -> None:
         self._listeners: tuple[RouteListener, ...] = ()
@@ -61,11 +70,11 @@ class RouteListeners:
         self._listeners = (*self._listeners, listener)
 
     def remove(self, listener: RouteListener) -> None:
-        """Unknown ones are ignored."""
+        """Remove a listener. Unknown ones are ignored."""
         self._listeners = tuple(each for each in self._listeners if each is not listener)
 
-    def asked(self, plan: StepPlan, step: int, schedule: Schedule) -> StepPlan:
-        """The plan, with what the listeners and the requests themselves want to know of it."""
+    def with_requests(self, plan: StepPlan, step: int, schedule: Schedule) -> StepPlan:
+        """Return the plan with the route requests of the listeners and of the sequences."""
         listeners, wanted = self._listeners, sequences_that_ask(plan, schedule)
         if listeners:
             sequences = sequences_of(schedule)
@@ -75,8 +84,8 @@ class RouteListeners:
         ask = RouteAsk(wanted, any(listener.has_weights for listener in listeners))
         return replace(plan, routes=ask)
 
-    def tell(self, schedule: Schedule, choices: StepChoices | None) -> None:
-        """What came of a step, before its sequences advance."""
+    def notify(self, schedule: Schedule, choices: StepChoices | None) -> None:
+        """Pass the routes of a finished step to the listeners, before its sequences advance."""
         listeners = self._listeners
         if choices is None or not listeners:
             return
@@ -86,7 +95,8 @@ class RouteListeners:
 
 
 def _records(schedule: Schedule, choices: StepChoices) -> list[RouteRecord]:
-    """Views of the step's arrays. A sequence that ended while the step ran is left out."""
+    """Build records as views of the step's arrays. Sequences that ended during the step are left
+    out."""
     known = [schedule.get(key) for key in choices.sequence_ids]
     tokens: list[int] = []
     for item, count in zip(known, choices.counts, strict=True):
@@ -95,7 +105,9 @@ def _records(schedule: Schedule, choices: StepChoices) -> list[RouteRecord]:
         told = [0] * count if sequence is None else sequence.token_ids[start : start + count]
         tokens += told
         if len(told) != count:
-            _log.warning("%d choices came for %d tokens: the step is not told", count, len(told))
+            _log.warning(
+                "%d choices came for %d tokens: the step's routes are dropped", count, len(told)
+            )
             return []
     token_ids = np.array(tokens, dtype=np.int32)
     ids, weights = choices.expert_ids_NLK, choices.weights_NLK
@@ -115,3 +127,36 @@ def _records(schedule: Schedule, choices: StepChoices) -> list[RouteRecord]:
                 )
             )
     return records
+
+
+def sequences_that_ask(plan: StepPlan, schedule: Schedule) -> frozenset[int]:
+    """Return the sequences that get a token from this step and want its experts."""
+    asking = [key for key, (s, _) in schedule.items() if s.request.wants_routed_experts]
+    if not asking:
+        return frozenset()
+    sampled = {piece.sequence_id for piece in plan.slices if piece.num_logits}
+    return frozenset(sampled.intersection(asking))
+
+
+def made_tokens(schedule: Schedule, choices: StepChoices | None) -> Made:
+    """Return the experts of the tokens about to be appended, by sequence id."""
+    found: Made = {}
+    if choices is None:
+        return found
+    ids_NLK, end = choices.expert_ids_NLK, 0
+    for key, count in zip(choices.sequence_ids, choices.counts, strict=True):
+        end += count
+        item = schedule.get(key)
+        if item is not None and count and item[0].request.wants_routed_experts:
+            row_LK, is_wide = ids_NLK[end - 1], ids_NLK.dtype.itemsize > 1
+            row_LK = row_LK.astype(np.int16 if is_wide else np.uint8, copy=False)
+            num_layers, top_k = row_LK.shape
+            found[key] = TokenExperts(row_LK.tobytes(), num_layers, top_k, is_wide)
+    return found
+
+
+def experts_of(sequence: Sequence, made: Made) -> tuple[TokenExperts, ...] | None:
+    """Return the experts of a sequence's new token; empty ones if a rank's message was unusable."""
+    if not sequence.request.wants_routed_experts:
+        return None
+    return (made.get(sequence.id, NO_EXPERTS),)

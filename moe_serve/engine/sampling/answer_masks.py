@@ -1,7 +1,9 @@
-"""Which tokens a step's sequences may take next: constraints, allowed tokens, bad words, and the
-end of reasoning whose budget is spent.
+"""Computes the tokens that a step's sequences may take next.
 
-C rows that are not free, W words of 32 tokens each (on a little-endian machine).
+Masks combine constraints, allowed tokens, bad words, and the end of reasoning whose budget is
+spent.
+
+C rows with a mask, W words of 32 tokens each (on a little-endian machine).
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ _NOTHING_LEFT = "its parameters together allow no token here"
 
 @dataclass(frozen=True, slots=True)
 class MaskCost:
-    """`cpu_s` tells of the grammar, however busy the machine is; `wall_s` of what its neighbours
-    waited for."""
+    """The cost of a mask. `cpu_s` measures the grammar on any machine load, `wall_s` the time that
+    neighbours waited."""
 
     cpu_s: float
     wall_s: float
@@ -35,8 +37,11 @@ class MaskCost:
 
 @dataclass(frozen=True, slots=True)
 class MaskedRows:
-    """`masks`: None where every row is free. `failures`: row -> why it can take no token.
-    `costs`: row -> what its mask took, of rows that follow a grammar."""
+    """The masks of a step. `masks` is None if no row is restricted.
+
+    `failures` maps rows to the reason why they can take no token. `costs` maps rows that follow a
+    grammar to the cost of their masks.
+    """
 
     masks: TokenMasks | None = None
     failures: dict[int, str] = field(default_factory=dict)
@@ -44,7 +49,7 @@ class MaskedRows:
 
 
 class AnswerMasks:
-    """Of one model. A sequence's mask depends on its own tokens and request only."""
+    """Makes masks for one model. A sequence's mask depends on its own tokens and request only."""
 
     def __init__(
         self, vocab_size: int, eos_token_ids: frozenset[int], grammars: Grammars | None = None
@@ -53,7 +58,7 @@ class AnswerMasks:
         self._any_W = _bits(range(vocab_size), num_words(vocab_size))
 
     def of(self, sequences: Rows[Sequence]) -> MaskedRows:
-        """One mask for each row that is not free."""
+        """Return one mask for each restricted row."""
         rows = [row for row, sequence in enumerate(sequences) if _is_masked(sequence)]
         if not rows:
             return MaskedRows()
@@ -69,7 +74,7 @@ class AnswerMasks:
         return MaskedRows(TokenMasks(np.array(rows, np.int64), bits_CW), failures, costs)
 
     def _fill(self, sequence: Sequence, bits_W: NDArray[np.uint32]) -> str | None:
-        """The mask of one row; or why it is empty."""
+        """Fill the mask of one row. Returns the reason if no token is allowed."""
         params = sequence.request.params
         bits_W[:] = self._any_W
         if params.constraint is not None:
@@ -82,10 +87,10 @@ class AnswerMasks:
             if why is not None:
                 return why
             if not _without(bits_W, self._eos).any():
-                return None  # it is complete: there is nothing to wait for or to choose from
+                return None  # the answer is complete: only end tokens are left
         if params.allowed_token_ids:
             bits_W &= _bits(params.allowed_token_ids, len(bits_W))
-        # A tokenizer may know more tokens than the model, which makes none of those.
+        # A tokenizer may have tokens that the model has no logits for.
         banned = [token for token in _bad_tokens(sequence) if token < self._vocab_size]
         if sequence.is_short:
             banned += [*self._eos, *params.stop_token_ids]
@@ -97,18 +102,19 @@ class AnswerMasks:
         return None if bits_W.any() else _NOTHING_LEFT
 
     def _matcher(self, sequence: Sequence) -> SequenceMatcher:
-        """The sequence's own, made when it is first asked for."""
+        """Return the sequence's matcher, made on first use."""
         if sequence.matcher is None:
             constraint = sequence.request.params.constraint
             assert constraint is not None, f"{sequence.request.request_id} has no constraint"
             if self._grammars is None:
-                raise InvalidGrammarError("This engine follows no grammars.")
+                raise InvalidGrammarError("This engine has no support for grammars.")
             sequence.matcher = SequenceMatcher(self._grammars.matcher_within(constraint))
         return sequence.matcher
 
 
 def _is_masked(sequence: Sequence) -> bool:
-    """Within its thinking budget, and behind the reasoning, a row is as free as without one."""
+    """Return whether a row needs a mask. Within its thinking budget and after the reasoning it does
+    not."""
     params = sequence.request.params
     is_thinking_free = _is_thinking_free(sequence)
     is_bound = params.constraint or params.allowed_token_ids or params.bad_word_ids
@@ -116,7 +122,8 @@ def _is_masked(sequence: Sequence) -> bool:
 
 
 def _is_thinking_free(sequence: Sequence) -> bool:
-    """Reads what is new of the answer."""
+    """Read the answer's new tokens and return whether the thinking budget restricts the next
+    one."""
     params = sequence.request.params
     markers, budget = params.limited_thinking, params.thinking_token_budget
     if markers is None or budget is None:
@@ -128,8 +135,8 @@ def _is_thinking_free(sequence: Sequence) -> bool:
 
 
 def _heeding(bits_W: NDArray[np.uint32], thoughts: ThoughtCounter) -> NDArray[np.uint32]:
-    """The rest of the request comes first: an end that it does not allow yet, such as within a
-    character that a grammar wants complete, waits until it does."""
+    """Apply the thinking limit unless the other rules forbid it yet. For example an end of
+    reasoning waits until a grammar has a complete character."""
     if thoughts.forced is not None:
         only_W = bits_W & _bits([thoughts.forced], len(bits_W))
         return only_W if only_W.any() else bits_W
@@ -140,7 +147,7 @@ def _heeding(bits_W: NDArray[np.uint32], thoughts: ThoughtCounter) -> NDArray[np
 
 
 def _bad_tokens(sequence: Sequence) -> Iterable[int]:
-    """Tokens that would complete a bad word in the answer."""
+    """Yield tokens that would complete a bad word in the answer."""
     num_prompt, tokens = sequence.num_prompt_tokens, sequence.token_ids
     for word in sequence.request.params.bad_word_ids:
         start = len(tokens) - len(word) + 1

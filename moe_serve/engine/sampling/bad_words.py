@@ -1,4 +1,4 @@
-"""Words that an answer must not hold, as token sequences. The rule is vLLM's."""
+"""Converts banned words of an answer into token sequences, by vLLM's rule."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from moe_serve.text.tokenizer import Tokenizer
 
 
 def with_bad_word_ids(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-    """Each word as the tokenizer writes it at the beginning of a text, and after a space where
-    that takes as many tokens. Other spellings of it (`b` + `ad`) are not banned."""
+    """Add the token ids of bad words to the parameters.
+
+    Each word is encoded as at the beginning of a text, and also after a space if that takes as many
+    tokens. Other spellings (`b` + `ad`) are not banned.
+    """
     if not params.bad_words:
         return params
     banned: dict[tuple[int, ...], None] = {}

@@ -1,8 +1,12 @@
-"""From logits to tokens, in torch. Each row's result depends on its own logits and request only.
+"""Turns logits into tokens in torch. Each row's result depends on its own logits and request only.
 
-S rows, V vocabulary. Order of operations: logit bias and minimum length, penalties, masks,
-temperature, min_p, top-k, top-p, draw. Log probabilities are those of the model, before all of
-these.
+S rows, V vocabulary, N the part of a row that is sorted. Order of operations: logit bias and
+minimum length, penalties, masks, temperature, min_p, top-k, top-p, draw. Log probabilities are
+those of the model, before all of these.
+
+min_p, top-k and top-p cut by value, not by rank, so they need sorted values only. Equal values have
+no order, so the cut does not depend on a sorting algorithm or on how much of a row was sorted:
+tokens that tie with the last one kept are kept too.
 """
 
 from __future__ import annotations
@@ -19,13 +23,14 @@ from moe_kernels.interface.token_mask import TokenMasks, ban_others, ban_others_
 from moe_serve.engine.request.request import TokenLogprob
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.sequence import Sequence
-from moe_serve.engine.sampling.nucleus import least_probabilities
-from moe_serve.engine.sampling.random_draw import uniform
+
+_USUAL_NUCLEUS = 1024  # tokens; rows with a larger nucleus are sorted completely
+_MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The token of one row; `is_valid` is False when the row's logits held NaN or infinity."""
+    """The token of one row. `is_valid` is False if the row's logits held NaN or infinity."""
 
     token_id: int
     is_valid: bool
@@ -33,9 +38,9 @@ class Sampled:
 
 
 class Sampler:
-    """Implements SamplingBackend with torch operations, wherever the logits lie.
+    """Implements SamplingBackend with torch operations, on the logits' device.
 
-    `eos_token_ids` may not come before a request's minimum length.
+    `eos_token_ids` are banned before a request's minimum length.
     """
 
     def __init__(self, eos_token_ids: frozenset[int]) -> None:
@@ -44,7 +49,7 @@ class Sampler:
     def sample(
         self, logits_SV: Tensor, sequences: Rows[Sequence], masks: TokenMasks | None = None
     ) -> list[Sampled]:
-        """One token for each row."""
+        """Sample one token for each row."""
         adjusted_SV = self._adjust(logits_SV, sequences)
         if masks is not None:
             adjusted_SV = logits_SV.clone() if adjusted_SV is logits_SV else adjusted_SV
@@ -69,7 +74,7 @@ class Sampler:
         return describe_tokens(logits_RV, tokens, num_top)
 
     def _adjust(self, logits_SV: Tensor, sequences: Rows[Sequence]) -> Tensor:
-        """Bias, minimum length, penalties: in place on a copy, and only for rows that ask."""
+        """Apply bias, minimum length and penalties, on a copy and only to rows that need it."""
         adjusted_SV = logits_SV
         for row, sequence in enumerate(sequences):
             params = sequence.request.params
@@ -91,7 +96,7 @@ class Sampler:
 
 
 def describe_tokens(logits_RV: Tensor, tokens: list[int], num_top: int) -> list[TokenLogprob]:
-    """The log probability and rank of one token in each row, and the row's likeliest ones."""
+    """Return the log probability and rank of one token per row, and the row's likeliest tokens."""
     if not tokens:
         return []
     logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
@@ -109,8 +114,8 @@ def describe_tokens(logits_RV: Tensor, tokens: list[int], num_top: int) -> list[
 
 
 def with_given(entry: TokenLogprob, logits_V: Tensor, given: Tokens[int]) -> TokenLogprob:
-    """The entry with the chosen token and the `given` ones in place of the likeliest ones.
-    Without any given the entry stays as it is."""
+    """Replace the entry's likeliest tokens by the chosen one and the `given` ones, if any are
+    given."""
     if not given:
         return entry
     logprobs_1V = torch.log_softmax(logits_V[None], dim=-1)
@@ -133,7 +138,8 @@ def _ban_others(logits_SV: Tensor, masks: TokenMasks) -> None:
 
 
 def _penalize(row_V: Tensor, sequence: Sequence) -> None:
-    """OpenAI's presence and frequency over the answer, repetition over prompt and answer (CTRL)."""
+    """Apply OpenAI's presence and frequency penalties over the answer, and repetition over prompt
+    and answer (CTRL)."""
     params = sequence.request.params
     if params.repetition_penalty != 1.0:
         seen = torch.tensor(list(sequence.seen), device=row_V.device)
@@ -149,7 +155,8 @@ def _penalize(row_V: Tensor, sequence: Sequence) -> None:
 
 
 def _draw(logits_SV: Tensor, sequences: Rows[Sequence], has_filter: bool) -> list[int]:
-    """Inverse transform sampling: the first token whose cumulative probability exceeds the draw."""
+    """Draw by inverse transform sampling: the first token whose cumulative probability exceeds the
+    draw."""
     device, params = logits_SV.device, [s.request.params for s in sequences]
     temperature_S1 = torch.tensor([[p.temperature] for p in params], device=device)
     shifted_SV = logits_SV - logits_SV.amax(dim=-1, keepdim=True)
@@ -161,7 +168,7 @@ def _draw(logits_SV: Tensor, sequences: Rows[Sequence], has_filter: bool) -> lis
     draws = [uniform(s.seed, s.request.choice, s.num_tokens) for s in sequences]
     draw_S1 = torch.tensor(draws, dtype=torch.float64, device=device)[:, None]
     index_S1 = torch.searchsorted(cumulative_SV, draw_S1 * total_S1, right=True)
-    # A draw next to 1 may round past the end: the last token with any probability is meant.
+    # A draw next to 1 may round past the end: take the last token with any probability.
     last_S1 = torch.searchsorted(cumulative_SV, total_S1)
     tokens: list[int] = torch.minimum(index_S1, last_S1)[:, 0].tolist()
     return tokens
@@ -181,3 +188,51 @@ def _logprobs(
             given = sequences[row].request.params.logprob_token_ids
             result[row] = with_given(natural, logits_SV[row], given)
     return result
+
+
+def least_probabilities(probs_SV: Tensor, params: Rows[SamplingParams]) -> Tensor:
+    """Return the smallest probability that each row keeps, [S, 1].
+
+    Applies min_p, then top-k, then top-p to what is left. The likeliest token always stays.
+    """
+    vocab_size = probs_SV.shape[-1]
+    most = max((p.top_k for p in params), default=0)
+    least_S1, is_certain_S = _cut(probs_SV, params, min(vocab_size, max(_USUAL_NUCLEUS, most)))
+    unsure = (~is_certain_S).nonzero()[:, 0].tolist()
+    if unsure:
+        exact, _ = _cut(probs_SV[unsure], [params[i] for i in unsure], vocab_size)
+        least_S1[unsure] = exact
+    return least_S1
+
+
+def _cut(probs_SV: Tensor, params: Rows[SamplingParams], num: int) -> tuple[Tensor, Tensor]:
+    """Return the cuts by the `num` largest values, and whether those were enough [S]."""
+    device = probs_SV.device
+    min_p_S1 = torch.tensor([[p.min_p] for p in params], device=device)
+    top_k_S1 = torch.tensor([[p.top_k if p.top_k > 0 else 2**31] for p in params], device=device)
+    top_p_S1 = torch.tensor([[p.top_p] for p in params], dtype=torch.float64, device=device)
+    sorted_SN = probs_SV.topk(num, dim=-1).values
+    floor_S1 = min_p_S1 * sorted_SN[:, :1]
+    keep_SN = (sorted_SN >= floor_S1) & (torch.arange(num, device=device)[None] < top_k_S1)
+    kept_SN = (sorted_SN * keep_SN).double()
+    cumulative_SN = kept_SN.cumsum(dim=-1)  # summed in order, so independent of N
+    all_SV = (probs_SV * (probs_SV >= floor_S1)).double().cumsum(dim=-1)
+    has_top_k_S1 = top_k_S1 <= num
+    total_S1 = torch.where(has_top_k_S1, cumulative_SN[:, -1:], all_SV[:, -1:])
+    keep_SN &= cumulative_SN - kept_SN < top_p_S1 * total_S1
+    last_S1 = keep_SN.sum(dim=-1, keepdim=True).clamp(min=1) - 1
+    is_whole_S1 = has_top_k_S1 | (sorted_SN[:, -1:] < floor_S1) | (num == probs_SV.shape[-1])
+    is_certain_S1 = is_whole_S1 | (cumulative_SN[:, -1:] >= top_p_S1 * total_S1)
+    return sorted_SN.gather(1, last_S1), is_certain_S1[:, 0]
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """Return one number in [0, 1) that depends on (seed, choice, position) only.
+
+    It comes from the counter-based generator Philox (Salmon et al., SC 2011). There is no state to
+    share or advance, so a neighbour, a preemption or a restart changes nothing.
+    """
+    key = np.array([seed & _MASK, choice], dtype=np.uint64)
+    counter = np.array([position, 0, 0, 0], dtype=np.uint64)
+    bits = np.random.Philox(key=key, counter=counter).random_raw()
+    return float(int(bits) >> 11) * 2.0**-53

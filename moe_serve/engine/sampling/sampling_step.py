@@ -1,4 +1,4 @@
-"""What a step's sequences ask of sampling, as the arrays that a set of kernels takes.
+"""Converts the sampling parameters of a step's sequences into the arrays that kernels take.
 
 S rows, M entries: single tokens of single rows, where a logit is biased, penalised or banned.
 """
@@ -19,7 +19,7 @@ from moe_serve.engine.request.sequence import Sequence
 def make_sampling_step(
     sequences: Rows[Sequence], eos_token_ids: Collection[int], masks: TokenMasks | None = None
 ) -> SamplingStep:
-    """The same numbers that the host's sampler works with, row by row."""
+    """Build the arrays with the same numbers that the torch sampler uses, row by row."""
     params = [s.request.params for s in sequences]
     scored = [row for row, p in enumerate(params) if p.logprobs is not None]
     return SamplingStep(
@@ -61,7 +61,8 @@ def _entries(sequences: Rows[Sequence], eos_token_ids: Collection[int]) -> Token
 
 
 def _entries_of(row: int, sequence: Sequence, banned: Collection[int]) -> TokenEntries:
-    """One row's tokens, each once. It may be biased, seen, in the answer and banned together.
+    """Return one row's tokens, each once. A token may be biased, seen, in the answer and banned
+    together.
 
     Example, the prompt [5, 3], the answer [3, 7], penalties of repetition and presence, a bias of 2
     for 9: tokens [3, 5, 7, 9], biases [0, 0, 0, 2], counts [1, 0, 1, 0], seen [1, 1, 1, 0].
@@ -73,7 +74,7 @@ def _entries_of(row: int, sequence: Sequence, banned: Collection[int]) -> TokenE
     tokens = np.concatenate(kinds)
     if banned or len(tokens) > max(map(len, kinds)):
         tokens, places = np.unique(tokens, return_inverse=True)
-    else:  # of one kind, the usual case: no token comes twice
+    else:  # only one kind, the usual case: no token is repeated
         places = np.arange(len(tokens))
     num_seen, num_counted, num_biased, _ = map(len, kinds)
     num_known = num_seen + num_counted

@@ -1,4 +1,4 @@
-"""A thinking budget, as what the engine needs of it: the tokens of the model's own markers."""
+"""Converts a thinking budget into the token markers that the engine needs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ def with_thinking_markers(
     *,
     can_call: bool = False,
 ) -> SamplingParams:
-    """`prompt` (its end will do) tells whether the reasoning has begun. Raises InvalidRequestError
-    if nobody knows how this model marks it. An answer without reasoning has nothing to limit."""
+    """Add thinking markers to parameters with a thinking budget.
+
+    `prompt` (or just its end) tells whether the reasoning has begun. Raises InvalidRequestError if
+    the model's reasoning markers are unknown. An answer without reasoning needs no limit.
+    """
     if params.thinking_token_budget in (None, -1):
         return params
     if reasoning is None:
         raise InvalidRequestError(
-            f"{_NAME} needs a model that marks its reasoning, and this one's chat template shows "
-            "no markers that are known: leave it out, or set server.reasoning_parser.",
+            f"{_NAME} needs a model that marks its reasoning, and this model's chat template has "
+            "no known markers: leave it out, or set server.reasoning_parser.",
             param=_NAME,
             code="unsupported_parameter",
         )
@@ -42,8 +45,8 @@ def with_thinking_markers(
 def thinking_markers(
     params: SamplingParams, reasoning: ReasoningFormat | None, prompt: str, tokenizer: Tokenizer
 ) -> ThinkingMarkers | None:
-    """The markers of the reasoning, to count its tokens. None: the answer has no reasoning, or the
-    vocabulary cannot write the marker that ends it."""
+    """Return the markers for counting reasoning tokens; None if the answer has no reasoning, or if
+    the vocabulary cannot write the marker that ends it."""
     if params.thinking_markers is not None:
         return params.thinking_markers
     if reasoning is None or _holds_at_once(params, reasoning):
@@ -73,7 +76,7 @@ def _written(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     found = spellings(text, tokenizer)
     if text and not found:
         raise InvalidRequestError(
-            f"{_NAME} cannot be kept: the vocabulary of this model has no tokens for {text!r}.",
+            f"{_NAME} cannot be enforced: the vocabulary of this model has no tokens for {text!r}.",
             param=_NAME,
             code="unsupported_parameter",
         )
@@ -81,7 +84,7 @@ def _written(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def _holds_at_once(params: SamplingParams, reasoning: ReasoningFormat) -> bool:
-    """Whether a grammar holds from the first token on, and has no reasoning in it."""
+    """Return whether a grammar holds from the first token on and contains no reasoning."""
     constraint = params.constraint
     if constraint is None or constraint.lead:
         return False

@@ -1,4 +1,4 @@
-"""From a schedule to a step plan: token ids, page tables, and the cut into micro-batches."""
+"""Turns a schedule into a step plan: token ids, page tables, and the split into micro-batches."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _UNKNOWN = np.zeros(1, dtype=np.int64)
 
 
 def make_step_plan(schedule: Schedule, max_micro_batches: int, policy: BatchPolicy) -> StepPlan:
-    """Slices of the scheduled sequences in at most `max_micro_batches` groups."""
+    """Plan the scheduled sequences in at most `max_micro_batches` groups."""
     slices = [_slice(sequence, count) for sequence, count in schedule.values()]
     return _plan(slices, max_micro_batches, policy)
 
 
 def make_next_plan(schedule: Schedule, max_micro_batches: int, policy: BatchPolicy) -> StepPlan:
-    """The plan of a step that runs after one whose tokens are not known yet: of each sequence, the
-    token that is about to be sampled. Whoever computes the step has it; here it reads 0."""
+    """Plan the step after one whose tokens are not known yet. It computes of each sequence the
+    token about to be sampled, which the executor fills in; here it is 0."""
     slices = [
         SequenceSlice(s.id, s.num_tokens, _UNKNOWN, tuple(s.page_table), num_logits=1)
         for s, _ in schedule.values()

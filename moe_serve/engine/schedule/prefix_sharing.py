@@ -1,8 +1,8 @@
-"""What sequences take from each other's computed pages, and what they give.
+"""Shares computed pages between sequences.
 
-A page is given once it is full, its step has succeeded and its values are finite. It is taken by
-reference when all its 16 tokens are wanted, and copied when only its first tokens are (copy on
-write: the taker will write the rest).
+A sequence gives a page once it is full, its step has succeeded and its values are finite. Another
+one takes it by reference if it wants all its 16 tokens, or copies it if it wants only the first
+tokens (copy on write: it will write the rest).
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from moe_serve.engine.request.sequence import Sequence
 
 # On a CPU, copying and checking a page takes about the time of one token of a prompt.
 _LEAST_COPIED_TOKENS = 2
+_NO_ADAPTER = 0  # the keys have a place for adapters, which are not served yet
 
 
 class PrefixSharing:
-    """Between the scheduler's sequences and the cache. `model_identity` None: nothing is shared."""
+    """Connects the scheduler's sequences with the cache. With `model_identity` None nothing is
+    shared."""
 
     def __init__(
         self,
@@ -38,17 +40,17 @@ class PrefixSharing:
         self.num_queried_tokens = self.num_hit_tokens = 0
 
     def register(self, sequence: Sequence) -> None:
-        """Give a new sequence the key that its pages' keys start from."""
+        """Give a new sequence the root key from which its page keys start."""
         request = sequence.request
         if self._identity is not None:
-            root = root_key(self._identity, request.adapter_id, request.cache_salt)
+            root = root_key(self._identity, _NO_ADAPTER, request.cache_salt)
             sequence.page_keys.append(root)
 
     def find(self, sequence: Sequence) -> list[int] | None:
-        """The cached pages that a waiting sequence can start with; None: it should wait, as a
-        sequence that runs is computing the next one.
+        """Return the cached pages that a waiting sequence can start with.
 
-        At least its last token is left to compute, for the logits. A request for the prompt's log
+        Returns None if it should wait because a running sequence is computing the next page. At
+        least its last token is left to compute, for the logits. A request for the prompt's log
         probabilities needs the logits of all its tokens, so it takes nothing.
         """
         if not sequence.can_share or sequence.wants_prompt_logprobs:
@@ -66,7 +68,7 @@ class PrefixSharing:
         self, sequence: Sequence, pages: list[int], running: Iterable[Sequence], *, can_copy: bool
     ) -> None:
         """Start a sequence with the pages found, and the beginning of one more if some page has it.
-        Others are told what it will compute."""
+        Registers the pages that it will compute."""
         assert not sequence.page_table, f"sequence {sequence.id} has pages before it starts"
         self._cache.hold(pages)
         sequence.page_table = list(pages)
@@ -84,13 +86,13 @@ class PrefixSharing:
             self._computing.setdefault(key, sequence.id)
 
     def _count(self, sequence: Sequence) -> None:
-        if sequence.started_at is None:  # later it finds what it computed itself, too
+        if sequence.started_at is None:  # after a restart it would find its own pages
             sequence.num_cached_tokens = sequence.num_computed_tokens
             self.num_queried_tokens += sequence.num_tokens
             self.num_hit_tokens += sequence.num_computed_tokens
 
     def _copy_beginning(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
-        """Have the page copied that begins most like the next one of this sequence."""
+        """Request a copy of the page that begins most like the sequence's next one."""
         start, most = sequence.num_computed_tokens, sequence.num_tokens - 1
         wanted = token_array(sequence.token_ids[start : min(start + PAGE_SIZE, most)])
         if len(wanted) < _LEAST_COPIED_TOKENS:
@@ -107,14 +109,14 @@ class PrefixSharing:
     def _most_alike(
         self, sequence: Sequence, wanted: NDArray[np.int32], running: Iterable[Sequence]
     ) -> tuple[int, int]:
-        """A page and how many tokens of it: a cached one, or the last of a sequence that runs
-        (n > 1, equal prompts), if its values are finite so far."""
+        """Return a page and the number of its tokens that match. It is a cached page, or the last
+        one of a running sequence (n > 1, equal prompts) whose values are finite so far."""
         index = sequence.num_shared_pages
         parent_key, start = sequence.page_keys[index], index * PAGE_SIZE
         best, most = self._cache.tree.most_alike(parent_key, wanted)
         for other in running:
             if other.num_computed_tokens - start <= most or other.num_full_pages != index:
-                continue  # it cannot be better
+                continue  # it cannot match more
             if other.num_shared_pages != index or not other.can_share:
                 continue
             if other.page_keys[index] != parent_key or other.token_ids[start] != wanted[0]:
@@ -126,27 +128,28 @@ class PrefixSharing:
         return best, most
 
     def _is_copyable(self, page: int) -> bool:
-        """Its values are there (it is not itself about to be copied to), and finite."""
+        """Return whether the page's values are finite and written, so it is not itself a copy's
+        target."""
         is_written = all(page != target for _, target in self._copies)
         return is_written and self._finite_pages([page]) == [True]
 
     @property
     def copies(self) -> list[tuple[int, int]]:
-        """Pages to copy before the next step runs, (from, to) each; the sources are held."""
+        """Pages to copy before the next step runs, as (from, to). The sources are held."""
         return self._copies
 
     def end_copies(self) -> None:
-        """The copies are made: let go of their sources."""
+        """Release the sources, as the copies are made."""
         for source, _ in self._copies:
             self._cache.release([source])
         self._copies = []
 
     def give(self, sequences: Iterable[Sequence], *, is_end: bool = False) -> None:
-        """Make the newly filled pages of sequences visible to all; at their end the last page too,
-        full or not.
+        """Make the newly filled pages of sequences visible to all; at their end also the last,
+        partial page.
 
-        Called when somebody asks: all pages of many steps are checked in one go. Without the cache
-        they are checked at the end, as whoever gets them next must not find a NaN there.
+        Called on demand, so that the pages of many steps are checked at once. Without the cache
+        they are checked at the end, as the next owner must not find a NaN there.
         """
         fresh = []
         for sequence in sequences:
@@ -186,13 +189,14 @@ class PrefixSharing:
             self._computing.pop(key, None)
 
     def stop_computing(self, sequence: Sequence) -> None:
-        """It will give no more pages: nobody waits for it any longer."""
+        """Record that the sequence will give no more pages, so nothing waits for them."""
         for key in sequence.page_keys[sequence.num_shared_pages + 1 :]:
             if self._computing.get(key) == sequence.id:
                 del self._computing[key]
 
     def check_integrity(self, running: Items[Sequence]) -> None:
-        """Only pages of running sequences are waited for, and shared pages are in the tree."""
+        """Assert that only running sequences are waited for, and that shared pages are in the
+        tree."""
         lost = set(self._computing.values()) - {s.id for s in running}
         assert not lost, f"sequences {lost} do not run and are waited for"
         for sequence in running:

@@ -1,15 +1,15 @@
-"""Who runs in the next step, and how many tokens of each.
+"""Chooses the sequences of the next step and how many tokens each computes.
 
-One rule for prompts and answers alike: every running sequence has tokens that are not computed yet,
+Prompts and answers follow one rule: every running sequence has tokens that are not computed yet,
 and a step computes some of them under a token budget. Sequences with one token left (decode) go
-first, then prompts in the order in which they started, then who waits, the most urgent first.
-Nobody is put back because somebody more urgent came. When pages run out, the least urgent that
-runs (of several the one that started last) gives its pages back and waits, before all who are as
-urgent, to be computed again.
+first, then prompts in the order in which they started, then waiting sequences, the most urgent
+first. A running sequence is never put back for a more urgent one. When pages run out, the least
+urgent running sequence (among several, the one that started last) gives its pages back and waits,
+ahead of all equally urgent ones, to be computed again.
 
-A sequence starts with what is cached of its tokens. If a sequence that runs is just computing its
-next page, it waits for that page, and those behind it may start first. The batch policy may let
-others go first too, within bounds.
+A sequence starts with its cached tokens. If a running sequence is computing its next page, it waits
+for that page, and those behind it may start first. The batch policy may also let others go first,
+within bounds.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.request.sequence import Schedule, Sequence
 from moe_serve.engine.request.step_tokens import StepTokenCounter
 from moe_serve.engine.sampling.mask_share import MaskShare
-from moe_serve.engine.schedule.left_aside import LeftAside
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
 from moe_serve.engine.schedule.prefix_sharing import PrefixSharing
-from moe_serve.engine.schedule.waiting_line import WaitingLine
+from moe_serve.engine.schedule.waiting_queue import Skipped, WaitingQueue
 
 
 class Scheduler:
@@ -40,12 +39,12 @@ class Scheduler:
         policy: BatchPolicy,
     ) -> None:
         self._config, self.cache, self.sharing, self.policy = config, cache, sharing, policy
-        self.waiting = WaitingLine(config.max_passed_over_s)
+        self.waiting = WaitingQueue(config.max_passed_over_s)
         self.running: list[Sequence] = []  # in the order in which they started
-        self.left_aside = LeftAside()
+        self.skipped = Skipped()
         self.mask_share = MaskShare(config.max_held_s)
         self.num_preemptions = 0
-        self.num_missed_tokens = 0  # of prompts that started, not found in the cache
+        self.num_missed_tokens = 0  # prompt tokens of started sequences, not found in the cache
         self.step_tokens = StepTokenCounter()
         self._unproven_pages: list[int] = []
 
@@ -59,7 +58,7 @@ class Scheduler:
 
     @property
     def oldest_arrival(self) -> float | None:
-        """Of who waits; None: nobody does. On any thread."""
+        """Arrival time of the first waiting sequence; None if none waits. Safe from any thread."""
         try:
             return self.waiting.line[0].request.arrival_time
         except IndexError:
@@ -70,8 +69,8 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
-        """Take sequences out, wherever they are. Pages that a valid token vouches for stay cached
-        if their values are finite; the others are free."""
+        """Remove sequences, running or waiting. Pages proven by a valid token stay cached if their
+        values are finite; the others are freed."""
         sequences = list(sequences)
         self.sharing.give((s for s in sequences if s.is_proven), is_end=True)
         for sequence in sequences:
@@ -80,13 +79,13 @@ class Scheduler:
             else:
                 self.waiting.remove(sequence)
             self._release(sequence)
-        self.left_aside.forget(sequences)
+        self.skipped.forget(sequences)
         self.mask_share.forget(sequences)
         self.policy.forget(s.id for s in sequences)
 
     def discard(self, sequence: Sequence) -> None:
-        """Take a failed sequence out. The pages that it computed leave the cache too, but for those
-        that somebody else uses by now: what failed once is not trusted for long."""
+        """Remove a failed sequence. The pages it computed leave the cache too, except those that
+        other sequences already use."""
         own = sequence.page_table[sequence.num_found_pages : sequence.num_shared_pages]
         sequence.is_proven = False
         self.remove([sequence])
@@ -107,22 +106,26 @@ class Scheduler:
             if count and self._make_room(sequence, count, chosen):
                 chosen[sequence.id] = (sequence, count)
                 budget -= count
-            if self.num_preemptions > num_preempted:  # their share of the budget is free again
+            if self.num_preemptions > num_preempted:  # the victims' budget is free again
                 budget = self._config.max_batched_tokens - sum(n for _, n in chosen.values())
         if self.num_preemptions == num_preempted:
             self._admit(budget, chosen)
         return chosen
 
     def overdue(self) -> list[Sequence]:
-        """Running sequences that keep their seats from others, as their grammars cost too much."""
+        """Return running sequences that hold seats others need because their grammars are too
+        costly."""
         if not self.waiting or self._has_seat:
             return []
         return self.mask_share.overdue(self.running, len(self.waiting))
 
     def follow(self, schedule: Schedule) -> Schedule | None:
-        """The step after `schedule` while that still runs, with pages for it; None if it is not
-        sure yet. It is when all who run are in the step and get a token from it, there are pages
-        for these tokens, and nobody who waits could start."""
+        """Schedule the step after `schedule` while that one runs, with pages for it; None if it is
+        uncertain.
+
+        It is certain if all running sequences are in the step and get a token from it, there are
+        pages for these tokens, and no waiting sequence could start.
+        """
         if len(schedule) != len(self.running) or (self.waiting and self._has_seat):
             return None
         if any(count != s.num_pending_tokens for s, count in schedule.values()):
@@ -139,11 +142,11 @@ class Scheduler:
         return {s.id: (s, 1) for s in sequences}
 
     def _admit(self, budget: int, chosen: Schedule) -> None:
-        """Start waiting sequences while there is budget, a seat, and pages for the whole prompt;
-        the less urgent once nobody more urgent waits."""
+        """Start waiting sequences while there is budget, a seat, and pages for the whole prompt.
+        Less urgent ones start only when no more urgent one waits."""
         if not (self.waiting and budget and self._has_seat):
             return
-        self.sharing.give(self.running)  # what the last steps computed, for those who wait
+        self.sharing.give(self.running)  # make the last steps' pages visible
         for group in self.waiting.groups():
             num_waiting = len(group)
             started = self._start(group, budget, chosen)
@@ -152,7 +155,7 @@ class Scheduler:
                 return
 
     def _start(self, group: Items[Sequence], budget: int, chosen: Schedule) -> list[Sequence]:
-        """Those of equally urgent ones that can start, as the policy chooses."""
+        """Start the sequences of an equally urgent group that can start, in the policy's order."""
         started: list[Sequence] = []
         awaiting: list[Sequence] = []
         lacking: list[Sequence] = []
@@ -168,7 +171,7 @@ class Scheduler:
                     if self.policy.is_next(sequence):
                         break
                     continue
-                # One more page than it needs, as what it copies from is held until then.
+                # A copy needs a spare page, as its source is held until the copy is made.
                 self.sharing.take(sequence, found, self.running, can_copy=num_spare > 0)
                 self.running.append(sequence)
                 started.append(sequence)
@@ -184,7 +187,7 @@ class Scheduler:
                 if not (budget and self._has_seat):
                     break
         finally:
-            self.left_aside.note(self.waiting, started=started, lacking=lacking, awaiting=awaiting)
+            self.skipped.note(self.waiting, started=started, lacking=lacking, awaiting=awaiting)
             for sequence in started:
                 self.waiting.remove(sequence)
         return started
@@ -195,18 +198,19 @@ class Scheduler:
 
     @property
     def _least_urgent(self) -> Sequence:
-        """Of those who run; of several, the one that started last."""
+        """The least urgent running sequence; among several, the one that started last."""
         return max(reversed(self.running), key=lambda s: s.request.priority)
 
     def _num_spare_pages(self, sequence: Sequence, found: list[int]) -> int:
-        """Pages left when a sequence has what it found and what its prompt and one token take, and
-        the prompts that run have what they will still take."""
+        """Return the pages left after a sequence takes those for its prompt and one token, and the
+        running prompts take those they still need."""
         missing = sequence.num_missing_pages(sequence.num_tokens + 1) - len(found)
         promised = sum(max(0, s.num_missing_pages(s.num_tokens)) for s in self.running)
         return self.cache.num_available - promised - missing - self.cache.num_idle(found)
 
     def _make_room(self, sequence: Sequence, count: int, chosen: Schedule) -> bool:
-        """Pages for `count` more tokens, at the cost of the least urgent; False if that is it."""
+        """Allocate pages for `count` more tokens, preempting the least urgent. Returns False if
+        that is the sequence itself."""
         if not sequence.is_running:
             return False  # preempted a moment ago
         needed = sequence.num_missing_pages(sequence.num_computed_tokens + count)
@@ -224,7 +228,7 @@ class Scheduler:
             sequence.page_table += self.cache.allocate(missing)
 
     def _preempt(self, victim: Sequence, chosen: Schedule) -> None:
-        # What is not evicted soon need not be computed again; the last page is checked too.
+        # Pages that stay cached need not be computed again; the last page is checked too.
         self.sharing.give([victim], is_end=True)
         self._stop(victim)
         self._release(victim)
@@ -239,7 +243,7 @@ class Scheduler:
         sequence.is_running = False
 
     def take_unproven_pages(self) -> list[int]:
-        """Freed pages whose values no sampled token has vouched for: a NaN may lie there."""
+        """Return freed pages whose values no sampled token has proven, so they may hold NaNs."""
         pages, self._unproven_pages = self._unproven_pages, []
         return pages
 
@@ -251,11 +255,11 @@ class Scheduler:
             self._unproven_pages += freed
 
     def check_integrity(self) -> None:
-        """Pool, tree and tables agree, and only running sequences hold pages."""
+        """Assert that pool, tree and tables agree, and that only running sequences hold pages."""
         self.cache.check_integrity(s.page_table for s in self.running)
         self.sharing.check_integrity(self.running)
         self.waiting.check_integrity()
-        self.left_aside.check_integrity(self.waiting)
+        self.skipped.check_integrity(self.waiting)
         for sequence in self.waiting:
             assert not sequence.page_table, f"waiting sequence {sequence.id} holds pages"
         for sequence in self.running:

@@ -1,1 +1,1 @@
-"""Watches the engine: hangs, expert load, recent pools and the startup."""
+"""Watches the engine: hangs, expert load, use of the pools, and the startup."""

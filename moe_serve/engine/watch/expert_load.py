@@ -1,8 +1,8 @@
-"""Which experts the routers chose in the last minute, counted from a sample of the steps.
+"""Counts the experts that the routers chose in the last minute, from a sample of the steps.
 
 A busy server counts one step in four, and at most twenty a second; after a pause the next step is
-counted. Nothing that is shown needs every step: shares of experts, and how many different ones a
-step activates.
+counted. The dashboards need no exact counts: they show shares of experts, and the number of
+different experts that a step activates.
 
 N rows of a step, L layers with routed experts, K choices, E experts.
 """
@@ -24,17 +24,17 @@ from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.routes.route_records import RouteRecord
 
 WINDOW_S = 60
-INTERVAL_S = 0.05  # between two steps that are counted, at least
-STRIDE = 4  # from one to the next, unless a pause lies between them
+INTERVAL_S = 0.05  # minimum between two counted steps
+STRIDE = 4  # steps from one counted step to the next, unless after a pause
 PAUSE_S = 1.0
-_MOST_OPEN = 3  # steps that are counted and not told yet: one, and one ahead
+_MOST_OPEN = 3  # counted steps whose choices have not arrived: one, one ahead, one spare
 
 Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertCounts:
-    """What was chosen in the steps that were counted; an expert's row is one choice of it."""
+    """The choices in the counted steps. A row of an expert is one choice of it."""
 
     rows_LE: Counts
     num_tokens: int
@@ -43,7 +43,7 @@ class ExpertCounts:
 
     @property
     def activated_mean(self) -> NDArray[np.float64] | None:
-        """[L]: different experts that a step activates; None: no step was counted."""
+        """[L]: number of different experts that a step activates; None if no step was counted."""
         return self.activated_L / self.num_steps if self.num_steps else None
 
     def plus(self, other: ExpertCounts) -> ExpertCounts:
@@ -57,7 +57,7 @@ class ExpertCounts:
 
 @dataclass(slots=True)
 class _OpenStep:
-    """A step that is counted, until all its sequences were told of."""
+    """A counted step, until the choices of all its sequences have arrived."""
 
     rows_LE: Counts
     num_tokens: int = 0
@@ -65,7 +65,7 @@ class _OpenStep:
 
 
 class ExpertLoad:
-    """Implements RouteListener; one for all engines of a server. Any thread may look."""
+    """Implements RouteListener for all engines of a server. May be read on any thread."""
 
     has_weights = False
 
@@ -79,23 +79,23 @@ class ExpertLoad:
         stride: int = STRIDE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`layers`: the numbers of those with routed experts, in the model."""
+        """`layers` are the numbers of the model's layers with routed experts."""
         self.layers, self.num_experts, self.top_k = tuple(layers), num_experts, top_k
         self.interval_s, self.stride, self._clock = interval_s, stride, clock
         self._offsets_L1 = np.arange(len(self.layers))[:, None] * num_experts
-        self._lock = threading.Lock()  # of the seconds and the total
+        self._lock = threading.Lock()  # guards the seconds and the total
         self._seconds: deque[tuple[int, ExpertCounts]] = deque()
         self._total = self._none()
         self._open: dict[int, _OpenStep] = {}  # by number, the oldest first
-        self._judged, self._is_counted = -1, False  # the last step that was asked about
-        self._last_step, self._last = 0, -math.inf  # which was counted, and when
+        self._judged, self._is_counted = -1, False  # the last step passed to `wants`
+        self._last_step, self._last = 0, -math.inf  # the last counted step and its time
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
     def wants(self, step: int, sequences: Mapping[int, Sequence]) -> Collection[int]:
-        """See `RouteListener.wants`: all of a step, or none."""
+        """See `RouteListener.wants`. Wants all sequences of a step, or none."""
         if step != self._judged:
             now = self._clock()
             self._judged, self._is_counted = step, self._is_due(step, now - self._last)
@@ -111,8 +111,8 @@ class ExpertLoad:
         return sequences.keys()
 
     def take(self, records: list[RouteRecord]) -> None:
-        """See `RouteListener.take`. What others asked for alone is left out: it would count some
-        requests more than others."""
+        """See `RouteListener.take`. Records that only other listeners wanted are ignored, as they
+        would give some requests more weight."""
         for step, opened in list(self._open.items()):
             own = [record for record in records if record.sequence_id in opened.asked]
             if not own:
@@ -128,7 +128,7 @@ class ExpertLoad:
             return
 
     def look(self) -> ExpertCounts:
-        """The last minute."""
+        """Return the counts of the last minute."""
         with self._lock:
             self._drop_old()
             window = [counts for _, counts in self._seconds]
@@ -145,7 +145,7 @@ class ExpertLoad:
 
     @property
     def total(self) -> ExpertCounts:
-        """Since the start."""
+        """The counts since the start."""
         return self._total
 
     def _is_due(self, step: int, since_s: float) -> bool:
@@ -154,7 +154,7 @@ class ExpertLoad:
         return since_s >= self.interval_s and step >= self._last_step + self.stride
 
     def _count(self, ids_NLK: NDArray[np.integer]) -> Counts | None:
-        """[L, E]; None where a rank told of other layers or experts than there are."""
+        """Return counts [L, E]; None if a rank sent other layers or experts than the model has."""
         if ids_NLK.shape[1] != self.num_layers:
             return None
         size = self.num_layers * self.num_experts

@@ -1,44 +1,83 @@
-"""Looks whether the engine comes round, and writes one report when it does not."""
+"""Detects when the engine makes no progress, and writes one report about it."""
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import tempfile
 import threading
 import time
+import traceback
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Protocol
 
+from moe_serve import __version__
+from moe_serve.engine.execute.step_executor import LocalExecutor
 from moe_serve.engine.request.client import EngineClient, EngineStats
-from moe_serve.engine.watch.hang_report import hang_report
-from moe_serve.engine.watch.witness import Witness
+from moe_serve.pipeline.timeline.stage_log import StageLog
 
 _log = logging.getLogger(__name__)
-_LOOKS = 10  # in the time after which a report is written
+_LOOKS = 10  # checks within the time after which a report is written
 _MAX_LOOK_S = 5.0
 
 
-class HangWatch:
-    """A thread of its own, from its construction until `close`.
+class ActivityReport(Protocol):
+    """Describes what the engine is doing, for hang reports. Called on any thread, at any time."""
 
-    A hang is one as long as the engine makes no step: it gets one report, however long it lasts.
-    Ranks that are away are no hang: that has an end and messages of its own. What the engine waits
-    for afterwards, in the same step, counts from their return.
+    def lines(self) -> list[str]:
+        """Return lines of text about the current step and each rank's activity. May take a
+        second."""
+        ...
+
+
+class LocalActivity:
+    """Describes an engine in one process."""
+
+    def __init__(self, executor: LocalExecutor, log: StageLog) -> None:
+        self._executor, self._log = executor, log
+
+    def lines(self) -> list[str]:
+        plan, operation = self._executor.plan, self._log.operation
+        if plan is None:
+            return ["no step was begun yet"]
+        num_tokens = sum(batch.num_tokens for batch in plan.micro_batches)
+        lines = [
+            f"the last step plan: {len(plan.slices)} sequences, {num_tokens} tokens, "
+            f"{len(plan.micro_batches)} micro-batches"
+        ]
+        if operation is not None:
+            lines.append(f"the last stage: {operation}, begun {operation.seconds:.1f} s ago")
+        return lines
+
+
+class HangWatch:
+    """Watches the engine on its own thread, from construction until `close`.
+
+    A hang lasts while the engine makes no step, and gets one report. Missing ranks are no hang:
+    they have a timeout and messages of their own. Time that the engine waits afterwards, in the
+    same step, counts from their return.
     """
 
     def __init__(
-        self, engine: EngineClient, witness: Witness | None, after_s: float, directory: str | None
+        self,
+        engine: EngineClient,
+        activity: ActivityReport | None,
+        after_s: float,
+        directory: str | None,
     ) -> None:
-        self._engine, self._witness, self._after_s = engine, witness, after_s
+        self._engine, self._activity, self._after_s = engine, activity, after_s
         self._directory = Path(directory or tempfile.gettempdir()).expanduser()
-        self._is_reported = False  # the hang at hand
-        self._excused_s = 0.0  # of the time since the last turn: until ranks came back
+        self._is_reported = False  # whether the current hang was reported
+        self._excused_s = 0.0  # part of the time since the last turn in which ranks were missing
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
         self._thread.start()
 
     def report(self) -> str:
-        """What would be written now. Takes a second with ranks."""
-        return hang_report(self._engine.stats(), self._witness)
+        """Return the report for the current moment. Takes a second with ranks."""
+        return hang_report(self._engine.stats(), self._activity)
 
     def close(self) -> None:
         self._is_closing.set()
@@ -48,14 +87,14 @@ class HangWatch:
         while not self._is_closing.wait(min(_MAX_LOOK_S, self._after_s / _LOOKS)):
             try:
                 self._look()
-            except Exception:  # the top of a thread, which must go on
-                _log.exception("the engine could not be looked at")
+            except Exception:  # the top of a thread, which must continue
+                _log.exception("the engine could not be checked for a hang")
 
     def _look(self) -> None:
         stats = self._engine.stats()
         age_s = stats.last_turn_age_s or 0.0
         has_work = stats.num_running > 0 or stats.num_waiting > 0
-        if not has_work or age_s <= self._after_s:  # it came round, or sleeps
+        if not has_work or age_s <= self._after_s:  # it makes progress, or is idle
             self._is_reported = False
         if stats.outage_s:
             self._excused_s = age_s
@@ -71,8 +110,8 @@ class HangWatch:
         path = self._directory / f"moe-serve-hang-{stamp}-step{stats.num_steps}.txt"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            report = self.report()  # before there is a file: who sees it may read it
-            with path.open("x", encoding="utf-8") as file:  # no file or link of somebody else
+            report = self.report()  # before the file exists, so that readers find it complete
+            with path.open("x", encoding="utf-8") as file:  # never an existing file or link
                 file.write(report)
             where = f"the report is in {path}"
         except OSError as error:
@@ -86,3 +125,32 @@ class HangWatch:
             stats.num_steps,
             where,
         )
+
+
+def hang_report(stats: EngineStats, activity: ActivityReport | None) -> str:
+    """Return a report with places in the code but no values of variables, so no prompts and no
+    keys."""
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    turn = stats.last_turn_age_s
+    lines = [
+        f"moe-serve {__version__}, process {os.getpid()}, {now}",
+        f"step {stats.num_steps}: {stats.num_running} sequences running, {stats.num_waiting} "
+        f"waiting, {stats.num_free_pages} of {stats.num_pages} KV pages free",
+        "the engine's loop last made progress "
+        + ("at an unknown time" if turn is None else f"{turn:.1f} s ago"),
+        "",
+        *([] if activity is None else activity.lines()),
+        "",
+        "threads of this process:",
+        *_stacks(),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _stacks() -> list[str]:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = []
+    for ident, frame in sys._current_frames().items():
+        lines += ["", f"{names.get(ident, 'a thread of another library')} ({ident}):"]
+        lines += [line.rstrip() for line in traceback.format_stack(frame)]
+    return lines

@@ -1,4 +1,4 @@
-"""The use of the pools over the last steps, from the records that the ranks hand over."""
+"""Measures the use of the pools over the last steps, from the ranks' stage records."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _POOLS: dict[Role, Pool] = {Role.ATTENTION: "attention", Role.EXPERT: "expert"}
 
 
 class RecentPools:
-    """Filled by the engine thread; `stats` may be called by any.
+    """Collects records on the engine thread. `stats` may be called on any thread.
 
-    Ranks hand over at their own times, so a step counts once every known rank has a record of a
-    later one, or of none after `num_steps` more.
+    Ranks send records at their own times, so a step counts once every known rank has a record of a
+    later step, or after `num_steps` more steps.
     """
 
     def __init__(self, num_steps: int = _NUM_STEPS) -> None:
@@ -38,22 +38,22 @@ class RecentPools:
         self._parts: dict[Track, deque[Records]] = {}
         self._counts: Counter[tuple[int, MicroBatchReason]] = Counter()
         self._micro_batches: int | None = None
-        self._reason: MicroBatchReason = "fixed"  # of the step that was counted last
+        self._reason: MicroBatchReason = "fixed"  # for the step that was counted last
         self._reasons: deque[tuple[int, MicroBatchReason]] = deque(maxlen=2 * num_steps)
 
     def count_step(self, micro_batches: int, reason: MicroBatchReason) -> None:
-        """A step was run with so many micro-batches."""
+        """Count a step that ran with `micro_batches` micro-batches."""
         with self._lock:
             self._micro_batches, self._reason = micro_batches, reason
             self._counts[micro_batches, reason] += 1
 
     def began(self, step: int) -> None:
-        """The step that was counted last has this number."""
+        """Set the number of the step that was counted last."""
         with self._lock:
             self._reasons.append((step, self._reason))
 
     def add(self, track: Track, records: Records, offset_ns: int = 0) -> None:
-        """Records of a rank, whose clock plus `offset_ns` is the coordinator's."""
+        """Add a rank's records. Its clock plus `offset_ns` is the coordinator's."""
         if len(records) == 0:
             return
         shifted = records.copy()
@@ -67,7 +67,7 @@ class RecentPools:
                     parts.popleft()
 
     def forget(self, track: Track) -> None:
-        """A rank has died: it is no longer part of its pool."""
+        """Remove a lost rank from its pool."""
         with self._lock:
             self._parts.pop(track, None)
 
@@ -89,7 +89,8 @@ class RecentPools:
         )
 
     def last_step(self) -> StepTimeline | None:
-        """The newest that an attention rank and all expert ranks have told of wholly."""
+        """Return the newest step that an attention rank and all expert ranks have recorded
+        completely."""
         with self._lock:
             parts = {track: list(parts) for track, parts in self._parts.items() if parts}
             reasons = dict(self._reasons)
@@ -110,11 +111,11 @@ class RecentPools:
         return max(int(parts[-1]["step"].max()) for parts in self._parts.values() if parts)
 
     def _measure(self, tracks: dict[Track, Records]) -> TimelineMetrics | None:
-        """The metrics of the last steps that are whole."""
+        """Return the metrics of the last complete steps; None if there are none."""
         if not tracks:
             return None
         newest = [int(records["step"].max()) for records in tracks.values()]
-        # [last - num_steps, last): `last` itself may still be on its way from some rank.
+        # [last - num_steps, last): records of `last` itself may not have arrived yet.
         last = max(min(newest), max(newest) - self._num_steps)
         whole = {
             track: records[(records["step"] >= last - self._num_steps) & (records["step"] < last)]
@@ -122,7 +123,7 @@ class RecentPools:
         }
         try:
             return measure(whole)
-        except TimelineError:  # none yet
+        except TimelineError:  # no complete step yet
             return None
 
 
@@ -142,7 +143,7 @@ def _rank_uses(metrics: TimelineMetrics) -> tuple[RankUse, ...]:
 
 
 def _stage_uses(metrics: TimelineMetrics) -> tuple[StageUse, ...]:
-    """A rank that had none of a stage in these steps does not count for it."""
+    """Return the mean time of each stage over the ranks that ran it in these steps."""
     totals_ns: dict[Stage, list[int]] = {}
     for total in metrics.stages:
         if total.track.role is not Role.COORDINATOR:
@@ -158,5 +159,5 @@ def _whole_steps(records: Records) -> set[int]:
 
 
 def _name(track: Track) -> str:
-    """As ranks are called: expert-0."""
+    """Return a rank's name, such as expert-0."""
     return f"{track.role.value}-{track.index}"

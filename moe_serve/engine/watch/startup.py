@@ -1,4 +1,4 @@
-"""How far the server's start has come: phases with their seconds, and what memory it planned."""
+"""Tracks the phases of the server's start, their durations, and the planned memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ PhaseName = Literal["checking", "loading", "preparing", "ready"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """`seconds` of one that has not ended: so far. `done` of `total` tensors; 0: nothing told."""
+    """A phase of the start. `seconds` grow until it ends. `done` of `total` tensors are loaded; 0
+    if not reported."""
 
     name: PhaseName
     seconds: float
@@ -31,8 +32,11 @@ class Phase:
 
 
 class Startup:
-    """checking: configuration, tokenizer, memory; loading: weights, KV pages, ranks; preparing:
-    routes; ready. Written by the thread that starts the server, read by any."""
+    """The progress of the start. Written by the thread that starts the server; read by any thread.
+
+    checking: configuration, tokenizer, memory; loading: weights, KV pages, ranks; preparing:
+    routes; ready.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -43,7 +47,7 @@ class Startup:
         self.plan: MemoryPlan | None = None
 
     def begin(self, name: PhaseName) -> None:
-        """The phase before has ended."""
+        """Begin a phase, which ends the previous one."""
         with self._lock:
             ended = self._now()
             self._ended.append(ended)
@@ -56,7 +60,7 @@ class Startup:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """Those that have ended, and the one at hand; being ready is no phase that takes time."""
+        """The phases that have ended and the current one. The phase "ready" takes no time."""
         with self._lock:
             return (*self._ended, self._now())
 

@@ -124,7 +124,7 @@ def test_without_memory_auto_runs_on_and_on_is_refused(
 
 def test_on_is_refused_where_nothing_can_be_captured(tiny: str) -> None:
     with pytest.raises(
-        ConfigError, match="'on', but they are for CUDA GPUs, and the device is cpu"
+        ConfigError, match="'on', but CUDA graphs need a CUDA GPU, and the device is cpu"
     ):
         LLM(tiny, cuda_graphs="on")
     with LLM(tiny) as llm:

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from moe_serve.engine.execute import step_timeline as timelines
-from moe_serve.engine.execute.step_timeline import step_timeline
-from moe_serve.engine.execute.watched_runner import WatchedRunner
+from moe_serve.engine.execute.step_timeline import WatchedRunner, step_timeline
 from moe_serve.engine.watch.recent_pools import RecentPools
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
 from moe_serve.pipeline.timeline.stage_log import SAMPLED_EVERY, StageLog

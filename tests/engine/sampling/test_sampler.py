@@ -10,9 +10,13 @@ import torch
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.sequence import Sequence
-from moe_serve.engine.sampling.nucleus import least_probabilities
-from moe_serve.engine.sampling.random_draw import uniform
-from moe_serve.engine.sampling.sampler import Sampled, Sampler, describe_tokens
+from moe_serve.engine.sampling.sampler import (
+    Sampled,
+    Sampler,
+    describe_tokens,
+    least_probabilities,
+    uniform,
+)
 from moe_serve.errors import InvalidRequestError
 
 LOGITS = torch.tensor([0.0, 1.0, 2.0, 3.0, -1.0])

@@ -39,16 +39,13 @@ def make_engine(
     )
 
 
-def request(
-    name: str, prompt: list[int], salt: str = "", adapter_id: int = 0, **params: object
-) -> GenerationRequest:
+def request(name: str, prompt: list[int], salt: str = "", **params: object) -> GenerationRequest:
     fields = {"temperature": 0.0, "max_tokens": 4} | params
     return GenerationRequest(
         request_id=name,
         prompt_token_ids=tuple(prompt),
         params=SamplingParams(**fields),  # type: ignore[arg-type]
         cache_salt=salt,
-        adapter_id=adapter_id,
     )
 
 
@@ -105,13 +102,12 @@ def test_the_next_turn_finds_the_answer_too() -> None:
     assert tokens(deltas) == continuation(turn, 4)
 
 
-def test_another_salt_or_adapter_shares_nothing() -> None:
+def test_another_salt_shares_nothing() -> None:
     engine = make_engine(FakeRunner())
     prompt = prompt_of(40)
-    cases = [("", 0, 0), ("x", 0, 0), ("", 1, 0), ("y", 0, 0), ("x", 0, 39), ("", 1, 39)]
-    for index, (salt, adapter_id, num_cached) in enumerate(cases):
-        (deltas,) = run(engine, request(f"r{index}", prompt, salt, adapter_id)).values()
-        assert deltas[0].num_cached_tokens == num_cached, f"{salt=}, {adapter_id=}"
+    for index, (salt, num_cached) in enumerate([("", 0), ("x", 0), ("y", 0), ("x", 39), ("", 39)]):
+        (deltas,) = run(engine, request(f"r{index}", prompt, salt)).values()
+        assert deltas[0].num_cached_tokens == num_cached, f"{salt=}"
 
 
 @pytest.mark.parametrize("budget", [256, 16, 7])

@@ -22,9 +22,7 @@ from moe_serve.engine.request.client import EngineStats
 from moe_serve.engine.request.request import GenerationRequest, TokenDelta
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.sampling.sampler import Sampler
-from moe_serve.engine.watch.hang_report import hang_report
-from moe_serve.engine.watch.hang_watch import HangWatch
-from moe_serve.engine.watch.witness import LocalWitness
+from moe_serve.engine.watch.hang_watch import HangWatch, LocalActivity, hang_report
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.timeline.stage_log import StageLog
 from moe_serve.pipeline.timeline.timeline import Stage
@@ -179,7 +177,7 @@ def test_a_real_engine_whose_step_blocks(tmp_path: Path) -> None:
 
     def watch() -> None:
         """While the step is held: it ends before any other may seem slow."""
-        watching = HangWatch(engine, LocalWitness(executor, log), 0.2, str(tmp_path / "reports"))
+        watching = HangWatch(engine, LocalActivity(executor, log), 0.2, str(tmp_path / "reports"))
         deadline = time.monotonic() + 60
         while not reports(tmp_path):
             assert time.monotonic() < deadline, "no report came"

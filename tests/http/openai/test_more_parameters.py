@@ -191,7 +191,7 @@ def test_logprobs_of_given_tokens(
 CHAT_LOGPROBS = {"logprobs": True}
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (BOTH[0], {"logprob_token_ids": [1]}, "logprob_token_ids", "logprobs: true"),
-    (BOTH[1], {"logprob_token_ids": [1]}, "logprob_token_ids", "0 will do"),
+    (BOTH[1], {"logprob_token_ids": [1]}, "logprob_token_ids", "set it too, to 0 or more"),
     (
         BOTH[1],
         {"logprob_token_ids": [1], "logprobs": 0, "echo": True, "max_tokens": 0},

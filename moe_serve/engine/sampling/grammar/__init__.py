@@ -1,1 +1,1 @@
-"""Answers that follow a grammar: checked, compiled, and turned into masks over the vocabulary."""
+"""Checks and compiles the grammars of answers, and computes their masks over the vocabulary."""

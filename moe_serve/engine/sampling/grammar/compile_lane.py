@@ -1,5 +1,6 @@
-"""Worker processes that judge constraints, and the order in which waiting ones get them: clients
-take turns, and what looks cheap does not wait behind what may be dear.
+"""Shares worker processes that judge constraints between clients.
+
+Clients take turns, and constraints that look cheap do not wait behind those that may be costly.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _COUNTS = re.compile(
 
 
 def looks_quick(constraint: Constraint) -> bool:
-    """Short, and its counts (`{3,20}`, `"maxItems": 8`) multiply to little."""
+    """Return whether a constraint is short and its counts (`{3,20}`, `"maxItems": 8`) have a small
+    product."""
     if len(constraint.source) + len(constraint.lead) > MAX_QUICK_CHARS:
         return False
     product = 1
@@ -39,19 +41,20 @@ def looks_quick(constraint: Constraint) -> bool:
 
 
 class CompileLane:
-    """As many workers as guards, for one event loop. `run` waits for one of them."""
+    """A set of workers, one per guard, for one event loop. `run` waits for a free one."""
 
     def __init__(self, guards: list[Guard]) -> None:
         self._guards, self._free = guards, list(guards)
         self._threads: ThreadPoolExecutor | None = None
         self._lines: OrderedDict[str, deque[asyncio.Future[Guard]]] = OrderedDict()
-        self.num_waiting = 0  # and running
+        self.num_waiting = 0  # waiting or running
 
     def num_waiting_of(self, client: str) -> int:
         return len(self._lines.get(client, ()))
 
     async def run(self, client: str, work: Callable[[Guard], T]) -> T:
-        """`work` with a worker, on a thread. One that has begun goes on to its end."""
+        """Run `work` with a worker on a thread. Once begun it runs to its end, even if
+        cancelled."""
         self.num_waiting += 1
         try:
             return await asyncio.shield(self._begin(await self._turn(client), work))
@@ -92,7 +95,7 @@ class CompileLane:
             raise
 
     def _pass_on(self, guard: Guard) -> None:
-        """To the next client that waits; it goes behind all others then."""
+        """Give the worker to the next waiting client, which then goes behind all others."""
         while self._lines:
             client, line = self._lines.popitem(last=False)
             turn = line.popleft()

@@ -1,4 +1,4 @@
-"""From a constraint to something that follows it, with the library's own limits."""
+"""Compiles constraints into matchers, within the library's limits."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from moe_serve.engine.sampling.grammar.tag_grammar import tag_grammar
 from moe_serve.engine.sampling.grammar.vocabulary import Vocabulary
 from moe_serve.errors import InvalidGrammarError
 
-# Between the parts of JSON: a space, or a new line and its indent. Without a bound, a model that is
-# at a loss writes spaces to the end.
+# Between the parts of JSON: a space, or a new line and its indent. Without a bound, an unsure
+# model writes spaces to the end.
 _WHITESPACE = r"(\x20|\x0D?\x0A[\x20\x09]{0,24})"
 _KINDS = {
     "json_object": "JSON object",
@@ -32,8 +32,11 @@ _KINDS = {
 
 
 def compile_constraint(constraint: Constraint, vocabulary: Vocabulary) -> llguidance.LLMatcher:
-    """Raises InvalidGrammarError if it is none, is too large, or allows nothing at all. What comes
-    behind a lead is compiled by itself too, as a lead allows something whatever follows."""
+    """Compile a constraint. Raises InvalidGrammarError if it is invalid, too large, or allows
+    nothing.
+
+    The part after a lead is also compiled alone, as the lead always allows something.
+    """
     grammar = grammar_of(constraint, vocabulary)
     matcher = _compiled(constraint, grammar, vocabulary)
     if not constraint.lead:
@@ -44,8 +47,8 @@ def compile_constraint(constraint: Constraint, vocabulary: Vocabulary) -> llguid
 
 
 def check_parts(constraint: Constraint, vocabulary: Vocabulary) -> None:
-    """Every schema of a structural tag by itself: the free text around it allows something whatever
-    it says. Raises InvalidGrammarError with its place."""
+    """Compile every schema of a structural tag alone, as the free text around it always allows
+    something. Raises InvalidGrammarError with the schema's place."""
     if constraint.kind != "structural_tag":
         return
     seen: set[str] = set()
@@ -75,7 +78,7 @@ def _compiled(constraint: Constraint, grammar: str, vocabulary: Vocabulary) -> l
 
 
 def grammar_of(constraint: Constraint, vocabulary: Vocabulary) -> str:
-    """In the library's own words, without its lead."""
+    """Return the constraint, without its lead, as a grammar of the library."""
     source = constraint.source
     try:
         if constraint.kind == "json_object":
@@ -100,19 +103,20 @@ def grammar_of(constraint: Constraint, vocabulary: Vocabulary) -> str:
 
 
 def lark_of(constraint: Constraint) -> Constraint:
-    """A GBNF grammar in Lark; anything else as it is. Run where a runaway can be ended."""
+    """Convert a GBNF grammar to Lark; other constraints are returned unchanged. Runs in a process
+    that can be ended."""
     if constraint.kind != "gbnf":
         return constraint
     try:
         return replace(constraint, kind="lark", source=any_to_lark(constraint.source))
     except RecursionError:
         raise refusal(constraint, "it is nested too deeply") from None
-    except Exception as error:  # the converter raises what it likes
+    except Exception as error:  # the converter raises many kinds of errors
         raise refusal(constraint, str(error)) from None
 
 
 def refusal(constraint: Constraint, reason: str, place: str = "") -> InvalidGrammarError:
-    """One sentence, with the beginning of the library's reason."""
+    """Build the error, with the beginning of the library's reason."""
     lines = reason.partition("<state>")[0].split("\n")
     first = lines[0]
     if "regex parse error" in first:  # the reason comes last, after a drawing

@@ -1,4 +1,4 @@
-"""Messages over a pipe: four bytes of length, and msgpack."""
+"""The messages to and from a grammar worker over a pipe: four bytes of length, then msgpack."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe_serve.engine.request.constraint import Constraint
 
 
 class Words(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """To the worker, once: the vocabulary."""
+    """The vocabulary, sent to the worker once."""
 
     tokens: tuple[bytes, ...]
     special_ids: tuple[int, ...]
@@ -17,14 +17,17 @@ class Words(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Compile(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """To the worker: can this be compiled?"""
+    """A constraint, sent to the worker to check whether it can be compiled."""
 
     constraint: Constraint
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """From the worker: the constraint as it is to be used, or why it cannot be, and which place in
-    it is meant. After `Words` neither. `is_ended`: the worker gave no answer and was ended."""
+    """The worker's answer: the constraint to use, or why it cannot be used and the place in it.
+
+    Both are empty in the answer to `Words`. `is_ended` means that the worker gave no answer and was
+    ended.
+    """
 
     constraint: Constraint | None = None
     why: str | None = None
@@ -33,10 +36,10 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 def send(descriptor: int, message: Words | Compile | Verdict) -> None:
-    """Blocks until all of it is in the pipe."""
+    """Send a message. Blocks until all of it is in the pipe."""
     send_frame(descriptor, msgspec.msgpack.encode(message))
 
 
 def receive(descriptor: int, timeout_s: float | None = None) -> bytes | None:
-    """The next message's content; None: the other side has ended. Raises TimeoutError."""
+    """Return the next message's content; None if the other side has ended. Raises TimeoutError."""
     return receive_frame(descriptor, timeout_s)

@@ -1,4 +1,4 @@
-"""Where constraints enter: judged once in a worker process, and remembered by their digests."""
+"""Judges each new constraint once in a worker process, and remembers the verdict by its digest."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from moe_serve.errors import InvalidGrammarError, ServerOverloadedError
 
 
 class GrammarGate:
-    """Of one model. `check` blocks; `admit` is for an event loop, which goes on meanwhile."""
+    """The constraint check of one model. `check` blocks; `admit` is for an event loop."""
 
     def __init__(self, grammars: Grammars, guard: Guard | None = None) -> None:
-        """`guard`: the only one that is asked; None: one for what looks quick, and others."""
+        """`guard` is the only guard to use; by default there is one for quick constraints and
+        others."""
         self.grammars, self._guard = grammars, guard or Guard()
         self._slow = self._quick = CompileLane([self._guard])
         if guard is None:
@@ -38,12 +39,13 @@ class GrammarGate:
         return len(self._verdicts)
 
     def check(self, constraint: Constraint) -> Constraint:
-        """The constraint as engines take it: GBNF becomes Lark. Raises InvalidGrammarError."""
+        """Return the constraint as engines take it, with GBNF converted to Lark. Raises
+        InvalidGrammarError."""
         return _outcome(self._judge(constraint, self._guard), constraint)
 
     async def admit(self, constraint: Constraint, client: str = "") -> Constraint:
-        """The same; clients take turns. Raises ServerOverloadedError too, if too many wait for
-        theirs."""
+        """Check a constraint like `check` without blocking; clients take turns. Raises
+        ServerOverloadedError if too many constraints are waiting."""
         verdict = self._verdicts.get(digest(constraint))
         if verdict is not None and (verdict.why is not None or self.grammars.has(constraint)):
             return _outcome(verdict, constraint)
@@ -53,14 +55,14 @@ class GrammarGate:
             made = await lane.run(client, lambda guard: self._check_and_keep(constraint, guard))
             if made is not None:
                 return made
-        raise AssertionError("the last lane has the last word")
+        raise AssertionError("the last lane always decides")
 
     def _check_line(self, lane: CompileLane, client: str) -> None:
         num_own = lane.num_waiting_of(client)
         if lane.num_waiting >= MAX_WAITING or num_own >= MAX_WAITING_OF_CLIENT:
             raise ServerOverloadedError(
-                f"{lane.num_waiting} grammars wait to be compiled, {num_own} of them of this "
-                f"client; at most {MAX_WAITING} may, {MAX_WAITING_OF_CLIENT} of one client. "
+                f"{lane.num_waiting} grammars wait to be compiled, {num_own} of them from this "
+                f"client; the limits are {MAX_WAITING} and {MAX_WAITING_OF_CLIENT} per client. "
                 "Try again later.",
                 retry_after_s=1.0,
             )
@@ -71,8 +73,8 @@ class GrammarGate:
         self._slow.close()
 
     def _check_and_keep(self, constraint: Constraint, guard: Guard) -> Constraint | None:
-        """Compiled here too, so that the engine of this process finds it ready. None: its worker
-        was ended, and one with more time may judge it."""
+        """Judge a constraint, and compile it here too, so that the engine in this process finds it
+        ready. Returns None if its worker was ended and one with more time may judge it."""
         verdict = self._judge(constraint, guard)
         if verdict.is_ended and guard.timeout_s < self._guard.timeout_s:
             return None
@@ -81,7 +83,8 @@ class GrammarGate:
         return checked
 
     def _judge(self, constraint: Constraint, guard: Guard) -> Verdict:
-        """Remembered, unless a worker with more time may say something else."""
+        """Judge a constraint. The verdict is remembered unless a worker with more time may decide
+        differently."""
         check_source(constraint)
         key = digest(constraint)
         with self._lock:
@@ -89,7 +92,9 @@ class GrammarGate:
         if known is not None and (known.why is not None or constraint.kind != "gbnf"):
             return known
         if not self.grammars.vocabulary.eos_ids:
-            raise InvalidGrammarError("This model has no end of text: its answers cannot end.")
+            raise InvalidGrammarError(
+                "This model has no end-of-text token, so constrained answers cannot end."
+            )
         verdict = guard.judge(constraint, self.grammars.vocabulary)
         if verdict.is_ended and guard.timeout_s < self._guard.timeout_s:
             return verdict

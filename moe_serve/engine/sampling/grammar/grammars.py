@@ -1,4 +1,4 @@
-"""The grammars that were compiled last, ready to be followed by new sequences."""
+"""Keeps the grammars that were compiled last, ready for new sequences."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from moe_serve.errors import InvalidGrammarError
 
 
 def digest(constraint: Constraint) -> bytes:
-    """By which a constraint is remembered, however large it is."""
+    """Return the key under which a constraint of any size is remembered."""
     kind, lead = constraint.kind, constraint.lead
     return hashlib.sha256(f"{kind} {len(lead)}\n{lead}{constraint.source}".encode()).digest()
 
 
 class _Patience:
-    """Seconds that steps may still wait for grammars: a share of the time, saved up to a limit."""
+    """The seconds that steps may still wait for grammars: a share of the time, saved up to a
+    limit."""
 
     def __init__(self) -> None:
         self._left_s, self._told_at = COMPILE_TIMEOUT_S, time.monotonic()
@@ -47,10 +48,10 @@ class _Patience:
 
 
 class Grammars:
-    """Of one model. Safe to use from several threads: the server's compile, the engine's follow."""
+    """The compiled grammars of one model. Thread-safe: the server compiles, the engine follows."""
 
     def __init__(self, read: Callable[[], Vocabulary], max_kept: int = MAX_KEPT) -> None:
-        """`read` is called when the first constraint comes."""
+        """`read` reads the vocabulary; it is called at the first constraint."""
         self._read, self._max_kept = read, max_kept
         self._kept: OrderedDict[bytes, llguidance.LLMatcher] = OrderedDict()
         self._lock = threading.RLock()
@@ -66,13 +67,17 @@ class Grammars:
         return self._read()
 
     def has(self, constraint: Constraint) -> bool:
-        """Whether `matcher` need not compile it. A GBNF grammar is kept as the Lark that it is."""
+        """Return whether `matcher` would find it compiled. A GBNF grammar is kept as Lark."""
         with self._lock:
             return digest(constraint) in self._kept
 
     def matcher_within(self, constraint: Constraint) -> llguidance.LLMatcher:
-        """The same within a step, which waits for a slow one only as long as steps have not waited
-        much lately. Raises InvalidGrammarError then; the grammar is compiled all the same."""
+        """Return a matcher within a step, which waits for a slow compilation only if steps waited
+        little lately.
+
+        Raises InvalidGrammarError if it waits no longer; the compilation then continues in the
+        background.
+        """
         if self.has(constraint):
             return self.matcher(constraint)
         assert self.vocabulary.tokenizer is not None  # made once, whatever it takes
@@ -87,14 +92,14 @@ class Grammars:
             return work.result(max(LEAST_PATIENCE_S, patience_s)).deep_copy()
         except TimeoutError:
             raise InvalidGrammarError(
-                "its grammar is still being compiled, as it takes long and others did too: send "
+                "its grammar is not ready yet, as it and others take long to compile: send "
                 "the request again later"
             ) from None
         finally:
             self._patience.spend(time.monotonic() - clock)
 
     def matcher(self, constraint: Constraint) -> llguidance.LLMatcher:
-        """A new one, at the beginning. Raises InvalidGrammarError."""
+        """Return a new matcher at the grammar's beginning. Raises InvalidGrammarError."""
         key = digest(constraint)
         with self._lock:
             kept = self._kept.get(key)

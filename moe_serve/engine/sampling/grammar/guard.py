@@ -24,21 +24,21 @@ _COMMAND = module_command("moe_serve.engine.sampling.grammar.worker")
 
 
 class GuardError(MoeServeError):
-    """No worker could be started: no constraint can be judged now."""
+    """No worker could be started, so no constraint can be judged now."""
 
 
 class Guard:
-    """Of one vocabulary. One worker is kept, from the first question on; questions wait for each
-    other."""
+    """Owns one worker for one vocabulary, started at the first question. Questions are asked one at
+    a time."""
 
     def __init__(self, timeout_s: float = COMPILE_TIMEOUT_S) -> None:
         self.timeout_s = timeout_s
         self._lock = threading.Lock()
         self._worker: subprocess.Popen[bytes] | None = None
-        self.num_ended = 0  # workers that a constraint has cost
+        self.num_ended = 0  # workers ended because of a constraint
 
     def judge(self, constraint: Constraint, vocabulary: Vocabulary) -> Verdict:
-        """Never raises for a constraint, whatever it does to the worker."""
+        """Judge a constraint. Never raises for a constraint, whatever it does to the worker."""
         with self._lock:
             return self._judge(constraint, vocabulary)
 
@@ -57,7 +57,7 @@ class Guard:
         return Verdict(why=str(refusal(constraint, why)), is_ended=True)
 
     def close(self) -> None:
-        """End the worker, after the question that it has; the next one starts another one."""
+        """End the worker after its current question. The next question starts a new one."""
         with self._lock:
             self._end()
 
@@ -72,7 +72,7 @@ class Guard:
 
     def _running(self, vocabulary: Vocabulary) -> subprocess.Popen[bytes]:
         if self._worker is not None and self._worker.poll() is not None:
-            self._end()  # ended between two questions: by nobody's fault
+            self._end()  # it ended between two questions, not because of a constraint
         if self._worker is None:
             self._worker = self._start(vocabulary)
         return self._worker
@@ -96,13 +96,13 @@ class Guard:
             answer = None
         if answer is None:
             self._end()
-            raise GuardError("The process that judges grammars has ended before its first one.")
+            raise GuardError("The process that judges grammars has ended before its first grammar.")
         return worker
 
     def _ask(
         self, worker: subprocess.Popen[bytes], message: Words | Compile, timeout_s: float
     ) -> Verdict | None:
-        """None: the worker has ended."""
+        """Send a message and return the answer; None if the worker has ended."""
         assert worker.stdin is not None and worker.stdout is not None, "the worker has pipes"
         try:
             send(worker.stdin.fileno(), message)

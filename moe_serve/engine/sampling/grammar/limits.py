@@ -1,7 +1,7 @@
-"""How large a constraint may be, and what compiling and following it may take.
+"""Limits on the size of constraints and on the cost of compiling and following them.
 
-The library's own limits are counted in its work, not in seconds, so a grammar that one process has
-compiled within them another one compiles too.
+The library's own limits count work, not seconds, so a grammar that one process has compiled within
+them compiles in every process.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ MAX_CHOICES = 1024
 MAX_REASON_CHARS = 200  # of the library's words in an error
 
 COMPILE_TIMEOUT_S = 2.0  # usually a few ms
-QUICK_TIMEOUT_S = 0.5  # of what looks quick; then it is judged again among the others
-MAX_QUICK_CHARS, MAX_QUICK_COUNTS = 16_384, 10_000  # what looks quick
-NUM_SLOW_WORKERS = 2  # beside the one for what looks quick
+QUICK_TIMEOUT_S = 0.5  # for quick-looking ones, which are then judged again as slow ones
+MAX_QUICK_CHARS, MAX_QUICK_COUNTS = 16_384, 10_000  # limits for looking quick
+NUM_SLOW_WORKERS = 2  # beside the one for quick-looking constraints
 MAX_WAITING_OF_CLIENT = 32  # of MAX_WAITING
 WORKER_BYTES = 1 << 30  # of address space
-MAX_WAITING = 64  # constraints that are not compiled yet, in each of the two lines
-# Where a step needs a grammar that is not compiled yet, as on an attention rank, it waits: up to
-# COMPILE_TIMEOUT_S, but lately no more than this share of the time, and at least so long.
+MAX_WAITING = 64  # constraints waiting in each of the two lanes
+# A step that needs a grammar that is not compiled yet, as on an attention rank, waits up to
+# COMPILE_TIMEOUT_S, within this share of recent time, but always at least LEAST_PATIENCE_S.
 PATIENCE_SHARE, LEAST_PATIENCE_S = 0.2, 0.1
 MAX_COMPILING = 4  # threads for that
 MAX_KEPT = 128  # compiled grammars; some 200 KB each, more for large ones
-MAX_VERDICTS = 4096  # digests of constraints that were judged, and why they are refused
+MAX_VERDICTS = 4096  # remembered verdicts, by digest
 
 
 # Items of Earley's algorithm in one mask. An ordinary grammar needs up to 5 000 with 4 096 tokens
@@ -34,8 +34,8 @@ _LEAST_ITEMS, _MOST_ITEMS, _ITEMS_PER_TOKEN = 10_000, 50_000, 0.3
 
 
 def parser_limits(vocab_size: int) -> llguidance.LLParserLimits:
-    """Of one grammar: its size, and what a single step of following it may cost. All of them count
-    work, so the same grammar ends at the same token on every machine."""
+    """Return the library's limits on a grammar's size and on the cost of one step of following it.
+    All count work, so the same grammar ends at the same token on every machine."""
     items = round(_LEAST_ITEMS + _ITEMS_PER_TOKEN * vocab_size)
     return llguidance.LLParserLimits(
         max_grammar_size=200_000,

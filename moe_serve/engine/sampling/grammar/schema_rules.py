@@ -1,5 +1,7 @@
-"""JSON schemas as the grammar library takes them: what it would break silently is narrowed or
-refused, annotations that it does not know are left out, and its own options are never a client's.
+"""Adapts JSON schemas to the grammar library.
+
+Parts that the library would break silently are narrowed or refused, annotations that it does not
+know are dropped, and clients cannot set the library's own options.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, TypeGuard
 
-# The formats that the library keeps; JSON Schema takes every other one for an annotation.
+# The formats that the library enforces; JSON Schema treats all others as annotations.
 KNOWN_FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname"}
     | {"ipv4", "ipv6", "uuid", "uri", "unknown"}
@@ -24,18 +26,19 @@ _MAPS = frozenset(
 )
 _COMBINE = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_GAP = 1e-9  # kept from an excluded whole number where the library would let it through
-_MOST_WHOLE = 1e6  # beyond, a float has no room for the gap
+_GAP = 1e-9  # distance kept from an excluded whole number
+_MOST_WHOLE = 1e6  # larger floats cannot represent the gap
 
 
 class SchemaRuleError(ValueError):
-    """A part of a schema that cannot be kept; the message names its place."""
+    """A part of a schema that cannot be enforced. The message names its place."""
 
 
 def prepared_schema(schema: Any) -> bool:
-    """Change a schema in place to what the library keeps to. -> whether it had to be changed.
+    """Change a schema in place into one that the library enforces. Returns whether it changed.
 
-    Raises SchemaRuleError."""
+    Raises SchemaRuleError.
+    """
     parts = list(_parts(schema, "#"))
     can_merge = any(_COMBINE & part.keys() for _, part in parts)
     can_merge = can_merge and any(_is_fraction(part.get(b)) for _, part in parts for b in _BOUNDS)
@@ -44,13 +47,13 @@ def prepared_schema(schema: Any) -> bool:
 
 
 def prepared_source(source: str) -> str:
-    """The same of a schema's text, which stays as it is if nothing had to be changed."""
+    """Prepare a schema given as text. The text is unchanged if the schema is."""
     schema = json.loads(source)
     return json.dumps(schema, ensure_ascii=False) if prepared_schema(schema) else source
 
 
 def prepared_lark(grammar: str) -> str:
-    """The same of every schema behind a `%json` in a Lark grammar."""
+    """Prepare every schema after a `%json` in a Lark grammar."""
     pieces, start = [], 0
     for found in _EMBEDDED.finditer(grammar):
         if found.start() < start:
@@ -71,7 +74,7 @@ def prepared_lark(grammar: str) -> str:
 
 
 def _parts(schema: Any, place: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every object that is a schema, or may be referred to as one, with its JSON pointer."""
+    """Yield every object that is a schema, or may be referenced as one, with its JSON pointer."""
     if isinstance(schema, list):
         for i, part in enumerate(schema):
             yield from _parts(part, f"{place}/{i}")
@@ -114,8 +117,8 @@ def _prepare(part: dict[str, Any], place: str, can_merge: bool) -> bool:
 def _is_leaky(
     part: dict[str, Any], own: str, others: tuple[str, str], sign: int, can_merge: bool
 ) -> bool:
-    """Whether the library lets an excluded whole number through: it does where the other bound is
-    less than 1 away, as in (0, 0.5]. Bounds of parts that are merged may meet like that."""
+    """Return whether the library would allow an excluded whole number. It does if the other bound
+    is less than 1 away, as in (0, 0.5]. Bounds of merged parts may meet like that."""
     bound = part.get(own)
     if not _is_number(bound) or bound != int(bound) or part.get("type") == "integer":
         return False
@@ -126,7 +129,8 @@ def _is_leaky(
 
 
 def _narrow(part: dict[str, Any], own: str, kept: str, sign: int, place: str) -> None:
-    """Example: exclusiveMinimum 0 becomes minimum 1e-09."""
+    """Replace an exclusive bound by an inclusive one. Example: exclusiveMinimum 0 becomes minimum
+    1e-09."""
     bound = part.pop(own)
     if abs(bound) > _MOST_WHOLE:
         raise SchemaRuleError(
@@ -139,7 +143,8 @@ def _narrow(part: dict[str, Any], own: str, kept: str, sign: int, place: str) ->
 
 
 def _check_exact(bound: Any, place: str) -> None:
-    """The library computes with floats, and then with 64 bits: the greatest of these is exact."""
+    """Check that a bound is exact for the library, which computes with floats and then with 64
+    bits; the largest 64-bit integer is exact too."""
     if not _is_number(bound):
         return
     is_kept = math.isfinite(bound) and (bound == 2**63 - 1 or int(float(bound)) == int(bound))

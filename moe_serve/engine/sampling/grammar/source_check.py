@@ -1,4 +1,4 @@
-"""What can be said of a constraint without compiling it: its size, its depth, its shape."""
+"""Checks a constraint's size, depth and shape without compiling it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from moe_serve.engine.sampling.grammar.limits import MAX_CHOICES, MAX_DEPTH, MAX
 from moe_serve.json_text import parse_json
 
 _OPEN, _CLOSE = "([{", ")]}"
-# To its end, or to that of the text: a string that is looked for in vain is looked for again from
-# every quote in it.
+# Up to the string's end or the text's: a failed match would be tried again from every quote in
+# it.
 STRING = re.compile(r'"[^"\\]*(?:\\.?[^"\\]*)*"?', re.DOTALL)
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
 
 
 def check_source(constraint: Constraint) -> None:
-    """Cheap, on any thread. Raises InvalidGrammarError."""
+    """Check a constraint cheaply, on any thread. Raises InvalidGrammarError."""
     source, kind = constraint.source, constraint.kind
     depth = _depth(constraint)
     if depth > MAX_DEPTH:
@@ -70,7 +70,7 @@ def _check_tags(constraint: Constraint) -> None:
 
 
 def _depth(constraint: Constraint) -> int:
-    """Of brackets outside of strings and escapes."""
+    """Return the depth of brackets outside strings and escapes."""
     is_json = constraint.kind in ("json_schema", "choice", "structural_tag")
     return _brackets(constraint.source, STRING if is_json else _ESCAPE)
 

@@ -1,11 +1,11 @@
-"""Tags in free text as a grammar in llguidance's Lark.
+"""Writes tags in free text as a grammar in llguidance's Lark.
 
-The text up to a trigger is a lazy lexeme: it ends where the trigger is there for the first time,
-and only what a tag goes on with can follow. Strings of a request get into the grammar quoted or
-inside of JSON, never as they are.
+The text up to a trigger is a lazy lexeme: it ends at the trigger's first occurrence, and only the
+continuations of a tag can follow. Strings of a request enter the grammar quoted or inside JSON,
+never verbatim.
 
-The name of a special token stands for that token or, as text, for itself: they read the same. Of
-special tokens, free text holds none.
+The name of a special token stands for that token or, as text, for itself; both read the same. Free
+text contains no special tokens.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from moe_serve.text.assistant.spelling import quoted
 
 
 def tag_grammar(structure: StructuralTag, vocabulary: Vocabulary, whitespace: str) -> str:
-    """`whitespace`: a pattern of what may be between the parts of JSON. Raises StructuralTagError
-    for a trigger that the vocabulary's special tokens cut in two."""
+    """Build the grammar. `whitespace` is the pattern allowed between the parts of JSON. Raises
+    StructuralTagError for a trigger that the vocabulary's special tokens split."""
     spell = _Spelling(vocabulary)
     banned = " | ".join(_text(t.text) for t in structure.triggers if not structure.tags_of(t))
     clean = f" & ~(ANY ({banned}) ANY)" if banned else ""
@@ -44,7 +44,7 @@ def tag_grammar(structure: StructuralTag, vocabulary: Vocabulary, whitespace: st
 
 
 def _tag_rules(structure: StructuralTag, spell: _Spelling, whitespace: str) -> list[str]:
-    """What comes after the begins. Tags of the same schema share its rule."""
+    """Return the rules that follow the begins. Tags with the same schema share its rule."""
     lines, names = [], dict[str, str]()
     for i, tag in enumerate(structure.tags):
         own = json.loads(prepared_source(json.dumps(tag.schema)))
@@ -58,7 +58,7 @@ def _tag_rules(structure: StructuralTag, spell: _Spelling, whitespace: str) -> l
 
 
 def _first_special(begin: str, trigger: Trigger, spell: _Spelling) -> str:
-    """The name of the special token that the tag begins with, or ""."""
+    """Return the name of the special token that the tag begins with, or ""."""
     plain, *others = spell.pieces(begin)
     if others and 0 < len(plain) < len(trigger.text):
         raise StructuralTagError(
@@ -70,7 +70,8 @@ def _first_special(begin: str, trigger: Trigger, spell: _Spelling) -> str:
 
 
 class _Spelling:
-    """`ids`: of the special tokens, by their names, without those that end an answer."""
+    """Spells text with special tokens. `ids` maps their names to ids, without tokens that end an
+    answer."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.ids: dict[str, int] = {}
@@ -82,7 +83,7 @@ class _Spelling:
         self._names = re.compile(f"({'|'.join(map(re.escape, names))})" if names else "(?!)()")
 
     def pieces(self, text: str) -> list[str]:
-        """Text, name, text, name, …, text: the text may be empty."""
+        """Split text into text, name, text, name, …, text; the text pieces may be empty."""
         return self._names.split(text)
 
     def __call__(self, text: str) -> str:

@@ -1,4 +1,4 @@
-"""The tokens of a model as grammars see them: bytes, and which of them end an answer."""
+"""The tokens of a model as grammars see them: their bytes, and which of them end an answer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """`tokens`: the bytes of every id that the model has a logit for; none for ids that spell
-    nothing, which no grammar allows. `encode` is the model's tokenizer, if there is one."""
+    """`tokens` are the bytes of every id that has a logit; ids that spell nothing are empty and
+    never allowed. `encode` is the model's tokenizer, if any."""
 
     tokens: tuple[bytes, ...]
     special_ids: frozenset[int]
@@ -26,13 +26,15 @@ class Vocabulary:
 
     @cached_property
     def tokenizer(self) -> llguidance.LLTokenizer:
-        """Made once; 10 ms for 4 000 tokens, most of a second for 150 000."""
+        """The library's tokenizer, made once: 10 ms for 4 000 tokens, most of a second for 150
+        000."""
         wrapper = llguidance.TokenizerWrapper(_Wrapped(self))
         return llguidance.LLTokenizer(wrapper, eos_token=list(self.eos_ids))
 
 
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> Vocabulary:
-    """What ends an answer counts as special: it never stands for its own text."""
+    """Build the vocabulary. Tokens that end an answer count as special, so they never stand for
+    their own text."""
     return Vocabulary(
         tokens=tuple(tokenizer.token_bytes(i) for i in range(vocab_size)),
         special_ids=frozenset(i for i in tokenizer.special_token_ids if i < vocab_size) | eos_ids,
@@ -42,13 +44,13 @@ def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]
 
 
 def read_vocabulary(folder: Path, vocab_size: int, eos_ids: frozenset[int]) -> Vocabulary:
-    """The same from a checkpoint's folder."""
+    """Build the vocabulary from a checkpoint's folder."""
     return vocabulary_of(Tokenizer.load(folder), vocab_size, eos_ids)
 
 
 class _Wrapped:
-    """What the library asks of a tokenizer. Where a grammar leaves one text only, it takes the
-    tokens that `__call__` gives for it, so these must spell exactly that."""
+    """The tokenizer interface of the library. Where a grammar leaves only one text, the library
+    takes the tokens of `__call__`, which must therefore spell exactly that text."""
 
     bos_token_id = None
 
@@ -73,7 +75,8 @@ class _Wrapped:
         return self._longest_matches(raw)
 
     def _longest_matches(self, raw: bytes) -> list[int]:
-        """For tokenizers that add a space, or know no such text. Stops where nothing fits."""
+        """Encode greedily, for tokenizers that add a space or cannot encode the text. Stops at
+        bytes without a token."""
         ids, start = [], 0
         while start < len(raw):
             ends = range(min(len(raw), start + self._longest), start, -1)

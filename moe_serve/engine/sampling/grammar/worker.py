@@ -1,5 +1,4 @@
-"""The process that compiles every grammar first: one that runs away, or away with the memory, is
-ended with it.
+"""The process that compiles every grammar first, and is ended if it takes too much time or memory.
 
 python -m moe_serve.engine.sampling.grammar.worker
 """
@@ -20,7 +19,7 @@ from moe_serve.engine.sampling.grammar.limits import WORKER_BYTES
 from moe_serve.engine.sampling.grammar.vocabulary import Vocabulary
 from moe_serve.errors import InvalidGrammarError
 
-_STACK_BYTES = 1 << 21  # less than any thread of a server has: what fits here fits there
+_STACK_BYTES = 1 << 21  # smaller than any server thread's, so what fits here fits there
 
 
 def judge(order: Compile, vocabulary: Vocabulary) -> Verdict:
@@ -43,12 +42,12 @@ def _work(orders: queue.SimpleQueue[bytes]) -> None:
 
 
 def main() -> int:
-    """Until standard input ends: then whoever asks is gone, also if a grammar is being compiled."""
+    """Run until standard input ends, which means that the parent is gone, even while compiling."""
     resource.setrlimit(resource.RLIMIT_AS, (WORKER_BYTES, WORKER_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     orders: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.stack_size(_STACK_BYTES)
-    threading.excepthook = lambda _: os._exit(1)  # such as a MemoryError: another one is started
+    threading.excepthook = lambda _: os._exit(1)  # e.g. MemoryError; a new worker is started
     threading.Thread(target=_work, args=(orders,), daemon=True).start()
     while (order := receive(0)) is not None:
         orders.put(order)

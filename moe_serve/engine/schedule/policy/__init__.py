@@ -1,1 +1,2 @@
-"""Who joins and how a step is split: `fifo`, `balanced` or `expert-aware`."""
+"""Batch policies, which choose the sequences that start and split a step: `fifo`, `balanced`,
+`expert-aware`."""

@@ -1,4 +1,4 @@
-"""How long somebody who waits may be passed over: so many times, or so many seconds."""
+"""Limits how often and how long a waiting sequence may be passed over."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence as Items
 
 
 class Ageing:
-    """Counts, for each that waits, how many later ones were let go first. Whoever reached a bound
-    is next; if several have, the first to arrive."""
+    """Counts for each waiting sequence how many later ones started first. A sequence that reaches a
+    bound is next; among several, the first to arrive."""
 
     def __init__(self, max_passed_over: int, max_age_s: float, clock: Callable[[], float]) -> None:
         self._max_passed, self._max_age_s, self._clock = max_passed_over, max_age_s, clock
@@ -18,8 +18,9 @@ class Ageing:
         self.num_passed_over = 0
 
     def see(self, newest_first: Iterable[int], first: Iterable[int] = ()) -> None:
-        """Who waits; an age starts the first time. Of the newest as far as there are new ones: they
-        come at the end. `first`: those in front, where somebody may come back to."""
+        """Record the waiting sequences; a sequence's age starts at its first record. `newest_first`
+        is read only up to the first known one. `first` are those at the front, where preempted ones
+        return."""
         now, since = self._clock(), self._since
         for key in newest_first:
             if key in since:
@@ -29,7 +30,7 @@ class Ageing:
             since.setdefault(key, now)
 
     def urgent(self, sequence_ids: Iterable[int]) -> list[int]:
-        """The indices of those of these that can wait no longer."""
+        """Return the indices of the sequences that can wait no longer."""
         start, most, passed = self._clock() - self._max_age_s, self._max_passed, self._passed
         since, never = self._since, math.inf
         return [
@@ -39,7 +40,8 @@ class Ageing:
         ]
 
     def pass_over(self, sequence_ids: Items[int]) -> list[int]:
-        """A later one goes before these -> those of them that can wait no longer by now."""
+        """Record that a later one starts before these. Returns those that can now wait no
+        longer."""
         passed, late = self._passed, []
         for key in sequence_ids:
             passed[key] = count = passed.get(key, 0) + 1
@@ -49,7 +51,7 @@ class Ageing:
         return late
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
-        """They wait no longer."""
+        """Drop sequences that no longer wait."""
         for key in sequence_ids:
             self._passed.pop(key, None)
             self._since.pop(key, None)

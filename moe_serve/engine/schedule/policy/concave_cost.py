@@ -1,10 +1,10 @@
-"""What a group of rows costs an expert stage: a sum of concave functions of sums over its rows.
+"""The cost of a group of rows on an expert stage: a sum of concave functions of sums over its rows.
 
     activated experts   x = -log(1 - p)   f(s) = 1 - exp(-s)   expected number of experts with a row
     capacity C          x = p             f(s) = min(s, C)     an expert's rows beyond C are free
 
-Both are sum_e f(sum_r x_r[e]): what a search moves between groups are rows of x. For probabilities
-p of independent choices the first is exact; the second is exact for choices that are known.
+Both are sum_e f(sum_r x_r[e]); a search moves rows of x between groups. The first is exact for
+probabilities p of independent choices, the second for choices that are known.
 
 R rows, D dimensions (pairs of a layer and an expert, or a sample of them).
 """
@@ -23,26 +23,26 @@ MOST_CERTAIN = 0.999
 
 
 def sums_by_group(x_RD: Floats, group_R: NDArray[np.int64], num_groups: int) -> Floats:
-    """[G, D]; rows of group -1 are left out."""
+    """Return the sums of each group's rows, [G, D]. Rows of group -1 are left out."""
     is_in_GR = (np.arange(num_groups)[:, None] == group_R).astype(np.float32)
     return np.asarray(is_in_GR @ x_RD)
 
 
 @dataclass(frozen=True, slots=True)
 class ConcaveCost:
-    """`capacity` 1: activated experts."""
+    """The cost function. A `capacity` of 1 counts activated experts."""
 
     capacity: int = 1
 
     def features(self, signatures_RD: Floats) -> Floats:
-        """x of probabilities."""
+        """Return the features x of probabilities."""
         if self.capacity > 1:
             return signatures_RD.astype(np.float32)
         certain = np.minimum(signatures_RD, np.float32(MOST_CERTAIN))
         return np.asarray(-np.log1p(-certain), dtype=np.float32)
 
     def total(self, sums_xD: Floats) -> Floats:
-        """The cost of groups whose rows sum up to `sums_xD`, one for each leading index."""
+        """Return the cost of groups whose rows sum up to `sums_xD`, one for each leading index."""
         if self.capacity > 1:
             return np.asarray(np.minimum(sums_xD, np.float32(self.capacity)).sum(axis=-1))
         spared_xD = np.exp(np.negative(sums_xD))
@@ -50,8 +50,8 @@ class ConcaveCost:
         return np.asarray(num_dimensions - spared_xD @ np.ones(num_dimensions, np.float32))
 
     def with_each(self, x_RD: Floats) -> Callable[[Floats], Floats]:
-        """From the sums [D] of a group to its cost [R] with each of these rows. Asked many times of
-        the same rows it is a product of a matrix and a vector."""
+        """Return a function from a group's sums [D] to its cost [R] with each of these rows.
+        Prepared once, each call is one product of a matrix and a vector."""
         if self.capacity > 1:
             return lambda sums_D: self.total(sums_D + x_RD)
         spare_RD = np.exp(np.negative(x_RD))

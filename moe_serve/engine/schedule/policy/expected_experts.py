@@ -1,5 +1,6 @@
-"""Which experts a step will probably need, from its sequences' signatures: what an expert memory
-keeps, and reads ahead, before the rows are there.
+"""Predicts the experts that a step will need from its sequences' signatures.
+
+An expert memory keeps these experts and reads them ahead, before the rows arrive.
 
 L layers, E experts.
 """
@@ -14,15 +15,15 @@ from moe_serve.model.step_plan import SequenceSlice
 
 
 class ExpectedExperts:
-    """Of a server whose experts need not all be in memory. `is_on`: whether signatures are good
-    enough to act on."""
+    """For servers with an expert memory. `is_on` returns whether signatures are good enough to act
+    on."""
 
     def __init__(self, table: SignatureTable, num_experts: int, is_on: Callable[[], bool]) -> None:
         self._table, self._num_experts, self._is_on = table, num_experts, is_on
 
     def of(self, slices: Iterable[SequenceSlice]) -> Floats | None:
-        """[L, E]: the probability that some token of these needs an expert, each token like a
-        coming one of its sequence; None: nothing is known."""
+        """Return [L, E]: the probability that some token of these slices needs an expert, treating
+        each token like a coming one of its sequence. None if unknown."""
         if not self._is_on():
             return None
         needed = self._table.needed({s.sequence_id: len(s.token_ids) for s in slices})

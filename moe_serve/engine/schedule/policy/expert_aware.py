@@ -1,9 +1,9 @@
-"""The policy that puts together who shares experts.
+"""The policy that groups sequences that share experts.
 
-Who joins: of those that wait, the one whose expected experts add least to the group that has a seat
-for it, unless somebody has been passed over for too long. How a step is split: so that the groups
-together are expected to activate fewest experts, with token counts near the balanced split's.
-Rows of prompts that are being read are placed by their token counts, or by rank loads.
+The waiting sequence starts whose expected experts add least to the group that has a seat for it,
+unless another one has been passed over for too long. A step is split so that its groups together
+are expected to activate the fewest experts, with token counts near the balanced split's. Rows of
+prompts are placed by their token counts, or by rank loads.
 
 G groups, D dimensions of the signature table.
 """
@@ -14,7 +14,6 @@ import itertools
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +23,9 @@ from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.schedule.policy.ageing import Ageing
 from moe_serve.engine.schedule.policy.concave_cost import ConcaveCost, Floats
 from moe_serve.engine.schedule.policy.expected_experts import ExpectedExperts
-from moe_serve.engine.schedule.policy.limits import SizeLimits
+from moe_serve.engine.schedule.policy.local_search import SizeLimits
 from moe_serve.engine.schedule.policy.longest_first import split
+from moe_serve.engine.schedule.policy.policy import SignatureSource
 from moe_serve.engine.schedule.policy.rank_load import RankLoads
 from moe_serve.engine.schedule.policy.signature_table import SignatureTable
 from moe_serve.engine.schedule.policy.standing_split import StandingSplit
@@ -34,49 +34,21 @@ from moe_serve.model.step_plan import MicroBatch, SequenceSlice
 _LARGEST_WINDOW = 256
 
 
-class SignatureSource(Protocol):
-    """Where signatures come from: a predictor, or what requests chose so far."""
-
-    @property
-    def is_on(self) -> bool:
-        """Whether they are good enough to act on."""
-        ...
-
-    def refresh(self, waiting: Items[Sequence], running: Items[Sequence]) -> None:
-        """Bring the table up to date, as far as the time of a step allows."""
-        ...
-
-    def forget(self, sequence_ids: Iterable[int]) -> None:
-        """They have ended: out of the table too."""
-        ...
-
-    @property
-    def recall(self) -> float | None: ...
-
-    @property
-    def has_predictor(self) -> bool: ...
-
-    @property
-    def num_learnt(self) -> int | None:
-        """Predictions that were learnt from; None: nothing is learnt."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What the policy may not exceed."""
+    """Limits of the policy."""
 
-    window: int = _LARGEST_WINDOW  # of the waiting, how many are compared
-    tolerance: float = 0.12  # of token counts, beyond the balanced split's
+    window: int = _LARGEST_WINDOW  # waiting sequences that are compared
+    tolerance: float = 0.12  # of token counts around the balanced split's
 
 
 @dataclass(frozen=True, slots=True)
 class _Queue:
-    """Those who wait, in order of arrival, W of them; filled while they are offered."""
+    """The W waiting sequences in order of arrival, and their state while candidates are offered."""
 
     sequences: list[Sequence]
     is_open_W: NDArray[np.bool_]  # not offered yet
-    is_waiting_W: NDArray[np.bool_]  # not started; not for a page that somebody else computes
+    is_waiting_W: NDArray[np.bool_]  # not started, and not waiting for a page being computed
 
     @classmethod
     def of(cls, sequences: list[Sequence]) -> _Queue:
@@ -84,13 +56,14 @@ class _Queue:
         return cls(sequences, np.ones(count, dtype=np.bool_), np.ones(count, dtype=np.bool_))
 
     def is_kept_back(self, index: int) -> bool:
-        """Whether it was offered, and found no pages."""
+        """Return whether it was offered and found no pages."""
         return bool(self.is_waiting_W[index] and not self.is_open_W[index])
 
     def in_order(self, urgent: list[int], costs_W: Floats) -> Iterator[int]:
-        """Those who are open: who can wait no longer, then who costs least; ties by arrival."""
+        """Yield the open ones: first those that can wait no longer, then by cost; ties by
+        arrival."""
         yield from (index for index in urgent if self.is_open_W[index])
-        if self.is_open_W.any():  # most often the first one starts, and nothing need be sorted
+        if self.is_open_W.any():  # usually the first one starts, which saves sorting
             yield int(np.where(self.is_open_W, costs_W, np.inf).argmin())
             order = np.argsort(costs_W, kind="stable")
             yield from order[self.is_open_W[order]].tolist()
@@ -98,7 +71,7 @@ class _Queue:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """Who may start now, in which group, and whom it goes before."""
+    """The sequence offered now, its group, and its place in the queue."""
 
     sequence: Sequence
     group: int
@@ -108,13 +81,13 @@ class _Offer:
 
     @property
     def earlier(self) -> list[int]:
-        """Those who came before it and still wait, though they could have been chosen."""
+        """Return the ids of earlier sequences that still wait and could have been chosen."""
         before = np.flatnonzero(self.queue.is_waiting_W[: self.index])
         return [self.queue.sequences[place].id for place in before]
 
 
 class ExpertAware:
-    """Implements BatchPolicy. While its source is off, it is `fifo`."""
+    """Implements BatchPolicy. Behaves like `fifo` while its source is off."""
 
     def __init__(
         self,
@@ -126,16 +99,15 @@ class ExpertAware:
         loads: RankLoads | None = None,
         expected: ExpectedExperts | None = None,
     ) -> None:
-        """`loads`: of expert ranks, where they are known; `expected`: where there is an expert
-        memory that wants to know."""
+        """`loads` are those of expert ranks, if known. `expected` is set for an expert memory."""
         self._expected = expected
         self._source, self._table, self._ageing = source, table, ageing
         self._cost, self._bounds, self._loads = cost, bounds, loads
         self._splits: dict[int, StandingSplit] = {}  # by the number of groups
-        self._num_groups = 1  # of the last step
+        self._num_groups = 1  # in the last step
         self._activated: float | None = None
         self._offer: _Offer | None = None
-        self._late: list[int] = []  # whom the last one that started was one too many for
+        self._late: list[int] = []  # became urgent when the last one started
 
     def prepare(self, waiting: Items[Sequence], running: Items[Sequence]) -> None:
         """See `BatchPolicy.prepare`."""
@@ -144,21 +116,22 @@ class ExpertAware:
         self._source.refresh(window, running)
 
     def candidates(self, waiting: Items[Sequence], running: Items[Sequence]) -> Iterator[Sequence]:
-        """See `BatchPolicy.candidates`. Who was preempted goes first, as under every policy."""
-        self._offer = None  # of the last step: that one did not start
+        """See `BatchPolicy.candidates`. Preempted sequences go first, as under every policy."""
+        self._offer = None  # an offer of the last step did not start
         window = list(itertools.islice(waiting, self._bounds.window))
         if not self._source.is_on:
             yield from waiting
             return
-        # They lie in front; one that moved here from a lost rank came last, and has no such right.
+        # They are in front. One that moved here from a lost rank is at the end, without precedence.
         preempted = list(itertools.takewhile(lambda s: s.num_restarts > 0, window))
         yield from preempted
         yield from self._by_cost(window[len(preempted) :], running)
         yield from itertools.islice(waiting, len(window), None)
 
     def is_next(self, sequence: Sequence) -> bool:
-        """See `BatchPolicy.is_next`. Only who is first, or can wait no longer: a later one that
-        was chosen for its experts and finds no pages keeps nobody back, and is passed over."""
+        """See `BatchPolicy.is_next`. True only for the first one and for urgent ones. A later one
+        that was chosen for its experts and finds no pages is passed over and holds back no other.
+        """
         offer = self._offer
         if offer is None or offer.sequence is not sequence or offer.is_urgent:
             return True
@@ -218,7 +191,7 @@ class ExpertAware:
         )
 
     def _by_cost(self, waiting: list[Sequence], running: Items[Sequence]) -> Iterator[Sequence]:
-        """Nothing that decides changes until somebody starts, so the order stands until then."""
+        """Yield candidates by cost. The order stays valid until one starts."""
         standing, queue = self._standing(self._num_groups), _Queue.of(waiting)
         sums_GD, sizes_G = standing.sums([s.id for s in running])
         ids = [s.id for s in waiting]
@@ -229,7 +202,9 @@ class ExpertAware:
             group = int(sizes_G.argmin())
             if any(queue.is_kept_back(index) for index in urgent):
                 return
-            costs_W = np.zeros(len(waiting), dtype=np.float32)  # an empty group: who came first
+            costs_W = np.zeros(
+                len(waiting), dtype=np.float32
+            )  # an empty group: in order of arrival
             if sizes_G[group]:
                 costs_W = with_each(sums_GD[group])
             for index in queue.in_order(urgent, costs_W):
@@ -245,8 +220,8 @@ class ExpertAware:
                     break
 
     def _prompts(self, balanced: tuple[MicroBatch, ...]) -> list[list[SequenceSlice]]:
-        """The slices of several tokens: as the balanced split has them, or, if they are most of
-        the step and ranks are known, so that the ranks' loads are even."""
+        """Group the slices of several tokens: as in the balanced split, or, if they are most of the
+        step and ranks are known, so that the ranks' loads are even."""
         groups = [[s for s in batch.slices if len(s.token_ids) > 1] for batch in balanced]
         prompts = [s for group in groups for s in group]
         num_tokens = sum(batch.num_tokens for batch in balanced)
@@ -260,7 +235,7 @@ class ExpertAware:
         return self._loads.place(prompts, signatures, len(balanced), spare)
 
     def _alone(self, slices: list[SequenceSlice]) -> float | None:
-        """Expected activated experts of a step that is not split; None: nothing is known."""
+        """Return the expected activated experts of an unsplit step; None if unknown."""
         if not slices or not len(self._table):
             return None
         sums_GD, _ = self._fixed([slices])
@@ -272,8 +247,8 @@ class ExpertAware:
         return self._splits[num_groups]
 
     def _fixed(self, groups: list[list[SequenceSlice]]) -> tuple[Floats, NDArray[np.int64]]:
-        """[G, D] and [G]: what the prompts of each group add up to, about (each token like a coming
-        one), and their tokens."""
+        """Return the approximate feature sums [G, D] of each group's prompts, treating each token
+        like a coming one, and their tokens [G]."""
         none = self._table.rows([])
         sums_GD = np.zeros((len(groups), none.shape[1]), dtype=np.float32)
         sizes_G = np.zeros(len(groups), dtype=np.int64)
@@ -287,5 +262,5 @@ class ExpertAware:
 
 
 def _even(count: int, num_groups: int) -> list[int]:
-    """Sizes of the balanced split of single tokens."""
+    """Return the sizes of the balanced split of single tokens."""
     return [(count + index) // num_groups for index in range(num_groups)]

@@ -1,7 +1,7 @@
-"""The sums of groups while rows move between them, and what each move would save.
+"""The feature sums of groups while rows move between them, and the savings of each move.
 
 For activated experts the cost of a group is D - sum_d prod_r exp(-x_r[d]), so moves only multiply
-and divide: what all rows would save is a product of a matrix and a vector.
+and divide, and the savings of all rows are a product of a matrix and a vector.
 
 R rows, D dimensions, G groups, W some of the rows.
 """
@@ -19,20 +19,20 @@ _LARGEST_SUM = 80.0  # exp(-80) is still a normal number
 
 
 class GroupSums(Protocol):
-    """What a search asks, for one cost."""
+    """The interface that a search uses, for one cost."""
 
     def total(self) -> float:
-        """The cost of all groups."""
+        """Return the cost of all groups."""
         ...
 
     def saved(self, rows_W: NDArray[np.int64], source: int, target: int) -> Floats:
-        """[W]: what each row saves by moving."""
+        """Return [W]: the savings of moving each row."""
         ...
 
     def exchanged(
         self, rows_a: NDArray[np.int64], rows_b: NDArray[np.int64], a: int, b: int
     ) -> Floats:
-        """[Wa, Wb]: what each pair saves by changing sides."""
+        """Return [Wa, Wb]: the savings of exchanging each pair."""
         ...
 
     def move(self, row: int, source: int, target: int) -> None: ...
@@ -41,7 +41,8 @@ class GroupSums(Protocol):
 def group_sums(
     cost: ConcaveCost, x_RD: Floats, group_R: NDArray[np.int64], fixed_GD: Floats
 ) -> GroupSums:
-    """`fixed_GD`: what is in the groups beside the rows."""
+    """Build the sums for a cost. `fixed_GD` are the sums of what is in the groups beside the
+    rows."""
     sums_GD = fixed_GD + sums_by_group(x_RD, group_R, len(fixed_GD))
     if cost.capacity == 1:
         return _ActivatedSums(x_RD, sums_GD)
@@ -49,7 +50,7 @@ def group_sums(
 
 
 class _ActivatedSums:
-    """Keeps, of each group, the probability that an expert is spared."""
+    """Sums for activated experts: the probability, per group, that an expert is not used."""
 
     def __init__(self, x_RD: Floats, sums_GD: Floats) -> None:
         self._x_RD, self._sums_GD = x_RD, sums_GD
@@ -81,7 +82,7 @@ class _ActivatedSums:
 
 
 class _PlainSums:
-    """Any concave cost."""
+    """Sums for any concave cost."""
 
     def __init__(self, cost: ConcaveCost, x_RD: Floats, sums_GD: Floats) -> None:
         self._cost, self._x_RD, self._sums_GD = cost, x_RD, sums_GD

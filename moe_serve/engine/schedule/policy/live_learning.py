@@ -1,8 +1,9 @@
-"""What was predicted of live requests beside what they chose: what a predictor goes on learning by.
+"""Compares predictions for live requests with the experts they chose, so that a predictor can
+learn.
 
 A comparison begins with a prediction and ends with a later one of that request, or with the
-request. Its cost is bounded: so many tokens of a comparison are kept, so many comparisons wait, and
-one is learnt from between two steps.
+request. Its cost is bounded by the tokens kept per comparison and the number of waiting
+comparisons, and one comparison is learnt from between two steps.
 
 N tokens, L layers, K choices, E experts.
 """
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from moe_serve.engine.schedule.policy.concave_cost import Floats
 from routing_predictor.requests.online import OnlinePredictor
 
-_LEAST_TOKENS = 4  # of a comparison: fewer say nothing
+_LEAST_TOKENS = 4  # in a comparison: fewer are not meaningful
 _MOST_TOKENS = 64
 _MOST_WAITING = 64  # comparisons; then the oldest are lost
 
@@ -33,7 +34,7 @@ class _Comparison:
     num_tokens: int = 0
 
     def count(self) -> NDArray[np.int64]:
-        """[L, E]: how often each expert was chosen."""
+        """Return [L, E]: how often each expert was chosen."""
         num_layers, num_experts = self.predicted_LE.shape
         ids_NLK = np.concatenate(self.parts).astype(np.int64)
         places = ids_NLK + np.arange(num_layers)[:, None] * num_experts
@@ -42,7 +43,7 @@ class _Comparison:
 
 
 class LiveLearning:
-    """By sequence id. On the engine's thread."""
+    """Comparisons by sequence id. Used on the engine's thread."""
 
     def __init__(self, predictor: OnlinePredictor) -> None:
         self._predictor = predictor
@@ -51,33 +52,33 @@ class LiveLearning:
 
     @property
     def num_learnt(self) -> int:
-        """Comparisons so far."""
+        """Number of comparisons learnt from so far."""
         return self._predictor.num_observed
 
     def predicted(self, key: int, predicted_LE: Floats) -> None:
-        """A request was predicted, for the first time or again; too early a second prediction is
-        not compared."""
+        """Record a prediction for a request. One that follows the previous one too soon is not
+        compared."""
         known = self._open.get(key)
         if known is None or known.num_tokens >= _LEAST_TOKENS:
             self.end([key])
             self._open[key] = _Comparison(predicted_LE)
 
     def chose(self, key: int, ids_NLK: NDArray[np.integer]) -> None:
-        """Choices of tokens that came after its prediction."""
+        """Record the choices of tokens that came after the prediction."""
         comparison = self._open.get(key)
         if comparison is not None and comparison.num_tokens < _MOST_TOKENS:
-            comparison.parts.append(ids_NLK.copy())  # of a few tokens; the step's array goes
+            comparison.parts.append(ids_NLK.copy())  # copied, so that the step's array is freed
             comparison.num_tokens += len(ids_NLK)
 
     def end(self, keys: Iterable[int]) -> None:
-        """What they choose from now on is compared with nothing; unknown ones are ignored."""
+        """End the comparisons of these sequences. Unknown ones are ignored."""
         for key in keys:
             comparison = self._open.pop(key, None)
             if comparison is not None and comparison.num_tokens >= _LEAST_TOKENS:
                 self._ended.append(comparison)
 
     def learn(self) -> None:
-        """From the oldest of the comparisons that have ended."""
+        """Learn from the oldest comparison that has ended."""
         if self._ended:
             oldest = self._ended.popleft()
             self._predictor.observe(oldest.predicted_LE[None], oldest.count()[None])

@@ -1,8 +1,8 @@
-"""Signatures while a server runs: from a predictor, from what requests chose so far, or both.
+"""Maintains signatures while a server runs, from a predictor, from past choices, or from both.
 
-A predictor knows a request before its first step, so it can say who should join; what a request
-chose is known once its prompt is read. Both cost time between steps, so a step refreshes only as
-many as fit its share, whoever needs it most first.
+A predictor knows a request before its first step, so it helps to choose the next one to start; a
+request's choices are known once its prompt is read. Both cost time between steps, so a step
+refreshes only as many signatures as fit its share, those that need it most first.
 
 R requests, L layers, E experts, K choices, N tokens.
 """
@@ -26,11 +26,11 @@ from routing_predictor.layers.recall_guard import RecallGuard
 from routing_predictor.requests.history import ChoiceHistory
 from routing_predictor.requests.request_predictor import RequestPredictor
 
-_SHARE_S = 1e-3  # of a step, of all engines of a server
+_SHARE_S = 1e-3  # per step, for all engines of a server
 _LARGEST_PREFIX = 512  # tokens that a predictor is given
-_WEIGHT = 0.2  # of a new measurement of its time
-_DECODE_STRIDE = 4  # of a request's decode steps, one in so many is observed
-_MOST_OBSERVED = 128  # tokens of a prompt's chunk
+_WEIGHT = 0.2  # weight of a new time measurement
+_DECODE_STRIDE = 4  # one in this many decode steps of a request is observed
+_MOST_OBSERVED = 128  # observed tokens of a prompt's chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +39,8 @@ class FollowedPredictor:
 
     predictor: RequestPredictor
     guard: RecallGuard
-    is_acting: bool  # False: it is measured only
-    learning: LiveLearning | None = None  # None: it stays as it was trained
+    is_acting: bool  # False: only measured
+    learning: LiveLearning | None = None  # None: it does not learn
 
 
 class LiveSignatures:
@@ -56,13 +56,13 @@ class LiveSignatures:
         refresh_tokens: int,
         num_engines: int = 1,
     ) -> None:
-        """`num_engines` share this, and the time."""
+        """`num_engines` share this object and its time."""
         self._table, self._followed, self._refresh = table, followed, refresh_tokens
         self._history = ChoiceHistory(num_experts)
         self._made_at: dict[int, int] = {}  # sequence id -> its tokens when its signature was made
-        self._is_due: set[int] = set()  # more is known of them than when it was made
-        self._predicted: dict[int, Floats] = {}  # [L, E], of those that a predictor was asked for
-        self._best: dict[int, NDArray[np.bool_]] = {}  # [L, E]: the K best of what was predicted
+        self._is_due: set[int] = set()  # their choices became known after it was made
+        self._predicted: dict[int, Floats] = {}  # [L, E], predictions by sequence id
+        self._best: dict[int, NDArray[np.bool_]] = {}  # [L, E]: the K best of each prediction
         self._share_s = _SHARE_S / num_engines
         self._seconds_each = _SHARE_S / 4  # until it is measured
 
@@ -106,7 +106,7 @@ class LiveSignatures:
         self._seconds_each += _WEIGHT * (seconds - self._seconds_each)
 
     def wants(self, step: int, sequences: Mapping[int, Sequence]) -> Collection[int]:
-        """See `RouteListener.wants`: prompts, and a sample of what follows them."""
+        """See `RouteListener.wants`. Wants prompts and a sample of the decode steps."""
         return [
             key
             for key, sequence in sequences.items()
@@ -117,7 +117,7 @@ class LiveSignatures:
         """See `RouteListener.take`."""
         self._measure(records)
         for record in records:
-            if record.sequence_id not in self._history:  # the first that is known of it
+            if record.sequence_id not in self._history:  # its first known choices
                 self._is_due.add(record.sequence_id)
         parts = [record.expert_ids_NLK[-_MOST_OBSERVED:] for record in records]
         self._history.observe([record.sequence_id for record in records], parts)
@@ -162,8 +162,8 @@ class LiveSignatures:
             self._table.put(keys, signatures)
 
     def _measure(self, records: list[RouteRecord]) -> None:
-        """Recall at K: of what tokens chose after a prediction, how much was among its K best. And
-        the predictor may learn from it."""
+        """Measure the recall at K, the share of later choices among the K best predicted, and
+        record the choices for learning."""
         if self._followed is None:
             return
         shares, num_tokens = 0.0, 0
@@ -184,7 +184,8 @@ class LiveSignatures:
             self._followed.guard.measure(shares / num_tokens, num_tokens)
 
     def _best_of(self, key: int, top_k: int) -> NDArray[np.bool_]:
-        """Kept, as a prediction is measured many times."""
+        """Return the K best predicted experts, cached because a prediction is measured many
+        times."""
         best_LE = self._best.get(key)
         if best_LE is None:
             predicted_LE = self._predicted[key]

@@ -1,16 +1,16 @@
-"""A better split by exchanging rows between two groups at a time.
+"""Improves a split by exchanging rows between two groups at a time.
 
-Each round takes one pair of groups, asks what each of their rows would save on the other side (all
-rows at once), tries the most willing rows of both sides against each other, and makes the one move
-or exchange that saves most. Rounds are bounded, so is the time; the next step goes on from there.
+Each round takes one pair of groups, computes what each of their rows would save on the other side
+(all rows at once), tries the best rows of both sides against each other, and makes the one move or
+exchange that saves most. The number of rounds and so the time is bounded; the next step continues.
 
-R rows of one token each, D dimensions, G groups, W the most willing rows of a side.
+R rows of one token each, D dimensions, G groups, W the best rows of a side.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,25 +18,44 @@ from numpy.typing import NDArray
 
 from moe_serve.engine.schedule.policy.concave_cost import ConcaveCost, Floats
 from moe_serve.engine.schedule.policy.group_sums import group_sums
-from moe_serve.engine.schedule.policy.limits import SizeLimits
 
-_WORTH_IT = 1e-3  # of an expert
+_WORTH_IT = 1e-3  # least savings of a change, in experts
 _NUM_WILLING = 16
 
 Groups = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
+class SizeLimits:
+    """Minimum and maximum tokens of each group, inclusive."""
+
+    low: int
+    high: int
+
+    @staticmethod
+    def near(balanced_sizes: Sequence[int], tolerance: float) -> SizeLimits:
+        """Return limits within `tolerance` of a balanced split's smallest and largest group. No
+        group may be empty."""
+        low, high = min(balanced_sizes), max(balanced_sizes)
+        assert low >= 1, f"a balanced split has groups of {list(balanced_sizes)} tokens"
+        return SizeLimits(max(1, low - int(low * tolerance)), high + int(high * tolerance))
+
+    def allow(self, smaller: int, larger: int) -> bool:
+        """Return whether a group that has shrunk and one that has grown are within the limits."""
+        return smaller >= self.low and larger <= self.high
+
+
+@dataclass(frozen=True, slots=True)
 class Change:
-    """Rows that change sides; a move has one, an exchange one of each side."""
+    """Rows that change sides: one in a move, one of each side in an exchange."""
 
     saved: float
     rows: tuple[int, ...]
 
 
 class LocalSearch:
-    """The rows' groups, and what their sums are. `fixed_GD` and `fixed_sizes`: what else is in the
-    groups, and stays there."""
+    """A split under search: the rows' groups and the groups' sums. `fixed_GD` and `fixed_sizes`
+    describe the other contents of the groups, which stay there."""
 
     def __init__(
         self,
@@ -58,7 +77,7 @@ class LocalSearch:
         return self._sums.total()
 
     def run(self, max_rounds: int) -> bool:
-        """Improve -> whether no pair of groups has anything left to gain."""
+        """Improve the split. Returns whether no pair of groups can be improved further."""
         idle = 0
         pairs = list(itertools.combinations(range(len(self.sizes_G)), 2))
         for a, b in itertools.islice(_endless(pairs), max_rounds):
@@ -77,7 +96,7 @@ class LocalSearch:
             small = int(self.sizes_G.argmin())
             large = int(np.where(self._movable_G > 0, self.sizes_G, -1).argmax())
             if self.sizes_G[large] - self.sizes_G[small] < 2:
-                return  # as equal as what is fixed allows
+                return  # as equal as the fixed contents allow
             rows = np.flatnonzero(self.group_R == large)
             saved = self._sums.saved(rows, large, small)
             self._apply(Change(0.0, (int(rows[saved.argmax()]),)), large, small)

@@ -6,7 +6,7 @@ from moe_serve.model.step_plan import MicroBatch, SequenceSlice
 
 
 def split(slices: list[SequenceSlice], max_micro_batches: int) -> tuple[MicroBatch, ...]:
-    """Token counts differ by at most one slice."""
+    """Split so that token counts differ by at most one slice."""
     groups: list[list[SequenceSlice]] = [[] for _ in range(min(max_micro_batches, len(slices)))]
     sizes = [0] * len(groups)
     for item in sorted(slices, key=lambda s: -len(s.token_ids)):
@@ -17,7 +17,7 @@ def split(slices: list[SequenceSlice], max_micro_batches: int) -> tuple[MicroBat
 
 
 def split_evenly(slices: list[SequenceSlice], max_micro_batches: int) -> tuple[MicroBatch, ...]:
-    """The same token counts; among groups of the same count the contexts are balanced too, as
+    """Split with the same token counts, and balance the contexts among groups of equal count, as
     attention reads them."""
     groups: list[list[SequenceSlice]] = [[] for _ in range(min(max_micro_batches, len(slices)))]
     sizes = [(0, 0)] * len(groups)

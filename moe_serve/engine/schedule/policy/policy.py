@@ -1,4 +1,5 @@
-"""What a batch policy decides. It never changes tokens: a row depends on no row beside it."""
+"""The interfaces of batch policies and of the signatures they use. Policies never change tokens, as
+a row depends on no row beside it."""
 
 from __future__ import annotations
 
@@ -15,37 +16,66 @@ from moe_serve.model.step_plan import MicroBatch, SequenceSlice
 
 
 class BatchPolicy(Protocol):
-    """One engine's. Called on its thread, every step: what it takes delays the step."""
+    """The policy of one engine. Called on its thread in every step, so its time delays the step."""
 
     def prepare(self, waiting: Items[Sequence], running: Items[Sequence]) -> None:
-        """A step is about to be scheduled."""
+        """Prepare for a step that is about to be scheduled."""
         ...
 
     def candidates(self, waiting: Items[Sequence], running: Items[Sequence]) -> Iterable[Sequence]:
-        """Who waits, in the order in which they may start. Whoever takes one says `started` before
-        asking for the next, and asks `is_next` of one that lacks pages."""
+        """Return the waiting sequences in the order in which they may start. The caller calls
+        `started` for one before taking the next, and `is_next` for one that lacks pages."""
         ...
 
     def is_next(self, sequence: Sequence) -> bool:
-        """Whether the candidate that was given last, which lacks pages, keeps all others back:
-        else others take what it waits for, again and again."""
+        """Return whether the last candidate, which lacks pages, holds back all others. Otherwise
+        others would take the pages it waits for, again and again."""
         ...
 
     def started(self, sequence: Sequence) -> None:
-        """The candidate that was given last runs now."""
+        """Record that the last candidate runs now."""
         ...
 
     def split(self, slices: list[SequenceSlice], max_micro_batches: int) -> tuple[MicroBatch, ...]:
-        """A step's slices in at most so many micro-batches, none of them empty."""
+        """Split a step's slices into at most `max_micro_batches` micro-batches, none of them
+        empty."""
         ...
 
     def needed(self, slices: list[SequenceSlice]) -> NDArray[np.float32] | None:
-        """[L, E]: the probability that these need an expert, for an expert memory; None: nobody
-        wants to know, or nobody does."""
+        """Return [L, E]: the probability that the slices need an expert, for an expert memory. None
+        if there is no such memory or prediction."""
         ...
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
-        """These sequences have ended or moved away."""
+        """Drop sequences that have ended or moved away."""
         ...
 
     def stats(self) -> PolicyStats: ...
+
+
+class SignatureSource(Protocol):
+    """Provides signatures from a predictor, or from the requests' past choices."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the signatures are good enough to act on."""
+        ...
+
+    def refresh(self, waiting: Items[Sequence], running: Items[Sequence]) -> None:
+        """Update the table as far as the time of a step allows."""
+        ...
+
+    def forget(self, sequence_ids: Iterable[int]) -> None:
+        """Drop sequences that have ended, also from the table."""
+        ...
+
+    @property
+    def recall(self) -> float | None: ...
+
+    @property
+    def has_predictor(self) -> bool: ...
+
+    @property
+    def num_learnt(self) -> int | None:
+        """Number of predictions learnt from; None if the source does not learn."""
+        ...

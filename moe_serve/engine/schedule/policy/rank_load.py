@@ -1,8 +1,8 @@
-"""Prompts on micro-batches so that no expert rank has much more to do than the others.
+"""Places prompts on micro-batches so that the loads of the expert ranks are even.
 
 Reading prompts is bound by work: a layer of a micro-batch takes as long as its busiest rank. So
-prompts go, longest first, where the sum over layers of the busiest rank's rows grows least, among
-the groups that are about as small as the smallest.
+prompts are placed longest first where the sum over layers of the busiest rank's rows grows least,
+among the groups whose size is close to the smallest.
 
 L layers, E experts, K ranks.
 """
@@ -18,7 +18,7 @@ from moe_serve.model.step_plan import SequenceSlice
 
 
 class RankLoads:
-    """The placement in force, as what a signature costs each rank."""
+    """Computes the load of each rank from signatures, under the placement in force."""
 
     def __init__(self, placement: Placement) -> None:
         shape = (len(placement.ranks_of), placement.num_experts, placement.num_ranks)
@@ -27,7 +27,8 @@ class RankLoads:
         self.use(placement)
 
     def use(self, placement: Placement) -> None:
-        """Experts lie like this from now on. Costs as much as there are layers that change."""
+        """Switch to a new placement. The cost is proportional to the number of layers that
+        change."""
         for row, layer in enumerate(sorted(placement.ranks_of)):
             experts = placement.ranks_of[layer]
             if self._ranks_of.get(layer) == experts:
@@ -38,7 +39,8 @@ class RankLoads:
                 self._share_LEK[row, expert, list(ranks)] = 1 / max(1, len(ranks))
 
     def of(self, signature: Floats, num_tokens: int) -> NDArray[np.float32]:
-        """[L, K]: rows that so many tokens with this signature [L * E] send to each rank."""
+        """Return [L, K]: the rows that `num_tokens` tokens with this signature [L * E] send to each
+        rank."""
         num_layers, num_experts, _ = self._share_LEK.shape
         signature_LE = signature.reshape(num_layers, num_experts)
         rows_LK = np.einsum("le,lek->lk", signature_LE, self._share_LEK)
@@ -47,7 +49,7 @@ class RankLoads:
     def place(
         self, slices: list[SequenceSlice], signatures: list[Floats], num_groups: int, spare: int
     ) -> list[list[SequenceSlice]]:
-        """Groups of the slices; one is open to a slice while it has at most `spare` tokens more
+        """Group the slices. A group is open to a slice while it has at most `spare` tokens more
         than the smallest."""
         groups: list[list[SequenceSlice]] = [[] for _ in range(num_groups)]
         sizes = np.zeros(num_groups, dtype=np.int64)

@@ -1,8 +1,8 @@
-"""The signatures of a server's sequences, as rows that a search can read at once.
+"""Stores the signatures of a server's sequences as rows that a search can read at once.
 
-A signature has a dimension for each expert of each layer, thousands in a large model. Which of two
-requests suit each other shows in few of them: the table offers the D in which signatures differ
-most, and chooses them anew whenever the number of signatures that it has seen doubles.
+A signature has a dimension for each expert of each layer, thousands in a large model. Few of them
+decide which requests suit each other: the table offers the D dimensions in which signatures differ
+most, and chooses them anew whenever the number of signatures seen doubles.
 
 L layers, E experts, R rows, D dimensions.
 """
@@ -22,14 +22,14 @@ _FIRST_CAPACITY = 64
 
 
 class SignatureTable:
-    """By sequence id. Who has no signature yet reads the mean of those who have."""
+    """Signatures by sequence id. A sequence without one reads as the mean of the others."""
 
     def __init__(self, cost: ConcaveCost, max_dimensions: int = 64) -> None:
         self._cost, self._max = cost, max_dimensions
         self._slots: dict[int, int] = {}
         self._free: list[int] = []
         self._full = np.zeros((0, 0), dtype=np.float32)  # [slots, L * E]
-        self._spared = np.zeros((0, 0), dtype=np.float32)  # log(1 - full), once it is asked for
+        self._spared = np.zeros((0, 0), dtype=np.float32)  # log(1 - full), made on first use
         self._x = np.zeros((0, 0), dtype=np.float32)  # [slots, D]
         self._stamps = np.zeros(0, dtype=np.int64)
         self._dimensions = np.zeros(0, dtype=np.int64)
@@ -44,11 +44,11 @@ class SignatureTable:
 
     @property
     def scale(self) -> float:
-        """What a cost in the table's dimensions stands for in all of them, about."""
+        """The approximate ratio of the full cost to the cost in the table's dimensions."""
         return self._full.shape[1] / max(1, self._x.shape[1])
 
     def put(self, sequence_ids: Items[int], signatures_RLE: Floats) -> None:
-        """New signatures, or newer ones."""
+        """Add or replace signatures."""
         if not sequence_ids:
             return
         flat = signatures_RLE.reshape(len(sequence_ids), -1)
@@ -71,7 +71,7 @@ class SignatureTable:
         self._mean = np.asarray(self._x[list(self._slots.values())].mean(axis=0))
 
     def rows(self, sequence_ids: Items[int]) -> Floats:
-        """[R, D]: what these sequences add to the cost of a group."""
+        """Return [R, D]: what these sequences add to the cost of a group."""
         if not len(self._x):
             return np.zeros((len(sequence_ids), 0), dtype=np.float32)
         slots = np.array([self._slots.get(key, -1) for key in sequence_ids], dtype=np.int64)
@@ -80,21 +80,22 @@ class SignatureTable:
         return x_RD
 
     def stamp(self, sequence_ids: Iterable[int]) -> int:
-        """Grows when a signature of these is replaced, or the dimensions are."""
+        """Return a number that grows when a signature of these is replaced, or when the dimensions
+        change."""
         slots = [self._slots[key] for key in sequence_ids if key in self._slots]
         return int(self._stamps[slots].max()) if slots else 0
 
     def signature(self, sequence_id: int) -> Floats | None:
-        """[L * E], as it was put."""
+        """Return the signature [L * E] as it was put."""
         slot = self._slots.get(sequence_id)
         return None if slot is None else self._full[slot]
 
     def needed(self, num_tokens: Mapping[int, int]) -> Floats | None:
-        """[L * E]: the probability that one of so many tokens of each sequence chooses an expert:
-        1 - prod (1 - p). None while there is no signature.
+        """Return [L * E]: the probability that one of each sequence's given number of tokens
+        chooses an expert.
 
-        Worked example, p of two sequences 0.5 and 0.2, one token of the first and two of the
-        second: 1 - 0.5 * 0.8 * 0.8.
+        It is 1 - prod (1 - p), or None while there is no signature. Worked example, p of two
+        sequences 0.5 and 0.2, one token of the first and two of the second: 1 - 0.5 * 0.8 * 0.8.
         """
         known = [key for key in num_tokens if key in self._slots]
         if not known:
@@ -107,7 +108,7 @@ class SignatureTable:
         return np.asarray(1 - np.exp(log), dtype=np.float32)
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
-        """Unknown ones are ignored."""
+        """Drop sequences. Unknown ones are ignored."""
         for key in sequence_ids:
             slot = self._slots.pop(key, None)
             if slot is not None:
@@ -134,7 +135,7 @@ class SignatureTable:
         self._free += range(old, capacity)
 
     def _choose(self) -> None:
-        """The dimensions with most variance among the signatures that are here."""
+        """Choose the dimensions with most variance among the present signatures."""
         self._next_choice = min(2 * self._num_seen, self._num_seen + _LAST_CHOICE)
         slots = list(self._slots.values())
         order = np.argsort(-self._full[slots].var(axis=0), kind="stable")

@@ -1,5 +1,7 @@
-"""A split that stands: it changes where sequences come, go or get a new signature, and is improved
-a little in every step until there is nothing left to gain.
+"""A split that persists between steps.
+
+It changes where sequences come, go or get a new signature, and is improved a little in every step
+until no improvement is left.
 
 R rows (sequences that compute one token each), D dimensions, G groups.
 """
@@ -13,22 +15,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.engine.schedule.policy.concave_cost import ConcaveCost, Floats, sums_by_group
-from moe_serve.engine.schedule.policy.first_split import first_split
-from moe_serve.engine.schedule.policy.limits import SizeLimits
-from moe_serve.engine.schedule.policy.local_search import Groups, LocalSearch
+from moe_serve.engine.schedule.policy.local_search import Groups, LocalSearch, SizeLimits
 from moe_serve.engine.schedule.policy.signature_table import SignatureTable
 
-_MAX_NEW_SHARE = 0.5  # if more of them are new, it is made anew
+_MAX_NEW_SHARE = 0.5  # if more sequences are new, the split is made anew
 _ROUNDS_OF_A_ROW = 256  # 1 round with 256 sequences, 4 with 64
+_NUM_ITERATIONS = 8  # of the power iteration
 
 
 class StandingSplit:
-    """One for each number of groups. `cost` and `table` are the policy's."""
+    """The split for one number of groups. `cost` and `table` are the policy's."""
 
     def __init__(self, num_groups: int, cost: ConcaveCost, table: SignatureTable) -> None:
         self._num_groups, self._cost, self._table = num_groups, cost, table
         self._group: dict[int, int] = {}  # sequence id -> its group
-        self._settled: tuple[int, frozenset[int]] | None = None  # for which signatures and ids
+        self._settled: tuple[int, frozenset[int]] | None = None  # its signatures and ids
         self.cost_total = 0.0  # of all groups, as of the last update
 
     def update(
@@ -38,7 +39,8 @@ class StandingSplit:
         fixed_sizes: NDArray[np.int64],
         limits: SizeLimits,
     ) -> list[int]:
-        """The group of each of these. `fixed`: what the step has beside them, and where."""
+        """Return the group of each sequence. `fixed_GD` and `fixed_sizes` describe the other
+        contents of the groups."""
         state = (self._table.stamp(sequence_ids), frozenset(sequence_ids))
         if self._settled == state and not fixed_sizes.any():
             return [self._group[key] for key in sequence_ids]
@@ -54,8 +56,8 @@ class StandingSplit:
         return groups
 
     def sums(self, sequence_ids: Items[int]) -> tuple[Floats, NDArray[np.int64]]:
-        """[G, D] features and [G] sizes of these as they would be split; who is new joins the
-        smallest group."""
+        """Return the features [G, D] and sizes [G] of the groups of these sequences. New ones join
+        the smallest group."""
         x_RD = self._table.rows(sequence_ids)
         known = np.array([self._group.get(key, -1) for key in sequence_ids], dtype=np.int64)
         sums_GD = sums_by_group(x_RD, known, self._num_groups)
@@ -67,7 +69,7 @@ class StandingSplit:
         return sums_GD, sizes_G
 
     def expect(self, sequence_id: int, group: int) -> None:
-        """Who starts now was chosen to suit this group."""
+        """Record that a sequence that starts now was chosen to suit this group."""
         self._group[sequence_id] = group
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
@@ -81,7 +83,8 @@ class StandingSplit:
         fixed_GD: Floats,
         fixed_sizes: NDArray[np.int64],
     ) -> Groups:
-        """As it stands; who is new joins where it costs least of the smallest groups."""
+        """Return the current groups. New sequences join the smallest group where they cost
+        least."""
         group_R = np.array([self._group.get(key, -1) for key in sequence_ids], dtype=np.int64)
         new = np.flatnonzero(group_R < 0)
         if len(new) > _MAX_NEW_SHARE * len(group_R) and not fixed_sizes.any():
@@ -96,3 +99,20 @@ class StandingSplit:
             sums_GD[group] += x_RD[row]
             sizes_G[group] += 1
         return group_R
+
+
+def first_split(x_RD: Floats, num_groups: int) -> Groups:
+    """Sort rows along their principal axis and cut them into equal groups. O(R D + R log R)."""
+    centred_RD = x_RD - x_RD.mean(axis=0)
+    lengths = np.linalg.norm(centred_RD, axis=1)
+    axis_D = centred_RD[int(lengths.argmax())]
+    for _ in range(_NUM_ITERATIONS):
+        axis_D = centred_RD.T @ (centred_RD @ axis_D)
+        length = float(np.linalg.norm(axis_D))
+        if length < 1e-12:
+            break  # all rows are alike
+        axis_D = axis_D / length
+    order = np.argsort(centred_RD @ axis_D, kind="stable")
+    group_R = np.empty(len(x_RD), dtype=np.int64)
+    group_R[order] = np.arange(len(x_RD)) * num_groups // len(x_RD)
+    return group_R

@@ -10,17 +10,16 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
-from moe_serve.engine.execute.ends import Ends
 from moe_serve.engine.request.constraint import Constraint
 from moe_serve.engine.request.request import FinishReason, GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
-from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.request.sequence import Sequence, StopRule
 from moe_serve.engine.request.thinking_markers import ThinkingMarkers
 from moe_serve.engine.sampling.answer_masks import AnswerMasks, MaskedRows
 from moe_serve.engine.sampling.grammar.grammars import Grammars
 from moe_serve.engine.sampling.grammar.vocabulary import Vocabulary, _Wrapped
-from moe_serve.engine.sampling.kernel_sampler import make_sampling_step
 from moe_serve.engine.sampling.sampler import Sampler
+from moe_serve.engine.sampling.sampling_step import make_sampling_step
 from moe_serve.errors import InvalidGrammarError
 
 EOS = 40
@@ -100,7 +99,7 @@ def test_the_end_comes_late_unless_nothing_else_is_left(masks: AnswerMasks) -> N
         )
         assert token.token_id == EOS and token.is_valid
         complete.append(EOS)
-        assert Ends(frozenset({EOS}), 99).reason(complete, EOS) is FinishReason.STOP
+        assert StopRule(frozenset({EOS}), 99).reason(complete, EOS) is FinishReason.STOP
     assert make_sampling_step([sequence(min_tokens=3, regex="a")], [EOS]).entries is None
 
 
@@ -259,7 +258,7 @@ def test_a_step_does_not_wait_long_for_a_grammar_that_is_slow_to_compile() -> No
     own = AnswerMasks(len(TOKENS), frozenset({EOS}), grammars)
     for _ in range(3):
         found = own.of([sequence(regex="stuck"), sequence(regex="a"), sequence()])
-        assert found.failures.keys() == {0} and "still being compiled" in found.failures[0]
+        assert found.failures.keys() == {0} and "not ready yet" in found.failures[0]
         assert allowed(found, 1) == {A}
     assert grammars.num_begun == 1
     grammars.go.set()

@@ -181,7 +181,7 @@ def test_a_lead_is_kept_and_told_apart(gate: GrammarGate) -> None:
     plain = Constraint("regex", "a")
     assert len({digest(plain), digest(replace(plain, lead=LEAD))}) == 2
     assert gate.check(replace(plain, lead=LEAD)).lead == LEAD
-    with pytest.raises(InvalidGrammarError, match="must go on to @answer"):
+    with pytest.raises(InvalidGrammarError, match="must contain @answer"):
         Constraint("regex", "a", 'start: "x"')
 
 

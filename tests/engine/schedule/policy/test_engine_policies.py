@@ -73,7 +73,7 @@ def test_a_step_ahead_keeps_the_split() -> None:
         engine.step()
     plan = engine.begin_step(2)  # type: ignore[attr-defined]
     assert engine.begin_ahead()  # type: ignore[attr-defined]
-    ahead = engine.cut_ahead(2)  # type: ignore[attr-defined]
+    ahead = engine.make_plan_ahead(2)  # type: ignore[attr-defined]
     assert [[s.sequence_id for s in b.slices] for b in ahead.micro_batches] == [
         [s.sequence_id for s in b.slices] for b in plan.micro_batches
     ]

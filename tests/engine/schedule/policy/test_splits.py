@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from moe_serve.engine.schedule.policy.arrival_order import BALANCED, FIFO
 from moe_serve.engine.schedule.policy.concave_cost import ConcaveCost
-from moe_serve.engine.schedule.policy.first_split import first_split
-from moe_serve.engine.schedule.policy.limits import SizeLimits
-from moe_serve.engine.schedule.policy.local_search import LocalSearch
+from moe_serve.engine.schedule.policy.local_search import LocalSearch, SizeLimits
 from moe_serve.engine.schedule.policy.longest_first import split
+from moe_serve.engine.schedule.policy.standing_split import first_split
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
 from tests.support.engine.batch_world import World, decode, of_domain
 

@@ -10,7 +10,7 @@ from moe_kernels.gpu.sampling import reference
 from moe_kernels.gpu.sampling.heuristics import SamplingConfig
 from moe_kernels.gpu.sampling.logits_api import adjust, score_tokens, uniform
 from moe_kernels.gpu.sampling.rows import Adjustments
-from moe_serve.engine.sampling.random_draw import uniform as server_uniform
+from moe_serve.engine.sampling.sampler import uniform as server_uniform
 
 
 def test_draws_are_the_servers(device: torch.device) -> None:

@@ -23,10 +23,8 @@ from moe_serve.engine.build import build_engine
 from moe_serve.engine.request.request import FinishReason, GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.sequence import Sequence
-from moe_serve.engine.sampling.kernel_sampler import KernelSampler
-from moe_serve.engine.sampling.random_draw import uniform
-from moe_serve.engine.sampling.sampler import Sampled, Sampler
-from moe_serve.engine.sampling.sampling_backend import make_sampler
+from moe_serve.engine.sampling.sampler import Sampled, Sampler, uniform
+from moe_serve.engine.sampling.sampling_backend import KernelSampler, make_sampler
 from tests.support.families.case import TINY, Case
 from tests.support.families.parity import write_checkpoint
 

@@ -1,4 +1,4 @@
-"""From a configuration to the policy of each engine, and what tells it the signatures."""
+"""Builds each engine's batch policy from the configuration, and its source of signatures."""
 
 from __future__ import annotations
 
@@ -7,26 +7,33 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
+from moe_serve.cache.model_identity import model_identity
 from moe_serve.config.sections import EngineConfig, SchedulerConfig
 from moe_serve.engine.request.placement_version import placement_version
 from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.engine.schedule.policy.ageing import Ageing
-from moe_serve.engine.schedule.policy.arrival_order import BALANCED, FIFO
+from moe_serve.engine.schedule.policy.arrival_order import BALANCED, FIFO, Observed
 from moe_serve.engine.schedule.policy.concave_cost import ConcaveCost
 from moe_serve.engine.schedule.policy.expected_experts import ExpectedExperts
 from moe_serve.engine.schedule.policy.expert_aware import Bounds, ExpertAware
 from moe_serve.engine.schedule.policy.live_learning import LiveLearning
 from moe_serve.engine.schedule.policy.live_signatures import FollowedPredictor, LiveSignatures
-from moe_serve.engine.schedule.policy.observed import Observed
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
 from moe_serve.engine.schedule.policy.rank_load import RankLoads
-from moe_serve.engine.schedule.policy.request_prediction import open_request_predictor
 from moe_serve.engine.schedule.policy.signature_table import SignatureTable
 from moe_serve.errors import ConfigError
+from moe_serve.model.checkpoint.hf_config import HFConfig
+from moe_serve.model.families import family_of
+from moe_serve.model.load.weight_reader import open_checkpoint
 from moe_serve.model.spec import ModelSpec
 from routing_predictor.layers.recall_guard import GuardLimits, RecallGuard
+from routing_predictor.predictor_file import load_request_predictor
 from routing_predictor.requests.online import OnlineLimits, OnlinePredictor
+from routing_predictor.requests.request_mlp import PrefixPredictor
 from routing_predictor.requests.request_predictor import RequestPredictor
+from routing_predictor.traces.errors import PredictorError
 
 _log = logging.getLogger(__name__)
 
@@ -40,10 +47,11 @@ def policy_maker(
     routes: RouteListeners,
     loads: RankLoads | None = None,
 ) -> MakePolicy:
-    """Makes the policy of an engine; several engines share what is known of requests.
-    `loads`: of expert ranks, if there are some; it follows the placement.
+    """Return a function that builds an engine's policy. Several engines share what is known of
+    requests.
 
-    Raises ConfigError for a predictor that cannot be read or is another model's.
+    `loads` are those of expert ranks, if there are any, and follow the placement. Raises
+    ConfigError for a predictor that cannot be read or belongs to another model.
     """
     followed = _predictor(config, folder, spec)
     scheduler = config.scheduler
@@ -69,7 +77,7 @@ def policy_maker(
 
 
 def _has_memory(config: EngineConfig) -> bool:
-    """Whether experts need not all be in memory, and their policy looks at what is expected."""
+    """Return whether the expert memory is limited and its policy uses expected experts."""
     model = config.model
     return model.expert_memory_bytes is not None and model.expert_memory_policy != "lru"
 
@@ -99,3 +107,28 @@ def _predictor(config: EngineConfig, folder: Path, spec: ModelSpec) -> FollowedP
     return FollowedPredictor(
         predictor=predictor, guard=guard, is_acting=is_acting, learning=learning
     )
+
+
+def open_request_predictor(
+    folder: Path, model: Path, placement_version: str = ""
+) -> PrefixPredictor:
+    """Read the request predictor, and from the checkpoint in `model` only the embedding table.
+
+    Raises ConfigError for a predictor that is damaged, or belongs to another model or placement.
+    """
+    config = HFConfig.read(model)
+    text = config.text()
+    spec, reader = family_of(config).read_spec(text), open_checkpoint(model, text)
+    name = family_of(config).names_in(reader.has).embedding
+    try:
+        return load_request_predictor(
+            folder.expanduser(),
+            model_identity=model_identity(model).hex(),
+            embedding_VD=reader.read(name, (spec.vocab_size, spec.width), torch.float32),
+            placement_version=placement_version,
+            model=model.resolve().name,
+        )
+    except PredictorError as error:
+        raise ConfigError(f"{error}.") from None
+    finally:
+        reader.done(name)

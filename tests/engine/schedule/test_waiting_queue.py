@@ -7,7 +7,7 @@ from collections.abc import Callable
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.sequence import Sequence
-from moe_serve.engine.schedule.waiting_line import WaitingLine
+from moe_serve.engine.schedule.waiting_queue import WaitingQueue
 
 
 def waiting(key: int, priority: int = 0, arrival: float = 0.0) -> Sequence:
@@ -21,15 +21,15 @@ def waiting(key: int, priority: int = 0, arrival: float = 0.0) -> Sequence:
     return Sequence(key, request)
 
 
-def line_of(*sequences: Sequence, clock: Callable[[], float] = lambda: 0.0) -> WaitingLine:
-    line = WaitingLine(5.0, clock)
+def line_of(*sequences: Sequence, clock: Callable[[], float] = lambda: 0.0) -> WaitingQueue:
+    line = WaitingQueue(5.0, clock)
     for sequence in sequences:
         line.add(sequence)
     line.check_integrity()
     return line
 
 
-def ids_of(line: WaitingLine) -> list[list[int]]:
+def ids_of(line: WaitingQueue) -> list[list[int]]:
     return [[sequence.id for sequence in group] for group in line.groups()]
 
 
@@ -84,7 +84,7 @@ def test_an_urgent_flow_is_overtaken_by_who_waits() -> None:
 
 
 def test_where_waiting_is_worth_everything_the_order_is_that_of_arrival() -> None:
-    line = WaitingLine(0.0, lambda: 0.0)
+    line = WaitingQueue(0.0, lambda: 0.0)
     for key, level in enumerate((3, -2, 0)):
         line.add(waiting(key, level))
     assert ids_of(line) == [[0, 1, 2]]

@@ -1,0 +1,120 @@
+"""Orders the waiting sequences, and records those that the policy skipped.
+
+The line is in order of arrival, with sequences that were put back in front. The most urgent start
+first (the lowest `priority`), and equally urgent ones in the line's order. Each `step_s` of waiting
+counts as one of priority, so an endless flow of urgent requests starves no request:
+
+    line          a 0   b 2   c 0   d 2      (b has waited for two steps)
+    groups        [a b c]  [d]
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Sequence as Items
+
+from moe_serve.engine.request.sequence import Sequence
+
+
+class WaitingQueue:
+    """The scheduler's waiting sequences. Only the length and `line` may be read from other
+    threads."""
+
+    def __init__(self, step_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._step_s, self._clock = step_s, clock
+        self._line: deque[Sequence] = deque()
+        self._num_of: Counter[int] = Counter()  # waiting sequences by priority
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._line)
+
+    @property
+    def line(self) -> Items[Sequence]:
+        """The sequences in order of arrival, after those that were put back. Safe from any
+        thread."""
+        return self._line
+
+    def add(self, sequence: Sequence) -> None:
+        """Add a sequence at the end."""
+        self._line.append(sequence)
+        self._num_of[sequence.request.priority] += 1
+
+    def put_back(self, sequence: Sequence) -> None:
+        """Add a preempted sequence, ahead of all equally urgent ones."""
+        sequence.waits_since = self._clock()
+        self._line.appendleft(sequence)
+        self._num_of[sequence.request.priority] += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        self._line.remove(sequence)
+        priority = sequence.request.priority
+        self._num_of[priority] -= 1
+        if not self._num_of[priority]:
+            del self._num_of[priority]
+
+    def groups(self) -> Iterator[Items[Sequence]]:
+        """Yield groups of equally urgent sequences, the most urgent first, each in the line's
+        order. With one priority, or if `step_s` is 0, the only group is the line."""
+        if len(self._num_of) < 2 or self._step_s == 0:
+            yield self._line
+            return
+        now = self._clock()
+        groups: dict[int, list[Sequence]] = {}
+        for sequence in self._line:
+            num_steps = int((now - sequence.waits_since) / self._step_s)
+            groups.setdefault(sequence.request.priority - num_steps, []).append(sequence)
+        for urgency in sorted(groups):
+            yield groups[urgency]
+
+    def check_integrity(self) -> None:
+        """Assert that the counts match the line."""
+        counts = Counter(s.request.priority for s in self._line)
+        assert counts == self._num_of, f"{counts} wait, and {self._num_of} are counted"
+
+
+class Skipped:
+    """Sequences skipped by policy, as opposed to blocked by missing seats or pages.
+
+    A sequence counts as skipped if, when last examined, a running sequence was computing its next
+    page, or a later one started before it. This stays so while there is no seat, as none is
+    examined then. A sequence that lacks pages, is removed or starts is not skipped.
+    """
+
+    def __init__(self) -> None:
+        self._ids: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def note(
+        self,
+        waiting: Iterable[Sequence],
+        *,
+        started: Collection[Sequence],
+        lacking: Collection[Sequence],
+        awaiting: Collection[Sequence],
+    ) -> None:
+        """Record the outcome for the examined ones of all `waiting` sequences, given in order."""
+        not_theirs = {s.id for s in (*started, *lacking)}
+        self._ids -= not_theirs
+        self._ids |= {s.id for s in awaiting}
+        to_come = {s.id for s in started}
+        for sequence in itertools.takewhile(lambda _: to_come, waiting):
+            to_come.discard(sequence.id)
+            if sequence.id not in not_theirs:
+                self._ids.add(sequence.id)
+
+    def forget(self, sequences: Iterable[Sequence]) -> None:
+        """Drop sequences that have ended."""
+        self._ids.difference_update(s.id for s in sequences)
+
+    def check_integrity(self, waiting: Iterable[Sequence]) -> None:
+        """Assert that only waiting sequences are skipped."""
+        lost = self._ids - {s.id for s in waiting}
+        assert not lost, f"sequences {lost} are skipped but do not wait"
