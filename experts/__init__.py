@@ -1,4 +1,4 @@
-"""The expert side of moe-serve: expert weights, the expert stage, and (later) their placement.
+"""The expert side of moe-serve: expert weights, the expert stage and expert placement.
 
 Never imports `moe_serve`.
 """

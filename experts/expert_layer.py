@@ -1,4 +1,5 @@
-"""One layer's experts as the stage sees them, wherever their weights are.
+"""The interface of one layer's experts that the expert stage uses, wherever their weights are
+stored.
 
 T rows, K choices per row, D model width.
 """
@@ -16,29 +17,33 @@ MakeBank = Callable[[], ExpertBank]
 
 
 class ExpertLayer(Protocol):
-    """`LayerBanks` holds its experts' weights, a `MemoryLayer` has them read when they are due."""
+    """The experts of one layer. `LayerBanks` holds their weights; `MemoryLayer` loads them when
+    rows need them."""
 
     @property
     def held(self) -> frozenset[int]:
-        """The experts that rows may be sent for."""
+        """The experts that may receive rows."""
         ...
 
     def take(self, make_bank: MakeBank, experts: Collection[int]) -> None:
-        """Take over experts that are not here yet; `make_bank` reads them, if that is due now."""
+        """Take over experts that are not held yet. `make_bank` reads their weights, if this layer
+        reads them right away."""
         ...
 
     def drop_added(self) -> None:
-        """Give back what was taken over."""
+        """Release the experts that were taken over."""
         ...
 
     def own(self, experts: Collection[int]) -> None:
-        """These are what the rank was given, from now on; what it took over is given back."""
+        """Replace the experts this rank owns by these, and release the experts that it took
+        over."""
         ...
 
     def total(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """The rows' weighted sums [T, D], rounded to fp32."""
+        """Return the rows' weighted sums [T, D], rounded to fp32."""
         ...
 
     def partial(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """The sums [T, D] in fp64, over the choices that are here; -1 lives elsewhere."""
+        """Return the sums [T, D] in fp64 over the experts held here; id -1 marks a choice held
+        elsewhere."""
         ...

@@ -1,7 +1,7 @@
-"""The expert stage of a model: all layers' experts that live here, and nothing between layers.
+"""The expert stage of a model: the experts held here, of all layers, and nothing between layers.
 
-Knows nothing of attention, of requests, or of where its rows come from. T rows, K choices per row,
-D model width.
+Knows nothing of attention, of requests, or of the origin of its rows. T rows, K choices per row, D
+model width.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from moe_kernels.interface.kernels import ExpertBank
 
 
 class ExpertStage:
-    """`run(layer, rows)` -> the rows' weighted expert outputs, [T, D] in fp32."""
+    """Runs the experts of one layer at a time: `run(layer, rows)` returns the rows' weighted expert
+    outputs, [T, D] in fp32."""
 
     def __init__(
         self,
@@ -26,14 +27,14 @@ class ExpertStage:
         memory: ExpertMemory | None = None,
         room: SlotRoom | None = None,
     ) -> None:
-        """`memory`: where the layers' experts are, if it has not room for all. `room`: where they
-        are if they may be exchanged for others."""
-        self._layers = tuple(layers)  # None: a dense layer
+        """`memory` stores the layers' experts if they do not all fit. `room` stores them if they
+        may be exchanged for others while the server runs."""
+        self._layers = tuple(layers)  # None for a dense layer
         self.memory, self.room = memory, room
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
-        """The layers that have routed experts, here or elsewhere."""
+        """The layers that have routed experts, held here or elsewhere."""
         return tuple(layer for layer, banks in enumerate(self._layers) if banks is not None)
 
     def run(self, layer: int, rows: RoutedRows) -> Tensor:
@@ -42,42 +43,50 @@ class ExpertStage:
     def partial(
         self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor
     ) -> Tensor:
-        """The part [T, D] in fp64 that the experts here have in the rows' sums; id -1: elsewhere.
+        """Return the part [T, D] in fp64 that the experts held here contribute to the rows' sums;
+        id -1 marks a choice held elsewhere.
 
-        The parts of all ranks, added in any order and rounded to fp32, are what `run` gives where
-        all experts are in one place, bit for bit.
+        The parts of all ranks, added in any order and rounded to fp32, equal bit for bit what `run`
+        returns where all experts are in one place.
         """
         return self._of(layer).partial(x_TD, expert_ids_TK, weights_TK)
 
     def foresee(self, layer: int, micro_batch: int, following_E: Tensor | None) -> None:
-        """Before a micro-batch's rows of this layer: what they will need in the next one, uint8
-        [E] of 255; None: nobody knows. For a memory to read ahead by; changes no output."""
+        """Announce which experts a micro-batch will need in the next layer; called before its rows
+        of this layer run.
+
+        `following_E` holds probabilities as uint8 [E], in units of 1/255; None if there is no
+        prediction. The memory reads ahead by it; no output changes.
+        """
         if self.memory is not None:
             known = None if following_E is None else following_E.cpu().numpy()
             self.memory.foresee(layer, micro_batch, known)
 
     def held(self, layer: int) -> frozenset[int]:
-        """The experts of a layer that are here; none in a dense layer."""
+        """The experts of a layer that are held here; empty for a dense layer."""
         banks = self._layers[layer]
         return frozenset() if banks is None else banks.held
 
     def add(self, layer: int, bank: ExpertBank, experts: Collection[int]) -> None:
-        """Take over experts that are not here yet."""
+        """Take over experts that are not held yet."""
         self.take(layer, lambda: bank, experts)
 
     def take(self, layer: int, make_bank: MakeBank, experts: Collection[int]) -> None:
-        """The same; `make_bank` reads them where there is no memory that does so later."""
+        """Take over experts that are not held yet; `make_bank` reads their weights unless a memory
+        reads them later."""
         self._of(layer).take(make_bank, experts)
 
     def drop_added(self) -> None:
-        """Give back all that was taken over."""
+        """Release all experts that were taken over."""
         for banks in self._layers:
             if banks is not None:
                 banks.drop_added()
 
     def own(self, held: Mapping[int, Collection[int]]) -> None:
-        """What the rank was given is this from now on, in these layers: with a memory or a room,
-        where what is new was staged before."""
+        """Replace the experts that this rank owns in these layers.
+
+        Works only with a memory or with a room; in a room the new experts must be staged already.
+        """
         if self.room is not None:
             self.room.switch(held)
         for layer, experts in held.items():

@@ -1,7 +1,8 @@
-"""Memory for the experts of a rank that come and go: those it has, and some that it will have.
+"""Slots for the experts of a rank that are exchanged while it serves: the current ones, and staged
+ones that will replace some of them.
 
-What is staged lies in a slot and serves no rows; `switch` makes it serve, and what goes leaves its
-slot to the next. Nothing is copied or freed then.
+A staged expert has a slot but serves no rows. `switch` puts it into service and frees the slots of
+the experts it replaces. Nothing is copied or deallocated then.
 """
 
 from __future__ import annotations
@@ -14,25 +15,28 @@ from moe_kernels.interface.kernels import ExpertSlots, ExpertWeights, SlotBank
 
 
 class SlotRoom:
-    """A layer's bank is `banks[layer]`. `stage` may be called on any thread; all else is for the
-    one that serves rows, between two layers' products."""
+    """Manages the slots of all layers; the bank of a layer is `banks[layer]`.
+
+    `stage` may be called on any thread. All other methods are for the thread that serves rows,
+    between two layers.
+    """
 
     def __init__(self, slots: ExpertSlots, layers: Sequence[int], num_experts: int) -> None:
         self._slots = slots
         self.banks: dict[int, SlotBank] = {layer: slots.bank(num_experts) for layer in layers}
         self._free = list(range(slots.num_slots))
-        self._serving: dict[ExpertKey, int] = {}  # by the model's layer
+        self._serving: dict[ExpertKey, int] = {}  # the key has the model's layer number
         self._staged: dict[ExpertKey, int] = {}
-        self._lock = threading.Lock()  # of the free and the staged
+        self._lock = threading.Lock()  # guards _free and _staged
 
     @property
     def slot_bytes(self) -> int:
-        """Of one packed expert."""
+        """Bytes of one packed expert."""
         return self._slots.slot_bytes
 
     @property
     def num_free(self) -> int:
-        """Slots that nothing is in."""
+        """Number of empty slots."""
         return len(self._free)
 
     def stage(
@@ -42,13 +46,18 @@ class SlotRoom:
         weights: ExpertWeights,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Pack an expert into a free slot. Nothing is staged where `is_cancelled` says so by then:
-        who cancels drops afterwards, and so finds all that ever is."""
+        """Pack an expert into a free slot.
+
+        Stages nothing if `is_cancelled` returns True before or after the packing. A caller that
+        cancels and then drops the staged experts therefore leaves none behind.
+        """
         if is_cancelled():
             return
         key = ExpertKey(layer, expert)
         with self._lock:
-            assert key not in self._serving and key not in self._staged, f"{key} is here already"
+            assert key not in self._serving and key not in self._staged, (
+                f"{key} is staged or serving already"
+            )
             assert self._free, f"no slot of {self._slots.num_slots} is free for {key}"
             slot = self._free.pop()
         try:
@@ -64,13 +73,17 @@ class SlotRoom:
                 self._staged[key] = slot
 
     def drop_staged(self) -> None:
-        """It is not needed after all."""
+        """Free the slots of all staged experts."""
         with self._lock:
             self._drop_staged()
 
     def switch(self, held: Mapping[int, Collection[int]]) -> None:
-        """These experts of these layers are here from now on; others of the layers go. Raises
-        AssertionError, before anything changes, if one of them is not here."""
+        """Serve exactly these experts in these layers from now on; the layers' other experts are
+        released.
+
+        Raises AssertionError, before anything changes, if one of them is neither serving nor
+        staged.
+        """
         wanted = {ExpertKey(layer, expert) for layer, ids in held.items() for expert in ids}
         going = [key for key in self._serving if key.layer in held and key not in wanted]
         with self._lock:
@@ -86,11 +99,13 @@ class SlotRoom:
             self._drop_staged()
 
     def _drop_staged(self) -> None:
-        """Under the lock."""
+        """Free the staged slots; the caller holds the lock."""
         self._free += self._staged.values()
         self._staged.clear()
 
     def check_integrity(self) -> None:
-        """Every slot is free, staged or serving, and only one of these."""
+        """Assert that every slot is exactly one of free, staged or serving."""
         slots = [*self._free, *self._staged.values(), *self._serving.values()]
-        assert sorted(slots) == list(range(self._slots.num_slots)), f"slots are {sorted(slots)}"
+        assert sorted(slots) == list(range(self._slots.num_slots)), (
+            f"every slot must be in use exactly once, got {sorted(slots)}"
+        )

@@ -1,1 +1,1 @@
-"""Experts whose weights are in a slower tier: which lie in memory, and which are fetched next."""
+"""Expert weights in a slower tier: which experts are kept in memory, and which are read next."""

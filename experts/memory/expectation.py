@@ -1,4 +1,4 @@
-"""Which experts a layer's next visit will probably need, and how soon that visit comes.
+"""Estimates which experts a layer's next visit needs, and how many visits away that visit is.
 
 L layers (sparse ones, in the order of their visits), E experts, T rows, K choices per row.
 """
@@ -10,18 +10,21 @@ from numpy.typing import NDArray
 
 Scores = NDArray[np.float64]
 Hint = NDArray[np.floating]
-_KEPT = 0.9  # of a layer's history, at each visit
-_HINT = 0.5  # what a hint counts, beside the history
-_NEVER = 1e-3  # the least probability: an expert that was never seen is expected some day
+_KEPT = 0.9  # share of a layer's history that is kept at each visit
+_HINT = 0.5  # weight of a hint; the history has the rest
+# smallest probability, so that an expert that was never seen is still expected at some time
+_NEVER = 1e-3
 
 
 class Expectation:
-    """P [L, E], from what is known last: a history with decay, or predictions.
+    """Probabilities P [L, E] that a layer's next visit needs an expert, from a decaying history or
+    from predictions, whichever is newer.
 
     Layers are visited in a circle. An expert that a layer needs with probability p at its next
-    visit, d visits away, and with probability q at those after it, is expected in
-    d + L (1 - p) / max(p, q) visits: what is expected last is evicted first (with p = q of 0 and 1
-    alone this is Belady's rule). q is history and hint; p is q as long as nobody predicts better.
+    visit, d visits away, and with probability q at each later visit, is expected in d + L (1 - p) /
+    max(p, q) visits. The expert that is expected last is evicted first (if p = q and both are only
+    0 or 1, this is Belady's rule). q combines history and hint; p equals q unless there is a
+    prediction.
     """
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
@@ -29,12 +32,12 @@ class Expectation:
         self._usual_LE: Scores = self._history_LE.copy()
         self._expected_LE: Scores = self._history_LE.copy()
         self._hinted_LE: Hint | None = None
-        # What micro-batches that are a layer before it will need of each layer.
+        # For each layer, by micro-batch: the probabilities predicted one layer earlier.
         self._foreseen: list[dict[int, Scores]] = [{} for _ in range(num_layers)]
         self._num_layers, self._now = num_layers, num_layers - 1
 
     def visit(self, layer: int, needed_E: NDArray[np.bool_]) -> None:
-        """A stage run of this layer has begun, and this is what it needs."""
+        """Record that a stage run of this layer has begun and needs these experts."""
         self._now = layer
         history_E = self._history_LE[layer]
         history_E *= _KEPT
@@ -42,38 +45,48 @@ class Expectation:
         self._expect(layer, None)
 
     def predict(self, layer: int, needed_E: Scores | None) -> None:
-        """By a visit of this layer, what the next one needs. Too late if that is here already."""
+        """Set the prediction for the layer after this one, made from a visit of this layer. Ignored
+        if another layer has been visited since."""
         if layer == self._now:
             self._expect((layer + 1) % self._num_layers, needed_E)
 
     def foresee(self, layer: int, micro_batch: int, following_E: Scores | None) -> Scores | None:
-        """A micro-batch has come to a layer, and needs this of the next one; None: nobody knows, or
-        there is none -> what had been foreseen of it here."""
-        came = self._foreseen[layer].pop(micro_batch, None)  # and it counts until the visit
+        """Record that a micro-batch has reached a layer and needs these experts of the next one.
+
+        `following_E` is None without a prediction, and ignored after the last layer. Returns the
+        prediction made earlier for this layer and micro-batch, if any.
+        """
+        # its effect on _expected_LE lasts until the visit
+        came = self._foreseen[layer].pop(micro_batch, None)
         if following_E is not None and layer + 1 < self._num_layers:
             self._foreseen[layer + 1][micro_batch] = following_E
             self._expect(layer + 1, None)
         return came
 
     def hint(self, scores_LE: Hint | None) -> None:
-        """A step begins, and somebody knows it: the probability that it needs each expert, which
-        counts half beside the history. Held until the next hint; None: nobody knows."""
+        """Set the probability that the coming step needs each expert, known from its requests.
+
+        A hint and the history count half each. It is kept until the next hint; None removes it.
+        """
         shape = self._history_LE.shape
-        assert scores_LE is None or scores_LE.shape == shape, f"a hint is {shape}"
+        assert scores_LE is None or scores_LE.shape == shape, (
+            f"scores_LE must have the shape {shape}, got {scores_LE.shape}"
+        )
         if scores_LE is None and self._hinted_LE is None and not any(self._foreseen):
             return
         self._hinted_LE = scores_LE
         for layer in range(self._num_layers):
-            self._foreseen[layer].clear()  # of a step that failed on its way
+            self._foreseen[layer].clear()  # left over from a step that failed
             self._expect(layer, None)
 
     @property
     def probability(self) -> Scores:
-        """[L, E]: that the layer's next visit needs an expert."""
+        """[L, E]: the probability that the layer's next visit needs an expert."""
         return self._expected_LE
 
     def distances(self) -> NDArray[np.int64]:
-        """[L]: visits until each layer's next, 1 for the layer after this one, L for this one."""
+        """[L]: visits until each layer's next visit, 1 for the layer after the current one, L for
+        the current one."""
         return (np.arange(self._num_layers) - self._now - 1) % self._num_layers + 1
 
     def visits_until(self) -> Scores:

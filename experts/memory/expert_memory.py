@@ -1,4 +1,5 @@
-"""Routed experts of all layers within a budget of bytes: the others are read when rows need them.
+"""Keeps routed experts of all layers within a budget of bytes; experts outside it are read when
+rows need them.
 
 L layers that have experts here, E experts, S slots, T rows, K choices per row.
 """
@@ -16,17 +17,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from experts.memory.expectation import Expectation, Hint
-from experts.memory.memory_counts import MemoryCounts
-from experts.memory.memory_stats import MemoryStats
+from experts.memory.memory_stats import MemoryCounts, MemoryStats
 from experts.memory.policy import MemoryPolicy
 from experts.memory.reader_threads import ReaderThreads
 from experts.memory.slot_table import ExpertKey, SlotState, SlotTable
 from experts.memory.transitions import Transitions
 from moe_kernels.interface.kernels import ExpertSlots, ExpertWeights, SlotBank
 
-_NUM_READERS = 1  # beside the one that runs stages
-_MARGIN = 0.5  # visits by which a read ahead must be expected before what it evicts
-_BYTE = 255.0  # a probability of 1, as foresight travels
+_NUM_READERS = 1  # reader threads in addition to the thread that runs stages
+# an expert is read ahead only if it is expected this many visits before the one it evicts
+_MARGIN = 0.5
+_BYTE = 255.0  # predictions arrive as uint8, where 255 is probability 1
 
 ReadExpert = Callable[[int, int], ExpertWeights]  # (layer, expert); raises if it cannot be read
 Ids = NDArray[np.int64]
@@ -35,17 +36,18 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Some choices of a visit's rows: their experts are resident. Others are -1."""
+    """The part of a visit's choices whose experts are resident; the other choices are -1."""
 
     expert_ids_TK: Tensor
     is_all: bool
 
 
 class ExpertMemory:
-    """`visit` says which rows may run. One thread makes visits, others read ahead; what rows wait
-    for is read by all.
+    """Makes experts resident in a limited number of slots: `visit` yields the rows that may run.
 
-    A layer's bank is `banks[layer]`. At least two slots: one in use, one that is being read into.
+    One thread makes visits and other threads read ahead. Experts that rows wait for are read by all
+    threads. The bank of a layer is `banks[layer]`. There must be at least two slots, one in use and
+    one being read into.
     """
 
     def __init__(
@@ -56,21 +58,22 @@ class ExpertMemory:
         num_experts: int,
         policy: MemoryPolicy,
     ) -> None:
-        """`layers`: those that have experts, in the order of their visits."""
-        assert slots.num_slots >= 2, f"{slots.num_slots} slots"
+        """`layers` lists the layers that have experts, in the order of their visits."""
+        assert slots.num_slots >= 2, f"num_slots must be 2 or more, got {slots.num_slots}"
         self._slots, self._read, self._policy = slots, read, policy
         self._layers = tuple(layers)
         self._place = {layer: place for place, layer in enumerate(self._layers)}
         self.banks: dict[int, SlotBank] = {layer: slots.bank(num_experts) for layer in layers}
         shape = (len(self._layers), num_experts)
         self._held_LE = np.zeros(shape, dtype=bool)
-        self._barred_LE = np.zeros(shape, dtype=bool)  # could not be read ahead
+        self._barred_LE = np.zeros(shape, dtype=bool)  # reading ahead failed; not tried again
         self._table = SlotTable(slots.num_slots, *shape)
         self._expectation, self._transitions = Expectation(*shape), Transitions(*shape)
         self._demands: deque[ExpertKey] = deque()
         self._failures: dict[ExpertKey, Exception] = {}
-        self._seen: tuple[int, Ids] | None = None  # the visit to look ahead from
-        self._foretold: NDArray[np.bool_] | None = None  # [E]: of the visit that comes
+        self._seen: tuple[int, Ids] | None = None  # the visit from which to predict
+        # [E]: experts predicted for the coming visit
+        self._foretold: NDArray[np.bool_] | None = None
         self._counts = MemoryCounts()
         self._threads = ReaderThreads(self, _NUM_READERS)
         self._changed = self._threads.changed
@@ -78,12 +81,12 @@ class ExpertMemory:
 
     @property
     def slot_bytes(self) -> int:
-        """Of one packed expert."""
+        """Bytes of one packed expert."""
         return self._slots.slot_bytes
 
     @property
     def stats(self) -> MemoryStats:
-        """A snapshot, from any thread."""
+        """A snapshot of the counters; may be read from any thread."""
         with self._changed:
             return self._counts.stats(
                 budget_bytes=len(self._table) * self._slots.slot_bytes,
@@ -91,21 +94,26 @@ class ExpertMemory:
             )
 
     def hold(self, layer: int, experts: Sequence[int], *, is_held: bool = True) -> None:
-        """Rows may be sent for these experts from now on, or not any more. Reads none of them."""
+        """Declare that rows may (or may no longer) be sent for these experts. Reads none of
+        them."""
         with self._changed:
             self._held_LE[self._place[layer], list(experts)] = is_held
             self._changed.notify_all()
 
     def hint(self, scores_LE: Hint | None) -> None:
-        """The probability [L, E] that the coming step needs an expert, from somebody who knows its
-        requests; held until the next hint. None: nobody knows any more."""
+        """Set the probability [L, E] that the coming step needs an expert, known from its requests.
+        It is kept until the next hint; None removes it."""
         with self._changed:
             self._expectation.hint(scores_LE)
             self._changed.notify_all()
 
     def foresee(self, layer: int, micro_batch: int, following_E: Bytes | None) -> None:
-        """Before the visit of a micro-batch's rows: the probability that the next layer needs an
-        expert for them, of 255. None, or nothing but zeros: nobody knows."""
+        """Announce which experts the next layer will need for a micro-batch, before the micro-batch
+        visits this layer.
+
+        `following_E` holds probabilities in units of 1/255. None and all zeros mean that there is
+        no prediction.
+        """
         if not self._policy.is_foreseeing:
             return
         place, expected_E = self._place[layer], None
@@ -121,12 +129,15 @@ class ExpertMemory:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """End the threads. No visit may follow."""
+        """End the reader threads. No visit may follow."""
         self._threads.close()
 
     def visit(self, layer: int, expert_ids_TK: Tensor) -> Iterator[Pass]:
-        """One pass for each group of experts that fit together, at least one; an expert may be
-        evicted as soon as the next pass is asked for. Raises what reading an expert raises."""
+        """Yield one pass for each group of experts that fit into the slots together, at least one.
+
+        An expert may be evicted as soon as the next pass is requested. An error of reading an
+        expert is raised here.
+        """
         place, ids_TK = self._place[layer], expert_ids_TK.cpu().numpy()
         num_rows_E = np.bincount(ids_TK.ravel() + 1, minlength=self._held_LE.shape[1] + 1)[1:]
         self._begin_visit(place, num_rows_E)
@@ -147,13 +158,13 @@ class ExpertMemory:
             self._table.unpin_all()
 
     def next_read(self) -> ExpertKey | None:
-        """For the reading threads, which has the lock: what to read now, if anything."""
+        """The expert to read now, if any. Called by the reader threads, with the lock held."""
         if self._demands:
             return self._demands.popleft()
         return self._claimed_ahead() if self._policy.is_prefetching else None
 
     def look_ahead(self) -> None:
-        """For the reading threads: learn from the last visit, and expect what follows from it."""
+        """Learn from the last visit and predict the next one. Called by the reader threads."""
         seen, self._seen = self._seen, None
         if seen is None or not self._policy.is_predicting:
             return
@@ -168,7 +179,7 @@ class ExpertMemory:
         try:
             weights = self._read(self._layers[key.layer], key.expert)
             self._slots.write(slot, weights)
-        except BaseException as error:  # whoever waits for it raises it
+        except BaseException as error:  # raised again by the visit that waits for this expert
             with self._changed:
                 self._table.forget(slot)
                 self._barred_LE[key.layer, key.expert] = True
@@ -176,7 +187,8 @@ class ExpertMemory:
                     self._failures[key] = error
                 self._changed.notify_all()
             if not isinstance(error, Exception):
-                raise  # Ctrl-C: the slot is free again, so the next visit need not wait for it
+                # such as Ctrl-C: the slot is free again, so the next visit need not wait for it
+                raise
             return
         with self._changed:
             self.banks[self._layers[key.layer]].point(key.expert, slot)
@@ -215,8 +227,8 @@ class ExpertMemory:
             self._changed.notify_all()
 
     def _acquired(self, place: int, wanted: Ids) -> Ids:
-        """Some of the wanted experts, resident and pinned; all if they fit. What was pinned before
-        is not any more."""
+        """Return some of the wanted experts, resident and pinned; all of them if they fit. Unpins
+        the experts of the pass before."""
         since = time.perf_counter()
         with self._changed:
             group, claimed = self._pinned(place, wanted)
@@ -238,7 +250,7 @@ class ExpertMemory:
             return present
 
     def _pinned(self, place: int, wanted: Ids) -> tuple[Ids, list[ExpertKey]]:
-        """-> what this pass has, and what of that is to be read."""
+        """Return the experts of this pass, and those among them that must be read."""
         table, visit = self._table, self._counts.num_visits
         while True:
             table.unpin_all()
@@ -253,7 +265,7 @@ class ExpertMemory:
             self._changed.wait()  # every slot is being read into
 
     def _claimed(self, place: int, missing: Ids) -> list[ExpertKey]:
-        """Slots for as many of them as there are open ones."""
+        """Claim slots for as many missing experts as there are available slots."""
         until_LE = None if self._policy.is_lru else self._expectation.visits_until()
         claimed = []
         for expert in missing.tolist():
@@ -266,7 +278,8 @@ class ExpertMemory:
         return claimed
 
     def _claimed_ahead(self) -> ExpertKey | None:
-        """The absent expert that is expected first, if something may go that is expected later."""
+        """Claim a slot for the absent expert that is expected first, if an expert that is expected
+        later can be evicted."""
         expectation, table = self._expectation, self._table
         if 2 * table.num_loading >= len(table):
             return None

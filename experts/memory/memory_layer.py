@@ -1,4 +1,4 @@
-"""One layer's experts, resident or not.
+"""The experts of one layer when an expert memory stores them, resident or not.
 
 T rows, K choices per row, D model width.
 """
@@ -14,9 +14,9 @@ from experts.memory.expert_memory import ExpertMemory
 
 
 class MemoryLayer:
-    """Implements ExpertLayer with experts of a memory, in as many passes as it takes.
+    """Implements ExpertLayer with the experts of a memory, in as many passes as necessary.
 
-    Sums of passes are exact (moe_kernels), so their number changes no bit.
+    Sums over passes are exact (moe_kernels), so the number of passes changes no bit of the output.
     """
 
     def __init__(self, memory: ExpertMemory, layer: int, experts: Collection[int]) -> None:
@@ -25,9 +25,9 @@ class MemoryLayer:
         memory.hold(layer, sorted(self._own))
 
     def take(self, make_bank: MakeBank, experts: Collection[int]) -> None:
-        """They are read when they are needed, and share the budget."""
+        """Take over experts; they are read when needed and share the budget."""
         more = frozenset(experts)
-        assert more and not more & self.held, f"experts {sorted(more & self.held)} are here already"
+        assert more and not more & self.held, f"experts {sorted(more & self.held)} are held already"
         self._memory.hold(self._layer, sorted(more))
         self.held |= more
 
@@ -36,7 +36,7 @@ class MemoryLayer:
         self.held = self._own
 
     def own(self, experts: Collection[int]) -> None:
-        """What is new is read when it is needed."""
+        """Replace the rank's own experts; new ones are read when needed."""
         own = frozenset(experts)
         self._memory.hold(self._layer, sorted(self.held - own), is_held=False)
         self._memory.hold(self._layer, sorted(own))
@@ -58,5 +58,5 @@ class MemoryLayer:
                 continue
             part_TD = self._bank.partial(x_TD, each.expert_ids_TK, weights_TK)
             sum_TD = part_TD if sum_TD is None else sum_TD.add_(part_TD)
-        assert sum_TD is not None, "a visit has a pass"
+        assert sum_TD is not None, "a visit yields at least one pass"
         return sum_TD.float() if is_whole else sum_TD

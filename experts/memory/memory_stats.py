@@ -1,34 +1,35 @@
-"""What an expert memory has done so far, in numbers."""
+"""The counters of an expert memory: as they run, and as a record to report."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryStats:
-    """Counts since the start; the memory fills it. An expert is needed once by a stage run."""
+    """Counts since the start, filled by the memory. A stage run needs an expert once, however many
+    rows choose it."""
 
     budget_bytes: int = 0
     resident_bytes: int = 0
     num_visits: int = 0  # stage runs
     num_needed: int = 0  # experts that stage runs needed
-    num_hits: int = 0  # of these, resident when the rows came
-    num_late: int = 0  # of the others, already being read
+    num_hits: int = 0  # needed experts that were resident when the rows came
+    num_late: int = 0  # needed experts that were being read when the rows came
     num_rows: int = 0  # (row, expert) pairs of stage runs
     num_row_hits: int = 0
     num_reads: int = 0
-    bytes_read: int = 0  # packed
-    num_prefetched: int = 0  # of the reads
-    num_prefetch_hits: int = 0  # prefetched ones that were needed before they were evicted
-    num_foretold: int = 0  # experts of which a next-layer predictor said that rows will need them
-    num_foreseen: int = 0  # of these, needed
-    num_passes: int = 0  # more than visits where not all that was needed fits
-    wait_seconds: float = 0.0  # of stage runs, for experts
+    bytes_read: int = 0  # of packed weights
+    num_prefetched: int = 0  # reads made ahead of need
+    num_prefetch_hits: int = 0  # prefetched experts that were needed before they were evicted
+    num_foretold: int = 0  # experts that the next-layer predictor announced as needed
+    num_foreseen: int = 0  # announced experts that were needed
+    num_passes: int = 0  # larger than num_visits if needed experts did not all fit
+    wait_seconds: float = 0.0  # time that stage runs waited for experts
 
     @property
     def hit_rate(self) -> float:
-        """Of needed experts; 1 where none was needed."""
+        """Share of needed experts that were resident; 1 if none was needed."""
         return self.num_hits / self.num_needed if self.num_needed else 1.0
 
     @property
@@ -36,14 +37,37 @@ class MemoryStats:
         return self.num_row_hits / self.num_rows if self.num_rows else 1.0
 
     def plus(self, other: MemoryStats) -> MemoryStats:
-        """Of two processes together."""
+        """Add the counts of two processes."""
         names = [field.name for field in fields(self)]
         return MemoryStats(**{n: getattr(self, n) + getattr(other, n) for n in names})
 
     def minus(self, earlier: MemoryStats) -> MemoryStats:
-        """What came since; what is no count stays as it is."""
+        """Return the counts since an earlier snapshot; the two byte sizes stay as they are now."""
         names = [f.name for f in fields(self) if f.name not in ("budget_bytes", "resident_bytes")]
         changed = {name: getattr(self, name) - getattr(earlier, name) for name in names}
         return MemoryStats(
             budget_bytes=self.budget_bytes, resident_bytes=self.resident_bytes, **changed
         )
+
+
+@dataclass(slots=True)
+class MemoryCounts:
+    """Mutable counters; MemoryStats explains each."""
+
+    num_visits: int = 0
+    num_needed: int = 0
+    num_hits: int = 0
+    num_late: int = 0
+    num_rows: int = 0
+    num_row_hits: int = 0
+    num_reads: int = 0
+    bytes_read: int = 0
+    num_prefetched: int = 0
+    num_prefetch_hits: int = 0
+    num_foretold: int = 0
+    num_foreseen: int = 0
+    num_passes: int = 0
+    wait_seconds: float = 0.0
+
+    def stats(self, *, budget_bytes: int, resident_bytes: int) -> MemoryStats:
+        return MemoryStats(budget_bytes=budget_bytes, resident_bytes=resident_bytes, **asdict(self))

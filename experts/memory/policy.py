@@ -1,4 +1,4 @@
-"""What an expert memory evicts, and whether it reads ahead."""
+"""Policies of an expert memory: which experts it evicts, and whether it reads ahead."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ MemoryPolicyName = Literal["lru", "frequency", "prefetch", "predicted", "next-la
 
 
 _CONFIDENT = 0.5
-# Of absent experts that are foreseen with 0.5 and more four in five come, with 0.7 and more nine in
-# ten, and hits are nearly the same (docs/internals/expert-memory.md).
+# Of the absent experts predicted with probability 0.5 or more, four in five are needed; with 0.7 or
+# more, nine in ten, at nearly the same hit rate (docs/internals/expert-memory.md).
 _CONFIDENT_AHEAD = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPolicy:
-    """Each name adds to the one before; the last two predict in two ways."""
+    """The switches of a policy. Each name adds to the one before; the last two predict in different
+    ways."""
 
-    is_lru: bool  # evict what was used last, longest ago; else what is expected last
-    is_prefetching: bool  # read what is expected before it is needed
-    is_predicting: bool  # expect by the rows at hand, not by frequencies alone: learn from them
-    is_foreseeing: bool  # the same, and somebody else knows (a trained predictor)
-    confidence: float  # the least probability for which something else is evicted ahead of time
+    is_lru: bool  # evict the least recently used expert; otherwise the one that is expected last
+    is_prefetching: bool  # read expected experts before they are needed
+    is_predicting: bool  # predict from the rows of a visit, with statistics learnt while serving
+    is_foreseeing: bool  # take predictions from a trained predictor
+    confidence: float  # smallest probability for which a read ahead may evict another expert
 
     @classmethod
     def named(cls, name: MemoryPolicyName) -> MemoryPolicy:

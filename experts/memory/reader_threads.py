@@ -1,4 +1,4 @@
-"""The threads that read experts beside the one that runs stages."""
+"""Threads that read experts in addition to the thread that runs stages."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 from experts.memory.slot_table import ExpertKey
 
-_IDLE_S = 0.5  # between two looks whether the memory is still there
+_IDLE_S = 0.5  # seconds between two checks that the memory still exists
 
 
 class Readable(Protocol):
-    """What the threads ask of their memory."""
+    """The methods of the memory that the threads call."""
 
     def look_ahead(self) -> None: ...
 
@@ -24,7 +24,8 @@ class Readable(Protocol):
 
 
 class ReaderThreads:
-    """They end with their memory, which they do not keep alive, and before the interpreter does."""
+    """Starts and ends the reader threads. They hold no reference to the memory while idle, and end
+    when it is gone or the interpreter exits."""
 
     def __init__(self, memory: Readable, count: int) -> None:
         self.changed = threading.Condition()
@@ -66,7 +67,7 @@ def _read(of: weakref.ref[Readable], changed: threading.Condition, ended: thread
         with changed:
             key = memory.next_read()
             if key is None:
-                del memory  # it may go while nobody needs it
+                del memory  # lets the memory be freed while the thread is idle
                 changed.wait(_IDLE_S)
                 continue
         memory.fetch(key)

@@ -1,4 +1,5 @@
-"""Which expert lies in which slot, and which slots may be taken. Not locked: its owner is.
+"""The table of which expert is in which slot, and which slots may be reused. Has no lock; its owner
+locks.
 
 L layers, E experts, S slots.
 """
@@ -23,14 +24,14 @@ class SlotState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ExpertKey:
-    """An expert of a layer; the layer by its place among the sparse ones."""
+    """An expert of a layer; `layer` is the position among the sparse layers."""
 
     layer: int
     expert: int
 
 
 class SlotTable:
-    """S slots. A pinned one, or one that is being read into, is nobody's to take."""
+    """The state of S slots. A slot that is pinned or being read into must not be reused."""
 
     def __init__(self, num_slots: int, num_layers: int, num_experts: int) -> None:
         self.slot_LE = np.full((num_layers, num_experts), -1, dtype=np.int64)
@@ -38,8 +39,9 @@ class SlotTable:
         self._expert_S = np.full(num_slots, -1, dtype=np.int64)
         self.state_S = np.full(num_slots, SlotState.FREE, dtype=np.int8)
         self._pinned_S = np.zeros(num_slots, dtype=bool)
-        self._used_S = np.zeros(num_slots, dtype=np.int64)  # the visit that used it last
-        self.is_prefetched_S = np.zeros(num_slots, dtype=bool)  # and nobody has needed it yet
+        # the number of the visit that used the slot last
+        self._used_S = np.zeros(num_slots, dtype=np.int64)
+        self.is_prefetched_S = np.zeros(num_slots, dtype=bool)  # prefetched and not needed yet
 
     def __len__(self) -> int:
         return len(self.state_S)
@@ -64,8 +66,9 @@ class SlotTable:
         return None if layer < 0 else ExpertKey(layer, int(self._expert_S[slot]))
 
     def claim(self, slot: int, key: ExpertKey) -> ExpertKey | None:
-        """A slot is about to be read into -> whose it was."""
-        assert self.slot_LE[key.layer, key.expert] < 0, f"{key} has a slot"
+        """Reserve a slot for an expert that will be read; returns the expert that it replaces, if
+        any."""
+        assert self.slot_LE[key.layer, key.expert] < 0, f"{key} has a slot already"
         before = self.occupant(slot)
         if before is not None:
             self.slot_LE[before.layer, before.expert] = -1
@@ -75,16 +78,19 @@ class SlotTable:
         return before
 
     def forget(self, slot: int) -> None:
-        """What was to be read into it was not."""
+        """Free a slot whose read failed."""
         key = self.occupant(slot)
-        assert key is not None, f"slot {slot} is nobody's"
+        assert key is not None, f"slot {slot} holds no expert"
         self.slot_LE[key.layer, key.expert] = -1
         self._layer_S[slot] = self._expert_S[slot] = -1
         self.state_S[slot], self._pinned_S[slot] = SlotState.FREE, False
 
     def last_expected(self, visits_LE: Scores | None) -> tuple[int, float] | None:
-        """The slot to take, and when its expert is expected (infinity: it is free); None: all are
-        in use. By `visits_LE`; without, the one that was used longest ago."""
+        """Return the slot to reuse and the number of visits until its expert is expected (infinity
+        for a free slot); None if all are in use.
+
+        Without `visits_LE`, the least recently used slot is returned.
+        """
         is_open_S = ~self._pinned_S & (self.state_S != SlotState.LOADING)
         if not is_open_S.any():
             return None

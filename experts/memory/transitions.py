@@ -1,7 +1,9 @@
-"""How often rows that choose expert e in a layer choose expert f in the next, learnt as they pass.
+"""Counts how often rows that choose expert e in a layer choose expert f in the next one, learnt
+while serving.
 
-L layers, E experts, T rows, K choices per row. The layer after the last one is the first: the next
-token's, which for a decode step comes from other rows, so nothing is learnt there.
+L layers, E experts, T rows, K choices per row. The first layer follows the last one, but there it
+belongs to the next token, which in a decode step comes from other rows; nothing is learnt for that
+pair.
 """
 
 from __future__ import annotations
@@ -11,12 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-_MAX_ROWS = 64  # of a visit that are looked at
-_MAX_COUNT = 4096.0  # of an expert's rows; beyond, all of its counts are halved
-_LEAST_ROWS = 64.0  # of a layer before it predicts
-_REFRESH = 16  # visits of a layer after which its log odds are computed anew
-# Experts of one row are not independent witnesses: of what each adds to the log odds this much is
-# taken. On the demonstration model 0.6 had the least log loss of 0.4 to 1
+_MAX_ROWS = 64  # rows of a visit that are used
+_MAX_COUNT = 4096.0  # rows counted for an expert, above which all of its counts are halved
+_LEAST_ROWS = 64.0  # rows a layer needs before it predicts
+_REFRESH = 16  # visits of a layer between two computations of its log odds
+# The experts of one row are not statistically independent, so the log odds that each adds are
+# scaled by this factor. Of 0.4 to 1, 0.6 had the smallest log loss on the demonstration model
 # (docs/internals/expert-memory.md).
 _TRUST = 0.6
 
@@ -24,20 +26,21 @@ _TRUST = 0.6
 class Transitions:
     """Counts [L, E, E] of the choices of rows in consecutive layers.
 
-    Rows are known by their place: a visit of one layer has the rows of the visit before to the
-    layer before, in their order. Where numbers of rows differ, nothing is learnt. -1 is no expert.
+    Rows are matched by position: a visit of a layer is assumed to have the same rows, in the same
+    order, as the visit of the layer before. If the numbers of rows differ, nothing is learnt. Id -1
+    is no expert.
     """
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self._counts_LEE = np.zeros((num_layers, num_experts, num_experts), dtype=np.float32)
         self._rows_LE = np.zeros((num_layers, num_experts), dtype=np.float32)
         self._odds: list[_Odds | None] = [None] * num_layers
-        self._age_L = np.full(num_layers, _REFRESH)  # visits since its odds were computed
+        self._age_L = np.full(num_layers, _REFRESH)  # visits since the odds were computed
         self._last: tuple[int, NDArray[np.int64]] | None = None
 
     def visit(self, layer: int, expert_ids_TK: NDArray[np.int64]) -> NDArray[np.float64] | None:
-        """Learn from a visit -> the probability [E] that the next layer's needs an expert, or None
-        as long as too little is known."""
+        """Learn from a visit; returns the probability [E] that the next layer needs each expert, or
+        None while there are too few counts."""
         ids_TK = expert_ids_TK[:_MAX_ROWS]
         last, self._last = self._last, (layer, ids_TK)
         if last is not None and last[0] == layer - 1 and last[1].shape == ids_TK.shape:
@@ -66,7 +69,7 @@ class Transitions:
         if rows_E.sum() < _LEAST_ROWS * top_k:
             return None
         alone_E = counts_EE.sum(axis=0) / rows_E.sum()
-        # One row more of each expert, which chose as all rows do: unseen experts say nothing.
+        # Add one average row to each expert, so that unseen experts have no influence.
         after_EE = (counts_EE + alone_E) / (rows_E[:, None] + 1)
         base_E = _logit(alone_E)
         return _Odds(base_E, _TRUST * (_logit(after_EE) - base_E))
@@ -74,13 +77,14 @@ class Transitions:
 
 @dataclass(frozen=True, slots=True)
 class _Odds:
-    """The log odds [E] that a row chooses an expert, and what each chosen one before adds."""
+    """The log odds [E] that a row chooses an expert, and the amount each expert chosen in the layer
+    before adds."""
 
     base_E: NDArray[np.float32]
     added_EE: NDArray[np.float32]
 
     def needed(self, here_TE: NDArray[np.float32]) -> NDArray[np.float64]:
-        """[E]: that one of the rows does."""
+        """[E]: the probability that at least one of the rows chooses an expert."""
         odds_TE = (self.base_E + here_TE @ self.added_EE).astype(np.float64)
         needed_E: NDArray[np.float64] = 1.0 - np.prod(1.0 / (1.0 + np.exp(odds_TE)), axis=0)
         return needed_E
@@ -95,5 +99,5 @@ def _logit(p: NDArray[np.float32]) -> NDArray[np.float32]:
 def _chosen(ids_TK: NDArray[np.int64], num_experts: int) -> NDArray[np.float32]:
     """[T, E]: 1 where a row chose an expert."""
     chosen = np.zeros((len(ids_TK), num_experts + 1), dtype=np.float32)
-    chosen[np.arange(len(ids_TK))[:, None], ids_TK] = 1.0  # -1 is the last
+    chosen[np.arange(len(ids_TK))[:, None], ids_TK] = 1.0  # id -1 indexes the last column
     return chosen[:, :num_experts]
