@@ -40,9 +40,9 @@ def main() -> None:
 
 
 def hide_our_kernels() -> None:
-    """transformers imports a package `kernels` if there is one: neither our folder nor our script.
+    """Take the repository off `sys.path`: transformers would import our folder as `kernels`.
 
-    What its adapter needs of ours is imported before.
+    The modules of ours that its adapter needs are imported before that.
     """
     for name in ("model", "random_weights"):
         importlib.import_module(f"gpu_bench.{name}")
@@ -50,7 +50,7 @@ def hide_our_kernels() -> None:
     sys.path[:] = [
         entry
         for entry, folder in zip(sys.path, folders, strict=True)
-        if not (folder / "kernels").is_dir() and not (folder / "kernels.py").is_file()
+        if not (folder / "kernels").is_dir()
     ]
 
 
