@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-# By what is measured: offline, over HTTP, in parts, on a GPU, and for how long it holds.
+# Name -> module. The list is printed in this order.
 BENCHMARKS = {
     "engine": "offline.engine",
     "serving": "serving.serving",

@@ -2,8 +2,8 @@
 
     python benchmarks/run.py batching --texts CORPUS --predictor FOLDER --json build/batching.json
 
-CORPUS holds a folder per domain with valid*.txt or .txt.xz; FOLDER comes of `moe-serve predictor
-train request`. See docs/batching.md for what is counted, and for figures.
+CORPUS holds a folder per domain with valid*.txt or .txt.xz; FOLDER is written by
+`moe-serve predictor train request`. docs/batching.md explains the counts and has figures.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the policy itself costs in a step: time of one core, whatever else runs."""
+"""Measures the policy's own cost in a step, in time of one core."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SplitCost:
 
 @dataclass(frozen=True, slots=True)
 class JoinCost:
-    """Milliseconds to choose, of those that wait, who takes the free seats of 64."""
+    """Milliseconds to choose the waiting requests that take the free seats of 64."""
 
     num_waiting: int
     num_free: int
@@ -68,7 +68,7 @@ def time_splits() -> list[SplitCost]:
 
 
 def time_joins() -> list[JoinCost]:
-    """Of the largest shapes."""
+    """The costs of the largest shapes."""
     return [_time_join(shape, num_free) for shape in _SHAPES[1:] for num_free in _FREE]
 
 

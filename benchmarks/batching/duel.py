@@ -32,7 +32,7 @@ class DuelResult:
 
 class Rival:
     """A loaded model under one policy. The first round reads the prompts; the others find them in
-    the prefix cache, so that what is timed is decode, nearly."""
+    the prefix cache, so that almost only decode is timed."""
 
     def __init__(
         self, model: str, policy: BatchPolicyName, size: int, num_pages: int,
@@ -55,7 +55,7 @@ class Rival:
 def run_duel(
     fifo: Rival, other: Rival, name: str, requests: Sequence[Request], size: int, num_rounds: int
 ) -> DuelResult:
-    """A round of each that is not counted, then `num_rounds`, whoever was second goes first."""
+    """Run an uncounted round of each, then `num_rounds`; the order alternates."""
     rng = np.random.default_rng(0)
     prompts = [[int(token) for token in request.prefix(0)] for request in requests]
     lengths = rng.integers(SHORTEST, LONGEST + 1, len(prompts)).tolist()
@@ -84,5 +84,5 @@ def run_duel(
 
 
 def pages_for(num_requests: int) -> int:
-    """So many that no prompt leaves the prefix cache."""
+    """Count the pages that keep every prompt in the prefix cache."""
     return num_requests * (-(-(PREFIX + LONGEST) // 16) + 1)

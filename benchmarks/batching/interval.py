@@ -25,6 +25,6 @@ class Interval:
         return Interval(found.mean, found.low, found.high)
 
     def percent_below_one(self) -> str:
-        """A ratio as what it saves: "12.1% [11.0, 13.2]"."""
+        """Format a ratio as the share it saves: "12.1% [11.0, 13.2]"."""
         low, high = 100 * (1 - self.high), 100 * (1 - self.low)
         return f"{100 * (1 - self.mean):.1f}% [{low:.1f}, {high:.1f}]"

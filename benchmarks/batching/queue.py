@@ -1,7 +1,7 @@
 """A server with a queue: requests come, wait, run and end, and every step's experts are counted.
 
-The pool of those who wait is kept at a multiple of the seats, so a policy may choose who joins.
-Everybody gets a seat in the end: who is passed over too often is next.
+The number of waiting requests is kept at a multiple of the seats, so that a policy has a choice.
+Every request gets a seat in the end: one that was passed over too often is next.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class _Queue:
             self._waiting.remove(sequence)
 
     def _refresh(self) -> None:
-        """As LiveSignatures does: after the prompt, and every so many tokens."""
+        """Refresh as LiveSignatures does: after the prompt, and then every few tokens."""
         jobs = [self._jobs[s.id] for s in self._running if not self._jobs[s.id].done % REFRESH]
         if self._table is None or not jobs:
             return

@@ -79,7 +79,7 @@ def _learning_seconds(num_layers: int, num_experts: int, top_k: int) -> tuple[fl
 
 
 class _Nothing:
-    """A predictor that nobody asks."""
+    """A predictor without requests."""
 
     horizon = HORIZON
 

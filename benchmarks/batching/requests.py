@@ -89,7 +89,7 @@ class Routed:
         return {domain: len(pieces) for domain, pieces in sorted(self._by_domain.items())}
 
     def draw(self, count: int, rng: np.random.Generator) -> list[Request]:
-        """So many requests of all domains alike, in random order."""
+        """Draw `count` requests, evenly from all domains, in random order."""
         domains = sorted(self._by_domain)
         order = rng.permutation(np.resize(rng.permutation(len(domains)), count))
         return [self._request(domains[index], rng) for index in order]
@@ -100,7 +100,7 @@ class Routed:
         return self.predictor.predict([request.prefix(step) for request in requests])
 
     def coming(self, requests: Sequence[Request], step: int, count: int) -> Signatures:
-        """What the next `count` tokens choose, on average: no predictor can know more of them."""
+        """Average the choices of the next `count` tokens: the best any predictor could do."""
         ids = np.stack([r.piece.ids_NLK[r.start + step : r.start + step + count] for r in requests])
         chosen = (ids[..., None] == np.arange(self.num_experts)).any(axis=3)
         return np.asarray(chosen.mean(axis=1), dtype=np.float32)

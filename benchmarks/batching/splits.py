@@ -36,7 +36,7 @@ class SplitCount:
 
 
 def signature_makers(routed: Routed) -> dict[str, MakeSignatures]:
-    """By name: what is known when the horizon begins."""
+    """The signatures by name, as known when the horizon begins."""
     makers: dict[str, MakeSignatures] = {"history": lambda rs: _history(routed, rs, None)}
     if routed.predictor is not None:
         makers["predictor"] = lambda rs: routed.predicted(rs, 0)
@@ -78,8 +78,8 @@ def count_bursts(
     tolerance: float,
     rng: np.random.Generator,
 ) -> list[SplitCount]:
-    """`times` as many requests as seats come at once: who takes the seats, and how they are split.
-    fifo takes those who came first. Nobody has a history yet."""
+    """Let `times` as many requests as seats arrive at once; choose the seated ones and split them.
+    fifo takes the first ones. No request has a history yet."""
     assert routed.predictor is not None, "no predictor was given"
     requests = routed.draw(size * times, rng)
     policy, table = expert_aware(64, tolerance, size * times)

@@ -115,7 +115,7 @@ def _engine(
 
 
 def _expert_bytes(folder: Path) -> int:
-    """Of all routed experts, in the two bytes a value that they are packed in."""
+    """Bytes of all routed experts, packed in two bytes a value."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     names = ("hidden_size", "moe_intermediate_size", "num_experts", "num_hidden_layers")
     width, expert_width, num_experts, num_layers = (config[name] for name in names)

@@ -66,7 +66,7 @@ class Step:
 
 @dataclass(slots=True)
 class Run:
-    """What happened."""
+    """The results of a run."""
 
     steps: list[Step] = field(default_factory=list)
     looks: list[dict[str, Any]] = field(default_factory=list)

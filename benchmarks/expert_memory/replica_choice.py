@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _choices(options: argparse.Namespace) -> Choices:
-    """Of all rows of the prompts, by layer."""
+    """Return the routing of all rows of the prompts, by layer."""
     kept: dict[int, list[NDArray[np.int64]]] = {}
     run = ExpertStage.run
 

@@ -1,4 +1,4 @@
-"""Engines that differ in their expert memory alone, by turns on the same requests."""
+"""Runs engines that differ only in their expert memory in turns on the same requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 
-TOLD = ", told"  # ends the name of an engine whose requests tell what they will need
+TOLD = ", told"  # suffix of the name of an engine that gets request predictions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from moe_serve.model.load.weight_source import OpenWeights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """Where the experts lie. Reads of two threads overlap, as those of a disk with a queue."""
+    """The storage of the experts. Reads of two threads overlap, as on a disk with a queue."""
 
     latency_s: float = 0.0  # of each tensor
     bytes_per_s: float = float("inf")

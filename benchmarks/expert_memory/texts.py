@@ -32,7 +32,7 @@ def token_streams(paths: Sequence[Path], tokenizer: Tokenizer) -> list[list[int]
 def draw(
     streams: Sequence[Sequence[int]], count: int, num_tokens: int, seed: int
 ) -> list[tuple[int, ...]]:
-    """`count` pieces, the streams by turns."""
+    """Draw `count` pieces from the streams in turn."""
     rng = np.random.default_rng(seed)
     pieces = []
     for index in range(count):

@@ -35,7 +35,7 @@ FIRST_LAYER = "qwen3-30b-a3b"  # the one that targets are set for
 _GPU_TESTS = "tests/moe_kernels/gpu"
 _FIRST_TESTS = ("test_graphed_steps.py", "test_gpu_kernels.py", "test_grouped_gemm.py")
 _COMPILED_ELSEWHERE = "test_compile_coverage.py"  # asks nothing of a device
-_TUNING_S = 240.0  # of the first tuning: what is left comes last
+_TUNING_S = 240.0  # for the first tuning; the rest of it comes last
 _STOP_S = 10.0
 _LEAST_S = 30.0  # no piece is begun with less time left
 
@@ -54,7 +54,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """How a piece ended: "done", "failed", "cut" (by the time) or "left out"."""
+    """The result of a piece: "done", "failed", "cut" (by the time) or "left out"."""
 
     state: str
     seconds: float
@@ -198,7 +198,7 @@ def run_piece(piece: Piece, folder: Path, left_s: float) -> Record:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """It ends what it has started itself, so it is asked first."""
+    """Terminate the process, so that it can end its children; kill it after a while."""
     process.terminate()
     try:
         process.wait(_STOP_S)

@@ -170,7 +170,7 @@ def run_here(job: Job) -> Outcome:
 
 
 def run_apart(job: Job, folder: Path, limit_s: float) -> Outcome:
-    """In a process of its own. Of one that ends early, what it had measured is kept."""
+    """Run a job in a process of its own. The results so far of one that ends early are kept."""
     asked, answer = folder / "job.json", folder / "outcome.json"
     job.write(asked)
     answer.unlink(missing_ok=True)

@@ -55,7 +55,7 @@ def hide_our_kernels() -> None:
 
 
 def run_job(job: Job, save: Save) -> Outcome:
-    """Make the engine and give it each kind of work; whatever fails is said in one line."""
+    """Make the engine and give it each kind of work; report a failure in one line."""
     outcome = Outcome(error=refusal(job))
     if not outcome.error:
         started = time.perf_counter()
@@ -126,7 +126,7 @@ def _run_kind(job: Job, engine: Engine, outcome: Outcome, kind: Kind, rng: rando
 
 
 def told(error: BaseException) -> str:
-    """What a failure says in one line; its first, where torch says of memory what was missing."""
+    """Return one line of a failure: the first one for torch's out-of-memory errors."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"[:300]
 

@@ -22,7 +22,7 @@ import psutil
 import torch
 
 from harness.environment import describe_environment
-from moe_kernels.interface.token_mask import TokenMasks, ban_others, num_words
+from moe_kernels.interface.token_sampler import TokenMasks, ban_others, num_words
 from moe_serve.engine.request.constraint import Constraint
 from moe_serve.engine.request.matcher import SequenceMatcher
 from moe_serve.engine.sampling.grammar.compiler import compile_constraint
@@ -125,7 +125,7 @@ def _send_different(num_schemas: int, words: Vocabulary) -> None:
 
 
 def _own_mib(pid: int) -> float:
-    """What the process has for itself: without pages of files."""
+    """Return the private memory of the process, without pages of files."""
     memory = psutil.Process(pid).memory_info()
     return float(memory.rss - getattr(memory, "shared", 0)) / 2**20
 

@@ -27,7 +27,7 @@ from moe_kernels.reference.norm import rotary_table
 
 D, F, E, K = 1024, 768, 32, 4
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 16, 4, 64, 16
-NUM_LAYERS = 3  # of weights and pages, taken by turns: the caches hold none of them
+NUM_LAYERS = 3  # sets of weights and pages, used in turn so that the caches hold none of them
 CPU = torch.device("cpu")
 
 
@@ -113,7 +113,7 @@ def _attention(
 
 
 def best_time(case: Case, seconds: float) -> float:
-    """The least time of a call, layers by turns: a neighbour's noise only ever adds."""
+    """Return the least time of a call, with alternating layers: noise only ever adds time."""
     times: list[float] = []
     end = time.perf_counter() + seconds
     while len(times) < 5 or time.perf_counter() < end:

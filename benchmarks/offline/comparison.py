@@ -33,7 +33,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """What moe-serve sets out to reach, and whether it does; None: not measured."""
+    """A target of moe-serve, and if it is met; None: not measured."""
 
     what: str
     wanted: str

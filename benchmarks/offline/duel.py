@@ -33,7 +33,7 @@ _ELSEWHERE = Path(tempfile.gettempdir())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What all engines of a run have in common."""
+    """Settings that all engines of a run share."""
 
     model: Path
     gguf: Path | None
@@ -109,7 +109,7 @@ def run_duel(entrants: Sequence[Entrant], setup: Setup) -> list[Result]:
 
 
 def _take_turns(corners: list[_Corner], setup: Setup) -> None:
-    """Each kind once to warm up and `repeat` times timed; who is first changes every round."""
+    """Run each kind once to warm up and `repeat` times timed; the first turn alternates."""
     rng = random.Random(setup.work.seed)
     for kind in setup.work.kinds():
         for round_ in range(setup.work.repeat + 1):

@@ -1,4 +1,4 @@
-"""The tables of `engine.py`: a row per engine, and the bars."""
+"""Prints the tables of `engine`: a row per engine, and the bars."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker is told and what it answers, one JSON object per line. Standard library only."""
+"""Messages to and from a worker, one JSON object per line. Standard library only."""
 
 from __future__ import annotations
 

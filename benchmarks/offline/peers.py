@@ -1,4 +1,4 @@
-"""Which engines can stand beside moe-serve, and how the command line names them.
+"""The engines that moe-serve is compared with, and their names on the command line.
 
 --peer transformers                    in this interpreter, its first variant
 --peer transformers/eager              another variant

@@ -75,7 +75,7 @@ class Report:
         return figures_of([duel.own for duel in self.duels if duel.own], self.work)
 
     def comparisons(self) -> list[Comparison]:
-        """Of the duels that both finished."""
+        """Compare the engines over the duels that both finished."""
         found = []
         for duel in self.duels:
             if duel.own and duel.peer:
@@ -90,7 +90,7 @@ class Report:
         return bars_of(self.own(), self.comparisons(), self.model.num_bytes, cache_bytes)
 
     def write(self, path: Path) -> None:
-        """What follows from the rest stands there too; a merge makes it anew."""
+        """Derived figures are included; a merge computes them again."""
         own = self.own()
         follows = {
             "limits": asdict(self.limits()),

@@ -1,4 +1,4 @@
-"""What was measured of one engine, and the figures that follow from it."""
+"""The measurements of one engine, and the figures derived from them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Figures:
 
 
 def figures_of(results: Sequence[Result], work: Work) -> Figures | None:
-    """Of one engine, over all its duels that finished; None if none did."""
+    """Compute an engine's figures over all its finished duels; None if no duel finished."""
     done = [result for result in results if result.error is None]
     if not done:
         return None

@@ -130,7 +130,7 @@ def _measured(
 
 
 def _num_tokens(options: argparse.Namespace) -> int:
-    """Of an answer: its last ones come when nobody takes the time."""
+    """Tokens of an answer; the last ones come after the timed part."""
     return int(WARM + options.runs * options.steps + 2)
 
 

@@ -1,4 +1,4 @@
-"""How far one engine's steps are behind the best of others that took turns with it.
+"""Compares an engine's steps with the best of others that took turns with it.
 
 The best of several equal ones looks better than it is: which one is best is taken from one half of
 the rounds, and compared in the other half.

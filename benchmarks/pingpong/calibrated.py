@@ -1,4 +1,4 @@
-"""What `moe-serve calibrate` expects of the steps that were measured: the file that `plan` and
+"""Predicts the measured steps from `moe-serve calibrate`: the file that `plan` and
 `cluster.calibration` read, made from other loads and by other code than these steps."""
 
 from __future__ import annotations

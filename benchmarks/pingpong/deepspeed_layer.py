@@ -24,7 +24,7 @@ _REPEAT = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedTimes:
-    """Seconds of one MoE layer with `rows` on each of the two ranks; or why there are none."""
+    """Seconds of one MoE layer with `rows` on each of the two ranks, or a failure's reason."""
 
     rows: int
     layer_s: float = 0.0

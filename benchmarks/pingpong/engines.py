@@ -40,7 +40,7 @@ STEPS_PER_TURN = 8  # that count; the prompts' step and the one after do not
 
 
 def num_new_tokens() -> int:
-    """Of each sequence in a turn."""
+    """Tokens of each sequence in a turn."""
     return 2 + STEPS_PER_TURN
 
 
@@ -135,7 +135,7 @@ def time_engines(
 
 
 class _Turns:
-    """The same batch again and again, by whoever's turn it is."""
+    """Runs the same batch repeatedly on the engine whose turn it is."""
 
     def __init__(self, engines: LoadedEngines, batch: int, num_prompt: int) -> None:
         self._engines, self._batch, self._num_prompt = engines, batch, num_prompt

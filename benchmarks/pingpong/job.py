@@ -1,4 +1,4 @@
-"""What a rank of the benchmark is told and what it answers, one JSON object per line."""
+"""Messages to and from a rank of the benchmark, one JSON object per line."""
 
 from __future__ import annotations
 

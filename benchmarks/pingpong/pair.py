@@ -49,7 +49,7 @@ def started_pair(
     model: Path, context: int, max_rows: int, cores: Sequence[int] | None, way: Way
 ) -> Iterator[Pair]:
     """An attention rank on the first core and an expert rank on the second. The first serves the
-    store: from here nobody may reach the network that they are in."""
+    store, because this process may not reach the network that they are in."""
     processes: list[subprocess.Popen[str]] = []
     port, secret = 0, new_secret()
     try:

@@ -68,8 +68,8 @@ class Point:
 
 
 def stage_times(rows: int, seen: Seen) -> StageTimes:
-    """From steps of one micro-batch: nobody waits for anybody else's work. Means of each step's
-    layers, and the usual one of the steps."""
+    """Compute stage times from steps of one micro-batch, in which stages do not overlap:
+    the mean over each step's layers, then the median of the steps."""
     attention, experts, transfers = [], [], []
     for ours, theirs in seen:
         layers = range(len(theirs.sent))

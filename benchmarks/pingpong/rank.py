@@ -42,7 +42,7 @@ _TIMEOUT_S = 60.0
 
 
 class PairRank(ABC):
-    """What both ranks have."""
+    """The common part of both ranks."""
 
     def __init__(self, job: RankJob) -> None:
         self.job = job

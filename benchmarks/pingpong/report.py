@@ -1,4 +1,4 @@
-"""Everything that pingpong.py measured, and whether it is what was set out for."""
+"""All results of `pingpong`, and its targets, met or missed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of pingpong.py."""
+"""Prints the tables of `pingpong`."""
 
 from __future__ import annotations
 

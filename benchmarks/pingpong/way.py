@@ -16,17 +16,17 @@ from typing import Protocol
 import two_hosts
 from two_hosts import VirtualHost
 
-_MOST_PACKETS = 1_000_000  # that wait at once; netem drops what is more
+_MOST_PACKETS = 1_000_000  # packets that may wait at once; netem drops the others
 
 
 class Way(Protocol):
     @property
     def addresses(self) -> tuple[str, str]:
-        """Where each rank listens."""
+        """Return the address at which each rank listens."""
         ...
 
     def command(self, place: int, *argv: str) -> tuple[str, ...]:
-        """What runs `argv` where that rank lives."""
+        """Return the command that runs `argv` in that rank's network."""
         ...
 
     def delay(self, seconds: float) -> float:
@@ -72,7 +72,7 @@ def cable() -> Iterator[Cable]:
 
 
 def why_no_cable() -> str | None:
-    """What keeps this machine from delaying packets; None if nothing does."""
+    """Return why this machine cannot delay packets; None if it can."""
     reason = two_hosts.why_not()
     if reason is not None:
         return reason
@@ -84,7 +84,7 @@ def why_no_cable() -> str | None:
 
 
 def set_delay(host: VirtualHost, seconds: float) -> subprocess.CompletedProcess[str]:
-    """Of every packet that leaves a host."""
+    """Delay every packet that leaves a host."""
     delay = f"{1e6 * seconds:.0f}us"
     return host.run(
         *("tc", "qdisc", "replace", "dev", host.device, "root", "netem"),

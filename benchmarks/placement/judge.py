@@ -1,4 +1,4 @@
-"""Balancedness of a plan on loads, whoever made it. S scenarios, L layers."""
+"""Computes the balancedness of any plan on loads. S scenarios, L layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a part of the benchmark is given, and what it gives back."""
+"""The input and the result of a part of the benchmark."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """What was set out to be reached, and whether it was."""
+    """A target, and if it was met."""
 
     name: str
     wanted: str
@@ -50,7 +50,7 @@ Run = Callable[[Setting], Iterator[PartResult]]
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Of one piece of work: by the clock, and of this process alone, which other work on the
+    """Times of one piece of work: wall time, and CPU time of this process, which other work on the
     machine disturbs less."""
 
     wall_s: float = 0.0

@@ -18,7 +18,7 @@ Body = dict[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streamed:
-    """What all streams together came to."""
+    """The totals over all streams."""
 
     seconds: float
     num_tokens: int

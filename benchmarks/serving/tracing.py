@@ -61,7 +61,7 @@ WAYS: dict[str, Way] = {
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Of one way in one round."""
+    """The result of one way in one round."""
 
     clock: float
     cpu: float
@@ -82,7 +82,7 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A way's throughput, and what it costs."""
+    """A way's throughput, and its cost."""
 
     tokens_per_s: float
     cost: Ratio

@@ -14,7 +14,7 @@ from soak.visitors import LIMIT_S, VISITORS, Host
 
 @dataclass(slots=True)
 class Seen:
-    """What the visits of each kind ended with."""
+    """The results of the visits, by kind."""
 
     counts: dict[str, Counter[str]] = field(
         default_factory=lambda: {name: Counter() for name in VISITORS}
@@ -31,7 +31,7 @@ class Seen:
             self.failures.append(f"{name}: {outcome}")
 
 
-# More schemas than a server keeps: what it keeps is no growth.
+# More schemas than a server caches: a full cache does not grow.
 _FILLING, _NUM_FILLING = "structured output", 160
 
 

@@ -1,4 +1,4 @@
-"""Who is hurt when: drawn once, from a seed."""
+"""Draws from a seed the ranks to kill or freeze, and the times."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def draw_blows(names: list[str], num_blows: int, seconds: float, seed: int) -> l
 
 
 class Striker:
-    """Deals blows, and wakes the frozen again, who should be dead by then."""
+    """Kills and freezes ranks; resumes frozen ones, which should have been declared dead."""
 
     def __init__(self, served: Served) -> None:
         self._served = served

@@ -27,7 +27,7 @@ from soak.served import Served, Usage
 
 VOCAB_SIZE = 4096  # of the demonstration model
 _WARM_UP_S = 5.0  # before the first measurement, and before the last
-_RECOVERY_S = 60.0  # until everybody is back after the last blow
+_RECOVERY_S = 60.0  # until all ranks are back after the last blow
 _LOOK_S = 0.1
 _GAP_S = 10.0  # after a blow in which gaps count as its doing
 _MAX_GROWTH_MIB, _MAX_GROWTH = 40.0, 4  # of the coordinator; of its descriptors and threads
@@ -35,7 +35,7 @@ _MAX_GROWTH_MIB, _MAX_GROWTH = 40.0, 4  # of the coordinator; of its descriptors
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What happened from the first request to the last."""
+    """The results from the first request to the last."""
 
     tally: Tally
     striker: Striker
@@ -90,7 +90,7 @@ async def _soak(
             and blows[0].at + _WARM_UP_S <= now
             and await asyncio.to_thread(striker.strike, blows[0])
         ):
-            blows.pop(0)  # who has no process yet is hurt a moment later
+            blows.pop(0)  # a rank without a process yet is hurt a moment later
         if now > len(usages) * seconds / 20:
             usages.append(await asyncio.to_thread(served.usage))
         await asyncio.sleep(_LOOK_S)
@@ -104,7 +104,7 @@ async def _soak(
 
 
 async def _recovered(served: Served, striker: Striker, num_ranks: int) -> bool:
-    """Whether everybody is back in time."""
+    """Wait until all ranks are back; False if they are late."""
     end = time.monotonic() + _RECOVERY_S
     while time.monotonic() < end:
         striker.wake_due()

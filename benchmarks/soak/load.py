@@ -37,7 +37,7 @@ def questions(count: int, vocab_size: int, seed: int) -> list[Question]:
 
 @dataclass(slots=True)
 class Tally:
-    """What the clients saw. Times are those of time.monotonic."""
+    """The clients' results. Times are those of time.monotonic."""
 
     num_answers: int = 0
     num_tokens: int = 0
@@ -47,7 +47,7 @@ class Tally:
 
     @property
     def longest_gap_s(self) -> float:
-        """Without a token of anybody."""
+        """The longest time in which no client got a token."""
         return max((b - a for a, b in zip(self.beats, self.beats[1:], strict=False)), default=0.0)
 
     def gap_after(self, moment: float, until: float) -> float:
@@ -76,7 +76,7 @@ async def ask(client: httpx.AsyncClient, question: Question, tally: Tally) -> To
 
 
 async def answers_of(url: str, asked: Sequence[Question]) -> list[Tokens]:
-    """One after the other, of a server that nobody hurts."""
+    """Ask all questions in turn on a server without faults."""
     async with httpx.AsyncClient(base_url=url, timeout=_REQUEST_LIMIT_S) as client:
         return [await ask(client, question, Tally()) for question in asked]
 

@@ -1,4 +1,4 @@
-"""What a server holds at a moment, by the operating system and by its own /metrics."""
+"""Samples a server's resources from the operating system and from its /metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Sample:
 
     seconds: float
     num_visits: int  # that have ended
-    own_mib: float  # memory that is nobody else's and no file's: what leaks
+    own_mib: float  # memory that is neither shared nor backed by a file: leaks show here
     rss_mib: float
     num_fds: int
     num_threads: int
@@ -54,7 +54,7 @@ def take_sample(url: str, process: psutil.Process, begin: float, num_visits: int
 
 
 def value_of(text: str, name: str) -> float:
-    """Of a gauge or counter, all its series together."""
+    """Sum all series of a gauge or counter."""
     found = re.findall(rf"^moe_serve:{name}\{{.*\}} (\S+)$", text, re.M)
     assert found, f"{name} is not in /metrics"
     return sum(map(float, found))

@@ -21,7 +21,7 @@ _STOP_LIMIT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What the coordinator holds at a moment, and the processes below it."""
+    """Resources of the coordinator at a moment, and the processes below it."""
 
     rss_mib: float
     num_fds: int
@@ -68,7 +68,7 @@ class Served:
 
     @property
     def log(self) -> str:
-        """What it wrote to stderr."""
+        """Return the text that it wrote to stderr."""
         self._log.seek(0)
         return self._log.read()
 

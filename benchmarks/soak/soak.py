@@ -28,7 +28,7 @@ from soak.served import Served
 from soak.soak_plot import write_plot
 from soak.trend import SettleRule, trend_of
 
-# What may be gained in an hour, as the upper end of the 95% interval.
+# Allowed growth in an hour, for the upper end of the 95% interval.
 LIMITS = {"own_mib": 24.0, "num_fds": 8.0, "num_threads": 2.0, "num_series": 12.0}
 _MAX_METRICS_BYTES = 1024  # gained after the warm-up: counters get more digits
 _IDLE_LIMIT_S = 60.0

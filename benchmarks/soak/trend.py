@@ -1,4 +1,4 @@
-"""Whether a series of samples is flat: its slope by least squares, and how sure that is.
+"""Tests if a series of samples is flat: its slope by least squares, with an interval.
 
 Neighbouring samples are alike (memory comes in steps), which makes the usual interval far too
 narrow: it is widened by what the residuals' correlation with their neighbours leaves of their

@@ -1,4 +1,4 @@
-"""Clients of every kind, good and bad: what each does, and what it may be told.
+"""Clients of every kind, good and bad: the requests of each, and its permitted answers.
 
 A visit returns what it saw ("200", "left", "400 invalid_json" ...); whatever is not in the
 visitor's `may_see` is a failure of the server.
@@ -36,7 +36,7 @@ _BAD_BODIES: tuple[bytes, ...] = (
 
 @dataclass(slots=True)
 class Host:
-    """What the visitors visit, and what they remember of it."""
+    """The server that is visited, and the state that visitors share."""
 
     client: httpx.AsyncClient
     rng: random.Random

@@ -1,4 +1,4 @@
-"""Build the documentation as a site; a broken link or a page that nobody lists is an error.
+"""Build the documentation as a site; a broken link or an unlisted page is an error.
 
     PYTHONPATH=.:kernels:scripts python -m docs_site             into build/site
     PYTHONPATH=.:kernels:scripts python -m docs_site --out DIR

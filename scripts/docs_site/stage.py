@@ -1,4 +1,4 @@
-"""What the site is built from: the repository's Markdown where it lies, and the generated pages.
+"""Collects the sources of the site: the repository's Markdown, and the generated pages.
 
 The folders are those of the repository, so that links between pages hold on the site and in the
 tree alike. Linked files that are no Markdown come along; links to folders become plain words.

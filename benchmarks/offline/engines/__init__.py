@@ -1,4 +1,4 @@
-"""The engines under test behind one face. Each adapter imports its engine only when it is made."""
+"""Adapters of the engines under test. Each imports its engine only when it is made."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_engine(job: Job) -> Engine:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of installed distributions; those that are absent are left out."""
+    """Return the versions of installed distributions; absent ones are left out."""
     found = {}
     for package in packages:
         try:

@@ -1,4 +1,4 @@
-"""How long planning takes, beside EPLB in plain Python."""
+"""Measures the time of planning, beside EPLB in plain Python."""
 
 from __future__ import annotations
 

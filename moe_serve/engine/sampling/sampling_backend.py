@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from moe_kernels.interface.kernels import Kernels
-from moe_kernels.interface.token_mask import TokenMasks
+from moe_kernels.interface.token_sampler import TokenMasks
 from moe_serve.engine.request.request import TokenLogprob
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.sampling.kernel_sampler import KernelSampler
