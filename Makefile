@@ -34,7 +34,7 @@ docs: $(VENV)/.installed-test ## build the documentation as a site into build/si
 # Installs nothing: on a GPU machine without a network, PYTHON is what has torch and triton.
 gpu-bench: ## on a GPU: kernel tests, tuning, benchmarks; goes on where it ended
 	@python="$(BIN)/python"; test -x "$$python" || python="$(PYTHON)"; \
-	  PYTHONPATH=.:kernels "$$python" benchmarks/gpu_all.py $(ARGS)
+	  PYTHONPATH=.:kernels "$$python" benchmarks/run.py gpu_all $(ARGS)
 
 install: $(VENV)/.installed ## make .venv and install the server
 

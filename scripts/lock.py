@@ -1,8 +1,8 @@
-"""deploy/requirements.lock: the versions of everything that the server needs to run.
+"""deploy/requirements.lock: the versions of all packages that the server needs.
 
-    python scripts/lock.py --write     from what is installed here; without --write: only compare
+    python scripts/lock.py --write     from the installed packages; without --write: only compare
 
-Taken are the dependencies of moe-serve with the extras `gpu` and `otel`, theirs, and so on, as the
+It lists the dependencies of moe-serve with the extras `gpu` and `otel`, theirs, and so on, as the
 installed packages state them. torch's build (`+cpu`) is left out, so that one file serves CPUs and
 GPUs; what a CUDA build of torch brings is pinned by torch itself.
 """

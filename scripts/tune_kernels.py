@@ -67,7 +67,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def merged(device: str, entries: Entries) -> TunedTable:
-    """What was tuned before, and now: only the layers that were asked for are new."""
+    """Merge earlier and new results; only the requested layers are new."""
     before = load_tuned(device, triton.__version__)
     return TunedTable(
         device=device,

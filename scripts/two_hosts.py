@@ -24,7 +24,7 @@ from typing import Any
 
 from moe_serve.cluster.launch.host_commands import HostCommand, run_on_hosts
 
-# Of the range for benchmarks (RFC 2544). Addresses mean something inside the namespaces only.
+# From the range for benchmarks (RFC 2544). Addresses mean something inside the namespaces only.
 _ADDRESSES = ("198.18.0.1", "198.18.0.2")
 PORT = 29600
 _KILL_WAIT_S = 5.0
@@ -41,7 +41,7 @@ class VirtualHost:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)  # that were started here
 
     def command(self, *argv: str) -> tuple[str, ...]:
-        """What runs `argv` in there."""
+        """Return the command that runs `argv` in the namespace."""
         return ("ip", "netns", "exec", self.name, *argv)
 
     def popen(self, *argv: str, **options: Any) -> subprocess.Popen[bytes]:
@@ -51,7 +51,7 @@ class VirtualHost:
         return process
 
     def pids(self) -> list[int]:
-        """Of every process in there."""
+        """Return the ids of all processes in the namespace."""
         return [int(pid) for pid in _ip("netns", "pids", self.name).stdout.split()]
 
     def run(self, *argv: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -60,7 +60,7 @@ class VirtualHost:
 
 
 def why_not() -> str | None:
-    """What keeps this machine from having namespaces; None if nothing does."""
+    """Return why this machine cannot create namespaces; None if it can."""
     if shutil.which("ip") is None:
         return "iproute2 is not installed"
     if os.geteuid() != 0:

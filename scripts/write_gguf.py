@@ -16,7 +16,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from harness.safetensors_file import Tensor, read_tensors
+from safetensors_file import Tensor, read_tensors
 
 _QUANTIZATION = {
     "F32": gguf.GGMLQuantizationType.F32,

@@ -1,1 +1,1 @@
-"""The parts of `benchmarks/gpu_engine.py`: random models on the device, engines, limits, report."""
+"""Measures the whole engine on a GPU: random models, entrants, limits and the report."""

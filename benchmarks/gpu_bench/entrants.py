@@ -1,4 +1,4 @@
-"""Who is measured: moe-serve in each format of its experts, and what transformers has."""
+"""The engines to measure: moe-serve in each format of its experts, and those of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from an entrant's times: rates, and their part of the device's limits."""
+"""Derives figures from an entrant's times: rates, and their share of the device's limits."""
 
 from __future__ import annotations
 

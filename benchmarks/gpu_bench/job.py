@@ -1,4 +1,4 @@
-"""What a worker is told and what it answers: one JSON object each, in files."""
+"""The job of a worker and its outcome: one JSON object each, in files."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class Job:
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What is known of an entrant so far: written after each kind of work.
+    """The results of an entrant so far, written after each kind of work.
 
-    `failures`: of kinds of work; `error`: why there is nothing, or no more.
+    `failures`: by kind of work; `error`: the reason why there are no results, or no more.
     """
 
     facts: dict[str, str] = field(default_factory=dict)

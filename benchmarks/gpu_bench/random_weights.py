@@ -32,7 +32,7 @@ _EXPONENT_BIAS = 127
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertFormat:
-    """How experts' matrices are stored. `bits`: of a weight, as the kernels hold it."""
+    """A storage format of the experts' matrices. `bits`: of a weight, as the kernels hold it."""
 
     form: MatrixForm
     table: ByteTable
@@ -56,7 +56,7 @@ EXPERT_FORMATS: Mapping[str, ExpertFormat] = {
 
 
 class RandomWeights:
-    """A WeightSource for `build_engine`: floats drawn in `dtype`, whatever they are read in.
+    """A WeightSource for `build_engine`: floats drawn in `dtype` for any dtype of the reader.
 
     `expert_format`: of the routed experts; "" for floats too.
     """
@@ -81,12 +81,12 @@ class RandomWeights:
         return self._dtype
 
     def expect(self, name: str, shape: Shape) -> None:
-        """Whatever is asked for is there."""
+        """Return True: every tensor exists."""
 
     def read(
         self, name: str, shape: Shape, dtype: torch.dtype, expert: int | None = None
     ) -> Tensor:
-        """Of a fused weight [E, ...] one expert after the other: the same bits either way."""
+        """Draw a fused weight [E, ...] expert by expert: the same bits as single draws."""
         if expert is None and len(shape) == 3:
             return torch.stack([self.read(name, shape, dtype, e) for e in range(shape[0])])
         shape = shape if expert is None else shape[1:]

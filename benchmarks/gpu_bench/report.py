@@ -130,7 +130,7 @@ class ModelReport:
         return figures_of(outcome, self.work) if outcome else None
 
     def _agreement(self, name: str) -> str:
-        """How long the answer is the one of moe-serve in floats."""
+        """Count the leading tokens that equal those of moe-serve in floats."""
         base = self.outcomes.get(BASE)
         mine = self.outcomes[name]
         has_same = mine.facts.get("weights") == "the same as ours" or name.endswith("no graphs")

@@ -40,9 +40,9 @@ def main() -> None:
 
 
 def hide_our_kernels() -> None:
-    """transformers imports a package `kernels` if there is one: neither our folder nor our script.
+    """Take the repository off `sys.path`: transformers would import our folder as `kernels`.
 
-    What its adapter needs of ours is imported before.
+    The modules of ours that its adapter needs are imported before that.
     """
     for name in ("model", "random_weights"):
         importlib.import_module(f"gpu_bench.{name}")
@@ -50,12 +50,12 @@ def hide_our_kernels() -> None:
     sys.path[:] = [
         entry
         for entry, folder in zip(sys.path, folders, strict=True)
-        if not (folder / "kernels").is_dir() and not (folder / "kernels.py").is_file()
+        if not (folder / "kernels").is_dir()
     ]
 
 
 def run_job(job: Job, save: Save) -> Outcome:
-    """Make the engine and give it each kind of work; whatever fails is said in one line."""
+    """Make the engine and give it each kind of work; report a failure in one line."""
     outcome = Outcome(error=refusal(job))
     if not outcome.error:
         started = time.perf_counter()
@@ -126,7 +126,7 @@ def _run_kind(job: Job, engine: Engine, outcome: Outcome, kind: Kind, rng: rando
 
 
 def told(error: BaseException) -> str:
-    """What a failure says in one line; its first, where torch says of memory what was missing."""
+    """Return one line of a failure: the first one for torch's out-of-memory errors."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"[:300]
 

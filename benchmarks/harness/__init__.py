@@ -1,1 +1,1 @@
-"""What the benchmark scripts share: the machine's limits, the work, the engines, the tables."""
+"""Holds what all benchmarks share: machine limits, model sizes, work, spawned servers."""

@@ -1,4 +1,4 @@
-"""Where the figures come from (versions, CPU), and the environment of the processes we start."""
+"""Describes the machine (versions, CPU), and sets up the environments of child processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PACKAGES = ("moe-serve", "torch", "transformers", "safetensors")
 
 
 def describe_environment() -> dict[str, str]:
-    """CPU, cores, Python and package versions; "absent" for what is not installed."""
+    """CPU, cores, Python and package versions; "absent" for a package that is not installed."""
     return {
         "cpu": _cpu_name(),
         "cores": str(os.cpu_count()),

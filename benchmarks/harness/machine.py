@@ -1,4 +1,4 @@
-"""What this machine can do at best, measured: memory read bandwidth and GEMM rates."""
+"""Measures this machine's limits: memory read bandwidth and GEMM rates."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class ModelSize:
 
     @property
     def expert_bytes(self) -> float:
-        """Of one expert of one layer."""
+        """Bytes of one expert of one layer."""
         return self.expert * (self.expert_bits or 8.0 * self.item_bytes) / 8.0
 
     @property

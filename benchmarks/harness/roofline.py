@@ -1,4 +1,4 @@
-"""What the machine's limits allow for each figure: bytes over bandwidth, operations over peak."""
+"""Computes the best possible figures: bytes over bandwidth, and operations over peak."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every engine is asked to do. Standard library only: a peer's interpreter reads it too."""
+"""The work given to every engine. Standard library only: a peer's interpreter imports it too."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The parts of `benchmarks/kernels.py`: shapes, work, contestants, clocks and the table."""
+"""Measures the kernels alone: shapes, work, contestants, clocks and the table."""

@@ -1,4 +1,4 @@
-"""How long work takes on a device: the median of many runs, the caches flushed before each."""
+"""Times work on a device: the median of many runs, with the caches flushed before each."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Clock:
         return time.perf_counter() - start
 
     def _time_on_device(self, work: Work) -> float:
-        """The flush keeps the device busy while the host queues what is measured."""
+        """The flush keeps the device busy while the host queues the measured work."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._flush()
         start.record()

@@ -1,4 +1,4 @@
-"""Who computes an expert layer: our kernels, what torch offers, and installed peers.
+"""The contestants of an expert layer: our kernels, torch's operators, and installed peers.
 
 Each is made once per layer from the same weights, and then called with rows.
 """

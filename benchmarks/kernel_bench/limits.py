@@ -1,4 +1,4 @@
-"""What the device can do at best, measured: bytes copied and operations of a large product."""
+"""Measures the device's limits: bytes copied, and operations of a large product."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How much is moved and multiplied to find the limits."""
+    """The amounts of data and operations with which the limits are measured."""
 
     copy_bytes: int
     matrix: int
@@ -26,7 +26,7 @@ SMOKE_SIZES = Sizes(copy_bytes=_MIB, matrix=64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLimits:
-    """`copy_gb_s` counts what is read and what is written; 1e9 bytes, 1e9 operations."""
+    """`copy_gb_s` counts bytes read and bytes written; 1e9 bytes, 1e9 operations."""
 
     copy_gb_s: float
     matrix_gflop_s: float

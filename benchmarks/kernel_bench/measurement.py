@@ -1,4 +1,4 @@
-"""What was measured: one row of the table per piece of work, one entry per contestant."""
+"""Results: one row of the table per piece of work, one entry per contestant."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kernel_bench.limits import Bound, DeviceLimits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """`error`: of the result, relative to the reference's; None where there is none to compare.
+    """`error`: of the result, relative to the reference; None without a reference.
     `failure`: why there is no timing."""
 
     contestant: str
@@ -55,6 +55,6 @@ def relative_error(result: Tensor, reference: Tensor) -> float:
 
 
 def last_line(error: Exception) -> str:
-    """What a failure says in a table."""
+    """Return the one-line text of a failure for the table."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[-1] if text else ''}"[:200]

@@ -1,4 +1,4 @@
-"""Where results of a device lie: `benchmarks/results/<device>/`."""
+"""Reads and writes the results of a device: `benchmarks/results/<device>/`."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def run_layer(
 
 
 def _make(contestant: ExpertContestant, weights: LayerWeights) -> Layer | str:
-    """The layer, or why there is none."""
+    """Make the layer, or return the reason why it cannot be made."""
     try:
         return contestant.make(weights)
     except Exception as error:  # a peer may fail in any way, and the others go on

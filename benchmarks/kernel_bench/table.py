@@ -1,4 +1,4 @@
-"""The table of `kernels.py`: a row per shape and number of tokens, a column per contestant."""
+"""Prints the table of `kernels`: a row per shape and number of tokens, a column per contestant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which set of kernels serves a device and dtype: the one place where this is decided."""
+"""Chooses the set of kernels for a device and dtype. No other module decides this."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def choose_kernels(
     name says why.
 
     Kernels with threads of their own want torch to have one: its workers spin for a while after
-    each use, on the cores that the kernels need next. Whoever builds an engine sees to that.
+    each use, on the cores that the kernels need next. The builder of an engine sets that.
     Raises RuntimeError if `native` or `triton` is asked for and cannot be had.
     """
     if name == "triton" or (name == "auto" and device.type == "cuda"):

@@ -1,1 +1,1 @@
-"""How the demonstration model is made: corpus -> tokenizer -> training -> export -> report."""
+"""Makes the demonstration model: corpus -> tokenizer -> training -> export -> report."""

@@ -30,7 +30,7 @@ class DomainScore:
 
     @property
     def gain(self) -> float:
-        """How far below the better of the two trigrams, as a fraction."""
+        """Return how far the model is below the better of the two trigrams, as a fraction."""
         return 1 - self.model / min(self.trigram, REFERENCE_TRIGRAM[self.domain])
 
     @property

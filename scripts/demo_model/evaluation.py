@@ -20,7 +20,7 @@ from .vocabulary import END_OF_TEXT_ID
 
 @dataclass(frozen=True, slots=True)
 class DomainResult:
-    """What a domain's valid split gave. `choices` are counts."""
+    """The results on a domain's valid split. `choices` are counts."""
 
     num_bytes: int
     num_tokens: int

@@ -1,4 +1,4 @@
-"""How the domains share the experts, in numbers.
+"""Measures how the domains share the experts.
 
 N domains, L layers, E experts. Every domain weighs the same, however long its text.
 """

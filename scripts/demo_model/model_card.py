@@ -1,4 +1,4 @@
-"""The model card: what the demonstration model is, what it is not, and whose texts it learned."""
+"""Writes the model card: the demonstration model's purpose, limits, and sources of text."""
 
 from __future__ import annotations
 

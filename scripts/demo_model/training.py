@@ -29,7 +29,7 @@ _LN2 = float(np.log(2.0))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How to train. Times are seconds of training, summed over resumed runs."""
+    """Settings of the training. Times are seconds of training, summed over resumed runs."""
 
     budget_s: float
     batch_tokens: int = 8192

@@ -1,4 +1,4 @@
-"""Which drawings there are, and where they lie."""
+"""Lists the drawings and their files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Mixture-of-Experts layer does with two rows."""
+"""Draws the work of a Mixture-of-Experts layer on two rows."""
 
 from __future__ import annotations
 

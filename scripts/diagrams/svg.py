@@ -41,7 +41,7 @@ _ARROW_HEAD = (
 
 @dataclass(slots=True)
 class Picture:
-    """Sizes and places in pixels from the upper left; `description` is for those who see none."""
+    """Sizes and places in pixels from the upper left; `description` is read by screen readers."""
 
     title: str
     description: str

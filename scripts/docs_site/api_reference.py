@@ -31,7 +31,7 @@ _METHODS = ("get", "post", "put", "delete", "patch")
 
 
 class NoEngine:
-    """An engine that is only asked what it is: the routes of a server need no more to be listed."""
+    """A stand-in engine with just enough state to list the routes of a server."""
 
     max_model_len = 2048
     vocab_size = 2
@@ -61,7 +61,7 @@ class NoEngine:
 
 
 def openapi() -> dict[str, Any]:
-    """What a server with default settings answers to GET /openapi.json."""
+    """Return the answer of a server with default settings to GET /openapi.json."""
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     model = ServedModel(
         name="model",

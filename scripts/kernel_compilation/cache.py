@@ -20,7 +20,7 @@ def facts_folder() -> Path:
 
 
 def load(key: str, folder: Path) -> CompiledFacts | None:
-    """The facts under this key; None where there are none, or of another version."""
+    """Return the facts under this key; None if absent or written by another version."""
     try:
         found = json.loads((folder / f"{key}.json").read_text("utf-8"))
     except (OSError, ValueError):

@@ -32,7 +32,7 @@ _FORMAT = 1  # of CompiledFacts in the cache
 
 
 def cache_key(case: CompileCase, target: int) -> str:
-    """Changes with the kernel's source, what it calls, the types, the configuration and triton."""
+    """Hash the kernel's source, the functions it calls, the types, the configuration and triton."""
     parts = [
         _FORMAT,
         triton.__version__,

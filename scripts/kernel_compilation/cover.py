@@ -14,8 +14,8 @@ Feature = tuple[object, ...]
 
 
 def covering(cases: Mapping[str, CompileCase], jobs: Sequence[Job]) -> list[Job]:
-    """Some of the jobs with all features of all of them: again and again the one that has most of
-    what is missing, the first of several."""
+    """Choose jobs that together have all features: repeatedly take the job with most of the missing
+    ones, the first of several equal ones."""
     features = job_features(cases, jobs)
     missing = set().union(*features.values())
     chosen: list[Job] = []

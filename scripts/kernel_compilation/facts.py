@@ -1,4 +1,4 @@
-"""What the compiler made of one kernel in one configuration for one chip."""
+"""The compiler's result for one kernel in one configuration for one chip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is to be compiled: a case, by its name, for one chip."""
+"""A unit of compilation: a case, by its name, for one chip."""
 
 from __future__ import annotations
 

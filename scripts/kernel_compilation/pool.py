@@ -20,7 +20,7 @@ from moe_kernels.gpu.compile_case import CompileCase, find_cases
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The compiler's facts, or the last line of what it raised."""
+    """The compiler's facts, or the last line of its error."""
 
     facts: CompiledFacts | None
     error: str
@@ -54,7 +54,7 @@ def _run_missing(jobs: Sequence[Job], num_workers: int) -> Iterator[tuple[Job, O
 
 @contextmanager
 def _own_triton_cache() -> Iterator[None]:
-    """Triton keeps every cubin; of hundreds that nobody runs we keep the facts only."""
+    """Keep only the facts: Triton would store hundreds of cubins that are never run."""
     before = os.environ.get("TRITON_CACHE_DIR")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder  # the workers inherit it
@@ -74,7 +74,7 @@ def _compile(job: Job) -> Outcome:
     case = _cases()[job.case]
     try:
         facts = compile_case(case, job.target)
-    except Exception as error:  # triton's compiler raises whatever its passes raise
+    except Exception as error:  # triton's compiler passes on any exception of its passes
         lines = f"{type(error).__name__}: {error}".strip().splitlines()
         return Outcome(None, lines[-1] if len(lines) > 1 else lines[0], False)
     cache.store(cache_key(case, job.target), facts, cache.facts_folder())

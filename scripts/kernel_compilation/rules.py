@@ -1,4 +1,4 @@
-"""What compiled code must be like; a broken rule is one sentence with the numbers."""
+"""Rules for compiled code; a broken rule is reported as one sentence with the numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kernel_compilation.facts import CompiledFacts
 from moe_kernels.gpu.compile_case import CompileCase
 
 KIB = 1024
-# What one thread block may have: CUDA's programming guide, "technical specifications".
+# Limits of one thread block: CUDA's programming guide, "technical specifications".
 SHARED_LIMITS = {80: 163 * KIB, 90: 227 * KIB, 100: 227 * KIB}
 TENSOR_MEMORY_COLUMNS = 512
 

@@ -30,7 +30,7 @@ _SEARCHED = {
 
 
 def candidates(shape: ProductShape, block_m: int, capability: int) -> Iterator[TileConfig]:
-    """What fits the chip, the heuristics' own choice first."""
+    """List the configurations that fit the chip, the heuristics' own choice first."""
     chosen = choose_tile(block_m, shape, capability)
     yield chosen
     for values in product(*_SEARCHED.values()):
@@ -41,7 +41,7 @@ def candidates(shape: ProductShape, block_m: int, capability: int) -> Iterator[T
 
 
 def fits(tile: TileConfig, shape: ProductShape, capability: int) -> bool:
-    """Whether sums fit the registers, stages the shared memory, and TMA the weights."""
+    """Check that sums fit the registers, stages the shared memory, and TMA the weights."""
     if tile.uses_tma and not (shape.can_use_tma and capability >= 90 and tile.block_m >= 64):
         return False
     if shape.weight_format == "fp8_block" and FP8_BLOCK % tile.block_n:
@@ -54,6 +54,6 @@ def fits(tile: TileConfig, shape: ProductShape, capability: int) -> bool:
 
 
 def overrides(tile: TileConfig, chosen: TileConfig) -> dict[str, int]:
-    """What a table has to say: the fields that differ from the heuristics' choice."""
+    """Return the entry of a table: the fields that differ from the heuristics' choice."""
     fields, usual = asdict(tile), asdict(chosen)
     return {name: int(value) for name, value in fields.items() if value != usual[name]}

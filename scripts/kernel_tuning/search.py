@@ -65,7 +65,7 @@ def tune_layer(
     known: Mapping[str, Mapping[str, int]] | None = None,
     keep: Keep = lambda key, entry: None,
 ) -> Entries:
-    """What beats the heuristics. One product after the other, the first as it was tuned.
+    """Find configurations faster than the heuristics', one product after the other.
 
     Products of `known` were tuned before. `keep` gets each as soon as it is tuned.
     """

@@ -1,4 +1,4 @@
-"""A headless Chromium by selenium that talks to this machine only, and what it says."""
+"""Drives a headless Chromium by selenium, which connects to this machine only."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def set_view(driver: webdriver.Chrome, width: int, height: int, theme: str = "li
 
 
 def console_errors(driver: webdriver.Chrome) -> list[str]:
-    """What the console has said since the last call, at the level of warnings and above."""
+    """Return the console's messages since the last call, at the level of warnings and above."""
     entries = driver.get_log("browser")  # type: ignore[no-untyped-call]
     return [e["message"] for e in entries if e["level"] in ("WARNING", "SEVERE")]
 

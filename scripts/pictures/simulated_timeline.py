@@ -42,7 +42,7 @@ class StageTimes:
 
 
 class _Rank:
-    """One rank's clock and what it wrote down."""
+    """One rank's clock and its recorded events."""
 
     def __init__(self, track: Track, times: StageTimes, seed: int) -> None:
         self.now_ns = 0
@@ -56,7 +56,7 @@ class _Rank:
         self.until(stage, place, rows, self.now_ns + round(length_ns * spread * self._factor))
 
     def until(self, stage: Stage, place: tuple[int, int, int], rows: int, end_ns: int) -> None:
-        """`place`: step, layer, micro-batch. Waiting for what is there already takes no time."""
+        """`place`: step, layer, micro-batch. Waiting for an arrived message takes no time."""
         end_ns = max(end_ns, self.now_ns)
         self.record(stage, place, rows, self.now_ns, end_ns)
         self.now_ns = end_ns

@@ -1,4 +1,4 @@
-"""Which tensors a family's checkpoint holds, and its config.json.
+"""The tensors of a family's checkpoint, and its config.json.
 
 D model width, F expert width, E experts, V vocabulary.
 """
@@ -37,7 +37,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How one family names things."""
+    """The names that one family uses."""
 
     architecture: str
     moe: str  # the MoE block inside a layer

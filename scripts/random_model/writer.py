@@ -49,7 +49,7 @@ def write_random_model(
 
 
 def borrow_tokenizer(source: Path, folder: Path) -> bool:
-    """Copy the tokenizer of another checkpoint; False if there is none."""
+    """Copy the tokenizer of another checkpoint; False if it has no tokenizer."""
     for name in _TOKENIZER_FILES:
         if (source / name).exists():
             shutil.copyfile(source / name, folder / name)

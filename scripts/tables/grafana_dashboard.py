@@ -44,7 +44,7 @@ def render() -> str:
 
 
 def _variables() -> list[dict[str, Any]]:
-    """The data source, and the servers that are shown: all, unless somebody chooses."""
+    """The data source, and the servers to show: all by default."""
     variables: list[dict[str, Any]] = [
         {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
     ]

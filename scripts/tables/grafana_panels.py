@@ -1,4 +1,4 @@
-"""The panels of the Grafana dashboard: what is asked of Prometheus, and how it is called.
+"""The panels of the Grafana dashboard: queries for Prometheus, and titles.
 
 In a query `<name>` is the metric moe_serve:name of the servers that are chosen above the panels,
 and `<name|kind="achieved">` that with one more label.
@@ -40,7 +40,7 @@ def _rate(name: str, by: str = "instance") -> str:
 
 
 def _per(part: str, whole: str) -> str:
-    """What one counter grew by, over what another did."""
+    """Divide the growth of one counter by that of another."""
     return f"{_rate(part)} / {_rate(whole)}"
 
 

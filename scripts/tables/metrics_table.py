@@ -47,7 +47,7 @@ HEADER = "| metric | kind | labels | |\n|---|---|---|---|"
 
 
 def full_stats() -> EngineStats:
-    """Of an engine with ranks, an expert memory and a batch policy with a predictor."""
+    """Statistics of an engine with ranks, an expert memory and a batch policy with a predictor."""
     pools: tuple[Pool, ...] = ("attention", "expert")
     return EngineStats(
         num_steps=1,
@@ -88,7 +88,7 @@ def full_stats() -> EngineStats:
 
 
 def full_metrics() -> str:
-    """What /metrics of such a server answers after one request of each outcome."""
+    """Return the text of such a server's /metrics after one request of each outcome."""
     stats, plan = full_stats(), contiguous((0,), 4, 2)
     status = PlacementStatus(
         mode="auto",
@@ -130,7 +130,7 @@ def full_metrics() -> str:
 
 
 def _planned_start() -> Startup:
-    """Of one process, with every phase begun."""
+    """The start of one process, with every phase begun."""
     startup = Startup()
     process = ProcessMemory(name="server", device="cpu", weights=2, kv_bytes=1, buffers=1)
     startup.plan = MemoryPlan(processes=(process,), rooms=())

@@ -1,4 +1,4 @@
-"""What a spec says of a model, in a few words and numbers, for tables."""
+"""Summarises a model's spec in a few words and numbers, for tables."""
 
 from __future__ import annotations
 

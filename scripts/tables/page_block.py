@@ -1,4 +1,4 @@
-"""What a script writes into a page of docs/, between two lines of marks."""
+"""Replaces generated text in a page of docs/, between two marker lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class PageBlock:
     end: str
 
     def text(self) -> str:
-        """What stands there now."""
+        """Return the present text between the markers."""
         return self._parts()[1].strip("\n") + "\n"
 
     def write(self, text: str) -> None:

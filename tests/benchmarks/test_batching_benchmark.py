@@ -1,4 +1,4 @@
-"""benchmarks/batching.py runs, and counts what it says it counts. No timing is asserted."""
+"""`benchmarks/run.py batching` runs, and counts what it says it counts. No timing is asserted."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import batching
-from harness.batching import cost, queue
+from batching import batching, cost, queue
 from moe_serve.model.checkpoint.demo import demo_model_folder
 
 PREDICTOR = str(demo_model_folder() / "predictor")

@@ -17,18 +17,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from harness.comparison import Bar, Comparison, bars_of
-from harness.contestant import Contestant, ContestantError
-from harness.job import Job, Ready, Turn
 from harness.machine import MachineLimits
-from harness.memory import TreeMemory
 from harness.model_size import ModelSize
-from harness.peers import OWN, parse_peer
-from harness.report import Duel, Report
-from harness.result import Figures, Result, figures_of
-from harness.safetensors_file import read_tensors
 from harness.work import Work, make_prompts
-from harness.worker import serve
+from offline.comparison import Bar, Comparison, bars_of
+from offline.contestant import Contestant, ContestantError
+from offline.job import Job, Ready, Turn
+from offline.memory import TreeMemory
+from offline.peers import OWN, parse_peer
+from offline.report import Duel, Report
+from offline.result import Figures, Result, figures_of
+from offline.worker import serve
+from safetensors_file import read_tensors
 
 WORK = Work(single_output=11, batch_size=4, batch_output=3, prefill_prompt=100)
 # 10 tokens in 1.5 - 0.5 s; 12 in 4 s; 8 in 4 - 2 s; 100 in 2 s

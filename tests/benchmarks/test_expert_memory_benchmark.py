@@ -1,4 +1,4 @@
-"""benchmarks/expert_memory.py and replica_choice.py run, and count what they say they count."""
+"""The benchmarks `expert_memory` and `replica_choice` run and count what they claim to count."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import expert_memory
-import replica_choice
-from harness.expert_memory.slow_weights import Tier
-from harness.expert_memory.texts import draw
+from expert_memory import expert_memory, replica_choice
+from expert_memory.slow_weights import Tier
+from expert_memory.texts import draw
 from moe_serve.model.checkpoint.demo import demo_model_folder
 
 

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu_engine.py` and `gpu_all.py` without a GPU: that they run, and what follows."""
+"""The benchmarks `gpu_engine` and `gpu_all` run without a GPU and keep their results."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import gpu_all
-import gpu_engine
-from gpu_all import Piece, Record
+from gpu_bench import gpu_all, gpu_engine
 from gpu_bench.entrants import ENTRANTS, entrant_of
 from gpu_bench.figures import figures_of
+from gpu_bench.gpu_all import Piece, Record
 from gpu_bench.job import Job, Outcome
 from gpu_bench.model import model_names, model_size, stored_weights, write_model
 from gpu_bench.random_weights import EXPERT_FORMATS, RandomWeights

@@ -1,4 +1,4 @@
-"""`benchmarks/kernels.py` on a CPU: that it runs, that everybody computes the same; no timing."""
+"""The benchmark `kernels` runs on a CPU and all contestants agree. No timing is asserted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import kernels as kernels_benchmark
+from kernel_bench import kernels as kernels_benchmark
 from kernel_bench.clock import Budget, Clock
 from kernel_bench.expert_contestants import BOUND, contestants
 from kernel_bench.expert_work import least_bytes, make_rows, make_weights, operations

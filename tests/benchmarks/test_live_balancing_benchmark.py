@@ -1,11 +1,11 @@
-"""benchmarks/live_balancing.py: its placements and its ratios; whole it takes a minute."""
+"""`benchmarks/run.py live_balancing`: its placements and its ratios; whole it takes a minute."""
 
 from __future__ import annotations
 
 import numpy as np
 
-import live_balancing
-from live_balancing import Step
+from expert_memory import live_balancing
+from expert_memory.live_balancing import Step
 from moe_serve.cluster.rebalance.planner import PlanJob
 
 

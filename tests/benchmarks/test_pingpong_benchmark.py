@@ -1,5 +1,4 @@
-"""benchmarks/pingpong.py and ahead.py run, and count what they say they count. No timing is
-asserted."""
+"""The benchmarks `pingpong` and `ahead` run and count what they claim. No timing is asserted."""
 
 from __future__ import annotations
 
@@ -12,13 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import ahead
-import pingpong
 import two_hosts
-from harness.pingpong import way
-from harness.pingpong.deepspeed_layer import time_deepspeed
-from harness.pingpong.job import StepMarks
-from harness.pingpong.points import point, stage_times
+from pingpong import ahead, pingpong, way
+from pingpong.deepspeed_layer import time_deepspeed
+from pingpong.job import StepMarks
+from pingpong.points import point, stage_times
 
 TINY = [
     "--no-pin", "--num-layers", "2", "--width", "64", "--num-heads", "2", "--num-kv-heads", "1",

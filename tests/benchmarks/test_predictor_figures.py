@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import request_prediction
+from batching import request_prediction
 from pictures import predictor_figure
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-import prefix_replay
-from prefix_replay import (
+from serving import prefix_replay
+from serving.prefix_replay import (
     TracedRequest,
     ideal_hit_rate,
     num_distinct_blocks,

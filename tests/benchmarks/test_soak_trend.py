@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from harness.soak.sample import quantile_of_buckets
-from harness.soak.trend import SettleRule, trend_of
+from soak.sample import quantile_of_buckets
+from soak.trend import SettleRule, trend_of
 
 
 def test_a_leak_is_seen_and_noise_is_not() -> None:

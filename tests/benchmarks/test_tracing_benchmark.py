@@ -1,4 +1,4 @@
-"""benchmarks/tracing.py runs each way. No timing is asserted."""
+"""`benchmarks/run.py tracing` runs each way. No timing is asserted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import tracing
+from serving import tracing
 
 
 def test_every_way_has_a_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""A short run of `benchmarks/fault_soak.py`: its own figures are what is asserted."""
+"""A short run of `benchmarks/run.py fault_soak`: its own figures are what is asserted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_random_kills_under_load(tmp_path: Path) -> None:
     """Three kills within seconds of each other: nothing hangs, leaks, fails or is wrong."""
     report = tmp_path / "soak.json"
     command = [
-        sys.executable, "benchmarks/fault_soak.py", "--minutes", "0.25",
+        sys.executable, "benchmarks/run.py", "fault_soak", "--minutes", "0.25",
         "--kills", "3", "--seed", "11", "--attention-ranks", "2", "--expert-ranks", "2",
         "--clients", "4", "--questions", "8", "--heartbeat", "0.5", "--json", str(report),
     ]  # fmt: skip

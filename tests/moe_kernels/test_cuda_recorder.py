@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from moe_kernels.graphs import cuda_recorder
-from moe_kernels.graphs.cuda_recorder import CudaRecorder
+from moe_kernels.graphs import graph_recorder
+from moe_kernels.graphs.graph_recorder import CudaRecorder
 
 DEVICE = torch.device("cuda:1")
 
@@ -85,7 +85,7 @@ class FakeCuda:
 
 def test_warm_up_then_capture_then_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeCuda()
-    monkeypatch.setattr(cuda_recorder.torch, "cuda", fake)
+    monkeypatch.setattr(graph_recorder.torch, "cuda", fake)
     recorder = CudaRecorder(DEVICE)
     recording = recorder.record(lambda: fake.log.append("step"), lambda: [])
     assert fake.log == [
@@ -102,7 +102,7 @@ def test_warm_up_then_capture_then_replay(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_capture_that_fails_gives_the_stream_back(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeCuda()
-    monkeypatch.setattr(cuda_recorder.torch, "cuda", fake)
+    monkeypatch.setattr(graph_recorder.torch, "cuda", fake)
 
     def step() -> None:
         if fake.log[-1].startswith("capture"):
@@ -114,6 +114,6 @@ def test_a_capture_that_fails_gives_the_stream_back(monkeypatch: pytest.MonkeyPa
 
 
 def test_memory_of_the_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_recorder.torch, "cuda", FakeCuda())
+    monkeypatch.setattr(graph_recorder.torch, "cuda", FakeCuda())
     with pytest.raises(AssertionError, match="the GPU's memory"):
         CudaRecorder(DEVICE).record(lambda: None, lambda: [torch.zeros(1)])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_kernels.graphs.eager_recorder import EagerRecorder
+from moe_kernels.graphs.graph_recorder import EagerRecorder
 from moe_kernels.graphs.row_graphs import RowGraphs
 
 

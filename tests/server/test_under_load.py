@@ -17,7 +17,7 @@ import openai
 import pytest
 
 MODEL = "moe-serve-demo"
-DISORDER_S = 20.0  # at least; benchmarks/soak.py has the long one
+DISORDER_S = 20.0  # at least; `benchmarks/run.py soak` runs the long one
 PATIENCE_S = 500.0  # of a client that wants its answer
 pytestmark = pytest.mark.timeout(600)  # for slow machines
 StartServer = Callable[..., Any]

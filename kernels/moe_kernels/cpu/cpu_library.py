@@ -60,7 +60,7 @@ _OTHER_SIGNATURES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class CpuLibrary:
-    """The loaded library and the instructions it is built for, or the reason why there is none."""
+    """The loaded library and its instruction set, or the reason why it could not be loaded."""
 
     library: ctypes.CDLL | None
     refusal: str | None
@@ -100,7 +100,7 @@ def _declare(library: ctypes.CDLL) -> None:
 
 
 def cache_folder() -> Path:
-    """Where built libraries are kept: the user's cache, readable by nobody else."""
+    """Return the folder of built libraries in the user's cache; only the user can read it."""
     root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(root) / "moe-serve"
 
@@ -156,14 +156,14 @@ def _told_progress(num_files: int) -> Iterator[None]:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a kept library is as it was built: it ends with its digest. A full disk or a loss of
+    """Check that a kept library is unchanged: it ends with its digest. A full disk or a loss of
     power may leave a part of it, which would not load, or would end the process that loads it."""
     content = path.read_bytes()
     return content[-_DIGEST_BYTES:] == hashlib.sha256(content[:-_DIGEST_BYTES]).digest()
 
 
 def _work_folder(cache: Path) -> tempfile.TemporaryDirectory[str]:
-    """In the cache, so that what is built there can be moved into it."""
+    """Make a temporary folder in the cache, so that a finished build can be moved within it."""
     try:
         cache.mkdir(parents=True, exist_ok=True, mode=0o700)
         return tempfile.TemporaryDirectory(dir=cache)
@@ -179,7 +179,7 @@ def _run(command: list[str]) -> None:
 
 
 def _processor() -> str:
-    """What -march=native may depend on."""
+    """Describe the CPU: everything that -march=native may depend on."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -43,7 +43,7 @@ class _PlanStruct(ctypes.Structure):
 
 
 class NativePlan:
-    """Which sequence each token belongs to [T], the page tables [S, most pages], and the shape."""
+    """The sequence of each token [T], the page tables [S, most pages], and the shape."""
 
     __slots__ = ("_sequences", "_struct", "_tables", "pointer")
 
@@ -66,7 +66,7 @@ class NativePlan:
         self.pointer = ctypes.addressof(self._struct)
 
     def for_latents(self, shape: LatentShape) -> None:
-        """What a plan made from `shape.absorbed()` does not know."""
+        """Set the sizes that a plan made from `shape.absorbed()` lacks."""
         self._struct.rotary_dim, self._struct.eps = shape.rope_dim, shape.norm_eps
 
 

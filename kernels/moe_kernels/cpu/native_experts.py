@@ -17,6 +17,8 @@ from moe_kernels.cpu.native_library import Float, Int, NativeLibrary, Pointer, n
 from moe_kernels.interface.kernels import ExpertWeights, GatedActivation, num_held
 from moe_kernels.interface.quantised_matrix import only_floats
 
+_UNIT_BYTES = 4
+
 
 class ExpertsStruct(ctypes.Structure):
     """`Experts` in cpu/experts.cpp. The first four are arrays of pointers by expert, or null."""
@@ -68,8 +70,8 @@ class PackedExpert:
 
 @dataclass(frozen=True, slots=True)
 class ExpertPanels:
-    """How experts of gate and up [F, D] and down [D, F] are packed: panels of gate and up lie by
-    turns, so that one product has both."""
+    """Packs experts of gate and up [F, D] and down [D, F]: panels of gate and up alternate, so that
+    one product computes both."""
 
     native: NativeLibrary
     d: int
@@ -179,3 +181,52 @@ def native_experts(
         table.put(expert_id, panels.pack(expert, memory[slot]))
         slot += 1
     return table
+
+
+class NativeSlots:
+    """Implements ExpertSlots. Memory for all slots is reserved at once."""
+
+    def __init__(
+        self,
+        native: NativeLibrary,
+        sample: ExpertWeights,
+        activation: GatedActivation,
+        max_bytes: int,
+        most: int,
+    ) -> None:
+        self._panels, self._activation = ExpertPanels.of(native, sample), activation
+        size = sum(self._panels.sizes)
+        biases = (sample.gate_bias, sample.up_bias, sample.down_bias)
+        num_biases = sum(0 if bias is None else bias.numel() for bias in biases)
+        self.slot_bytes = _UNIT_BYTES * (size + num_biases)
+        self.num_slots = min(most, max_bytes // self.slot_bytes)
+        self._memory = native.empty_packed(self.num_slots, size)
+        self._packed: list[PackedExpert | None] = [None] * self.num_slots
+
+    def write(self, slot: int, weights: ExpertWeights) -> None:
+        self._packed[slot] = self._panels.pack(weights, self._memory[slot])
+
+    def bank(self, num_experts: int) -> NativeSlotBank:
+        return NativeSlotBank(self._packed, self._panels, num_experts, self._activation)
+
+
+class NativeSlotBank(ExpertTable):
+    """Implements SlotBank: a table whose experts are named by their slots."""
+
+    def __init__(
+        self,
+        packed: list[PackedExpert | None],
+        panels: ExpertPanels,
+        num_experts: int,
+        activation: GatedActivation,
+    ) -> None:
+        super().__init__(panels, num_experts, activation)
+        self._packed = packed
+
+    def point(self, expert: int, slot: int | None) -> None:
+        if slot is None:
+            self.drop(expert)
+            return
+        packed = self._packed[slot]
+        assert packed is not None, f"slot {slot} is empty"
+        self.put(expert, packed)

@@ -58,7 +58,7 @@ class NativeLinear:
 
     @property
     def pointer(self) -> int:
-        """Of the struct that describes it, for kernels that are made of others."""
+        """Address of the struct that describes it, for kernels that call this one."""
         return self._packed.pointer
 
     @property
@@ -109,7 +109,7 @@ class NativeRouterLinear:
 
     @property
     def pointer(self) -> int:
-        """Of the struct that describes it, for kernels that are made of others."""
+        """Address of the struct that describes it, for kernels that call this one."""
         return self._packed.pointer
 
     def __call__(self, x_TD: Tensor) -> Tensor:

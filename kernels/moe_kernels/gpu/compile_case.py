@@ -1,4 +1,4 @@
-"""What is compiled ahead of time: a kernel with the types and the configuration that it ships in.
+"""Cases that are compiled ahead of time: a kernel with the types and configuration it ships in.
 
 A kernel's folder lists its own in `compile_cases.py` as `CASES`; `find_cases` collects them all.
 `scripts/compile_kernels.py` compiles them without a GPU.

@@ -17,7 +17,7 @@ from moe_kernels.gpu.grouped_gemm.from_matrix import grouped_weight, joined
 from moe_kernels.gpu.grouped_gemm.pack import GroupedWeight
 from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
 
-# Layers are loaded by several threads; of what is in memory twice, one layer at a time.
+# Several threads load layers; only one layer at a time is in memory twice.
 _STACKING = threading.Lock()
 
 

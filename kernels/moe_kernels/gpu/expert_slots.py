@@ -1,6 +1,6 @@
-"""A GPU's experts that come and go: stacked slots, and banks with tables of places.
+"""Keeps a changing set of experts on a GPU: stacked slots, and banks with tables of places.
 
-T rows, K choices, E experts, D model width. A slot is written in the stream of whoever writes:
+T rows, K choices, E experts, D model width. A slot is written in the writer's stream:
 copies queue behind kernels that still read what was there, and before those that read what comes.
 """
 
@@ -20,7 +20,7 @@ from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
 
 
 class GroupedSlots:
-    """Implements ExpertSlots. `chip`, for its banks, is set by who knows the chip."""
+    """Implements ExpertSlots. `chip`, which its banks use, is set by the set of kernels."""
 
     def __init__(
         self, sample: ExpertWeights, activation: GatedActivation, max_bytes: int, most: int
@@ -77,7 +77,7 @@ def _parts(experts: GroupedExperts) -> list[Tensor]:
 
 
 def _room(one: GroupedExperts, num_slots: int) -> GroupedExperts:
-    """Zeros for so many experts like this one."""
+    """Allocate zeros for `num_slots` experts like this one."""
 
     def stacked(part: Tensor | None) -> Tensor | None:
         return None if part is None else part.new_zeros(num_slots, *part.shape[1:])

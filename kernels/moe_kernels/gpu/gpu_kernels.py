@@ -115,7 +115,7 @@ class TritonKernels:
     def _asked(
         self, made: GroupedLinear | GroupedHeadLinear, weight: Tensor, widths: tuple[int, ...]
     ) -> Chip:
-        """The chip, with what it answered for linears of this shape."""
+        """Return the chip with its self-check for linear layers of this shape."""
 
         def ask() -> bool:
             rows = linear.checked_rows(*widths, dtype=weight.dtype, device=weight.device)
@@ -146,7 +146,7 @@ class TritonKernels:
         return slots
 
     def _chip_of(self, stacked: GroupedExperts) -> Chip:
-        """The chip, with what it answered for experts such as these."""
+        """Return the chip with its self-check for experts of this shape."""
         gate_up, down = (
             (weight.weight_format, weight.group, weight.values.shape)
             for weight in (stacked.gate_up, stacked.down)

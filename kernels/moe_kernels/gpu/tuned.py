@@ -41,7 +41,7 @@ class TunedTable:
 
 
 def load_tuned(device: str, triton_version: str, folder: Path = FOLDER) -> TunedTable:
-    """The table for this device and triton; an empty one where there is none."""
+    """Load the table for this device and version of triton; empty if no file exists."""
     path = folder / f"{slug(device)}.json"
     triton = minor_version(triton_version)
     if not path.is_file():

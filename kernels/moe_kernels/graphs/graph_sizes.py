@@ -1,4 +1,4 @@
-"""Which sizes of decode steps are recorded as CUDA graphs, and which one serves a step. Pure.
+"""Chooses the sizes of decode steps to record as CUDA graphs, and the size that serves a step.
 
 A graph launches what it was recorded with. So a step is padded to a recorded size: rows (one token
 of one sequence each), and keys, as the splits of the keys decide how many programs attend.

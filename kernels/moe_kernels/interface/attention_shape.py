@@ -1,4 +1,4 @@
-"""What attention needs to know of a model, and of one step."""
+"""The shape of a model's attention, and the queries and keys of one step."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class LatentShape:
     softmax_scale: float
 
     def absorbed(self) -> AttentionShape:
-        """What the attention over latents looks like: one key head; values are its first part."""
+        """Return the shape of attention over latents: one key head; values are its first part."""
         return AttentionShape(
             num_heads=self.num_heads,
             num_kv_heads=1,

@@ -1,4 +1,4 @@
-"""What the values of a byte are: the first step of every dequantisation, as a look-up.
+"""Looks up the values of a byte: the first step of every dequantisation.
 
 A byte holds one value (int8, fp8) or two (int4, fp4: the low four bits come first). A table has
 the 256 answers in float32, in which all of them are exact, so looking up loses nothing, and it is

@@ -31,12 +31,12 @@ class FixedAttention(Protocol):
 
     @property
     def plan(self) -> Any:
-        """What `Kernels.attend` takes, as loaded last."""
+        """The plan for `Kernels.attend`, as loaded last."""
         ...
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What a recording reads: it must keep its addresses."""
+        """The tensors that a recording reads; they must keep their addresses."""
         ...
 
     def pack(self, step: StepTokens) -> Any:

@@ -1,6 +1,6 @@
-"""What the runtime asks of a set of kernels. One set is chosen at load and passed down.
+"""The interface of a set of kernels. One set is chosen at load and passed down.
 
-T rows, D model width, H query heads, Hkv key/value heads, E experts, K top-k. Whatever the set, a
+T rows, D model width, H query heads, Hkv key/value heads, E experts, K top-k. In every set, a
 row's result depends on that row alone (see docs/internals/numerics.md).
 """
 
@@ -78,7 +78,7 @@ class ExpertSlots(Protocol):
 
     @property
     def slot_bytes(self) -> int:
-        """Of one packed expert."""
+        """Bytes of one packed expert."""
         ...
 
     def write(self, slot: int, weights: ExpertWeights) -> None:
@@ -144,7 +144,7 @@ class LazyExperts(Protocol):
 
 
 def num_held(experts: Sequence[ExpertWeights | None]) -> int:
-    """How many of a bank's experts are here. Reads none where they are read on demand."""
+    """Count the held experts of a bank, without reading those that are read on demand."""
     if isinstance(experts, LazyExperts):
         return experts.num_held
     return sum(expert is not None for expert in experts)
@@ -163,7 +163,7 @@ class KVPages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFrontParts:
-    """What grouped-query attention and the router of a layer are made of. In a layer without
+    """The weights of a layer's grouped-query attention and router. In a layer without
     routed experts `router`, its shape and its bias are None."""
 
     attention_norm: Tensor
@@ -211,28 +211,28 @@ class Kernels(Protocol):
 
     @property
     def has_own_threads(self) -> bool:
-        """Whether torch's threads are idle while these kernels run (see choose_kernels)."""
+        """True if torch's threads are idle while these kernels run (see choose_kernels)."""
         ...
 
     @property
     def can_be_captured(self) -> bool:
-        """Whether a step never waits for the device, nor asks the host what its numbers are: then
+        """True if a step never waits for the device and never reads its numbers on the host: then
         it may become a CUDA graph, with the plans that `fixed_attention` makes."""
         ...
 
     @property
     def has_packed_products(self) -> bool:
-        """Whether packed experts are multiplied as they are, not dequantised in every call."""
+        """True if packed experts are multiplied as they are, not dequantised in every call."""
         ...
 
     @property
     def can_split_columns(self) -> bool:
-        """Whether a value of a product does not depend on how many others are computed with it:
+        """True if a value of a product does not depend on the number of values computed with it:
         then a layer's columns may be shared out, and no bit changes."""
         ...
 
     def packed_layout(self, form: MatrixForm) -> PackedLayout | str:
-        """How `experts` would hold quantised matrices of this form; if it cannot, why."""
+        """Return how `experts` would hold quantised matrices of this form, or why it cannot."""
         ...
 
     def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Linear:

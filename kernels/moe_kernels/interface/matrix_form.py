@@ -1,4 +1,4 @@
-"""What a weight matrix of few bits looks like, without the weights: what a set is asked about."""
+"""Describes a weight matrix of few bits without its weights, to ask a set if it supports it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class MatrixForm:
         return f"{self.values} {sharing}{zeros}"
 
     def transposed(self) -> MatrixForm | None:
-        """That of the matrix turned over; None where one cannot be without repacking it.
+        """The form of the transposed matrix; None if transposing would need repacking.
 
         Blocks are turned over too, and rows with a scale each would be columns with one.
         """
@@ -62,7 +62,7 @@ class MatrixForm:
 
     @property
     def bits(self) -> float:
-        """Of a weight, with its part of a scale and of a zero of eight bits."""
+        """Bits of a weight, with its share of a scale and of a zero of eight bits."""
         if not self.group or not self.block_rows:
             return float(self.value_bits)
         shared_bits = self.scale_bits + (_ZERO_BITS if self.has_zeros else 0)
@@ -71,7 +71,7 @@ class MatrixForm:
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """How a set of kernels holds matrices of a form: what it calls them, and bits of a weight."""
+    """A set's storage for matrices of a form: its name, and the bits of a weight."""
 
     name: str
     bits: float

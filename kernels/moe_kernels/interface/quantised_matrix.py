@@ -34,7 +34,7 @@ class QuantisedMatrix:
     scales_NG: Tensor  # floats, or uint8 that E8M0 decodes; N may be 1: the same for all rows
     zeros_NG: Tensor | None = None  # such values as those of the table
     group_of_K: Tensor | None = None  # where the form is shuffled
-    # What the reference multiplies in, if that is narrower than float32.
+    # The dtype that the reference multiplies in, if narrower than float32.
     product_dtype: torch.dtype = torch.float32
 
     @property
@@ -43,7 +43,7 @@ class QuantisedMatrix:
 
     @property
     def nbytes(self) -> int:
-        """Of its tensors, as `Tensor.nbytes`."""
+        """Bytes of its tensors, as `Tensor.nbytes`."""
         parts = (self.bytes_NB, self.scales_NG, self.zeros_NG, self.group_of_K)
         return sum(0 if part is None else part.nbytes for part in parts)
 

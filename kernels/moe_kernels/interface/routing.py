@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterShape:
-    """How logits become a choice of experts and their weights.
+    """The rule that turns logits into a choice of experts and their weights.
 
     scores = softmax or sigmoid of the logits; the k best of scores + selection bias are chosen,
     among the `num_groups_kept` best groups; weights = their scores (without the bias), divided by

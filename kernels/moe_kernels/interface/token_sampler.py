@@ -1,7 +1,8 @@
-"""Sampling by a set of kernels: what the engine hands over for a step, and what it gets back.
+"""Sampling by a set of kernels: the engine's input for a step, and the result.
 
-S rows, M entries (single tokens of single rows), R rows to be scored, N likeliest tokens of each.
-All arrays lie on the host: a set moves them to its device at once, and back at once.
+S rows, M entries (single tokens of single rows), R rows to be scored, N likeliest tokens of each,
+C constrained rows, V vocabulary, W words of a mask.
+All arrays lie on the host: a set moves them to its device in one copy, and back in one.
 """
 
 from __future__ import annotations
@@ -10,10 +11,25 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_kernels.interface.token_mask import TokenMasks
+WORD = 32  # tokens: bit b of word w is token 32 w + b
+# The penalty that each byte of a mask adds to the logits of its eight tokens.
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_PENALTIES = np.where(_BITS == 1, np.float32(0.0), np.float32(-np.inf))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """The tokens that some rows may take, as bits, on the host.
+
+    A row is listed at most once; rows that are not listed may take any token.
+    """
+
+    rows_C: NDArray[np.int64]
+    bits_CW: NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +45,7 @@ class TokenEntries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingStep:
-    """What each row asks for."""
+    """The sampling parameters of each row."""
 
     temperatures_S: NDArray[np.float32]  # 0: the likeliest token
     min_ps_S: NDArray[np.float32]  # 0: off
@@ -57,7 +73,7 @@ class SamplingStep:
 
     @property
     def has_filter(self) -> bool:
-        """Whether a row that is drawn has min_p, top-k or top-p."""
+        """True if any drawn row has min_p, top-k or top-p."""
         filtered_S = (self.min_ps_S > 0) | (self.top_ks_S > 0) | (self.top_ps_S < 1)
         return bool((filtered_S & (self.temperatures_S > 0)).any())
 
@@ -93,3 +109,27 @@ class TokenSampler(Protocol):
     def score(self, logits_RV: Tensor, tokens_R: NDArray[np.int64], num_top: int) -> ScoredTokens:
         """Log probabilities of given tokens, and of the likeliest `num_top`."""
         ...
+
+
+def num_words(vocab_size: int) -> int:
+    return -(-vocab_size // WORD)
+
+
+def ban_others(logits_SV: Tensor, masks: TokenMasks) -> None:
+    """Give tokens without a bit -inf, in place, on the host.
+
+    -inf is added, not set: a NaN or infinity that the model made stays visible in the row.
+    """
+    vocab_size = logits_SV.shape[1]
+    for row, bits_W in zip(masks.rows_C.tolist(), masks.bits_CW, strict=True):
+        penalties = _PENALTIES[bits_W.view(np.uint8)].reshape(-1)[:vocab_size]
+        logits_SV[row] += torch.from_numpy(penalties)
+
+
+def ban_others_on_device(logits_SV: Tensor, rows_C: Tensor, bits_CW: Tensor) -> None:
+    """Do the same as `ban_others` on any device. `bits_CW` is int32."""
+    shifts = torch.arange(WORD, dtype=torch.int32, device=bits_CW.device)
+    is_banned = ((bits_CW[:, :, None] >> shifts) & 1).view(len(bits_CW), -1) == 0
+    row_CV = logits_SV[rows_C]
+    minus_CV = row_CV - float("inf")
+    logits_SV[rows_C] = torch.where(is_banned[:, : row_CV.shape[1]], minus_CV, row_CV)

@@ -1,4 +1,4 @@
-"""Which query rows meet which KV blocks in a step: worked out once, used by every layer.
+"""Pairs query rows with KV blocks once per step; every layer uses the result.
 
 Query tokens are cut into tiles of one sequence each, keys into blocks of 128 tokens that start at
 multiples of 128. A (tile, block) pair is one matrix product of a fixed shape, so a row's arithmetic

@@ -68,7 +68,7 @@ class QuantisedMLP:
 
 
 def made_mlp(weights: ExpertWeights, activation: GatedActivation) -> ExpertMLP | QuantisedMLP:
-    """An expert ready to run; what it keeps of `weights` is its own."""
+    """Prepare an expert to run; it keeps copies, never the tensors of `weights`."""
     matrices = (weights.gate, weights.up, weights.down)
     if all(isinstance(matrix, Tensor) for matrix in matrices):
         return ExpertMLP.from_weights(weights, activation)
@@ -132,7 +132,7 @@ def routed_experts(
 
 
 def combine_choices(y_TKD: Tensor, weights_TK: Tensor) -> Tensor:
-    """sum_k weights[:, k] * y[:, k] in fp64, the same in whatever order and groups k is added.
+    """sum_k weights[:, k] * y[:, k] in fp64, the same in any order and grouping of k.
 
     A product of two fp32 is exact in fp64. Each is rounded to a multiple of 2^-36: C + t lies
     where a double's spacing is just that, for |t| < 2^15. Such multiples add up without rounding

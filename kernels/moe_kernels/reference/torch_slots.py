@@ -12,7 +12,7 @@ from moe_kernels.reference.expert_mlp import ExpertMLP, QuantisedMLP, made_mlp, 
 
 
 class TorchSlots:
-    """Implements ExpertSlots. What is overwritten is freed, so no more than was asked for is held.
+    """Implements ExpertSlots. Overwritten experts are freed, so it never holds more than asked for.
 
     A slot counts as the bytes of its matrices; packed by oneDNN they are about as many.
     """

@@ -6,8 +6,7 @@ import logging
 
 import torch
 
-from moe_kernels.graphs.cuda_recorder import CudaRecorder
-from moe_kernels.graphs.graph_recorder import Recorder
+from moe_kernels.graphs.graph_recorder import CudaRecorder, Recorder
 from moe_kernels.graphs.graph_sizes import GraphSize, context_buckets, row_buckets
 from moe_kernels.interface.kernels import Kernels
 from moe_serve.cache.kv_cache import KVCache

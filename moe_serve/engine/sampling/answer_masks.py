@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_kernels.interface.token_mask import TokenMasks, num_words
+from moe_kernels.interface.token_sampler import TokenMasks, num_words
 from moe_serve.engine.request.matcher import SequenceMatcher
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.request.thought_counter import ThoughtCounter

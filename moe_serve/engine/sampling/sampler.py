@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_kernels.interface.token_mask import TokenMasks, ban_others, ban_others_on_device
+from moe_kernels.interface.token_sampler import TokenMasks, ban_others, ban_others_on_device
 from moe_serve.engine.request.request import TokenLogprob
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.sequence import Sequence

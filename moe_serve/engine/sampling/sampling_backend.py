@@ -9,8 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from moe_kernels.interface.kernels import Kernels
-from moe_kernels.interface.token_mask import TokenMasks
-from moe_kernels.interface.token_sampler import ScoredTokens, TokenSampler
+from moe_kernels.interface.token_sampler import ScoredTokens, TokenMasks, TokenSampler
 from moe_serve.engine.request.request import TokenLogprob
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.sampling.sampler import Sampled, Sampler, with_given

@@ -11,8 +11,7 @@ from collections.abc import Sequence as Rows
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_kernels.interface.token_mask import TokenMasks
-from moe_kernels.interface.token_sampler import SamplingStep, TokenEntries
+from moe_kernels.interface.token_sampler import SamplingStep, TokenEntries, TokenMasks
 from moe_serve.engine.request.sequence import Sequence
 
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from moe_kernels.choice import KernelsName
-from moe_kernels.graphs.eager_recorder import EagerRecorder, EagerRecording
-from moe_kernels.graphs.graph_recorder import Addresses
+from moe_kernels.graphs.graph_recorder import Addresses, EagerRecorder, EagerRecording
 from moe_kernels.graphs.graph_sizes import GraphSize
 from moe_serve.cli.serve.service import describe_layout
 from moe_serve.config.sections import EngineConfig, ModelConfig, SchedulerConfig

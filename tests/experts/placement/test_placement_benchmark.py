@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
-from harness.placement.judge import average, scenario, without
-from harness.placement.synthetic import distances, workloads
-from harness.placement.trace import read_halves
-
-
-@pytest.fixture(scope="module")
-def benchmark() -> ModuleType:
-    path = Path(__file__).parents[3] / "benchmarks" / "placement.py"
-    spec = importlib.util.spec_from_file_location("placement_benchmark", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from placement import placement
+from placement.judge import average, scenario, without
+from placement.synthetic import distances, workloads
+from placement.trace import read_halves
 
 
 def test_a_part_prints_its_rows_and_whether_bars_are_met(
-    benchmark: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert set(benchmark.part_names()) >= {"balance", "scenarios", "replan", "speed"}
+    assert set(placement.part_names()) >= {"balance", "scenarios", "replan", "speed"}
     report = tmp_path / "report.json"
-    assert benchmark.main(["--quick", "--parts", "replan", "--json", str(report)]) == 0
+    assert placement.main(["--quick", "--parts", "replan", "--json", str(report)]) == 0
     printed = capsys.readouterr().out
     assert "met: 8 moves a layer recover what drift lost" in printed
     (result,) = json.loads(report.read_text("utf-8"))["results"]

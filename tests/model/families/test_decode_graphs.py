@@ -11,7 +11,7 @@ from torch import Tensor
 
 from experts.graphed_expert_stage import GraphedExpertStage
 from moe_kernels.choice import KernelsName
-from moe_kernels.graphs.eager_recorder import EagerRecorder
+from moe_kernels.graphs.graph_recorder import EagerRecorder
 from moe_kernels.graphs.graph_sizes import GraphSize
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.load.loader import ModelLoader

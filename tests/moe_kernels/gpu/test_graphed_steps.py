@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from experts.graphed_expert_stage import GraphedExpertStage
-from moe_kernels.graphs.cuda_recorder import CudaRecorder
+from moe_kernels.graphs.graph_recorder import CudaRecorder
 from moe_kernels.graphs.graph_sizes import GraphSize
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.load.loader import ModelLoader

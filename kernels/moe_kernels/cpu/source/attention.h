@@ -16,8 +16,8 @@
 struct AttentionPlan {  // mirrored in native_attention.py
   const int64_t *sequences, *tables;  // [T], [S, max_pages]
   int64_t num_tokens, max_pages, page_size, num_heads, num_kv_heads, head_dim, value_dim;
-  int64_t rotary_dim, norm, window, chunk, threads;  // window, chunk: 0 is none
-  float scale, eps, clip;                            // clip: 0 is none
+  int64_t rotary_dim, norm, window, chunk, threads;  // window, chunk: 0 means none
+  float scale, eps, clip;                            // clip: 0 means none
 };
 
 constexpr int64_t kKeys = kGroupColumns, kQueryRows = 64, kMaxHeadDim = 1024;
@@ -32,7 +32,7 @@ struct Rows {
 // Neighbouring tokens of one sequence that are computed together.
 struct TokenBlock {
   int64_t first, count;
-  int64_t first_key, last_key;  // what any of them may see: [first_key, last_key)
+  int64_t first_key, last_key;  // the keys that any of them may see: [first_key, last_key)
 };
 
 static inline int64_t first_visible(const AttentionPlan& p, int64_t position) {
@@ -56,7 +56,7 @@ static inline std::vector<TokenBlock> cut_tokens(const AttentionPlan& p, const i
   return blocks;
 }
 
-// What a thread needs for one block of rows.
+// A thread's scratch memory for one block of rows.
 template <class T>
 struct Workspace {
   Scratch memory[7];
@@ -118,7 +118,7 @@ static inline void fetch_rows(Rows<const T> rows, int64_t row, int64_t width) {
 }
 
 // A block's keys, packed; likewise its values, with 0 for those that no row of the token block
-// sees: whatever lies there may not be a number. `next` is fetched meanwhile: pages lie scattered.
+// sees: the memory there may hold NaN. `next` is fetched meanwhile, as pages are scattered.
 template <class T>
 static void pack_keys_and_values(const AttentionPlan& p, Workspace<T>& work, const TokenBlock& block,
                                  KeyBlock now, KeyBlock next, Rows<const T> keys,
@@ -171,7 +171,7 @@ static inline void soften(const float* scores, float scale, int64_t first, int64
   for (int n = 0; n < PANELS; ++n) highest = maximum(s[n], highest);
   float high = largest(highest) * scale;
   f32x16 all = load16(total);
-  if (high > top) {  // what was summed so far shrinks
+  if (high > top) {  // scale the sums so far down
     float factor = exp16(splat(top - high))[0];
     top = high;
     all *= factor;

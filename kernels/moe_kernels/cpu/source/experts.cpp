@@ -8,7 +8,7 @@
 #include "threads.h"
 
 struct Experts {  // mirrored in native_experts.py
-  const uint32_t* const* gate_up;    // by expert: gate and up panels by turns; null: not here
+  const uint32_t* const* gate_up;    // by expert: gate and up panels alternate; null: absent
   const uint32_t* const* down;       // by expert
   const float* const* gate_up_bias;  // by expert: [2][F], null if there are none
   const float* const* down_bias;     // by expert: [D]
@@ -107,8 +107,8 @@ static void down(const Experts& e, const Part& part, int64_t group, const uint32
                     store);
 }
 
-// Calls work(part, group, next) for every group of every part; `next` is where the group lies that
-// the same thread is likely to have after it.
+// Calls work(part, group, next) for every group of every part; `next` is the address of the group
+// that the same thread is likely to compute next.
 template <class Columns, class Work>
 static void for_parts(const std::vector<Part>& parts, int64_t threads, Columns columns,
                       const Experts& e, const Work& work) {
@@ -192,9 +192,9 @@ static int64_t experts(const Experts& e, const T* x, const int64_t* ids, const f
   return 0;
 }
 
-// One MLP in two halves, for those who share it out by columns of each: `e` has columns of the gate
+// One MLP in two halves, so that ranks can share the columns of each: `e` has columns of the gate
 // and up projections (hidden: [T, F of them]), or columns of the down projection (out: [T, D of
-// them]) and the whole hidden layer. Both have what `experts` has in these columns, bit for bit.
+// them]) and the whole hidden layer. Both equal the result of `experts` in these columns, bit for bit.
 template <class T>
 static void mlp_hidden(const Experts& e, const T* x, T* hidden, int64_t num_rows) {
   std::vector<int64_t> ids(num_rows);

@@ -1,7 +1,7 @@
 // The first half of a layer in one call: everything between two visits to the experts.
 //
-// It calls the kernels that there are for each part, so its results are theirs, bit for bit; what
-// it saves is the way through Python between them.
+// It calls the kernel of each part, so the results are the same bit for bit; it saves the calls
+// through Python between them.
 
 #include "front.h"
 

@@ -1,4 +1,4 @@
-// What front.cpp is made of: the other files' functions, as Python calls them.
+// Declares the functions of the other files that front.cpp calls, as Python calls them.
 #pragma once
 
 #include <cstdint>

@@ -12,7 +12,7 @@ struct Linear {  // mirrored in native_linear.py
 
 struct Block {  // some rows of x against one group of columns
   int64_t head, group, first_row, num_rows;
-  int64_t next_group;  // the one that the same thread is likely to have next
+  int64_t next_group;  // the group that the same thread is likely to compute next
 };
 
 // Calls work(block) for every block, in parallel where it pays.
@@ -83,7 +83,7 @@ static void head_linear(const Linear& l, const T* x, int64_t row_step, int64_t h
   });
 }
 
-// fp32 weights and results, whatever x is.
+// fp32 weights and results for every type of x.
 template <class T>
 static void router_linear(const Linear& l, const T* x, int64_t row_step, float* out,
                           int64_t num_rows) {

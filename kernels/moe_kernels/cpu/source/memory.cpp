@@ -1,5 +1,5 @@
-// What the system and the compiler give: large pages for large weights (fewer address look-ups while
-// they stream through the processor), and the instructions that the kernels are built for.
+// Requests large pages for large weights (fewer address look-ups while they stream through the
+// processor), and reports the instructions that the kernels are built for.
 
 #include <cstdint>
 #if defined(__linux__)

@@ -44,8 +44,8 @@ static inline Floats add_product(Floats sum, uint32_t row, Units column, const b
 
 constexpr int64_t kLineBytes = 64;
 
-// Memory to ask for while a tile computes: in every unit the next 1, 2 or 4 lines, until the last.
-// A line is asked for once: what is on its way already would keep others from being fetched.
+// Memory to prefetch while a tile computes: in every unit the next 1, 2 or 4 lines, until the last.
+// Each line is requested once: a repeated request would keep others from being fetched.
 struct Ahead {
   const char *next, *last;
   int lines;

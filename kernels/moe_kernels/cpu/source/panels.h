@@ -3,8 +3,8 @@
 // A matrix [N, K] is cut into panels of 16 rows of it (columns of the result). Along k, a panel
 // holds one *unit* of 32 bits of each of its 16 rows at a time: one float, or two bf16. Four
 // neighbouring panels make a group, which lies in memory as [units of k][panels][16] and so is read
-// from front to back by the product. The last group may have fewer panels; what is missing of the
-// last panel or unit is zero.
+// from front to back by the product. The last group may have fewer panels; the
+// missing rest of the last panel or unit is zero.
 //
 // Row invariance is decided here. A result adds its terms from k = 0 to the last in one chain of
 // its own, in one lane of one register: the tile that it is part of does not matter, nor whether
@@ -45,7 +45,7 @@ static inline int64_t groups(int64_t num_panels) {
 
 // c[m][0 .. 16 panels) = (is_added ? c : 0) + rows[m] . columns, for num_rows rows of `width`
 // values. `step`: distance of two units of w, 16 times the panels of its group.
-// `next`: memory that will be wanted soon, fetched on the way; else w itself is, some units ahead.
+// `next`: memory to prefetch on the way; without it, w itself is prefetched some units ahead.
 struct Prefetch {
   const char* data = nullptr;
   int64_t bytes = 0;
@@ -108,7 +108,7 @@ static void multiply_group(Group g, const uint32_t* next, int64_t width, int64_t
 }
 
 // How many neighbouring groups make a job: few enough to share the work out, and several, so that
-// what a thread fetches ahead is mostly its own.
+// a thread mostly fetches ahead its own groups.
 static inline int64_t groups_per_job(int64_t num_groups, int64_t threads) {
   constexpr int64_t kMost = 4, kJobsPerThread = 6;
   return std::clamp<int64_t>(num_groups / (threads * kJobsPerThread), 1, kMost);

@@ -21,7 +21,7 @@ constexpr int kWorkerSpins = 4000;  // some 50-100 us: longer than the gap betwe
 constexpr int kCallerSpins = 2000;
 
 // One loop at a time. A worker enters the loop only while its gate is open, so the caller may close
-// the gate and need wait for nobody but those who are inside.
+// the gate and wait only for the workers inside.
 class Pool {
  public:
   void run(int64_t count, int64_t threads, Job job, const void* context) {

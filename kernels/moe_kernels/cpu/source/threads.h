@@ -1,6 +1,6 @@
 // The worker threads of every parallel loop. Our own and not OpenMP's, because a loop here ends
-// when its jobs are done: a worker that the system wakes late, or has given to somebody else, is not
-// waited for, and idle workers sleep after a short spin instead of holding a core for milliseconds.
+// when its jobs are done: it does not wait for a worker that the system wakes late or has preempted,
+// and idle workers sleep after a short spin instead of holding a core for milliseconds.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Sixteen floats at a time, in GCC's vector extensions: any processor, one source. What GCC makes
-// poor code of has a second version in AVX-512 intrinsics (vectors_avx512.h).
+// Sixteen floats at a time, in GCC's vector extensions: any processor, one source. Operations
+// that GCC compiles to poor code have a second version in AVX-512 intrinsics (vectors_avx512.h).
 #pragma once
 
 #include <cstdint>
@@ -75,7 +75,7 @@ static inline f32x16 exp16(f32x16 x) {
   return scale_by_power(multiply_add(poly, r * r, r + 1.0f), n);
 }
 
-// Store, and what was stored.
+// Store, and return the stored value.
 static inline f32x16 store_rounded(float* p, f32x16 v) {
   store16(p, v);
   return v;

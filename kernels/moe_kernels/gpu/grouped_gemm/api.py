@@ -28,9 +28,11 @@ _COMBINE_BLOCK = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
-    """What the launches need to know. `capability` is 80, 90 or 100; `has_equal_tiles`: all tile
-    sizes give the same bits here (self_check.py), so that the batch may choose among them.
-    `tuned`: what was found fastest on this device.
+    """The facts of a device that launches need.
+
+    `capability` is 80, 90 or 100. `has_equal_tiles`: all tile sizes give the same bits here
+    (self_check.py), so that the batch may choose among them. `tuned`: the fastest configurations
+    found on this device.
     """
 
     capability: int
@@ -109,7 +111,7 @@ def grouped_experts(
 
 
 def product_shape(weight: GroupedWeight, item_bytes: int) -> ProductShape:
-    """What the tile is chosen by."""
+    """Return the quantities by which a tile is chosen."""
     return ProductShape(
         num_inputs=weight.num_inputs,
         num_outputs=weight.num_outputs,
@@ -121,7 +123,7 @@ def product_shape(weight: GroupedWeight, item_bytes: int) -> ProductShape:
 
 
 def multiply(product: Product, alignment: Alignment, top_k: int, chip: Chip) -> None:
-    """One product over aligned tiles; what is in no tile is not written."""
+    """Compute one product over aligned tiles; rows in no tile are not written."""
     shape = product_shape(product.weight, product.x.element_size())
     tile = tuned_tile(alignment.block_rows, shape, chip.capability, chip.tuned)
     # One slot a tile leaves nothing to share: the plain grid serves it.

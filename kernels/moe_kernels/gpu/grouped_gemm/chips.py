@@ -1,4 +1,4 @@
-"""What the launches need to know of a CUDA device."""
+"""Reads the facts of a CUDA device that launches need."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _SCALES: dict[WeightFormat, str] = {
     "int8_zero": "*fp16",
     "mxfp4": "*u8",
 }
-# Where each slot is a tile of its own. The formats that are left out differ in their scales alone.
+# Each slot is a tile of its own. The omitted formats differ in their scales only.
 _DIRECT_BLOCK_MS = (16, FIXED_BLOCK_M)
 _DIRECT_FORMATS = (_PLAIN, ("fp8_block", FP8_BLOCK), ("mxfp4", 32), ("int4", 128))
 _PLAIN_ACTIVATION = GatedActivation()

@@ -31,11 +31,11 @@ from moe_kernels.interface.quantised_matrix import QuantisedMatrix, Weight
 
 _SYMMETRIC_ZERO = 8  # of int4
 _INT8_OFFSET = 128
-_INFINITE_EXPONENT = 241  # of mxfp4 in the kernels: what is larger, and NaN, shows as infinity
+_INFINITE_EXPONENT = 241  # larger mxfp4 scales, and NaN, become infinity in the kernels
 
 
 def layout_of(form: MatrixForm) -> PackedLayout | str:
-    """The layout that matrices of this form get, or why there is none for them."""
+    """Return the layout of matrices of this form, or the reason why the form is not supported."""
     if form.is_shuffled:
         return "their groups are shuffled (activation order)"
     if form.values == "e2m1":

@@ -52,7 +52,7 @@ class ProductShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileConfig:
-    """What a product is compiled with. `uses_tma`: the persistent kernel."""
+    """The constants that a product is compiled with. `uses_tma`: the persistent kernel."""
 
     block_m: int
     block_n: int

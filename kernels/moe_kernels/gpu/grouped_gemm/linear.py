@@ -157,7 +157,7 @@ class GroupedHeadLinear:
             block_m = choose_block_m(num_rows * num_heads, num_heads, has_equal_tiles)
         alignment = self._tiles.of_heads(num_rows, num_heads, block_m)
         per_head = alignment.max_tiles // num_heads * block_m
-        # What pads a head is never multiplied into a row that is stored, but must be there.
+        # The padding of a head never reaches a stored row, but must be allocated.
         x_HPK = x_THK.new_empty(num_heads, per_head, num_inputs, dtype=dtype)
         x_HPK[:, :num_rows] = x_THK.transpose(0, 1)
         product = Product(
@@ -168,7 +168,7 @@ class GroupedHeadLinear:
 
 
 def has_equal_tiles(linear: GroupedLinear | GroupedHeadLinear, x: Tensor) -> bool:
-    """Whether the rows x have the same bits in every tile size, as self_check.py asks of experts.
+    """Check that rows have the same bits in all tile sizes, as self_check.py does for experts.
 
     Waits for the device: at load, never while a CUDA graph is captured.
     """

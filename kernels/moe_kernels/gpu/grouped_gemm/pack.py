@@ -61,7 +61,7 @@ class GroupedWeight:
 
     @property
     def num_outputs(self) -> int:
-        """Of one part."""
+        """Outputs of one part."""
         return self.values.shape[1] // self.num_parts
 
     def dequantised(self) -> Tensor:

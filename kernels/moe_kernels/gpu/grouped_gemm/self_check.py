@@ -1,4 +1,4 @@
-"""Whether this chip gives a row the same bits in tiles of all sizes: asked once, at load."""
+"""Checks once, at load, that this chip gives a row the same bits in tiles of all sizes."""
 
 from __future__ import annotations
 

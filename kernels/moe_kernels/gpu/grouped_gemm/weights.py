@@ -12,7 +12,7 @@ def weight_rows(
     weight_ptr, scales_ptr, zeros_ptr, part, outputs, num_outputs, weight_stride, scales_stride,
     FORMAT: tl.constexpr, GROUP_C: tl.constexpr,
 ):  # fmt: skip
-    """Where the weights [N, 1], scales and zeros [N] of these outputs of a part begin.
+    """Locate the weights [N, 1], scales and zeros [N] of these outputs of a part.
 
     `part`: expert, or 2 * expert (gate), or 2 * expert + 1 (up); int64. "fp8_block" has one scale
     for all the outputs of a program, whose number divides 128.

@@ -1,1 +1,1 @@
-"""What happens to a token's queries, keys and values before attention, on a GPU."""
+"""Prepares a token's queries, keys and values for attention, on a GPU."""

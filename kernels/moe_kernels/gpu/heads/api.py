@@ -1,4 +1,4 @@
-"""What attention does to the new tokens before it attends, in one kernel.
+"""Prepares the new tokens for attention in one kernel: norm, rotation, and writing to the cache.
 
 T tokens, H query heads, Hkv key/value heads, D head width, Dv value width, L latent, R rotated.
 """
@@ -22,7 +22,7 @@ NO_NORM, NORM_BY_HEAD, NORM_BY_ROW, NORM_AFTER_ROTATION = range(4)  # as in kern
 
 
 def norm_code(shape: AttentionShape) -> int:
-    """When the kernel norms queries and keys."""
+    """Return the code of the point at which the kernel normalises queries and keys."""
     if shape.qk_norm == "row":
         return NORM_BY_ROW
     if shape.qk_norm == "none":

@@ -1,4 +1,4 @@
-"""How many heads of a token one program takes. Pure: by the attention's shape only."""
+"""Chooses how many heads of a token one program computes, from the attention's shape only."""
 
 from __future__ import annotations
 

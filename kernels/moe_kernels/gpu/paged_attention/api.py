@@ -203,7 +203,7 @@ def num_processors(device: torch.device) -> int:
 
 
 def is_latent(keys: Tensor, values: Tensor, config: AttentionConfig) -> bool:
-    """Whether the values are the first part of the keys, as the kernel loads them: once."""
+    """Check if the values are the first part of the keys; the kernel then loads them once."""
     is_same = values.data_ptr() == keys.data_ptr() and values.stride() == keys.stride()
     return is_same and values.shape[-1] == config.block_d and keys.shape[-1] >= config.block_d
 
@@ -211,7 +211,7 @@ def is_latent(keys: Tensor, values: Tensor, config: AttentionConfig) -> bool:
 def attending_constants(
     shape: AttentionShape, config: AttentionConfig, tile: TileConfig, page_size: int, latent: bool
 ) -> dict[str, Any]:
-    """What attend_items and both kernels of tiles are compiled for."""
+    """Return the constants of attend_items and of both kernels of tiles."""
     return {
         "NUM_KV_HEADS": shape.num_kv_heads,
         "GROUP": shape.group,
@@ -234,7 +234,7 @@ def attending_constants(
 
 
 def joining_constants(shape: AttentionShape, config: AttentionConfig) -> dict[str, Any]:
-    """What join_items is compiled for."""
+    """Return the constants of join_items."""
     return {
         "NUM_KV_HEADS": shape.num_kv_heads,
         "GROUP": shape.group,

@@ -1,4 +1,4 @@
-"""Which tiles serve an attention shape: pure, from the shape of the weights alone.
+"""Chooses the tiles for an attention shape, from the shape of the weights only.
 
 Nothing here knows the batch or the lengths of its sequences; that is half of row invariance. The
 other half is that a row of decode and the same row of a prefill chunk use the same tile.

@@ -291,7 +291,7 @@ def attend_tiles(
 ):  # fmt: skip
     """One program: a tile against all its splits, ascending, and up to BLOCK_HEADS query heads.
 
-    Grid: Hkv x head blocks x tiles; neighbours share keys and values. A tile of 0 tokens is none.
+    Grid: Hkv x head blocks x tiles; neighbours share keys and values. Empty tiles are skipped.
     `sinks_ptr` [H] in fp32 or None. Order of sums: the sink, then the splits, ascending.
     """
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS

@@ -34,7 +34,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSizes:
-    """How many of everything the buffer and the launches have room for.
+    """The capacity of the buffer and of the launches.
 
     `item_tile_tokens` is the most tokens of a tile that is cut into items.
     """
@@ -148,14 +148,14 @@ def plan_paged_attention(
 
 
 def plan_sizes(step: StepTokens, shape: AttentionShape, config: AttentionConfig) -> PlanSizes:
-    """What the step needs: the sizes of a graph's bucket are those of its largest step."""
+    """Compute the sizes that the step needs; a graph's bucket has those of its largest step."""
     return _lay_out(step, shape, config).sizes
 
 
 def decode_sizes(
     room: DecodeRoom, shape: AttentionShape, config: AttentionConfig
 ) -> PlanSizes | None:
-    """What any step of the room fits in; None where its items need more than one slab.
+    """Compute sizes that fit any step of the room; None if its items need more than one slab.
 
     Rows of a sequence each, with n keys in all, have at most n / split + one split begun per row;
     and no row has more splits than the longest one, or than its window or chunk may touch.

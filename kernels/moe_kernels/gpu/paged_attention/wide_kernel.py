@@ -54,8 +54,8 @@ def attend_wide_tiles(
 ):  # fmt: skip
     """A program takes every P-th of tiles x Hkv x head blocks: neighbours share keys and values.
 
-    Grid: P programs, scratch [P, 2, M, V] in fp32. A tile of 0 tokens is none. `sinks_ptr` [H] in
-    fp32 or None. Order of sums: the sink, then the splits, ascending.
+    Grid: P programs, scratch [P, 2, M, V] in fp32. Empty tiles are skipped. `sinks_ptr` [H] in fp32
+    or None. Order of sums: the sink, then the splits, ascending.
     """
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
     HEAD_PROGRAMS: tl.constexpr = NUM_KV_HEADS * HEAD_BLOCKS

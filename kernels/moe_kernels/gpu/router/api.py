@@ -14,7 +14,7 @@ from moe_kernels.interface.routing import RouterShape
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """What the router chose, on the logits' device; filled by `route`."""
+    """The router's choice, on the logits' device; filled by `route`."""
 
     ids_TK: Tensor  # ascending in a row; equal scores go to the lower id
     weights_TK: Tensor  # fp32

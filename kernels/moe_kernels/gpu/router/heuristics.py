@@ -1,4 +1,4 @@
-"""How a row of the router is laid out. Pure: by the router's shape only, never by the rows."""
+"""Chooses the layout of a row of the router from the router's shape only, never from the rows."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from moe_kernels.gpu.rows.kernel import add_and_norm_rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Addends:
-    """What joins the residual stream: multiplier (out + sigmoid(gate) more)."""
+    """The term added to the residual stream: multiplier (out + sigmoid(gate) more)."""
 
     out_TD: Tensor
     more_TD: Tensor | None = None

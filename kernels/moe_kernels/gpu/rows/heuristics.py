@@ -1,4 +1,4 @@
-"""How a row is laid out. Pure: by its width only, so that its sums never see the other rows."""
+"""Chooses the layout of a row from its width only, so that its sums do not depend on other rows."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ _TYPES = {
     "choices": "*i64",
     "positions": "*i64",
 }
-# Kernel, and what it takes besides pointers.
+# Each kernel, and its arguments besides pointers.
 _KERNELS: tuple[tuple[Any, dict[str, bool]], ...] = (
     (kernel.block_tops, {}),
     (kernel.block_weights, {}),
@@ -99,7 +99,7 @@ def _num_warps(function_name: str, config: SamplingConfig) -> int:
 
 
 def _listing_case(function: Any, num_name: str, block: int, num_warps: int) -> CompileCase:
-    """A kernel over a list, whatever the blocks of the vocabulary."""
+    """Return the case of a kernel over a list, which has no blocks of the vocabulary."""
     pointers = [a for a in function.arg_names if a.endswith("_ptr")]
     vocabulary = {"VOCAB": _VOCABULARIES["qwen3"]} if "VOCAB" in function.arg_names else {}
     return CompileCase(

@@ -1,4 +1,4 @@
-"""Where min_p, top-k and top-p cut, without sorting: the smallest probability that a row keeps.
+"""Finds the cut of min_p, top-k and top-p without sorting: the least probability a row keeps.
 
 Probabilities are compared by their bits, which ascend with them. A histogram over eighths of an
 octave tells which of a row's largest values fit into a small buffer; the cut is then searched among
@@ -11,13 +11,13 @@ import triton.language as tl
 from moe_kernels.gpu.sampling.kernel import fixed_point
 
 NUM_BINS = tl.constexpr(256)
-FIRST_BIN_BITS = tl.constexpr((127 - 32) << 23)  # of 2^-32; whatever is below is in bin 0
+FIRST_BIN_BITS = tl.constexpr((127 - 32) << 23)  # of 2^-32; smaller values are in bin 0
 BIN_SHIFT = tl.constexpr(20)  # eight bins per octave
 
 
 @triton.jit
 def bits_of(p):  # type: ignore[no-untyped-def]
-    """Of a value that is not negative: integers in the order of the values."""
+    """Return the bits of values of at least 0: integers in the order of the values."""
     return p.to(tl.int32, bitcast=True)
 
 
@@ -61,7 +61,7 @@ def gather_candidates(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """The largest probabilities of each row [S, C] in any order, and nums [S] += how many.
 
-    Grid (S, N). What is done with them does not depend on their order.
+    Grid (S, N). The use of the values does not depend on their order.
     """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     edge = candidate_edge(bins_ptr, row, CAPACITY)
@@ -120,7 +120,7 @@ def find_cuts(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def at_least(data_ptr, size, t1, t2, t3, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many values have at least the bits t1, t2 and t3, none negative, and their masses."""
+    """Count the values with at least the bits t1, t2 and t3, and sum them; no value is negative."""
     n1 = tl.zeros((CHUNK,), dtype=tl.int32)
     n2, n3 = n1, n1
     m1 = tl.zeros((CHUNK,), dtype=tl.int64)

@@ -1,4 +1,4 @@
-"""How a vocabulary is cut into blocks. Pure: by its size only, so that a row never sees another."""
+"""Cuts a vocabulary into blocks by its size only, so that no row depends on another."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _ENTRIES_PER_PROGRAM = 256
 def adjust(logits_SV: Tensor, adjustments: Adjustments) -> None:
     """Biases, then the repetition penalty, then presence and frequency: in place, in fp32.
 
-    Whatever a banned token's logit was, it becomes -inf.
+    The logit of a banned token becomes -inf.
     """
     assert logits_SV.dtype == torch.float32, f"logits are {logits_SV.dtype}, not fp32"
     assert logits_SV.is_contiguous(), f"logits have strides {logits_SV.stride()}"

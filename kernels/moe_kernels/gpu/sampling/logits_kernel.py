@@ -1,4 +1,4 @@
-"""What is done to single logits, what is read from them, and the numbers that tokens are drawn by.
+"""Changes and reads single logits, and makes the random numbers that tokens are drawn with.
 
 S rows, V tokens, N blocks of a row.
 """

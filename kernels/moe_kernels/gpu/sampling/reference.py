@@ -1,4 +1,4 @@
-"""What the sampling kernels compute, in plain torch: the definition, with a sort of every row.
+"""Defines the result of the sampling kernels in plain torch; it sorts every row.
 
 S rows, V tokens. The server's own sampler has the same definition.
 """
@@ -37,7 +37,7 @@ def probabilities(logits_SV: Tensor, temperatures_S: Tensor) -> Tensor:
 
 
 def least_probabilities(probs_SV: Tensor, rows: SamplingRows) -> Tensor:
-    """-> [S]: min_p, then top-k, then top-p of what is left; the likeliest always stays.
+    """-> [S]: min_p, then top-k, then top-p of the rest; the likeliest token always stays.
 
     A cut by value: tokens that tie with the last one kept are kept too.
     """

@@ -1,4 +1,4 @@
-"""What the rows of a step ask of sampling, as tensors on the logits' device. Filled by the caller.
+"""The sampling parameters of a step's rows, as tensors on the logits' device, from the caller.
 
 S rows, M entries: single tokens of single rows.
 """
@@ -13,7 +13,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRows:
-    """How each row is drawn from. The two flags are for the host: what no row needs is not run.
+    """The parameters of each row's draw.
+
+    The host reads the two flags and skips the kernels that no row needs.
 
     With CUDA graphs both flags belong to the graph: True, False suit every step.
     """
@@ -64,7 +66,7 @@ class SampledRows:
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Of a token of each row: its log probability, and its rank from 1 on, int32 [S].
+    """The log probability of a token of each row, and its rank from 1 on, int32 [S].
 
     A logit's log probability is logit - top - log total, in this order and in fp32.
     """

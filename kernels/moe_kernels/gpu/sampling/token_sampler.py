@@ -17,8 +17,12 @@ from moe_kernels.gpu.sampling.logits_api import adjust, score_tokens, uniform
 from moe_kernels.gpu.sampling.rows import Adjustments, SamplingRows
 from moe_kernels.gpu.sampling.tops import likeliest
 from moe_kernels.gpu.transfers import download, upload
-from moe_kernels.interface.token_mask import ban_others_on_device
-from moe_kernels.interface.token_sampler import SampledStep, SamplingStep, ScoredTokens
+from moe_kernels.interface.token_sampler import (
+    SampledStep,
+    SamplingStep,
+    ScoredTokens,
+    ban_others_on_device,
+)
 
 
 class GpuTokenSampler:
@@ -60,7 +64,7 @@ class GpuTokenSampler:
 def _uploaded(
     step: SamplingStep, device: torch.device
 ) -> tuple[SamplingRows, Adjustments | None, Tensor]:
-    """How rows are drawn, how logits are adjusted if any are, and the rows to score."""
+    """Draw parameters of the rows, adjustments of logits (or None), and the rows to score."""
     keys = (step.seeds_S, step.choices_S, step.positions_S, step.scored_rows_R)
     filters = (step.temperatures_S, step.min_ps_S, step.top_ks_S, step.top_ps_S)
     changes: tuple[NDArray[Any], ...] = ()

@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_kernels.choice import choose_kernels
 from moe_kernels.gpu.sampling.tops import likeliest
 from moe_kernels.gpu.transfers import download, upload
-from moe_kernels.interface.token_mask import TokenMasks
+from moe_kernels.interface.token_sampler import TokenMasks
 from moe_serve.config.sections import CacheConfig, EngineConfig, ModelConfig
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.request.request import FinishReason, GenerationRequest

@@ -1,0 +1,1 @@
+"""Measures batches packed by expected experts, and the predictions that they need."""

@@ -1,0 +1,30 @@
+"""Means with intervals over draws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from routing_predictor.judge.bootstrap import interval
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean and where it lies in 95 of 100 resamplings of the draws."""
+
+    mean: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Interval:
+        """Every draw is independent of the others."""
+        found = interval(np.array(values, dtype=np.float64), np.arange(len(values)))
+        return Interval(found.mean, found.low, found.high)
+
+    def percent_below_one(self) -> str:
+        """Format a ratio as the share it saves: "12.1% [11.0, 13.2]"."""
+        low, high = 100 * (1 - self.high), 100 * (1 - self.low)
+        return f"{100 * (1 - self.mean):.1f}% [{low:.1f}, {high:.1f}]"

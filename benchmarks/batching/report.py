@@ -1,0 +1,166 @@
+"""The figures, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from batching.cost import JoinCost, SplitCost
+from batching.duel import DuelResult
+from batching.interval import Interval
+from batching.queue import QueueCount
+from batching.splits import SplitCount
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRow:
+    """A policy at one number of running requests, over all draws."""
+
+    size: int
+    policy: str
+    activated: float
+    ratio: Interval
+
+    @staticmethod
+    def of(draws: Sequence[Sequence[SplitCount]]) -> list[SplitRow]:
+        return [
+            SplitRow(
+                each[0].size,
+                each[0].policy,
+                float(np.mean([count.activated for count in each])),
+                Interval.of([count.ratio for count in each]),
+            )
+            for each in zip(*draws, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class QueueRow:
+    """A policy with a pool of waiting requests, over all runs."""
+
+    size: int
+    pool: int
+    policy: str
+    activated: float
+    ratio: Interval
+    mean_wait: float
+    longest_wait: int
+
+    @staticmethod
+    def of(runs: Sequence[Sequence[QueueCount]]) -> list[QueueRow]:
+        return [
+            QueueRow(
+                each[0].size,
+                each[0].pool,
+                each[0].policy,
+                float(np.mean([count.activated for count in each])),
+                Interval.of([count.ratio for count in each]),
+                float(np.mean([count.mean_wait for count in each])),
+                max(count.longest_wait for count in each),
+            )
+            for each in zip(*runs, strict=True)
+        ]
+
+
+@dataclass(slots=True)
+class BatchingReport:
+    """Everything that was measured."""
+
+    environment: dict[str, str]
+    num_groups: int
+    num_pieces: dict[str, int] = field(default_factory=dict)
+    splits: list[SplitRow] = field(default_factory=list)
+    bursts: list[SplitRow] = field(default_factory=list)  # choosing among `burst` times the seats
+    burst: int = 4
+    queues: list[QueueRow] = field(default_factory=list)
+    costs: list[SplitCost] = field(default_factory=list)
+    joins: list[JoinCost] = field(default_factory=list)
+    duels: list[DuelResult] = field(default_factory=list)
+
+
+def print_report(report: BatchingReport) -> None:
+    console = Console()
+    groups = f"{report.num_groups} micro-batches"
+    titles = (
+        f"One set of requests, {groups}: activated experts, all layers",
+        f"A burst of {report.burst} requests for each seat, {groups}",
+    )
+    for title, found in zip(titles, (report.splits, report.bursts), strict=True):
+        rows = [
+            (f"{r.size}", r.policy, f"{r.activated:.1f}", r.ratio.percent_below_one())
+            for r in found
+        ]
+        _print(console, title, ("running", "policy", "activated", "below fifo [95%]"), rows)
+    if report.queues:
+        columns = (
+            "running",
+            "waiting",
+            "policy",
+            "activated",
+            "below fifo [95%]",
+            "wait",
+            "longest",
+        )
+        queue_rows = [
+            (
+                f"{r.size}", f"{r.pool}", r.policy, f"{r.activated:.1f}",
+                r.ratio.percent_below_one(), f"{r.mean_wait:.0f}", f"{r.longest_wait}",
+            )
+            for r in report.queues
+        ]  # fmt: skip
+        _print(console, f"With a queue, {groups}; waits in steps", columns, queue_rows)
+    _print_costs(console, report)
+    for duel in report.duels:
+        same = "the same tokens" if duel.is_same_tokens else "OTHER TOKENS"
+        console.print(
+            f"{duel.size} running, {duel.num_requests} requests: {duel.policy} "
+            f"{duel.tokens_s:.0f} tokens per processor second, fifo {duel.fifo_tokens_s:.0f}: "
+            f"ratio {duel.ratio.mean:.3f} [{duel.ratio.low:.3f}, {duel.ratio.high:.3f}], {same}"
+        )
+
+
+def _print_costs(console: Console, report: BatchingReport) -> None:
+    if report.costs:
+        columns = (
+            "sequences",
+            "layers",
+            "experts",
+            "first ms",
+            "changed ms",
+            "p99 ms",
+            "settled ms",
+        )
+        cost_rows = [
+            (
+                f"{c.num_sequences}", f"{c.num_layers}", f"{c.num_experts}", f"{c.first_ms:.2f}",
+                f"{c.changed_ms:.2f}", f"{c.changed_worst_ms:.2f}", f"{c.settled_ms:.2f}",
+            )
+            for c in report.costs
+        ]  # fmt: skip
+        _print(console, "Time of a split, one core", columns, cost_rows)
+    join_columns = ("waiting", "free seats of 64", "layers", "experts", "ms", "p99 ms")
+    join_rows = [
+        (
+            f"{c.num_waiting}", f"{c.num_free}", f"{c.num_layers}", f"{c.num_experts}",
+            f"{c.median_ms:.2f}", f"{c.worst_ms:.2f}",
+        )
+        for c in report.joins
+    ]  # fmt: skip
+    _print(console, "Time to choose who joins, one core", join_columns, join_rows)
+
+
+def _print(
+    console: Console, title: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]]
+) -> None:
+    if not rows:
+        return
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, justify="left" if column == "policy" else "right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)

@@ -1,0 +1,123 @@
+"""Runs engines that differ only in their expert memory in turns on the same requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from experts.memory.memory_stats import MemoryStats
+from moe_serve.engine.driven_engine import DrivenEngine
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
+
+TOLD = ", told"  # suffix of the name of an engine that gets request predictions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """A mean over rounds with the bounds of a 95% bootstrap interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3g} [{self.low:.3g}, {self.high:.3g}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One engine over all rounds."""
+
+    name: str
+    tokens_per_s: Interval
+    over_first: Interval  # its speed over that of the first engine with a memory, round by round
+    hit_rate: Interval  # of needed experts; 1 without a memory
+    row_hit_rate: Interval
+    wait_share: Interval  # of the time
+    megabytes_read_per_token: Interval
+    prefetched: int
+    prefetch_hits: int
+    read_over_untold: Interval | None = None  # bytes over the same policy's that is told nothing
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    tokens_per_s: float
+    seconds: float
+    stats: MemoryStats
+    answers: dict[str, list[int]]
+
+
+def run_rounds(
+    engines: Mapping[str, DrivenEngine],
+    rounds: Sequence[Sequence[tuple[int, ...]]],
+    num_tokens: int,
+) -> list[Outcome]:
+    """The first round warms up. Raises if two engines answer differently."""
+    turns: dict[str, list[_Turn]] = {name: [] for name in engines}
+    for number, prompts in enumerate(rounds):
+        order = list(engines)[:: 1 if number % 2 else -1]
+        for name in order:
+            turns[name].append(_turn(engines[name], prompts, num_tokens))
+        first, *others = (each[-1].answers for each in turns.values())
+        assert all(answers == first for answers in others), "a memory changed tokens"
+    with_memory = [name for name in engines if turns[name][-1].stats.budget_bytes]
+    return [
+        _outcome(name, each[1:], turns[with_memory[0]][1:], turns.get(name.removesuffix(TOLD)))
+        for name, each in turns.items()
+    ]
+
+
+def _turn(engine: DrivenEngine, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> _Turn:
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    answers: dict[str, list[int]] = {}
+    before = engine.stats().expert_memory or MemoryStats()
+    start = time.perf_counter()
+    for index, prompt in enumerate(prompts):
+        request = GenerationRequest(
+            request_id=str(index), prompt_token_ids=prompt, params=params, choice=0
+        )
+        answers[request.request_id] = []
+        engine.add(request)
+    while engine.num_running or engine.num_waiting:
+        for delta in engine.step():
+            assert delta.error is None, delta.error
+            answers[delta.request_id] += delta.token_ids
+    seconds = time.perf_counter() - start
+    stats = (engine.stats().expert_memory or MemoryStats()).minus(before)
+    return _Turn(len(prompts) * num_tokens / seconds, seconds, stats, answers)
+
+
+def _outcome(
+    name: str, turns: list[_Turn], first: list[_Turn], untold: list[_Turn] | None
+) -> Outcome:
+    read = None
+    if untold is not None and name.endswith(TOLD):
+        pairs = zip(turns, untold[1:], strict=True)
+        read = interval([a.stats.bytes_read / max(1, b.stats.bytes_read) for a, b in pairs])
+    tokens = sum(len(answer) for answer in turns[0].answers.values())
+    return Outcome(
+        name=name,
+        tokens_per_s=interval([turn.tokens_per_s for turn in turns]),
+        over_first=interval(
+            [a.tokens_per_s / b.tokens_per_s for a, b in zip(turns, first, strict=True)]
+        ),
+        hit_rate=interval([turn.stats.hit_rate for turn in turns]),
+        row_hit_rate=interval([turn.stats.row_hit_rate for turn in turns]),
+        wait_share=interval([turn.stats.wait_seconds / turn.seconds for turn in turns]),
+        megabytes_read_per_token=interval([turn.stats.bytes_read / tokens / 1e6 for turn in turns]),
+        prefetched=sum(turn.stats.num_prefetched for turn in turns),
+        prefetch_hits=sum(turn.stats.num_prefetch_hits for turn in turns),
+        read_over_untold=read,
+    )
+
+
+def interval(values: Sequence[float]) -> Interval:
+    rng = np.random.default_rng(0)
+    drawn = rng.choice(np.asarray(values), (2000, len(values))).mean(axis=1)
+    low, high = np.quantile(drawn, (0.025, 0.975)).tolist()
+    return Interval(mean=float(np.mean(values)), low=low, high=high)

@@ -1,0 +1,1 @@
+"""Measures what grammars cost: their compilation, their masks, and hostile ones."""

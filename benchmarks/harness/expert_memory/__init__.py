@@ -1,1 +1,0 @@
-"""What benchmarks/expert_memory.py is made of."""

@@ -1,4 +1,0 @@
-"""A part of the benchmark a file, with `run(setting)` that yields results.
-
-`benchmarks/placement.py` finds them by name, so a new part is a new file here.
-"""

@@ -1,0 +1,150 @@
+"""moe-serve and one peer, loaded side by side, taking turns at the same prompts.
+
+Taking turns, so that a machine that is slow for a minute is slow for both. One peer at a time:
+all of them at once would not fit the memory.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness.environment import worker_environment
+from harness.work import Kind, Work, make_prompts
+
+from .contestant import Contestant, ContestantError
+from .job import Job, Ready, Turn
+from .peers import OWN, Entrant
+from .result import Result
+
+_BENCHMARKS = Path(__file__).resolve().parents[1]
+# Import the worker and then leave the path as it was: a peer may import a package that has the name
+# of one of our folders.
+_START = (
+    f"import sys; sys.path.insert(0, {str(_BENCHMARKS)!r}); from offline.worker import main; "
+    "sys.path.pop(0); main()"
+)
+_ELSEWHERE = Path(tempfile.gettempdir())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """Settings that all engines of a run share."""
+
+    model: Path
+    gguf: Path | None
+    dtype: str  # never "auto"
+    num_threads: int
+    vocab_size: int
+    work: Work
+
+
+@dataclass(slots=True)
+class _Corner:
+    """One engine during a duel."""
+
+    entrant: Entrant
+    contestant: Contestant
+    ready: Ready | None = None
+    load_s: float = 0.0
+    samples_s: dict[str, list[float]] = field(default_factory=dict)
+    answers: list[list[int]] = field(default_factory=list)
+    error: str | None = None
+
+    def load(self, setup: Setup) -> None:
+        try:
+            self.ready, self.load_s = self.contestant.make(_job(self.entrant, setup))
+        except ContestantError as error:
+            self.error = str(error)
+
+    def take_turn(self, kind: Kind, turn: Turn, is_timed: bool) -> None:
+        """A contestant that failed once sits out the rest."""
+        if self.error is not None:
+            return
+        try:
+            answer = self.contestant.generate(turn)
+        except ContestantError as error:
+            self.error = f"{kind.name}: {error}"
+            return
+        if is_timed:
+            self.samples_s.setdefault(kind.name, []).append(answer.seconds)
+            if kind.name == "batch":
+                self.answers = self.answers or answer.token_ids
+
+    def result(self) -> Result:
+        memory = self.contestant.memory
+        return Result(
+            engine=self.entrant.name,
+            load_s=self.load_s,
+            peak_bytes=memory.peak_bytes,
+            rest_bytes=memory.proportional_bytes(),
+            cache_bytes=self.ready.cache_bytes if self.ready else None,
+            versions=self.ready.versions if self.ready else {},
+            samples_s=self.samples_s,
+            answers=self.answers,
+            error=self.error,
+        )
+
+
+def run_duel(entrants: Sequence[Entrant], setup: Setup) -> list[Result]:
+    """Load them one after the other, then each kind of work in turns. One result per entrant."""
+    corners: list[_Corner] = []
+    try:
+        for entrant in entrants:
+            _read_once(_files(entrant, setup))
+            command = [entrant.python, "-c", _START]
+            environment = worker_environment(setup.num_threads, is_own=entrant.engine == OWN)
+            corner = _Corner(entrant, Contestant(command, environment, _ELSEWHERE))
+            corners.append(corner)
+            corner.load(setup)
+        _take_turns(corners, setup)
+        return [corner.result() for corner in corners]
+    finally:
+        for corner in corners:
+            corner.contestant.close()
+
+
+def _take_turns(corners: list[_Corner], setup: Setup) -> None:
+    """Run each kind once to warm up and `repeat` times timed; the first turn alternates."""
+    rng = random.Random(setup.work.seed)
+    for kind in setup.work.kinds():
+        for round_ in range(setup.work.repeat + 1):
+            is_timed = round_ > 0
+            turn = Turn(
+                prompts=make_prompts(rng, kind, setup.vocab_size),
+                num_output=kind.num_output if is_timed else kind.warm_up_output,
+            )
+            for corner in corners if round_ % 2 else corners[::-1]:
+                corner.take_turn(kind, turn, is_timed)
+        sys.stderr.write(f"  {kind.name}\n")
+
+
+def _job(entrant: Entrant, setup: Setup) -> Job:
+    return Job(
+        engine=entrant.engine,
+        variant=entrant.variant,
+        model=str(setup.model.resolve()),
+        gguf=str(setup.gguf.resolve()) if setup.gguf else None,
+        dtype=setup.dtype,
+        num_threads=setup.num_threads,
+        max_model_len=setup.work.longest + 1,
+        max_num_seqs=max(setup.work.batch_size, 1),
+    )
+
+
+def _files(entrant: Entrant, setup: Setup) -> list[Path]:
+    if entrant.engine == "llama.cpp" and setup.gguf:
+        return [setup.gguf]
+    return sorted(setup.model.glob("*.safetensors"))
+
+
+def _read_once(paths: Sequence[Path]) -> None:
+    """So that every engine loads from the page cache, not one from it and one from the disk."""
+    for path in paths:
+        with path.open("rb") as file:
+            while file.read(16 * 2**20):
+                continue

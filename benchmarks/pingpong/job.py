@@ -1,0 +1,47 @@
+"""Messages to and from a rank of the benchmark, one JSON object per line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankJob:
+    """The first line: which rank of the pair to be. `core` None: anywhere."""
+
+    role: str  # "attention" or "expert"
+    model: str  # checkpoint folder
+    core: int | None
+    context: int  # tokens of each sequence after the step
+    max_rows: int  # sequences at once
+    host: str  # where this rank listens
+    store_host: str
+    store_port: int  # 0: this rank serves the store, and says its port first
+    secret: str = field(repr=False)  # of the store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """Each further line: steps to take, in a new data group whose messages take `delay_s` more by
+    the transport's own doing.
+
+    A step is given by the rows of its micro-batches.
+    """
+
+    epoch: int
+    delay_s: float
+    steps: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMarks:
+    """One step as a rank saw it, in ns of the host's monotonic clock.
+
+    By exchange, in their order: the end of the wait for a message, and the end of sending one.
+    """
+
+    start: int
+    end: int  # of the layers
+    whole_end: int  # logits are there
+    received: list[int]
+    sent: list[int]

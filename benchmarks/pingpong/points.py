@@ -1,0 +1,117 @@
+"""Stage times and steps, from what both ranks saw, and what the formulas make of them.
+
+Other programs can only make a step slower: of several, the lower quartile counts (`usual`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moe_serve.planning.measure import usual
+
+from .job import StepMarks
+
+Seen = Sequence[tuple[StepMarks, StepMarks]]  # (attention rank's, expert rank's) of some steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """Seconds of one micro-batch of `rows` that is alone. A rank's packing and unpacking is part of
+    its stage, as its core does it; a transfer is from the end of sending to the receiver's go."""
+
+    rows: int
+    attention_s: float
+    experts_s: float
+    transfer_s: float  # mean of both directions
+
+    @property
+    def slower_s(self) -> float:
+        """T_f."""
+        return max(self.attention_s, self.experts_s)
+
+    def delayed(self, delay_s: float) -> StageTimes:
+        return StageTimes(
+            rows=self.rows,
+            attention_s=self.attention_s,
+            experts_s=self.experts_s,
+            transfer_s=self.transfer_s + delay_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """Steps with `num_micro_batches` of `rows` each. `step_s`: the layers; `whole_s`: and the head.
+    `formula_s`, `model_s`: what was expected from stage times measured apart from these steps."""
+
+    delay_s: float
+    num_micro_batches: int
+    rows: int
+    num_steps: int
+    step_s: float
+    whole_s: float
+    formula_s: float
+    model_s: float
+    is_full: bool  # what the formula is for
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_micro_batches * self.rows / self.whole_s
+
+    @property
+    def formula_error(self) -> float:
+        return self.step_s / self.formula_s - 1
+
+    @property
+    def model_error(self) -> float:
+        return self.step_s / self.model_s - 1
+
+
+def stage_times(rows: int, seen: Seen) -> StageTimes:
+    """Compute stage times from steps of one micro-batch, in which stages do not overlap:
+    the mean over each step's layers, then the median of the steps."""
+    attention, experts, transfers = [], [], []
+    for ours, theirs in seen:
+        layers = range(len(theirs.sent))
+        experts.append(_mean_s([theirs.sent[i] - theirs.received[i] for i in layers]))
+        attention.append(_mean_s([ours.sent[i] - ours.received[i - 1] for i in layers[1:]]))
+        there = [theirs.received[i] - ours.sent[i] for i in layers]
+        back = [ours.received[i] - theirs.sent[i] for i in layers]
+        transfers.append(_mean_s([*there, *back]))
+    return StageTimes(
+        rows=rows,
+        attention_s=usual(attention),
+        experts_s=usual(experts),
+        transfer_s=usual(transfers),
+    )
+
+
+def point(
+    seen: Seen, times: StageTimes, num_layers: int, num_micro_batches: int, delay_s: float
+) -> Point:
+    """The usual step; `times` are those of a micro-batch without delay."""
+    delayed = times.delayed(delay_s)
+    round_trip_s = delayed.attention_s + delayed.experts_s + 2 * delayed.transfer_s
+    return Point(
+        delay_s=delay_s,
+        num_micro_batches=num_micro_batches,
+        rows=times.rows,
+        num_steps=len(seen),
+        step_s=usual([1e-9 * (ours.end - ours.start) for ours, _ in seen]),
+        whole_s=usual([1e-9 * (ours.whole_end - ours.start) for ours, _ in seen]),
+        formula_s=round_trip_s + delayed.slower_s * (num_micro_batches * num_layers - 1),
+        model_s=_expected_s(delayed, num_layers, num_micro_batches),
+        is_full=num_micro_batches * delayed.slower_s >= 0.95 * round_trip_s,
+    )
+
+
+def _expected_s(times: StageTimes, num_layers: int, num_micro_batches: int) -> float:
+    """The formula, and what replaces it where a micro-batch comes back later than its turn: a layer
+    then takes the round trip. Added delays are latencies: several messages are on their way."""
+    round_trip_s = times.attention_s + times.experts_s + 2 * times.transfer_s
+    layer_s = max(num_micro_batches * times.slower_s, round_trip_s)
+    return (num_layers - 1) * layer_s + round_trip_s + (num_micro_batches - 1) * times.slower_s
+
+
+def _mean_s(nanoseconds: Sequence[int]) -> float:
+    return 1e-9 * sum(nanoseconds) / len(nanoseconds)

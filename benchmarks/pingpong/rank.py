@@ -1,0 +1,193 @@
+"""One rank of the pair in a process of its own: a RankJob and Series in, StepMarks out.
+
+It runs the server's own pipeline, transport and expert loop; only the coordinator is missing: both
+ranks read from the Series what a step exchanges.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moe_serve.cache.kv_cache import KVCache
+from moe_serve.cluster.control.secret import ClusterSecret
+from moe_serve.cluster.control.store import StoreServer, connect_store
+from moe_serve.config.sections import PAGE_SIZE
+from moe_serve.model.load.loader import ModelLoader
+from moe_serve.model.stage.step_inputs import StepInputs
+from moe_serve.model.step_plan import MicroBatch, SequenceSlice
+from moe_serve.pipeline.exchange.expert_loop import ExpertLoop
+from moe_serve.pipeline.exchange.group_transport import GroupTransport
+from moe_serve.pipeline.exchange.row_split import RowSplit
+from moe_serve.pipeline.exchange.step_shape import StepShape
+from moe_serve.pipeline.frames.wire import WireFormat, make_wire_format
+from moe_serve.pipeline.pipeline import Pipeline
+from moe_serve.pipeline.timeline.stage_log import StageLog
+
+from .job import RankJob, Series, StepMarks
+from .timed_group import TimedGroup
+
+_NAMES = {"attention": "attention-0", "expert": "expert-0"}
+_TIMEOUT_S = 60.0
+
+
+class PairRank(ABC):
+    """The common part of both ranks."""
+
+    def __init__(self, job: RankJob) -> None:
+        self.job = job
+        self.loader = ModelLoader(Path(job.model), num_threads=1)
+        torch.set_num_threads(1)
+        self.spec = self.loader.spec
+        self.layers = [i for i, layer in enumerate(self.spec.layers) if layer.is_sparse]
+        secret = ClusterSecret(job.secret)
+        self._store = connect_store(job.store_host, job.store_port, secret, _TIMEOUT_S)
+
+    def serve(self, series: Series) -> list[StepMarks]:
+        """Take a series of steps together with the other rank."""
+        me = _NAMES[self.job.role]
+        group = TimedGroup(
+            list(_NAMES.values()),
+            me,
+            [name for name in _NAMES.values() if name != me],
+            self._store,
+            epoch=series.epoch,
+            host=self.job.host,
+            timeout_s=_TIMEOUT_S,
+            device=torch.device("cpu"),
+            delay_s=series.delay_s,
+        )
+        group.forget()
+        try:
+            return list(self.take_steps(group, series))
+        finally:
+            group.close()
+
+    def wire(self) -> WireFormat:
+        return make_wire_format(self.spec.width, self.spec.router.top_k, self.loader.dtype, 1)
+
+    @abstractmethod
+    def take_steps(self, group: TimedGroup, series: Series) -> Iterator[StepMarks]:
+        """Each step of a series, as this side of the pair takes it."""
+
+
+class AttentionOfPair(PairRank):
+    """Decode steps of sequences that all have `context` tokens, again and again."""
+
+    def __init__(self, job: RankJob) -> None:
+        super().__init__(job)
+        self._stage = self.loader.attention_stage(job.context)
+        self._pages = -(-job.context // PAGE_SIZE)  # of one sequence
+        num_pages = 1 + job.max_rows * self._pages
+        device = torch.device("cpu")
+        self._cache = KVCache(self.spec, num_pages, self.loader.dtype, device)
+
+    @torch.inference_mode()
+    def take_steps(self, group: TimedGroup, series: Series) -> Iterator[StepMarks]:
+        split = RowSplit({}, 1)
+        transport = GroupTransport(
+            group,
+            attention_rank=0,
+            expert_ranks=[_NAMES["expert"]],
+            wire=self.wire(),
+            split=split,
+            sparse_layers=self.layers,
+            log=StageLog(),
+        )
+        pipeline = Pipeline(self._stage, transport, self._cache, torch.device("cpu"))
+        inputs = {tuple(rows): self._inputs(rows) for rows in series.steps}
+        for step, rows in enumerate(series.steps):
+            group.forget()
+            transport.begin(StepShape(series.epoch, step, (tuple(rows),)))
+            yield self._take_step(pipeline, group, inputs[tuple(rows)])
+        transport.close()
+
+    def _take_step(
+        self, pipeline: Pipeline, group: TimedGroup, inputs: Sequence[StepInputs]
+    ) -> StepMarks:
+        start = time.monotonic_ns()
+        passed = pipeline.pass_layers(inputs)
+        end = time.monotonic_ns()
+        for x_TD, each in zip(passed, inputs, strict=True):
+            self._stage.logits(x_TD, each.logit_rows).argmax(dim=1)
+        whole_end = time.monotonic_ns()
+        return StepMarks(
+            start=start, end=end, whole_end=whole_end, received=group.received, sent=group.sent
+        )
+
+    def _inputs(self, rows: Sequence[int]) -> list[StepInputs]:
+        assert sum(rows) <= self.job.max_rows, f"{sum(rows)} rows for {self.job.max_rows} tables"
+        first, inputs = 0, []
+        for count in rows:
+            batch = MicroBatch(tuple(self._slice(i) for i in range(first, first + count)))
+            inputs.append(self._stage.make_inputs(batch, self._cache, torch.device("cpu")))
+            first += count
+        return inputs
+
+    def _slice(self, index: int) -> SequenceSlice:
+        first = 1 + index * self._pages
+        tokens = np.array([(7 * index + 3) % self.spec.vocab_size], dtype=np.int64)
+        pages = tuple(range(first, first + self._pages))
+        return SequenceSlice(index, self.job.context - 1, tokens, pages, 1)
+
+
+class ExpertOfPair(PairRank):
+    def __init__(self, job: RankJob) -> None:
+        super().__init__(job)
+        self._stage = self.loader.expert_stage()
+
+    def take_steps(self, group: TimedGroup, series: Series) -> Iterator[StepMarks]:
+        loop = ExpertLoop(
+            group,
+            self._stage,
+            expert_rank=0,
+            attention_ranks=[_NAMES["attention"]],
+            wire=self.wire(),
+            sparse_layers=self.layers,
+            log=StageLog(),
+        )
+        for step, rows in enumerate(series.steps):
+            group.forget()
+            start = time.monotonic_ns()
+            loop.run(StepShape(series.epoch, step, (tuple(rows),)))
+            end = time.monotonic_ns()
+            yield StepMarks(
+                start=start, end=end, whole_end=end, received=group.received, sent=group.sent
+            )
+        loop.close()
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print
+    job = RankJob(**json.loads(sys.stdin.readline()))
+    if job.core is not None:
+        os.sched_setaffinity(0, {job.core})  # before there are other threads
+    if not job.store_port:
+        store = StoreServer(job.store_host, 0, ClusterSecret(job.secret), _TIMEOUT_S)
+        job = replace(job, store_port=store.port)
+        _send(replies, {"store_port": job.store_port})
+    rank = (AttentionOfPair if job.role == "attention" else ExpertOfPair)(job)
+    _send(replies, {"num_layers": len(rank.layers), "row_bytes": rank.wire().row_bytes})
+    for line in sys.stdin:
+        marks = rank.serve(Series(**json.loads(line)))
+        _send(replies, [asdict(step) for step in marks])
+
+
+def _send(replies: Any, message: object) -> None:
+    replies.write(json.dumps(message) + "\n")
+    replies.flush()
+
+
+if __name__ == "__main__":
+    main()

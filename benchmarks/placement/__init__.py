@@ -1,0 +1,1 @@
+"""Measures plans of expert placement beside EPLB's plans and their bounds."""

@@ -1,0 +1,76 @@
+"""Runs a benchmark by its name, or lists the names.
+
+    python benchmarks/run.py                              the list
+    python benchmarks/run.py engine --help                what one takes
+    python benchmarks/run.py engine moe_serve/demo_model --peer transformers
+
+Modules below `benchmarks/` and `scripts/` can be imported while it runs. A benchmark is a module
+with a `main()` that reads `sys.argv` and returns the exit status; a new one is a new line below.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+# Name -> module. The list is printed in this order.
+BENCHMARKS = {
+    "engine": "offline.engine",
+    "serving": "serving.serving",
+    "http_overhead": "serving.http_overhead",
+    "streams": "serving.streams",
+    "tracing": "serving.tracing",
+    "prefix_replay": "serving.prefix_replay",
+    "kernels": "kernel_bench.kernels",
+    "cpu_kernels": "kernel_bench.cpu_kernels",
+    "pingpong": "pingpong.pingpong",
+    "ahead": "pingpong.ahead",
+    "placement": "placement.placement",
+    "batching": "batching.batching",
+    "request_prediction": "batching.request_prediction",
+    "expert_memory": "expert_memory.expert_memory",
+    "replica_choice": "expert_memory.replica_choice",
+    "live_balancing": "expert_memory.live_balancing",
+    "grammar_masks": "grammars.grammar_masks",
+    "hostile_grammars": "grammars.hostile_grammars",
+    "soak": "soak.soak",
+    "fault_soak": "soak.fault_soak",
+    "gpu_engine": "gpu_bench.gpu_engine",
+    "gpu_all": "gpu_bench.gpu_all",
+}
+
+
+def main() -> int:
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help"):
+        print("python benchmarks/run.py NAME [arguments of the benchmark]\n")
+        for each in BENCHMARKS:
+            print(f"  {each:20}{description(each)}")
+        return 0
+    if name not in BENCHMARKS:
+        names = ", ".join(BENCHMARKS)
+        print(f"There is no benchmark {name!r}. The names are: {names}.", file=sys.stderr)
+        return 2
+    for folder in (FOLDER.parent / "scripts", FOLDER):
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
+    sys.argv = [f"run.py {name}", *arguments]
+    status: int | None = importlib.import_module(BENCHMARKS[name]).main()
+    return status or 0
+
+
+def description(name: str) -> str:
+    """Read the first line of a benchmark's docstring, without importing the benchmark."""
+    text = module_path(name).read_text("utf-8")
+    return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+
+
+def module_path(name: str) -> Path:
+    return FOLDER / f"{BENCHMARKS[name].replace('.', '/')}.py"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Measures a server over HTTP: speed, many streams, the cost of HTTP, tracing, prefix reuse."""

@@ -1,0 +1,147 @@
+"""Replays a request trace against the prefix cache, beside an ideal LRU of the same size.
+
+    python benchmarks/run.py prefix_replay conversation_trace.jsonl --blocks 0 20000
+
+Replays a trace in Mooncake's format (JSON lines, also .xz, with `input_length` and `hash_ids`: the
+ids of chained blocks of 512 tokens) through the real engine, scheduler, tree and page pool. Only
+the model is missing: steps compute nothing. Requests come one after the other, in the trace's
+order, and answer one token. Time does not matter to the hit rate then, so none is simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_serve.config.sections import PAGE_SIZE, SchedulerConfig
+from moe_serve.engine.engine import Engine
+from moe_serve.engine.execute.step_executor import LocalExecutor
+from moe_serve.engine.request.client import EngineStats
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.sampling.sampler import Sampler
+from moe_serve.model.step_plan import StepPlan
+
+BLOCK_TOKENS = 512
+PAGES_PER_BLOCK = BLOCK_TOKENS // PAGE_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRequest:
+    """One prompt: its length and the ids of its blocks, the last of which may be shorter."""
+
+    num_tokens: int
+    block_ids: tuple[int, ...]
+
+    def token_ids(self) -> tuple[int, ...]:
+        """512 tokens for each block id, different from those of every other id."""
+        starts = np.array(self.block_ids, dtype=np.int64)[:, None] * BLOCK_TOKENS
+        ids = (starts + np.arange(BLOCK_TOKENS)).reshape(-1)[: self.num_tokens]
+        return tuple(ids.tolist())
+
+
+class NoModel:
+    """A StepRunner that computes nothing and always answers token 0."""
+
+    def run(self, plan: StepPlan) -> Tensor:
+        return torch.zeros(sum(piece.num_logits for piece in plan.slices), 2)
+
+    def clear_pages(self, pages: list[int]) -> None:
+        """There is nothing in them."""
+
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        """There is nothing in them."""
+
+    def finite_pages(self, pages: list[int]) -> list[bool]:
+        return [True] * len(pages)
+
+
+def read_trace(path: Path) -> list[TracedRequest]:
+    content = path.read_bytes()
+    if path.suffix == ".xz":
+        content = lzma.decompress(content)
+    rows = [json.loads(line) for line in content.splitlines()]
+    return [TracedRequest(int(r["input_length"]), tuple(r["hash_ids"])) for r in rows]
+
+
+def replay(trace: Sequence[TracedRequest], num_blocks: int) -> EngineStats:
+    """Serve the trace with a cache of `num_blocks` -> what the engine counted."""
+    longest = max(request.num_tokens for request in trace)
+    engine = Engine(
+        LocalExecutor(NoModel(), Sampler(frozenset())),
+        scheduler=SchedulerConfig(max_num_seqs=1, max_batched_tokens=2**20),
+        num_pages=num_blocks * PAGES_PER_BLOCK,
+        micro_batches=1,
+        max_model_len=longest + 2,
+        eos_token_ids=frozenset(),
+    )
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    for index, request in enumerate(trace):
+        engine.add(
+            GenerationRequest(
+                request_id=str(index), prompt_token_ids=request.token_ids(), params=params
+            )
+        )
+        while engine.has_work:
+            engine.step()
+    engine.check_integrity()
+    return engine.stats()
+
+
+def ideal_hit_rate(trace: Sequence[TracedRequest], num_blocks: int) -> float:
+    """Share of the tokens that an LRU over whole blocks finds: the leading run of known ids."""
+    known: OrderedDict[int, None] = OrderedDict()
+    num_hit = 0
+    for request in trace:
+        run = 0
+        while run < len(request.block_ids) and request.block_ids[run] in known:
+            run += 1
+        num_hit += min(run * BLOCK_TOKENS, request.num_tokens)
+        for block_id in request.block_ids:
+            known[block_id] = None
+            known.move_to_end(block_id)
+        while len(known) > num_blocks:
+            known.popitem(last=False)
+    return num_hit / sum(request.num_tokens for request in trace)
+
+
+def num_distinct_blocks(trace: Sequence[TracedRequest]) -> int:
+    return len({block_id for request in trace for block_id in request.block_ids})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("trace", type=Path, help="JSON lines in Mooncake's format, also as .xz")
+    parser.add_argument(
+        "--blocks",
+        type=int,
+        nargs="+",
+        default=[0, 20_000, 5_000, 1_000],
+        help="capacities in blocks of 512 tokens; 0: room for everything",
+    )
+    arguments = parser.parse_args()
+    trace = read_trace(arguments.trace)
+    num_tokens = sum(request.num_tokens for request in trace)
+    print(f"{len(trace)} requests, {num_tokens} tokens, {num_distinct_blocks(trace)} blocks")
+    print(f"{'capacity':>12}{'hit rate':>10}{'ideal LRU':>11}{'evicted pages':>15}{'seconds':>9}")
+    for num_blocks in arguments.blocks:
+        room = num_blocks or num_distinct_blocks(trace) + 1
+        clock = time.monotonic()
+        stats = replay(trace, room)
+        print(
+            f"{num_blocks or 'unlimited':>12}"
+            f"{stats.num_hit_tokens / stats.num_queried_tokens:>10.2%}"
+            f"{ideal_hit_rate(trace, room):>11.2%}"
+            f"{stats.num_evicted_pages:>15}{time.monotonic() - clock:>9.1f}"
+        )
+    return 0

@@ -1,0 +1,126 @@
+"""A server with ranks in processes of its own, and what its processes look like from outside."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+from harness.environment import child_environment
+
+_STOP_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Resources of the coordinator at a moment, and the processes below it."""
+
+    rss_mib: float
+    num_fds: int
+    num_threads: int
+    num_zombies: int
+    num_ranks: int
+    num_shared_files: int  # in /dev/shm, of the whole machine
+
+
+class Served:
+    """`moe-serve serve` with the demonstration model on a free port. Leave the `with` to end it."""
+
+    def __init__(
+        self, attention: int, experts: int, heartbeat_s: float, num_pages: int = 512
+    ) -> None:
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the server
+        flags = ["--port", "0", "--num-threads", "1", "--num-pages", str(num_pages)]
+        if attention:
+            flags += ["--attention-ranks", str(attention), "--expert-ranks", str(experts)]
+        environment = child_environment() | {"MOE_SERVE_CLUSTER_HEARTBEAT_S": str(heartbeat_s)}
+        self._popen = subprocess.Popen(
+            [sys.executable, "-m", "moe_serve", "serve", *flags],
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environment,
+        )
+        self.process = psutil.Process(self._popen.pid)
+        assert self._popen.stdout is not None, "its output is a pipe"
+        found = re.search(r"ready at (http://\S+)", self._popen.stdout.readline())
+        if found is None:
+            raise SystemExit(f"the server ended: {self.log}")
+        self.url = found[1]
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rank in self.ranks().values():
+            rank.resume()
+        self._popen.kill()
+        self._popen.wait()
+        self._log.close()
+
+    @property
+    def log(self) -> str:
+        """Return the text that it wrote to stderr."""
+        self._log.seek(0)
+        return self._log.read()
+
+    def ranks(self) -> dict[str, psutil.Process]:
+        """Processes of ranks by name: those whose command line can be read."""
+        found: dict[str, psutil.Process] = {}
+        try:
+            for child in self.process.children():
+                command = _command_line(child)
+                if "--role" in command:
+                    role = command[command.index("--role") + 1]
+                    found[f"{role}-{command[command.index('--rank') + 1]}"] = child
+        except psutil.NoSuchProcess:
+            return {}
+        return found
+
+    def usage(self) -> Usage:
+        process = self.process
+        statuses = [_status(child) for child in process.children()]
+        return Usage(
+            rss_mib=round(process.memory_info().rss / 2**20, 1),
+            num_fds=process.num_fds(),
+            num_threads=process.num_threads(),
+            num_zombies=statuses.count(psutil.STATUS_ZOMBIE),
+            num_ranks=len(self.ranks()),
+            num_shared_files=len(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else 0,
+        )
+
+    def is_ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health/ready", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def stop(self) -> tuple[int, int]:
+        """SIGTERM -> the exit status, and how many of the ranks outlive the server."""
+        ranks = list(self.ranks().values())
+        self._popen.send_signal(signal.SIGTERM)
+        status = self._popen.wait(_STOP_LIMIT_S)
+        _, left = psutil.wait_procs(ranks, timeout=5)
+        return status, len(left)
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
+
+
+def _status(process: psutil.Process) -> str:
+    try:
+        return str(process.status())
+    except psutil.NoSuchProcess:
+        return psutil.STATUS_DEAD
