@@ -21,12 +21,11 @@ from harness.environment import describe_environment
 from harness.spawn import spawned_server
 from moe_serve.bench.client.endpoint import Endpoint
 from moe_serve.bench.plan import RunPlan
-from moe_serve.bench.report.compare_table import print_comparison
+from moe_serve.bench.report.compare import print_comparison
 from moe_serve.bench.report.report import Report
 from moe_serve.bench.report.report_table import print_report
 from moe_serve.bench.run import run_bench
-from moe_serve.bench.workload.lengths import Lengths
-from moe_serve.bench.workload.workload import Workload
+from moe_serve.bench.workload.workload import Lengths, Workload
 from moe_serve.errors import BenchError
 
 _API_KEY_VARIABLE = "OPENAI_API_KEY"

@@ -11,9 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from moe_serve.cli.counted import counted
-from moe_serve.cli.output_file import check_output
-from moe_serve.cli.wide_console import wide_console
+from moe_serve.cli.console import check_output, counted, wide_console
 from moe_serve.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from moe_serve.cli.bench.bench import bench
 from moe_serve.cli.calibrate import calibrate
 from moe_serve.cli.chat import chat
 from moe_serve.cli.config import config
+from moe_serve.cli.console import OutputError, checked_output, open_missing_streams
 from moe_serve.cli.doctor.doctor import doctor
 from moe_serve.cli.launch.launch import launch
 from moe_serve.cli.place.place import place
@@ -28,7 +29,6 @@ from moe_serve.cli.predictor.predictor import predictor
 from moe_serve.cli.run_batch.run_batch import run_batch
 from moe_serve.cli.serve.foreign_flags import ServerCommand
 from moe_serve.cli.serve.serve import serve
-from moe_serve.cli.standard_output import OutputError, checked_output, open_missing_streams
 from moe_serve.cli.timeline import timeline
 from moe_serve.cli.top.top import top
 from moe_serve.cli.trace.trace import trace

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from moe_serve.cli.wide_console import wide_console
+from moe_serve.cli.console import wide_console
 from moe_serve.config.keys import parse_size
 from moe_serve.errors import ConfigError
 

@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moe_serve.cli.output_file import check_output
-from moe_serve.cli.wide_console import wide_console
+from moe_serve.cli.console import check_output, wide_console
 from moe_serve.errors import TimelineError
 
 if TYPE_CHECKING:

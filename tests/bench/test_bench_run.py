@@ -21,9 +21,7 @@ from moe_serve.bench.client.endpoint import Endpoint
 from moe_serve.bench.plan import RunPlan
 from moe_serve.bench.report.report import Report, read_report
 from moe_serve.bench.run import run_bench
-from moe_serve.bench.workload.arrivals import GammaArrivals
-from moe_serve.bench.workload.lengths import Lengths
-from moe_serve.bench.workload.workload import SharedPrefixes, Workload
+from moe_serve.bench.workload.workload import GammaArrivals, Lengths, SharedPrefixes, Workload
 from moe_serve.cli.main import main
 from moe_serve.errors import BenchError, BenchServerError
 from tests.support.bench.fake_openai import (

@@ -14,14 +14,12 @@ import numpy as np
 import pytest
 
 from moe_serve.bench.client.endpoint import Endpoint
-from moe_serve.bench.workload.arrivals import GammaArrivals
-from moe_serve.bench.workload.lengths import Lengths
 from moe_serve.bench.workload.prompt_file import FilePrompt, read_prompts
 from moe_serve.bench.workload.prompts import PromptMaker, TextScale
 from moe_serve.bench.workload.request import Block, Slot
 from moe_serve.bench.workload.trace_cut import TraceCut
 from moe_serve.bench.workload.trace_rows import Trace, TraceRow, read_trace
-from moe_serve.bench.workload.workload import SharedPrefixes, Workload
+from moe_serve.bench.workload.workload import GammaArrivals, Lengths, SharedPrefixes, Workload
 from moe_serve.errors import BenchError
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens

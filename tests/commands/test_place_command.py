@@ -29,7 +29,7 @@ from experts.placement.solvers.references.plain import Linear
 from experts.placement.solvers.search.solver import Search
 from moe_serve.cli.main import app, main
 from moe_serve.cli.place import place_compare, place_order, place_plan, place_solve
-from moe_serve.cli.place.many_files import spread
+from moe_serve.cli.place.place import spread
 from moe_serve.cluster.members.cluster_model import placement_of, read_spec
 from moe_serve.config.sections import ClusterConfig
 from moe_serve.model.checkpoint.demo import demo_model_folder

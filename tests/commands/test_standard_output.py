@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moe_serve.cli.standard_output import optional_output
+from moe_serve.cli.console import optional_output
 
 ROOT = Path(__file__).resolve().parents[2]
 FULL = Path("/dev/full")

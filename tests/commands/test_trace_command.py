@@ -10,7 +10,7 @@ import pytest
 
 from moe_serve.cli.main import main
 from moe_serve.cli.trace import trace_record
-from moe_serve.cli.trace.trace_prompts import TracePrompt, read_prompts
+from moe_serve.cli.trace.trace_record import TracePrompt, read_prompts
 from moe_serve.errors import InvalidRequestError
 from routing_predictor.traces import trace_file
 from routing_predictor.traces.errors import TraceError

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
+from moe_serve.cli.console import wide_console
 from moe_serve.cli.main import main
-from moe_serve.cli.wide_console import wide_console
 
 Capture = pytest.CaptureFixture[str]
 TRACE = Path(__file__).resolve().parents[2] / "configs" / "placement" / "demo-model.safetensors"

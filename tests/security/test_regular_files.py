@@ -19,9 +19,9 @@ from moe_serve import LLM
 from moe_serve.bench.report import report
 from moe_serve.bench.workload import prompt_file, trace_rows
 from moe_serve.cache.model_identity import model_identity
-from moe_serve.cli.place import place_inputs, place_plans
+from moe_serve.cli.place import place_inputs, plan_files
 from moe_serve.cli.place.place_cluster import DeviceOrder
-from moe_serve.cli.trace import trace_prompts
+from moe_serve.cli.trace import trace_record
 from moe_serve.cluster.control.secret import read_secret
 from moe_serve.cluster.launch.cluster_file import read_cluster_file
 from moe_serve.cluster.launch.hostfile import read_hostfile
@@ -63,9 +63,9 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "load.csv": lambda path: place_inputs.read_workloads([path], 1, None),
     "load.safetensors": lambda path: place_inputs.read_workloads([path], 1, None),
     "placement.json": read_placement,
-    "plan.json": lambda path: place_plans.read_plan(path, PlanFacts(num_devices=2, num_experts=4)),
+    "plan.json": lambda path: plan_files.read_plan(path, PlanFacts(num_devices=2, num_experts=4)),
     "prompts.jsonl": prompt_file.read_prompts,
-    "prompts.txt": trace_prompts.read_prompts,
+    "prompts.txt": trace_record.read_prompts,
     "report.json": report.read_report,
     "rows.csv": trace_rows.read_trace,
     "rows.jsonl.gz": trace_rows.read_trace,

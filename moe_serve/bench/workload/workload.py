@@ -8,12 +8,60 @@ from itertools import count
 
 import numpy as np
 
-from moe_serve.bench.workload.arrivals import GammaArrivals
-from moe_serve.bench.workload.lengths import Lengths
 from moe_serve.bench.workload.prompt_file import FilePrompt
 from moe_serve.bench.workload.request import Block, Slot
 from moe_serve.bench.workload.trace_cut import TraceCut
 from moe_serve.bench.workload.trace_rows import Trace
+from moe_serve.errors import BenchError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """A range from `low` to `high`, both included."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def parse(cls, flag: str, text: str) -> Lengths:
+        """Parses "64" or "32:512"."""
+        low, colon, high = text.partition(":")
+        if not (low.isdecimal() and (high.isdecimal() if colon else True)):
+            raise BenchError(f"{flag} cannot be {text!r}: it takes N or LOW:HIGH in tokens.")
+        lengths = cls(low=int(low), high=int(high) if colon else int(low))
+        if not 1 <= lengths.low <= lengths.high:
+            raise BenchError(f"{flag} cannot be {text!r}: it takes 1 <= LOW <= HIGH.")
+        return lengths
+
+    def __str__(self) -> str:
+        return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
+
+    def draw(self, rng: np.random.Generator) -> int:
+        return int(rng.integers(self.low, self.high + 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GammaArrivals:
+    """Draws arrivals at `rate` requests per second, with gamma-distributed gaps.
+
+    `burstiness` is the square of the coefficient of variation of the gaps, 1 / shape: 1 is Poisson,
+    larger values give bursts, smaller ones are more even, and 0 is a metronome.
+    """
+
+    rate: float
+    burstiness: float = 1.0
+
+    def times(self, rng: np.random.Generator) -> Iterator[float]:
+        """Yields seconds since the start; the first request is due after the first gap."""
+        at = 0.0
+        mean = 1.0 / self.rate
+        while True:
+            if self.burstiness == 0:
+                at += mean
+            else:
+                at += float(rng.gamma(1.0 / self.burstiness, mean * self.burstiness))
+            yield at
+
 
 _TIMES, _LENGTHS = 3, 4  # streams of random numbers; 1 and 2 are the prompts'
 

@@ -133,7 +133,7 @@ def _run(
 
 def _keep(report: Report, path: Path | None, has_records: bool) -> None:
     from moe_serve.bench.report.report_table import print_report
-    from moe_serve.cli.wide_console import wide_console
+    from moe_serve.cli.console import wide_console
 
     print_report(wide_console(), report)
     if path is not None:
@@ -165,7 +165,7 @@ def _told(error: BenchServerError, url: str) -> str:
     commands."""
     import httpx
 
-    from moe_serve.cli.client.server_trust import no_connection
+    from moe_serve.cli.client.server_address import no_connection
 
     if isinstance(error.__cause__, httpx.ConnectError | httpx.ConnectTimeout):
         return no_connection(url, error.__cause__)
@@ -182,9 +182,9 @@ def _with_uvloop(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _show_pair(a: Report, b: Report, html: Path | None) -> None:
-    from moe_serve.bench.report.compare_table import print_comparison
+    from moe_serve.bench.report.compare import print_comparison
     from moe_serve.bench.report.html_page import write_page
-    from moe_serve.cli.wide_console import wide_console
+    from moe_serve.cli.console import wide_console
 
     print_comparison(wide_console(), a, b)
     if html is not None:

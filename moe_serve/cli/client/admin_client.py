@@ -43,8 +43,7 @@ class AdminClient:
         reached, the command ends with exit code 1."""
         import httpx
 
-        from moe_serve.cli.client.server_address import parse_url
-        from moe_serve.cli.client.server_trust import no_connection, trusted
+        from moe_serve.cli.client.server_address import no_connection, parse_url, trusted
 
         try:
             base = parse_url(self.url)

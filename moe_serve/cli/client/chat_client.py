@@ -14,8 +14,7 @@ from typing import Any
 import httpx
 
 from moe_serve.bench.client.plain_text import plain
-from moe_serve.cli.client.server_address import ServerAddress
-from moe_serve.cli.client.server_trust import no_connection, trusted
+from moe_serve.cli.client.server_address import ServerAddress, no_connection, trusted
 
 MIN_TIMED_TOKENS = 8  # fewer may come in one piece, and their rate would say nothing
 _LONGEST = 2000  # characters of a message from the server

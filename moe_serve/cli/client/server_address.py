@@ -1,12 +1,14 @@
-"""The address of a server and the headers of each request to it."""
+"""The address of a server, its API key and TLS trust, for the commands that call it."""
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import httpx
 
+from moe_serve.config.sources import read_first_key
 from moe_serve.errors import ConfigError
 
 _LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -53,3 +55,41 @@ def parse_url(text: str) -> httpx.URL:
     except UnicodeError:
         raise httpx.InvalidURL(f"{url.host} is not a host name") from None
     return url
+
+
+def sent_key(text: str | None) -> str | None:
+    """Returns the key; @FILE stands for the first key in that file. Raises ConfigError."""
+    return read_first_key(text[1:]) if text is not None and text.startswith("@") else text
+
+
+_UNVERIFIED = "CERTIFICATE_VERIFY_FAILED"  # OpenSSL's name, which httpx passes on as text
+
+
+def trusted() -> ssl.SSLContext:
+    """Returns the usual certificate authorities, or those of SSL_CERT_FILE and SSL_CERT_DIR.
+
+    These variables apply also to servers on this machine, for which the rest of the environment
+    (proxies) is ignored. Raises ConfigError.
+    """
+    try:
+        return httpx.create_ssl_context(trust_env=True)
+    except OSError as error:  # ssl.SSLError is an OSError
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"the authorities of SSL_CERT_FILE or SSL_CERT_DIR cannot be read: {reason}."
+        ) from error
+
+
+def is_distrust(error: Exception) -> bool:
+    """Whether the server answered with a certificate that this machine does not trust."""
+    return _UNVERIFIED in str(error)
+
+
+def no_connection(url: str, error: Exception) -> str:
+    """Returns one sentence with the reason why there is no connection."""
+    if is_distrust(error):
+        return (
+            f"the certificate of {url} is not trusted here: set SSL_CERT_FILE to a file (PEM) of "
+            "the authority that signed it."
+        )
+    return f"no server answers at {url}: start one with `moe-serve serve`."

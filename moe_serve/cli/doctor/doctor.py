@@ -13,10 +13,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from moe_serve.cli.console import wide_console
 from moe_serve.cli.doctor.doctor_checks import Check, CheckState, has_problem, machine_checks
 from moe_serve.cli.doctor.machine import MachineReport, look_at_machine
 from moe_serve.cli.doctor.machine_limits import Fact
-from moe_serve.cli.wide_console import wide_console
 from moe_serve.config.logs import set_up_logs
 from moe_serve.config.sources import load_config
 

@@ -10,8 +10,8 @@ from typing import Literal
 
 import typer
 
+from moe_serve.cli.console import refuse_a_file
 from moe_serve.cli.launch.launch_request import LaunchRequest
-from moe_serve.cli.output_file import refuse_a_file
 from moe_serve.cluster.launch.emit.deployment import Deployment
 from moe_serve.cluster.launch.emit.kubernetes import kubernetes_files
 from moe_serve.cluster.launch.emit.shell import shell_files

@@ -13,10 +13,10 @@ from dataclasses import replace
 import psutil
 import typer
 
+from moe_serve.cli.console import optional_output
 from moe_serve.cli.launch.launch_request import LaunchRequest
 from moe_serve.cli.serve.listening import check_can_listen, check_is_guarded
 from moe_serve.cli.serve.service import run_service
-from moe_serve.cli.standard_output import optional_output
 from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.control.channel import Channel
 from moe_serve.cluster.control.secret import ClusterSecret, new_secret, read_secret

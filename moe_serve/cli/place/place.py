@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from moe_serve.cli.place.many_files import ManyFilesCommand, ManyFilesGroup
 from moe_serve.cli.place.place_options import (
     BalanceBy,
     BatchSize,
@@ -40,6 +40,40 @@ from moe_serve.cli.place.place_options import (
 if TYPE_CHECKING:
     from moe_serve.cli.place.place_order import Posed
     from moe_serve.cli.place.place_plan import PlanOrder
+
+
+# A context is click's, or typer's own copy of it, by typer's version.
+_FLAGS = ("--trace", "--load", "--plan")
+
+
+def spread(arguments: Sequence[str]) -> list[str]:
+    """Repeats the flag for each file: ["--load", "a", "b", "--out", "c"] becomes ["--load", "a",
+    "--load", "b", "--out", "c"]."""
+    found, flag = list[str](), ""
+    for argument in arguments:
+        if argument.startswith("-"):
+            flag = argument if argument in _FLAGS else ""
+        elif flag and found[-1] != flag:
+            found.append(flag)
+        found.append(argument)
+    return found
+
+
+class ManyFilesCommand(TyperCommand):
+    """A command with options that take several files."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, spread(args))
+
+
+class ManyFilesGroup(TyperGroup):
+    """A command group whose own options take several files. Its subcommands are named before any
+    option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        is_own = not args or args[0].startswith("-")
+        return super().parse_args(ctx, spread(args) if is_own else args)
+
 
 _EXIT_MISFIT = 1
 _EXIT_INTERRUPTED = 130

@@ -14,7 +14,7 @@ from experts.placement.problem.plan import Placement
 from moe_serve.cli.place.place_cluster import ClusterDevices
 from moe_serve.cli.place.place_model import ModelFacts
 from moe_serve.cli.place.place_order import device_order, model_order
-from moe_serve.cli.place.place_plans import read_plan
+from moe_serve.cli.place.plan_files import read_plan
 from moe_serve.cli.place.report.place_tables import gib
 
 _GIB = 2**30

@@ -14,14 +14,18 @@ import typer
 from experts.placement.errors import PlacementError
 from experts.placement.problem.limits import Grouping
 from experts.placement.problem.problem import PlacementProblem
-from moe_serve.cli.output_file import check_output
+from moe_serve.cli.console import check_output, wide_console
 from moe_serve.cli.place.place_judge import Judge, Judged, solution_copies
 from moe_serve.cli.place.place_order import Posed, ProblemOrder
-from moe_serve.cli.place.place_plans import write_text
-from moe_serve.cli.place.place_solve import Interrupts, solve
-from moe_serve.cli.place.place_solvers import engine_default, groups_of, make_solver
+from moe_serve.cli.place.place_solve import (
+    Interrupts,
+    engine_default,
+    groups_of,
+    make_solver,
+    solve,
+)
+from moe_serve.cli.place.plan_files import write_text
 from moe_serve.cli.place.report.place_tables import judged_tables, legend, scenario_table
-from moe_serve.cli.wide_console import wide_console
 
 
 def run_compare(parameters: Mapping[str, Any]) -> bool:

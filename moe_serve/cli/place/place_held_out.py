@@ -14,8 +14,13 @@ from experts.placement.problem.loads import ExpertLoads
 from experts.placement.solution import Solution
 from moe_serve.cli.place.place_judge import solution_copies
 from moe_serve.cli.place.place_order import Posed
-from moe_serve.cli.place.place_solve import Interrupts, solve
-from moe_serve.cli.place.place_solvers import REFERENCES, engine_default, make_solver
+from moe_serve.cli.place.place_solve import (
+    REFERENCES,
+    Interrupts,
+    engine_default,
+    make_solver,
+    solve,
+)
 
 _MOST = 8  # scenarios that are held out, evenly picked
 

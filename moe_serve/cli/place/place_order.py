@@ -14,7 +14,7 @@ from experts.placement.problem.problem import Balance, PlacementProblem
 from moe_serve.cli.place.place_cluster import DeviceOrder
 from moe_serve.cli.place.place_inputs import Workloads, read_workloads
 from moe_serve.cli.place.place_model import ModelFacts, ModelOrder
-from moe_serve.cli.place.place_plans import only_layers, read_plan
+from moe_serve.cli.place.plan_files import only_layers, read_plan
 from moe_serve.errors import ConfigError
 
 _PIN = re.compile(r"(?:(\d{1,9}):)?(\d{1,9})@(\d{1,9})", re.ASCII)

@@ -16,13 +16,18 @@ from experts.placement.plan_file import write_placement
 from experts.placement.problem.devices import Devices
 from experts.placement.problem.plan import Placement
 from experts.placement.solution import Solution
-from moe_serve.cli.output_file import check_output
+from moe_serve.cli.console import check_output
 from moe_serve.cli.place.place_order import Posed, ProblemOrder
-from moe_serve.cli.place.place_plans import write_text
-from moe_serve.cli.place.place_solve import Interrupts, solve
-from moe_serve.cli.place.place_solvers import check_limits, fan_out_solver, make_solver
+from moe_serve.cli.place.place_solve import (
+    Interrupts,
+    check_limits,
+    fan_out_solver,
+    make_solver,
+    solve,
+)
+from moe_serve.cli.place.plan_files import write_text
 from moe_serve.cli.place.report.place_report import make_report
-from moe_serve.cli.place.report.place_report_tables import print_report
+from moe_serve.cli.place.report.place_tables import print_report
 from moe_serve.errors import ConfigError
 
 

@@ -15,7 +15,7 @@ from experts.placement.judge.copies import copies_of
 from experts.placement.judge.steps import StepBalance
 from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solution import Solution
-from moe_serve.cli.counted import counted
+from moe_serve.cli.console import counted
 
 _WORTH, _OF_MEMORY = 0.01, 0.1  # the largest load falls by 1%, and by a tenth of the memory
 _AS_GOOD = 1.005  # of the objective: fewer replicas that come this near would do

@@ -17,14 +17,13 @@ from experts.placement.judge.balance import device_loads
 from experts.placement.judge.copies import copies_of
 from experts.placement.problem.plan import contiguous
 from experts.placement.problem.problem import PlacementProblem
-from moe_serve.cli.output_file import check_output
+from moe_serve.cli.console import check_output, wide_console
 from moe_serve.cli.place.place_inputs import read_workloads
 from moe_serve.cli.place.place_judge import Judge
 from moe_serve.cli.place.place_order import Posed, device_order, model_order
-from moe_serve.cli.place.place_plans import only_layers, read_plan, write_text
+from moe_serve.cli.place.plan_files import only_layers, read_plan, write_text
 from moe_serve.cli.place.report.place_heat_map import LoadPicture, check_suffix, draw
 from moe_serve.cli.place.report.place_tables import gib, judged_tables, scenario_table
-from moe_serve.cli.wide_console import wide_console
 from moe_serve.errors import ConfigError
 
 _NUM_SHOWN = 64  # devices, and layers

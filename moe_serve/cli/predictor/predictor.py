@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from moe_serve.cli.output_file import check_output, check_output_folder
+from moe_serve.cli.console import check_output, check_output_folder
 from moe_serve.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from moe_serve.cli.wide_console import wide_console
+from moe_serve.cli.console import wide_console
 from moe_serve.errors import ConfigError
 from moe_serve.learn.documents import Piece, cut_into_pieces, read_documents
 from moe_serve.learn.predictor_data import Captured, PredictorModel

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from moe_serve.cli.client.api_key import sent_key
+from moe_serve.cli.client.server_address import sent_key
 from moe_serve.cli.run_batch.batch_output import BatchOutput
 from moe_serve.cli.run_batch.batch_run import BatchCount, run_lines
 from moe_serve.cli.run_batch.batch_target import OWN_URL, BatchTarget

@@ -1,5 +1,4 @@
-"""The life of a server process: loads, listens, prints the ready message and serves until told to
-stop.
+"""Serves in one process: loads, listens, prints the ready message and serves until told to stop.
 
 This module imports everything heavy, so `serve` imports it only when it has something to serve.
 """
@@ -9,25 +8,27 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 
+from fastapi import FastAPI
 from rich.console import Console
 
-from moe_serve.cli.serve.banner import banner_rows
+from moe_serve.cli.console import optional_output
 from moe_serve.cli.serve.model_files import ModelFiles
 from moe_serve.cli.serve.ready import curl_line, loading_bar, print_ready, server_url
 from moe_serve.cli.serve.service_start import ServiceStart
-from moe_serve.cli.standard_output import optional_output
 from moe_serve.cluster.any_engine import build_any_engine
 from moe_serve.config.logs import is_json_log, set_up_logs
 from moe_serve.config.sections import Config, EngineConfig
-from moe_serve.config.sources import ConfigEntry
+from moe_serve.config.sources import DEFAULT_SOURCE, ConfigEntry
 from moe_serve.engine.async_engine import AsyncEngine
 from moe_serve.engine.build import BuiltEngine
 from moe_serve.engine.layout import Layout
+from moe_serve.engine.routes.placement_control import PlacementControl
 from moe_serve.engine.tracing import make_tracing
 from moe_serve.engine.watch.hang_watch import HangWatch
 from moe_serve.http.app import create_app
 from moe_serve.http.dashboard.facts import dashboard_facts
 from moe_serve.http.operations import Operations
+from moe_serve.http.pages.page_files import PAGE_FILES
 from moe_serve.http.server import run_server
 from moe_serve.http.tracing.span_export import make_span_export
 from moe_serve.model.load.model_tensors import LoadProgress
@@ -127,3 +128,48 @@ def _model_row(files: ModelFiles, layout: Layout) -> str:
         f"{files.name}{where}: {layout.family}, {layout.dtype}, "
         f"context {layout.max_model_len} tokens, loaded in {layout.load_seconds:.1f} s"
     )
+
+
+def banner_rows(
+    config: Config,
+    settings: Sequence[ConfigEntry],
+    layout: Layout,
+    placement: PlacementControl | None,
+    app: FastAPI,
+) -> dict[str, str]:
+    """Returns one line per row. Of secrets only their number is shown."""
+    rows = {"limits": _limits(config, layout)}
+    if placement is not None:
+        rows["placed"] = _placed(placement)
+    rows["pages"] = ", ".join(path for path in PAGE_FILES if "/assets/" not in path)
+    rows["routes"] = _routes(app)
+    changed = [entry for entry in settings if entry.source != DEFAULT_SOURCE]
+    if changed:
+        rows["set"] = ", ".join(f"{entry.key.path}={entry.shown}" for entry in changed)
+    return rows
+
+
+def _limits(config: Config, layout: Layout) -> str:
+    scheduler, num_ranks = config.engine.scheduler, max(1, layout.attention_ranks)
+    most = scheduler.max_num_seqs * num_ranks
+    full = layout.num_pages * layout.page_size / layout.max_model_len
+    return (
+        f"{most} sequences at once, {full:.1f} if each has {layout.max_model_len} tokens; "
+        f"{scheduler.max_batched_tokens} tokens in a step, {scheduler.max_queued_requests} may wait"
+    )
+
+
+def _placed(placement: PlacementControl) -> str:
+    plan = placement.plan()
+    counts = [sum(map(len, plan.held_by(rank).values())) for rank in range(plan.num_ranks)]
+    num_layers = len(plan.ranks_of)
+    return (
+        f"{sum(counts)} experts of {num_layers} layers, copies included, on {plan.num_ranks} "
+        f"expert ranks: {min(counts)} to {max(counts)} each"
+    )
+
+
+def _routes(app: FastAPI) -> str:
+    """Returns the routes of the OpenAPI schema, which is built now instead of at the first request
+    for it."""
+    return ", ".join(path for path in app.openapi()["paths"] if "{" not in path)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import select
+import sys
+import termios
 import time
+import tty
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.live import Live
 
-from moe_serve.cli.client.api_key import sent_key
+from moe_serve.cli.client.server_address import sent_key
 from moe_serve.cli.client.server_answer import Answer
-from moe_serve.cli.top.keyboard import single_keys, wait_for_key
 from moe_serve.cli.top.top_source import NotReachedError, TopSource
 from moe_serve.cli.top.top_view import frame
 from moe_serve.config.sources import API_KEY_VARIABLE
@@ -89,3 +95,29 @@ def _follow(live: Live, source: TopSource, state: Answer, interval: float) -> No
             live.update(frame(state, console, trouble=trouble or None), refresh=True)
         if "q" in wait_for_key(_TICK_S).lower():
             return
+
+
+@contextlib.contextmanager
+def single_keys() -> Iterator[None]:
+    """Makes the terminal deliver keys at once, and restores it afterwards. Ctrl-C keeps its
+    meaning."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    try:
+        tty.setcbreak(descriptor)
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def wait_for_key(seconds: float) -> str:
+    """Returns the keys that were typed; empty if none was typed within the time."""
+    if not sys.stdin.isatty():
+        time.sleep(seconds)
+        return ""
+    descriptor = sys.stdin.fileno()
+    ready, _, _ = select.select([descriptor], [], [], seconds)
+    return os.read(descriptor, 64).decode("utf-8", errors="replace") if ready else ""

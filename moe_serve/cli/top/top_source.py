@@ -13,9 +13,8 @@ from typing import Any
 import httpx
 
 from moe_serve.bench.client.server_metrics import Metrics
-from moe_serve.cli.client.server_address import ServerAddress
+from moe_serve.cli.client.server_address import ServerAddress, no_connection, trusted
 from moe_serve.cli.client.server_answer import Answer
-from moe_serve.cli.client.server_trust import no_connection, trusted
 from moe_serve.errors import ConfigError, MoeServeError
 
 MAX_EVENTS = 200

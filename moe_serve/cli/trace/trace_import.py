@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moe_serve.cli.counted import counted
+from moe_serve.cli.console import counted
 from moe_serve.errors import InvalidRequestError
 
 

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from moe_serve.cli.client.admin_client import URL, AdminClient, AdminKey, Url
-from moe_serve.cli.wide_console import wide_console
+from moe_serve.cli.console import wide_console
 from moe_serve.errors import TracingError
 
 _FIELDS = frozenset({"is_recording", "folder", "sample_rate", "recording", "total"})

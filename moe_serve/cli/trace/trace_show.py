@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from moe_serve.cli.output_file import check_output
-from moe_serve.cli.wide_console import wide_console
+from moe_serve.cli.console import check_output, wide_console
 from moe_serve.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.cli.place.place_plans import write_text
+from moe_serve.cli.place.plan_files import write_text
 from moe_serve.errors import ConfigError
 
 _LOW, _HIGH = 0.5, 2.0  # times the mean: beyond them the colours do not change

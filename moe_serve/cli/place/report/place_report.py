@@ -16,8 +16,7 @@ from moe_serve.cli.place.place_held_out import HeldOut, hold_out
 from moe_serve.cli.place.place_judge import Ints, Judge, Judged, solution_copies
 from moe_serve.cli.place.place_order import Posed
 from moe_serve.cli.place.place_replicas import ReplicaVerdict, judge_replicas
-from moe_serve.cli.place.place_solve import Interrupts, solve
-from moe_serve.cli.place.place_solvers import engine_default, make_solver
+from moe_serve.cli.place.place_solve import Interrupts, engine_default, make_solver, solve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,134 @@
-"""Tables of one plan or of several in comparison."""
+"""Prints the report of `moe-serve place` and the comparison of plans, as tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.console import Console
 from rich.table import Table
 
+from experts.placement.judge.balance import Balancedness
+from experts.placement.judge.redundancy import Redundancy
+from moe_serve.cli.console import counted, wide_console
+from moe_serve.cli.place.place_held_out import HeldOut
 from moe_serve.cli.place.place_judge import Judged
+from moe_serve.cli.place.report.place_report import PlanReport
+
+_TARGET = 0.95  # balancedness: how many replicas it takes at least
+
+
+def print_report(report: PlanReport) -> None:
+    """Prints the problem, the proof, the plan beside other plans, and its costs."""
+    console = wide_console()
+    console.print(grid(_facts(report)), "", sep="\n")
+    for table in judged_tables(report.plans):
+        console.print(table, "", sep="\n")
+    console.print(legend(report.plans), "", sep="\n")
+    if len(report.problem.loads.scenarios) > 1:
+        console.print(scenario_table(report.plans), "", sep="\n")
+    if report.held_out is not None:
+        print_held_out(report.held_out, console)
+    costs = _costs(report)
+    if costs:
+        console.print(grid(costs))
+
+
+def _facts(report: PlanReport) -> list[tuple[str, str]]:
+    problem, solution = report.problem, report.solution
+    loads, devices = problem.loads, problem.devices
+    slots = sorted({device.num_slots for device in devices.devices})
+    each = f"{slots[0]}" if len(slots) == 1 else f"{slots[0]} to {slots[-1]}"
+    by = "rows" if problem.balance == "tokens" else f"activated experts of {problem.batch_size}"
+    gap = "proved best" if solution.gap < 1e-6 else f"at most {solution.gap:.2%} above the best"
+    ended = "" if solution.is_complete else ", ended early (--seconds gives it more time)"
+    return [
+        ("model", report.model),
+        (
+            "loads",
+            f"{counted(len(loads.scenarios), 'scenario')}, "
+            f"{counted(len(loads.layers), 'layer')} of {loads.num_experts} experts",
+        ),
+        (
+            "devices",
+            f"{len(devices)} on {counted(devices.num_nodes, 'node')}, {each} "
+            f"{'slot' if each == '1' else 'slots'} each: "
+            f"{counted(problem.num_replicas, 'replica')} a layer; balanced by {by}",
+        ),
+        (
+            "plan",
+            f"{solution.solver}, {solution.seconds:.2f} s{ended}: objective "
+            f"{solution.objective:.4f}, bound {solution.bound:.4f}, {gap}",
+        ),
+        ("proof", solution.bound_proof),
+        ("hottest", _hottest(report.redundancy)),
+    ]
+
+
+def _hottest(redundancy: Redundancy) -> str:
+    """Returns the load of the hottest expert and the replicas that it needs at least."""
+    words = (
+        f"an expert with {redundancy.hottest_share:.1%} of its layer's choices, "
+        f"{redundancy.hottest_over_even:.2f} times the even load of a device"
+    )
+    needed = redundancy.needed(_TARGET)
+    more = f"over {len(redundancy.best_H) - 1}" if needed is None else str(needed)
+    return f"{words}; balancedness {_TARGET} takes {more} replicas a layer at least"
+
+
+def _costs(report: PlanReport) -> list[tuple[str, str]]:
+    """Returns memory, moves, and the verdict on replicas."""
+    rows = []
+    memory = report.plan.memory
+    if memory is not None:
+        low, high = gib(min(memory)), gib(max(memory))
+        each = high if low == high else f"{low} to {high}"
+        rows.append(("memory", f"{each} of a device for routed experts"))
+    if report.moves is not None:
+        rows.append(("moves", report.moves.sentence))
+    if report.replicas is not None:
+        rows.append(("replicas", report.replicas.sentence))
+    return rows
+
+
+_NUM_SHOWN = 12  # scenarios of the table of distances
+
+
+def print_held_out(held: HeldOut, console: Console) -> None:
+    """Prints balancedness (mean and worst layer) of each held-out scenario, and the drift between
+    scenarios."""
+    table = Table(box=None, title="each scenario held out (balancedness: mean / worst layer)")
+    table.title_justify = "left"
+    maker = "plan" if held.is_like_plan else held.solver
+    names = (
+        "drift from others",
+        "plan with it",
+        f"{maker} without it",
+        f"{held.default} without it",
+    )
+    table.add_column("scenario", no_wrap=True)
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for each in held.held_out:
+        figures = (each.seen, each.unseen, each.default)
+        table.add_row(each.scenario, f"{each.drift:.3f}", *map(_told, figures))
+    console.print(table, "", _distances(held), "", sep="\n")
+
+
+def _told(found: Balancedness | None) -> str:
+    return "" if found is None else f"{found.mean:.3f} / {found.worst:.3f}"
+
+
+def _distances(held: HeldOut) -> Table:
+    table = Table(box=None, title="drift between scenarios, as total variation of their loads")
+    table.title_justify = "left"
+    table.add_column("", no_wrap=True)
+    for number in range(len(held.scenarios[:_NUM_SHOWN])):
+        table.add_column(str(number), justify="right", no_wrap=True)
+    for number, row in enumerate(held.drift_SS[:_NUM_SHOWN]):
+        cells = (f"{value:.3f}" for value in row[:_NUM_SHOWN])
+        table.add_row(f"{number} {held.scenarios[number]}", *cells)
+    return table
+
 
 Column = tuple[str, list[str]]
 

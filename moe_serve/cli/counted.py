@@ -1,8 +1,0 @@
-"""Numbers of things, as people say them."""
-
-from __future__ import annotations
-
-
-def counted(number: int, noun: str) -> str:
-    """ "1 node", "2 nodes"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
