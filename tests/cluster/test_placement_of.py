@@ -59,5 +59,5 @@ def test_copies_are_chosen_by_rows_where_one_side_routes_for_all(
     assert ClusterModel.read(EngineConfig(cluster=one)).is_routing_on_experts
     chosen = replace(one, replica_choice=choice)
     assert not ClusterModel.read(EngineConfig(cluster=chosen)).is_routing_on_experts
-    with pytest.raises(ConfigError, match=rf"replica_choice is '{choice}'.*use 'round-robin', or"):
+    with pytest.raises(ConfigError, match=rf"replica_choice '{choice}'.*use 'round-robin', or"):
         ClusterModel.read(EngineConfig(cluster=replace(chosen, router="experts")))
