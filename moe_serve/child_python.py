@@ -1,4 +1,4 @@
-"""How this Python runs a module of ours in another process, and exchanges messages with it."""
+"""Runs a module of this package in another Python process, and exchanges messages with it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import select
 import sys
 import time
 
-# `-m` puts the working folder first on the path: what lies there, say a `queue.py` beside a
-# model, would be run. Python 3.11 has a switch against it; before that the entry is taken out.
+# `-m` puts the working folder first on the path, so that files there, say a `queue.py` beside a
+# model, would run. Python 3.11 has a switch against it; before that the entry is removed.
 _SAFE_RUN = (
     "import sys; del sys.path[0]; import runpy; "
     "runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
@@ -18,13 +18,14 @@ _PIECE_BYTES = 1 << 20
 
 
 class FrameTooLargeError(Exception):
-    """The other side announced a longer frame than it may send."""
+    """The other side announced a frame larger than allowed."""
 
 
 def module_command(module: str, *arguments: str) -> tuple[str, ...]:
-    """The command that runs `module` as `__main__`, with nothing imported from the working folder.
+    """Return the command that runs `module` as `__main__` and imports nothing from the working
+    folder.
 
-    Secrets go through the environment: everybody on the machine may read a command.
+    Pass secrets through the environment, as every user of the machine may read a command line.
     """
     if sys.version_info >= (3, 11):
         return (sys.executable, "-P", "-m", module, *arguments)
@@ -32,15 +33,15 @@ def module_command(module: str, *arguments: str) -> tuple[str, ...]:
 
 
 def command_without_switch(module: str, *arguments: str) -> tuple[str, ...]:
-    """The same for a Python that has no `-P`."""
+    """Return the same command for a Python without `-P`."""
     return (sys.executable, "-c", _SAFE_RUN.format(module=module), *arguments)
 
 
 def send_frame(descriptor: int, content: bytes, timeout_s: float | None = None) -> None:
-    """Write one frame; returns when all of it is in the pipe.
+    """Write one frame. Returns when all of it is in the pipe.
 
-    With a timeout, which needs a non-blocking descriptor, it raises TimeoutError if the other
-    side does not read; and always BrokenPipeError if it has ended.
+    With a timeout, which needs a non-blocking descriptor, it raises TimeoutError if the other side
+    does not read. It raises BrokenPipeError if the other side has ended.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     rest = memoryview(len(content).to_bytes(_HEAD_BYTES, "big") + content)
@@ -54,7 +55,7 @@ def send_frame(descriptor: int, content: bytes, timeout_s: float | None = None) 
 def receive_frame(
     descriptor: int, timeout_s: float | None = None, max_bytes: int = 2**32 - 1
 ) -> bytes | None:
-    """The next frame's content, or None if the other side has ended.
+    """Return the next frame's content, or None if the other side has ended.
 
     Raises TimeoutError, and FrameTooLargeError for a frame of more than `max_bytes`.
     """
@@ -82,7 +83,7 @@ def _read(descriptor: int, count: int, deadline: float | None) -> bytes | None:
 
 
 def _wait(descriptor: int, deadline: float | None, *, is_write: bool) -> None:
-    """Return when the descriptor is ready. Uses poll: select takes no descriptor above 1023."""
+    """Wait until the descriptor is ready. Uses poll, as select takes no descriptor above 1023."""
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT if is_write else select.POLLIN)
     left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000

@@ -1,4 +1,4 @@
-"""The errors that moe-serve raises for somebody else's mistake or for a state that passes.
+"""The errors that moe-serve raises for mistakes of its callers and for temporary states.
 
     MoeServeError
       x InvalidRequestError          a value of one request is wrong: names the field and the limit
@@ -11,14 +11,14 @@
       x EngineDeadError              the engine itself has stopped: the process must end
       x ConfigError                  the configuration is wrong: names key, source and values
       x CheckpointError              the checkpoint cannot be served: names the file and the tensor
-      x ClusterError                 processes of a cluster do not find or do not fit each other
+      x ClusterError                 processes of a cluster cannot reach or do not fit each other
         + ChannelClosedError         a control connection has ended; the message says why
       x TracingError                 a recording of the routing cannot start or stop; says why
       x RebalanceError               experts cannot be moved now; says why
-      x TimelineError                a timeline's file or records are not what they should be
-      x BenchError                   a load, a file of one, or a report that cannot be used
-        + BenchServerError           the server under load is not reached, or refuses all of it
-        + BenchStreamError           an answer under load is not what the protocol allows
+      x TimelineError                a timeline's file or records are invalid
+      x BenchError                   a load, its file, or a report cannot be used
+        + BenchServerError           the server under load cannot be reached, or refuses it
+        + BenchStreamError           an answer under load breaks the protocol
 
 Our own bugs are `assert`s with a message, never one of these.
 """
@@ -27,17 +27,17 @@ from __future__ import annotations
 
 import re
 
-# Controls of terminals, what reverses the direction of text, other line ends, lone surrogates.
+# Terminal controls, text direction marks, other line ends, lone surrogates.
 _STEERING = "\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 _UNPRINTABLE = re.compile(f"[{_STEERING}]")
 _UNPRINTABLE_OR_LINE = re.compile(f"[\n{_STEERING}]")
 
 
 def printable(text: str, *, keeps_lines: bool = True) -> str:
-    """The text with its control characters as escapes (\\x1b).
+    r"""Return the text with its control characters as escapes (\\x1b).
 
-    Messages repeat what a client or a file holds. Printed as they are, control characters would
-    steer a terminal or forge a line of a log.
+    Messages repeat text of clients and files. Printed unchanged, control characters could steer a
+    terminal or forge a line of a log.
     """
     unprintable = _UNPRINTABLE if keeps_lines else _UNPRINTABLE_OR_LINE
     return unprintable.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
@@ -62,8 +62,8 @@ class InvalidRequestError(MoeServeError):
 class ContextLengthError(InvalidRequestError):
     """Prompt, or prompt plus answer, is longer than the context; the message has both numbers.
 
-    `num_prompt_tokens` (at least so many) and `max_prompt_tokens` are set where the prompt alone is
-    too long, for APIs that say it in words of their own.
+    `num_prompt_tokens` (a lower bound) and `max_prompt_tokens` are set if the prompt alone is too
+    long, for APIs that word the error themselves.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ContextLengthError(InvalidRequestError):
         self.max_prompt_tokens = max_prompt_tokens
 
     def reworded(self, message: str, param: str | None) -> ContextLengthError:
-        """The same in other words."""
+        """Return the same error with another message."""
         return ContextLengthError(
             message,
             param=param,
@@ -89,15 +89,15 @@ class ContextLengthError(InvalidRequestError):
 
 
 class InvalidGrammarError(InvalidRequestError):
-    """A constraint on the answer is no grammar, is too large, or takes too long to compile.
-    `place`: within the constraint, where that is known."""
+    """A constraint on the answer is invalid, too large, or takes too long to compile. `place` is
+    the place within the constraint, if known."""
 
     def __init__(self, message: str, *, param: str | None = "constraint", place: str = "") -> None:
         super().__init__(message, param=param, code="invalid_grammar")
         self.place = place
 
     def of_field(self, field: str) -> InvalidGrammarError:
-        """The same, told of the field of a request that the constraint came from."""
+        """Return the error with the request field that the constraint came from."""
         param = f"{field}.{self.place}" if self.place else field
         return InvalidGrammarError(f"{field}: {self}", param=param, place=self.place)
 
@@ -116,11 +116,11 @@ class ServerOverloadedError(MoeServeError):
 
 
 class TokenizerError(MoeServeError):
-    """The tokenizer of the model crashed on one text, or on some token ids; says on what."""
+    """The model's tokenizer crashed on a text or on token ids, which the message names."""
 
 
 class GenerationError(MoeServeError):
-    """One request failed inside the engine and was ended; nothing else was touched."""
+    """One request failed inside the engine and was ended; other requests are unaffected."""
 
 
 class EngineDeadError(MoeServeError):
@@ -136,23 +136,25 @@ class CheckpointError(MoeServeError):
 
 
 class ClusterError(MoeServeError):
-    """A process of the cluster cannot be reached, or does not fit the others; names which."""
+    """A process of the cluster cannot be reached or does not fit the others; the message names
+    it."""
 
 
 class ChannelClosedError(ClusterError):
-    """A control connection has ended: closed by either side, broken, or nobody reads there."""
+    """A control connection has ended: closed by either side, broken, or not read by the other
+    side."""
 
 
 class RebalanceError(MoeServeError):
-    """Experts are not moved as things are, or an answer about it could not be had."""
+    """Experts cannot be moved at the moment, or the server gave no answer about it."""
 
 
 class TimelineError(MoeServeError):
-    """Records or a file of a timeline that cannot be read, or hold not what was asked for."""
+    """Records or a file of a timeline cannot be read, or lack the requested data."""
 
 
 class TracingError(MoeServeError):
-    """A recording of the routing cannot be started or stopped as things are."""
+    """A recording of the routing cannot be started or stopped at the moment."""
 
 
 class BenchError(MoeServeError):
@@ -168,7 +170,7 @@ class BenchStreamError(BenchError):
 
 
 def shortened(text: str, most: int = 80) -> str:
-    """The beginning of a value, for a message that names it."""
+    """Return the beginning of a value, for a message that names it."""
     return text if len(text) <= most else f"{text[:most]}..."
 
 

@@ -1,7 +1,8 @@
-"""JSON of files and requests, with a bound on the digits of its whole numbers.
+"""Parses JSON of files and requests, with a limit on the digits of integers.
 
-Python reads 4 300 digits and refuses more in words about itself; the product of two such numbers
-cannot be printed. The longest number that people write is a `model_max_length` of 31 digits.
+Python itself reads up to 4 300 digits and refuses more with a message about itself; the product of
+two such numbers cannot be printed. The longest integer in practice is a `model_max_length` of 31
+digits.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ PairsHook = Callable[[list[tuple[str, Any]]], Any]
 
 
 def parse_json(text: str | bytes, pairs_hook: PairsHook | None = None) -> Any:
-    """As `json.loads`. Raises ValueError (also for a number with too many digits), RecursionError.
+    """Parse like `json.loads`. Raises ValueError (also for an integer with too many digits),
+    RecursionError.
 
-    `pairs_hook` makes the objects.
+    `pairs_hook` builds the objects.
     """
     return json.loads(text, parse_int=_integer, object_pairs_hook=pairs_hook)
 
@@ -26,5 +28,7 @@ def parse_json(text: str | bytes, pairs_hook: PairsHook | None = None) -> Any:
 def _integer(text: str) -> int:
     num_digits = len(text.lstrip("-"))
     if num_digits > MOST_DIGITS:
-        raise ValueError(f"it has a number of {num_digits} digits, and {MOST_DIGITS} are the most")
+        raise ValueError(
+            f"it has a number of {num_digits} digits, at most {MOST_DIGITS} are allowed"
+        )
     return int(text)

@@ -1,4 +1,5 @@
-"""A check before a file is opened: a FIFO would wait for a writer, and a device may never end."""
+"""Checks a path before it is opened, as a FIFO would wait for a writer and a device may never
+end."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ _KINDS = {
 
 
 def regular_file(path: Path) -> Path:
-    """The path, if a regular file (or a link to one) is there.
+    """Return the path if it is a regular file, or a link to one.
 
-    Raises OSError: FileNotFoundError only where nothing at all has this name, so that a link to
-    nothing is not taken for a file that somebody left out.
+    Raises OSError. It is FileNotFoundError only if nothing has this name, so that a broken link is
+    not mistaken for an absent optional file.
     """
     try:
         mode = path.stat().st_mode
@@ -36,5 +37,6 @@ def regular_file(path: Path) -> Path:
 
 
 def is_there(path: Path) -> bool:
-    """Whether an optional file has to be read: also a link to nothing is there, and an error."""
+    """Return whether an optional file must be read. A broken link counts, and reading it is an
+    error."""
     return os.path.lexists(path)

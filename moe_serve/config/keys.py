@@ -1,9 +1,9 @@
-"""The table of configuration keys, read off the dataclasses of `config.py`, and what each may be.
+"""The table of configuration keys, derived from the dataclasses in `sections.py`, and their ranges.
 
 A key is `section.name`: the section is the component (`model`, `cache`, `scheduler`, `pipeline`,
 `cluster`, `trace`, `server`, `log`), so `scheduler.max_num_seqs` is
-`Config.engine.scheduler.max_num_seqs`. A new field in `config.py` is a new key by itself; only its
-range is written here.
+`Config.engine.scheduler.max_num_seqs`. A new field in `sections.py` is a new key automatically;
+only its range is written here.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ _SIZES = ("_bytes", "_bytes_per_s")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigKey:
-    """One key: where it is, what type it has, which values it takes."""
+    """One key: its place, its type and its allowed values."""
 
     section: str
     name: str
     kind: type  # bool, int, float, str, or tuple (of strings)
     is_optional: bool
-    choices: tuple[str | int, ...]  # all of one kind; empty: any
-    words: tuple[str, ...]  # beside the values of its kind
+    choices: tuple[str | int, ...]  # all of one kind; empty: any value
+    words: tuple[str, ...]  # allowed beside the values of its kind
     default: Value
 
     @property
@@ -103,7 +103,7 @@ class ConfigKey:
 
     @property
     def allowed(self) -> str:
-        """The values it takes, in words: "an integer in [1, 4]"."""
+        """The allowed values in words, such as "an integer in [1, 4]"."""
         if self.choices:
             text = f"one of {', '.join(map(str, self.choices))}"
         elif self.kind is bool:
@@ -123,7 +123,8 @@ class ConfigKey:
         return text + (", or null" if self.is_optional else "")
 
     def check(self, value: object, source: str) -> Value:
-        """The value in its type, or ConfigError. `source` completes "... (from {source})"."""
+        """Return the value in its type, or raise ConfigError. `source` completes "... (from
+        {source})"."""
         if value is None and self.is_optional:
             return None
         if isinstance(value, str) and value in self.words:
@@ -134,7 +135,8 @@ class ConfigKey:
         return checked
 
     def check_yaml(self, value: object, source: str) -> Value:
-        """As `check`; `yes`, `no`, `on` and `off` are true and false where the key takes those."""
+        """Check a YAML value like `check`. `yes`, `no`, `on` and `off` count as true and false for
+        keys that take those."""
         if value is None and not self.is_optional:
             raise self.error(value, source, shown="null")
         if isinstance(value, str) and value.lower() in (*_YES, *_NO):
@@ -146,7 +148,7 @@ class ConfigKey:
         return self.check(value, source)
 
     def parse(self, text: str, source: str) -> Value:
-        """The value of an environment variable; a list is written with commas, or as JSON."""
+        """Parse the value of an environment variable. A list is written with commas, or as JSON."""
         if self.is_optional and text.lower() in ("null", "none"):
             return None
         if self.kind is tuple:
@@ -168,7 +170,7 @@ class ConfigKey:
         except ValueError as error:
             shown = "this value (not shown)" if self.is_secret else repr(text)
             raise ConfigError(
-                f"{self.path} cannot be {shown} ({source}): it begins with [ and is no JSON list; "
+                f"{self.path} cannot be {shown} ({source}): it begins with [ but is no JSON list; "
                 'write one,two or ["one", "two"].'
             ) from error
 
@@ -182,7 +184,7 @@ class ConfigKey:
         )
 
     def _converted(self, value: object) -> Scalar | tuple[str, ...] | None:
-        """None stands for "not of this type"."""
+        """Return the value in the key's type; None if it is not of this type."""
         if self.kind is bool:
             return value if isinstance(value, bool) else None
         if self.name.endswith(_SIZES) and isinstance(value, str):
@@ -212,12 +214,13 @@ class ConfigKey:
 
 
 def config_keys() -> tuple[ConfigKey, ...]:
-    """All keys, in the order in which `config.py` declares them."""
+    """Return all keys in the order of `sections.py`."""
     return tuple(_keys_of(Config))
 
 
 def check_engine_config(config: EngineConfig, source: str = "an argument") -> EngineConfig:
-    """Hold a config that was built in code to the same limits: returns it or raises."""
+    """Check a config that was built in code against the same limits. Returns it or raises
+    ConfigError."""
     for key in _keys_of(EngineConfig):
         key.check(getattr(getattr(config, key.section), key.name), source)
     if config.cache.num_pages is not None and config.cache.memory_bytes is not None:
@@ -258,7 +261,7 @@ def _check_cluster(cluster: ClusterConfig) -> None:
 
 
 def unknown_name(kind: str, name: str, source: str, known: Iterable[str]) -> ConfigError:
-    """The error for a name that is not in the table, with the nearest one that is."""
+    """Build the error for a name that is not in the table, with the most similar known name."""
     names = sorted(known)
     nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     hint = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(names)}."
@@ -288,7 +291,7 @@ def _keys_of(component: type, section: str = "") -> Iterable[ConfigKey]:
 
 
 def parse_size(text: str) -> int | None:
-    """Bytes of "512MiB"; None if it is no such size."""
+    """Return the bytes of a size such as "512MiB"; None if it is not a size."""
     number, unit = text.strip()[:-3].strip(), text.strip()[-3:]
     is_size = number.isascii() and number.isdigit() and len(number) < 20 and unit in UNITS
     return int(number) * UNITS[unit] if is_size else None

@@ -1,6 +1,6 @@
-"""What the server writes to its standard error: lines of text, or one JSON object a line.
+"""Sets up the log on standard error: lines of text, or one JSON object per line.
 
-A record that was made while a request was served carries that request's id.
+A record made while a request is served carries that request's id.
 """
 
 from __future__ import annotations
@@ -21,14 +21,19 @@ TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 ACCESS_LOG = "moe_serve.http.access"
 STARTUP_LOG = "moe_serve.startup"
 RANK_LOG = "moe_serve.ranks"  # what ranks write, with the rank's name before it
-_TOLD = (STARTUP_LOG, RANK_LOG, "moe_serve.cluster.rebalance", "moe_kernels.build")  # from INFO on
+_TOLD = (
+    STARTUP_LOG,
+    RANK_LOG,
+    "moe_serve.cluster.rebalance",
+    "moe_kernels.build",
+)  # always from INFO
 
 _log = logging.getLogger("moe_serve")
 current_request: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to what is the standard error then, not to what it was when the log was set up."""
+    """Writes to the current standard error, even if it was replaced after the log was set up."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -36,7 +41,8 @@ class StderrHandler(logging.StreamHandler[TextIO]):
 
 
 def set_up_logs(config: LogConfig) -> None:
-    """For the whole process; again: instead of before. The access log has a switch of its own."""
+    """Set up the log of the whole process, replacing an earlier setup. The access log has its own
+    switch."""
     handler, root = StderrHandler(), logging.getLogger()
     is_json = config.format == "json"
     handler.setFormatter(JsonFormatter() if is_json else TextFormatter(TEXT_FORMAT))
@@ -48,20 +54,20 @@ def set_up_logs(config: LogConfig) -> None:
     if config.level == "debug":  # a line for each event of each socket
         logging.getLogger("asyncio").setLevel(logging.INFO)
     logging.captureWarnings(is_json)
-    if is_json:  # what Python itself would write as text
+    if is_json:  # Python itself would write these as text
         sys.excepthook = _log_uncaught
         threading.excepthook = _log_uncaught_in_thread
         sys.unraisablehook = _log_unraisable
 
 
 def is_json_log() -> bool:
-    """Whether what is written besides the log should be in it: a reader expects objects only."""
+    """Return whether the log is JSON, so that other output should go into it too."""
     return any(isinstance(h.formatter, JsonFormatter) for h in logging.getLogger().handlers)
 
 
 class TextFormatter(logging.Formatter):
-    """One line, and the lines of an exception behind it. No message can steer a terminal, or look
-    like a second record."""
+    """Formats a record as one line, followed by the lines of an exception. Escapes control
+    characters, so that no message can steer a terminal or imitate a second record."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - as logging calls it
         record.message = printable(record.message, keeps_lines=False)
@@ -72,7 +78,8 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """time, level, logger, message; request_id, exception and what `extra` gave where there is."""
+    """Formats time, level, logger and message, and if present request_id, exception and the fields
+    of `extra`."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, object] = {

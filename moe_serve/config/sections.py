@@ -1,7 +1,7 @@
 """The typed configuration: one frozen dataclass per component, each given only its own part.
 
-`config_sources.py` fills it from the command line, the environment, a YAML file and these defaults,
-in that order. Resolving an "auto" returns a new object (`dataclasses.replace`), never writes.
+`sources.py` fills it from the command line, the environment, a YAML file and these defaults, in
+that order. Resolving an "auto" returns a new object (`dataclasses.replace`) and never writes.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Which checkpoint, and how it is held."""
+    """The checkpoint, and how it is held in memory."""
 
     path: str | None = None  # a folder in Hugging Face layout; None: the demonstration model
     dtype: DtypeName = "auto"  # auto: the checkpoint's own
     device: DeviceName = "auto"  # auto: cuda if there is one
     kernels: KernelsName = "auto"  # auto: triton on a GPU, native on a CPU where it builds
     expert_weights: ExpertWeightsName = "auto"  # auto: packed where kernels can multiply them
-    expert_memory_bytes: int | None = None  # of routed experts in a process; None: all of them
-    expert_memory_policy: MemoryPolicyName = "frequency"  # what stays there, and what is read ahead
+    expert_memory_bytes: int | None = None  # for routed experts, per process; None: all experts
+    expert_memory_policy: MemoryPolicyName = "frequency"  # which experts stay and are read ahead
     max_model_len: int | None = None  # None: the checkpoint's context
     num_threads: int | None = None  # CPU threads for the math; None: torch's choice
     cuda_graphs: CudaGraphsName = "auto"  # auto: where a GPU has the triton kernels
@@ -76,67 +76,68 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """How large the KV cache is (at most one of the two may be set), and whether it is shared."""
+    """The size of the KV cache (at most one of the two may be set), and whether prefixes are
+    shared."""
 
     num_pages: int | None = None
     memory_bytes: int | None = None  # None and None: enough for `max_num_seqs` average requests
     prefix_cache: bool = True  # requests reuse pages of equal beginnings
-    metrics_sample: float = 0.01  # of its pages, whose times are measured; 0: none
+    metrics_sample: float = 0.01  # share of pages whose times are measured; 0: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """How many sequences and tokens a step may hold, and how long the queue may grow."""
+    """Limits on the sequences and tokens of a step, and on the queue."""
 
     max_num_seqs: int = 64
     max_batched_tokens: int = 1024
     max_queued_requests: int = 256
-    batch_policy: BatchPolicyName = "fifo"  # who joins, and how a step is split
-    expert_capacity: int = 1  # rows of an expert that count in a split; more are free
+    batch_policy: BatchPolicyName = "fifo"  # chooses the requests that start, and splits a step
+    expert_capacity: int = 1  # rows per expert that a split counts; further rows are free
     max_passed_over: int = 128  # later requests that may start before one that waits
-    max_passed_over_s: float = 5.0  # after which nobody passes it any more; worth 1 of priority
-    max_held_s: float = 1.0  # left out for its grammar's cost while others wait for its seat
+    max_passed_over_s: float = 5.0  # waiting time that ends overtaking and adds 1 to priority
+    max_held_s: float = 1.0  # how long a costly grammar may hold an idle seat that others need
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineConfig:
-    """How a step is cut into micro-batches."""
+    """How a step is split into micro-batches."""
 
     micro_batches: int | Literal["auto"] = "auto"  # auto: 1 colocated, else by measured times
-    ahead: bool = True  # ranks get their next step while one runs
-    timeline: str | None = None  # a file: what every rank did when, as a Chrome trace
+    ahead: bool = True  # ranks get the next step while one runs
+    timeline: str | None = None  # a file for a Chrome trace of every rank's stages
 
     @property
     def num_in_one_process(self) -> int:
-        """Micro-batches where nothing can overlap: auto is 1."""
+        """Number of micro-batches in one process, where stages cannot overlap: "auto" is 1."""
         return 1 if self.micro_batches == "auto" else self.micro_batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """Attention and expert ranks as processes of their own. 0 and 0: one process, no ranks."""
+    """Attention and expert ranks as separate processes. 0 and 0: one process, no ranks."""
 
     attention_ranks: int = 0
     expert_ranks: int = 0
-    attention_tp: int = 1  # processes of each attention rank, which share out its heads
+    attention_tp: int = 1  # processes per attention rank, among which its heads are split
     placement: str | None = None  # a file; None: contiguous
     replica_choice: ReplicaPolicyName = "round-robin"  # which copy of an expert serves a row
-    rebalance: RebalanceName = "off"  # move experts while serving: only when asked, or by itself
-    rebalance_interval_s: float = 300.0  # between two plans
-    rebalance_objective: RebalanceObjective = "auto"  # what is to be even; auto: by rows of a step
-    rebalance_min_gain: float = 0.05  # of the busiest rank's work, predicted; less: no move
-    rebalance_max_moves: int = 8  # copies that a layer may get elsewhere, in one plan
-    rebalance_bytes_per_s: int = 64 * 1024 * 1024  # that an expert rank reads for a move
-    rebalance_spare_slots: int = 0  # copies that a rank may have in a layer beyond the first ones
-    router: RouterSide = "auto"  # where experts are chosen; auto: what moves fewer bytes
-    wire_dtype: WireDtype = "auto"  # of rows on their way to the experts; auto: the model's
-    transport: TransportName = "auto"  # of rows and sums; auto: nccl if each rank has its own GPU
-    host: str = "127.0.0.1"  # ranks and coordinator listen here, nowhere else
-    port: int = 0  # of the coordinator; 0: any
-    heartbeat_s: float = 1.0  # a rank that misses three is replaced
-    timeout_s: float = 30.0  # the longest that a rank waits for another one's rows
-    start_timeout_s: float = 600.0  # until every rank has come and loaded its weights
-    rejoin_s: float = 120.0  # for which a node of a launch looks for node 0 after it lost it
+    rebalance: RebalanceName = "off"  # move experts while serving: on request, or automatically
+    rebalance_interval_s: float = 300.0  # seconds between two plans
+    rebalance_objective: RebalanceObjective = "auto"  # the load to even out; auto: by rows per step
+    rebalance_min_gain: float = 0.05  # least predicted gain, as a share of the busiest rank's work
+    rebalance_max_moves: int = 8  # most expert copies per layer that one plan may move
+    rebalance_bytes_per_s: int = 64 * 1024 * 1024  # read rate of a move, per expert rank
+    rebalance_spare_slots: int = 0  # extra copies that a rank may have in each layer
+    router: RouterSide = "auto"  # where experts are chosen; auto: the side that moves fewer bytes
+    wire_dtype: WireDtype = "auto"  # of rows sent to the experts; auto: the model's dtype
+    transport: TransportName = "auto"  # for rows and sums; auto: nccl if each rank has its own GPU
+    host: str = "127.0.0.1"  # address on which ranks and coordinator listen
+    port: int = 0  # of the coordinator; 0: any free port
+    heartbeat_s: float = 1.0  # heartbeat interval; a rank that misses three is replaced
+    timeout_s: float = 30.0  # longest wait for another rank's rows
+    start_timeout_s: float = 600.0  # time for every rank to connect and load its weights
+    rejoin_s: float = 120.0  # how long a node of a launch tries to reach a lost node 0
     calibration: str | None = None  # a file of `moe-serve calibrate`; None: measured as it runs
 
     @property
@@ -146,13 +147,13 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictorConfig:
-    """What is known of the experts that coming tokens will choose."""
+    """The predictor of the experts that coming tokens will choose."""
 
-    path: str | None = None  # a folder of trained predictors; None: what requests chose so far
-    mode: PredictorMode = "act"  # observe: measured, not followed
-    min_recall: float = 0.2  # below it a predictor is not followed: batches are fifo
+    path: str | None = None  # a folder of trained predictors; None: use past choices
+    mode: PredictorMode = "act"  # observe: measured but not followed
+    min_recall: float = 0.2  # a predictor below it is not followed: batches are fifo
     refresh_tokens: int = 32  # generated tokens after which a request is predicted again
-    learn: bool = False  # it follows what requests choose: a shift of each expert, kept in memory
+    learn: bool = False  # adapt a shift per expert to the requests' choices, in memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,45 +170,45 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceConfig:
-    """Recording which experts the routers choose: `moe-serve trace start`."""
+    """Recording of the experts that the routers choose: `moe-serve trace start`."""
 
     directory: str | None = None  # each recording gets a folder there; None: nothing is recorded
-    sample_rate: float = 0.01  # the share of requests; of those, every token
-    tokens: bool = False  # also the token ids, from which a prompt can be read
+    sample_rate: float = 0.01  # share of requests; each with all its tokens
+    tokens: bool = False  # also token ids, which reveal the prompts
     weights: bool = False  # also the routers' weights
-    part_bytes: int = 16 * 1024 * 1024  # of one file of a recording
-    max_bytes: int = 1024 * 1024 * 1024  # of all recordings there; the oldest files go first
+    part_bytes: int = 16 * 1024 * 1024  # size of one file of a recording
+    max_bytes: int = 1024 * 1024 * 1024  # of all recordings; the oldest files are deleted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The HTTP side."""
+    """The HTTP server."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: str | None = None  # None: the checkpoint folder's name
     api_keys: tuple[str, ...] = ()  # empty: no key needed
-    admin_keys: tuple[str, ...] = ()  # for /admin; empty: those routes are off
+    admin_keys: tuple[str, ...] = ()  # for /admin; empty: these routes are off
     max_body_bytes: int = 4 * 1024 * 1024
     drain_timeout_s: float = 30.0
     is_strict: bool = True  # unknown request fields: 400; else 200 and X-Ignored-Parameters
     sse_ping_s: float = 15.0
     expert_metrics: bool = False  # /metrics has a series for each expert of each layer
-    request_metrics: bool = False  # chats and completions have their own times in `metrics`
-    force_include_usage: bool = False  # every stream of chats and completions tells its usage
-    tokenizer_info: bool = False  # GET /tokenizer_info tells the tokenizer and the chat template
-    max_stored_responses: int = 1000  # of /v1/responses; 0: none is kept
-    stored_responses_bytes: int = 64 * 1024 * 1024  # of all of them
+    request_metrics: bool = False  # chats and completions return their times in `metrics`
+    force_include_usage: bool = False  # every stream of chats and completions returns its usage
+    tokenizer_info: bool = False  # GET /tokenizer_info returns tokenizer and chat template
+    max_stored_responses: int = 1000  # for /v1/responses; 0: none are kept
+    stored_responses_bytes: int = 64 * 1024 * 1024  # in all
     stored_response_ttl_s: float = 3600.0
-    metrics_alias: MetricsAlias = "none"  # names that /metrics has beside its own
+    metrics_alias: MetricsAlias = "none"  # additional names in /metrics
     otlp_traces_endpoint: str | None = None  # a collector of OpenTelemetry; None: no traces
     tool_parser: ToolParserName = "auto"  # how the model writes calls; auto: as its template does
-    reasoning_parser: ReasoningParserName = "auto"  # and its reasoning
+    reasoning_parser: ReasoningParserName = "auto"  # how it marks its reasoning
     grammar_in_reasoning: bool = False  # structured output holds from the first token
-    api_key_file: str | None = None  # more API keys, one a line; read again when it changes
-    key_max_concurrent: int | None = None  # sequences of one API key at once; None: any number
-    key_requests_per_minute: int | None = None  # of one API key
-    key_tokens_per_minute: int | None = None  # of one API key, prompts and answers
+    api_key_file: str | None = None  # more API keys, one per line; reread when it changes
+    key_max_concurrent: int | None = None  # open sequences per API key; None: any number
+    key_requests_per_minute: int | None = None  # per API key
+    key_tokens_per_minute: int | None = None  # per API key, prompts and answers
     key_min_priority: int = 0  # the most urgent that a request may be; lower is more urgent
     allow_open: bool = False  # serve other machines without any API key
     allowed_hosts: tuple[str, ...] = ()  # besides loopback names, in the Host header
@@ -216,23 +217,23 @@ class ServerConfig:
     ssl_certfile: str | None = None  # PEM; None: plain HTTP
     ssl_keyfile: str | None = None  # PEM; None: the key is in ssl_certfile
     ssl_ca_certs: str | None = None  # PEM; clients must show a certificate of these authorities
-    hang_report_s: float = 60.0  # with work to do and no step
+    hang_report_s: float = 60.0  # time without progress, with pending work, before a report
     hang_report_directory: str | None = None  # None: the system's folder for temporary files
 
     @property
     def has_api_keys(self) -> bool:
-        """Whether a key is asked for at all."""
+        """Whether requests need an API key."""
         return bool(self.api_keys) or self.api_key_file is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
-    """What the server writes to its standard error."""
+    """The log on standard error."""
 
-    format: LogFormat = "text"  # json: one object a line
+    format: LogFormat = "text"  # json: one object per line
     level: LogLevel = "warning"
     access: bool = False  # a line for each HTTP request
-    access_exclude: tuple[str, ...] = ("/health", "/metrics", "/ping")  # beginnings of paths
+    access_exclude: tuple[str, ...] = ("/health", "/metrics", "/ping")  # path prefixes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

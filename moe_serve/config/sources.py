@@ -1,15 +1,15 @@
-"""One typed Config from the command line, the environment, a YAML file and the defaults.
+"""Builds one typed Config from the command line, the environment, a YAML file and the defaults.
 
-    a flag  >  an environment variable  >  the YAML file  >  the default in config.py
+    a flag  >  an environment variable  >  the YAML file  >  the default in sections.py
 
 A key `scheduler.max_num_seqs` is the YAML entry `max_num_seqs` in the section `scheduler`, and the
 variable `MOE_SERVE_SCHEDULER_MAX_NUM_SEQS`: MOE_SERVE_<SECTION>_<NAME>, for every key. An empty
-variable counts as not set; a list is written with commas, or as JSON where it begins with "[".
-`MOE_SERVE_CONFIG` names the YAML file when `--config` does not. An API key `@FILE` stands for the
+variable counts as not set; a list is written with commas, or as JSON if it begins with "[".
+`MOE_SERVE_CONFIG` names the YAML file if `--config` does not. An API key `@FILE` stands for the
 lines of that file.
 
-Anything unknown is an error, in the file and in the environment: a typing error must not become a
-default. This is the only module that reads the environment or the file.
+Unknown names in the file or the environment are errors, so that a typing error does not silently
+leave a default. This is the only module that reads the environment or the file.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ API_KEY_VARIABLE = "MOE_SERVE_API_KEY"  # the client's key, which `moe-serve cha
 ADMIN_KEY_VARIABLE = "MOE_SERVE_ADMIN_KEY"  # the operator's, which `moe-serve trace` reads
 CLUSTER_SECRET_VARIABLE = "MOE_SERVE_CLUSTER_SECRET"  # shared by every process of one cluster
 DEFAULT_SOURCE = "default"
-_COMMENT = re.compile(r"(^|\s)#.*")  # in a file of keys
-_KEY_SETTING = re.compile(r"\s+(\w+)=(\S*)\Z")  # behind a key, at the end of its line
+_COMMENT = re.compile(r"(^|\s)#.*")  # in a key file
+_KEY_SETTING = re.compile(r"\s+(\w+)=(\S*)\Z")  # after a key, at the end of its line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class ConfigEntry:
 
     @property
     def shown(self) -> str:
-        """The value as YAML writes it; of a secret only how many there are."""
+        """The value as YAML writes it; for a secret only the number of values."""
         if self.key.is_secret and self.value:
             assert isinstance(self.value, tuple), f"{self.key.path}: secrets are lists"
             return f"{len(self.value)} set, not shown"
@@ -65,13 +65,13 @@ class ConfigEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedConfig:
-    """The effective configuration, and for every key where its value came from."""
+    """The effective configuration, and the source of every key's value."""
 
     config: Config
     entries: tuple[ConfigEntry, ...]
 
     def to_yaml(self) -> str:
-        """The effective configuration as a file that `--config` reads back, secrets left out."""
+        """Return the effective configuration as a file that `--config` reads, without secrets."""
         lines: list[str] = []
         for section in dict.fromkeys(entry.key.section for entry in self.entries):
             lines.append(f"{section}:")
@@ -91,9 +91,10 @@ def load_config(
     settings: Mapping[str, object] | None = None,
     settings_source: str = "",
 ) -> LoadedConfig:
-    """Merge the sources. `flags` holds what the command line did set, as {"server.port": 8001}.
+    """Merge the sources. `flags` holds the values set on the command line, as {"server.port":
+    8001}.
 
-    `settings` are laid out likewise: those of a cluster file, which win over the YAML file.
+    `settings` have the same form: they come from a cluster file and override the YAML file.
     """
     keys = {key.path: key for key in config_keys()}
     variables = {variable_name(key): key for key in keys.values()}
@@ -125,8 +126,8 @@ def load_config(
 def wants_json_log(
     *, flags: Mapping[str, object], environ: Mapping[str, str], file: Path | None = None
 ) -> bool:
-    """Whether `log.format` is json, as far as it can be known before all is read and checked:
-    what is wrong with the rest is then said in that format."""
+    """Return whether `log.format` is json, before everything is read and checked, so that errors in
+    the rest are reported in that format."""
     if "log.format" in flags:
         return flags["log.format"] == "json"
     if text := environ.get("MOE_SERVE_LOG_FORMAT", "").strip():
@@ -143,7 +144,7 @@ def wants_json_log(
 
 
 def describe(loaded: LoadedConfig) -> list[ConfigEntry]:
-    """Every key with its value and its source; print `entry.shown`, never `entry.value`."""
+    """Return every key with its value and its source. Print `entry.shown`, never `entry.value`."""
     return list(loaded.entries)
 
 
@@ -179,7 +180,7 @@ def _file_entries(
 
 
 def _named_file(file: Path | None, environ: Mapping[str, str]) -> Path | None:
-    """`--config`, or what the environment names instead."""
+    """Return the file of `--config`, or the one that the environment names instead."""
     named = environ.get(CONFIG_VARIABLE, "").strip()
     return Path(named) if file is None and named else file
 
@@ -194,7 +195,7 @@ def _parse_yaml(file: Path) -> yaml.Node | None:
         raise ConfigError(f"the configuration {file} is not valid YAML: {reason}") from error
     except RecursionError:
         raise ConfigError(
-            f"the configuration {file} has values too deep in each other to be read."
+            f"the configuration {file} has values nested too deeply to be read."
         ) from None
 
 
@@ -203,11 +204,11 @@ def _plain_value(node: yaml.Node, place: str) -> object:
         return plain_value(node)
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"this is no plain value ({place}): {reason}.") from error
+        raise ConfigError(f"this is not a plain value ({place}): {reason}.") from error
 
 
 def _mapping(node: yaml.Node | None, file: Path, what: str) -> Iterator[tuple[str, yaml.Node, str]]:
-    """(name, node, "file:line") of each entry; an empty mapping has none."""
+    """Yield (name, node, "file:line") of each entry of a mapping."""
     if node is None or (isinstance(node, yaml.ScalarNode) and not node.value):
         return
     if not isinstance(node, yaml.MappingNode):
@@ -218,7 +219,7 @@ def _mapping(node: yaml.Node | None, file: Path, what: str) -> Iterator[tuple[st
 
 
 def _with_secrets_read(entry: ConfigEntry) -> ConfigEntry:
-    """`@FILE` among the API keys becomes the lines of that file."""
+    """Replace `@FILE` among the API keys by the lines of that file."""
     if not entry.key.is_secret or not isinstance(entry.value, tuple):
         return entry
     secrets: list[str] = []
@@ -229,8 +230,8 @@ def _with_secrets_read(entry: ConfigEntry) -> ConfigEntry:
 
 
 def read_secret_file(path: str) -> list[str]:
-    """One secret per line; empty lines are left out, and comments: from a # at the beginning or
-    after a space to the end of the line."""
+    """Read one secret per line. Empty lines are skipped, and so are comments: from a # at the start
+    or after a space to the end of the line."""
     try:
         lines = regular_file(Path(path)).read_text("utf-8").splitlines()
     except OSError as error:
@@ -244,7 +245,7 @@ def read_secret_file(path: str) -> list[str]:
 
 
 def split_key(line: str) -> tuple[str, list[tuple[str, str]]]:
-    """A key, and the settings behind it: `s3cret min_priority=-10`."""
+    """Split a line into a key and the settings after it: `s3cret min_priority=-10`."""
     settings: list[tuple[str, str]] = []
     while found := _KEY_SETTING.search(line):
         settings.append((found[1], found[2]))
@@ -253,12 +254,12 @@ def split_key(line: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 def read_first_key(path: str) -> str:
-    """The key that a client sends: the first one of a file, without its settings."""
+    """Return the key that a client sends: the first one of a file, without its settings."""
     return split_key(read_secret_file(path)[0])[0]
 
 
 def _build(component: type, values: Mapping[str, Value], section: str = "") -> Any:
-    """The dataclass `component` with all its parts, from {"section.name": value}."""
+    """Build the dataclass `component` with all its parts from {"section.name": value}."""
     arguments: dict[str, Any] = {}
     for item in dataclasses.fields(component):
         if item.default is dataclasses.MISSING:

@@ -1,12 +1,12 @@
-"""YAML files: read by YAML 1.2's plain rules, and the nodes of a file, each once.
+"""Reads YAML files by YAML 1.2's plain rules, and visits each node of a file once.
 
 PyYAML follows YAML 1.1, which reads `1:30` as 90, `017` as 15, `on` as true and `2026-01-02` as a
-date. Here a number is in decimal digits (or `0x` and hexadecimal ones), true and false are the only
-booleans, and everything else is the text that is written: a key that takes a number refuses it.
+date. Here a number has decimal digits (or `0x` and hexadecimal ones), true and false are the only
+booleans, and everything else is text as written, so a key that takes a number refuses it.
 
-A node that aliases name lies in several places. What reads a file as a tree (a check, a message
-that shows a value) visits it as often as it is named, and aliases of aliases double that with each
-line.
+A node named by aliases occurs in several places. Code that reads a file as a tree (a check, or a
+message that shows a value) visits it once per alias, and aliases of aliases double that with each
+line, so their number is limited.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import yaml
 
 from moe_serve.errors import ConfigError, shortened
 
-MOST_COPIES = 100_000  # nodes that aliases add to those that are written
+MOST_COPIES = 100_000  # nodes that aliases may add to the written ones
 MOST_LEVELS = 100
 _TAG = "tag:yaml.org,2002:"
 _TEXT = f"{_TAG}str"
-# Values by the YAML 1.2 core schema, less `0o17`, which few mean as 15. `8_000` is a number to
-# whoever writes it; a number of 20 digits and more is text, as nothing here takes one.
+# Values by the YAML 1.2 core schema, without `0o17`, which few people mean as 15. `8_000` is meant
+# as a number; a number of 20 or more digits is text, as no key takes one.
 _PLAIN: Mapping[str, tuple[str, str]] = {
     "null": (r"~|null|Null|NULL|", "~nN"),
     "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -43,7 +43,7 @@ _PLAIN: Mapping[str, tuple[str, str]] = {
 
 
 def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """As PyYAML keeps them: by the first character of a value."""
+    """Return the resolvers as PyYAML keeps them, by the first character of a value."""
     by_character: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
     for name, (pattern, characters) in _PLAIN.items():
         entry = (_TAG + name, re.compile(rf"(?:{pattern})\Z"))
@@ -69,7 +69,7 @@ def _construct_float(_loader: Any, node: yaml.ScalarNode) -> float:
 
 
 def _plain(base: type) -> Any:
-    """A loader with the rules of this module."""
+    """Return a loader class with the rules of this module."""
     loader: Any = type("PlainLoader", (base,), {"yaml_implicit_resolvers": _resolvers()})
     loader.add_constructor(f"{_TAG}int", _construct_int)
     loader.add_constructor(f"{_TAG}float", _construct_float)
@@ -77,7 +77,7 @@ def _plain(base: type) -> Any:
 
 
 class _QuotingDumper(yaml.SafeDumper):
-    """Puts quotes around text that YAML 1.1 or this module would take for something else."""
+    """Puts quotes around text that YAML 1.1 or this module would read as another type."""
 
 
 for _first, _entries in _resolvers().items():
@@ -88,10 +88,11 @@ _COMPILED_LOADER = _plain(getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def read_yaml(text: str, source: str, *, is_large: bool = False) -> yaml.Node | None:
-    """The root of a file of one document, checked: no key twice, no tags, no aliases without end.
+    """Return the root of a file of one document, checked: no duplicate keys, no tags, limited
+    aliases.
 
-    `is_large`: by the compiled parser where there is one. Raises ConfigError with file and line,
-    and what PyYAML raises for text that is not YAML.
+    `is_large` uses the compiled parser if available. Raises ConfigError with file and line, and
+    PyYAML's errors for text that is not YAML.
     """
     loader = (_COMPILED_LOADER if is_large else _LOADER)(text)
     try:
@@ -105,19 +106,21 @@ def read_yaml(text: str, source: str, *, is_large: bool = False) -> yaml.Node | 
 
 
 def plain_value(node: yaml.Node | None) -> Any:
-    """What a node of `read_yaml` stands for: text, numbers, lists, mappings. Raises YAMLError."""
+    """Return the value of a node of `read_yaml`: text, numbers, lists, mappings. Raises
+    YAMLError."""
     return None if node is None else _LOADER("").construct_document(node)
 
 
 def yaml_line(value: object) -> str:
-    """A plain value on one line, which `read_yaml` and other readers of YAML take for the same."""
+    """Return a plain value on one line, which `read_yaml` and other YAML readers read back
+    unchanged."""
     text: str = yaml.dump(value, Dumper=_QuotingDumper, default_flow_style=True, width=10_000)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
 def value_place(root: yaml.Node | None, message: str, source: str) -> str:
-    """Where the value lies that a message of msgspec is about ("... - at `$.nodes[0].slots`"), and
-    the value as it is written: " (cluster.yaml:3: '1:30')"."""
+    """Return place and text of the value that a msgspec message ("... - at `$.nodes[0].slots`") is
+    about: " (cluster.yaml:3: '1:30')"."""
     found = re.search(r"at `\$([^`]*)`", message)
     node = root
     for name, index in re.findall(r"\.([^.\[\]]+)|\[(\d+)\]", found[1]) if found else ():
@@ -141,15 +144,15 @@ def _inner_node(node: yaml.Node | None, name: str, index: str) -> yaml.Node | No
 
 
 def _refuse_tag(loader: Any, node: yaml.Node, source: str) -> None:
-    """`!!str` says what quotes say; any other tag makes of a value what nothing here takes."""
+    """Refuse tags except `!!str`, which means the same as quotes."""
     is_scalar = isinstance(node, yaml.ScalarNode)
     is_bare = isinstance(node, yaml.ScalarNode) and not node.style  # without quotes
     implied = loader.resolve(type(node), node.value, (is_bare, not is_bare))
     if node.tag != implied and not (is_scalar and node.tag == _TEXT):
         name = shortened(node.tag.replace(_TAG, "!!"))
         raise ConfigError(
-            f"this is no plain value ({source}:{node.start_mark.line + 1}): it has the tag {name}; "
-            "write it without."
+            f"this is not a plain value ({source}:{node.start_mark.line + 1}): it has the tag "
+            f"{name}; remove the tag."
         )
 
 
@@ -165,8 +168,8 @@ def _refuse_doubled_keys(node: yaml.Node, source: str) -> None:
 
 
 def distinct_nodes(root: yaml.Node | None, source: str) -> list[yaml.Node]:
-    """In the order of the file. Raises ConfigError where aliases stand for too much, or for what
-    they are in, and where lists and mappings lie too deep in each other."""
+    """Return the nodes in the order of the file. Raises ConfigError if aliases stand for too many
+    values or for a value that contains them, or if values are nested too deeply."""
     walk = _Walk(source)
     if root is None:
         return walk.nodes
@@ -174,27 +177,27 @@ def distinct_nodes(root: yaml.Node | None, source: str) -> list[yaml.Node]:
     num_copies = num_nodes - len(walk.nodes)
     if num_copies > MOST_COPIES:
         raise ConfigError(
-            f"the aliases of {source} repeat {num_copies:,} values, and {MOST_COPIES:,} is the "
-            "most: write out what is meant."
+            f"the aliases of {source} repeat {num_copies:,} values, at most {MOST_COPIES:,} are "
+            "allowed: use fewer aliases."
         )
     return walk.nodes
 
 
 class _Walk:
-    """Sizes of nodes with all that lies in them, counted once each."""
+    """Measures nodes with everything inside them, each node once."""
 
     def __init__(self, source: str) -> None:
         self.nodes: list[yaml.Node] = []
         self._source = source
-        self._measured: dict[int, tuple[int, int] | None] = {}  # by id; None: we are in it
+        self._measured: dict[int, tuple[int, int] | None] = {}  # by id; None: being measured
 
     def measure(self, node: yaml.Node) -> tuple[int, int]:
-        """(nodes, levels), as if every alias was written out."""
+        """Return (nodes, levels) as if every alias were written out."""
         place = f"{self._source}:{node.start_mark.line + 1}"
         if id(node) in self._measured:
             known = self._measured[id(node)]
             if known is None:
-                raise ConfigError(f"an alias stands for a value that it is in itself ({place}).")
+                raise ConfigError(f"an alias stands for a value that contains it ({place}).")
             return known
         self._measured[id(node)] = None
         self.nodes.append(node)
@@ -202,7 +205,7 @@ class _Walk:
         num_nodes = 1 + sum(nodes for nodes, _ in inner)
         num_levels = 1 + max((levels for _, levels in inner), default=0)
         if num_levels > MOST_LEVELS:
-            raise ConfigError(f"values lie more than {MOST_LEVELS} deep in each other ({place}).")
+            raise ConfigError(f"values are nested more than {MOST_LEVELS} deep ({place}).")
         self._measured[id(node)] = num_nodes, num_levels
         return num_nodes, num_levels
 

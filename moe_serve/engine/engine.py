@@ -93,8 +93,7 @@ class Engine:
         return len(self._scheduler.running)
 
     def add(self, request: GenerationRequest) -> None:
-        """Queue a request. The caller has checked that its prompt is shorter than
-        `max_model_len`."""
+        """Queue a request, whose prompt the caller has found shorter than `max_model_len`."""
         length = len(request.prompt_token_ids)
         assert 0 < length < self.max_model_len, f"prompt of {length} tokens reached the engine"
         assert request.request_id not in self._sequences, f"{request.request_id} is running"
@@ -149,8 +148,7 @@ class Engine:
         return self.end_step(None if plan is None else self._try(plan, self._schedule))
 
     def begin_step(self, most: int | None = None, number: int | None = None) -> StepPlan | None:
-        """Schedule a step and plan it in at most `most` micro-batches; None if there is nothing to
-        do."""
+        """Schedule a step and plan it in at most `most` micro-batches; None: nothing to do."""
         for sequence in self._scheduler.overdue():
             self._pending.append(self._fail(sequence, TOO_COSTLY))
         self._schedule = self._scheduler.schedule()
@@ -165,8 +163,7 @@ class Engine:
         return self._routes.with_requests(plan, number or self._num_steps, self._schedule)
 
     def begin_ahead(self) -> bool:
-        """Begin the step after the running one. Returns False if its contents are not certain
-        yet."""
+        """Begin the step after the running one; False if its contents are not certain yet."""
         sequences = [sequence for sequence, _ in self._schedule.values()]
         if self._leaving or any(self._stop.is_last(s, s.num_output_tokens + 1) for s in sequences):
             return False
@@ -327,8 +324,8 @@ class Engine:
         self._executor.forget([s.id for s in sequences])
 
     def _release_finished(self, ended: list[Sequence], outcome: StepOutcome | Exception) -> None:
-        """Remove sequences whose last step has ended and whose result of it is unused. Without a
-        valid token the contents of their last pages are not proven."""
+        """Remove sequences whose last step has ended. Without a valid token their last pages are
+        not proven."""
         for sequence in ended:
             token = outcome.sampled.get(sequence.id) if isinstance(outcome, StepOutcome) else None
             if not (isinstance(token, Sampled) and token.is_valid):

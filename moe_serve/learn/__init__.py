@@ -1,1 +1,1 @@
-"""Trains predictors: from texts to captured routing to a trained file."""
+"""Trains routing predictors from texts: captures the routing, trains, and evaluates."""

@@ -1,7 +1,7 @@
-"""Documents for predictors: read from text files, cut into pieces that a model reads.
+"""Reads documents for predictors from text files, and cuts them into pieces for the model.
 
-A file holds documents separated by lines `<|endoftext|>`; `.xz` files are unpacked. Of a folder
-with files named train* and valid*, training takes the first and judging the second.
+A file holds documents separated by lines `<|endoftext|>`; `.xz` files are unpacked. From a folder
+with files named train* and valid*, training takes the first and evaluation the second.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from routing_predictor.requests.texts import PIECE
 
 _SEPARATOR = "<|endoftext|>"
 _SUFFIXES = (".txt", ".txt.xz")
-_PIECE_TOKENS = 1024  # of a long document, read as a request of its own
+_PIECE_TOKENS = 1024  # pieces of a long document are separate requests
 _MIN_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text; `label` says what it is of: its folder, or its file."""
+    """One text. `label` is its folder or its file."""
 
     text: str
     label: str
 
     @property
     def name(self) -> str:
-        """By its content: the same text has the same name."""
+        """A name derived from the content, so that equal texts have equal names."""
         return sha256(self.text.encode()).hexdigest()[:12]
 
 
@@ -49,7 +49,7 @@ class Piece:
 
 
 def read_documents(paths: Sequence[Path], split: str) -> list[Document]:
-    """`split`: "train" or "valid". Raises ConfigError where there is nothing to read."""
+    """Read the documents of a split, "train" or "valid". Raises ConfigError if there are none."""
     documents = []
     for path in paths:
         for file in _files_of(path, split):
@@ -65,8 +65,8 @@ def read_documents(paths: Sequence[Path], split: str) -> list[Document]:
 def cut_into_pieces(
     documents: Sequence[Document], tokenizer: Tokenizer, max_tokens: int, max_piece: int, seed: int
 ) -> list[Piece]:
-    """Pieces of about `max_tokens` tokens, the same number of each label: first pieces of documents
-    in random order, then second ones, and so on."""
+    """Cut documents into pieces of about `max_tokens` tokens in all, equally many for each label:
+    first pieces of documents in random order, then second ones, and so on."""
     by_label: dict[str, list[Document]] = {}
     for document in documents:
         by_label.setdefault(document.label, []).append(document)
@@ -82,7 +82,7 @@ def cut_into_pieces(
 
 
 def hash_of(pieces: Sequence[Piece]) -> str:
-    """Of all their names and tokens, in their order."""
+    """Return the hash of all names and tokens, in order."""
     digest = sha256()
     for piece in pieces:
         digest.update(piece.request_id.encode())
@@ -118,7 +118,7 @@ def _files_of(path: Path, split: str) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise ConfigError(f"{path} is not there: give text files, or folders of them.")
+        raise ConfigError(f"{path} does not exist: give text files, or folders of them.")
     files = sorted(file for file in path.rglob("*") if file.name.endswith(_SUFFIXES))
     return [file for file in files if file.name.startswith(split)] or files
 

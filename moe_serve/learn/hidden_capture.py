@@ -1,7 +1,7 @@
-"""Runs texts through a model and keeps what each layer saw and chose: what predictors learn from.
+"""Runs texts through a model and keeps the hidden states and the chosen experts of each layer.
 
-T tokens, L layers with routed experts, K choices, D model width. Layer by layer and unfused, over
-whole documents; no request, no sampling.
+T tokens, L layers with routed experts, K choices, D model width. Runs layer by layer and unfused,
+over whole documents, without requests or sampling.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Tokens = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedLayers:
-    """What the L layers of a few documents saw and chose, T tokens, document after document."""
+    """Hidden states and choices of the L layers for T tokens, document after document."""
 
     expert_ids_TLK: NDArray[np.int16]
     before_attention_LTD: Tensor  # the residual stream that enters each layer; fp16, CPU
@@ -33,7 +33,7 @@ class CapturedLayers:
 
 
 class HiddenCapture:
-    """A model that is run for what passes through it. Owns a cache of `max_tokens` tokens."""
+    """A model run to capture its hidden states. Owns a cache of `max_tokens` tokens."""
 
     def __init__(self, stage: AttentionStage, experts: ExpertStage, max_tokens: int) -> None:
         self._stage, self._experts, self._max_tokens = stage, experts, max_tokens
@@ -42,7 +42,8 @@ class HiddenCapture:
         self._cache = KVCache(stage.spec, num_pages, stage.dtype, device)
 
     def batches(self, documents: Sequence[Tokens]) -> Iterator[list[int]]:
-        """Indices of documents that pass together: at most `max_tokens` tokens, one at least."""
+        """Yield indices of documents to run together: at most `max_tokens` tokens, but at least one
+        document."""
         batch, size = list[int](), 0
         for index, document in enumerate(documents):
             if batch and size + len(document) > self._max_tokens:

@@ -1,4 +1,4 @@
-"""A model opened for predictors: what they learn from, and what they need of its weights.
+"""Opens a model for predictors: captures their training data, and reads the weights they need.
 
 T tokens, L layers with routed experts, V vocabulary, D model width.
 """
@@ -29,7 +29,7 @@ _TOKENS_AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """The routing of texts, and where it was asked for, the hidden states around it."""
+    """The routing of texts, and the hidden states around it if requested."""
 
     trace: RoutingTrace
     before_attention_LTD: Tensor | None  # fp16, see HiddenCapture
@@ -37,7 +37,7 @@ class Captured:
 
 
 class PredictorModel:
-    """A checkpoint on the CPU. Weights are read when they are first needed."""
+    """A checkpoint on the CPU. Weights are read on first use."""
 
     def __init__(self, model: str | None, num_threads: int = 1) -> None:
         config = ModelConfig(path=model, device="cpu")
@@ -50,23 +50,24 @@ class PredictorModel:
 
     @property
     def max_piece(self) -> int:
-        """Longest text, in tokens, that is read at once."""
+        """The longest text, in tokens, that is read at once."""
         return min(self.spec.max_positions, _TOKENS_AT_ONCE)
 
     def embedding(self) -> Tensor:
-        """[V, D], as stored."""
+        """Return the embedding [V, D], as stored."""
         return self._loader.embedding()
 
     def routers(self) -> list[RouterWeights]:
-        """Norm and router of each layer with routed experts. Raises ConfigError, as `capture`."""
+        """Return norm and router of each layer with routed experts. Raises ConfigError like
+        `capture`."""
         check_routers(self.spec, self.name)
         return layer_routers(self._loader)
 
     def capture(
         self, pieces: Sequence[Piece], *, has_hidden: bool, progress: CaptureProgress
     ) -> Captured:
-        """Run texts through the model. Raises ConfigError if hidden states are wanted of one whose
-        routers cannot be predicted from them."""
+        """Run texts through the model. Raises ConfigError if hidden states are requested but the
+        model's routers cannot be predicted from them."""
         if has_hidden:
             check_routers(self.spec, self.name)
         stage = self._loader.attention_stage(self.max_piece)

@@ -1,4 +1,4 @@
-"""Judging predictors of a model on texts, beside baselines fitted on others.
+"""Evaluates a model's predictors on texts, beside baselines fitted on other texts.
 
 N tokens, L layers with routed experts, E experts.
 """
@@ -43,8 +43,12 @@ def judge_request(
     seed: int,
     progress: Progress,
 ) -> list[Verdict]:
-    """`seen`: texts that the baselines may learn from; None: no baselines. `horizon`: coming tokens
-    to be judged by; None: those that the predictor was trained for."""
+    """Evaluate a request predictor.
+
+    `seen` are texts that the baselines may learn from; None evaluates without baselines. `horizon`
+    is the number of coming tokens to evaluate; None uses the number that the predictor was trained
+    for.
+    """
     embedding_VD = model.embedding()
     predictor = load_request_predictor(
         folder, model_identity=model.identity, embedding_VD=embedding_VD, model=model.name
@@ -65,7 +69,7 @@ def judge_layers(
     captured: Captured,
     seen: RoutedTexts | None,
 ) -> list[Verdict]:
-    """The predictors between layers, the frozen router alone, and baselines by token."""
+    """Evaluate predictors between layers, the frozen router alone, and baselines by token."""
     routers = model.routers()
     predictors = load_layer_predictors(
         folder, kind, routers, model_identity=model.identity, model=model.name

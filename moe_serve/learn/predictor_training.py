@@ -1,4 +1,4 @@
-"""Training predictors of a model: from texts or traces to a folder of them."""
+"""Trains a model's predictors from texts or traces."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _HELD_OUT_EVERY = 20  # documents
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A predictor that can be written."""
+    """A trained predictor, ready to be written."""
 
     card: PredictorCard
     module: torch.nn.Module
@@ -39,7 +39,7 @@ class Trained:
 
 
 def data_facts(pieces: Sequence[Piece]) -> dict[str, Any]:
-    """What a card says of the texts."""
+    """Return the facts about the texts for the predictor's card."""
     by_label: dict[str, int] = {}
     for piece in pieces:
         by_label[piece.label] = by_label.get(piece.label, 0) + len(piece.tokens)
@@ -57,7 +57,7 @@ def train_request_predictor(
     recipe: Recipe,
     progress: Progress,
 ) -> Trained:
-    """Raises RoutingError for a trace that cannot be learnt from."""
+    """Train a request predictor. Raises RoutingError for a trace that cannot be learnt from."""
     pools = PrefixPools(model.embedding())
     mlp, fit = train_request(texts_of(trace), lambda cuts: pooled(cuts, pools), recipe, progress)
     sizes = {"hidden": NUM_HIDDEN, "windows": list(pools.windows), "horizon": HORIZON}
@@ -74,7 +74,7 @@ def train_layer_predictors(
     progress: Progress,
     loss: Loss = "router",
 ) -> Trained:
-    """One predictor per predicted layer, each trained by itself. Raises RoutingError for texts that
+    """Train one predictor per predicted layer, each separately. Raises RoutingError for texts that
     cannot be learnt from."""
     source, num_hidden = layer_source(model, captured), HIDDEN[kind]
     is_held_out_N = held_out_tokens(captured.trace)
@@ -118,8 +118,8 @@ def layer_source(model: PredictorModel, captured: Captured) -> LayerSource:
 
 
 def held_out_tokens(trace: RoutingTrace) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Tokens of every twentieth document, by which training stops. Raises TraceError where there
-    are fewer than two documents."""
+    """Return a mask of the tokens of every twentieth document, which decide when training stops.
+    Raises TraceError for fewer than two documents."""
     names = np.array([name.split(PIECE)[0] for name in trace.request_ids])
     document = np.unique(names, return_inverse=True)[1][trace.request_N]
     num_documents = int(document.max()) + 1

@@ -1,1 +1,1 @@
-"""The engine from Python: `LLM`, the offline twin of the server."""
+"""The engine from Python: `LLM`, the offline counterpart of the server."""

@@ -1,4 +1,4 @@
-"""A call of `LLM.generate` while it runs: prompts, growing answers, and the results of them."""
+"""A running call of `LLM.generate`: prompts, growing answers, and their results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Job:
-    """One prompt."""
+    """One prompt and its answers."""
 
     request_id: str
     prompt: str | None
@@ -43,7 +43,7 @@ class Job:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One text, one list of ids, or a list of either -> a list of prompts."""
+    """Convert one text, one list of ids, or a list of either into a list of prompts."""
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Sequence):
@@ -66,7 +66,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def check_text_length(text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
-    """Refuse a text that cannot fit before the work of tokenizing it."""
+    """Refuse a text that cannot fit before it is tokenized."""
     min_tokens = tokenizer.min_num_tokens(text)
     if min_tokens >= max_model_len:
         raise ContextLengthError(
@@ -77,7 +77,7 @@ def check_text_length(text: str, tokenizer: Tokenizer, max_model_len: int) -> No
 
 
 def make_output(job: Job, tokenizer: Tokenizer) -> RequestOutput:
-    """The finished job, in vLLM's names."""
+    """Convert the finished job into vLLM's result classes."""
     first = job.first_token_time or job.start_time
     return RequestOutput(
         request_id=job.request_id,
@@ -114,7 +114,8 @@ def _completion(index: int, answer: Answer, tokenizer: Tokenizer) -> CompletionO
 def _logprobs(
     entry: TokenLogprob, tokenizer: Tokenizer, *, is_ranked: bool = True
 ) -> dict[int, Logprob]:
-    """`is_ranked`: the entry has the likeliest tokens, so that their order tells their ranks."""
+    """Convert log probabilities. `is_ranked` means that the entry has the likeliest tokens, so that
+    their order gives their ranks."""
     described = {
         token: Logprob(value, rank if is_ranked else None, tokenizer.token_text(token))
         for rank, (token, value) in enumerate(entry.top, start=1)

@@ -1,4 +1,4 @@
-"""The offline twin of the server: the same engine, called from Python.
+"""The offline counterpart of the server: the same engine, called from Python.
 
 from moe_serve import LLM, SamplingParams
 
@@ -57,11 +57,11 @@ from moe_serve.text.chat_template import ChatTemplate
 from moe_serve.text.text_stream import TextStream
 from moe_serve.text.tokenizer import Tokenizer
 
-_END_TOKENS = 64  # of a prompt, which tell whether reasoning has begun
+_END_TOKENS = 64  # a prompt's last tokens show whether reasoning has begun
 
 
 class LLM:
-    """A loaded model. `close()` (or `with`) gives its memory back."""
+    """A loaded model. `close()` (or `with`) frees its memory."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class LLM:
             ),
         )
         checked = check_engine_config(config, "LLM")
-        # First: what may be missing is told before weights are read, and before ranks run.
+        # First, so that missing files are reported before weights are read and ranks start.
         self._tokenizer: Tokenizer | None = Tokenizer.load(model_folder(checked.model))
         built = build_any_engine(checked)
         self._open_engine: DrivenEngine | None = built.engine
@@ -136,7 +136,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Drop the weights and the cache, and end the ranks; every later call is refused."""
+        """Free the weights and the cache, and end the ranks. Every later call is refused."""
         engine = self._open_engine
         self._tokenizer = self._open_engine = None
         self._gate.close()
@@ -145,7 +145,7 @@ class LLM:
             engine.close()
 
     def stats(self) -> EngineStats:
-        """Steps, pages, preemptions and tokens so far."""
+        """Return steps, pages, preemptions and tokens so far."""
         return self._engine.stats()
 
     @property
@@ -191,7 +191,7 @@ class LLM:
         *,
         continues: bool,
     ) -> list[RequestOutput]:
-        """`continues`: the answers go on where the text of the prompts ends."""
+        """Complete prompts. `continues` means that the answers continue the prompts' text."""
         listed = as_prompts(prompts)
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(listed)
@@ -253,7 +253,7 @@ class LLM:
         params = self._with_thinking_markers(params, ids)
         params = with_bad_word_ids(params, self.tokenizer)
         stem = f"offline-{next(self._ids)}"
-        others = replace(params, prompt_logprobs=None)  # they are the same for every choice
+        others = replace(params, prompt_logprobs=None)  # equal for every choice
         answers = [
             Answer(
                 GenerationRequest(
@@ -273,7 +273,8 @@ class LLM:
     def _with_thinking_markers(
         self, params: SamplingParams, ids: tuple[int, ...]
     ) -> SamplingParams:
-        """Those that the chat template shows, if the params have a budget and no markers."""
+        """Add the markers that the chat template shows, if the params have a budget and no
+        markers."""
         if params.thinking_token_budget in (None, -1) or params.thinking_markers is not None:
             return params
         source = "" if self._template is None else self._template.source
@@ -308,7 +309,8 @@ class LLM:
         params.check_vocabulary(vocab_size)
 
     def _run(self, jobs: list[Job], use_progress_bar: bool) -> None:
-        """Step until every answer is there; Ctrl-C leaves through `generate`, which aborts."""
+        """Step until every answer is complete. Ctrl-C leaves through `generate`, which aborts the
+        requests."""
         open_answers = {a.request.request_id: (job, a) for job in jobs for a in job.answers}
         columns = (*Progress.get_default_columns(), TextColumn("{task.fields[speed]}"))
         with Progress(*columns, disable=not use_progress_bar) as progress:
@@ -328,7 +330,7 @@ class LLM:
         self._engine.check_integrity()
 
     def _take(self, job: Job, answer: Answer, delta: TokenDelta) -> bool:
-        """Add a delta to its answer; True if the answer is complete."""
+        """Add a delta to its answer. Returns True if the answer is complete."""
         if delta.finish_reason is FinishReason.ERROR:
             raise GenerationError(f"{delta.request_id}: {delta.error}.")
         if delta.prompt_logprobs is not None:

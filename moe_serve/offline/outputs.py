@@ -1,4 +1,4 @@
-"""What `LLM.generate` returns. Names as in vLLM."""
+"""The results of `LLM.generate`. Names as in vLLM."""
 
 from __future__ import annotations
 
