@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from experts.placement.plan_file import write_placement
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 from harness.environment import describe_environment
 from harness.expert_memory.texts import draw, token_streams
 from moe_serve.cluster.build import build_cluster

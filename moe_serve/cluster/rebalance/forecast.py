@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from experts.placement.judge.balance import device_loads
 from experts.placement.judge.copies import copies_of
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 from experts.placement.problem.problem import PlacementProblem
 
 

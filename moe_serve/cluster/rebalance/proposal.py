@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from experts.placement.errors import PlacementError
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 from moe_serve.cluster.rebalance.forecast import Forecast, forecast
 from moe_serve.cluster.rebalance.load_window import STRIDE, WindowCounts
 from moe_serve.cluster.rebalance.plan_job import PlanJob, placement_of, problem_of

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from experts.placement.errors import PlacementError
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 from moe_serve.cluster.members.current_placement import CurrentPlacement, PlacementVersion
 from moe_serve.cluster.rebalance.forecast import Forecast
 from moe_serve.cluster.rebalance.load_window import LoadWindow, WindowCounts

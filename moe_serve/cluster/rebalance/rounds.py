@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from experts.placement.errors import PlacementError
-from experts.placement.problem.plan import Placement, RanksOf
+from experts.placement.problem.placement import Placement, RanksOf
 from moe_serve.cluster.members.expert_cover import Held
 
 
