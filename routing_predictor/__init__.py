@@ -1,1 +1,1 @@
-"""Traces of the routing and predictors learnt from them. Never imports `moe_serve`."""
+"""Records routing traces and learns predictors from them. Never imports `moe_serve`."""

@@ -1,4 +1,5 @@
-"""A folder of predictors: KIND.safetensors with the weights in fp16, KIND.json with the card.
+"""Reads and writes a folder of predictors: KIND.safetensors with the weights in fp16, KIND.json
+with the card.
 
 L layers with routed experts, E experts, V vocabulary, D model width.
 """
@@ -29,8 +30,8 @@ from routing_predictor.traces.metadata import regular
 
 
 def write_predictor(folder: Path, card: PredictorCard, module: nn.Module) -> None:
-    """Both files, the card last, each whole or not at all. The same weights and card give the same
-    bytes."""
+    """Write both files, the card last, each completely or not at all. The same weights and card
+    give the same bytes."""
     tensors: dict[str, NDArray[Any]] = {
         name: tensor.detach().half().numpy() for name, tensor in module.state_dict().items()
     }
@@ -40,7 +41,8 @@ def write_predictor(folder: Path, card: PredictorCard, module: nn.Module) -> Non
         folder.mkdir(parents=True, exist_ok=True)
         aside[0].write_bytes(save(tensors))
         write_card(card, aside[1])
-        aside[0].replace(weights)  # only now, with the card: what lies there belongs together
+        # renamed only now, with the card, so that the two files belong together
+        aside[0].replace(weights)
         aside[1].replace(facts)
     except OSError as error:
         raise PredictorError(f"{folder} cannot be written: {error.strerror}") from None
@@ -51,7 +53,7 @@ def write_predictor(folder: Path, card: PredictorCard, module: nn.Module) -> Non
 
 
 def read_predictor_card(folder: Path, kind: PredictorKind) -> PredictorCard:
-    """Raises PredictorError."""
+    """Read the card of a predictor. Raises PredictorError."""
     card = read_card(folder / f"{kind.value}.json")
     if card.kind != kind.value:
         raise PredictorError(f"{folder / kind.value}.json is the card of a {card.kind} predictor")
@@ -66,9 +68,9 @@ def load_request_predictor(
     placement_version: str = "",
     model: str = "",
 ) -> PrefixPredictor:
-    """The request predictor of a folder, for the model with this identity and embedding table.
+    """Load the request predictor of a folder, for the model with this identity and embedding table.
 
-    Raises PredictorError for a damaged one, and for one of another model or placement.
+    Raises PredictorError if it is damaged, or belongs to another model or placement.
     """
     card = read_predictor_card(folder, PredictorKind.REQUEST)
     card.check_fits(model_identity, placement_version, model)
@@ -100,10 +102,10 @@ def load_layer_predictors(
     placement_version: str = "",
     model: str = "",
 ) -> LayerPredictors:
-    """The next-layer or the pre-attention predictors of a folder. `routers`: of the model's layers
-    with routed experts, in their order.
+    """Load the next-layer or the pre-attention predictors of a folder. `routers` are those of the
+    model's layers with routed experts, in order.
 
-    Raises PredictorError for a damaged one, and for one of another model or placement.
+    Raises PredictorError if they are damaged, or belong to another model or placement.
     """
     card = read_predictor_card(folder, kind)
     card.check_fits(model_identity, placement_version, model)
@@ -124,7 +126,8 @@ def load_layer_predictors(
 
 
 def load_weights(module: nn.Module, path: Path) -> None:
-    """Raises PredictorError unless the file holds the module's tensors, finite."""
+    """Load a file's weights into the module. Raises PredictorError unless the file holds the
+    module's tensors, all finite."""
     wanted = module.state_dict()
     _check_shapes(path, {name: tuple(tensor.shape) for name, tensor in wanted.items()})
     with _opened(path) as file:
@@ -140,7 +143,7 @@ def load_weights(module: nn.Module, path: Path) -> None:
 
 
 def _check_shapes(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Before anything is allocated: a card may name any sizes, a file cannot."""
+    """Check shapes before anything is allocated: a card may name any sizes, a file cannot."""
     with _opened(path) as file:
         names = set(file.keys())
         for name, shape in wanted.items():
@@ -152,12 +155,12 @@ def _check_shapes(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A safetensors file. Raises PredictorError for one that cannot be read."""
+    """Open a safetensors file. Raises PredictorError if it cannot be read."""
     try:
         with safe_open(regular(path), framework="numpy") as file:
             yield file
     except FileNotFoundError:
-        raise PredictorError(f"{path} is not there") from None
+        raise PredictorError(f"{path} does not exist") from None
     except (OSError, SafetensorError, TypeError) as error:
         why = " ".join(str(error).split())
         raise PredictorError(f"{path} cannot be read as a safetensors file: {why}") from None

@@ -27,7 +27,7 @@ import numpy as np
 
 from expert_memory.texts import draw, token_streams
 from experts.placement.plan_file import write_placement
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 from harness.environment import describe_environment
 from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.rebalance.load_window import LoadWindow

@@ -1,1 +1,1 @@
-"""Which expert lies on which rank, and which copy of it serves a row. Needs numpy, never torch."""
+"""Places experts on ranks and chooses the copy that serves a row. Needs numpy, never torch."""

@@ -1,11 +1,12 @@
-"""What is wrong with a placement that somebody wrote or asked for."""
+"""Errors about a placement that a user wrote or asked for."""
 
 from __future__ import annotations
 
 
 class PlacementError(ValueError):
-    """One sentence with the numbers that disagree."""
+    """A placement or placement problem is invalid. The message is one sentence with the numbers
+    that disagree."""
 
 
 class NotAPlanError(PlacementError):
-    """What was read is no plan at all, so nothing can be said of how it fits."""
+    """The content that was read is not a placement at all, so its numbers cannot be checked."""

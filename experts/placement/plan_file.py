@@ -1,10 +1,10 @@
-"""A placement as a JSON file.
+"""Reads and writes a placement as a JSON file.
 
     {"format": "moe-serve placement", "version": 1, "num_ranks": 2, "num_experts": 3,
      "layers": {"1": [[0], [0, 1], [1]], ...}}
 
-`layers` names the model's layers that have routed experts, by their number in the model; of each
-expert the ranks that hold it.
+`layers` maps the number of each layer with routed experts (its number in the model) to a list that
+names, for each expert, the ranks that hold it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from experts.placement.errors import NotAPlanError, PlacementError
-from experts.placement.problem.plan import Placement, RanksOf
+from experts.placement.problem.placement import Placement, RanksOf
 
 FORMAT, VERSION = "moe-serve placement", 1
 _MOST_DIGITS = 19
@@ -27,32 +27,38 @@ _WRITER = (
 
 
 def read_placement(path: Path) -> Placement:
-    """Raises PlacementError with what is wrong; every expert of a file's layers is on a rank."""
+    """Read a placement file, in which every expert of its layers is on a rank. Raises
+    PlacementError, which names the file and the fault."""
     if path.exists() and not (path.is_file() or path.is_dir()):
-        raise PlacementError(f"{path} cannot be read: it is not a regular file.")
+        raise PlacementError(
+            f"{path} cannot be read: it is not a regular file. Pass the path of a JSON file."
+        )
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise PlacementError(f"{path} cannot be read: {error.strerror}.") from None
-    except (ValueError, RecursionError) as error:  # PlacementError too: the file is not named yet
+    # includes PlacementError, whose message does not name the file yet
+    except (ValueError, RecursionError) as error:
         reason = str(error).removesuffix(".")
         raise PlacementError(f"{path} is not a JSON placement: {reason}; {_WRITER}") from None
     try:
         return parse_placement(content)
     except NotAPlanError as error:
         reason = str(error).removesuffix(".")
-        raise PlacementError(f"{path} is no placement of moe-serve: {reason}; {_WRITER}") from None
+        raise PlacementError(
+            f"{path} is not a placement of moe-serve: {reason}; {_WRITER}"
+        ) from None
     except PlacementError as error:
         raise PlacementError(f"{path}: {error}") from None
 
 
 def write_placement(placement: Placement, path: Path) -> None:
-    """See `placement_text`."""
+    """Write a placement file; `placement_text` makes its content."""
     path.write_text(placement_text(placement), encoding="utf-8")
 
 
 def placement_text(placement: Placement) -> str:
-    """One line a layer."""
+    """Return the content of a placement file, with one line for each layer."""
     assert not placement.lost, f"{len(placement.lost)} experts are on no rank"
     layers = ",\n".join(
         f'  "{layer}": {json.dumps(experts)}'
@@ -70,50 +76,61 @@ def placement_text(placement: Placement) -> str:
 
 
 def parse_placement(content: Any) -> Placement:
-    """What the JSON of a file holds. Raises PlacementError, NotAPlanError, which do not name it."""
+    """Make a placement from the JSON content of a file. Raises PlacementError or NotAPlanError,
+    which do not name the file."""
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise NotAPlanError(f'it does not say "format": "{FORMAT}".')
+        raise NotAPlanError(f'it does not contain "format": "{FORMAT}".')
     if content.get("version") != VERSION:
-        raise PlacementError(f"Its version is {content.get('version')!r}; {VERSION} is read.")
+        raise PlacementError(f"version must be {VERSION}, got {content.get('version')!r}.")
     if content.keys() != _KEYS:
         missing, more = sorted(_KEYS - content.keys()), sorted(map(str, content.keys() - _KEYS))
-        raise PlacementError(f"Keys are missing ({missing}) or unknown ({more}).")
+        raise PlacementError(
+            f"Keys are missing ({missing}) or unknown ({more}); a placement has exactly "
+            f"{sorted(_KEYS)}."
+        )
     if not isinstance(content["layers"], dict):
-        raise PlacementError("Its layers are not an object of layer number to experts.")
+        raise PlacementError(
+            "layers must be an object that maps layer numbers to lists of experts."
+        )
     layers = {}
     for key, experts in content["layers"].items():
         if not _is_layer(key):
-            raise PlacementError(f"{str(key)[:20]!r} is not the number of a layer, as text.")
+            raise PlacementError(
+                f"The keys of layers must be layer numbers as text, got {str(key)[:20]!r}."
+            )
         layers[int(key)] = _experts(key, experts)
     numbers = {key: content[key] for key in ("num_ranks", "num_experts")}
     for key, value in numbers.items():
         if not _is_number(value):
-            raise PlacementError(f"{key} is {value!r}, not a number.")
+            raise PlacementError(f"{key} must be a whole number, got {value!r}.")
     placement = Placement(**numbers, ranks_of=layers)
     if not layers:
-        raise PlacementError("It has no layers.")
+        raise PlacementError("layers is empty; it needs at least one layer.")
     if placement.lost:
         first = placement.lost[0]
         raise PlacementError(
-            f"{len(placement.lost)} experts are on no rank, the first is expert {first.expert} of "
-            f"layer {first.layer}."
+            f"{len(placement.lost)} experts are on no rank; the first is expert {first.expert} of "
+            f"layer {first.layer}. Give every expert at least one rank."
         )
     return placement
 
 
 def _experts(layer: str, experts: Any) -> RanksOf:
     if not isinstance(experts, list):
-        raise PlacementError(f"Layer {layer} is {experts!r}, not a list by expert.")
+        raise PlacementError(
+            f"Layer {layer} must be a list with one entry for each expert, got {experts!r}."
+        )
     for expert, ranks in enumerate(experts):
         if not isinstance(ranks, list) or not all(_is_number(rank) for rank in ranks):
             raise PlacementError(
-                f"Layer {layer}, expert {expert}: {ranks!r} is not a list of rank numbers."
+                f"Layer {layer}, expert {expert}: ranks must be a list of rank numbers, got "
+                f"{ranks!r}."
             )
     return tuple(map(tuple, experts))
 
 
 def _is_layer(key: Any) -> bool:
-    """In YAML a key may be anything."""
+    """In YAML a key may have any type."""
     is_short = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10
     return is_short and key == str(int(key))
 
@@ -123,22 +140,25 @@ def _is_number(value: Any) -> bool:
 
 
 def parse_json(text: str) -> Any:
-    """As `json.loads`, less keys that are there twice and numbers that no plan has. Raises
-    ValueError, RecursionError."""
+    """Parse JSON like `json.loads`, but refuse repeated keys and numbers too long for a placement.
+    Raises ValueError or RecursionError."""
     return json.loads(text, object_pairs_hook=_without_repeats, parse_int=_whole_number)
 
 
 def _whole_number(text: str) -> int:
     if len(text) > _MOST_DIGITS:
-        raise PlacementError(f"It has a number of {len(text)} digits.")
+        raise PlacementError(
+            f"A number has {len(text)} digits; at most {_MOST_DIGITS} are allowed."
+        )
     return int(text)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A layer that is there twice would silently lose one of them."""
+    """Refuse repeated keys: json.loads would silently keep only the last layer of two with the same
+    number."""
     content = dict(pairs)
     if len(content) < len(pairs):
         keys = [key for key, _ in pairs]
         repeated = next(key for key in keys if keys.count(key) > 1)
-        raise PlacementError(f"{repeated!r} is there twice.")
+        raise PlacementError(f"The key {repeated!r} occurs twice.")
     return content

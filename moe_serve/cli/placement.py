@@ -13,7 +13,7 @@ from rich.table import Table
 
 from experts.placement.errors import PlacementError
 from experts.placement.plan_file import placement_text, read_placement
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 from moe_serve.cli.client.admin_client import URL, AdminClient, AdminKey, Url
 from moe_serve.cli.console import wide_console
 from moe_serve.errors import RebalanceError

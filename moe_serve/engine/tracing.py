@@ -15,9 +15,13 @@ from moe_serve.engine.request.placement_version import placement_version
 from moe_serve.engine.routes.route_recorder import RouteRecorder
 from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.errors import CheckpointError, ConfigError, InvalidRequestError, TracingError
-from routing_predictor.traces.capped_parts import earlier_parts
 from routing_predictor.traces.errors import TraceError
-from routing_predictor.traces.recording import RecordingStats, RecordingWriter, TraceHeader
+from routing_predictor.traces.recording import (
+    RecordingStats,
+    RecordingWriter,
+    TraceHeader,
+    earlier_parts,
+)
 
 MIN_RATE = 0.0001
 

@@ -13,16 +13,14 @@ import torch
 from moe_serve.learn.predictor_data import Captured, PredictorModel
 from moe_serve.learn.predictor_training import layer_source
 from routing_predictor.judge.evaluate import Verdict, judge
-from routing_predictor.judge.history_rivals import load_of
-from routing_predictor.judge.layer_rivals import (
-    judged_previous_token,
-    truth_of_tokens,
-)
-from routing_predictor.judge.request_rivals import (
+from routing_predictor.judge.rivals import (
     cuts_to_judge,
     judged_history,
     judged_predictor,
+    judged_previous_token,
     judged_regression,
+    load_of,
+    truth_of_tokens,
 )
 from routing_predictor.layers.layer_data import layer_data, predicted_pairs
 from routing_predictor.layers.router_residual import RouterResidual, choice_probability

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 from moe_serve.cache.sizing import num_pages
 from moe_serve.cluster.members.cluster_model import num_slots, placement_of, read_spec
 from moe_serve.config.sections import PAGE_SIZE, EngineConfig

@@ -1,1 +1,1 @@
-"""Traces and loads that other programs wrote. Nothing in their files is ever executed."""
+"""Imports traces and loads that other programs wrote. Nothing in their files is ever executed."""

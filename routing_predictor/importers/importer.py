@@ -1,4 +1,4 @@
-"""Which reader a foreign file needs: told, or seen."""
+"""Chooses the reader for a foreign file, by request or by looking at the file."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ _BY_SUFFIX = {".pt": "sglang", ".npz": "npz", ".npy": "npy", ".csv": "csv"}
 
 
 def import_files(paths: Sequence[Path], kind: str, options: ImportOptions) -> Imported:
-    """`kind`: a name of IMPORTERS, or auto. Raises TraceError."""
-    assert paths, "there is something to import"
+    """Import files with the reader `kind`, a name of IMPORTERS or auto. Raises TraceError."""
+    assert paths, "import_files needs at least one path"
     if kind == "auto":
         kind = detect(paths[0])
     if kind not in IMPORTERS:
-        raise TraceError(f"{kind} is no format; known are auto, {', '.join(IMPORTERS)}")
+        raise TraceError(f"{kind} is not a known format: use auto, {', '.join(IMPORTERS)}")
     return IMPORTERS[kind](paths, options)
 
 
 def detect(path: Path) -> str:
-    """The name of the format, by the file's name and, of JSON, by its keys. Raises TraceError."""
+    """Return the name of the format, from the file's name and, for JSON, from its keys. Raises
+    TraceError."""
     if not path.exists():
-        raise TraceError(f"{path} is not there")
+        raise TraceError(f"{path} does not exist")
     if path.is_dir():
         return "trtllm"
     if path.suffix in _BY_SUFFIX:

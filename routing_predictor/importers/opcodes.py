@@ -1,8 +1,8 @@
-"""A reader for the pickles inside torch files that can make plain data and nothing else.
+"""Reads the pickles inside torch files; it can make plain data and nothing else.
 
-It walks the opcodes itself. There is no import, no call and no attribute in it: a name in the
-file is a name, and the few that mean "a tensor" or "an ordered dict" are understood here. Anything
-else is refused by its name.
+It interprets the opcodes itself, without any import, call or attribute access. A name in the file
+stays a name; only the few that mean "a tensor" or "an ordered dict" are understood. Anything else
+is refused, and the error names it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 from routing_predictor.traces.errors import TraceError
 
 _MAX_BYTES = 2**28
-_MAX_COUNT = 2**40  # of a tensor's sizes: numbers beyond it are no tensor's
+_MAX_COUNT = 2**40  # limit on a tensor's sizes
 _MAX_DIMENSIONS = 8
 _MAX_SHOWN = 100  # characters of a name in a message
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """What a pickle calls a global: two words, that are never looked up."""
+    """A global of a pickle: two words that are never looked up."""
 
     module: str
     name: str
@@ -35,7 +35,7 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as the pickle describes it; its numbers lie elsewhere in the file."""
+    """A tensor as the pickle describes it; its numbers are elsewhere in the file."""
 
     storage: str  # the torch name of its type, such as IntStorage
     key: str
@@ -53,7 +53,7 @@ class _Storage:
 
 
 class _Mark:
-    """Where a list, tuple or dict begins on the stack."""
+    """Marks the start of a list, tuple or dict on the stack."""
 
 
 _MARK = _Mark()
@@ -77,11 +77,12 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 def read_plain_data(content: bytes) -> Any:
-    """Dicts, lists, tuples, numbers, text, None and `StoredTensor`. Raises TraceError."""
+    """Return the data as dicts, lists, tuples, numbers, text, None and `StoredTensor`. Raises
+    TraceError."""
     if len(content) > _MAX_BYTES:
         raise TraceError(f"its pickle has {len(content)} bytes; at most {_MAX_BYTES} are read")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the parser, about texts that are spelled oddly
+        warnings.simplefilter("ignore")  # warnings of the parser about unusual spellings of texts
         return _walk(content)
 
 
@@ -160,7 +161,7 @@ class _Machine:
         elif name == "STACK_GLOBAL":
             word, module = stack.pop(), stack.pop()
             if not isinstance(module, str) or not isinstance(word, str):
-                raise TraceError("its pickle is damaged (a name that is no text)")
+                raise TraceError("its pickle is damaged (a name that is not text)")
             stack.append(_known(Name(module, word)))
         elif name == "BINPERSID":
             stack.append(_storage(stack.pop()))
@@ -171,7 +172,7 @@ class _Machine:
             raise TraceError(f"its pickle wants {name}, which plain data does not need: refused")
 
     def _marked(self) -> list[Any]:
-        """What was put on the stack since the last mark."""
+        """Pop and return the values pushed since the last mark."""
         place = len(self._stack) - 1
         while place >= 0 and self._stack[place] is not _MARK:
             place -= 1
@@ -203,14 +204,16 @@ def _storage(reference: Any) -> _Storage:
         and isinstance(reference[2], str)
         and _is_count(reference[4])
     ):
-        raise TraceError("it refers to something outside that is no tensor's storage: refused")
+        raise TraceError(
+            "it refers to something outside the file other than a tensor's storage: refused"
+        )
     return _Storage(reference[1], reference[2], reference[4])
 
 
 def _made(what: Any, arguments: Any) -> Any:
-    """What a REDUCE stands for."""
+    """Return the value of a REDUCE."""
     if not isinstance(what, Name) or not isinstance(arguments, tuple):
-        raise TraceError("its pickle calls something that is no name: refused")
+        raise TraceError("its pickle calls something that is not a name: refused")
     if what == _ORDERED and not arguments:
         return {}
     if what == _SIZE and len(arguments) == 1 and isinstance(arguments[0], tuple):

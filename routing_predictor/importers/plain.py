@@ -1,7 +1,7 @@
-"""Traces and counts without a program of their own: npz, npy, CSV and JSON lines.
+"""Reads traces and counts in plain formats: npz, npy, CSV and JSON lines.
 
     npz    an array [tokens, layers, k]; with `pos`, `sample`, `sample_name`: positions, requests,
-           and what to call them
+           and the names of the requests
     npy    [tokens, layers, k], or [tokens, layers] of first choices
     csv    counts: a row for each layer, a column for each expert
     jsonl  {"layer": 3, "token_idx": 17, "topk_ids": [5, 9]}
@@ -37,11 +37,11 @@ from routing_predictor.traces.metadata import regular
 from routing_predictor.traces.trace import RoutingTrace, check_distinct
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]?(nan|inf)", re.ASCII | re.I)
-_MAX_NUMBER = 2**31  # of a layer or a token
+_MAX_NUMBER = 2**31  # limit on the number of a layer or a token
 
 
 def import_npz(paths: Sequence[Path], options: ImportOptions) -> RoutingTrace:
-    """Raises TraceError."""
+    """Read a trace from an npz file. Raises TraceError."""
     path = _one(paths)
     arrays = _numpy_arrays(path)
     tables = [n for n, a in arrays.items() if a.ndim == 3 and a.dtype.kind in "iu"]
@@ -53,7 +53,7 @@ def import_npz(paths: Sequence[Path], options: ImportOptions) -> RoutingTrace:
     for name, column in zip(("pos", "sample"), columns, strict=True):
         is_wrong = column is not None and (column.ndim != 1 or column.dtype.kind not in "iu")
         if column is not None and (is_wrong or len(column) != len(ids_NLK) or column.min() < 0):
-            raise TraceError(f"{path}: {name} is no column of {len(ids_NLK)} numbers")
+            raise TraceError(f"{path}: {name} must be a column of {len(ids_NLK)} numbers")
     position_N, sample_N = columns
     if sample_N is None:
         return make_trace(ids_NLK, options, position_N=position_N)
@@ -70,7 +70,7 @@ def import_npz(paths: Sequence[Path], options: ImportOptions) -> RoutingTrace:
 
 
 def import_npy(paths: Sequence[Path], options: ImportOptions) -> RoutingTrace:
-    """Raises TraceError."""
+    """Read a trace from an npy file. Raises TraceError."""
     path = _one(paths)
     ids = _numpy_arrays(path)[""]
     if ids.ndim not in (2, 3) or ids.dtype.kind not in "iu":
@@ -83,7 +83,7 @@ def import_npy(paths: Sequence[Path], options: ImportOptions) -> RoutingTrace:
 
 
 def import_csv(paths: Sequence[Path], options: ImportOptions) -> ExpertLoad:
-    """Raises TraceError. A first row of words is a heading."""
+    """Read counts from a CSV file; a first row of words is a heading. Raises TraceError."""
     path = _one(paths)
     rows = _csv_rows(read_text(path), path)
     if rows and not any(_is_number(cell) for cell in rows[0].cells):
@@ -96,7 +96,7 @@ def import_csv(paths: Sequence[Path], options: ImportOptions) -> ExpertLoad:
             raise TraceError(f"{path}: row {number} has a text in quotes; write counts without")
         wrong = [cell for cell in row.cells if not _is_number(cell)]
         if wrong:
-            raise TraceError(f"{path}: row {number} has {wrong[0][:40]!r}, which is no count")
+            raise TraceError(f"{path}: row {number} has {wrong[0][:40]!r}, which is not a count")
         if len(row.cells) != width:
             raise TraceError(f"{path}: row {number} is not {width} counts, but {len(row.cells)}")
     counts_LE = as_array([[float(cell) for cell in row.cells] for row in rows], 2, str(path))
@@ -109,7 +109,7 @@ class _CsvRow(NamedTuple):
 
 
 def _csv_rows(text: str, path: Path) -> list[_CsvRow]:
-    """Rows that hold anything. Raises TraceError."""
+    """Return the rows that are not empty. Raises TraceError."""
     lines = text.splitlines(keepends=True)
     reader, rows, first = csv.reader(lines), list[_CsvRow](), 0
     try:
@@ -119,12 +119,12 @@ def _csv_rows(text: str, path: Path) -> list[_CsvRow]:
             if any(cells):
                 rows.append(_CsvRow(cells, is_quoted))
     except csv.Error as error:
-        raise TraceError(f"{path} is no CSV: {error}") from None
+        raise TraceError(f"{path} is not valid CSV: {error}") from None
     return rows
 
 
 def import_token_lines(paths: Sequence[Path], options: ImportOptions) -> RoutingTrace:
-    """Raises TraceError unless every token has every layer once."""
+    """Read a trace from JSON lines. Raises TraceError unless every token has every layer once."""
     path = _one(paths)
     found: dict[tuple[int, int], Any] = {}
     for number, entry in enumerate(read_json_lines(path), 1):
@@ -153,7 +153,8 @@ def _one(paths: Sequence[Path]) -> Path:
 
 
 def _numpy_arrays(path: Path) -> Mapping[str, NDArray[Any]]:
-    """Of an npz by name, of an npy under ""; objects are refused by numpy itself."""
+    """Return the arrays of an npz by name, or that of an npy under ""; numpy itself refuses
+    objects."""
     try:
         loaded = np.load(regular(path), allow_pickle=False)
         if isinstance(loaded, np.ndarray):
@@ -161,7 +162,7 @@ def _numpy_arrays(path: Path) -> Mapping[str, NDArray[Any]]:
         with loaded:
             return {name: loaded[name] for name in loaded.files}
     except FileNotFoundError:
-        raise TraceError(f"{path} is not there") from None
+        raise TraceError(f"{path} does not exist") from None
     except (OSError, ValueError, EOFError, BadZipFile, zlib.error, MemoryError) as error:
         reason = getattr(error, "strerror", None) or error
         raise TraceError(f"{path} cannot be read as numpy arrays: {reason}") from None
@@ -181,14 +182,14 @@ def _names(array: NDArray[Any] | None, samples: NDArray[Any], path: Path) -> lis
         return [""] * len(samples)
     count = int(samples[-1]) + 1
     if array.ndim != 1 or array.dtype.kind not in "US" or len(array) < count:
-        raise TraceError(f"{path}: sample_name is no list of {count} names")
+        raise TraceError(f"{path}: sample_name must be a list of {count} names")
     if array.dtype.kind == "S":
         array = np.char.decode(array, "utf-8", "replace")
     return [str(array[number]) for number in samples]
 
 
 def _counted(sample_N: NDArray[Any]) -> NDArray[np.int64]:
-    """Each token's number within its request."""
+    """Return each token's number within its request."""
     order = np.argsort(sample_N, kind="stable")
     _, starts, counts = np.unique(sample_N[order], return_index=True, return_counts=True)
     position_N = np.empty(len(sample_N), np.int64)
@@ -201,5 +202,6 @@ def _is_index(value: Any) -> TypeGuard[int]:
 
 
 def _is_number(cell: str) -> bool:
-    """As spreadsheets write it; Python would also read 1_000 and digits of other scripts."""
+    """Accept numbers as spreadsheets write them; Python would also read 1_000 and digits of other
+    scripts."""
     return _NUMBER.fullmatch(cell.strip()) is not None

@@ -1,11 +1,11 @@
-"""SGLang's expert distribution recorder (.pt and .json), and its answers with routed experts.
+"""Reads SGLang's expert distribution recorder (.pt and .json), and its answers with routed experts.
 
     stat                 {"logical_count": [steps, layers, experts]}          one file
     per_pass, per_token  {"records": [...], "last_physical_to_logical_map"}   one file of each rank
     answers              {"meta_info": {"routed_experts": base64 of int32}}   JSON or JSON lines
 
-Layers count all decoder layers; those without experts hold zeros (or -1) and are left out.
-L layers, P physical experts, E experts, T tokens of a pass (padded), K choices (padded).
+Layers count all decoder layers; those without experts hold zeros (or -1) and are left out. L
+layers, P physical experts, E experts, T tokens of a pass (padded), K choices (padded).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from routing_predictor.traces.errors import TraceError
 from routing_predictor.traces.load_file import ExpertLoad
 from routing_predictor.traces.trace import DECODE, PREFILL, RoutingTrace
 
-_EXTEND = 1  # of forward_mode: tokens of prompts
+_EXTEND = 1  # forward_mode of tokens of prompts
 
 
 def import_sglang(paths: Sequence[Path], options: ImportOptions) -> Imported:
-    """One file, or those of all ranks of one recording. Raises TraceError."""
+    """Read one file, or those of all ranks of one recording. Raises TraceError."""
     first = paths[0]
     if first.suffix == ".jsonl":
         return _answers([entry for path in paths for entry in read_json_lines(path)], options)
@@ -90,7 +90,7 @@ def _map(content: dict[str, Any], path: Path) -> NDArray[np.int64]:
 def _per_pass(
     contents: Sequence[dict[str, Any]], options: ImportOptions, paths: Sequence[Path]
 ) -> ExpertLoad:
-    """Each pass is a step: the sum over its ranks."""
+    """Make a load with one step for each pass: the sum over its ranks."""
     steps: dict[Any, NDArray[np.float64]] = {}
     for content, path in zip(contents, paths, strict=True):
         map_LP = _map(content, path)
@@ -102,7 +102,7 @@ def _per_pass(
             key = record.get("forward_pass_id")
             if not isinstance(key, int):
                 raise TraceError(f"{path}: forward_pass_id is {key!r}, not a number")
-            with np.errstate(over="ignore"):  # ExpertLoad refuses what is too large
+            with np.errstate(over="ignore"):  # ExpertLoad refuses infinite counts
                 steps[key] = steps[key] + logical_LE if key in steps else logical_LE
     return make_load([steps[key] for key in sorted(steps)], "sglang", options.model)
 
@@ -110,8 +110,8 @@ def _per_pass(
 def _per_token(
     contents: Sequence[dict[str, Any]], options: ImportOptions, paths: Sequence[Path]
 ) -> RoutingTrace:
-    """The file does not say which request a token is of: a chunk of a prompt is a request, and
-    each generated token one of its own."""
+    """Make a trace. The file does not name the request of a token, so each chunk of a prompt is a
+    request, and each generated token is one of its own."""
     columns: list[list[NDArray[Any]]] = [[], [], [], [], []]
     names: list[str] = []
     num_experts, is_sparse_L = 0, None
@@ -156,7 +156,7 @@ def _per_token(
 def _pass(
     record: dict[str, Any], map_LP: NDArray[np.int64], path: Path
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """One pass as logical ids [T, L, K] (-1: none), token ids and positions."""
+    """Return one pass as logical ids [T, L, K] (-1: no expert), token ids and positions."""
     token_T = as_ids(record.get("input_ids"), 1, f"{path}: input_ids")
     position_T = as_ids(record.get("positions"), 1, f"{path}: positions")
     ids_LTK = as_ids(record.get("topk_ids_of_layer"), 3, f"{path}: topk_ids_of_layer")
@@ -175,7 +175,7 @@ def _pass(
 
 
 def _lengths(record: dict[str, Any], count: int, is_prompt: bool, path: Path) -> list[int]:
-    """Tokens of each request of a pass."""
+    """Return the number of tokens of each request of a pass."""
     if not is_prompt or record.get("extend_seq_lens") is None:
         return [count] if is_prompt else [1] * count
     lengths = as_ids(record["extend_seq_lens"], 1, f"{path}: extend_seq_lens")
@@ -185,7 +185,8 @@ def _lengths(record: dict[str, Any], count: int, is_prompt: bool, path: Path) ->
 
 
 def _answers(entries: Sequence[Any], options: ImportOptions) -> RoutingTrace:
-    """Answers of the server, one request each: their experts as flat [tokens, layers, k]."""
+    """Make a trace from answers of the server, one request each; they list experts as flat [tokens,
+    layers, k]."""
     if options.num_layers is None or options.top_k is None:
         raise TraceError(
             "answers with routed experts do not say their shape: give --num-layers and --top-k"

@@ -1,4 +1,4 @@
-"""Arrays from foreign files, checked before they become traces or loads.
+"""Checks arrays from foreign files before they become traces or loads.
 
 S steps, L layers, P physical experts (slots), E logical experts, N tokens, K choices.
 """
@@ -23,9 +23,9 @@ from routing_predictor.traces.trace_file import as_int32, id_dtype
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportOptions:
-    """What some formats do not say."""
+    """Facts that some formats lack."""
 
-    num_experts: int | None = None  # None: the largest id plus one
+    num_experts: int | None = None  # the largest id plus one if None
     num_layers: int | None = None
     top_k: int | None = None
     model: str = ""
@@ -35,7 +35,7 @@ Imported = RoutingTrace | ExpertLoad
 
 
 def read_text(path: Path) -> str:
-    """Without the mark that spreadsheets begin UTF-8 with. Raises TraceError."""
+    """Read a text file, without the byte order mark that spreadsheets write. Raises TraceError."""
     try:
         return regular(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
@@ -49,14 +49,14 @@ def read_json(path: Path) -> Any:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file with one on each line."""
+    """Return the objects of a file with one on each line."""
     entries = []
-    # Not `splitlines`: JSON may hold U+2028 and the like in a string.
+    # Not `splitlines`: JSON may hold U+2028 and similar characters in a string.
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             entry = parse_json(line, f"{path}:{number}")
             if not isinstance(entry, dict):
-                raise TraceError(f"{path}:{number} is no JSON object")
+                raise TraceError(f"{path}:{number} is not a JSON object")
             entries.append(entry)
     if not entries:
         raise TraceError(f"{path} is empty")
@@ -73,8 +73,8 @@ def parse_json(text: str, place: str) -> Any:
 
 
 def as_array(value: Any, num_dimensions: int, what: str) -> NDArray[np.float64]:
-    """Numbers (lists of lists, or an array) with so many dimensions: neither texts nor booleans,
-    which numpy would take for numbers."""
+    """Return numbers (lists of lists, or an array) with this number of dimensions. Refuses texts
+    and booleans, which numpy would convert to numbers."""
     _check_types(value, what, ())
     try:
         array = np.asarray(value, dtype=np.float64)
@@ -93,13 +93,13 @@ def as_array(value: Any, num_dimensions: int, what: str) -> NDArray[np.float64]:
 
 
 def _check_types(value: Any, what: str, place: tuple[int, ...]) -> None:
-    """Raises TraceError with the first entry that is not a number."""
+    """Raise TraceError with the first entry that is not a number."""
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in "iuf":
             raise TraceError(f"{what} is an array of {value.dtype}, not of numbers")
         return
     if isinstance(value, list):
-        if not set(map(type, value)) <= {int, float}:  # a whole row of numbers is quickly seen
+        if not set(map(type, value)) <= {int, float}:  # fast path for a row of numbers
             for index, entry in enumerate(value):
                 _check_types(entry, what, (*place, index))
         return
@@ -112,28 +112,28 @@ def _check_types(value: Any, what: str, place: tuple[int, ...]) -> None:
 
 
 def as_ids(value: Any, num_dimensions: int, what: str) -> NDArray[np.int64]:
-    """Whole numbers, -1 or more."""
+    """Return whole numbers, -1 or more."""
     array = as_array(value, num_dimensions, what)
     if (array != np.floor(array)).any() or array.min() < -1 or array.max() >= 2**31:
-        raise TraceError(f"{what} holds something that is no id")
+        raise TraceError(f"{what} holds a value that is not an id")
     return array.astype(np.int64)
 
 
 def logical_counts(
     counts_LP: NDArray[np.float64], map_LP: NDArray[np.int64], num_experts: int, what: str
 ) -> NDArray[np.float64]:
-    """[L, E]: the counts of slots as those of the experts that lay in them."""
+    """[L, E]: the counts of slots, added up for the experts in them."""
     if counts_LP.shape != map_LP.shape:
         raise TraceError(
             f"{what}: counts have the shape {counts_LP.shape}, their map {map_LP.shape}"
         )
-    id_dtype(num_experts)  # raises where there are too many
+    id_dtype(num_experts)  # raises if there are too many experts
     if map_LP.max() >= num_experts:
         raise TraceError(f"{what}: slots hold expert {map_LP.max()}, of {num_experts}")
     logical_LE = np.zeros((len(counts_LP), num_experts))
     for layer, (counts_P, map_P) in enumerate(zip(counts_LP, map_LP, strict=True)):
         used = map_P >= 0
-        with np.errstate(over="ignore"):  # ExpertLoad refuses what is too large
+        with np.errstate(over="ignore"):  # ExpertLoad refuses infinite counts
             np.add.at(logical_LE[layer], map_P[used], counts_P[used])
     return logical_LE
 
@@ -141,7 +141,7 @@ def logical_counts(
 def make_load(
     steps: Sequence[NDArray[np.float64]], source: str, model: str, layers: Sequence[int] = ()
 ) -> ExpertLoad:
-    """Of [L, E] tables; layers that count nothing at all (dense ones) are left out."""
+    """Make a load from [L, E] tables; layers without any count (dense ones) are left out."""
     shapes = {step.shape for step in steps}
     if len(shapes) != 1:
         raise TraceError(f"steps of different shapes: {sorted(shapes)}")
@@ -170,12 +170,14 @@ def make_trace(
     request_ids: Sequence[str] = (),
     labels: Sequence[str] = (),
 ) -> RoutingTrace:
-    """Of logical ids. Tokens of no known request are of one, those of no known phase generated."""
+    """Make a trace from logical ids. Tokens without a known request form one request; tokens
+    without a known phase count as generated."""
     count = len(ids_NLK)
     if not count:
         raise TraceError("there are no tokens in it")
     num_experts = options.num_experts or int(ids_NLK.max()) + 1
-    is_sound = ids_NLK.min() >= 0 and ids_NLK.max() < num_experts  # else the trace says so
+    # otherwise RoutingTrace raises the error
+    is_sound = ids_NLK.min() >= 0 and ids_NLK.max() < num_experts
     if position_N is None:
         position_N = np.arange(count)
     if request_N is None:

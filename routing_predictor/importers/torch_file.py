@@ -1,6 +1,7 @@
-"""What `torch.save` wrote, without torch and without running anything: plain data and arrays.
+"""Reads files of `torch.save` without torch and without running anything: plain data and arrays.
 
-The file is a zip: `<name>/data.pkl` describes, `<name>/data/<key>` holds a storage's bytes.
+The file is a zip: `<name>/data.pkl` describes the data, `<name>/data/<key>` holds a storage's
+bytes.
 """
 
 from __future__ import annotations
@@ -22,30 +23,30 @@ _DTYPES = {
     "IntStorage": "i4", "ShortStorage": "i2", "CharStorage": "i1", "ByteStorage": "u1",
     "BoolStorage": "?",
 }  # fmt: skip
-_MAX_SHARED = 2**18  # values, or bytes of arrays, beyond what files without shared ones hold
+_MAX_SHARED = 2**18  # values, or bytes of arrays, beyond those of files without shared ones
 
 
 def read_torch_file(path: Path) -> Any:
-    """Raises TraceError for what is no such file, or holds more than plain data."""
+    """Read a file. Raises TraceError if it is not such a file, or holds more than plain data."""
     try:
         with zipfile.ZipFile(regular(path)) as archive:
             return _TorchZip(archive, path.stat().st_size).read()
     except FileNotFoundError:
-        raise TraceError(f"{path} is not there") from None
+        raise TraceError(f"{path} does not exist") from None
     except zipfile.BadZipFile:
         raise TraceError(
-            f"{path} is no zip, as torch.save has written since version 1.6: it is not read"
+            f"{path} is not a zip file, which torch.save has written since version 1.6"
         ) from None
     except TraceError as error:
         raise TraceError(f"{path}: {error}") from None
-    except (OSError, EOFError, ValueError, RuntimeError) as error:  # what zipfile raises
+    except (OSError, EOFError, ValueError, RuntimeError) as error:  # the errors that zipfile raises
         reason = getattr(error, "strerror", None) or str(error) or "it ends early"
         raise TraceError(f"{path} cannot be read: {reason}") from None
 
 
 class _TorchZip:
-    """An open file. Values may be shared (a pickle says so in two bytes), so what they come to is
-    counted: a small file never becomes a large object."""
+    """An open file. A pickle can share values with two bytes, so their total size is counted: a
+    small file never becomes a large object."""
 
     def __init__(self, archive: zipfile.ZipFile, num_bytes: int) -> None:
         self._archive = archive
@@ -73,7 +74,7 @@ class _TorchZip:
         return self._archive.read(entry)
 
     def _filled(self, value: Any, depth: int) -> Any:
-        """The same with arrays in place of what describes them."""
+        """Return the value with arrays in place of their descriptions."""
         if depth > 32:
             raise TraceError("its lists are nested more than 32 deep: refused")
         self._values_left -= 1

@@ -1,4 +1,5 @@
-"""TensorRT-LLM's statistics: a folder with meta_info.json and a safetensors file of each rank.
+"""Reads TensorRT-LLM's statistics: a folder with meta_info.json and a safetensors file of each
+rank.
 
 Key "<iteration>_<layer>" holds the counts of a layer's experts; ranks are added up.
 """
@@ -20,7 +21,7 @@ META = "meta_info.json"
 
 
 def import_trtllm(paths: Sequence[Path], options: ImportOptions) -> ExpertLoad:
-    """Raises TraceError."""
+    """Read the loads of all ranks. Raises TraceError."""
     if len(paths) != 1 or not paths[0].is_dir():
         raise TraceError(f"{paths[0]} is not one folder with {META} and rank*.safetensors")
     (folder,) = paths
@@ -41,7 +42,7 @@ def import_trtllm(paths: Sequence[Path], options: ImportOptions) -> ExpertLoad:
             if len(found) != num_experts:
                 raise TraceError(f"{file}: {key} has {len(found)} counts, of {num_experts} experts")
             place = int(iteration), int(layer)
-            with np.errstate(over="ignore"):  # ExpertLoad refuses what is too large
+            with np.errstate(over="ignore"):  # ExpertLoad refuses infinite counts
                 counts[place] = counts[place] + found if place in counts else found
     iterations = sorted({iteration for iteration, _ in counts})
     layers = sorted({layer for _, layer in counts})

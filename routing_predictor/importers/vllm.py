@@ -1,4 +1,5 @@
-"""vLLM's expert loads: the JSON lines of its statistics file, and snapshots of a benchmark kit.
+"""Reads vLLM's expert loads: the JSON lines of its statistics file, and snapshots of a benchmark
+kit.
 
     {"record_type": "eplb_load_stats", "version": 1, "step": 7, "expert_load": [[...]],
      "p2l_map": [[...]]}                                             one object on each line
@@ -29,7 +30,7 @@ STATS, VERSION = "eplb_load_stats", 1
 
 
 def import_vllm(paths: Sequence[Path], options: ImportOptions) -> ExpertLoad:
-    """Raises TraceError."""
+    """Read the loads. Raises TraceError."""
     if len(paths) != 1:
         raise TraceError(f"{len(paths)} files; vLLM writes one for all ranks")
     (path,) = paths
@@ -58,6 +59,6 @@ def import_vllm(paths: Sequence[Path], options: ImportOptions) -> ExpertLoad:
 
 def _counts(entry: Any, load: str, slots: str, path: Path) -> tuple[Any, Any]:
     if not isinstance(entry, dict):
-        raise TraceError(f"{path} holds a record that is no object")
+        raise TraceError(f"{path} holds a record that is not an object")
     counts_LP = as_array(entry.get(load), 2, f"{path}: {load}")
     return counts_LP, as_ids(entry.get(slots), 2, f"{path}: {slots}")

@@ -1,4 +1,5 @@
-"""Means over documents with confidence intervals: documents are what is independent, not tokens."""
+"""Computes means over documents with confidence intervals; documents are independent, tokens are
+not."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ NUM_RESAMPLES = 1000
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean over documents, and the middle 95% of what resampled documents give."""
+    """A mean over documents, and the middle 95% of the means of resampled documents."""
 
     mean: float
     low: float
@@ -35,7 +36,7 @@ def document_means(
 def interval(
     value_S: NDArray[np.floating], document_S: NDArray[np.integer], seed: int = 0
 ) -> Interval:
-    """Every document counts the same, however many samples it has."""
+    """Compute an interval; every document counts the same, however many samples it has."""
     means = document_means(value_S, document_S)
     rng = np.random.default_rng(seed)
     draws = rng.integers(0, len(means), (NUM_RESAMPLES, len(means)))

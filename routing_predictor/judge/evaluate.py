@@ -1,4 +1,4 @@
-"""Predictions against what happened, on documents never trained on: figures with intervals.
+"""Compares predictions with real choices, on documents never trained on: figures with intervals.
 
 S samples (prefixes of requests, or tokens), L layers, E experts.
 """
@@ -37,7 +37,7 @@ METRICS: Mapping[str, Callable[[Floats, NDArray[np.integer], int], Floats]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truth:
-    """What happened after each sample: choices counted over `num_tokens` tokens."""
+    """The real choices after each sample, counted over `num_tokens` tokens."""
 
     count_SLE: NDArray[np.integer]
     num_tokens: int
@@ -58,11 +58,11 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """All that is reported of one predictor."""
+    """All figures reported for one predictor."""
 
     name: str
     scores: Mapping[str, Score]
-    calibration: Calibration | None  # None: its scores are no probabilities
+    calibration: Calibration | None  # None if its scores are not probabilities
     calibration_of_layer: Mapping[int, float]
     rank_load_error: Mapping[int, Interval]  # by number of ranks
 
@@ -93,7 +93,8 @@ class Verdict:
 
 
 def judge(name: str, score_SLE: Floats, truth: Truth, *, is_probability: bool = True) -> Verdict:
-    """`score_SLE` orders experts; with `is_probability` it is that of a token to choose each."""
+    """Judge scores. `score_SLE` orders experts; with `is_probability` it is the probability that a
+    token chooses each."""
     used_SLE, top_k = truth.count_SLE, truth.top_k
     frequency_SLE = used_SLE / truth.num_tokens
     order = np.random.default_rng(0).permutation(len(used_SLE))  # batches of mixed documents
@@ -124,7 +125,7 @@ def _batch(num_samples: int) -> int:
 
 
 def _of_batches(error_BL: Floats) -> Interval:
-    """Batches mix documents, so they are what is resampled."""
+    """Compute an interval by resampling batches, because batches mix documents."""
     return interval(error_BL.mean(1), np.arange(len(error_BL)))
 
 

@@ -1,4 +1,4 @@
-"""How good predictions of experts are: plain functions of arrays, one figure per sample and layer.
+"""Scores predictions of experts: plain functions of arrays, one figure per sample and layer.
 
 S samples (prefixes or tokens), L layers, E experts, K choices. "The top k" always breaks ties by
 the lower id.
@@ -39,7 +39,7 @@ def overlap(score_SLE: Floats, count_SLE: NDArray[Any], top_k: int) -> Floats:
 
 
 def wider_recall(score_SLE: Floats, count_SLE: NDArray[Any], top_k: int) -> Floats:
-    """[S, L]: how many of the k experts used most are among the 2k predicted most, / k."""
+    """[S, L]: the share of the k experts used most that are among the 2k predicted most."""
     num_experts = score_SLE.shape[-1]
     predicted = is_among(top_experts(score_SLE, 2 * top_k), num_experts)
     used = is_among(top_experts(count_SLE, top_k), num_experts)
@@ -48,22 +48,21 @@ def wider_recall(score_SLE: Floats, count_SLE: NDArray[Any], top_k: int) -> Floa
 
 
 def token_overlap(score_SLE: Floats, count_SLE: NDArray[Any], top_k: int) -> Floats:
-    """[S, L]: the share of the choices that fell on the k experts predicted most, which is the mean
+    """[S, L]: the share of the choices that fell on the k experts predicted most. This is the mean
     over the counted tokens of (their choices among these) / k."""
     predicted = is_among(top_experts(score_SLE, top_k), score_SLE.shape[-1])
     return share(np.where(predicted, count_SLE, 0).sum(-1), count_SLE.sum(-1))
 
 
 def captured(score_SLE: Floats, count_SLE: NDArray[Any], top_k: int) -> Floats:
-    """[S, L]: choices on the k experts predicted most, over those on the k used most: 1 is what no
-    prediction exceeds."""
+    """[S, L]: choices on the k experts predicted most, over those on the k used most; at most 1."""
     predicted = is_among(top_experts(score_SLE, top_k), score_SLE.shape[-1])
     best = np.sort(count_SLE, axis=-1)[..., -top_k:].sum(-1)
     return share(np.where(predicted, count_SLE, 0).sum(-1), best)
 
 
 def share(part: NDArray[Any], whole: NDArray[Any]) -> Floats:
-    """part / whole, 0 where there is nothing."""
+    """part / whole, 0 if whole is 0."""
     divided: Floats = np.divide(
         part, whole, out=np.zeros(np.broadcast(part, whole).shape), where=whole > 0
     )
@@ -72,9 +71,9 @@ def share(part: NDArray[Any], whole: NDArray[Any]) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Predicted probabilities against what happened, in bins of equal width."""
+    """Predicted probabilities and observed frequencies, in bins of equal width."""
 
-    predicted: tuple[float, ...]  # mean of each bin that holds something
+    predicted: tuple[float, ...]  # mean of each bin that is not empty
     observed: tuple[float, ...]
     num_cases: tuple[int, ...]
 
@@ -86,7 +85,8 @@ class Calibration:
 
 
 def calibration(probability: Floats, frequency: Floats, num_bins: int = _NUM_BINS) -> Calibration:
-    """`frequency`: how often it happened, of the same shape (a share, or 0 and 1)."""
+    """Compare probabilities with `frequency`, how often the event happened (same shape; a share, or
+    0 and 1)."""
     flat, happened = probability.ravel().astype(np.float64), frequency.ravel().astype(np.float64)
     place = np.minimum((flat * num_bins).astype(np.int64), num_bins - 1)
     cases = np.bincount(place, minlength=num_bins)
@@ -99,11 +99,11 @@ def calibration(probability: Floats, frequency: Floats, num_bins: int = _NUM_BIN
 def rank_load_error(
     predicted_SLE: Floats, used_SLE: NDArray[Any], num_ranks: int, batch: int
 ) -> Floats:
-    """[B, L]: of batches of samples, in their order: the predicted load of each rank against the
-    true one, mean |difference| over the mean load of a rank.
+    """[B, L]: for batches of consecutive samples, the predicted load of each rank against the true
+    one: mean |difference| over the mean load of a rank.
 
-    Experts lie on ranks in contiguous blocks. Both loads are scaled to the same total.
-    Worked example, 2 ranks: predicted (3, 1), true (2, 2): mean |difference| 1, mean load 2: 0.5.
+    Experts are on ranks in contiguous blocks. Both loads are scaled to the same total. Worked
+    example, 2 ranks: predicted (3, 1), true (2, 2): mean |difference| 1, mean load 2: 0.5.
     """
     num_batches = len(predicted_SLE) // batch
     loads = []

@@ -1,4 +1,4 @@
-"""What the predictors between layers read and predict, taken from captured hidden states.
+"""The inputs and targets of the predictors between layers, taken from captured hidden states.
 
 L layers with routed experts, N tokens, K choices, D model width.
 """
@@ -19,13 +19,14 @@ class LayerSource:
     """Tokens of whole texts, text after text."""
 
     before_attention_LND: Tensor  # fp16: the residual stream that enters each layer
-    before_router_LND: Tensor  # fp16: the same after its attention
+    before_router_LND: Tensor  # fp16: the residual stream after its attention
     ids_NLK: Tensor  # int64
     position_N: Tensor  # int64
 
 
 def predicted_pairs(kind: PredictorKind, num_layers: int) -> list[tuple[int, int]]:
-    """(layer that is read, layer that is predicted), as indices of layers with routed experts."""
+    """Return (layer that is read, layer that is predicted), as indices of layers with routed
+    experts."""
     if kind is PredictorKind.NEXT_LAYER:
         return [(layer, layer + 1) for layer in range(num_layers - 1)]
     return [(layer, layer) for layer in range(num_layers)]
@@ -34,7 +35,7 @@ def predicted_pairs(kind: PredictorKind, num_layers: int) -> list[tuple[int, int
 def layer_data(
     kind: PredictorKind, source: LayerSource, read: int, target: int, rows_N: Tensor
 ) -> LayerData:
-    """Of some of the tokens."""
+    """Take the data of some of the tokens."""
     is_early = kind is PredictorKind.PRE_ATTENTION
     hidden_LND = source.before_attention_LND if is_early else source.before_router_LND
     context_NC = None

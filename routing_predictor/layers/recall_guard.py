@@ -1,8 +1,8 @@
-"""Watches how good predictions are, and says when to stop using them.
+"""Measures how good predictions are, and switches their use off and on.
 
-Below the floor the predictor is off: nobody acts on it. It is still asked and measured, so that it
-comes back when it has learnt, at a little above the floor: a predictor at the floor does not
-flicker.
+Below the floor the predictor is off and its predictions have no effect. It is still asked and
+measured, so that it can come back when it has learnt. It comes back a little above the floor, so
+that it does not flicker.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class GuardLimits:
 
     min_recall: float
     hysteresis: float = 0.03  # recall above the floor at which it comes back
-    window: int = 200  # measurements that the average remembers, roughly
-    min_measured: int = 50  # measurements before the first verdict, and between two
+    window: int = 200  # approximate number of measurements in the average
+    min_measured: int = 50  # measurements before the first decision, and between two
 
 
 class RecallGuard:
-    """An exponential average of measured recall, and the switch that hangs on it."""
+    """An exponential average of measured recall, with a switch that depends on it."""
 
     def __init__(self, limits: GuardLimits, name: str = "the request predictor") -> None:
         self._limits, self._name = limits, name
@@ -35,11 +35,11 @@ class RecallGuard:
 
     @property
     def recall(self) -> float | None:
-        """As measured lately; None before the first measurement."""
+        """The recent recall; None before the first measurement."""
         return self._recall
 
     def measure(self, recall: float, count: int = 1) -> None:
-        """`count` predictions had this mean recall. Logs a line when it switches."""
+        """Add the mean recall of `count` predictions. Logs a line when it switches."""
         if count <= 0:
             return
         keep = (1 - 1 / self._limits.window) ** count

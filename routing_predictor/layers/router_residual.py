@@ -1,12 +1,13 @@
-"""A router asked early: its own weights on an earlier hidden state, and a small learnt correction.
+"""Predicts a router's choice early: the router's own weights on an earlier hidden state, with a
+small learnt correction.
 
     logits = router(norm(h)) + W2 silu(W1 [norm(h), c])        W2 starts at zero
 
 *next-layer*: h is the residual stream that enters layer l's router (after its attention, before the
-norm); norm and router are those of the next layer with routed experts. c is empty.
-*pre-attention*: h is the stream that enters layer l's attention; norm (of its router) and router
-are layer l's own. c are the same layer's streams of the tokens before this one: what attention will
-most likely bring in, and known without it.
+norm); norm and router are those of the next layer with routed experts. c is empty. *pre-attention*:
+h is the stream that enters layer l's attention; norm (of its router) and router are layer l's own.
+c are the same layer's streams of the tokens before this one: attention will most likely add them,
+and they are known before it runs.
 
 T tokens, E experts, D model width, C context width, H hidden units.
 """
@@ -21,12 +22,12 @@ from torch import Tensor, nn
 
 NUM_CONTEXT = 3  # tokens before this one, of a pre-attention predictor
 _ROWS_AT_ONCE = 2**14
-_SHARPNESS = 6.0  # of a choice's odds, as measured on the demonstration model
+_SHARPNESS = 6.0  # slope of a choice's odds, measured on the demonstration model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterWeights:
-    """One layer's norm and router, in fp32 on the CPU, as the model has them."""
+    """One layer's norm and router, in fp32 on the CPU, as in the model."""
 
     layer: int  # the model's number
     norm_D: Tensor
@@ -35,7 +36,7 @@ class RouterWeights:
     bias_E: Tensor | None = None
 
     def normed(self, hidden_TD: Tensor) -> Tensor:
-        """What the router reads of a residual stream, in fp32."""
+        """Return the router's input for a residual stream, in fp32."""
         hidden_TD = hidden_TD.float()
         mean_T1 = hidden_TD.square().mean(-1, keepdim=True)
         return hidden_TD * torch.rsqrt(mean_T1 + self.norm_eps) * self.norm_D
@@ -45,7 +46,7 @@ class RouterWeights:
 
 
 class RouterResidual(nn.Module):
-    """One layer's predictor. The router is the model's: it is neither trained nor stored."""
+    """One layer's predictor. The router is the model's; it is neither trained nor stored here."""
 
     def __init__(self, router: RouterWeights, num_hidden: int, context_width: int = 0) -> None:
         super().__init__()
@@ -59,11 +60,11 @@ class RouterResidual(nn.Module):
         nn.init.zeros_(self.last.bias)
 
     def fit_scale(self, hidden_TD: Tensor) -> None:
-        """The MLP reads normed rows of mean square 1."""
+        """Set the scale so that the MLP reads normed rows of mean square 1."""
         self.scale.fill_(1 / self.router.normed(hidden_TD).square().mean().sqrt().clamp_min(1e-6))
 
     def forward(self, hidden_TD: Tensor, context_TC: Tensor | None = None) -> Tensor:
-        """-> logits [T, E] in fp32; the k largest are the prediction."""
+        """Return logits [T, E] in fp32; the k largest are the prediction."""
         normed_TD = self.router.normed(hidden_TD)
         features = normed_TD * self.scale
         if context_TC is not None:
@@ -73,12 +74,14 @@ class RouterResidual(nn.Module):
 
 
 def choice_probability(logits_NE: Tensor, top_k: int) -> Tensor:
-    """That each expert is among the chosen. Which are among the k largest does not change."""
+    """Return the probability that each expert is among the chosen. The set of the k largest does
+    not change."""
     return torch.sigmoid(choice_odds(logits_NE, top_k))
 
 
 def choice_odds(logits_NE: Tensor, top_k: int) -> Tensor:
-    """The log odds of that: 0 in the middle between the k-th and the next logit."""
+    """Return the log odds that each expert is among the chosen: 0 halfway between the k-th and the
+    next logit."""
     top = logits_NE.topk(min(top_k + 1, logits_NE.shape[1]), dim=-1).values
     middle_N1 = top[:, top_k - 1 :].mean(-1, keepdim=True)
     return (logits_NE - middle_N1) * _SHARPNESS
@@ -86,7 +89,7 @@ def choice_odds(logits_NE: Tensor, top_k: int) -> Tensor:
 
 def context_of(hidden_ND: Tensor, position_N: Tensor, num: int) -> Tensor:
     """[N, num * D] in fp16: the streams of the tokens 1, ..., num before each, of mean square 1;
-    zero before a text's start. Tokens of one text lie side by side.
+    zero before a text's start. Tokens of one text are consecutive.
 
     position 0 1 2 of the streams a b c, num = 2: rows (0 0), (a 0), (b a).
     """
@@ -94,7 +97,8 @@ def context_of(hidden_ND: Tensor, position_N: Tensor, num: int) -> Tensor:
     context_NC = torch.zeros(num_tokens, num * width, dtype=torch.float16)
     for part in torch.arange(num_tokens).split(_ROWS_AT_ONCE):
         for back in range(1, num + 1):
-            rows_TD = hidden_ND[part - back].float()  # of another text, at its start
+            # at a text's start these belong to another text
+            rows_TD = hidden_ND[part - back].float()
             mean_T1 = rows_TD.square().mean(-1, keepdim=True)
             rows_TD = rows_TD * torch.rsqrt(mean_T1.clamp_min(1e-12))
             rows_TD.masked_fill_((position_N[part] < back)[:, None], 0.0)

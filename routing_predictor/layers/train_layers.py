@@ -1,4 +1,4 @@
-"""Training of the predictors that sit between layers: one `RouterResidual` per predicted layer.
+"""Trains the predictors between layers: one `RouterResidual` per predicted layer.
 
 N tokens, D model width, K choices, E experts, L predicted layers.
 """
@@ -23,11 +23,11 @@ _WEIGHTS = (3.0, 1.5, 0.5)  # of the chosen, of the runners-up to 3k, of the oth
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerData:
-    """What one predicted layer's predictor reads, and what its router did."""
+    """Inputs of one predicted layer's predictor, and the choices of its router."""
 
     hidden_ND: Tensor  # fp16: the earlier residual stream
     router_input_ND: Tensor  # fp16: the stream that the layer's own router read
-    ids_NK: Tensor  # int64: what it chose
+    ids_NK: Tensor  # int64: the router's choices
     context_NC: Tensor | None = None  # fp16
 
 
@@ -65,8 +65,9 @@ def train_layer(
 
 
 def layer_loss(module: RouterResidual, data: LayerData, samples: Tensor, loss: Loss) -> Tensor:
-    """`router`: the divergence from the router's own distribution over all experts. `ranked`:
-    weighted BCE by rank and a pairwise hinge, which see the choice and its runners-up only."""
+    """Return the training loss. `router`: the divergence from the router's own distribution over
+    all experts. `ranked`: weighted BCE by rank and a pairwise hinge, which use only the choice and
+    its runners-up."""
     context = None if data.context_NC is None else data.context_NC[samples]
     logits_NE = module(data.hidden_ND[samples], context)
     router = module.router
@@ -82,7 +83,7 @@ def layer_loss(module: RouterResidual, data: LayerData, samples: Tensor, loss: L
 
 
 def ranked_loss(logits_NE: Tensor, true_NE: Tensor, ids_NK: Tensor) -> Tensor:
-    """BCE with the weights 3, 1.5, 0.5 by rank, and 0.3 times a hinge between every chosen and
+    """BCE with the weights 3, 1.5, 0.5 by rank, plus 0.3 times a hinge between every chosen and
     every other expert with the margin 0.1."""
     top_k = ids_NK.shape[1]
     is_chosen_NE = torch.zeros_like(logits_NE).scatter_(1, ids_NK, 1.0)
@@ -97,7 +98,7 @@ def ranked_loss(logits_NE: Tensor, true_NE: Tensor, ids_NK: Tensor) -> Tensor:
 
 
 class LayerPredictors(nn.Module):
-    """The predictors of L layers, as one file holds them."""
+    """The predictors of L layers, as stored in one file."""
 
     def __init__(self, layers: Sequence[RouterResidual]) -> None:
         super().__init__()
@@ -109,6 +110,6 @@ class LayerPredictors(nn.Module):
         return tuple(int(name) for name in self.layers)
 
     def predict(self, layer: int, hidden_TD: Tensor, context_TC: Tensor | None = None) -> Tensor:
-        """[T, E]: logits of what the layer's router will choose."""
+        """[T, E]: logits of the layer's coming choices."""
         logits: Tensor = self.layers[str(layer)](hidden_TD, context_TC)
         return logits

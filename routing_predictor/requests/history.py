@@ -1,7 +1,8 @@
-"""What each request chose so far, as a signature: the simplest predictor of what it will choose.
+"""Keeps the past choices of each request as a signature, the simplest predictor of its coming
+choices.
 
-A new request is taken to choose like all others do; its own choices count more from token to token,
-and older ones less. N tokens, L layers, K choices, E experts, S slots.
+A new request is assumed to choose like all others; its own choices count more with every token, and
+older ones less. N tokens, L layers, K choices, E experts, S slots.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MEMORY = 128.0  # tokens after which a choice counts 1/e
-_PRIOR_TOKENS = 8.0  # that the prior counts for
+_PRIOR_TOKENS = 8.0  # tokens that the prior counts for
 _FIRST_CAPACITY = 64
 
 
 class ChoiceHistory:
-    """By key, any integers. `num_experts` is the model's E."""
+    """The histories by key (any integers). `num_experts` is the model's E."""
 
     def __init__(self, num_experts: int) -> None:
         self._num_experts = num_experts
@@ -33,7 +34,7 @@ class ChoiceHistory:
         return key in self._slots
 
     def observe(self, keys: Items[int], parts: Items[NDArray[np.integer]]) -> None:
-        """Choices [N, L, K] of each of these requests, in the order of their tokens."""
+        """Add choices [N, L, K] of each of these requests, in the order of their tokens."""
         if not keys:
             return
         self._reserve(keys, parts[0].shape[1])
@@ -42,11 +43,11 @@ class ChoiceHistory:
         ids_NLK = np.concatenate(parts).astype(np.int64)
         slots = np.array([self._slots[key] for key in keys])
         kept = np.exp(-lengths / _MEMORY).astype(np.float32)
-        for slot, part in zip(slots, kept, strict=True):  # in place: counts are large
+        for slot, part in zip(slots, kept, strict=True):  # in place, because the counts are large
             self._counts[slot] *= part
         places_NLK = ids_NLK + np.arange(num_layers)[:, None] * self._num_experts
         flat_NLK = places_NLK + np.repeat(slots, lengths)[:, None, None] * self._all.size
-        # Flat, as that is many times faster; both arrays lie in one piece, so these are views.
+        # Flat, because that is many times faster; both arrays are contiguous, so these are views.
         np.add.at(self._counts.reshape(-1), flat_NLK.ravel(), np.float32(1))
         np.add.at(self._all.reshape(-1), places_NLK.ravel(), 1.0)
         self._tokens[slots] = self._tokens[slots] * kept + lengths
@@ -55,8 +56,8 @@ class ChoiceHistory:
     def signatures(
         self, keys: Items[int], prior_RLE: NDArray[np.float32] | None = None
     ) -> NDArray[np.float32] | None:
-        """[R, L, E]; None while nothing is known at all. `prior`: of a predictor, else what all
-        requests choose."""
+        """[R, L, E]; None while nothing is known at all. `prior_RLE` is from a predictor; by
+        default the choices of all requests are the prior."""
         if prior_RLE is None:
             if not self._all_tokens:
                 return None
@@ -71,7 +72,7 @@ class ChoiceHistory:
         return made
 
     def forget(self, keys: Iterable[int]) -> None:
-        """Unknown ones are ignored."""
+        """Forget these requests; unknown ones are ignored."""
         for key in keys:
             slot = self._slots.pop(key, None)
             if slot is not None:

@@ -1,11 +1,11 @@
-"""A request predictor that keeps learning from what requests really choose.
+"""A request predictor that keeps learning from the real choices of requests.
 
-Only a shift of the logits is learnt, one number per layer and expert: it follows a workload that
-drifts away from the texts of the training, costs microseconds, and cannot make the MLP forget.
+Only a shift of the logits is learnt, one number per layer and expert. It follows a workload that
+drifts away from the training texts, costs microseconds, and cannot make the MLP forget.
 
     shift += rate * (share that was observed - share that was predicted), averaged over requests
 
-which is one step of gradient descent on the cross entropy of the shares. It is bounded by
+This is one step of gradient descent on the cross entropy of the shares. It is bounded by
 `max_shift`, so that a burst of one kind of request cannot silence an expert.
 
 R requests, L layers with routed experts, E experts.
@@ -26,16 +26,16 @@ _SMALLEST = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnlineLimits:
-    """How fast and how far it learns."""
+    """Limits on how fast and how far it learns."""
 
-    rate: float = 0.5  # of one observation of many requests; of a single one it is 1/16 of that
-    max_shift: float = 2.0  # of a logit
+    rate: float = 0.5  # for an observation of many requests; 1/16 of it for that of a single one
+    max_shift: float = 2.0  # in units of a logit
     full_rate_requests: int = 16
 
 
 class OnlinePredictor:
     """A `RequestPredictor` around another one. Not thread-safe; the engine owns it. It does not
-    judge itself: whoever acts on it measures its recall (`recall_guard.py`)."""
+    judge itself: its user measures its recall (`recall_guard.py`)."""
 
     def __init__(self, inner: RequestPredictor, top_k: int, limits: OnlineLimits) -> None:
         self._inner, self._top_k, self._limits = inner, top_k, limits
@@ -47,7 +47,7 @@ class OnlinePredictor:
         return self._inner.horizon
 
     def predict(self, prefixes: Sequence[NDArray[np.int64]]) -> NDArray[np.float32]:
-        """[R, L, E]: as the inner predictor, shifted by what was observed since."""
+        """[R, L, E]: the inner predictor's result, shifted by the observations since."""
         probability_RLE = self._inner.predict(prefixes)
         if self._shift_LE is None:
             return probability_RLE
@@ -57,8 +57,8 @@ class OnlinePredictor:
         return shifted
 
     def observe(self, predicted_RLE: NDArray[np.float32], count_RLE: NDArray[np.integer]) -> None:
-        """Learn from what was predicted for R requests, and how often their next tokens chose each
-        expert. Requests without a choice are left out."""
+        """Learn from the predictions for R requests, and from how often their next tokens chose
+        each expert. Requests without a choice are left out."""
         seen = np.flatnonzero(count_RLE[:, 0].sum(-1))
         if not len(seen):
             return

@@ -1,7 +1,8 @@
-"""A prefix as one row: token embeddings averaged over windows that end where the prefix does.
+"""Turns a prefix into one row: token embeddings averaged over windows that end where the prefix
+does.
 
 R prefixes, V vocabulary, D model width, W windows; F = W * D features. A window of 1 is the last
-token, the largest bounds the cost of a prefix of any length.
+token; the largest window bounds the cost of a prefix of any length.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class PrefixPools:
     def pool(self, prefixes: Sequence[NDArray[np.integer]]) -> Tensor:
         """[R, F] in fp32. A prefix shorter than a window is averaged whole; an empty one is 0.
 
-        Windows 4 and 1 of the tokens abcde: the bags bcd and e, and e's sum joins that of bcd.
+        Windows 4 and 1 of the tokens abcde: the bags are bcd and e, and e's sum is added to that of
+        bcd.
         """
         sizes_W = np.array(self.windows)
         tails = [np.asarray(prefix[-sizes_W[0] :], dtype=np.int64) for prefix in prefixes]

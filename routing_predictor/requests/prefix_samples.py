@@ -1,7 +1,7 @@
-"""Texts cut at random places: what a request predictor learns from and is judged by.
+"""Cuts texts at random places, as samples to train and judge a request predictor.
 
-S samples, L layers, K choices, E experts. A cut leaves MIN_PREFIX tokens before it and
-`horizon` after it.
+S samples, L layers, K choices, E experts. A cut leaves MIN_PREFIX tokens before it and `horizon`
+after it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from routing_predictor.traces.errors import TraceError
 
 HORIZON = 32
 MIN_PREFIX = 8  # tokens that a cut leaves before it
-MAX_PREFIX = 512  # tokens of a prefix that pools and histories look at
+MAX_PREFIX = 512  # tokens of a prefix that pools and histories use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixCuts:
-    """Sample s: the tokens [start, end) of a text are known, [end, end + horizon) are asked for."""
+    """Samples; in sample s the tokens [start, end) of a text are known and [end, end + horizon) are
+    predicted."""
 
     texts: RoutedTexts
     start_S: NDArray[np.int64]
@@ -38,7 +39,7 @@ class PrefixCuts:
         return self.texts.document[self.request_S]
 
     def prefixes(self) -> list[NDArray[np.int32]]:
-        """The known tokens of each sample, the last MAX_PREFIX of them."""
+        """Return the known tokens of each sample, the last MAX_PREFIX of them."""
         tokens = self.texts.token_T
         if tokens is None:
             raise TraceError(
@@ -74,10 +75,8 @@ class PrefixCuts:
 def cut_texts(
     texts: RoutedTexts, num_samples: int, *, seed: int, horizon: int = HORIZON
 ) -> PrefixCuts:
-    """Cuts of random places, each place of each text as likely as any other.
-
-    Raises TraceError where no text is long enough.
-    """
+    """Cut texts at random places, every possible place with equal probability. Raises TraceError if
+    no text is long enough."""
     places = _places(texts, horizon)
     rng = np.random.default_rng(seed)
     request = np.sort(rng.choice(len(places), num_samples, p=places / places.sum()))
@@ -85,14 +84,14 @@ def cut_texts(
 
 
 def cut_each(texts: RoutedTexts, per_text: int, *, seed: int, horizon: int = HORIZON) -> PrefixCuts:
-    """The same number of cuts of every text that is long enough: for judging."""
+    """Cut every text that is long enough the same number of times, for judging."""
     places = _places(texts, horizon)
     request = np.repeat(np.flatnonzero(places), per_text)
     return _cut(texts, request, places, np.random.default_rng(seed), horizon)
 
 
 def _places(texts: RoutedTexts, horizon: int) -> NDArray[np.int64]:
-    """How many cuts each text allows."""
+    """Return the number of cuts that each text allows."""
     places: NDArray[np.int64] = np.maximum(0, texts.lengths - horizon - MIN_PREFIX + 1)
     if not places.sum():
         raise TraceError(

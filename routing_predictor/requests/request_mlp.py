@@ -17,11 +17,13 @@ from routing_predictor.requests.pools import PrefixPools
 
 NUM_HIDDEN = 512
 _DROPOUT = 0.1  # in training
-_MIN_DEVIATION = 1e-3  # of a feature: one that never changes keeps a scale that fp16 holds
+# lower limit of a feature's deviation, so that the scale of a constant feature fits into fp16
+_MIN_DEVIATION = 1e-3
 
 
 class RequestMLP(nn.Module):
-    """Pooled prefix -> logits [R, L, E]; a softmax over E is the share of the coming choices."""
+    """Maps a pooled prefix to logits [R, L, E]; their softmax over E is the share of the coming
+    choices."""
 
     def __init__(
         self, num_features: int, num_layers: int, num_experts: int, num_hidden: int = NUM_HIDDEN
@@ -37,7 +39,7 @@ class RequestMLP(nn.Module):
         self.last = nn.Linear(num_hidden, num_layers * num_experts)
 
     def fit_scale(self, features_RF: Tensor) -> None:
-        """Features leave the first step with mean 0 and deviation 1 or less over these samples."""
+        """Set the scale so that features have mean 0 and deviation 1 or less over these samples."""
         self.mean_F.copy_(features_RF.mean(0))
         self.scale_F.copy_(1 / features_RF.std(0).clamp_min(_MIN_DEVIATION))
 
@@ -71,6 +73,6 @@ class PrefixPredictor:
 
 
 def as_probability(share_RLE: Tensor, top_k: int) -> Tensor:
-    """From the share of the choices to the probability that a token is among them: k times it,
-    at most 1."""
+    """Convert the share of the choices to the probability that a token is among them: k times the
+    share, at most 1."""
     return (share_RLE * top_k).clamp_max(1.0)

@@ -1,4 +1,4 @@
-"""What batching asks of a predictor of whole requests.
+"""The interface of a predictor of whole requests, as batching uses it.
 
 R requests, L layers with routed experts, E experts of a layer.
 """
@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 
 class RequestPredictor(Protocol):
-    """From the tokens that a request has so far to the experts of those that come."""
+    """Predicts the experts of a request's coming tokens from its tokens so far."""
 
     @property
     def horizon(self) -> int:
-        """Coming tokens that a prediction is about."""
+        """Number of coming tokens that a prediction covers."""
         ...
 
     def predict(self, prefixes: Sequence[NDArray[np.int64]]) -> NDArray[np.float32]:
-        """[R, L, E]: the probability that a coming token chooses the expert. Sums to k per layer,
-        roughly. Never affects what the router chooses."""
+        """[R, L, E]: the probability that a coming token chooses the expert. The sum is about k per
+        layer. Predictions never affect the router's choices."""
         ...

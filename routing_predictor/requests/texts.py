@@ -1,7 +1,7 @@
-"""A trace as whole requests: the tokens of each lie side by side, in the order of their positions.
+"""A trace as whole requests: the tokens of each are consecutive, in the order of their positions.
 
 T tokens, L layers with routed experts, K choices. A long document may be several requests, its
-pieces: then their ids share what stands before PIECE, and they count as one document.
+pieces; their ids are equal up to PIECE, and they count as one document.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ PIECE = "#piece"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedTexts:
-    """Request r is tokens [starts[r], starts[r + 1])."""
+    """The texts; request r is the tokens [starts[r], starts[r + 1])."""
 
     expert_ids_TLK: NDArray[np.integer]
     token_T: NDArray[np.int32] | None
-    starts: NDArray[np.int64]  # one more than there are requests
-    document: NDArray[np.int64]  # of each request: documents are what is split and resampled
-    label: tuple[str, ...]  # of each request; "" where it has none
+    starts: NDArray[np.int64]  # one more entry than there are requests
+    document: NDArray[np.int64]  # of each request; documents are split and resampled as a whole
+    label: tuple[str, ...]  # of each request; "" without a label
     num_experts: int
 
     @property
@@ -38,7 +38,7 @@ class RoutedTexts:
         return lengths
 
     def choose(self, requests: NDArray[np.int64]) -> RoutedTexts:
-        """Some of the requests, in this order."""
+        """Return some of the requests, in this order."""
         spans = [np.arange(self.starts[r], self.starts[r + 1]) for r in requests]
         tokens = np.concatenate([*spans, np.empty(0, dtype=np.int64)])
         return RoutedTexts(
@@ -52,7 +52,7 @@ class RoutedTexts:
 
 
 def texts_of(trace: RoutingTrace) -> RoutedTexts:
-    """Raises TraceError where there is no request."""
+    """Group a trace by request. Raises TraceError if there is no request."""
     if not trace.num_tokens:
         raise TraceError("the trace holds no tokens")
     order = np.argsort(trace.request_N, kind="stable")
@@ -69,18 +69,19 @@ def texts_of(trace: RoutingTrace) -> RoutedTexts:
 
 
 def check_two_documents(num_documents: int) -> None:
-    """Raises TraceError where there are fewer."""
+    """Raise TraceError if there are fewer than two documents."""
     if num_documents < 2:
         raise TraceError(
-            f"{num_documents} document cannot be split: training wants some to learn from and "
-            "others to stop by; give two at least"
+            f"{num_documents} document cannot be split: training needs some to learn from and "
+            "others to decide when to stop; give two at least"
         )
 
 
 def split_documents(texts: RoutedTexts, share: float, seed: int) -> tuple[RoutedTexts, RoutedTexts]:
-    """Requests of `share` of the documents (one at least) last, of the others first.
+    """Return the requests of `share` of the documents (at least one) last, those of the others
+    first.
 
-    Raises TraceError where there are fewer than two documents.
+    Raises TraceError if there are fewer than two documents.
     """
     documents = np.unique(texts.document)
     check_two_documents(len(documents))

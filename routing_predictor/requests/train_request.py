@@ -1,4 +1,4 @@
-"""Training of the request predictor: random prefixes, and the share of the coming choices.
+"""Trains the request predictor: random prefixes, and the share of the coming choices.
 
 S samples, F features, L layers with routed experts, E experts.
 """
@@ -26,13 +26,13 @@ _HELD_OUT_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixData:
-    """Pooled prefixes and what came after them."""
+    """Pooled prefixes and the choices that followed them."""
 
     features_SF: Tensor  # fp16
-    share_SLE: Tensor  # fp16: of the coming choices
+    share_SLE: Tensor  # fp16: share of the coming choices
 
 
-Features = Callable[[PrefixCuts], Tensor]  # -> [S, F] in fp16
+Features = Callable[[PrefixCuts], Tensor]  # returns [S, F] in fp16
 
 
 def train_request(
@@ -43,7 +43,7 @@ def train_request(
     num_hidden: int = NUM_HIDDEN,
     horizon: int = HORIZON,
 ) -> tuple[RequestMLP, Fit]:
-    """Raises TraceError for too few or too short texts."""
+    """Train a predictor. Raises TraceError if there are too few texts or they are too short."""
     torch.manual_seed(recipe.seed)
     learnt, held_out = split_documents(texts, _HELD_OUT_SHARE, recipe.seed)
     num_cuts = max(recipe.batch_size, len(learnt.expert_ids_TLK) // _TOKENS_PER_CUT)
@@ -81,7 +81,7 @@ def make_data(cuts: PrefixCuts, features_of: Features) -> PrefixData:
 
 
 def pooled(cuts: PrefixCuts, pools: PrefixPools) -> Tensor:
-    """[S, F]: what the request predictor reads."""
+    """[S, F]: the input of the request predictor."""
     prefixes = cuts.prefixes()
     return torch.cat(
         [
@@ -92,8 +92,8 @@ def pooled(cuts: PrefixCuts, pools: PrefixPools) -> Tensor:
 
 
 def history_shares(cuts: PrefixCuts, windows: Sequence[int] = WINDOWS) -> Tensor:
-    """[S, W * L * E]: the share of the choices of the last tokens, for each window: what is known
-    where a trace has no token ids."""
+    """[S, W * L * E]: the share of the choices of the last tokens, for each window; used for traces
+    without token ids."""
     parts = [
         torch.from_numpy(shares_of(cuts.history(window))).flatten(1).half() for window in windows
     ]

@@ -1,7 +1,7 @@
-"""The JSON card beside a predictor's tensors: what it is for, and how good it was.
+"""The JSON card beside a predictor's tensors: its model, its sizes and its measured quality.
 
-A predictor belongs to one model (by the hash of its checkpoint) and, where it was trained on the
-trace of one placement, to that version of it.
+A predictor belongs to one model (by the hash of its checkpoint) and, if it was trained on the trace
+of one placement, to that version of the placement.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ VERSION = 1
 
 
 class PredictorKind(str, Enum):
-    """What a predictor predicts; also the stem of its two files."""
+    """The kinds of predictors; also the stem of their two files."""
 
     REQUEST = "request"
     NEXT_LAYER = "next-layer"
@@ -29,12 +29,12 @@ class PredictorKind(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictorCard:
-    """Filled by training; checked by whoever loads."""
+    """The facts about a predictor, filled by training and checked when it is loaded."""
 
     kind: str
-    model: str  # its name, for messages
-    model_identity: str  # hash of its checkpoint
-    placement_version: str = ""  # empty: for any placement
+    model: str  # name of the model, for messages
+    model_identity: str  # hash of the model's checkpoint
+    placement_version: str = ""  # empty if it fits any placement
     layers: tuple[int, ...]  # the model's numbers of the layers with routed experts
     num_experts: int
     top_k: int
@@ -45,14 +45,14 @@ class PredictorCard:
     version: int = VERSION
 
     def size(self, name: str) -> int:
-        """A count among `sizes`. Raises PredictorError."""
+        """Return a count among `sizes`. Raises PredictorError."""
         value = self.sizes.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise PredictorError(f"the {self.kind} predictor's card has {name} {value!r}")
         return value
 
     def check_fits(self, model_identity: str, placement_version: str, model: str = "") -> None:
-        """Raises PredictorError for another model or placement, with the names of both."""
+        """Raise PredictorError, with the names of both, for another model or placement."""
         if model_identity != self.model_identity:
             here = f"{model} ({model_identity[:12]})" if model else model_identity[:12]
             raise PredictorError(
@@ -71,11 +71,13 @@ def write_card(card: PredictorCard, path: Path) -> None:
 
 
 def read_card(path: Path) -> PredictorCard:
-    """Raises PredictorError for what is no card, or one of another version."""
+    """Read a card. Raises PredictorError if it is not a card, or one of another version."""
     try:
         entries = json.loads(regular(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise PredictorError(f"{path} is not there: no predictor lies in {path.parent}") from None
+        raise PredictorError(
+            f"{path} does not exist: {path.parent} holds no such predictor"
+        ) from None
     except OSError as error:
         raise PredictorError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):

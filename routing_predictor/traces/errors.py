@@ -1,15 +1,15 @@
-"""What callers may catch."""
+"""Errors of this package that callers may catch."""
 
 from __future__ import annotations
 
 
 class RoutingError(ValueError):
-    """Somebody's mistake: one sentence, with the numbers."""
+    """An invalid input of the caller; the message is one sentence with the numbers."""
 
 
 class TraceError(RoutingError):
-    """A trace, or a file of one, does not hold what it should."""
+    """A trace, or a trace file, has invalid content."""
 
 
 class PredictorError(RoutingError):
-    """A predictor's file is damaged, or is for another model or placement."""
+    """A predictor's file is damaged, or belongs to another model or placement."""

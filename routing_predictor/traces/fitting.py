@@ -1,4 +1,5 @@
-"""The training loop: AdamW in one cycle, early stopping on unseen documents, Ctrl-C keeps the best.
+"""The training loop: AdamW in one cycle, early stopping on held-out documents; Ctrl-C keeps the
+best weights.
 
 The same seed, data and number of threads give the same weights.
 """
@@ -11,24 +12,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-Progress = Callable[[str, float], None]  # (what is going on, share done)
+Progress = Callable[[str, float], None]  # (description of the current work, share done)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How to train."""
+    """The settings of training."""
 
     epochs: int = 16
     batch_size: int = 256
     learning_rate: float = 2e-3
     weight_decay: float = 0.05
-    patience: int = 3  # epochs without a better one before it stops
+    patience: int = 3  # epochs without improvement before training stops
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How training went; the module holds the weights of the best epoch."""
+    """The course of a training run; the module holds the weights of the best epoch."""
 
     best_loss: float  # on held-out documents
     best_epoch: int
@@ -38,7 +39,8 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is learnt: `loss(samples)` of sample numbers, `held_out()` what early stopping sees."""
+    """The subject of training: `loss(samples)` of sample numbers, and `held_out()` for early
+    stopping."""
 
     num_samples: int
     loss: Callable[[Tensor], Tensor]
@@ -47,7 +49,8 @@ class Task:
 
 
 def fit(module: nn.Module, task: Task, recipe: Recipe, progress: Progress) -> Fit:
-    """Train in place. An interrupt ends training, not the program: the best so far is kept."""
+    """Train in place. An interrupt ends training, not the program; the best weights so far are
+    kept."""
     generator = torch.Generator().manual_seed(recipe.seed)
     num_batches = max(1, task.num_samples // recipe.batch_size)
     optimiser = torch.optim.AdamW(

@@ -1,4 +1,4 @@
-"""A picture of how often each expert of each layer was chosen.
+"""Draws how often each expert of each layer was chosen.
 
 matplotlib is an optional extra (`plot`) and is imported by the function that draws.
 """
@@ -13,11 +13,11 @@ import numpy as np
 from routing_predictor.traces.errors import TraceError
 from routing_predictor.traces.trace_stats import Loads
 
-_MOST = 4.0  # times the mean: everything above has the same colour
+_MOST = 4.0  # multiple of the mean above which the colour stays the same
 
 
 def draw_heat_map(load_LE: Loads, layers: Sequence[int], title: str, path: Path) -> None:
-    """Layers down, experts across; white is the mean of the layer, blue below, red above.
+    """Draw layers down and experts across; white is the mean of the layer, blue below, red above.
 
     Raises TraceError if matplotlib is missing or the file cannot be written.
     """

@@ -1,8 +1,9 @@
-"""How often experts were chosen, as a file: what planners need, and all that some engines tell.
+"""Stores how often experts were chosen, which planners need and which is all that some engines
+record.
 
-A safetensors file with one tensor, `counts`: float64 [S, L, E] for S steps (or windows, or 1 for
-a sum), L layers and E experts of a layer. Its facts are the other fields of `ExpertLoad`.
-Reading it needs numpy and safetensors, nothing else.
+A safetensors file with one tensor, `counts`: float64 [S, L, E] for S steps (or windows, or 1 for a
+sum), L layers and E experts of a layer. Its facts are the other fields of `ExpertLoad`. Reading it
+needs only numpy and safetensors.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from routing_predictor.traces.trace import RoutingTrace
 from routing_predictor.traces.trace_stats import windows
 
 FORMAT, VERSION = "moe-serve expert load", 1
-_MOST = 2.0**53  # of choices: beyond it, floats do not count
+_MOST = 2.0**53  # limit on counts; beyond it floats skip whole numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLoad:
-    """Counts of choices by logical expert. Raises TraceError where they cannot be counts."""
+    """Counts of choices by logical expert. Raises TraceError if they are not valid counts."""
 
     counts_SLE: NDArray[np.float64]
     layers: tuple[int, ...]  # the model's numbers of the L layers
-    source: str = ""  # what told it: "sglang", "vllm", "trtllm", "csv", "trace"
+    source: str = ""  # origin: "sglang", "vllm", "trtllm", "csv", "trace"
     model: str = ""
     model_identity: str = ""
 
@@ -58,7 +59,7 @@ class ExpertLoad:
 
 
 def load_of_trace(trace: RoutingTrace, num_windows: int = 1) -> ExpertLoad:
-    """A trace's counts, in equal runs of its tokens."""
+    """Count a trace's choices, in equal runs of its tokens."""
     if not trace.num_tokens:
         raise TraceError("the trace has no tokens")
     return ExpertLoad(
@@ -71,7 +72,7 @@ def load_of_trace(trace: RoutingTrace, num_windows: int = 1) -> ExpertLoad:
 
 
 def write_load(load: ExpertLoad, path: Path) -> int:
-    """-> bytes written. The file is there whole or not at all. Raises TraceError."""
+    """Write the file completely or not at all; returns its bytes. Raises TraceError."""
     facts = {
         "layers": list(load.layers),
         "source": load.source,
@@ -82,11 +83,11 @@ def write_load(load: ExpertLoad, path: Path) -> int:
 
 
 def read_load(path: Path) -> ExpertLoad:
-    """Raises TraceError with what is wrong."""
+    """Read and check a file. Raises TraceError."""
     file = read_tensors(path, FORMAT, VERSION)
     layers = file.fact("layers", list)
     if not all(isinstance(layer, int) and layer >= 0 for layer in layers):
-        raise TraceError(f"{path}: layers holds something that is no layer's number")
+        raise TraceError(f"{path}: layers holds a value that is not a layer number")
     try:
         return ExpertLoad(
             counts_SLE=file.tensor("counts", "f", 3).astype(np.float64, copy=False),

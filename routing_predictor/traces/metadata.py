@@ -1,8 +1,7 @@
-"""The strings beside the tensors of our safetensors files: what the file is, and what it says.
+"""The strings beside the tensors of our safetensors files: the format of the file, and its facts.
 
-format   "moe-serve routing trace" or "moe-serve expert load"
-version  of that format
-facts    one JSON object with everything else
+format   "moe-serve routing trace" or "moe-serve expert load" version  of that format facts    one
+JSON object with everything else
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ Tensors = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """What a file holds, already of the wanted format and version."""
+    """The content of a file whose format and version have been checked."""
 
     path: Path
     tensors: Tensors
     facts: Mapping[str, Any]
 
     def fact(self, name: str, kind: type) -> Any:
-        """A fact of this type (int: not negative). Raises TraceError."""
+        """Return a fact of this type (an int must not be negative). Raises TraceError."""
         value = self.facts.get(name)
         is_wrong = not isinstance(value, kind) or isinstance(value, bool)
         if is_wrong or (isinstance(value, int) and value < 0):
@@ -50,7 +49,7 @@ class TensorFile:
         return tuple(values)
 
     def tensor(self, name: str, kinds: str, num_dimensions: int) -> NDArray[Any]:
-        """A tensor whose dtype is of these kinds (numpy's letters). Raises TraceError."""
+        """Return a tensor whose dtype is of these kinds (numpy's letters). Raises TraceError."""
         array = self.tensors.get(name)
         if array is None:
             raise TraceError(f"{self.path}: the tensor {name} is missing")
@@ -68,7 +67,7 @@ _WORDS: Mapping[type, str] = {int: "a count", str: "text", list: "a list"}
 def write_tensors(
     path: Path, tensors: Tensors, facts: Mapping[str, Any], format_name: str, version: int
 ) -> int:
-    """Write a file that is there whole or not at all -> its bytes. Raises TraceError."""
+    """Write a file completely or not at all; returns its bytes. Raises TraceError."""
     metadata = {"format": format_name, "version": str(version), "facts": json.dumps(facts)}
     whole = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
     content = save(whole, metadata)
@@ -77,14 +76,14 @@ def write_tensors(
         aside.write_bytes(content)
         os.replace(aside, path)
     except OSError as error:
-        with contextlib.suppress(OSError):  # where no folder is, nothing can be removed either
+        with contextlib.suppress(OSError):  # without a folder there is nothing to remove
             aside.unlink(missing_ok=True)
         raise TraceError(f"{path} cannot be written: {error.strerror}") from None
     return len(content)
 
 
 def read_metadata(path: Path) -> Mapping[str, str]:
-    """A safetensors file's strings, whatever it is. Raises TraceError."""
+    """Return the strings of any safetensors file. Raises TraceError."""
     try:
         with safe_open(regular(path), framework="numpy") as file:
             return file.metadata() or {}
@@ -93,11 +92,11 @@ def read_metadata(path: Path) -> Mapping[str, str]:
 
 
 def read_tensors(path: Path, format_name: str, version: int) -> TensorFile:
-    """Raises TraceError for what is no such file, or of another version."""
+    """Read a file. Raises TraceError if it is not of this format and version."""
     metadata = read_metadata(path)
     if metadata.get("format") != format_name:
         found = metadata.get("format", "a safetensors file without a format")
-        raise TraceError(f"{path} is no {format_name} but {found}")
+        raise TraceError(f"{path} is not a {format_name} but {found}")
     if metadata.get("version") != str(version):
         number = metadata.get("version")
         raise TraceError(f"{path} has the version {number} of its format; {version} is read")
@@ -115,14 +114,15 @@ def read_tensors(path: Path, format_name: str, version: int) -> TensorFile:
 
 
 def whole_number(text: str) -> int:
-    """Of JSON: numbers of thousands of digits cannot be multiplied and printed."""
+    """Parse a whole number of JSON; refuses thousands of digits, which cannot be multiplied and
+    printed."""
     if len(text) > _MOST_DIGITS:
         raise TraceError(f"has a number of {len(text)} digits: none here has over {_MOST_DIGITS}")
     return int(text)
 
 
 def regular(path: Path) -> Path:
-    """The path. Raises OSError where opening it would wait for a writer or never end."""
+    """Return the path. Raises OSError if opening it would wait for a writer or never end."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, "it is a FIFO, a socket or a device", str(path))
     return path
@@ -130,7 +130,7 @@ def regular(path: Path) -> Path:
 
 def unreadable(path: Path, error: Exception) -> TraceError:
     if isinstance(error, FileNotFoundError):
-        return TraceError(f"{path} is not there")
+        return TraceError(f"{path} does not exist")
     if path.is_dir():
         return TraceError(f"{path} is a folder, not a file")
     why = getattr(error, "strerror", None) or " ".join(str(error).split())

@@ -1,4 +1,4 @@
-"""What the routers chose, token by token: the object that traces, predictors and planners share.
+"""The routers' choices, token by token: the object that traces, predictors and planners share.
 
 N tokens, L layers with routed experts, K choices per token and layer, E experts of a layer.
 """
@@ -18,9 +18,9 @@ PREFILL, DECODE = 0, 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingTrace:
-    """The choices of N tokens. Tokens of one request stand in ascending order of position.
+    """The choices of N tokens. Tokens of one request are in ascending order of position.
 
-    Raises TraceError where parts do not fit each other.
+    Raises TraceError if the fields do not fit each other.
     """
 
     expert_ids_NLK: NDArray[np.integer]  # global ids; uint8 or int16
@@ -31,12 +31,12 @@ class RoutingTrace:
     layers: tuple[int, ...]  # the model's numbers of the L layers
     request_ids: tuple[str, ...]
     model: str = ""  # the model's name
-    model_identity: str = ""  # hash of its weights; empty: not known
+    model_identity: str = ""  # hash of the model's weights; empty if unknown
     placement_version: str = ""
-    token_N: NDArray[np.int32] | None = None  # token ids, where they were asked for
-    weights_NLK: NDArray[np.floating] | None = None  # the routers' weights, where asked for
-    labels: tuple[str, ...] = ()  # of the requests (a domain, a data set); empty: none has one
-    recording: str = ""  # which one it is part of: only there the request ids are unique
+    token_N: NDArray[np.int32] | None = None  # token ids, if they were recorded
+    weights_NLK: NDArray[np.floating] | None = None  # the routers' weights, if they were recorded
+    labels: tuple[str, ...] = ()  # of the requests (a domain, a data set); empty if none has one
+    recording: str = ""  # name of the recording, within which the request ids are unique
 
     def __post_init__(self) -> None:
         shape = self.expert_ids_NLK.shape
@@ -72,7 +72,7 @@ class RoutingTrace:
         return int(self.expert_ids_NLK.shape[2])
 
     def select(self, tokens: NDArray[np.bool_] | NDArray[np.integer] | slice) -> RoutingTrace:
-        """Some of the tokens, in their order; the requests keep their numbers."""
+        """Return some of the tokens, in this order; the requests keep their numbers."""
         return replace(
             self,
             expert_ids_NLK=self.expert_ids_NLK[tokens],
@@ -93,7 +93,8 @@ class RoutingTrace:
 
 
 def check_distinct(ids_NLK: NDArray[np.integer], layers: Sequence[int] = ()) -> None:
-    """Raises TraceError where a token has an expert twice in a layer. `layers`: their numbers."""
+    """Raise TraceError if a token has an expert twice in a layer. `layers` are the layers'
+    numbers."""
     for row in range(ids_NLK.shape[1]):
         sorted_NK = np.sort(ids_NLK[:, row], axis=1)
         repeats_NK = sorted_NK[:, 1:] == sorted_NK[:, :-1]

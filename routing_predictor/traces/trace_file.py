@@ -1,14 +1,14 @@
-"""A trace as a file, and a recording as a folder of such files.
+"""Stores a trace as a file, and a recording as a folder of such files.
 
 A safetensors file; N tokens, L layers, K choices:
 
-    expert_ids  uint8 or int16  [N, L, K]    weights  float16  [N, L, K]  (where asked for)
-    request     int32           [N]          token    int32    [N]        (where asked for)
+    expert_ids  uint8 or int16  [N, L, K]    weights  float16  [N, L, K]  (if recorded)
+    request     int32           [N]          token    int32    [N]        (if recorded)
     position    int32           [N]
     phase       uint8           [N]
 
-Its facts (see `metadata.py`) are the other fields of `RoutingTrace`. Parts of one recording carry
-its name: a request that goes on in the next part is the same request.
+Its facts (see `metadata.py`) are the other fields of `RoutingTrace`. Parts of one recording have
+its name, so a request that goes on in the next part is the same request.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from routing_predictor.traces.trace import DECODE, PREFILL, RoutingTrace
 
 FORMAT, VERSION = "moe-serve routing trace", 1
 SUFFIX = ".safetensors"
-MAX_EXPERTS = 2**15  # what int16 holds
+MAX_EXPERTS = 2**15  # limit of int16
 _SAME = ("num_experts", "layers", "top_k", "model", "model_identity", "placement_version")
 
 
 def id_dtype(num_experts: int) -> type[np.uint8] | type[np.int16]:
-    """The smallest that holds all expert ids."""
+    """Return the smallest type that holds all expert ids. Raises TraceError if none does."""
     if num_experts > MAX_EXPERTS:
         raise TraceError(f"{num_experts} experts; a trace holds ids of at most {MAX_EXPERTS}")
     return np.uint8 if num_experts <= 256 else np.int16
 
 
 def as_int32(values_N: NDArray[np.integer], name: str) -> NDArray[np.int32]:
-    """A column of a trace, none of whose numbers may change. Raises TraceError."""
+    """Convert a column of a trace without changing any number. Raises TraceError."""
     if len(values_N) and not -(2**31) <= int(values_N.min()) <= int(values_N.max()) < 2**31:
         raise TraceError(f"{name} goes up to {values_N.max()}; a trace holds less than {2**31}")
     return values_N.astype(np.int32, copy=False)
 
 
 def as_phase(values_N: NDArray[np.integer]) -> NDArray[np.uint8]:
-    """The phase column. Raises TraceError for one that there is not."""
+    """Convert the phase column. Raises TraceError for an unknown phase."""
     if len(values_N) and not PREFILL <= int(values_N.min()) <= int(values_N.max()) <= DECODE:
         raise TraceError(
             f"phase goes from {values_N.min()} to {values_N.max()}; {PREFILL} is the prompt's, "
@@ -56,8 +56,8 @@ def as_phase(values_N: NDArray[np.integer]) -> NDArray[np.uint8]:
 
 
 def check_columns(trace: RoutingTrace) -> None:
-    """Raises TraceError for a phase that there is not, and for positions of a request that do not
-    ascend: what whoever splits requests by time relies on."""
+    """Raise TraceError for an unknown phase, or if positions of a request do not ascend; splitting
+    requests by time relies on both."""
     as_phase(trace.phase_N)
     order = np.argsort(trace.request_N, kind="stable")
     request_N, position_N = trace.request_N[order], trace.position_N[order].astype(np.int64)
@@ -71,7 +71,7 @@ def check_columns(trace: RoutingTrace) -> None:
 
 
 def write_trace(trace: RoutingTrace, path: Path) -> int:
-    """-> bytes written. The file is there whole or not at all. Raises TraceError."""
+    """Write the file completely or not at all; returns its bytes. Raises TraceError."""
     check_columns(trace)
     tensors: dict[str, NDArray[Any]] = {
         "expert_ids": trace.expert_ids_NLK.astype(id_dtype(trace.num_experts), copy=False),
@@ -97,14 +97,14 @@ def write_trace(trace: RoutingTrace, path: Path) -> int:
 
 
 def read_trace(path: Path) -> RoutingTrace:
-    """One file, checked. Raises TraceError."""
+    """Read and check one file. Raises TraceError."""
     file = read_tensors(path, FORMAT, VERSION)
     layers = file.fact("layers", list)
     if not all(isinstance(layer, int) and layer >= 0 for layer in layers):
-        raise TraceError(f"{path}: layers holds something that is no layer's number")
+        raise TraceError(f"{path}: layers holds a value that is not a layer number")
     has_weights, has_tokens = "weights" in file.tensors, "token" in file.tensors
     try:
-        id_dtype(file.fact("num_experts", int))  # raises where there are too many
+        id_dtype(file.fact("num_experts", int))  # raises if there are too many experts
         trace = RoutingTrace(
             expert_ids_NLK=file.tensor("expert_ids", "iu", 3),
             request_N=as_int32(file.tensor("request", "iu", 1), "request"),
@@ -129,7 +129,7 @@ def read_trace(path: Path) -> RoutingTrace:
 
 
 def part_files(folder: Path) -> list[Path]:
-    """The parts of a recording, in their order. Raises TraceError if there is none."""
+    """Return the parts of a recording in order. Raises TraceError if there is none."""
     parts = sorted(path for path in folder.glob(f"*{SUFFIX}") if not path.name.startswith("."))
     if not parts:
         raise TraceError(f"{folder} holds no recording: there is no file *{SUFFIX} in it")
@@ -137,19 +137,19 @@ def part_files(folder: Path) -> list[Path]:
 
 
 def read_traces(paths: Sequence[Path]) -> RoutingTrace:
-    """Files and folders of parts as one trace. Raises TraceError."""
+    """Read files and folders of parts as one trace. Raises TraceError."""
     files = [file for path in paths for file in (part_files(path) if path.is_dir() else [path])]
     return join_traces([read_trace(file) for file in files])
 
 
 def join_traces(traces: Sequence[RoutingTrace]) -> RoutingTrace:
-    """One after the other. A request of the same recording is one request; those of different
-    recordings are never mixed up. What not all parts have (tokens, weights) is left out.
+    """Join traces in this order. A request of the same recording is one request; requests of
+    different recordings stay apart. Fields that some parts lack (tokens, weights) are left out.
 
     Raises TraceError for traces of different models, layers or placements.
     """
     if not traces:
-        raise TraceError("there is no trace to read")
+        raise TraceError("no traces were given; give at least one")
     first = traces[0]
     if len(traces) == 1:
         return first
@@ -187,7 +187,7 @@ def join_traces(traces: Sequence[RoutingTrace]) -> RoutingTrace:
 
 
 def _names(numbers: dict[tuple[object, str], int], *, is_one: bool) -> tuple[str, ...]:
-    """Request ids; with where they come from if they come from several recordings."""
+    """Return the request ids, prefixed by their recording if there are several."""
     if is_one and all(isinstance(source, str) for source, _ in numbers):
         return tuple(request_id for _, request_id in numbers)
     return tuple(f"{source}:{request_id}" for source, request_id in numbers)

@@ -1,4 +1,4 @@
-"""What a trace or a table of loads says: who is hot, how many experts a batch touches, what drifts.
+"""Statistics of a trace or a table of loads: hot experts, experts per batch, drift.
 
 N tokens, B tokens of a batch, W windows, L layers, E experts of a layer, K choices, R ranks.
 """
@@ -21,12 +21,12 @@ Loads = NDArray[np.int64] | NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerLoad:
-    """How a layer's choices spread over its experts."""
+    """The distribution of a layer's choices over its experts."""
 
     layer: int
     num_choices: float
     hottest: tuple[int, ...]  # experts, the most chosen first
-    shares: tuple[float, ...]  # of the layer's choices, theirs
+    shares: tuple[float, ...]  # their shares of the layer's choices
     hottest_over_mean: float
     balancedness: float  # mean load of a rank over the largest, with equal runs of experts
     num_unused: int
@@ -34,18 +34,19 @@ class LayerLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activation:
-    """Experts of a layer that a batch of B tokens touches, mean over layers and drawn batches."""
+    """The number of experts of a layer that a batch of B tokens uses, mean over layers and drawn
+    batches."""
 
     batch_size: int
-    even: float  # if all experts were alike: E (1 - (1 - K / E)^B)
+    even: float  # if all experts were equally likely: E (1 - (1 - K / E)^B)
     any_tokens: float  # drawn from all tokens
-    one_per_request: float | None  # generated tokens of B requests: what a decode step sees
-    one_request: float | None  # B tokens of one request in a row: what a chunk of a prompt sees
+    one_per_request: float | None  # generated tokens of B requests, like a decode step
+    one_request: float | None  # B consecutive tokens of one request, like a chunk of a prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """Distances between windows of the trace, as total variation, mean and largest over layers."""
+    """Distances between windows of the trace, as total variation: mean and largest over layers."""
 
     window: int
     num_choices: float
@@ -58,7 +59,7 @@ class Drift:
 def layer_loads(
     load_LE: Loads, layers: Sequence[int], num_ranks: int, num_hottest: int = 3
 ) -> list[LayerLoad]:
-    """One for each layer."""
+    """Return one record for each layer."""
     made = []
     for layer, load_E in zip(layers, load_LE, strict=True):
         total, num_experts = float(load_E.sum()), len(load_E)
@@ -79,13 +80,14 @@ def layer_loads(
 
 
 def balancedness(load_E: Loads, num_ranks: int) -> float:
-    """Mean load of a rank over the largest one, experts in equal runs; 1 is even (or no load)."""
+    """Mean load of a rank over the largest one, with experts in equal runs; 1 if even (or without
+    load)."""
     by_rank = [float(part.sum()) for part in np.array_split(load_E, num_ranks)]
     return float(np.mean(by_rank) / max(by_rank)) if max(by_rank) else 1.0
 
 
 def activations(trace: RoutingTrace, seed: int = 0) -> list[Activation]:
-    """For each batch size that the trace has tokens for."""
+    """Return one record for each batch size that the trace has enough tokens for."""
     rng = np.random.default_rng(seed)
     has_decode = bool((trace.phase_N == DECODE).any())
     decode = trace.select(trace.phase_N == DECODE) if has_decode else trace
@@ -122,12 +124,12 @@ def windows(trace: RoutingTrace, count: int) -> NDArray[np.int64]:
 
 
 def shuffled(trace: RoutingTrace, seed: int = 0) -> RoutingTrace:
-    """Its tokens in any order."""
+    """Return the trace with its tokens in random order."""
     return trace.select(np.random.default_rng(seed).permutation(trace.num_tokens))
 
 
 def drifts(load_WLE: Loads, chance_WLE: Loads | None = None) -> list[Drift]:
-    """One for each window; `chance_WLE`: the same windows of a shuffled trace."""
+    """Return one record for each window; `chance_WLE` are the same windows of a shuffled trace."""
     all_LE = load_WLE.sum(axis=0)
     made: list[Drift] = []
     for index, load_LE in enumerate(load_WLE):
@@ -147,7 +149,7 @@ def drifts(load_WLE: Loads, chance_WLE: Loads | None = None) -> list[Drift]:
 
 
 def total_variation(one_LE: Loads, other_LE: Loads) -> NDArray[np.float64]:
-    """[L]: half the sum of the differences of two shares; 0 if they are alike, 1 if disjoint."""
+    """[L]: half the sum of the absolute differences of two shares; 0 if equal, 1 if disjoint."""
     one, other = (
         load / np.maximum(load.sum(axis=1, keepdims=True), 1e-30) for load in (one_LE, other_LE)
     )
@@ -158,7 +160,8 @@ def total_variation(one_LE: Loads, other_LE: Loads) -> NDArray[np.float64]:
 def _by_request(
     trace: RoutingTrace,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Tokens sorted by request; where each request's begin there, and how many they are."""
+    """Sort tokens by request; returns the order, and the start and number of each request's
+    tokens."""
     order = np.argsort(trace.request_N, kind="stable")
     _, starts, counts = np.unique(trace.request_N[order], return_index=True, return_counts=True)
     return order, starts, counts
@@ -169,7 +172,7 @@ def _runs(
     size: int,
     rng: np.random.Generator,
 ) -> list[NDArray[np.int64]]:
-    """Batches of consecutive tokens of one request that has enough of them."""
+    """Draw batches of consecutive tokens of one request that has enough of them."""
     order, starts, counts = by_request
     long_enough = np.flatnonzero(counts >= size)
     if not len(long_enough):

@@ -18,7 +18,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from experts.memory.memory_stats import MemoryStats
-from experts.placement.problem.plan import contiguous
+from experts.placement.problem.placement import contiguous
 from moe_serve.engine.memory.memory_plan import MemoryPlan, ProcessMemory
 from moe_serve.engine.request.client import EngineStats
 from moe_serve.engine.request.policy_stats import PolicyStats

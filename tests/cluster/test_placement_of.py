@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from experts.placement.plan_file import write_placement
-from experts.placement.problem.plan import Placement, contiguous
+from experts.placement.problem.placement import Placement, contiguous
 from moe_serve.cluster.members import cluster_model
 from moe_serve.cluster.members.cluster_model import ClusterModel, placement_of, read_spec
 from moe_serve.config.sections import ClusterConfig, EngineConfig, ReplicaPolicyName

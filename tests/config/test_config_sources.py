@@ -212,7 +212,10 @@ BOMB = functools.reduce(lambda s, i: f"&a{i} [{s}, *a{i - 1}]", range(1, 18), "&
         ("server: [\n", r"is not valid YAML: .* line 2"),
         ("!!python/object/apply:os.getpid []\n", r"this is not a plain value \(.*:1\)"),
         ("model:\n  path: !!python/name:os.getpid\n", r"this is not a plain value \(.*:2\)"),
-        ("server:\n  host: " + BOMB, r"the aliases of .* repeat [\d,]+ values, at most 100,000 are"),
+        (
+            "server:\n  host: " + BOMB,
+            r"the aliases of .* repeat [\d,]+ values, at most 100,000 are",
+        ),
         ("server:\n  host: &a [*a]\n", r"stands for a value that contains it \(.*:2\)"),
         ("server:\n  host: " + "[" * 150 + "]" * 150, r"are nested more than 100 deep"),
         ("server:\n  host: " + "[" * 3000, r"nested too deeply to be read"),

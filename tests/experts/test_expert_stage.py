@@ -100,7 +100,7 @@ def test_takeovers_come_and_go(folder: Path, name: KernelsName) -> None:
     stage.add(0, loader.expert_bank(0, [4]), [4])
     with pytest.raises(AssertionError, match=r"experts \[2\], which are not here"):
         stage.run(0, RoutedRows(x_TD, ids_TK, weights_TK))
-    with pytest.raises(AssertionError, match=r"experts \[1, 4\] are here already"):
+    with pytest.raises(AssertionError, match=r"experts \[1, 4\] are held already"):
         stage.add(0, loader.expert_bank(0, [1, 2, 4]), [1, 2, 4])
     stage.add(0, loader.expert_bank(0, [2]), [2])
     assert stage.held(0) == frozenset(range(NUM_EXPERTS)), f"holds {sorted(stage.held(0))}"

@@ -253,14 +253,14 @@ def test_token_lines(tmp_path: Path) -> None:
         ("a.json", '{"logical_count": [[-1, 2]]}', "negative, not finite or above"),
         ("a.json", '{"snapshots": []}', "has no record of a load"),
         ("a.jsonl", "", "is empty"),
-        ("a.jsonl", "[1]", "is no JSON object"),
+        ("a.jsonl", "[1]", "is not a JSON object"),
         ("a.jsonl", '{"topk_ids": [1], "layer": "x", "token_idx": 0}', "layer and token_idx are"),
-        ("a.jsonl", '{"topk_ids": [0.5], "layer": 0, "token_idx": 0}', "that is no id"),
+        ("a.jsonl", '{"topk_ids": [0.5], "layer": 0, "token_idx": 0}', "that is not an id"),
         ("a.csv", "1,2\n3\n", "row 2 is not 2 counts"),
         ("a.csv", "layer\n", "has no rows of counts"),
         ("a.npz", "no", "cannot be read as numpy arrays"),
         ("a.txt", "", "its name does not say what it is"),
-        ("a.pt", "", "is no zip"),
+        ("a.pt", "", "is not a zip"),
         ("a.json", f'{{"logical_count": [[{10**400}]]}}', "is not a table of numbers"),
         ("a.jsonl", '{"record_type": "eplb_load_stats", "version": [1]}', r"version \[1\] of"),
         (
@@ -274,7 +274,7 @@ def test_token_lines(tmp_path: Path) -> None:
             f'{{"topk_ids": [1], "layer": 0, "token_idx": {2**31}}}',
             "layer and token_idx are",
         ),
-        ("a.csv", "x,y\n" + "9" * 200_000, "is no CSV: field larger"),
+        ("a.csv", "x,y\n" + "9" * 200_000, "is not valid CSV: field larger"),
         (
             "a.json",
             '{"logical_count": [[1, "2"]]}',
@@ -303,10 +303,10 @@ def test_token_lines(tmp_path: Path) -> None:
             "expert 3 twice in layer 7",
         ),
         ("a.csv", '1,2\n3,"4"\n', "row 2 has a text in quotes"),
-        ("a.csv", "1,2\n3,x\n", "row 2 has 'x', which is no count"),
-        ("a.csv", "layer,2\n3,4\n", "row 1 has 'layer', which is no count"),
-        ("a.csv", "1,1_0\n", "row 1 has '1_0', which is no count"),
-        ("a.csv", "1,\n", "row 1 has '', which is no count"),
+        ("a.csv", "1,2\n3,x\n", "row 2 has 'x', which is not a count"),
+        ("a.csv", "layer,2\n3,4\n", "row 1 has 'layer', which is not a count"),
+        ("a.csv", "1,1_0\n", "row 1 has '1_0', which is not a count"),
+        ("a.csv", "1,\n", "row 1 has '', which is not a count"),
     ],
 )
 def test_mistakes_are_sentences(tmp_path: Path, name: str, content: str, message: str) -> None:
@@ -316,9 +316,9 @@ def test_mistakes_are_sentences(tmp_path: Path, name: str, content: str, message
 
 
 def test_what_cannot_be(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="is not there"):
+    with pytest.raises(TraceError, match="does not exist"):
         detect(tmp_path / "none")
-    with pytest.raises(TraceError, match="tiff is no format; known are auto, sglang, vllm"):
+    with pytest.raises(TraceError, match="tiff is not a known format: use auto, sglang, vllm"):
         import_files([tmp_path], "tiff", ImportOptions())
     with pytest.raises(TraceError, match="slots hold expert 3, of 2"):
         load(DATA / "sglang_per_pass_0.pt", num_experts=2)

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from routing_predictor.traces import recording
-from routing_predictor.traces.capped_parts import earlier_parts
 from routing_predictor.traces.errors import TraceError
 from routing_predictor.traces.recording import (
     RecordingStats,
     RecordingWriter,
     TracedTokens,
     TraceHeader,
+    earlier_parts,
 )
 from routing_predictor.traces.trace import DECODE, PREFILL
 from routing_predictor.traces.trace_file import part_files, read_traces

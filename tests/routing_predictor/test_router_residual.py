@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from routing_predictor.judge.layer_rivals import (
+from routing_predictor.judge.rivals import (
     judged_previous_token,
     truth_of_tokens,
 )

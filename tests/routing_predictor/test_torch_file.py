@@ -105,7 +105,7 @@ EVIL = [
     (b"ctorch\nload\n.", "it names torch.load"),
     (b"\x82\x01.", "wants EXT1"),
     (text("os") + b"Q.", "refers to something outside"),
-    (b"K\x01K\x02\x85R.", "calls something that is no name"),
+    (b"K\x01K\x02\x85R.", "calls something that is not a name"),
     (b"ctorch\nIntStorage\n.", "it holds a bare Name"),
 ]
 
@@ -134,7 +134,7 @@ def test_what_would_run_is_refused(tmp_path: Path, pickle: bytes, message: str) 
         (b"})K\x01s.", "a key of a dict is tuple"),
         (b"]" + b"]" * 40 + b"a" * 40 + b".", "more than 32 deep"),
         (b"]q\x00h\x00a.", "more than 32 deep"),
-        (b"]q\x00h\x00h\x00\x93.", "a name that is no text"),
+        (b"]q\x00h\x00h\x00\x93.", "a name that is not text"),
         (tensor((2**31 - 1,) * 9, (1,) * 9), "cannot be one"),
         (b"c\x1b[2J\nX\n.", r"it names \?\[2J.X"),
     ],
@@ -146,10 +146,10 @@ def test_damage_is_said(tmp_path: Path, pickle: bytes, message: str) -> None:
 
 def test_what_is_no_zip(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
-    with pytest.raises(TraceError, match="is not there"):
+    with pytest.raises(TraceError, match="does not exist"):
         read_torch_file(path)
     path.write_bytes(b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.")  # before torch 1.6
-    with pytest.raises(TraceError, match="is no zip"):
+    with pytest.raises(TraceError, match="is not a zip"):
         read_torch_file(path)
     with pytest.raises(TraceError, match="is compressed"):
         read_torch_file(torch_zip(path, b"K\x01.", zipfile.ZIP_DEFLATED))

@@ -62,14 +62,14 @@ GOOD = {
 @pytest.mark.parametrize(
     ("tensors", "facts", "metadata", "message"),
     [
-        ({}, None, {"format": "a cake"}, "is no moe-serve routing trace but a cake"),
+        ({}, None, {"format": "a cake"}, "is not a moe-serve routing trace but a cake"),
         ({}, None, {"version": "2"}, "has the version 2 of its format; 1 is read"),
         ({}, None, {"facts": "{"}, "its facts are not JSON"),
         ({}, [1], {}, "its facts are not a JSON object"),
         ({}, GOOD | {"num_experts": True}, {}, "num_experts is True, not a count"),
         ({}, GOOD | {"num_experts": 3}, {}, "expert ids from 0 to 7, of 3 experts"),
         ({}, GOOD | {"layers": [1]}, {}, "expert ids of 2 layers, but 1 are named"),
-        ({}, GOOD | {"layers": ["x", 1]}, {}, "something that is no layer's number"),
+        ({}, GOOD | {"layers": ["x", 1]}, {}, "a value that is not a layer number"),
         ({}, GOOD | {"request_ids": ["a"]}, {}, "tokens of 4 requests, but 1 are named"),
         ({}, GOOD | {"labels": ["a"]}, {}, "1 labels for 4 requests"),
         ({}, GOOD | {"labels": [1]}, {}, "labels holds something that is not text"),
@@ -98,7 +98,7 @@ def test_damage_is_said(
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="is not there"):
+    with pytest.raises(TraceError, match="does not exist"):
         read_trace(tmp_path / "nothing")
     with pytest.raises(TraceError, match="is a folder"):
         read_trace(tmp_path)

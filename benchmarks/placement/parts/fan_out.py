@@ -10,7 +10,7 @@ from experts.placement.judge.balance import balancedness
 from experts.placement.judge.copies import copies_of
 from experts.placement.judge.fan_out import FanOut, measure_fan_out
 from experts.placement.problem.devices import Devices, even_devices
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solvers.fan_out.relabel import relabelled
 from experts.placement.solvers.fan_out.solver import FanOutSolver

@@ -10,7 +10,7 @@ import numpy as np
 from experts.placement.judge.copies import copies_of
 from experts.placement.problem.devices import even_devices
 from experts.placement.problem.limits import Move
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solvers.references.eplb_solver import Eplb
 from experts.placement.solvers.search.solver import Search

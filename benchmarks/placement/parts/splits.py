@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experts.placement.problem.devices import even_devices
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 from experts.placement.problem.problem import PlacementProblem
 from experts.placement.problem.token_choices import TokenChoices
 from experts.placement.replicas.lp_split import LpSplit

@@ -1,1 +1,1 @@
-"""Plans as other engines write and take them, read and written by the rules of each."""
+"""Placement files of other engines, read and written by each engine's rules."""

@@ -1,11 +1,12 @@
-"""A table with a row for each copy of an expert, as ExFlow writes its placements.
+"""Reads and writes a table with one row for each copy of an expert, as ExFlow writes its
+placements.
 
     Expert,Node
     0,1
     1,0
 
 Expert e of layer l has the number l * E + e, with layers counted among those with experts. ExFlow
-itself has one copy of each; an expert with replicas has more rows here. Nodes are devices.
+itself has one copy of each; here an expert with replicas has several rows. Nodes are devices.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import io
 
 from experts.placement.errors import PlacementError
 from experts.placement.formats.engine_plan import EnginePlan, PlanFacts, counted_layers
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 
 NAME, HEADER = "csv", ("Expert", "Node")
 
 
 def parse(text: str, facts: PlanFacts) -> EnginePlan:
-    """Devices may hold different numbers of experts. Raises PlacementError."""
+    """Read the plan. Devices may hold different numbers of experts. Raises PlacementError."""
     if facts.num_experts is None:
         raise PlacementError(
             "A table of experts and nodes does not say how many experts a layer has: give loads, "
@@ -31,13 +32,13 @@ def parse(text: str, facts: PlanFacts) -> EnginePlan:
     for line, (expert, node) in enumerate(_rows(text), 2):
         holders = ranks.setdefault(expert, [])
         if node in holders:
-            raise PlacementError(f"Line {line} puts expert {expert} on node {node} again.")
+            raise PlacementError(f"Line {line} repeats expert {expert} on node {node}.")
         holders.append(node)
     count, rest = divmod(len(ranks), facts.num_experts)
     if rest or not count or max(ranks) >= len(ranks):
         raise PlacementError(
-            f"It has {len(ranks)} experts up to {max(ranks, default=0)}, not all of some layers of "
-            f"{facts.num_experts}."
+            f"The table has {len(ranks)} experts with numbers up to {max(ranks, default=0)}, which "
+            f"are not whole layers of {facts.num_experts} experts."
         )
     layers, of_layer = counted_layers(count, facts), facts.num_experts
     return EnginePlan(
@@ -65,13 +66,13 @@ def _rows(text: str) -> list[tuple[int, int]]:
     try:
         rows = list(csv.reader(io.StringIO(text)))
     except csv.Error as error:
-        raise PlacementError(f"It is no CSV: {error}.") from None
+        raise PlacementError(f"It is not valid CSV: {error}.") from None
     if not rows or tuple(cell.strip() for cell in rows[0]) != HEADER:
-        raise PlacementError(f"Its first line is not {','.join(HEADER)}.")
+        raise PlacementError(f"The first line must be {','.join(HEADER)}.")
     found = []
     for line, row in enumerate(rows[1:], 2):
         if len(row) != 2 or not all(_is_number(cell.strip()) for cell in row):
-            raise PlacementError(f"Line {line} is {','.join(row)!r}, not two whole numbers.")
+            raise PlacementError(f"Line {line} must be two whole numbers, got {','.join(row)!r}.")
         found.append((int(row[0]), int(row[1])))
     return found
 

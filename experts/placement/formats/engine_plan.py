@@ -1,7 +1,7 @@
-"""What the formats of engines share: slots in a row, cut into equal parts by device.
+"""Shared parts of the engines' formats: slots in a row, cut into equal parts by device.
 
-L layers with routed experts, P slots of a layer (experts and replicas), D devices. Slot p lies on
-device p // (P / D), and holds one expert; no slot is empty.
+L layers with routed experts, P slots of a layer (experts and replicas), D devices. Slot p is on
+device p // (P / D) and holds one expert; no slot is empty.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from numpy.typing import NDArray
 
 from experts.placement.errors import PlacementError
 from experts.placement.judge.copies import copies_in_slots, copies_of, placement_of
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFacts:
-    """What some files do not say. `layers`: the model's numbers of those with routed experts."""
+    """Facts that some files lack. `layers` lists the model's numbers of the layers with routed
+    experts."""
 
     layers: tuple[int, ...] | None = None
-    num_layers: int | None = None  # of the model, dense ones too
+    num_layers: int | None = None  # of the model, with dense layers
     num_experts: int | None = None
     num_devices: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
-    """A file's plan. A device may hold an expert twice in the file (EPLB does that), and never in a
-    placement: `slots_LED` then counts its copies, with layers ascending.
-    """
+    """A file's plan. In the file a device may hold an expert twice (EPLB does that), but not in a
+    placement; `slots_LED` then counts the copies, with layers ascending."""
 
     format: str
     placement: Placement
@@ -40,18 +40,18 @@ class EnginePlan:
 
     @property
     def copies_LED(self) -> NDArray[np.int64]:  # noqa: N802
-        """Copies of each expert on each device, of layers ascending."""
+        """Copies of each expert on each device, with layers ascending."""
         if self.slots_LED is not None:
             return self.slots_LED
         return copies_of(self.placement, sorted(self.placement.ranks_of))
 
     @property
     def num_doubled(self) -> int:
-        """Copies that lie beside another of the same expert on their device, in all layers."""
+        """Copies, over all layers, that share their device with another copy of the same expert."""
         return 0 if self.slots_LED is None else int(np.maximum(self.slots_LED - 1, 0).sum())
 
     def only(self, layers: Sequence[int]) -> EnginePlan:
-        """Of some of its layers, in ascending order."""
+        """Return the plan of some of its layers, in ascending order."""
         kept = sorted(layers)
         rows = [sorted(self.placement.ranks_of).index(layer) for layer in kept]
         return replace(
@@ -69,21 +69,24 @@ Slots = Mapping[int, Sequence[int]]  # layer -> the expert of each slot
 
 
 def plan_of_slots(slots: Slots, facts: PlanFacts, name: str) -> EnginePlan:
-    """Worked example, one layer [0, 1, 2, 0] on two devices: ranks of experts 0, 1, 2 are [0, 1],
-    [0], [1]."""
+    """Make a plan from slots. Worked example, one layer [0, 1, 2, 0] on two devices: the ranks of
+    experts 0, 1, 2 are [0, 1], [0], [1]."""
     if facts.num_devices is None:
         raise PlacementError(
-            f"A plan for {name} does not say for how many devices it is: name the cluster, or the "
-            "number of devices."
+            f"A plan for {name} does not say for how many devices it is: give the cluster "
+            "(--cluster), or the number of devices (--devices)."
         )
     if not slots:
-        raise PlacementError("It has no layers.")
+        raise PlacementError("The plan has no layers; it needs at least one.")
     num_slots = len(next(iter(slots.values())))
     num_experts = _num_experts(slots, facts, num_slots)
     _check_even(num_slots, facts.num_devices)
     for layer, experts in slots.items():
         if len(experts) != num_slots:
-            raise PlacementError(f"Layer {layer} has {len(experts)} slots, others {num_slots}.")
+            raise PlacementError(
+                f"Layer {layer} has {len(experts)} slots and other layers {num_slots}; all layers "
+                "must have the same number."
+            )
     layers = sorted(slots)
     check_size(len(layers), num_experts, facts.num_devices)
     slots_LDC = np.array([slots[layer] for layer in layers], dtype=np.int64)
@@ -98,8 +101,8 @@ def plan_of_slots(slots: Slots, facts: PlanFacts, name: str) -> EnginePlan:
 
 
 def slots_of_plan(placement: Placement, name: str) -> dict[int, list[int]]:
-    """Layer -> the expert of each slot, ascending on a device. Refused where devices, or layers,
-    hold different numbers of copies."""
+    """Return, for each layer, the expert of each slot, ascending on a device. Refuses a placement
+    whose devices or layers hold different numbers of copies."""
     slots = {}
     counts = set()
     for layer in sorted(placement.ranks_of):
@@ -119,12 +122,12 @@ def slots_of_plan(placement: Placement, name: str) -> dict[int, list[int]]:
 
 
 def as_slots(value: Any, what: str) -> list[int]:
-    """A list of expert numbers. Raises PlacementError."""
+    """Check that a value is a list of expert numbers. Raises PlacementError."""
     if not isinstance(value, list) or not value:
-        raise PlacementError(f"{what} is {_shown(value)}, not a list of experts.")
+        raise PlacementError(f"{what} must be a list of experts, got {_shown(value)}.")
     for slot, expert in enumerate(value):
         if not is_index(expert):
-            raise PlacementError(f"{what}, slot {slot}: {_shown(expert)} is no expert.")
+            raise PlacementError(f"{what}, slot {slot}: {_shown(expert)} is not an expert number.")
     return value
 
 
@@ -133,29 +136,29 @@ def is_index(value: Any) -> TypeGuard[int]:
 
 
 def check_keys(content: Any, wanted: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Any]:
-    """An object with these keys and no other."""
+    """Check that the content is an object with these keys and no others."""
     if not isinstance(content, dict):
-        raise PlacementError(f"It holds {_shown(content)}, not an object.")
+        raise PlacementError(f"The content must be an object, got {_shown(content)}.")
     missing = sorted(set(wanted) - content.keys())
     more = sorted(map(str, content.keys() - {*wanted, *optional}))
     if missing or more:
-        raise PlacementError(f"Keys are missing ({missing}) or more than are allowed ({more}).")
+        raise PlacementError(f"Keys are missing ({missing}) or unknown ({more}).")
     return content
 
 
 def counted_layers(count: int, facts: PlanFacts) -> tuple[int, ...]:
-    """The model's numbers of layers that a file counts 0 to `count` - 1 among those with experts;
-    these themselves where nobody knows better."""
+    """Return the model's numbers of the layers that a file counts 0 to `count` - 1 among those with
+    experts; the file's own numbers if the model's are unknown."""
     layers = facts.layers if facts.layers is not None else tuple(range(count))
     if len(layers) != count:
         raise PlacementError(
-            f"It has {count} layers, and there are {len(layers)} with routed experts."
+            f"The plan has {count} layers, but the model has {len(layers)} with routed experts."
         )
     return layers
 
 
 def check_size(num_layers: int, num_experts: int, num_devices: int) -> None:
-    """A small file never becomes a large object."""
+    """Refuse sizes that would make a small file become a large object."""
     if num_layers * num_experts * num_devices > _MAX_SIZE:
         raise PlacementError(
             f"{num_layers} layers of {num_experts} experts on {num_devices} devices are more than "
@@ -167,13 +170,15 @@ def _num_experts(slots: Slots, facts: PlanFacts, num_slots: int) -> int:
     largest = max(max(experts) for experts in slots.values())
     if max(largest + 1, facts.num_experts or 0) > num_slots:
         raise PlacementError(
-            f"A layer has {num_slots} slots for experts 0 to "
-            f"{max(largest, (facts.num_experts or 0) - 1)}: each needs one."
+            f"A layer has {num_slots} slots, which is too few for experts 0 to "
+            f"{max(largest, (facts.num_experts or 0) - 1)}: each expert needs one."
         )
     if facts.num_experts is None:
         return largest + 1
     if largest >= facts.num_experts:
-        raise PlacementError(f"It places expert {largest}; there are {facts.num_experts}.")
+        raise PlacementError(
+            f"The plan places expert {largest}, but experts are 0 to {facts.num_experts - 1}."
+        )
     return facts.num_experts
 
 
@@ -190,7 +195,7 @@ def _check_all(layer: int, copies_E: NDArray[np.int64]) -> None:
     if len(missing):
         raise PlacementError(
             f"Layer {layer} has no slot for {len(missing)} of {len(copies_E)} experts; the first "
-            f"is {missing[0]}."
+            f"is expert {missing[0]}."
         )
 
 

@@ -1,4 +1,4 @@
-"""A plan's text, whatever wrote it: which format it is, and how it is read and written."""
+"""Recognises the format of a placement file, and reads or writes it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from experts.placement.errors import NotAPlanError, PlacementError
 from experts.placement.formats import ascend, csv_table, sglang, trtllm, vllm
 from experts.placement.formats.engine_plan import EnginePlan, PlanFacts, check_size
 from experts.placement.plan_file import FORMAT, parse_json, parse_placement
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 
 OURS = "moe-serve"
 WRITERS: Mapping[str, Callable[[Placement, PlanFacts], str]] = {
@@ -22,7 +22,7 @@ WRITERS: Mapping[str, Callable[[Placement, PlanFacts], str]] = {
 
 
 def parse_text(text: str, facts: PlanFacts) -> EnginePlan:
-    """JSON or CSV; for YAML see `parse_content`. Raises PlacementError, NotAPlanError."""
+    """Read JSON or CSV; `parse_content` reads YAML. Raises PlacementError or NotAPlanError."""
     if text.lstrip().startswith(csv_table.HEADER[0]):
         return _sized(csv_table.parse(text, facts))
     try:
@@ -35,7 +35,8 @@ def parse_text(text: str, facts: PlanFacts) -> EnginePlan:
 
 
 def parse_content(content: Any, facts: PlanFacts) -> EnginePlan:
-    """What a JSON or YAML file, or a recording, held. Raises PlacementError, NotAPlanError."""
+    """Read the content of a JSON file, a YAML file or a recording. Raises PlacementError or
+    NotAPlanError."""
     return _sized(_parsed(content, facts))
 
 
@@ -47,7 +48,7 @@ def _sized(plan: EnginePlan) -> EnginePlan:
 
 def _parsed(content: Any, facts: PlanFacts) -> EnginePlan:
     if not isinstance(content, dict):
-        raise NotAPlanError("It is no object, as every plan is.")
+        raise NotAPlanError("A plan must be a JSON or YAML object.")
     if content.get("format") == FORMAT:
         return EnginePlan(format=OURS, placement=parse_placement(content))
     if sglang.KEY in content:
@@ -63,7 +64,7 @@ def _parsed(content: Any, facts: PlanFacts) -> EnginePlan:
 
 
 def render_plan(name: str, placement: Placement, facts: PlanFacts) -> str:
-    """As the engine `name` takes it. Raises PlacementError."""
+    """Write the plan for the engine `name`. Raises PlacementError."""
     if name not in WRITERS:
-        raise PlacementError(f"{name!r} is no format of plans: they are {', '.join(WRITERS)}.")
+        raise PlacementError(f"The format must be one of {', '.join(WRITERS)}, got {name!r}.")
     return WRITERS[name](placement, facts)

@@ -1,10 +1,10 @@
-"""SGLang's `--init-expert-location FILE.json`.
+"""Reads and writes SGLang's `--init-expert-location FILE.json`.
 
     {"physical_to_logical_map": [[0, 1, 2, 0], ...]}
 
-A row for each decoder layer, dense ones too (whatever is in theirs is not looked at). The server
-takes no other key, wants `--ep-num-redundant-experts` equal to slots minus experts, and slots that
-divide by `--ep-size`.
+There is a row for each decoder layer, dense ones too (their content is ignored). The server takes
+no other key. It requires `--ep-num-redundant-experts` to equal slots minus experts, and a number of
+slots that `--ep-size` divides.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from experts.placement.formats.engine_plan import (
     plan_of_slots,
     slots_of_plan,
 )
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 
 NAME, KEY = "sglang", "physical_to_logical_map"
 
 
 def parse(content: Any, facts: PlanFacts) -> EnginePlan:
-    """Raises PlacementError."""
+    """Read the plan. Raises PlacementError."""
     rows = check_keys(content, [KEY])[KEY]
     if not isinstance(rows, list) or not rows:
-        raise PlacementError(f"{KEY} is not a list of layers.")
+        raise PlacementError(f"{KEY} must be a list of layers.")
     num_layers = facts.num_layers
     if num_layers is not None and len(rows) != num_layers:
         raise PlacementError(
@@ -46,19 +46,23 @@ def parse(content: Any, facts: PlanFacts) -> EnginePlan:
     all_slots = {layer: as_slots(row, f"Row {layer}") for layer, row in enumerate(rows)}
     widths = {len(row) for row in all_slots.values()}
     if len(widths) > 1:
-        raise PlacementError(f"{KEY} has rows of {min(widths)} and of {max(widths)} slots.")
+        raise PlacementError(
+            f"{KEY} has rows of {min(widths)} and of {max(widths)} slots; all rows must have the "
+            "same number."
+        )
     return plan_of_slots({layer: all_slots[layer] for layer in layers}, facts, NAME)
 
 
 def render(placement: Placement, facts: PlanFacts) -> str:
-    """One row a line. Dense layers get experts in their order, from the start again for replicas.
+    """Write the plan, one row a line. Dense layers list the experts in order, starting again for
+    replicas.
 
-    Raises PlacementError where the number of the model's layers is not known.
+    Raises PlacementError if the number of the model's layers is unknown.
     """
     slots = slots_of_plan(placement, NAME)
     if facts.num_layers is None or facts.layers is None:
         raise PlacementError(
-            "SGLang wants a row for every layer of the model, dense ones too: name the model, its "
+            "SGLang needs a row for every layer of the model, dense ones too: give the model, its "
             "number of layers, or its dense layers."
         )
     if set(slots) != set(facts.layers) or max(slots) >= facts.num_layers:

@@ -1,4 +1,4 @@
-"""vLLM's `initial_mapping_path` of `--eplb-config`: one JSON object, in a file of one line.
+"""Reads and writes vLLM's `initial_mapping_path` of `--eplb-config`: one JSON object on one line.
 
     {"record_type": "eplb_initial_mapping", "version": 1, "num_redundant_experts": 1,
      "num_slots": 4, "initial_global_assignments": {"0": [0, 1, 2, 0], ...}}
@@ -21,7 +21,7 @@ from experts.placement.formats.engine_plan import (
     plan_of_slots,
     slots_of_plan,
 )
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 
 NAME, RECORD, VERSION = "vllm", "eplb_initial_mapping", 1
 ASSIGNMENTS = "initial_global_assignments"
@@ -29,21 +29,23 @@ _KEYS = ("record_type", "version", "num_redundant_experts", "num_slots", ASSIGNM
 
 
 def parse(content: Any, facts: PlanFacts) -> EnginePlan:
-    """Raises PlacementError."""
+    """Read the plan. Raises PlacementError."""
     record = check_keys(content, _KEYS)
     if (record["record_type"], record["version"]) != (RECORD, VERSION):
         raise PlacementError(
-            f"It is {record['record_type']!r}, version {record['version']!r}; {RECORD!r}, version "
-            f"{VERSION} is read."
+            f"record_type must be {RECORD!r} and version {VERSION}, got {record['record_type']!r} "
+            f"and {record['version']!r}."
         )
     assignments = record[ASSIGNMENTS]
     if not isinstance(assignments, dict) or not assignments:
-        raise PlacementError(f"{ASSIGNMENTS} is not an object of layers.")
+        raise PlacementError(
+            f"{ASSIGNMENTS} must be an object that maps layer numbers to lists of experts."
+        )
     count = len(assignments)
     if set(assignments) != {str(layer) for layer in range(count)}:
         raise PlacementError(
-            f"{ASSIGNMENTS} has {count} layers, which are to be numbered 0 to {count - 1} among "
-            f"those with experts; it has {sorted(map(str, assignments))[:8]}."
+            f"{ASSIGNMENTS} has {count} layers, which must be numbered 0 to {count - 1} among "
+            f"those with experts, got {sorted(map(str, assignments))[:8]}."
         )
     slots = {
         layer: as_slots(assignments[str(row)], f"Layer {row}")
@@ -62,7 +64,7 @@ def parse(content: Any, facts: PlanFacts) -> EnginePlan:
 
 
 def render(placement: Placement, facts: PlanFacts) -> str:
-    """Raises PlacementError."""
+    """Write the plan. Raises PlacementError."""
     slots = slots_of_plan(placement, NAME)
     num_slots = len(next(iter(slots.values())))
     record = {

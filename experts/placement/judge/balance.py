@@ -1,4 +1,4 @@
-"""How even a plan is: loads of devices, and what engines call balancedness.
+"""Measures how even a plan is: the loads of devices, and the engines' balancedness.
 
 S scenarios, L layers with routed experts, E experts of a layer, D devices.
 """
@@ -17,9 +17,9 @@ Array = NDArray[np.float64]
 
 
 def device_loads(problem: PlacementProblem, copies_LED: NDArray[np.int64]) -> Array:
-    """[S, L, D]: the load of a device over its speed; 1 where all were even.
+    """[S, L, D]: the load of a device over its speed; 1 if all loads were even.
 
-    A token goes to any copy of its expert with equal chance.
+    A token goes to each copy of its expert with equal probability.
     """
     load = CopyLoad.of(problem)
     copies_LE = np.maximum(copies_LED.sum(axis=2), 1)
@@ -31,26 +31,28 @@ def device_loads(problem: PlacementProblem, copies_LED: NDArray[np.int64]) -> Ar
 
 
 def objective_of(problem: PlacementProblem, copies_LED: NDArray[np.int64]) -> float:
-    """Mean over layers and scenarios of the largest load: what `Solution.objective` says."""
+    """Return the mean over layers and scenarios of the largest load; this is
+    `Solution.objective`."""
     return float(device_loads(problem, copies_LED).max(axis=2).mean())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balancedness:
-    """Of one scenario, over layers: mean load / largest load, 1 is perfect. The engines' other
-    names for it: `log_ratio` (vLLM's log) and `excess` (TensorRT-LLM)."""
+    """Mean load / largest load of one scenario, over layers; 1 is perfect. Also as the other
+    engines define it: `log_ratio` (vLLM's log) and `excess` (TensorRT-LLM)."""
 
     mean: float  # as SGLang and vLLM publish it
     worst: float
     p10: float
     p50: float
-    log_ratio: float  # sum over layers of the mean / sum over layers of the largest
-    excess: float  # mean over layers of (largest - mean) / mean: 0 is perfect
+    log_ratio: float  # sum over layers of the mean load / sum over layers of the largest load
+    excess: float  # mean over layers of (largest - mean) / mean; 0 is perfect
 
     @classmethod
     def of(cls, loads_LD: Array, speed_D: Array | None = None) -> Balancedness:
-        """Loads over speeds; their mean is all load over all speed, what each device would have,
-        were they even. None: all are as fast. Layers count alike, whatever their tokens."""
+        """Compute the balancedness from loads over speeds. Their mean is the total load over the
+        total speed, which every device would have if loads were even. Without `speed_D` all devices
+        are equally fast. Layers count equally, whatever their tokens."""
         weighed_LD = loads_LD if speed_D is None else loads_LD * (speed_D / speed_D.mean())
         mean_L, most_L = weighed_LD.mean(axis=1), loads_LD.max(axis=1)
         ratio_L = mean_L / most_L
@@ -67,7 +69,7 @@ class Balancedness:
 def balancedness(
     problem: PlacementProblem, copies_LED: NDArray[np.int64]
 ) -> dict[str, Balancedness]:
-    """By scenario."""
+    """Return the balancedness of each scenario."""
     loads_SLD = device_loads(problem, copies_LED)
     speed_D = np.array([device.speed for device in problem.devices.devices])
     return {
@@ -77,14 +79,14 @@ def balancedness(
 
 
 def memory_bytes(copies_LED: NDArray[np.int64], bytes_per_expert: int) -> list[int]:
-    """Of each device, for the experts of all layers."""
+    """Return the bytes of each device for the experts of all layers."""
     return [int(copies) * bytes_per_expert for copies in copies_LED.sum(axis=(0, 1))]
 
 
 def activated_experts(problem: PlacementProblem, copies_LED: NDArray[np.int64]) -> Array:
-    """[S, L, D]: how many experts' weights a device is expected to read in a step of the problem's
-    batch size, tokens choosing independently. Needs `top_k`."""
-    assert problem.top_k is not None, "activated experts of a step need top-k"
+    """[S, L, D]: the expected number of experts whose weights a device reads in a step of the
+    problem's batch size, if tokens choose independently. Needs `top_k`."""
+    assert problem.top_k is not None, "activated experts of a step need top_k"
     load = CopyLoad(
         shares_SLE=problem.loads.shares_SLE(),
         num_draws=float(problem.batch_size),

@@ -1,4 +1,4 @@
-"""A plan as an array: how many copies of each expert lie on each device.
+"""A plan as an array: the number of copies of each expert on each device.
 
 L layers, E experts of a layer, D devices, C slots of the device that has most.
 """
@@ -11,11 +11,11 @@ from itertools import chain, islice
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 
 
 def copies_of(placement: Placement, layers: Sequence[int]) -> NDArray[np.int64]:
-    """[L, E, D], of zeros and ones; layers in the order asked for."""
+    """[L, E, D], of zeros and ones; layers in the order of `layers`."""
     copies_LED = np.zeros((len(layers), placement.num_experts, placement.num_ranks), dtype=np.int64)
     for row, layer in enumerate(layers):
         ranks_of = placement.ranks_of[layer]
@@ -25,8 +25,8 @@ def copies_of(placement: Placement, layers: Sequence[int]) -> NDArray[np.int64]:
 
 
 def copies_in_slots(slots_LDC: NDArray[np.int64], num_experts: int) -> NDArray[np.int64]:
-    """[L, E, D] of the expert in each slot; -1 is an empty one. Counts an expert that is twice on
-    a device twice."""
+    """[L, E, D]: copies from the expert in each slot; -1 is an empty slot. An expert that is twice
+    on a device counts twice."""
     num_layers, num_devices, _ = slots_LDC.shape
     copies_LED = np.zeros((num_layers, num_experts, num_devices), dtype=np.int64)
     layer, device, slot = np.nonzero(slots_LDC >= 0)
@@ -35,16 +35,16 @@ def copies_in_slots(slots_LDC: NDArray[np.int64], num_experts: int) -> NDArray[n
 
 
 def placement_of(copies_LED: NDArray[np.int64], layers: Sequence[int]) -> Placement:
-    """Each device once for an expert, ascending."""
+    """Make a placement that names each device of an expert once, ascending."""
     num_experts, num_devices = copies_LED.shape[1:]
     ranks_of = {}
     for row, layer in enumerate(layers):
         counts_E = (copies_LED[row] > 0).sum(axis=1).tolist()
-        ranks = iter(np.nonzero(copies_LED[row])[1].tolist())  # expert after expert
+        ranks = iter(np.nonzero(copies_LED[row])[1].tolist())  # experts in order
         ranks_of[layer] = tuple(tuple(islice(ranks, count)) for count in counts_E)
     return Placement(num_ranks=num_devices, num_experts=num_experts, ranks_of=ranks_of)
 
 
 def num_layers_with_repeats(copies_LED: NDArray[np.int64]) -> int:
-    """Layers in which some device holds an expert twice."""
+    """Number of layers in which a device holds an expert twice."""
     return int((copies_LED > 1).any(axis=(1, 2)).sum())

@@ -1,7 +1,8 @@
-"""What one copy of an expert brings to its device, by how many copies the expert has.
+"""Computes the load that one copy of an expert adds to its device, given the number of its copies.
 
-S scenarios, L layers, E experts of a layer. Either balance is a function of the expert's share and
-of its copies alone, so solvers, bounds and reports ask here and know no other difference.
+S scenarios, L layers, E experts of a layer. Both kinds of balance depend only on the expert's share
+and its number of copies, so solvers, bounds and reports differ between the kinds only through this
+class.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyLoad:
-    """`tokens`: the share over the copies. `activated`: the chance that a batch of B tokens reaches
-    the copy, 1 - (1 - p / copies)^B, with p the chance that a token chooses the expert."""
+    """The load of a copy. `tokens`: the share over the number of copies. `activated`: the
+    probability that a batch of B tokens reaches the copy, 1 - (1 - p / copies)^B, where p is the
+    probability that a token chooses the expert."""
 
-    shares_SLE: Array  # sums of 1 in every layer
+    shares_SLE: Array  # sum to 1 in every layer
     num_draws: float | None = None  # B, for `activated`
     top_k: int = 1
 
     @classmethod
     def of(cls, problem: PlacementProblem) -> CopyLoad:
-        """As the problem balances."""
+        """Make the load for the kind of balance that the problem asks for."""
         if problem.balance == "tokens":
             return cls(shares_SLE=problem.loads.shares_SLE())
-        assert problem.top_k is not None, "the problem is checked"
+        assert problem.top_k is not None, "PlacementProblem checks that activated has top_k"
         return cls(
             shares_SLE=problem.loads.shares_SLE(),
             num_draws=float(problem.batch_size),
@@ -38,13 +40,15 @@ class CopyLoad:
         )
 
     def each(self, shares: Array, copies: NDArray[np.integer] | int) -> Array:
-        """Of one copy, for shares and numbers of copies that broadcast."""
+        """Return the load of one copy, for shares and numbers of copies that broadcast."""
         if self.num_draws is None:
             return shares / copies
         chance = np.minimum(shares * self.top_k, 1.0) / copies
-        with np.errstate(divide="ignore"):  # log 0 of an expert that every token chooses: load 1
+        # an expert that every token chooses gives log 0, and load 1
+        with np.errstate(divide="ignore"):
             return -np.expm1(self.num_draws * np.log1p(-chance))
 
     def totals(self) -> Array:
-        """Of all devices, with one copy of each expert: what loads are measured against."""
+        """Total load of all devices with one copy of each expert, the reference for relative
+        loads."""
         return np.asarray(self.each(self.shares_SLE, 1).sum(axis=2))

@@ -1,4 +1,5 @@
-"""How far a token's rows spread: distinct devices and nodes, and what crosses between nodes.
+"""Measures the fan-out of tokens: the distinct devices and nodes of their rows, and the traffic
+between nodes.
 
 N tokens, L layers, K choices of a token in a layer, D devices.
 """
@@ -12,19 +13,19 @@ from numpy.typing import NDArray
 
 from experts.placement.errors import PlacementError
 from experts.placement.problem.devices import Devices
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 from experts.placement.problem.token_choices import TokenChoices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FanOut:
-    """Means over tokens, by layer. Copies of an expert take turns, as `Placement.choice` says."""
+    """Means over tokens, by layer. Copies of an expert take turns, as in `Placement.choice`."""
 
-    devices_per_token_L: NDArray[np.float64]  # distinct; a row is sent once to each
-    nodes_per_token_L: NDArray[np.float64]  # distinct
+    devices_per_token_L: NDArray[np.float64]  # distinct devices; a row is sent once to each
+    nodes_per_token_L: NDArray[np.float64]  # distinct nodes
     cross_node_pairs_L: NDArray[np.float64]  # of L - 1 pairs of layers, see `cross_node_pairs`
     cross_device_pairs_L: NDArray[np.float64]
-    ingress_LD: NDArray[np.float64]  # rows that a device gets, per token
+    ingress_LD: NDArray[np.float64]  # rows that a device receives, per token
     num_nodes: int
 
     @property
@@ -39,35 +40,38 @@ class FanOut:
 
     @property
     def cross_node_pairs(self) -> float:
-        """Share of (expert of a layer, expert of the next) of one token that lie on two nodes: what
-        crosses where a row goes on from an expert to the next layer's, without a way home."""
+        """Share of pairs (expert of a layer, expert of the next) of one token that are on two
+        nodes: the traffic if a row went from an expert straight to the next layer's expert, without
+        returning home."""
         return _mean_or_zero(self.cross_node_pairs_L)
 
     @property
     def cross_device_pairs(self) -> float:
-        """As `cross_node_pairs`, for devices."""
+        """The same as `cross_node_pairs`, for devices."""
         return _mean_or_zero(self.cross_device_pairs_L)
 
     @property
     def extra_nodes_per_token(self) -> float:
-        """Nodes beyond one: rows that must cross even from a home that is one of the nodes."""
+        """Nodes beyond one: rows that must cross even if the token's home is one of these nodes."""
         return self.nodes_per_token - 1.0
 
     @property
     def cross_node_rows(self) -> float:
-        """Rows of a token and layer that go to another node, from homes spread evenly over nodes:
-        a row is sent once to each device, so placement changes it with `devices_per_token` only."""
+        """Rows of a token and layer that go to another node, if homes are spread evenly over nodes.
+        A row is sent once to each device, so placement changes this only through
+        `devices_per_token`."""
         return self.devices_per_token * (1.0 - 1.0 / self.num_nodes)
 
     @property
     def ingress_balance(self) -> float:
-        """Mean over the largest ingress of a device, mean over layers."""
+        """Mean ingress over the largest ingress of a device, mean over layers."""
         largest_L = np.maximum(self.ingress_LD.max(axis=1), np.finfo(np.float64).tiny)
         return float((self.ingress_LD.mean(axis=1) / largest_L).mean())
 
 
 def measure_fan_out(placement: Placement, choices: TokenChoices, devices: Devices) -> FanOut:
-    """Raises PlacementError where the placement is not one for these layers and devices."""
+    """Measure the fan-out of a placement. Raises PlacementError unless it is for these layers and
+    devices."""
     _check_same(placement, choices, devices)
     node_D = np.array([device.node for device in devices.devices])
     devices_L, nodes_L, ingress_LD = [], [], []
@@ -97,11 +101,14 @@ def measure_fan_out(placement: Placement, choices: TokenChoices, devices: Device
 def _check_same(placement: Placement, choices: TokenChoices, devices: Devices) -> None:
     placement.check_fits(choices.layers, choices.num_experts, len(devices))
     if placement.lost:
-        raise PlacementError(f"{len(placement.lost)} experts of the placement are on no device.")
+        raise PlacementError(
+            f"The placement has {len(placement.lost)} experts on no device; give every expert a "
+            "device."
+        )
 
 
 def _firsts(of_NK: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """Each row sorted, and where a value stands for the first time in it."""
+    """Return each row sorted, and a mask of the first occurrence of each value in it."""
     sorted_NK = np.sort(of_NK, axis=1)
     is_first_NK = np.ones(of_NK.shape, dtype=bool)
     is_first_NK[:, 1:] = sorted_NK[:, 1:] != sorted_NK[:, :-1]

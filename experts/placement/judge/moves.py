@@ -1,4 +1,4 @@
-"""What it takes to go from the plan in use to another: copies, bytes and seconds.
+"""Counts the moves from the current plan to another: copies, bytes and seconds.
 
 L layers, E experts, D devices.
 """
@@ -11,19 +11,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experts.placement.judge.copies import copies_of
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 from experts.placement.problem.problem import PlacementProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moves:
-    """Copies that a device must get; each comes from the nearest device that holds its expert."""
+    """The copies that devices must receive; each comes from the nearest device that holds its
+    expert."""
 
-    copies: int  # of all layers
+    copies: int  # over all layers
     most_of_layer: int
-    between_nodes: int  # of `copies`
-    num_bytes: int | None  # None: nobody said what an expert weighs
-    seconds: float | None  # of the device that is longest at it, sending or receiving
+    between_nodes: int  # part of `copies`
+    num_bytes: int | None  # None if the bytes of an expert are unknown
+    seconds: float | None  # time of the slowest device, sending or receiving
 
     @property
     def sentence(self) -> str:
@@ -37,7 +38,8 @@ class Moves:
 
 
 def count_moves(problem: PlacementProblem, after: Placement) -> Moves | None:
-    """None without a plan in use. A sender is the one that has sent least so far."""
+    """Count the moves; None without a current plan. Among equally near senders the one that has
+    sent least so far is used."""
     if problem.move is None:
         return None
     layers, devices = problem.loads.layers, problem.devices
@@ -72,7 +74,7 @@ def _source(
     device: int,
     sends_D: NDArray[np.float64],
 ) -> int:
-    """On the same node if there is one."""
+    """Choose a device on the same node if there is one."""
     holders = np.flatnonzero(holds_D)
     near = holders[node_D[holders] == node_D[device]]
     candidates = near if len(near) else holders

@@ -1,4 +1,5 @@
-"""How many replicas a balance takes: the bound on it with one more, and one more, from one pass.
+"""Computes how many replicas a target balance takes: the bound for each number of replicas, in one
+pass.
 
 S scenarios, L layers, D devices; H replicas.
 """
@@ -10,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from experts.placement.judge.bound import FewestPeaks
 from experts.placement.judge.copy_load import CopyLoad
-from experts.placement.judge.fewest_peaks import FewestPeaks
 from experts.placement.problem.problem import PlacementProblem
 
 Floats = NDArray[np.float64]
@@ -19,18 +20,21 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Redundancy:
-    """No plan with h replicas of a layer is better balanced than `best_H[h]`, the mean over layers
-    and scenarios of mean / largest load. The hottest expert alone is looked at, so what a plan
-    reaches is a little less."""
+    """Upper bounds of the balancedness by number of replicas.
+
+    No plan with h replicas of a layer is better balanced than `best_H[h]`, the mean over layers and
+    scenarios of mean / largest load. Only the hottest expert is considered, so real plans reach a
+    little less.
+    """
 
     best_H: Floats
-    hottest_share: float  # of an expert, in the worst layer and scenario
-    hottest_over_even: float  # the same over the even load of a device
+    hottest_share: float  # share of the hottest expert in the worst layer and scenario
+    hottest_over_even: float  # the same, over the even load of a device
 
     @classmethod
     def of(cls, problem: PlacementProblem, most: int | None = None) -> Redundancy:
-        """Up to `most` replicas in a layer; None: as many as the problem has, or twice its devices
-        if that is more."""
+        """Compute the bounds for up to `most` replicas in a layer; by default as many as the
+        problem has, or twice its devices if that is more."""
         load = CopyLoad.of(problem)
         speed_D = np.array([device.speed for device in problem.devices.devices])
         if most is None:
@@ -46,7 +50,7 @@ class Redundancy:
         )
 
     def needed(self, target: float) -> int | None:
-        """The fewest replicas of a layer with which `target` is not excluded; None: more than were
-        looked at."""
+        """Return the fewest replicas of a layer with which `target` is not excluded; None if more
+        than the examined number are needed."""
         enough = np.flatnonzero(self.best_H >= target)
         return int(enough[0]) if len(enough) else None

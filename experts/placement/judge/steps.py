@@ -1,4 +1,5 @@
-"""How even single steps will be: a batch is a small sample of the loads that a plan was made for.
+"""Estimates how even single steps will be: a batch is a small sample of the loads that a plan was
+made for.
 
 B tokens of a step, W drawn steps, L layers, E experts, D devices, K choices of a token.
 """
@@ -15,7 +16,7 @@ from experts.placement.problem.token_choices import TokenChoices
 from experts.placement.replicas.lp_split import LpSplit
 
 _MOST_TOKENS, _MOST_STEPS, _FEWEST_STEPS = 2**16, 32, 4
-_MOST_SPLITS = 192  # layers of steps that the exact split is tried on
+_MOST_SPLITS = 192  # limit on the (step, layer) pairs for which the exact split is computed
 _SEED = 20240601
 
 
@@ -25,15 +26,17 @@ class StepBalance:
 
     batch_size: int
     num_steps: int
-    even: float  # copies of an expert take equal parts of its rows
-    split: float | None  # rows are split at dispatch so that the busiest has least; None: no copies
-    has_tokens: bool  # drawn from a trace; else experts are drawn by their loads, independently
+    even: float  # if copies of an expert take equal parts of its rows
+    # if rows are split at dispatch to minimise the busiest device; None without replicas
+    split: float | None
+    # steps were drawn from a trace; otherwise experts were drawn independently, by their loads
+    has_tokens: bool
 
 
 def draw_steps(
     problem: PlacementProblem, choices: TokenChoices | None, seed: int = _SEED
 ) -> NDArray[np.int64] | None:
-    """Rows of each expert [W, L, E]; None where neither tokens nor top-k are known."""
+    """Draw the rows of each expert [W, L, E]; None if neither tokens nor top-k are known."""
     size, rng = problem.batch_size, np.random.default_rng(seed)
     num_steps = int(np.clip(_MOST_TOKENS // size, _FEWEST_STEPS, _MOST_STEPS))
     if choices is not None:
@@ -55,7 +58,8 @@ def step_balance(
     *,
     has_tokens: bool,
 ) -> StepBalance:
-    """`rows_WLE`: of `draw_steps`, the same for every plan that is compared."""
+    """Measure the balance of a plan in the drawn steps. `rows_WLE` comes from `draw_steps` and is
+    the same for all plans that are compared."""
     copies_LE = np.maximum(copies_LED.sum(axis=2), 1)
     speed_D = np.array([device.speed for device in problem.devices.devices])
     loads_WLD = np.einsum("wle,led->wld", rows_WLE / copies_LE, copies_LED, optimize=True) / speed_D
@@ -71,7 +75,7 @@ def step_balance(
 
 
 def _split(copies_LED: NDArray[np.int64], rows_WLE: NDArray[np.int64]) -> float:
-    """On some layers of some steps, evenly picked."""
+    """Balance with the exact split, on evenly spaced layers of the steps."""
     num_devices = copies_LED.shape[2]
     cells = [(w, layer) for layer in range(rows_WLE.shape[1]) for w in range(len(rows_WLE))]
     ratios = []
@@ -89,7 +93,7 @@ def _split(copies_LED: NDArray[np.int64], rows_WLE: NDArray[np.int64]) -> float:
 
 
 def _counted(choices: TokenChoices, tokens_B: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[L, E]."""
+    """[L, E]: rows of each expert in a step."""
     num_layers, num_experts = len(choices.layers), choices.num_experts
     cells = choices.expert_ids_NLK[tokens_B] + (np.arange(num_layers) * num_experts)[:, None]
     counts = np.bincount(cells.ravel(), minlength=num_layers * num_experts)

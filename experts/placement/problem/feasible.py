@@ -1,4 +1,5 @@
-"""Whether any plan can exist: told before a solver starts, one sentence with the numbers each."""
+"""Checks whether any plan can exist, before a solver starts. Each error is one sentence with the
+numbers."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from experts.placement.problem.limits import Grouping, Move, Pin
 from experts.placement.problem.loads import ExpertLoads
 from experts.placement.problem.memory_slots import copies_in_memory
 
-_MOST_PLACES = 2**26  # of experts on devices, in all layers: a table of them takes 512 MiB
-_MOST_PACKED = 2**35  # steps of a first packing: about two minutes
+_MOST_PLACES = 2**26  # limit on experts x devices over all layers: a table of them takes 512 MiB
+_MOST_PACKED = 2**35  # limit on the steps of a first packing: about two minutes
 
 
 def check_size(loads: ExpertLoads, devices: Devices) -> None:
-    """What can be planned in reasonable time and memory; layers may be planned one by one."""
+    """Refuse problems that take too much time or memory; their layers can be planned separately."""
     num_scenarios, num_layers, num_experts = loads.counts_SLE.shape
     of_layer = num_experts * len(devices)
     packed = num_scenarios * len(devices) * min(devices.num_slots, of_layer)
@@ -28,59 +29,61 @@ def check_size(loads: ExpertLoads, devices: Devices) -> None:
         less = f"at most {most_layers} layers at a time" if most_layers else "for fewer devices"
         raise PlacementError(
             f"{num_layers} layers of {num_experts} experts with {num_scenarios} load tables on "
-            f"{len(devices)} devices with {devices.num_slots} slots are more than is planned at "
-            f"once: plan {less} (a layer's plan needs no other layer)."
+            f"{len(devices)} devices with {devices.num_slots} slots are too many to plan at once: "
+            f"plan {less} (the layers' plans are independent)."
         )
 
 
 def check_numbers(
     loads: ExpertLoads, batch_size: int, top_k: int | None, *, needs_top_k: bool
 ) -> None:
-    """What a step chooses."""
+    """Check the batch size and top-k."""
     if batch_size < 1:
-        raise PlacementError(f"A step of {batch_size} tokens is none: the batch size is 1 or more.")
+        raise PlacementError(f"batch_size must be 1 or more, got {batch_size}.")
     if top_k is not None and not 1 <= top_k <= loads.num_experts:
         raise PlacementError(
-            f"A token cannot choose {top_k} of {loads.num_experts} experts: top-k is 1 to "
-            f"{loads.num_experts}."
+            f"top_k must be 1 to {loads.num_experts}, the number of experts, got {top_k}."
         )
     if needs_top_k and top_k is None:
         raise PlacementError(
-            "Balancing activated experts needs top-k, the number of experts that a token chooses."
+            "Balancing activated experts needs top_k, the number of experts that a token chooses: "
+            "give --top-k."
         )
 
 
 def check_slots(loads: ExpertLoads, devices: Devices, *, fill: bool) -> None:
-    """A copy of every expert has room, and where all slots are used, each has an expert to take."""
+    """Check that every expert has a slot, and that with `fill` no device has more slots than there
+    are experts."""
     num_experts, num_slots = loads.num_experts, devices.num_slots
     if num_slots < num_experts:
         raise PlacementError(
-            f"{num_slots} slots on {len(devices)} devices cannot hold {num_experts} experts"
-            f": {num_experts - num_slots} more are needed."
+            f"{num_slots} slots on {len(devices)} devices cannot hold {num_experts} experts: "
+            f"{num_experts - num_slots} more are needed."
         )
     largest = max(range(len(devices)), key=lambda index: devices.devices[index].num_slots)
     if fill and devices.devices[largest].num_slots > num_experts:
         raise PlacementError(
             f"Device {largest} has {devices.devices[largest].num_slots} slots for {num_experts} "
-            "experts, and none may be there twice: leave slots empty (no fill), or give it "
-            f"{num_experts}."
+            "experts, and an expert may be on a device only once: allow empty slots (no fill), or "
+            f"give it {num_experts} slots."
         )
 
 
 def check_memory(
     loads: ExpertLoads, devices: Devices, bytes_per_expert: int | None, *, fill: bool
 ) -> None:
-    """Every layer's copies together fit what memory is limited."""
+    """Check that the copies of all layers fit into the devices whose memory is limited."""
     limited = [i for i, device in enumerate(devices.devices) if device.memory_bytes is not None]
     if bytes_per_expert is None:
         if limited:
             raise PlacementError(
-                f"Device {limited[0]} has {devices.devices[limited[0]].memory_bytes} bytes of "
-                "memory, but the bytes of an expert are not given."
+                f"Device {limited[0]} is limited to {devices.devices[limited[0]].memory_bytes} "
+                "bytes of memory, which needs bytes_per_expert: give --model or "
+                "--bytes-per-expert."
             )
         return
     if bytes_per_expert < 1:
-        raise PlacementError(f"An expert of {bytes_per_expert} bytes is none.")
+        raise PlacementError(f"bytes_per_expert must be 1 or more, got {bytes_per_expert}.")
     num_layers, total = len(loads.layers), 0
     for index, device in enumerate(devices.devices):
         wanted = min(device.num_slots, loads.num_experts) * num_layers
@@ -89,19 +92,22 @@ def check_memory(
             raise PlacementError(
                 f"Device {index} needs {wanted * bytes_per_expert} bytes for {device.num_slots} "
                 f"slots in {num_layers} layers of {bytes_per_expert} bytes each and has "
-                f"{device.memory_bytes}: give it {copies // num_layers} slots, or do not fill."
+                f"{device.memory_bytes}: give it {copies // num_layers} slots, or allow empty "
+                "slots (no fill)."
             )
         total += wanted if copies is None else min(copies, wanted)
     needed = loads.num_experts * num_layers
     if total < needed:
         raise PlacementError(
-            f"The devices' memory holds {total} copies of {bytes_per_expert} bytes, and "
-            f"{loads.num_experts} experts in {num_layers} layers are {needed}."
+            f"The devices' memory holds {total} copies of {bytes_per_expert} bytes, but "
+            f"{loads.num_experts} experts in {num_layers} layers need {needed}: give more memory "
+            "or devices."
         )
 
 
 def check_pins(loads: ExpertLoads, slots_LD: NDArray[np.int64], pins: Sequence[Pin]) -> None:
-    """Pins name what there is, and leave room for the experts that are not pinned."""
+    """Check that pins name existing layers, experts and devices, and leave room for the other
+    experts."""
     num_devices = slots_LD.shape[1]
     for pin in pins:
         if not 0 <= pin.device < num_devices:
@@ -119,30 +125,35 @@ def check_pins(loads: ExpertLoads, slots_LD: NDArray[np.int64], pins: Sequence[P
             if count > slots_LD[row, device]:
                 raise PlacementError(
                     f"Layer {layer} pins {count} experts to device {device}, which has "
-                    f"{slots_LD[row, device]} slots there."
+                    f"{slots_LD[row, device]} slots in that layer: remove pins or add slots."
                 )
         copies = len(pairs) + loads.num_experts - len({expert for expert, _ in pairs})
         if copies > slots_LD[row].sum():
             raise PlacementError(
-                f"Layer {layer} has {slots_LD[row].sum()} slots, and its {len(pairs)} pinned copies"
-                f" with one of each other expert are {copies}."
+                f"Layer {layer} has {slots_LD[row].sum()} slots but needs {copies}: {len(pairs)} "
+                "pinned copies and one of each other expert."
             )
 
 
 def pins_of_layer(pins: Sequence[Pin], layer: int) -> list[tuple[int, int]]:
-    """(expert, device), each once."""
+    """Return the pins of a layer as (expert, device) pairs, each once."""
     return sorted({(pin.expert, pin.device) for pin in pins if pin.layer in (None, layer)})
 
 
 def check_grouping(
     loads: ExpertLoads, devices: Devices, grouping: Grouping, pins: Sequence[Pin], *, fill: bool
 ) -> None:
-    """Groups divide the experts, and nodes have slots for the groups that come to them."""
+    """Check that groups divide the experts, and that the nodes have slots for all groups."""
     num_groups, most = grouping.num_groups, grouping.max_nodes_per_group
     if num_groups < 1 or loads.num_experts % num_groups:
-        raise PlacementError(f"{num_groups} groups do not divide {loads.num_experts} experts.")
+        raise PlacementError(
+            f"num_groups (--groups) must divide the {loads.num_experts} experts of a layer, "
+            f"got {num_groups}."
+        )
     if most < 1:
-        raise PlacementError(f"A group on {most} nodes has no place: 1 or more are needed.")
+        raise PlacementError(
+            f"max_nodes_per_group (--max-nodes-per-group) must be 1 or more, got {most}."
+        )
     group_size = loads.num_experts // num_groups
     slots_of = [0] * devices.num_nodes
     widest_of = [0] * devices.num_nodes
@@ -152,15 +163,16 @@ def check_grouping(
     room = sum(slots // group_size for slots in slots_of)
     if most == 1 and room < num_groups:
         raise PlacementError(
-            f"Nodes of {slots_of} slots hold {room} whole groups of {group_size} experts; there "
-            f"are {num_groups}."
+            f"Nodes of {slots_of} slots hold {room} whole groups of {group_size} experts, but "
+            f"there are {num_groups} groups: add slots, or allow more nodes for each group."
         )
     places = num_groups * min(most, devices.num_nodes)
     wanted = sum(-(-widest // group_size) for widest in widest_of)
     if fill and wanted > places:
         raise PlacementError(
             f"Filling nodes whose largest devices have {widest_of} slots takes {wanted} groups of "
-            f"{group_size} experts; {num_groups} groups on {most} nodes each are {places}."
+            f"{group_size} experts, but {num_groups} groups on {most} nodes each give {places}: "
+            "allow empty slots (no fill), or more nodes for each group."
         )
     _check_pinned_groups(loads, devices, grouping, pins)
 
@@ -176,8 +188,8 @@ def _check_pinned_groups(
         for group, nodes in nodes_of.items():
             if len(nodes) > grouping.max_nodes_per_group:
                 raise PlacementError(
-                    f"Layer {layer} pins experts of group {group} to nodes {sorted(nodes)}; a "
-                    f"group may be on {grouping.max_nodes_per_group}."
+                    f"Layer {layer} pins experts of group {group} to nodes {sorted(nodes)}, but "
+                    f"max_nodes_per_group is {grouping.max_nodes_per_group}."
                 )
 
 
@@ -189,24 +201,29 @@ def check_move(
     *,
     fill: bool,
 ) -> None:
-    """The current plan is one for this model on these devices, and the budget is no contradiction.
+    """Check that the current plan fits the model and the devices, and that the budget of moves
+    suffices.
 
-    Counted are copies that any plan must get: pins that are not there, and slots to fill.
+    The budget must cover the copies that any plan needs: pins that the current plan lacks, and
+    slots to fill.
     """
     move.current.check_fits(loads.layers, loads.num_experts, slots_LD.shape[1])
     budget = move.max_copies_per_layer
     if budget is not None and budget < 0:
-        raise PlacementError(f"A budget of {budget} copies a layer is none: 0 or more.")
+        raise PlacementError(f"max_copies_per_layer (--max-moves) must be 0 or more, got {budget}.")
     for row, layer in enumerate(loads.layers):
         held = [(e, d) for e, ranks in enumerate(move.current.ranks_of[layer]) for d in ranks]
         if any(not ranks for ranks in move.current.ranks_of[layer]):
-            raise PlacementError(f"The current plan has an expert on no device in layer {layer}.")
+            raise PlacementError(
+                f"The current plan has an expert on no device in layer {layer}; use a plan that "
+                "holds every expert."
+            )
         counts_D = np.bincount([device for _, device in held], minlength=slots_LD.shape[1])
         over = np.flatnonzero(counts_D > slots_LD[row])
         if len(over):
             raise PlacementError(
                 f"The current plan has {counts_D[over[0]]} experts on device {over[0]} in layer "
-                f"{layer}, where {slots_LD[row, over[0]]} fit."
+                f"{layer}, which has {slots_LD[row, over[0]]} slots there."
             )
         if budget is None:
             continue
@@ -217,5 +234,6 @@ def check_move(
         if needed > budget:
             raise PlacementError(
                 f"Layer {layer} must get {needed} copies ({len(missing)} pinned, "
-                f"{int(empty_D.sum())} in slots to fill), and {budget} may be moved."
+                f"{int(empty_D.sum())} in slots to fill), but max_copies_per_layer (--max-moves) "
+                f"is {budget}."
             )

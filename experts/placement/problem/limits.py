@@ -1,15 +1,16 @@
-"""What a plan must keep beside slots: pins, groups of experts, a budget of moves."""
+"""Limits that a plan must respect in addition to slots: pins, groups of experts, a budget of
+moves."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """An expert that must have a copy on a device, in one layer (the model's number) or in all."""
+    """Requires a copy of an expert on a device, in one layer (the model's number) or in all."""
 
     expert: int
     device: int
@@ -22,7 +23,8 @@ class Pin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grouping:
-    """Experts in equal runs, as routers that choose groups first; a group's copies on few nodes."""
+    """Divides the experts into equal consecutive groups, like routers that choose groups first, and
+    limits the nodes that hold a group's copies."""
 
     num_groups: int
     max_nodes_per_group: int = 1
@@ -30,7 +32,8 @@ class Grouping:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """The plan in use, and how many copies a layer may get that were not on the device before."""
+    """The current plan, and the number of copies per layer that a new plan may put on devices that
+    lack them."""
 
     current: Placement
-    max_copies_per_layer: int | None = None  # None: no limit, but moves are counted
+    max_copies_per_layer: int | None = None  # None means no limit; moves are still counted

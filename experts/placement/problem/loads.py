@@ -1,4 +1,4 @@
-"""How often each expert of each layer was chosen, under one workload or several.
+"""Counts how often each expert of each layer was chosen, in one or more workloads.
 
 S scenarios (workloads, or windows of one), L layers with routed experts, E experts of a layer.
 """
@@ -15,29 +15,31 @@ from experts.placement.errors import PlacementError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLoads:
-    """Counts of choices, checked when made; a layer that nobody used in a scenario is all zero.
+    """Counts of choices, checked on construction. A layer that a scenario did not use has only
+    zeros.
 
-    Scenarios may differ in size by any factor: solvers scale each layer of each to a sum of 1.
+    Scenarios may differ in size by any factor: solvers scale each layer of each scenario to a sum
+    of 1.
     """
 
     counts_SLE: NDArray[np.float64]
     layers: tuple[int, ...]  # the model's numbers of the L layers
-    scenarios: tuple[str, ...]  # names, each once
+    scenarios: tuple[str, ...]  # unique names
 
     def __post_init__(self) -> None:
         shape = self.counts_SLE.shape
         if len(shape) != 3 or 0 in shape:
             raise PlacementError(
-                f"Loads have the shape {shape}; scenarios x layers x experts is wanted."
+                f"Loads must have the shape scenarios x layers x experts, got {shape}."
             )
         if (len(self.scenarios), len(self.layers)) != shape[:2]:
             raise PlacementError(
-                f"Loads of {shape[0]} scenarios and {shape[1]} layers come with "
-                f"{len(self.scenarios)} names and {len(self.layers)} layer numbers."
+                f"Loads of {shape[0]} scenarios and {shape[1]} layers need as many names and layer "
+                f"numbers, got {len(self.scenarios)} names and {len(self.layers)} layer numbers."
             )
         for what, names in (("scenario", self.scenarios), ("layer", self.layers)):
             if len(set(names)) < len(names):
-                raise PlacementError(f"One {what} is there twice: {list(names)}.")
+                raise PlacementError(f"Each {what} must be unique, got {list(names)}.")
         self._check_counts()
 
     def _check_counts(self) -> None:
@@ -55,7 +57,10 @@ class ExpertLoads:
         unused_S = ~self.counts_SLE.any(axis=(1, 2))
         if unused_S.any():
             name = self.scenarios[int(np.argmax(unused_S))]
-            raise PlacementError(f"No expert was chosen in {name}: every load is 0.")
+            raise PlacementError(
+                f"No expert was chosen in {name}: every load is 0. Give loads of a run that "
+                "processed tokens."
+            )
         with np.errstate(over="ignore"):
             is_beyond_SL = ~np.isfinite(self.counts_SLE.sum(axis=2))
         if is_beyond_SL.any():
@@ -67,11 +72,12 @@ class ExpertLoads:
 
     @property
     def num_experts(self) -> int:
-        """E, of every layer."""
+        """Number of experts E, the same in every layer."""
         return int(self.counts_SLE.shape[2])
 
     def shares_SLE(self) -> NDArray[np.float64]:  # noqa: N802
-        """Counts scaled to a sum of 1 in every layer; even shares in a layer without choices."""
+        """Return the counts scaled to a sum of 1 in every layer; a layer without choices gets equal
+        shares."""
         totals_SL1 = self.counts_SLE.sum(axis=2, keepdims=True)
         return np.where(
             totals_SL1 > 0,

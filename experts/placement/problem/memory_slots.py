@@ -1,4 +1,5 @@
-"""How many copies a device may hold in each layer, where memory is for all layers together."""
+"""Computes how many copies a device may hold in each layer when its memory is shared by all
+layers."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from numpy.typing import NDArray
 
 from experts.placement.problem.devices import Devices
 from experts.placement.problem.loads import ExpertLoads
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 
 
 def slots_by_layer(
@@ -16,12 +17,12 @@ def slots_by_layer(
     bytes_per_expert: int | None,
     current: Placement | None = None,
 ) -> NDArray[np.int64]:
-    """Slots [L, D]: a device's own, or as many as its memory holds, shared over the layers; the
-    copies of the plan in use have theirs first.
+    """Return slots [L, D]: each device's own number, or fewer if its memory is short. Memory is
+    shared over the layers, and the copies of the current plan keep theirs.
 
-    What does not divide goes to the layers with fewest slots so far, of these to the one whose
-    hottest expert is hottest. Worked example, two layers, one device of 4 slots and memory for 5
-    copies: 3 slots in the layer with the hotter expert, 2 in the other.
+    A remainder goes to the layers with the fewest slots so far, and among these to the one with the
+    hottest expert. Worked example, two layers, one device of 4 slots and memory for 5 copies: 3
+    slots in the layer with the hotter expert, 2 in the other.
     """
     num_layers = len(loads.layers)
     slots_D = np.array([device.num_slots for device in devices.devices])
@@ -39,7 +40,8 @@ def slots_by_layer(
 
 
 def _held(current: Placement | None, loads: ExpertLoads, device: int) -> NDArray[np.int64]:
-    """[L]: copies of the plan in use; none where it has other layers, which is told elsewhere."""
+    """[L]: copies of the current plan on a device; 0 for layers it lacks, which another check
+    reports."""
     if current is None or not 0 <= device < current.num_ranks:
         return np.zeros(len(loads.layers), dtype=np.int64)
     return np.array(
@@ -59,7 +61,8 @@ def _shared_out(
 ) -> NDArray[np.int64]:
     given_L = np.minimum(held_L, slots_L)
     if given_L.sum() > copies:
-        given_L = np.zeros_like(given_L)  # it does not fit, which is told elsewhere
+        # the current plan does not fit, which another check reports
+        given_L = np.zeros_like(given_L)
     for _ in range(copies - int(given_L.sum())):
         is_full_L = given_L >= slots_L
         given_L[np.lexsort((-heat_L, others_L + given_L, is_full_L))[0]] += 1
@@ -67,7 +70,7 @@ def _shared_out(
 
 
 def copies_in_memory(memory_bytes: int | None, bytes_per_expert: int | None) -> int | None:
-    """Of all layers together; None: as many as there are slots."""
+    """Copies that fit into the memory, over all layers; None if only slots limit them."""
     if memory_bytes is None or bytes_per_expert is None:
         return None
     return memory_bytes // bytes_per_expert

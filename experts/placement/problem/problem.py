@@ -1,4 +1,4 @@
-"""What is to be placed, where, and under which limits.
+"""The placement problem: the loads, the devices and the limits.
 
 S scenarios, L layers with routed experts, E experts of a layer, D devices.
 """
@@ -25,16 +25,17 @@ Balance = Literal["tokens", "activated"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementProblem:
-    """Checked when made: PlacementError, with the numbers, where no plan can exist.
+    """A placement problem, checked on construction: raises PlacementError, with the numbers, if no
+    plan can exist.
 
-    Every plan keeps, in each layer: a copy of every expert; no two of one expert on a device; at
-    most a device's slots and memory; every pin; the grouping; the budget of moves. `fill` asks for
-    every slot to be used, as other engines' formats want it.
+    Every plan has, in each layer: a copy of every expert, no expert twice on a device, and at most
+    the device's slots and memory. It respects every pin, the grouping and the budget of moves.
+    `fill` requires that every slot is used, as other engines' formats do.
     """
 
     loads: ExpertLoads
     devices: Devices
-    bytes_per_expert: int | None = None  # of one layer; needed where memory is limited
+    bytes_per_expert: int | None = None  # in one layer; required if memory is limited
     balance: Balance = "tokens"
     batch_size: int = 64  # tokens of a step, for `activated` and per-step expectations
     top_k: int | None = None  # experts of a token in a layer; `activated` needs it
@@ -61,11 +62,11 @@ class PlacementProblem:
 
     @property
     def num_replicas(self) -> int:
-        """Slots beyond one for each expert, in one layer."""
+        """Slots of one layer beyond one for each expert."""
         return self.devices.num_slots - self.loads.num_experts
 
     def slots_by_layer(self) -> NDArray[np.int64]:
-        """[L, D]: copies that a device may hold: its slots, or fewer where memory is short."""
+        """[L, D]: copies that a device may hold: its slots, or fewer if memory is short."""
         current = None if self.move is None else self.move.current
         return slots_by_layer(self.loads, self.devices, self.bytes_per_expert, current)
 

@@ -1,4 +1,5 @@
-"""What single tokens chose in all layers: for what loads cannot say (fan-out, steps, affinity).
+"""The experts that single tokens chose in all layers. Fan-out and per-step balance need them; loads
+do not suffice.
 
 N tokens, L layers, K choices of a token in a layer, E experts.
 """
@@ -16,7 +17,7 @@ from experts.placement.problem.loads import ExpertLoads
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChoices:
-    """The choices of N tokens, in descending score where the source knew it."""
+    """The choices of N tokens, in descending score if the source knew the scores."""
 
     expert_ids_NLK: NDArray[np.integer]
     num_experts: int
@@ -26,14 +27,16 @@ class TokenChoices:
         shape = self.expert_ids_NLK.shape
         if len(shape) != 3 or 0 in shape or shape[1] != len(self.layers):
             raise PlacementError(
-                f"Choices have the shape {shape}; tokens x {len(self.layers)} layers x k is wanted."
+                f"Choices must have the shape tokens x {len(self.layers)} layers x k, got {shape}."
             )
         low, high = int(self.expert_ids_NLK.min()), int(self.expert_ids_NLK.max())
         if low < 0 or high >= self.num_experts:
-            raise PlacementError(f"Experts {low} to {high} are chosen, of {self.num_experts}.")
+            raise PlacementError(
+                f"Expert ids must be 0 to {self.num_experts - 1}, got {low} to {high}."
+            )
 
     def loads(self, name: str) -> ExpertLoads:
-        """Counted, as one scenario."""
+        """Count the choices as the loads of one scenario."""
         num_layers = len(self.layers)
         offsets_L1 = np.arange(num_layers)[:, None] * self.num_experts
         counts = np.bincount(

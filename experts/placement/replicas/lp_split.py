@@ -1,8 +1,10 @@
-"""Rows of replicated experts over their copies, so that the busiest rank has the least that can be.
+"""Splits the rows of replicated experts over their copies with the least possible load of the
+busiest rank.
 
-T rows, K choices per row, E experts, R ranks. The linear program "rows of an expert sum to its
-count, a rank's to at most t, least t" is solved in whole rows: poured as `LeastTokens` does, then
-levelled pair by pair, then along paths of copies for as long as a path lowers the busiest rank.
+T rows, K choices per row, E experts, R ranks. The linear program "the rows of an expert sum to its
+count, those of a rank to at most t, minimise t" is solved in whole rows: rows are poured as in
+`LeastTokens`, then levelled pair by pair, then moved along paths of copies while a path lowers the
+busiest rank.
 """
 
 from __future__ import annotations
@@ -15,14 +17,16 @@ from numpy.typing import NDArray
 from experts.placement.errors import PlacementError
 from experts.placement.replicas.least_tokens import poured
 
-_SWEEPS = 4  # of pairwise levelling; what they leave, paths finish
+_SWEEPS = 4  # rounds of pairwise levelling before paths finish the work
 
 
 class LpSplit:
-    """The least busiest rank of one layer's placement, exactly, and always the same way."""
+    """Finds the split of one layer's rows with the least busiest rank, exactly and
+    deterministically."""
 
     def __init__(self, ranks_of: Sequence[Sequence[int]]) -> None:
-        """`ranks_of[expert]`: the ranks that hold it; none: it is never chosen."""
+        """`ranks_of[expert]` lists the ranks that hold it; an expert without ranks is never
+        chosen."""
         self._num_ranks = 1 + max((rank for ranks in ranks_of for rank in ranks), default=0)
         self._ranks_of = [tuple(ranks) or (-1,) for ranks in ranks_of]
         self._single_E = np.array([ranks[0] for ranks in self._ranks_of], dtype=np.int64)
@@ -32,7 +36,7 @@ class LpSplit:
         self._replicated_n = np.array([expert for _, expert in by_copies], dtype=np.int64)
 
     def quotas(self, counts_E: NDArray[np.int64]) -> dict[int, list[int]]:
-        """Rows of each replicated expert that has any, by copy as its placement names them.
+        """Return the rows of each replicated expert that has any, by copy in the placement's order.
 
         Worked example, experts 0, 1 and 2 on ranks [0], [0, 1] and [1, 2] with 6, 3 and 9 rows:
         rank 0 has 6 already, so expert 1 goes to rank 1 in full, expert 2 mostly to rank 2: {1: [0,
@@ -60,15 +64,16 @@ class LpSplit:
         return quotas
 
     def ranks(self, expert_ids_TK: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The rank of each choice [T, K]; -1 for a choice of -1. An expert's first rows go to the
-        copy that its placement names first, as many as its quota says, and so on."""
+        """Return the rank of each choice [T, K]; -1 for a choice of -1. The first rows of an expert
+        go to the copy that its placement names first, up to its quota, and so on."""
         flat_N = expert_ids_TK.reshape(-1)
         counts_E = np.bincount(flat_N + 1, minlength=len(self._ranks_of) + 1)[1:]
         rank_N = np.where(flat_N < 0, -1, self._single_E[flat_N])
         quotas = self.quotas(counts_E)
         if not quotas:
             return rank_N.reshape(expert_ids_TK.shape)
-        # Choices of replicated experts, sorted by expert: so many for its first copy, and so on.
+        # The choices of replicated experts are sorted by expert: the first quota goes to the first
+        # copy, and so on.
         places_n = np.flatnonzero((flat_N >= 0) & ~self._is_single_E[flat_N])
         by_expert_n = np.argsort(flat_N[places_n].astype(np.uint16), kind="stable")
         used = sorted(quotas)
@@ -78,7 +83,7 @@ class LpSplit:
         return rank_N.reshape(expert_ids_TK.shape)
 
     def _loads_of_singles(self, counts_E: NDArray[np.int64]) -> list[int]:
-        """Rows by rank of experts with one copy."""
+        """Return the rows of experts with one copy, by rank."""
         is_here_E = self._is_single_E & (self._single_E >= 0)
         loads_R = np.bincount(
             self._single_E[is_here_E], weights=counts_E[is_here_E], minlength=self._num_ranks
@@ -86,7 +91,7 @@ class LpSplit:
         return [int(load) for load in loads_R]
 
     def _level(self, quotas: dict[int, list[int]], loads: list[int]) -> bool:
-        """Each expert's rows poured anew over its copies, all others as they are; whether any
+        """Pour each expert's rows over its copies again while all others stay; returns whether any
         moved."""
         has_moved = False
         for expert, quota in quotas.items():
@@ -104,7 +109,7 @@ class LpSplit:
 
 
 def _level_two(ranks: tuple[int, ...], quota: list[int], loads: list[int]) -> bool:
-    """Half of the difference, as far as there are rows; whether any moved."""
+    """Move half of the difference, as far as there are rows; returns whether any moved."""
     first, second = ranks
     more = loads[first] - loads[second]
     rows = min(more // 2, quota[0]) if more > 0 else -min(-more // 2, quota[1])
@@ -118,10 +123,10 @@ def _level_two(ranks: tuple[int, ...], quota: list[int], loads: list[int]) -> bo
 
 
 class _Paths:
-    """Rows moved from the busiest rank along experts' copies to a rank that has two fewer.
+    """Moves rows from the busiest rank along experts' copies to a rank that has two fewer.
 
-    Where the busiest rank reaches none such, the ranks that it reaches hold every copy of the
-    experts they have rows of, so their rows must be there and no split has a lower busiest rank.
+    If the busiest rank reaches no such rank, the ranks it reaches hold every copy of the experts
+    they have rows of. Their rows must then be there, and no split has a lower busiest rank.
     """
 
     def __init__(
@@ -134,11 +139,11 @@ class _Paths:
                 self._on[rank].append((expert, copy))
 
     def can_lower(self) -> bool:
-        """Whether some split has a lower busiest rank."""
+        """Return whether some split has a lower busiest rank."""
         return bool(self._path_from(self._loads.index(max(self._loads))))
 
     def lower(self) -> None:
-        """Until the busiest rank cannot have fewer."""
+        """Move rows until the busiest rank cannot have fewer."""
         loads = self._loads
         while True:
             busiest = loads.index(max(loads))
@@ -156,8 +161,8 @@ class _Paths:
             loads[end] += rows
 
     def _path_from(self, start: int) -> list[tuple[int, int, int]]:
-        """(expert, copy that gives, copy that takes) of each step to the first rank found, breadth
-        first, that has two rows fewer; none: empty."""
+        """Search breadth first for a rank that has two rows fewer; returns the path as (expert,
+        copy that gives, copy that takes), empty if there is none."""
         loads, room = self._loads, self._loads[start] - 1
         came_by: dict[int, tuple[int, int, int]] = {}
         ranks = [start]
@@ -191,13 +196,16 @@ def least_busiest(
     ranks_of: Sequence[Sequence[int]],
     speeds_R: NDArray[np.float64],
 ) -> float:
-    """The largest load of a rank over its speed under the best split, rows divisible: by HiGHS."""
+    """Return the largest load of a rank over its speed under the best split, with divisible rows:
+    by HiGHS."""
     from scipy.optimize import linprog
     from scipy.sparse import csr_array
 
     pairs = [(expert, rank) for expert, ranks in enumerate(ranks_of) for rank in ranks]
     if not pairs or len({expert for expert, _ in pairs}) < len(rows_E):
-        raise PlacementError("A split needs at least one copy of every expert.")
+        raise PlacementError(
+            "A split needs at least one copy of every expert, but some expert is on no rank."
+        )
     expert_n, rank_n = np.array(pairs).T
     num_pairs = len(pairs)
     columns_n = np.arange(num_pairs)
@@ -210,5 +218,5 @@ def least_busiest(
     cost = np.zeros(num_pairs + 1)
     cost[-1] = 1.0
     found = linprog(cost, A_ub=loads, b_ub=np.zeros(num_ranks), A_eq=shares, b_eq=rows_E)
-    assert found.status == 0, f"the split's linear program: {found.message}"
+    assert found.status == 0, f"the split's linear program was not solved: {found.message}"
     return float(found.fun)

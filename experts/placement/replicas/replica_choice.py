@@ -1,4 +1,5 @@
-"""Which copy of an expert serves a row: a pure function of the layer and of what rows chose.
+"""Chooses the copy of an expert that serves a row, as a pure function of the layer and the rows'
+choices.
 
 n rows, K choices per row, E experts, M the most copies of an expert.
 """
@@ -17,24 +18,25 @@ from experts.placement.replicas.least_tokens import LeastTokens
 from experts.placement.replicas.lp_split import LpSplit
 
 ReplicaPolicy = Literal["round-robin", "fewest-activated", "least-tokens", "lp", "auto"]
-_MANY_ROWS = 16.0  # of an activated expert: multiplying them takes longer than loading its weights
+# rows of an activated expert above which multiplying takes longer than loading its weights
+_MANY_ROWS = 16.0
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaChoice:
-    """Copies take turns: row r of expert e goes to copy (r + e + layer) mod (copies of e).
+    """Lets copies take turns: row r of expert e goes to copy (r + e + layer) mod (copies of e).
 
-    So rows of one expert spread over its copies, and so do the experts of a single row. The table
+    The rows of one expert spread over its copies, and so do the experts of a single row. The table
     may be used outside of numpy: rank = ranks_EM[e, (r + first_E[e]) % counts_E[e]].
     """
 
     ranks_EM: NDArray[np.int64]  # padded with -1
-    counts_E: NDArray[np.int64]  # 1 for an expert that no rank holds: its rank is -1
+    counts_E: NDArray[np.int64]  # 1 for an expert that no rank holds; its rank is -1
     first_E: NDArray[np.int64]  # the turn of row 0
 
     @classmethod
     def of(cls, layer: int, ranks_of: Sequence[Sequence[int]]) -> ReplicaChoice:
-        """`ranks_of[expert]`: the ranks that hold it."""
+        """Make the table; `ranks_of[expert]` lists the ranks that hold it."""
         num_experts = len(ranks_of)
         counts_E = np.array([max(1, len(ranks)) for ranks in ranks_of], dtype=np.int64)
         ranks_EM = np.full((num_experts, int(counts_E.max())), -1, dtype=np.int64)
@@ -45,7 +47,7 @@ class ReplicaChoice:
     def ranks(
         self, expert_ids_nK: NDArray[np.int64], rows_n: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """The rank of each choice [n, K]; -1 for a choice of -1, which lives elsewhere.
+        """Return the rank of each choice [n, K]; -1 for a choice of -1, which is held elsewhere.
 
         Worked example, layer 0, expert 0 on ranks [0, 1], expert 1 on [2], K = 2, rows 0 and 1 with
         ids [[0, 1], [0, 1]]: [[0, 2], [1, 2]].
@@ -56,7 +58,8 @@ class ReplicaChoice:
 
 
 class LayerChoice:
-    """A layer's choice by a policy. `auto`: by the rows of an activated expert, on the average."""
+    """Chooses the copies of a layer by a policy. `auto` decides by the mean rows of an activated
+    expert."""
 
     def __init__(
         self, policy: ReplicaPolicy, layer: int, ranks_of: Sequence[Sequence[int]]
@@ -67,7 +70,7 @@ class LayerChoice:
         self._split = LpSplit(ranks_of)
 
     def ranks(self, expert_ids_TK: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The rank of each choice [T, K] of a micro-batch; -1 for a choice of -1."""
+        """Return the rank of each choice [T, K] of a micro-batch; -1 for a choice of -1."""
         policy = self._policy
         if policy == "auto":
             num_activated = len(np.unique(expert_ids_TK[expert_ids_TK >= 0]))

@@ -10,7 +10,7 @@ import typer
 
 from experts.placement.errors import NotAPlanError, PlacementError
 from experts.placement.formats.engine_plan import EnginePlan, PlanFacts
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 from moe_serve.cli.place.place_cluster import ClusterDevices
 from moe_serve.cli.place.place_model import ModelFacts
 from moe_serve.cli.place.place_order import device_order, model_order

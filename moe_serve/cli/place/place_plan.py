@@ -14,7 +14,7 @@ import typer
 from experts.placement.formats.plan_text import render_plan
 from experts.placement.plan_file import write_placement
 from experts.placement.problem.devices import Devices
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 from experts.placement.solution import Solution
 from moe_serve.cli.console import check_output
 from moe_serve.cli.place.place_order import Posed, ProblemOrder

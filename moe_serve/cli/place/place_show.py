@@ -15,7 +15,7 @@ from rich.table import Table
 from experts.placement.formats.engine_plan import EnginePlan
 from experts.placement.judge.balance import device_loads
 from experts.placement.judge.copies import copies_of
-from experts.placement.problem.plan import contiguous
+from experts.placement.problem.placement import contiguous
 from experts.placement.problem.problem import PlacementProblem
 from moe_serve.cli.console import check_output, wide_console
 from moe_serve.cli.place.place_inputs import read_workloads

@@ -19,7 +19,7 @@ from moe_serve.learn.predictor_evaluation import judge_layers, judge_request
 from moe_serve.learn.predictor_training import data_facts
 from moe_serve.text.tokenizer import Tokenizer
 from routing_predictor.judge.evaluate import METRICS, Verdict
-from routing_predictor.judge.history_rivals import judge_history
+from routing_predictor.judge.rivals import judge_history
 from routing_predictor.requests.texts import RoutedTexts, split_documents, texts_of
 from routing_predictor.traces.card import PredictorKind
 from routing_predictor.traces.fitting import Progress

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

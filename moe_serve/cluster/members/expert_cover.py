@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 
 Held = dict[int, list[int]]  # layer -> experts
 

@@ -21,7 +21,7 @@ import numpy as np
 from experts.placement.errors import PlacementError
 from experts.placement.problem.devices import Device, Devices
 from experts.placement.problem.loads import ExpertLoads
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 from experts.placement.problem.problem import Move, PlacementProblem
 from experts.placement.solution import Solver
 from experts.placement.solvers.search.solver import Search

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from experts.placement.errors import PlacementError
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 from moe_serve.cluster.control.epoch import sparse_layers
 from moe_serve.cluster.members.cluster_model import ClusterModel
 from moe_serve.cluster.members.current_placement import CurrentPlacement, PlacementVersion

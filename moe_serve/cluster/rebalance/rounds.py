@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from experts.placement.errors import PlacementError
-from experts.placement.problem.plan import Placement, RanksOf
+from experts.placement.problem.placement import Placement, RanksOf
 from moe_serve.cluster.members.expert_cover import Held
 
 

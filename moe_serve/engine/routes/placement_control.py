@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 
 RebalanceMode = Literal["off", "manual", "auto"]
 RebalanceState = Literal["idle", "planning", "copying"]

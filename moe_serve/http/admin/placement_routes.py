@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from experts.placement.plan_file import parse_json, parse_placement, placement_text
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 from moe_serve.engine.routes.placement_control import PlacementControl
 from moe_serve.errors import InvalidRequestError, RebalanceError
 from moe_serve.http.gate.auth import ADMIN_PREFIX

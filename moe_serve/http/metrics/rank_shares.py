@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 from moe_serve.engine.schedule.policy.rank_load import RankLoads
 
 

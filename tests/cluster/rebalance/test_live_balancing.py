@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 from experts.placement.solvers.search.solver import Search
 from experts.slot_room import SlotRoom
 from moe_serve.cluster.build import build_cluster

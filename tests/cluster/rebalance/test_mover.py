@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experts.placement.errors import PlacementError
-from experts.placement.problem.plan import Placement, contiguous
+from experts.placement.problem.placement import Placement, contiguous
 from moe_serve.cluster.control.messages import (
     DropPlacement,
     Order,

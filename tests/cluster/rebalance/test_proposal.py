@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from experts.placement.errors import PlacementError
-from experts.placement.problem.plan import Placement, contiguous
+from experts.placement.problem.placement import Placement, contiguous
 from moe_serve.cluster.rebalance.load_window import LoadWindow, WindowCounts
 from moe_serve.cluster.rebalance.planner import PlanAnswer, PlanJob, plan_in_process, problem_of
 from moe_serve.cluster.rebalance.proposal import PlanLimits, Proposer

@@ -142,7 +142,7 @@ def test_rows_for_strangers_are_a_bug_and_takeovers_come_and_go() -> None:
 
     layer.take(unread, [4, 5])  # type: ignore[arg-type]
     assert layer.held == {0, 1, 4, 5} and run(layer, [[0, 4]]).isfinite().all()
-    with pytest.raises(AssertionError, match=r"experts \[1\] are here already"):
+    with pytest.raises(AssertionError, match=r"experts \[1\] are held already"):
         layer.take(unread, [1, 2])  # type: ignore[arg-type]
     layer.drop_added()
     with pytest.raises(AssertionError, match=r"experts \[4\], which are not here"):

@@ -21,7 +21,7 @@ from experts.placement.judge.copies import (
 )
 from experts.placement.problem.devices import Device, Devices
 from experts.placement.problem.loads import ExpertLoads
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 from experts.placement.problem.problem import PlacementProblem
 
 # Expert 0 on both devices, 1 on the first, 2 on the second.

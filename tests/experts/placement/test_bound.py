@@ -8,9 +8,8 @@ from hypothesis import given, settings
 
 from experts.placement.errors import PlacementError
 from experts.placement.judge.balance import objective_of
-from experts.placement.judge.bound import TERMS, lower_bound
+from experts.placement.judge.bound import TERMS, crowded, lower_bound
 from experts.placement.judge.copies import placement_of
-from experts.placement.judge.crowding import crowded
 from experts.placement.judge.redundancy import Redundancy
 from experts.placement.problem.devices import Device, Devices, even_devices
 from experts.placement.problem.limits import Grouping

@@ -15,7 +15,7 @@ from experts.placement.judge.copies import copies_of, placement_of
 from experts.placement.problem.devices import Device, Devices, even_devices
 from experts.placement.problem.limits import Grouping, Move, Pin
 from experts.placement.problem.loads import ExpertLoads
-from experts.placement.problem.plan import contiguous
+from experts.placement.problem.placement import contiguous
 from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solvers.ilp import small_layers
 from experts.placement.solvers.search.solver import Search

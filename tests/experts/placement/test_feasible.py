@@ -11,7 +11,7 @@ from experts.placement.errors import PlacementError
 from experts.placement.problem.devices import Device, Devices, even_devices
 from experts.placement.problem.limits import Grouping, Move, Pin
 from experts.placement.problem.loads import ExpertLoads
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 from experts.placement.problem.problem import PlacementProblem
 
 
@@ -40,18 +40,21 @@ HALVES = in_use((0,), (0,), (1,), (1,))
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"devices": devices_of(2, 1)}, r"3 slots on 2 devices cannot hold 4 experts: 1 more"),
     ({"devices": devices_of(5, 2)}, r"Device 0 has 5 slots for 4 experts"),
-    ({"batch_size": 0}, r"step of 0 tokens"),
-    ({"top_k": 5}, r"cannot choose 5 of 4 experts"),
-    ({"balance": "activated"}, r"needs top-k"),
-    ({"devices": devices_of(2, 2, memory=10)}, r"Device 0 has 10 bytes .* not given"),
-    ({"bytes_per_expert": 0}, r"expert of 0 bytes"),
+    ({"batch_size": 0}, r"batch_size must be 1 or more, got 0"),
+    ({"top_k": 5}, r"top_k must be 1 to 4, the number of experts, got 5"),
+    ({"balance": "activated"}, r"needs top_k"),
+    (
+        {"devices": devices_of(2, 2, memory=10)},
+        r"Device 0 is limited to 10 bytes .* bytes_per_expert",
+    ),
+    ({"bytes_per_expert": 0}, r"bytes_per_expert must be 1 or more, got 0"),
     (
         {"devices": devices_of(2, 2, memory=39), "bytes_per_expert": 10},
         r"Device 0 needs 40 bytes for 2 slots in 2 layers of 10 bytes each and has 39: give it 1",
     ),
     (
         {"devices": devices_of(2, 2, memory=39), "bytes_per_expert": 10, "fill": False},
-        r"memory holds 6 copies of 10 bytes, and 4 experts in 2 layers are 8",
+        r"memory holds 6 copies of 10 bytes, but 4 experts in 2 layers need 8",
     ),
     (
         {"pins": (Pin(expert=0, device=2),)},
@@ -65,13 +68,19 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"pins": (Pin(expert=0, device=0), Pin(expert=0, device=1))},
-        r"Layer 3 has 4 slots, and its 2 pinned copies with one of each other expert are 5",
+        r"Layer 3 has 4 slots but needs 5: 2 pinned copies and one of each other expert",
     ),
-    ({"grouping": Grouping(num_groups=3)}, r"3 groups do not divide 4 experts"),
-    ({"grouping": Grouping(num_groups=2, max_nodes_per_group=0)}, r"on 0 nodes"),
+    (
+        {"grouping": Grouping(num_groups=3)},
+        r"num_groups .* must divide the 4 experts of a layer, got 3",
+    ),
+    (
+        {"grouping": Grouping(num_groups=2, max_nodes_per_group=0)},
+        r"max_nodes_per_group .* must be 1 or more, got 0",
+    ),
     (
         {"devices": devices_of(3, 1, nodes=(0, 1)), "grouping": Grouping(num_groups=2)},
-        r"Nodes of \[3, 1\] slots hold 1 whole groups of 2 experts; there are 2",
+        r"Nodes of \[3, 1\] slots hold 1 whole groups of 2 experts, but there are 2",
     ),
     (
         {
@@ -79,9 +88,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
             "grouping": Grouping(num_groups=2),
             "pins": (Pin(expert=0, device=0, layer=3), Pin(expert=1, device=1, layer=3)),
         },
-        r"Layer 3 pins experts of group 0 to nodes \[0, 1\]; a group may be on 1",
+        r"Layer 3 pins experts of group 0 to nodes \[0, 1\], but max_nodes_per_group is 1",
     ),
-    ({"move": Move(current=HALVES, max_copies_per_layer=-1)}, r"budget of -1 copies"),
+    (
+        {"move": Move(current=HALVES, max_copies_per_layer=-1)},
+        r"max_copies_per_layer .* must be 0 or more, got -1",
+    ),
     ({"move": Move(current=in_use((0,), (0,), (0,), (1,)))}, r"3 experts on device 0 in layer 3"),
     ({"move": Move(current=in_use((0,), (0,), (1,), ()))}, r"expert on no device in layer 3"),
     (
@@ -89,7 +101,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
             "devices": devices_of(3, 3),
             "move": Move(current=HALVES, max_copies_per_layer=1),
         },
-        r"Layer 3 must get 2 copies \(0 pinned, 2 in slots to fill\), and 1 may be moved",
+        r"Layer 3 must get 2 copies \(0 pinned, 2 in slots to fill\), but max_copies_per_layer",
     ),
     (
         {
@@ -144,5 +156,5 @@ def test_memory_is_shared_over_the_layers() -> None:
 
 
 def test_slots_must_divide() -> None:
-    with pytest.raises(PlacementError, match="9 slots .* 2 devices: 1 too many"):
+    with pytest.raises(PlacementError, match="9 slots .* 2 devices: remove 1 or add 1"):
         even_devices(2, 1, 9)

@@ -12,13 +12,12 @@ from numpy.typing import NDArray
 
 from experts.placement.judge.balance import objective_of
 from experts.placement.judge.copies import copies_of
-from experts.placement.judge.judged import judged
 from experts.placement.problem.devices import Device, Devices, even_devices
 from experts.placement.problem.feasible import pins_of_layer
 from experts.placement.problem.loads import ExpertLoads
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 from experts.placement.problem.problem import Grouping, Move, Pin, PlacementProblem
-from experts.placement.solution import Progress, Solution
+from experts.placement.solution import Progress, Solution, judged
 from experts.placement.solvers.ilp.solver import IlpOptions, IlpSolver
 from experts.placement.solvers.search.solver import Search
 

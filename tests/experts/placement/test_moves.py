@@ -11,7 +11,7 @@ from experts.placement.judge.steps import draw_steps, step_balance
 from experts.placement.problem.devices import Device, Devices
 from experts.placement.problem.limits import Move
 from experts.placement.problem.loads import ExpertLoads
-from experts.placement.problem.plan import Placement, RanksOf, contiguous
+from experts.placement.problem.placement import Placement, RanksOf, contiguous
 from experts.placement.problem.problem import PlacementProblem
 from experts.placement.problem.token_choices import TokenChoices
 

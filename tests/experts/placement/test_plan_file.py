@@ -10,7 +10,7 @@ import pytest
 
 from experts.placement.errors import PlacementError
 from experts.placement.plan_file import read_placement, write_placement
-from experts.placement.problem.plan import Placement, contiguous
+from experts.placement.problem.placement import Placement, contiguous
 
 GOOD: dict[str, Any] = {
     "format": "moe-serve placement", "version": 1, "num_ranks": 2, "num_experts": 3,
@@ -39,23 +39,26 @@ def test_by_hand(tmp_path: Path) -> None:
     [
         (
             {"format": "eplb"},
-            'is no placement of moe-serve: it does not say "format": "moe-serve placement"; '
+            'is not a placement of moe-serve: it does not contain "format": "moe-serve placement"; '
             "`moe-serve place --out FILE` writes one, and with --current PLAN --max-moves 0 it",
         ),
-        ({"version": 2}, "version is 2; 1 is read"),
+        ({"version": 2}, "version must be 1, got 2"),
         ({"more": 1}, r"missing \(\[\]\) or unknown \(\['more'\]\)"),
-        ({"layers": []}, "layers are not an object"),
-        ({"layers": {"01": [[0], [0], [1]]}}, "'01' is not the number of a layer"),
-        ({"layers": {"1" * 5000: []}}, f"{'1' * 20!r} is not the number of a layer"),
-        ({"layers": {"1": {}}}, "Layer 1 is {}, not a list"),
-        ({"layers": {"1": [[0], [0]]}}, "Layer 1 places 2 experts; there are 3"),
-        ({"layers": {"1": [[0], 0, [1]]}}, "expert 1: 0 is not a list of rank numbers"),
-        ({"layers": {"1": [[0], [True], [1]]}}, r"\[True\] is not a list of rank numbers"),
-        ({"layers": {"1": [[0], [], [1]]}}, "1 experts are on no rank, the first is expert 1 of l"),
+        ({"layers": []}, "layers must be an object"),
+        ({"layers": {"01": [[0], [0], [1]]}}, "layer numbers as text, got '01'"),
+        ({"layers": {"1" * 5000: []}}, f"layer numbers as text, got {'1' * 20!r}"),
+        ({"layers": {"1": {}}}, "Layer 1 must be a list .* got {}"),
+        ({"layers": {"1": [[0], [0]]}}, "Layer 1 places 2 experts; num_experts is 3"),
+        ({"layers": {"1": [[0], 0, [1]]}}, "expert 1: ranks must be a list of rank numbers, got 0"),
+        (
+            {"layers": {"1": [[0], [True], [1]]}},
+            r"ranks must be a list of rank numbers, got \[True\]",
+        ),
+        ({"layers": {"1": [[0], [], [1]]}}, "1 experts are on no rank; the first is expert 1 of l"),
         ({"layers": {"1": [[0], [2], [1]]}}, "puts expert 1 on rank 2; ranks are 0 to 1"),
-        ({"num_ranks": "2"}, "num_ranks is '2', not a number"),
+        ({"num_ranks": "2"}, "num_ranks must be a whole number, got '2'"),
         ({"num_experts": 0, "layers": {}}, "0 experts on 2 ranks"),
-        ({"layers": {}}, "It has no layers"),
+        ({"layers": {}}, "layers is empty"),
     ],
 )
 def test_refused(changes: dict[str, Any], complaint: str, tmp_path: Path) -> None:

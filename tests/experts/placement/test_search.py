@@ -16,7 +16,7 @@ from experts.placement.judge.copies import copies_of
 from experts.placement.problem.devices import Device, Devices, even_devices
 from experts.placement.problem.limits import Grouping, Move, Pin
 from experts.placement.problem.loads import ExpertLoads
-from experts.placement.problem.plan import contiguous
+from experts.placement.problem.placement import contiguous
 from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solution import Progress
 from experts.placement.solvers.references.eplb_solver import Eplb

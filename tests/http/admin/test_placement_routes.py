@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from experts.placement.plan_file import placement_text
-from experts.placement.problem.plan import Placement, contiguous
+from experts.placement.problem.placement import Placement, contiguous
 from moe_serve.cli.main import main
 from moe_serve.config.sections import ServerConfig
 from moe_serve.engine.request.client import EngineClient

@@ -12,7 +12,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from experts.memory.memory_stats import MemoryStats
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 from moe_serve.config.sections import ServerConfig
 from moe_serve.engine.execute.step_timeline import Span, StepTimeline, StepTrack
 from moe_serve.engine.request.client import EngineStats

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from experts.placement.plan_file import write_placement
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 from moe_serve.cluster.build import build_cluster
 from moe_serve.config.sections import (
     CacheConfig,

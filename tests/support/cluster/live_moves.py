@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 from moe_serve.cluster.control.messages import Join, RunStep, ServeStep
 from moe_serve.cluster.rebalance.mover import MoveEnd, Mover
 from moe_serve.cluster.rebalance.rank_placement import RankPlacement

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from experts.placement.judge.copies import copies_of
 from experts.placement.problem.devices import Device, Devices
 from experts.placement.problem.loads import ExpertLoads
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 from experts.placement.problem.problem import PlacementProblem
 
 Ints = NDArray[np.int64]

@@ -1,1 +1,1 @@
-"""Plans whose tokens touch few nodes and devices, under a cap on the load of a device."""
+"""Makes plans whose tokens use few nodes and devices, under a cap on the load of a device."""

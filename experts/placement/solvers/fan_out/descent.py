@@ -1,4 +1,4 @@
-"""Layers in turn, each searched with its neighbours as they are, until none gets better.
+"""Searches the layers in turn, each with its neighbours fixed, until none improves.
 
 C copies of a layer, D devices.
 """
@@ -20,7 +20,7 @@ _MAX_PROOFS = 3  # rounds of exact programs
 
 
 class Descent:
-    """Holds who lies where in each layer; every step leaves a valid plan."""
+    """Holds the position of every copy in each layer; every step leaves a valid plan."""
 
     def __init__(
         self,
@@ -30,8 +30,8 @@ class Descent:
         node_D: NDArray[np.int64],
         kinds_LD: NDArray[np.int64] | None,
     ) -> None:
-        """`start`: the device of each copy [C] by layer; `kinds_LD`: devices of equal kind may
-        trade all that they hold in a layer (none may: None)."""
+        """`start` has the device of each copy [C] by layer. Devices of equal kind in `kinds_LD` may
+        trade all that they hold in a layer; with None no devices may."""
         self._kinds_LD = kinds_LD
         self._layers, self._neighbours, self._node_D = layers, neighbours, node_D
         self._num_nodes = int(node_D.max()) + 1
@@ -48,8 +48,11 @@ class Descent:
         goes_on: Callable[[float, float], bool],
         seconds: float | None,
     ) -> bool:
-        """Whether it came to its end; `goes_on` hears nodes per token and the part done, often.
-        With `seconds` each layer of a sweep gets an even share of what is left."""
+        """Sweep until no layer improves; returns whether the search came to its end.
+
+        `goes_on` is called often with the nodes per token and the part done. With `seconds` each
+        layer of a sweep gets an even share of the remaining time.
+        """
         num_layers, ends = len(self._layers), time.monotonic() + (seconds or 0.0)
         for sweep in range(max_sweeps):
             has_changed = False
@@ -70,13 +73,14 @@ class Descent:
     def _search(
         self, index: int, patience: int, hears: Callable[[], bool], *, is_first: bool
     ) -> bool:
-        """Whether the layer changed."""
+        """Search one layer; returns whether it changed."""
         crossing_CM = self._crossing(index, is_first=is_first)
         start_C = self._traded(index, crossing_CM)
         return self._put(index, self._layers[index].improved(start_C, crossing_CM, patience, hears))
 
     def prove(self, slice_s: float, goes_on: Callable[[float, float], bool]) -> bool:
-        """Exact programs of layers that are small enough; whether it came to its end."""
+        """Solve exact programs of layers that are small enough; returns whether all were
+        finished."""
         for _ in range(_MAX_PROOFS if slice_s > 0 else 0):
             has_changed = False
             for index, layer in enumerate(self._layers):
@@ -98,11 +102,12 @@ class Descent:
 
     @property
     def num_proved(self) -> int:
-        """Layers of which no cheaper plan exists, with those beside as they are."""
+        """Number of layers for which no cheaper plan exists while the neighbouring layers stay as
+        they are."""
         return int(self._is_proved_L.sum())
 
     def _put(self, index: int, device_C: NDArray[np.int64]) -> bool:
-        """Whether the layer changed."""
+        """Set a layer's plan; returns whether it changed."""
         has_changed = not np.array_equal(self.devices[index], device_C)
         self.devices[index] = device_C
         self._nodes_per_token_L[index] = self._layers[index].nodes_per_token(device_C)
@@ -113,7 +118,7 @@ class Descent:
         return self._neighbours.crossing(index, nodes, self._num_nodes, is_first=is_first)
 
     def _traded(self, index: int, crossing_CM: NDArray[np.float64]) -> NDArray[np.int64]:
-        """All that devices hold in a layer, where it crosses least."""
+        """Trade all that devices hold in a layer, so that it crosses least."""
         device_C: NDArray[np.int64] = self.devices[index]
         if self._kinds_LD is None:
             return device_C

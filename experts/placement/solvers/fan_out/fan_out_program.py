@@ -1,7 +1,7 @@
-"""The integer program of a layer's fan-out, with the layers beside it as they are.
+"""The integer program of a layer's fan-out, with the neighbouring layers fixed.
 
     x[c, d]  1: copy c is on device d          z[m, g]  1: tokens of set m use group g
-    q        1: the plan that is known; its cost stands in the cost
+    q        1: keep the known plan, whose cost is in the objective
 
     least  nodes * sum weight[m] z[m, node]  +  devices * sum weight[m] z[m, device]
            +  pairs * sum crossing[c, node of d] x[c, d]  +  known * q
@@ -26,7 +26,8 @@ Ints = NDArray[np.int64]
 
 
 class FanOutProgram:
-    """Knows no pins, groups or budget of moves, and no spread of loads below the cap."""
+    """Builds the program. Does not support pins, groups, a budget of moves, or the spread of loads
+    below the cap."""
 
     def __init__(
         self,
@@ -38,7 +39,7 @@ class FanOutProgram:
         crossing_CM: Floats,
         known: float,
     ) -> None:
-        """`bins`: the devices; `known`: the cost of a plan, in the same weights."""
+        """`bins` are the devices; `known` is the cost of a known plan, with the same weights."""
         self.rows = Rows()
         num_copies, num_devices = len(copies.expert_C), len(node_D)
         self._x_CD = np.arange(num_copies * num_devices).reshape(num_copies, num_devices)
@@ -52,7 +53,7 @@ class FanOutProgram:
             parts += self._add_groups(sets, np.arange(num_devices), weights.devices)
         self.cost = np.concatenate(parts)
         self.upper = np.ones(len(self.cost))
-        self.is_integer = np.zeros(len(self.cost))  # z follows x
+        self.is_integer = np.zeros(len(self.cost))  # z need not be integer, because x determines it
         self.is_integer[: self._x_CD.size + 1] = 1
 
     def _add_places(self, copies: LayerCopies, bins: Bins) -> None:
@@ -69,8 +70,9 @@ class FanOutProgram:
                 self.rows.add([(x_C, loads_C)], -np.inf, cap * speed)
 
     def _add_order(self, copies: LayerCopies, bins: Bins, node_D: Ints) -> None:
-        """Of equal devices of a node, one holds a copy only if the one before holds an earlier one:
-        of all plans that differ by their names, one is left."""
+        """Break the symmetry of equal devices on a node: a device holds a copy only if the one
+        before it holds an earlier one. Of all plans that differ only by device names, one
+        remains."""
         slots_D = np.bincount(copies.device_C, minlength=len(node_D))
         kinds: dict[tuple[int, int, float], int] = {}
         for device, node in enumerate(node_D.tolist()):
@@ -84,7 +86,7 @@ class FanOutProgram:
                 self.rows.add([(self._x_CD[copy, [device]], 1), (earlier, -1)], -np.inf, 0)
 
     def _add_groups(self, sets: TokenSets, group_D: Ints, weight: float) -> list[Floats]:
-        """z of all sets and groups; their costs."""
+        """Add z of all sets and groups; returns their costs."""
         num_groups = int(group_D.max()) + 1
         num_sets = len(sets.weights_M)
         z_MG = self._num_variables + np.arange(num_sets * num_groups).reshape(num_sets, num_groups)
@@ -98,7 +100,7 @@ class FanOutProgram:
         return [weight * np.repeat(sets.weights_M, num_groups)]
 
     def plan_of(self, x: Floats) -> Ints | None:
-        """The device of each copy; None: the plan that was known."""
+        """Return the device of each copy; None means that the known plan is kept."""
         if x[self._q[0]] > 0.5:
             return None
         return np.asarray(x[self._x_CD].argmax(axis=1), dtype=np.int64)

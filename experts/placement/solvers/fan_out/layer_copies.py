@@ -1,4 +1,4 @@
-"""One layer's copies of experts, each with its part of the load, and on which device it lies.
+"""The copies of one layer's experts, with the load of each and its device.
 
 S scenarios, C copies (of experts, and then empty slots), D devices, E experts, N tokens, K choices.
 """
@@ -10,22 +10,22 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.problem.plan import RanksOf
+from experts.placement.problem.placement import RanksOf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCopies:
-    """Copies of expert 0 first, as its ranks are named, then of expert 1; empty slots are copies of
-    expert -1 without load. What changes in a search is only who lies where (`device_C`)."""
+    """Copies of expert 0 first, in the order of its ranks, then of expert 1; empty slots are copies
+    of expert -1 without load. A search changes only the positions (`device_C`)."""
 
     expert_C: NDArray[np.int64]
     device_C: NDArray[np.int64]  # at the start
-    loads_SC: NDArray[np.float64]  # scaled: devices of speed 1 have 1 on the average
-    first_E: NDArray[np.int64]  # the first copy of each expert
+    loads_SC: NDArray[np.float64]  # scaled so that devices of speed 1 have 1 on average
+    first_E: NDArray[np.int64]  # index of each expert's first copy
 
     @classmethod
     def of(cls, ranks_of: RanksOf, each_SE: NDArray[np.float64]) -> LayerCopies:
-        """`each_SE`: the load of one copy."""
+        """Make the copies; `each_SE` is the load of one copy."""
         counts_E = np.array([len(ranks) for ranks in ranks_of])
         expert_C = np.repeat(np.arange(len(ranks_of)), counts_E)
         return cls(
@@ -36,7 +36,7 @@ class LayerCopies:
         )
 
     def with_empty(self, empty_D: NDArray[np.int64]) -> LayerCopies:
-        """`empty_D`: slots that nobody uses, into which a copy may move."""
+        """Add empty slots; `empty_D` counts the unused slots, into which a copy may move."""
         num_empty = int(empty_D.sum())
         device_n = np.repeat(np.arange(len(empty_D)), empty_D)
         return LayerCopies(
@@ -47,14 +47,14 @@ class LayerCopies:
         )
 
     def chosen_copies(self, layer: int, expert_ids_NK: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The copy that serves each choice: they take turns, as in `ReplicaChoice`."""
+        """Return the copy that serves each choice; copies take turns as in `ReplicaChoice`."""
         counts_E = np.bincount(self.expert_C[self.expert_C >= 0], minlength=len(self.first_E))
         rows_N1 = np.arange(len(expert_ids_NK))[:, None]
         turns_NK = (rows_N1 + expert_ids_NK + layer) % counts_E[expert_ids_NK]
         return self.first_E[expert_ids_NK] + turns_NK
 
     def ranks_of(self, device_C: NDArray[np.int64]) -> RanksOf:
-        """As a placement has it; copies keep their turns."""
+        """Return the ranks of each expert as a placement has them; copies keep their turns."""
         parts: list[list[int]] = [[] for _ in self.first_E]
         for expert, device in zip(self.expert_C.tolist(), device_C.tolist(), strict=True):
             if expert >= 0:

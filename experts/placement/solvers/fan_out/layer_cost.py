@@ -1,4 +1,4 @@
-"""What a layer's plan costs, and by how much each swap of two copies changes that.
+"""The cost of a layer's plan, and the change of cost for each swap of two copies.
 
 S scenarios, C copies, D devices, M nodes, B bins: the devices, or the nodes, whose load is capped.
 """
@@ -18,26 +18,26 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostWeights:
-    """Of the parts of a layer's cost."""
+    """Weights of the parts of a layer's cost."""
 
-    nodes: float = 1.0  # distinct nodes of a token
-    pairs: float = 1.0  # share of pairs with a neighbouring layer that cross nodes
-    devices: float = 0.05  # distinct devices of a token
-    spread: float = 0.2  # squares of what bins' loads differ by from the even load, summed
+    nodes: float = 1.0  # per distinct node of a token
+    pairs: float = 1.0  # per share of pairs with a neighbouring layer that cross nodes
+    devices: float = 0.05  # per distinct device of a token
+    spread: float = 0.2  # per squared difference of a bin's load from the even load, summed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bins:
-    """Where loads are summed and capped."""
+    """The bins in which loads are summed and capped."""
 
     bin_D: Ints
     speeds_B: Floats
-    caps_S: Floats  # of a bin's load over its speed; 1 where all is even
+    caps_S: Floats  # caps on a bin's load over its speed; 1 is the even load
 
 
 class LayerCost:
-    """Costs are means over tokens; `crossing_CM` is what a copy's place costs with the layers
-    beside, and constant while the layer is searched."""
+    """The cost of a layer, as a mean over tokens. `crossing_CM` is the cost of a copy's position
+    relative to the neighbouring layers, which is constant while the layer is searched."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class LayerCost:
         self._weights, self._crossing_CM = weights, crossing_CM
 
     def cost(self, device_C: Ints) -> float:
-        """Without the cap."""
+        """Return the cost, without the cap."""
         weights, node_C = self._weights, self._node_D[device_C]
         total = weights.pairs * float(self._crossing_CM[np.arange(len(node_C)), node_C].sum())
         if weights.nodes:
@@ -63,7 +63,7 @@ class LayerCost:
         return total + weights.spread * float(np.square(off_SB).sum(axis=1).mean())
 
     def changes(self, device_C: Ints) -> Floats:
-        """[a, b]: of the cost, when they change places."""
+        """[a, b]: change of the cost if copies a and b swap places."""
         weights, node_C = self._weights, self._node_D[device_C]
         here_C = self._crossing_CM[np.arange(len(node_C)), node_C]
         one_CC = weights.pairs * (self._crossing_CM[:, node_C] - here_C[:, None])
@@ -79,11 +79,11 @@ class LayerCost:
         return np.asarray(change_CC)
 
     def overload(self, device_C: Ints) -> float:
-        """Above the caps, summed over bins and scenarios."""
+        """Return the load above the caps, summed over bins and scenarios."""
         return float(self._over(self._filled(device_C)).sum())
 
     def overload_changes(self, device_C: Ints) -> Floats:
-        """[a, b]: of the overload."""
+        """[a, b]: change of the overload if copies a and b swap places."""
         bin_C = self._bins.bin_D[device_C]
         filled_SB = self._filled(device_C)
         over_SB = self._over(filled_SB)
@@ -97,7 +97,7 @@ class LayerCost:
         return change_CC
 
     def _spread_changes(self, device_C: Ints) -> Floats:
-        """[a, b]: of the bin of a, when b comes in its place."""
+        """[a, b]: change of the spread of a's bin if b replaces a."""
         bin_C = self._bins.bin_D[device_C]
         off_SB = self._filled(device_C) - 1.0
         change_CC = np.zeros((len(bin_C), len(bin_C)))
@@ -108,7 +108,7 @@ class LayerCost:
         return np.asarray(change_CC / len(self._loads_SC))
 
     def _filled(self, device_C: Ints) -> Floats:
-        """Loads over speeds."""
+        """Loads of bins over their speeds."""
         bin_C, num_bins = self._bins.bin_D[device_C], len(self._bins.speeds_B)
         loads = [np.bincount(bin_C, loads_C, num_bins) for loads_C in self._loads_SC]
         return np.asarray(np.array(loads) / self._bins.speeds_B)

@@ -1,4 +1,5 @@
-"""One layer: copies to nodes, then to devices of their node, then whatever still helps.
+"""Searches one layer: assigns copies to nodes, then to devices of their node, then swaps any two
+that still help.
 
 S scenarios, C copies, D devices, M nodes.
 """
@@ -21,23 +22,24 @@ from experts.placement.solvers.ilp.highs import run_highs
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-_EPSILON, _TOLERANCE = 1e-9, 1e-6  # of sums here, and of HiGHS
-_MOST_ENTRIES = 3_000  # of an exact program: 120 sets of 2 choices, 2 nodes and 8 devices are 2400
-_COPIES_PER_PATIENCE = 8  # many copies take more swaps to come out of a bad place
-_OVER_CAP = 1e3  # the cost of a plan over the cap
+_EPSILON, _TOLERANCE = 1e-9, 1e-6  # rounding errors of sums here, and of HiGHS
+# limit on an exact program; 120 sets of 2 choices, 2 nodes and 8 devices are 2400
+_MOST_ENTRIES = 3_000
+_COPIES_PER_PATIENCE = 8  # more copies need more swaps to leave a local optimum
+_OVER_CAP = 1e3  # added to the cost of a plan over the cap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exact:
-    """What a layer's integer program came to."""
+    """The result of a layer's integer program."""
 
     device_C: Ints
-    is_proved: bool  # none is cheaper, with the layers beside as they are
+    is_proved: bool  # no plan is cheaper while the neighbouring layers stay as they are
 
 
 class LayerSearch:
-    """Loads of nodes are capped first, which leaves more freedom than devices do: inside of a node
-    copies are levelled afterwards, at no cost in nodes."""
+    """Searches a layer. First the loads of nodes are capped, which leaves more freedom than capping
+    devices; then copies are levelled inside each node, at no cost in nodes."""
 
     def __init__(
         self,
@@ -48,7 +50,7 @@ class LayerSearch:
         caps_S: Floats,
         weights: CostWeights,
     ) -> None:
-        """`caps_S`: of a device's load over its speed, in each scenario."""
+        """`caps_S` caps a device's load over its speed, in each scenario."""
         self._copies, self._limits, self._sets, self._weights = copies, limits, sets, weights
         node_D = limits.node_D
         self._num_nodes = int(node_D.max()) + 1
@@ -60,7 +62,7 @@ class LayerSearch:
     def improved(
         self, device_C: Ints, crossing_CM: Floats, patience: int, goes_on: Callable[[], bool]
     ) -> Ints:
-        """As cheap as `device_C` or cheaper, and under the caps if that is."""
+        """Return a plan no more expensive than `device_C`, and under the caps if `device_C` is."""
         patience = max(patience, len(device_C) // _COPIES_PER_PATIENCE)
         whole = self._cost(self._devices, self._weights, crossing_CM)
         by_node = self._cost(self._nodes, replace(self._weights, devices=0.0), crossing_CM)
@@ -75,8 +77,8 @@ class LayerSearch:
         return found_C if is_under and is_better else device_C
 
     def exact(self, device_C: Ints, crossing_CM: Floats, seconds: float) -> Exact | None:
-        """The best of all plans by HiGHS, with the layers beside as they are, where it is small
-        enough for that; the spread of loads below the cap does not count. None: it is not."""
+        """Solve a small layer exactly with HiGHS, with the neighbouring layers fixed; the spread of
+        loads below the cap is ignored. Returns None if the layer is too large."""
         weights = replace(self._weights, spread=0.0)
         num_groups = self._num_nodes + len(self._limits.node_D) * bool(weights.devices)
         size = len(self._sets.weights_M) * num_groups * self._sets.copies_MK.shape[1]
@@ -101,7 +103,7 @@ class LayerSearch:
         return Exact(device_C=plan_C if is_better else device_C, is_proved=found.is_optimal)
 
     def nodes_per_token(self, device_C: Ints) -> float:
-        """Distinct, mean over tokens."""
+        """Return the distinct nodes of a token, mean over tokens."""
         return self._sets.groups_per_token(self._limits.node_D[device_C])
 
     def _cost(self, bins: Bins, weights: CostWeights, crossing_CM: Floats) -> LayerCost:

@@ -1,4 +1,4 @@
-"""Which two copies may change places in a layer: no plan's limit may be broken.
+"""Decides which two copies of a layer may swap places without breaking a limit of the plan.
 
 C copies, D devices, E experts, N nodes, G groups of experts.
 """
@@ -11,27 +11,27 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.problem.plan import RanksOf
+from experts.placement.problem.placement import RanksOf
 from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solvers.fan_out.layer_copies import LayerCopies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerLimits:
-    """Of one layer, from the problem."""
+    """The limits of one layer of the problem."""
 
     expert_C: NDArray[np.int64]
     num_experts: int
     node_D: NDArray[np.int64]
     pins: Collection[tuple[int, int]]  # (expert, device)
-    group_E: NDArray[np.int64] | None  # None: experts are not grouped
+    group_E: NDArray[np.int64] | None  # None if experts are not grouped
     max_nodes_per_group: int
-    is_current_ED: NDArray[np.bool_] | None  # None: moves are not limited
+    is_current_ED: NDArray[np.bool_] | None  # None if moves are not limited
     max_moves: int
 
     @classmethod
     def of(cls, problem: PlacementProblem, layer: int, copies: LayerCopies) -> LayerLimits:
-        """`layer`: the model's number."""
+        """Make the limits; `layer` is the model's number."""
         num_experts = problem.loads.num_experts
         grouping, move = problem.grouping, problem.move
         group_E = is_current_ED = None
@@ -52,14 +52,15 @@ class LayerLimits:
 
     @property
     def are_none(self) -> bool:
-        """Whether only slots and the devices of one expert's copies matter."""
+        """True if only the slots and the one-copy-per-device rule limit the layer."""
         return not self.pins and self.group_E is None and self.is_current_ED is None
 
     def is_legal(self, device_C: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether a and b may change places; never two of one device or expert."""
+        """[a, b]: True if copies a and b may swap places; never for two copies of one device or
+        expert."""
         holds_ED = np.zeros((self.num_experts + 1, len(self.node_D)), dtype=bool)
         holds_ED[self.expert_C, device_C] = True
-        holds_ED[-1] = False  # empty slots may lie together
+        holds_ED[-1] = False  # several empty slots may be on one device
         doubles_CC = holds_ED[self.expert_C][:, device_C]
         is_legal_CC = ~(doubles_CC | doubles_CC.T)
         is_legal_CC &= device_C[:, None] != device_C
@@ -82,7 +83,7 @@ class LayerLimits:
         group_C = np.append(self.group_E, -1)[self.expert_C]
         node_C = self.node_D[device_C]
         count_GN = np.zeros((int(self.group_E.max()) + 2, int(self.node_D.max()) + 1), dtype=int)
-        np.add.at(count_GN, (group_C, node_C), 1)  # the last group: empty slots
+        np.add.at(count_GN, (group_C, node_C), 1)  # the last group is for empty slots
         num_nodes_C = (count_GN > 0).sum(axis=1)[group_C]
         after_CC = (
             num_nodes_C[:, None]

@@ -1,7 +1,8 @@
-"""What a layer's places cost with the layers beside it: pairs of one token that cross nodes.
+"""Computes the cost of a layer's positions relative to the neighbouring layers: pairs of one token
+that cross nodes.
 
-N tokens, K choices of a token, C things that lie somewhere (copies, or all that a device holds), B
-those of the layer beside, M nodes.
+N tokens, K choices of a token, C things with a position (copies, or the bundles of devices), B
+those of the neighbouring layer, M nodes.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from numpy.typing import NDArray
 
 
 class Neighbours:
-    """Shares of pairs between layers; where things lie is told when asked."""
+    """Shares of pairs between layers; the positions are passed to each call."""
 
     def __init__(self, chosen: Sequence[NDArray[np.int64]], sizes: Sequence[int]) -> None:
-        """By layer: what tokens use [N, K], and how many things there are."""
+        """Takes, by layer, the things that tokens use [N, K], and the number of things."""
         self._sizes = tuple(sizes)
         self._shares = [
             pair_shares(chosen[index], sizes[index], chosen[index + 1], sizes[index + 1])
@@ -26,8 +27,9 @@ class Neighbours:
     def crossing(
         self, index: int, nodes: Sequence[NDArray[np.int64]], num_nodes: int, *, is_first: bool
     ) -> NDArray[np.float64]:
-        """[thing, node]: the share of pairs that cross if it lies there; `nodes`: of the things of
-        each layer. In a first sweep the next layer does not count, for it is about to change."""
+        """[thing, node]: the share of pairs that cross if the thing is on that node. `nodes` has
+        the node of each thing of each layer. In the first sweep the next layer is ignored, because
+        it will change."""
         crossing_CM = np.zeros((self._sizes[index], num_nodes))
         if index > 0:
             shares_CB = self._shares[index - 1].T
@@ -40,7 +42,8 @@ class Neighbours:
 def pair_shares(
     here_NK: NDArray[np.int64], num_here: int, next_NK: NDArray[np.int64], num_next: int
 ) -> NDArray[np.float64]:
-    """[thing of a layer, thing of the next]: share of all pairs of one token; 1 in all."""
+    """[thing of a layer, thing of the next]: share of all pairs of one token; the shares sum to
+    1."""
     count_n = np.zeros(num_here * num_next)
     top_k = here_NK.shape[1]
     for k in range(top_k):

@@ -1,7 +1,7 @@
-"""Other devices for the same bundles of experts: fewer pairs cross nodes, and no load changes.
+"""Gives bundles of experts to other devices, so that fewer pairs cross nodes and no load changes.
 
-L layers, N tokens, K choices of a token, D devices, M nodes. What a device holds in a layer is a
-bundle; devices of equal slots, speed and memory may trade bundles.
+L layers, N tokens, K choices of a token, D devices, M nodes. A bundle is all that a device holds in
+a layer; devices of equal slots, speed and memory may trade bundles.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experts.placement.problem.devices import Devices
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 from experts.placement.problem.token_choices import TokenChoices
 from experts.placement.solvers.fan_out.neighbours import Neighbours
 
@@ -25,9 +25,9 @@ def relabelled(
     devices: Devices,
     slots_LD: NDArray[np.int64] | None = None,
 ) -> Placement:
-    """Layer by layer the assignment of bundles to devices whose rows cross nodes least, with the
-    layers beside as they are, until none gets better. Knows no pins, groups or budget of moves.
-    `slots_LD`: where memory is shared over the layers, what it leaves a device in each."""
+    """Assign bundles to devices, layer by layer with the neighbouring layers fixed, so that the
+    fewest rows cross nodes, until none improves. Does not support pins, groups or a budget of
+    moves. `slots_LD` are the slots of each layer if memory is shared over the layers."""
     placement.check_fits(choices.layers, choices.num_experts, len(devices))
     device_LNK = [
         placement.assign(layer, choices.expert_ids_NLK[:, index].astype(np.int64))
@@ -62,8 +62,8 @@ def relabelled(
 def best_labels(
     cost_DD: NDArray[np.float64], label_D: NDArray[np.int64], kind_D: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """The device of each bundle, least cost [bundle, device] in all; `label_D` where that is as
-    good. A bundle stays on devices of the kind of its label."""
+    """Return the device of each bundle with the least total cost [bundle, device], or `label_D` if
+    that is as good. A bundle stays on devices of the same kind."""
     from scipy.optimize import linear_sum_assignment
 
     allowed_DD = kind_D[label_D][:, None] == kind_D
@@ -75,13 +75,13 @@ def best_labels(
 
 
 def node_of(devices: Devices) -> NDArray[np.int64]:
-    """By device."""
+    """Return the node of each device."""
     return np.array([device.node for device in devices.devices], dtype=np.int64)
 
 
 def kinds_of(devices: Devices, slots_LD: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[L, D]: equal numbers may trade all that they hold in a layer. Memory may leave devices that
-    are alike different slots of it."""
+    """[L, D]: devices with equal numbers may trade all that they hold in a layer. Shared memory may
+    leave identical devices different numbers of slots in a layer."""
     alike = [(each.num_slots, each.speed, each.memory_bytes) for each in devices.devices]
     kinds_LD = []
     for slots_D in slots_LD.tolist():

@@ -1,4 +1,5 @@
-"""The solver of objective `fan-out`: few nodes and devices for a token, at a capped balance."""
+"""The solver for the objective `fan-out`: few nodes and devices for each token, at a capped
+balance."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ __all__ = ["FanOutOptions", "FanOutSolver"]
 
 
 class FanOutSolver:
-    """Starts from a balanced plan, and swaps copies as long as a token needs fewer nodes and
-    devices and no load passes the cap. `Solution.objective` is balance, as of any solver."""
+    """Starts from a balanced plan and swaps copies while a token needs fewer nodes and devices and
+    no load exceeds the cap. `Solution.objective` is the balance, as for any solver."""
 
     name = "fan-out"
 
@@ -33,7 +34,8 @@ class FanOutSolver:
         balance: Solver | None = None,
         options: FanOutOptions | None = None,
     ) -> None:
-        """`balance` makes the plan to start from, which also sets the cap: the search by itself."""
+        """`balance` makes the plan to start from, which also sets the cap; by default the
+        search."""
         self._choices = choices
         self._balance = Search() if balance is None else balance
         options = FanOutOptions() if options is None else options
@@ -42,7 +44,8 @@ class FanOutSolver:
         self._options = options
         if not 0 <= self._options.cap < float("inf"):
             raise PlacementError(
-                f"Fan-out may cost {self._options.cap} of balance: 0 or more, 0.03 for 3%."
+                "cap (--slack) must be 0 or more, such as 0.03 for 3% of the largest load, got "
+                f"{self._options.cap}."
             )
 
     def solve(
@@ -52,15 +55,15 @@ class FanOutSolver:
         seconds: float | None = None,
         report: Callable[[Progress], bool] | None = None,
     ) -> Solution:
-        """`Progress` is of balance at first; then its objective is a token's nodes, and its bound
-        the least that these can be."""
+        """Solve the problem. `Progress` reports the balance at first; later its objective is the
+        nodes per token, and its bound their least possible number."""
         seconds = self._options.seconds if seconds is None else seconds
         choices = _thinned(self._choices, self._options.max_tokens)
         _check_same(choices, problem)
         watch = Watch(_least_nodes(problem, choices.expert_ids_NLK.shape[2]), seconds, report)
         start = self._balance.solve(problem, seconds=seconds / 3, report=report)
         if not start.is_complete and watch.elapsed < seconds / 3:
-            return replace(start, solver=self.name)  # Ctrl-C
+            return replace(start, solver=self.name)  # after Ctrl-C
         placement, is_complete, proof = start.placement, False, ""
         try:
             state = State(problem, choices, start.placement, self._options)
@@ -97,13 +100,13 @@ def _check_same(choices: TokenChoices, problem: PlacementProblem) -> None:
     theirs = (problem.loads.layers, problem.loads.num_experts)
     if (choices.layers, choices.num_experts) != theirs:
         raise PlacementError(
-            f"Tokens chose of {choices.num_experts} experts in {len(choices.layers)} layers; the "
-            f"loads are of {theirs[1]} in {len(theirs[0])}: fan-out needs a trace of one model."
+            f"The trace has {choices.num_experts} experts in {len(choices.layers)} layers and the "
+            f"loads {theirs[1]} in {len(theirs[0])}: fan-out needs a trace of the same model."
         )
 
 
 def _least_nodes(problem: PlacementProblem, top_k: int) -> float:
-    """Nodes that a token needs at least, by their slots."""
+    """Least number of nodes that a token needs, from the nodes' slots."""
     slots_M = np.zeros(problem.devices.num_nodes)
     for device in problem.devices.devices:
         slots_M[device.node] += device.num_slots

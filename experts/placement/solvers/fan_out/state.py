@@ -1,4 +1,4 @@
-"""A problem and a plan as the descent wants them, and the plan that it makes of them.
+"""Prepares a problem and a plan for the descent, and makes a placement of its result.
 
 S scenarios, L layers, E experts, D devices, C copies of a layer.
 """
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from experts.placement.judge.balance import device_loads
 from experts.placement.judge.copies import copies_of
 from experts.placement.judge.copy_load import CopyLoad
-from experts.placement.problem.plan import Placement
+from experts.placement.problem.placement import Placement
 from experts.placement.problem.problem import PlacementProblem
 from experts.placement.problem.token_choices import TokenChoices
 from experts.placement.solvers.fan_out.descent import Descent
@@ -28,7 +28,8 @@ from experts.placement.solvers.fan_out.token_sets import TokenSets
 
 
 class State:
-    """Starts with the devices' bundles where they cross nodes least, if nothing ties them down."""
+    """The state of a fan-out search. If no rule prevents it, the devices' bundles are first moved
+    where they cross nodes least."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class State:
         )
 
     def descend(self, goes_on: Callable[[float, float], bool], seconds: float | None) -> bool:
-        """Whether it came to its end; see `Descent.run`."""
+        """Run the descent; returns whether it came to its end, see `Descent.run`."""
         patience, max_sweeps = self._options.patience, self._options.max_sweeps
         return self._descent.run(patience, max_sweeps, goes_on, seconds) and self._descent.prove(
             self._options.exact_slice_s or 0.0, goes_on
@@ -65,7 +66,7 @@ class State:
 
     @property
     def proof(self) -> str:
-        """What was proved of fan-out; nothing: empty."""
+        """Describe what was proved about fan-out; empty if nothing was."""
         num_proved = self._descent.num_proved
         if not num_proved:
             return ""
@@ -75,7 +76,7 @@ class State:
         )
 
     def placement(self) -> Placement:
-        """As it is now."""
+        """Return the current placement."""
         placed = zip(self._layers, self._copies, self._descent.devices, strict=True)
         ranks_of = {layer: copies.ranks_of(device_C) for layer, copies, device_C in placed}
         return replace(self._start, ranks_of=ranks_of)

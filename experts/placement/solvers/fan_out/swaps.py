@@ -1,4 +1,4 @@
-"""The best swap again and again, past local optima, and over a cap for a while: tabu search.
+"""Tabu search: makes the best swap again and again, past local optima, and above a cap for a while.
 
 C copies.
 """
@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from experts.placement.solvers.fan_out.layer_cost import LayerCost
 
 _EPSILON = 1e-9
-_STILL = 6  # swaps for which copies that just moved stay where they are
-_PRICE = 4.0  # of a load over the cap, at first
-_COPIES_PER_SWAP = 16  # of a large step
-_OSCILLATION = 4  # swaps over or under the cap, after which being over costs more or less
+_STILL = 6  # swaps during which copies that just moved stay where they are
+_PRICE = 4.0  # initial price of a load over the cap
+_COPIES_PER_SWAP = 16  # copies for each swap of a large step
+_OSCILLATION = 4  # swaps over or under the cap, after which the price rises or falls
 
 
 def best_swaps(
@@ -26,8 +26,8 @@ def best_swaps(
     patience: int,
     goes_on: Callable[[], bool],
 ) -> NDArray[np.int64]:
-    """The cheapest plan under the cap that was met, or the one least over it; ends after `patience`
-    swaps without a better one. `is_legal_CC` says which two may change places."""
+    """Return the cheapest plan under the cap that was found, or the one least above it. Ends after
+    `patience` swaps without a better one. `is_legal_CC` says which two copies may swap."""
     device_C = _large_steps(cost_of, device_C, is_legal_CC, goes_on)
     cost, overload = cost_of.cost(device_C), cost_of.overload(device_C)
     best_C, best = device_C.copy(), (_over(overload), cost)
@@ -61,7 +61,7 @@ def best_swaps(
 
 
 def _over(overload: float) -> float:
-    """0 where it is rounding."""
+    """Return the overload, 0 if it is only rounding."""
     return overload if overload > _EPSILON else 0.0
 
 
@@ -71,8 +71,8 @@ def _large_steps(
     is_legal_CC: Callable[[NDArray[np.int64]], NDArray[np.bool_]],
     goes_on: Callable[[], bool],
 ) -> NDArray[np.int64]:
-    """Where there are many copies, the first way down in large steps: several swaps of different
-    copies, as long as they help together."""
+    """With many copies, descend first in large steps: several swaps of different copies, while they
+    help together."""
     at_once = len(device_C) // _COPIES_PER_SWAP
     score = cost_of.cost(device_C) + _PRICE * cost_of.overload(device_C)
     while at_once > 1 and goes_on():
@@ -91,7 +91,7 @@ def _large_steps(
 
 
 def _apart(score_CC: NDArray[np.float64], most: int) -> Iterator[tuple[int, int]]:
-    """Pairs of lowest scores below 0, each copy once."""
+    """Yield the pairs with the lowest scores below 0, each copy once."""
     firsts, seconds = np.nonzero(np.triu(score_CC) < -_EPSILON)
     order = np.argsort(score_CC[firsts, seconds], kind="stable")[: 8 * most]
     used: set[int] = set()

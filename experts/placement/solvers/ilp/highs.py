@@ -1,4 +1,4 @@
-"""HiGHS for a while, on one program, through scipy."""
+"""Runs HiGHS through scipy on one program, for a limited time."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 
 from experts.placement.solvers.ilp.rows import Rows
 
-_OPTIMAL, _INFEASIBLE = 0, 2  # of scipy's milp
-_TOLERANCE = 1e-6  # HiGHS's own, on rows and integers
+_OPTIMAL, _INFEASIBLE = 0, 2  # status codes of scipy's milp
+_TOLERANCE = 1e-6  # HiGHS's own tolerance, for rows and integers
 
 
 class Program(Protocol):
-    """Least cost under the rows, variables from 0 up; some solution is feasible."""
+    """A program: minimise the cost under the rows, with variables from 0 up; a feasible solution
+    exists."""
 
     cost: NDArray[np.float64]
     upper: NDArray[np.float64]
@@ -30,18 +31,18 @@ class Program(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What HiGHS says of a program."""
+    """The result of HiGHS for a program."""
 
-    x: NDArray[np.float64] | None  # the best solution that it met
-    bound: float  # of the cost: none is below; 0 where nothing was proved
-    is_optimal: bool  # x is the best
+    x: NDArray[np.float64] | None  # the best solution found
+    bound: float  # lower bound of the cost; 0 if nothing was proved
+    is_optimal: bool  # x is optimal
 
 
 def run_highs(
     program: Program, seconds: float, *, gap: float = 1e-5, most_nodes: int | None = None
 ) -> Found:
-    """Cannot be interrupted: ask for short times. `most_nodes`: a limit that, unlike seconds, ends
-    it at the same place on any machine."""
+    """Solve a program. HiGHS cannot be interrupted, so use short times. Unlike `seconds`, the limit
+    `most_nodes` ends it at the same point on every machine."""
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
 
@@ -61,7 +62,9 @@ def run_highs(
             constraints=LinearConstraint(matrix, np.array(rows.low), np.array(rows.high)),
             options=options,
         )
-    assert result.status != _INFEASIBLE, f"the program has a solution: {result.message}"
+    assert result.status != _INFEASIBLE, (
+        f"HiGHS found no solution of a feasible program: {result.message}"
+    )
     dual = result.mip_dual_bound
     bound = 0.0 if dual is None or not np.isfinite(dual) else max(0.0, dual - _TOLERANCE)
     return Found(x=result.x, bound=bound, is_optimal=result.status == _OPTIMAL)
@@ -69,8 +72,8 @@ def run_highs(
 
 @contextmanager
 def _without_prints() -> Iterator[None]:
-    """Some versions of HiGHS print a line of their debugging, past Python, in the middle of a table
-    or of a file that goes to standard output: for so long it goes nowhere."""
+    """Discard what HiGHS prints. Some versions print a debugging line past Python, which would end
+    up in the middle of a table or of a file written to standard output."""
     if os.name != "posix":
         yield
         return

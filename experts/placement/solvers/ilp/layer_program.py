@@ -4,14 +4,14 @@
     y[e, r]     1: expert e has r copies
     v[g, n]     1: group g may have copies on node n
     t[s]        the largest load of a device in scenario s
-    q           1: the plan that is known already; its objective stands in the cost
+    q           1: keep the known plan, whose objective is in the cost
 
     least  mean of t  +  known * q
     sum_r y[e, r] + q = 1              sum_d u[e, d, r] = r y[e, r]        u[e, d, r] <= y[e, r]
     sum u[., d, .] = slots[d] (1 - q)  sum load[s, e, r] u[e, d, r] / speed[d] <= t[s]
 
-q is how a program gets a first solution where the solver takes none: it prunes as an incumbent
-would, and the solver's bound holds for the problem itself.
+q gives the program a first solution, because the solver accepts none: it prunes like an incumbent,
+and the solver's bound holds for the problem itself.
 
 S scenarios, E experts, D devices, R copies, G groups, M nodes.
 """
@@ -26,29 +26,31 @@ from numpy.typing import NDArray
 from experts.placement.solvers.ilp.layer_task import LayerTask
 from experts.placement.solvers.ilp.rows import Rows
 
-_ORDERED_EXPERTS = 48  # for so many, equal devices are told apart by the first that they hold
+# up to this many experts, equal devices are ordered by the first expert they hold
+_ORDERED_EXPERTS = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """What a program may change. The whole of a task: every device, every number of copies."""
+    """The part of a plan that a program may change. The window of a whole task has every device and
+    every number of copies."""
 
-    copies_ER: NDArray[np.bool_]  # [expert, r - 1]: r copies are thought of
+    copies_ER: NDArray[np.bool_]  # [expert, r - 1]: r copies are allowed
     is_free_D: NDArray[np.bool_]  # other devices keep what they hold
 
     @property
     def num_binaries(self) -> int:
-        """About as many as the program will have."""
+        """Approximate number of binary variables of the program."""
         return int(self.copies_ER.sum()) * (1 + len(self.is_free_D))
 
 
 class LayerProgram:
-    """The arrays of the program, and the way back from a solution to a plan."""
+    """The arrays of the program, and the conversion of a solution to a plan."""
 
     def __init__(
         self, task: LayerTask, window: Window, known_ED: NDArray[np.bool_], known: float
     ) -> None:
-        """`known_ED`: the plan that is known, with its objective."""
+        """`known_ED` is a known plan, `known` its objective."""
         self.task, self._window, self._known_ED, self.known = task, window, known_ED, known
         self.rows = Rows()
         self._number_variables()
@@ -122,8 +124,9 @@ class LayerProgram:
                 self.rows.add([(self._here(expert, device), 1), (self.q, held)], held, held)
 
     def _add_order(self) -> None:
-        """Of equal devices, one holds expert e only if the one before holds one up to e (heaviest
-        first): of all plans that differ by their names, one is left."""
+        """Break the symmetry of equal devices: one holds expert e only if the one before holds an
+        expert up to e (heaviest first). Of all plans that differ only by device names, one
+        remains."""
         task = self.task
         heaviest = np.argsort(-task.copy_load_SER[:, :, 0].mean(axis=0), kind="stable")
         heaviest = heaviest[:_ORDERED_EXPERTS]
@@ -136,11 +139,11 @@ class LayerProgram:
                     self.rows.add(terms, -np.inf, 0)
 
     def _here(self, expert: int, device: int) -> NDArray[np.int64]:
-        """u of an expert on a device, for every number of copies."""
+        """Return the variables u of an expert on a device, for every number of copies."""
         return np.asarray(self.u_nD[self._expert_n == expert, device])
 
     def plan_of(self, x: NDArray[np.float64]) -> NDArray[np.bool_] | None:
-        """True where a device holds an expert; None: the plan that was known."""
+        """Return True where a device holds an expert; None means that the known plan is kept."""
         if x[self.q[0]] > 0.5:
             return None
         holds_ED = np.zeros((self.task.num_experts, self.task.num_devices), dtype=bool)

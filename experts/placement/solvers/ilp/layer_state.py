@@ -1,4 +1,4 @@
-"""One layer while the integer program works on it: the best plan, and what was proved.
+"""The best plan and the proof so far of one layer that the integer program works on.
 
 E experts, D devices, R copies.
 """
@@ -14,26 +14,27 @@ from experts.placement.solvers.ilp.highs import Found, run_highs
 from experts.placement.solvers.ilp.layer_program import LayerProgram, Window
 from experts.placement.solvers.ilp.layer_task import LayerTask
 
-_CLOSED = 2e-6  # a relative gap below this is none: solvers' tolerances
-_EXACT = 1e-9  # the gap asked for where a program is solved to its end
+_CLOSED = 2e-6  # a relative gap below this counts as closed: the solvers' tolerances
+_EXACT = 1e-9  # gap requested if a program is solved to its end
 _MIN_FREE, _MAX_FREE = 2, 12  # devices of a window
-_WHOLE_EVERY = 4  # programs: the others are windows, which find more, and prove nothing
+# one program in four is whole; the others are windows, which find more but prove nothing
+_WHOLE_EVERY = 4
 
 
 class Proof(Enum):
-    """Where a layer's bound comes from."""
+    """The origin of a layer's bound."""
 
-    COUNTING = "counting"  # `bound.py`
-    RELAXATION = "relaxation"  # HiGHS's, with its cuts, when time was over
+    COUNTING = "counting"  # from `bound.py`
+    RELAXATION = "relaxation"  # HiGHS's bound, with its cuts, when time ran out
     OPTIMAL = "optimal"  # HiGHS closed the gap
 
 
 class LayerState:
-    """Whole programs where they fit, by turns with windows of a few devices, the busiest among
-    them: restarted in every slice, a whole program is slow to find what is better."""
+    """Alternates whole programs, if they fit, with windows of a few devices that include the
+    busiest: a whole program restarts in every slice and is slow to improve a plan."""
 
     def __init__(self, task: LayerTask, holds_ED: NDArray[np.bool_], max_binaries: int) -> None:
-        """`holds_ED`: a plan to start from."""
+        """`holds_ED` is a plan to start from."""
         self.task, self.holds_ED = task, holds_ED
         self.objective = task.objective(holds_ED)
         self.bound, self.proof = float(task.floor_S.mean()), Proof.COUNTING
@@ -42,20 +43,20 @@ class LayerState:
 
     @property
     def is_closed(self) -> bool:
-        """No plan is better."""
+        """True if no plan is better."""
         return self.objective <= self.bound * (1.0 + _CLOSED)
 
     def has_gap(self, gap: float) -> bool:
-        """More than so much may be left to gain, as a part of the bound."""
+        """True if more than `gap`, relative to the bound, may remain to be gained."""
         return self.objective > self.bound * (1.0 + max(gap, _CLOSED))
 
     @property
     def is_stuck(self) -> bool:
-        """Windows of all sizes found nothing for a while."""
+        """True if windows of all sizes have found nothing for a while."""
         return self._since_better > 3 * self.task.num_devices
 
     def close(self, seconds: float, most_nodes: int) -> None:
-        """The whole program to its end, if it fits; `most_nodes` of HiGHS's tree."""
+        """Solve the whole program to its end, if it fits; `most_nodes` limits HiGHS's tree."""
         whole = self._whole()
         if whole is None:
             self.bound = self.objective
@@ -66,9 +67,9 @@ class LayerState:
             self._take_bound(found.bound, found.is_optimal)
 
     def work(self, seconds: float) -> None:
-        """One program, for so long at most."""
+        """Solve one program, for at most `seconds`."""
         whole = self._whole()
-        if whole is None:  # even so many copies of each expert as any better plan needs do not fit
+        if whole is None:  # the copies that any better plan needs do not fit
             self.bound = self.objective
             return
         fits = whole.num_binaries <= self._max_binaries
@@ -97,7 +98,8 @@ class LayerState:
             self.bound, self.proof = min(bound, self.objective), Proof.RELAXATION
 
     def _whole(self) -> Window | None:
-        """Numbers of copies that a better plan may have; None: there is none."""
+        """Return the numbers of copies that a better plan may have; None if there is no better
+        plan."""
         task = self.task
         fewest_E = task.fewest_copies(self.objective)
         spare = int(task.slots_D.sum()) - int(fewest_E.sum())
@@ -108,8 +110,8 @@ class LayerState:
         return Window(copies_ER=is_thought_ER, is_free_D=np.ones(task.num_devices, dtype=bool))
 
     def _part(self, whole: Window) -> Window:
-        """The busiest devices by turns with others by chance; copies as they are, or one more or
-        less; of experts that stay on a device that is not free, as they are."""
+        """Choose the busiest devices, or in turn random ones; numbers of copies stay or change by
+        one. Experts on a device that is not free keep their number."""
         task, counts_E = self.task, self.holds_ED.sum(axis=1)
         each_SE = task.copy_load_SER[:, np.arange(task.num_experts), counts_E - 1]
         load_D = (each_SE @ self.holds_ED / task.speeds_D).mean(axis=0)
@@ -125,7 +127,7 @@ class LayerState:
         return Window(copies_ER=near_ER, is_free_D=is_free_D)
 
     def _next_window(self, is_optimal: bool) -> None:
-        """Wider while windows are solved, narrower when they are not."""
+        """Widen the window after a solved program, narrow it after an unsolved one."""
         step = 1 if is_optimal else -1
         self._num_free = min(max(self._num_free + step, _MIN_FREE), _MAX_FREE)
         self._num_free = min(self._num_free, self.task.num_devices)

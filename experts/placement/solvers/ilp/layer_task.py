@@ -1,4 +1,4 @@
-"""What the integer program of one layer is told.
+"""The input of one layer's integer program.
 
 S scenarios, E experts, D devices, R the most copies of an expert.
 """
@@ -19,18 +19,19 @@ from experts.placement.problem.problem import PlacementProblem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTask:
-    """A layer's objective is the mean over scenarios of the largest load of a device."""
+    """A layer's task. Its objective is the mean over scenarios of the largest load of a device."""
 
-    copy_load_SER: NDArray[np.float64]  # of one of 1 .. R copies; over speed, 1 where all is even
+    # load of one of 1 .. R copies; 1 is the even load over speed
+    copy_load_SER: NDArray[np.float64]
     slots_D: NDArray[np.int64]
     speeds_D: NDArray[np.float64]
     node_D: NDArray[np.int64]
-    floor_S: NDArray[np.float64]  # no plan has a smaller largest load, by other proofs
+    floor_S: NDArray[np.float64]  # lower bounds of the largest load, from other proofs
     is_filled: bool  # every slot is used
     pins: tuple[tuple[int, int], ...] = ()  # (expert, device)
-    group_E: NDArray[np.int64] | None = None  # None: experts are not grouped
+    group_E: NDArray[np.int64] | None = None  # None if experts are not grouped
     max_nodes_per_group: int = 1
-    is_current_ED: NDArray[np.bool_] | None = None  # None: moves are not limited
+    is_current_ED: NDArray[np.bool_] | None = None  # None if moves are not limited
     max_moves: int = 0
 
     @property
@@ -45,17 +46,19 @@ class LayerTask:
 
     @property
     def most_copies(self) -> int:
-        """R: what slots leave when every other expert has one copy, on different devices."""
+        """R: the slots left for an expert when every other expert has one copy, on different
+        devices."""
         return int(self.copy_load_SER.shape[2])
 
     def objective(self, holds_ED: NDArray[np.bool_]) -> float:
-        """Of a plan: True where a device holds an expert."""
+        """Return the objective of a plan; True in `holds_ED` where a device holds an expert."""
         counts_E = holds_ED.sum(axis=1)
         each_SE = self.copy_load_SER[:, np.arange(len(counts_E)), counts_E - 1]
         return float((each_SE @ holds_ED / self.speeds_D).max(axis=1).mean())
 
     def fewest_copies(self, objective: float) -> NDArray[np.int64]:
-        """Without which no plan of one scenario is better than `objective`; R + 1: none is."""
+        """Return the fewest copies without which no plan of one scenario is better than
+        `objective`; R + 1 if none is."""
         num_scenarios, num_experts, most = self.copy_load_SER.shape
         if num_scenarios > 1:
             return np.ones(num_experts, dtype=np.int64)
@@ -64,7 +67,7 @@ class LayerTask:
         return np.asarray(first_E, dtype=np.int64)
 
     def equal_devices(self) -> list[list[int]]:
-        """Devices that may trade all that they hold, in runs of two or more."""
+        """Return groups of two or more devices that may trade all that they hold."""
         has_history = self.is_current_ED is not None
         kinds: dict[tuple[object, ...], list[int]] = {}
         for device in range(self.num_devices):
@@ -81,7 +84,7 @@ class LayerTask:
 
 
 def layer_tasks(problem: PlacementProblem, counted: Bound) -> list[LayerTask]:
-    """A task for each layer of the loads."""
+    """Make a task for each layer of the loads."""
     devices = problem.devices.devices
     speeds_D = np.array([device.speed for device in devices])
     node_D = np.array([device.node for device in devices], dtype=np.int64)
@@ -128,5 +131,5 @@ def _task(
 
 
 def group_of(num_experts: int, num_groups: int) -> NDArray[np.int64]:
-    """By expert; groups are equal runs."""
+    """Return the group of each expert; groups are equal consecutive runs."""
     return np.arange(num_experts) * num_groups // num_experts

@@ -13,7 +13,7 @@ Term = tuple[NDArray[np.int64], NDArray[np.floating] | float]  # variables, a fa
 
 @dataclass(slots=True)
 class Rows:
-    """Constraints low <= A x <= high, collected entry by entry."""
+    """Collects constraints low <= A x <= high entry by entry."""
 
     row: list[NDArray[np.int64]] = field(default_factory=list)
     column: list[NDArray[np.int64]] = field(default_factory=list)
@@ -22,7 +22,7 @@ class Rows:
     high: list[float] = field(default_factory=list)
 
     def add(self, terms: Sequence[Term], low: float, high: float) -> None:
-        """One constraint."""
+        """Add one constraint."""
         for variables, factors in terms:
             flat = np.ravel(variables)
             self.row.append(np.full(len(flat), len(self.low)))

@@ -1,4 +1,4 @@
-"""Layers so small that their whole integer program takes milliseconds: solved exactly.
+"""Solves layers exactly whose whole integer program takes milliseconds.
 
 L layers, E experts, D devices, R copies that an expert may have.
 """
@@ -16,16 +16,17 @@ from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solvers.ilp.layer_state import LayerState
 from experts.placement.solvers.ilp.layer_task import LayerTask, layer_tasks
 
-_MOST_BINARIES = 100  # of a layer's program: 5 to 150 ms on a busy core
-_MOST_OF_FEW, _MOST_OF_ALL = 160, 640  # of a layer where few layers are to be solved, up to 1 s
-_MOST_CHOICES = 48  # experts times devices: without replicas, programs of more take seconds
-_MOST_NODES = 2_000  # of HiGHS's tree
-_LONGEST_S = 5.0  # never reached on a machine that works; nodes are what ends a program
+_MOST_BINARIES = 100  # binaries of a layer's program: 5 to 150 ms on a busy core
+# binaries of one layer and of all, if few layers are to be solved: up to 1 s
+_MOST_OF_FEW, _MOST_OF_ALL = 160, 640
+_MOST_CHOICES = 48  # experts times devices; programs without replicas take seconds above this
+_MOST_NODES = 2_000  # nodes of HiGHS's tree
+_LONGEST_S = 5.0  # never reached in practice; the limit of nodes ends a program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallLayers:
-    """Plans of all layers, of which `num_proved` are proved best by HiGHS."""
+    """Plans of all layers; HiGHS proved `num_proved` of them optimal."""
 
     copies_LED: NDArray[np.int64]
     bound_L: NDArray[np.float64]
@@ -38,7 +39,7 @@ def solve_small(
     counted: Bound,
     stop: Callable[[], bool],
 ) -> SmallLayers | None:
-    """Layers that do not meet their bound yet; None where layers are too large."""
+    """Solve the layers that do not meet their bound yet; None if layers are too large."""
     num_experts, num_devices = copies_LED.shape[1:]
     spare = int(problem.slots_by_layer().sum(axis=1).max()) - num_experts
     most_copies = max(1, min(num_devices, 1 + spare))
@@ -60,7 +61,7 @@ def solve_small(
 def _solve(
     task: LayerTask, copies_ED: NDArray[np.int64], bound_L: NDArray[np.float64], row: int
 ) -> bool:
-    """In place. Is the plan proved best by HiGHS."""
+    """Solve one layer in place; returns whether its plan is proved optimal."""
     state = LayerState(task, copies_ED > 0, _MOST_OF_FEW)
     if state.is_closed:
         return False

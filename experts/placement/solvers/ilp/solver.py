@@ -1,4 +1,5 @@
-"""The solver `ilp`: every layer's integer program in slices of time, from a searched plan on.
+"""The solver `ilp`: gives every layer's integer program slices of time, starting from a searched
+plan.
 
 S scenarios, L layers, E experts, D devices, R copies.
 """
@@ -23,22 +24,23 @@ from experts.placement.solvers.search.solver import Search
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IlpOptions:
-    """Time is given out in rounds: each open layer gets a slice, twice as long in the next."""
+    """Time limits. Time is spent in rounds: each open layer gets a slice, twice as long in the next
+    round."""
 
     first_slice_s: float = 0.5
-    longest_slice_s: float = 4.0  # HiGHS hears no Ctrl-C before its slice ends
-    seconds: float = 120.0  # where `solve` is given none
-    gap: float = 1e-4  # a layer this near its bound is left as it is
-    max_binaries: int = 8_000  # of a whole program; a larger layer is solved in windows alone
+    longest_slice_s: float = 4.0  # HiGHS does not notice Ctrl-C before its slice ends
+    seconds: float = 120.0  # default limit if `solve` is given none
+    gap: float = 1e-4  # a layer this close to its bound is not worked on
+    max_binaries: int = 8_000  # limit on a whole program; a larger layer is solved only in windows
 
 
 class IlpSolver:
-    """Exact for what fits; the plan is never worse than `warm_start`'s."""
+    """Exact for layers that fit; the plan is never worse than that of `warm_start`."""
 
     name = "ilp"
 
     def __init__(self, warm_start: Solver | None = None, options: IlpOptions | None = None) -> None:
-        """`warm_start`: whose plan is known at first; the search's where none is named."""
+        """`warm_start` makes the first plan; by default the search."""
         self._warm_start = Search() if warm_start is None else warm_start
         self._options = IlpOptions() if options is None else options
 
@@ -49,12 +51,12 @@ class IlpSolver:
         seconds: float | None = None,
         report: Callable[[Progress], bool] | None = None,
     ) -> Solution:
-        """As any solver."""
+        """See `Solver.solve`."""
         began = time.monotonic()
         budget = self._options.seconds if seconds is None else seconds
         start = self._warm_start.solve(problem, seconds=budget / 3, report=report)
         if not start.is_complete and time.monotonic() - began < budget / 3:
-            return replace(start, solver=self.name)  # Ctrl-C
+            return replace(start, solver=self.name)  # after Ctrl-C
         copies_LED = copies_of(start.placement, problem.loads.layers)
         counted = lower_bound(problem)
         states = [
@@ -79,7 +81,8 @@ class IlpSolver:
 
 
 class _Rounds:
-    """Slices for open layers, until all are closed, time is over, or nobody wants more."""
+    """Gives slices to open layers until all are closed, time is over, or the caller ends the
+    search."""
 
     def __init__(
         self,
@@ -93,7 +96,8 @@ class _Rounds:
         self._began, self._budget, self._report = began, budget, report
 
     def run(self) -> bool:
-        """Whether every layer was closed, or searched until nothing was found any more."""
+        """Run the rounds; returns whether every layer was closed or searched until nothing more was
+        found."""
         slice_s = self._options.first_slice_s
         while True:
             open_states = [
@@ -121,7 +125,7 @@ class _Rounds:
 
 
 def _certificate(states: list[LayerState], problem: PlacementProblem, counted: Bound) -> str:
-    """What was proved, of how many layers."""
+    """Describe what was proved, and for how many layers."""
     closed = [state.proof for state in states if state.is_closed]
     others = Counter(state.proof for state in states if not state.is_closed)
     num_by_highs = closed.count(Proof.OPTIMAL)

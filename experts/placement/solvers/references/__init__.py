@@ -1,1 +1,1 @@
-"""What plans are compared with: what engines do without a planner, and the published EPLB."""
+"""Reference solvers for comparison: what engines do without a planner, and the published EPLB."""

@@ -1,11 +1,12 @@
-"""The Expert Parallelism Load Balancer that DeepSeek published, from its description.
+"""The Expert Parallelism Load Balancer that DeepSeek published, implemented from its description.
 
-Global: replicas go to the expert whose copy weighs most, copies to the lightest device that has
-room, heaviest first. Hierarchical: groups of experts to nodes, replicas inside each node, copies to
-its devices. Both know equal devices and one load vector, and may put an expert twice on a device.
+Global: replicas go to the expert whose copy weighs most; copies go to the lightest device that has
+room, heaviest first. Hierarchical: groups of experts go to nodes, replicas are made inside each
+node, and copies go to its devices. Both assume equal devices and one load vector, and may put an
+expert twice on a device.
 
-L layers, E experts, P slots, n things in m packs. Plain loops on purpose: it is what a planner's
-time is compared with.
+L layers, E experts, P slots, n things in m packs. Plain loops on purpose: planners' times are
+compared with it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ Ints = NDArray[np.int64]
 def eplb_slots(
     load_LE: Floats, *, num_slots: int, num_groups: int, num_nodes: int, num_devices: int
 ) -> Ints:
-    """[L, P]: the expert in each slot, devices in order. Groups that do not divide over the nodes
-    are not looked at, as if there were one group and one node."""
+    """[L, P]: the expert in each slot, devices in order. If the groups do not divide over the nodes
+    they are ignored, as if there were one group and one node."""
     num_experts = load_LE.shape[1]
     if num_groups % num_nodes:
         num_groups, num_nodes = 1, 1
@@ -53,7 +54,7 @@ def _layer(
     ]
     slots: list[int] = []
     for groups in packed(group_loads, num_nodes):
-        # In the order of packing, which decides between equals.
+        # In the order of packing, which breaks ties.
         experts = [group * group_size + i for group in groups for i in range(group_size)]
         loads = [load_E[expert] for expert in experts]
         copies = replicated(loads, num_slots // num_nodes)
@@ -65,13 +66,13 @@ def _layer(
 
 
 def packed(weights: list[float], num_packs: int) -> list[list[int]]:
-    """Packs of equal size: the heaviest thing to the lightest pack that has room.
+    """Return packs of equal size: the heaviest thing goes to the lightest pack that has room.
 
     Worked example, weights 5, 4, 2, 1 in 2 packs: [0, 3] and [1, 2].
     """
     size = len(weights) // num_packs
     packs: list[list[int]] = [[] for _ in range(num_packs)]
-    open_packs = [(0.0, pack) for pack in range(num_packs)]  # a heap: load, then number
+    open_packs = [(0.0, pack) for pack in range(num_packs)]  # a heap of (load, number)
     for thing in sorted(range(len(weights)), key=lambda index: -weights[index]):
         load, lightest = open_packs[0]
         packs[lightest].append(thing)
@@ -83,7 +84,8 @@ def packed(weights: list[float], num_packs: int) -> list[list[int]]:
 
 
 def replicated(loads: list[float], num_copies: int) -> list[int]:
-    """What each copy is of: one of everything, then of what weighs most a copy."""
+    """Return the thing each copy is of: one of everything, then of the thing whose copy weighs
+    most."""
     copies = list(range(len(loads)))
     counts = [1] * len(loads)
     heaviest_first = [(-load, thing) for thing, load in enumerate(loads)]

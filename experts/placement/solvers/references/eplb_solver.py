@@ -1,7 +1,8 @@
-"""The published EPLB as a solver, for `compare`: on the average of all scenarios, as engines do.
+"""The published EPLB as a solver, for `compare`. It plans for the mean of all scenarios, as engines
+do.
 
-It knows neither pins nor speeds nor budgets of moves, and may put an expert twice on a device:
-`Solution.copies_LED` then says what its placement cannot.
+It ignores pins, speeds and budgets of moves, and may put an expert twice on a device;
+`Solution.copies_LED` then has the copies that its placement cannot express.
 """
 
 from __future__ import annotations
@@ -11,17 +12,16 @@ from collections.abc import Callable
 
 from experts.placement.errors import PlacementError
 from experts.placement.judge.copies import copies_in_slots
-from experts.placement.judge.judged import judged
 from experts.placement.problem.problem import PlacementProblem
-from experts.placement.solution import Progress, Solution
+from experts.placement.solution import Progress, Solution, judged
 from experts.placement.solvers.references.eplb import eplb_slots
 
 
 class Eplb:
-    """`eplb` (global), or `eplb-hierarchical` with the groups of the model's router."""
+    """The solver `eplb` (global), or `eplb-hierarchical` with the groups of the model's router."""
 
     def __init__(self, num_groups: int | None = None, *, hierarchical: bool = False) -> None:
-        """`num_groups`: None takes those of the problem's grouping."""
+        """`num_groups` defaults to that of the problem's grouping."""
         self.name = "eplb-hierarchical" if hierarchical else "eplb"
         self._hierarchical = hierarchical
         self._num_groups = num_groups
@@ -33,7 +33,7 @@ class Eplb:
         seconds: float | None = None,
         report: Callable[[Progress], bool] | None = None,
     ) -> Solution:
-        """At once; the time is that of the algorithm alone."""
+        """Solve at once; the reported time is that of the algorithm alone."""
         slots_LD = problem.slots_by_layer()
         if (slots_LD != slots_LD[0, 0]).any():
             raise PlacementError(
@@ -62,5 +62,7 @@ class Eplb:
         if num_groups is None and problem.grouping is not None:
             num_groups = problem.grouping.num_groups
         if num_groups is None:
-            raise PlacementError("Hierarchical EPLB needs the number of groups of the router.")
+            raise PlacementError(
+                "Hierarchical EPLB needs the number of groups of the router: give --groups."
+            )
         return num_groups, problem.devices.num_nodes

@@ -1,6 +1,6 @@
-"""What engines do without loads: experts in order, or dealt out one by one.
+"""Plans that engines make without loads: experts in order, or dealt out one by one.
 
-L layers, E experts, D devices. Pins, groups and budgets of moves are not looked at.
+L layers, E experts, D devices. Pins, groups and budgets of moves are ignored.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.judge.judged import judged
 from experts.placement.problem.problem import PlacementProblem
-from experts.placement.solution import Progress, Solution
+from experts.placement.solution import Progress, Solution, judged
 
 Ints = NDArray[np.int64]
 
 
 class Linear:
-    """Runs of experts, device after device; the first experts again where slots are left."""
+    """Assigns consecutive runs of experts to the devices; remaining slots get the first experts
+    again."""
 
     name = "linear"
 
@@ -30,12 +30,13 @@ class Linear:
         seconds: float | None = None,
         report: Callable[[Progress], bool] | None = None,
     ) -> Solution:
-        """At once."""
+        """See `Solver.solve`; takes no time."""
         return _solved(problem, self.name, _in_order)
 
 
 class RoundRobin:
-    """Expert e to device e mod D; where slots are left the first experts again, one device on."""
+    """Assigns expert e to device e mod D; remaining slots get the first experts again, one device
+    on."""
 
     name = "round-robin"
 
@@ -46,7 +47,7 @@ class RoundRobin:
         seconds: float | None = None,
         report: Callable[[Progress], bool] | None = None,
     ) -> Solution:
-        """At once."""
+        """See `Solver.solve`; takes no time."""
         return _solved(problem, self.name, _dealt)
 
 
@@ -67,7 +68,7 @@ def _solved(
 
 def _in_order(slots_D: Ints, num_experts: int, num_copies: int) -> Ints:
     copies_ED = np.zeros((num_experts, len(slots_D)), dtype=np.int64)
-    if num_copies < slots_D.sum():  # even runs, as slots stay empty anyway
+    if num_copies < slots_D.sum():  # even runs, because some slots stay empty anyway
         slots_D = _even_runs(slots_D, num_copies)
     device_P = np.repeat(np.arange(len(slots_D)), slots_D)
     np.add.at(copies_ED, (np.arange(num_copies) % num_experts, device_P[:num_copies]), 1)
@@ -75,7 +76,7 @@ def _in_order(slots_D: Ints, num_experts: int, num_copies: int) -> Ints:
 
 
 def _even_runs(slots_D: Ints, num_copies: int) -> Ints:
-    """As even as slots allow."""
+    """Return run lengths as even as the slots allow."""
     used_D = np.zeros_like(slots_D)
     for _ in range(num_copies):
         used_D[np.where(used_D < slots_D, used_D, num_copies + 1).argmin()] += 1

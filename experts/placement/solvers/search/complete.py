@@ -1,4 +1,5 @@
-"""What a first plan lacks: experts that found no device, and slots that are to be filled.
+"""Completes a first plan: finds devices for experts that have none, and fills slots that must be
+filled.
 
 Shapes as in `state.py`.
 """
@@ -20,7 +21,8 @@ _SHARPNESS = 100.0
 def complete(
     state: State, layers: Sequence[int], *, what: str = "expert", where: str = "device"
 ) -> None:
-    """Raises PlacementError, with the layer, where no place was found that the rules leave."""
+    """Complete the state in place. Raises PlacementError, with the layer, if the rules leave no
+    place."""
     for row, expert in np.argwhere(~_lies(state)):
         if not _make_room(state, int(row), int(expert)):
             raise PlacementError(
@@ -42,13 +44,14 @@ def _lies(state: State) -> Bools:
 
 
 def _make_room(state: State, row: int, expert: int) -> bool:
-    """A copy onto an empty slot, in place of a replica, or of a copy that an empty slot takes."""
+    """Put a copy onto an empty slot, or in place of a replica or of a copy that moves to an empty
+    slot."""
     slot_DC, num_experts = state.slot_NDC[row], state.num_experts
     rules = state.rules
     is_empty_DC = (slot_DC == num_experts) & rules.open_NDC[row]
     may_D = _may_be_on(state, row, expert)
     copies_E = np.bincount(slot_DC.ravel(), minlength=num_experts + 1)
-    copies_E[num_experts] = num_experts + len(slot_DC)  # an empty slot gives way first
+    copies_E[num_experts] = num_experts + len(slot_DC)  # an empty slot is used first
     gives_DC = rules.open_NDC[row] & may_D[:, None]
     if rules.pinned_NED is not None:
         device_D1 = np.arange(len(slot_DC))[:, None]
@@ -80,11 +83,11 @@ def _may_be_on(state: State, row: int, expert: int) -> Bools:
 def _check_budget(state: State, layers: Sequence[int]) -> None:
     new_N = state.new_copies()
     row = int(new_N.argmax())
-    assert state.rules.budget is not None, "there is a budget"
+    assert state.rules.budget is not None, "the rules have no budget of moves"
     if new_N[row] > state.rules.budget:
         raise PlacementError(
-            f"Layer {layers[row]} must get {new_N[row]} copies to keep pins and groups, and "
-            f"{state.rules.budget} may be moved."
+            f"Layer {layers[row]} must get {new_N[row]} copies to keep pins and groups, but "
+            f"max_copies_per_layer (--max-moves) is {state.rules.budget}."
         )
 
 

@@ -1,4 +1,4 @@
-"""Down to a plan that no exchange between two devices improves. Shapes as in `state.py`."""
+"""Descends to a plan that no exchange between two devices improves. Shapes as in `state.py`."""
 
 from __future__ import annotations
 
@@ -13,38 +13,39 @@ from experts.placement.solvers.search.soft_peak import LARGEST_OF_ONE, SoftPeak
 from experts.placement.solvers.search.state import Bools, Floats, Ints, State
 from experts.placement.solvers.search.sweep import AT_A_TIME, MANY, sweep
 
-Stop = Callable[[float], bool]  # told the mean cost of all rows; True ends the descent
-_MOST_STEPS = 20_000  # a bound for ever, far above what is needed
-_MOST_CELLS = 120_000  # exchanges judged at a time: what a core's cache holds
+Stop = Callable[[float], bool]  # receives the mean cost of all rows; True ends the descent
+_MOST_STEPS = 20_000  # safety limit, far above what is needed
+_MOST_CELLS = 120_000  # exchanges evaluated at a time: as many as fit a core's cache
 _MOST_SWEPT = 300_000  # the same for sweeps, whose steps have more overhead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """How finely a descent looks."""
+    """The resolution of a descent."""
 
     sharpness: float  # of the soft peak
-    least: float  # of a pair's promise, in each scenario, that is worth a look
+    least: float  # smallest possible gain of a pair, in each scenario, for which it is examined
     sizes: tuple[int, ...] = (1, 2, 3)
     num_pairs: int = 4
 
 
 class _Steps(Protocol):
-    """One kind of step, with what it remembers of some rows."""
+    """One kind of step, with its state for some rows."""
 
     def weigh(self, part: State) -> None:
-        """Called first, and again when rows were left out."""
+        """Compute the tables; called first, and again when rows were left out."""
 
     def step(self, part: State) -> Bools:
-        """[n]: rows that may have more to gain."""
+        """[n]: make a step; True for rows that may have more to gain."""
         ...
 
     def keep(self, rows_n: Bools) -> None:
-        """Forget the other rows."""
+        """Keep only some rows."""
 
 
 class _Pairwise:
-    """The most promising pairs of devices; `tried_nDD`: those that need no look."""
+    """Examines the most promising pairs of devices; `tried_nDD` marks pairs that need not be
+    examined."""
 
     def __init__(self, stage: Stage, bundles: list[Ints], tried_nDD: Bools) -> None:
         self._stage, self._bundles, self._tried_nDD = stage, bundles, tried_nDD
@@ -67,7 +68,7 @@ class _Pairwise:
 
 
 class _Sweeps:
-    """Devices that changed against all; `dirty_nD`: those that need a look."""
+    """Examines devices that changed against all others; `dirty_nD` marks devices to examine."""
 
     def __init__(self, stage: Stage, dirty_nD: Bools) -> None:
         self._stage, self._dirty_nD = stage, dirty_nD
@@ -90,8 +91,8 @@ class _Sweeps:
 def settle(
     state: State, stage: Stage, enough_N: Floats, stop: Stop, same_ND: Bools | None = None
 ) -> None:
-    """Until no pair of devices promises more; a row whose cost is `enough` is left as it is.
-    `same_ND`: devices of which no two need a look until one of them changes."""
+    """Exchange until no pair of devices promises more; a row whose cost is at most `enough` is left
+    as it is. Of the devices in `same_ND` no two are examined until one of them changes."""
     num_rows, num_devices, num_slots = state.slot_NDC.shape
     if same_ND is None:
         same_ND = np.zeros((num_rows, num_devices), dtype=bool)
@@ -114,7 +115,7 @@ def settle(
 def _settle(
     state: State, live: Ints, steps: _Steps, enough_N: Floats, costs_N: Floats, stop: Stop
 ) -> None:
-    """Of the rows `live`, together."""
+    """Settle the rows `live` together."""
     part = state.take(live)
     steps.weigh(part)
     for _ in range(_MOST_STEPS):

@@ -1,5 +1,5 @@
-"""Exchanges between two devices whose loads complement each other: of one copy for one, two for
-two, three for three; with an empty slot for one of them, a move.
+"""Exchanges copies between two devices whose loads complement each other: one for one, two for two,
+three for three. An exchange with an empty slot is a move.
 
 Shapes as in `state.py`; n pairs of devices, (a, b), each pair of one row; B bundles of m slots.
 """
@@ -15,14 +15,14 @@ import numpy as np
 from experts.placement.solvers.search.soft_peak import FORBIDDEN, SoftPeak
 from experts.placement.solvers.search.state import Bools, Floats, Ints, State
 
-_LEAST = 1e-12  # a gain below is rounding
-CHEAPEST = 0.25  # in copies: what a change that costs none of the budget is said to cost
-_MOST_BUNDLES = 48  # of a size: of more an even selection
+_LEAST = 1e-12  # a smaller gain is rounding
+CHEAPEST = 0.25  # in copies: the assumed cost of a change that uses none of the budget
+_MOST_BUNDLES = 48  # bundles of each size; of more an even selection is used
 
 
 def bundles_of(num_slots: int, sizes: Sequence[int]) -> list[Ints]:
-    """[B, m] for every size up to half of the slots, as the rest of a device changes places as
-    well as its bundle; sets of slots of one device."""
+    """[B, m] for every size up to half of the slots, because swapping a bundle equals swapping the
+    rest of the device; sets of slots of one device."""
     result = []
     for size in sizes:
         if size == 1 or 2 * size <= num_slots:
@@ -34,7 +34,7 @@ def bundles_of(num_slots: int, sizes: Sequence[int]) -> list[Ints]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairs:
-    """Devices of rows; a row comes several times with other devices each time."""
+    """Pairs of devices of rows; a row may occur several times, with other devices each time."""
 
     row_n: Ints
     a_n: Ints
@@ -43,10 +43,11 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swaps:
-    """Of every pair: bundle `from_n` of a with bundle `to_n` of b, of size number `size_n`."""
+    """For every pair: bundle `from_n` of a changes places with bundle `to_n` of b, of size number
+    `size_n`."""
 
-    change_n: Floats  # of the soft peak; 0: there is none that lowers it
-    cost_n: Ints  # copies more that the plan in use has not; 0 without one
+    change_n: Floats  # of the soft peak; 0 if no swap lowers it
+    cost_n: Ints  # additional copies that the current plan lacks; 0 without a current plan
     size_n: Ints
     from_n: Ints
     to_n: Ints
@@ -61,17 +62,19 @@ def exchange(
     num_pairs: int,
     least: float,
 ) -> Bools:
-    """Of each row's `num_pairs` most promising pairs the best exchange, where it lowers the soft
-    peak. [N]: was there a pair left to try; pairs without such an exchange are noted.
+    """Make the best exchange of each row's `num_pairs` most promising pairs, if it lowers the soft
+    peak. Returns [N]: whether a pair was left to try; pairs without such an exchange are marked as
+    tried.
 
-    Two devices cannot do better than halve what they hold, which bounds a pair's gain: with E the
-    exponentials, the sum over scenarios of (sqrt E_a - sqrt E_b)^2, of which `least` is wanted.
+    Two devices cannot do better than halve their load, which bounds a pair's gain: with E the
+    exponentials, it is the sum over scenarios of (sqrt E_a - sqrt E_b)^2, which must be at least
+    `least`.
     """
     weighed_NDS = soft.weighed(state.loads_NDS)
     promise_NDD = promises(weighed_NDS)
     promise_NDD[tried_NDD] = 0.0
     if state.rules.budget is not None:
-        num_pairs = 1  # several could spend the same moves
+        num_pairs = 1  # several pairs could spend the same moves
     pairs, open_N = _most_promising(promise_NDD, num_pairs, least)
     if len(pairs.row_n):
         swaps = best_swaps(state, soft, weighed_NDS, pairs, bundles)
@@ -82,7 +85,7 @@ def exchange(
 
 
 def promises(weighed_NDS: Floats) -> Floats:
-    """[N, D, D]: what a pair gains at the most."""
+    """[N, D, D]: upper bound of a pair's gain."""
     root_NDS = np.sqrt(weighed_NDS)
     if root_NDS.shape[2] == 1:
         return np.asarray(np.square(root_NDS - root_NDS.transpose(0, 2, 1)))
@@ -92,7 +95,7 @@ def promises(weighed_NDS: Floats) -> Floats:
 
 
 def _most_promising(promise_NDD: Floats, num_pairs: int, least: float) -> tuple[Pairs, Bools]:
-    """Pairs of a row without a device in common, and the rows [N] that have one."""
+    """Return pairs of a row without a common device, and the rows [N] that have one."""
     num_rows, num_devices, _ = promise_NDD.shape
     rows = np.arange(num_rows)
     found = np.zeros((3, 0), dtype=np.int64)
@@ -121,7 +124,8 @@ def best_swaps(
     *,
     per_copy: bool = False,
 ) -> Swaps:
-    """`per_copy`: those that lower the soft peak most for what they cost of the budget."""
+    """Return the swaps that lower the soft peak most; with `per_copy`, most for each copy of the
+    budget."""
     there_nC, back_nC = allowed_swaps(state, pairs)
     cost_there_nC, cost_back_nC, left_n = _new_copies(state, pairs)
     num_pairs = len(pairs.row_n)
@@ -168,7 +172,7 @@ def allowed_swaps(state: State, pairs: Pairs) -> tuple[Bools, Bools]:
 
 
 def movable(state: State) -> Bools | None:
-    """[N, D, C]: slots that exist and whose copy is not pinned; None: all."""
+    """[N, D, C]: slots that exist and whose copy is not pinned; None if all are."""
     rules = state.rules
     result = None if rules.open_NDC.all() else rules.open_NDC
     if rules.pinned_NED is None:
@@ -180,8 +184,8 @@ def movable(state: State) -> Bools | None:
 
 
 def _new_copies(state: State, pairs: Pairs) -> tuple[Ints, Ints, Ints]:
-    """What a copy's move from a to b [n, C], and from b to a, adds to the copies that the plan in
-    use has not, and how many may still come [n]."""
+    """Return the change of the number of copies that the current plan lacks when a copy moves from
+    a to b [n, C] and from b to a, and the number of such copies still allowed [n]."""
     current_NED, budget = state.rules.current_NED, state.rules.budget
     if current_NED is None or budget is None:
         nothing = np.zeros((0, 0), dtype=np.int64)
@@ -211,7 +215,7 @@ def _do(
 
 
 def swap_slots(state: State, rows: Ints, one: tuple[Ints, Ints], other: tuple[Ints, Ints]) -> None:
-    """Slot i of device a with slot j of b, in some rows; in a row no device comes twice."""
+    """Swap slot i of device a with slot j of b, in some rows; in a row no device occurs twice."""
     (a, i), (b, j) = one, other
     e, f = state.slot_NDC[rows, a, i], state.slot_NDC[rows, b, j]
     state.slot_NDC[rows, a, i], state.slot_NDC[rows, b, j] = f, e

@@ -1,8 +1,8 @@
-"""Numbers of copies for devices of two slots each, by annealing.
+"""Chooses the numbers of copies by annealing, for devices of two slots each.
 
-There the best packing of given copies is known: sorted, the heaviest with the lightest, and so on
-inwards. So the search is over numbers of copies alone, where single exchanges are blind: one copy
-more of an expert makes all its copies lighter and every partner wrong.
+There the best packing of given copies is known: the heaviest with the lightest, and so on inwards.
+The search is therefore over numbers of copies alone. Single exchanges do not help it: one copy more
+of an expert makes all its copies lighter and every partner wrong.
 
 M chains, several for a row; E experts, P = 2 D copies.
 """
@@ -18,12 +18,13 @@ from experts.placement.solvers.search.packing import pack
 from experts.placement.solvers.search.state import Floats, Ints, State
 
 _NUM_CHAINS = 4
-_HOT_SHARE = 0.1  # of changes: one copy more for the hottest pair
+_HOT_SHARE = 0.1  # share of changes that give one copy more to the hottest pair
 _HOTTEST, _COLDEST = 0.01, 1e-4  # temperatures, in even loads
 
 
 def can_fold(state: State) -> bool:
-    """Equal devices of two slots, all to be filled, one scenario, replicas, and no other rule."""
+    """Return True if devices are equal with two slots each, all to be filled, with one scenario,
+    with replicas, and without other rules."""
     rules, num_slots = state.rules, state.slot_NDC.shape[2]
     return (
         num_slots == 2
@@ -41,7 +42,7 @@ def can_fold(state: State) -> bool:
 def folded(
     state: State, num_steps: int, random: np.random.Generator, stop: Callable[[], bool]
 ) -> State:
-    """Other plans for the same rows, packed from the best numbers of copies that were found."""
+    """Return other plans for the same rows, packed from the best numbers of copies found."""
     num_rows = len(state.slot_NDC)
     chains = _Chains.of(state.take(np.repeat(np.arange(num_rows), _NUM_CHAINS)))
     best_ME, best_M = chains.copies_ME.copy(), chains.cost_M.copy()
@@ -62,12 +63,12 @@ def folded(
 
 @dataclass(slots=True)
 class _Chains:
-    """Changed in place. A cost is the largest sum of the heaviest and the lightest copy, of the
-    next ones, and so on; `hot_M` the expert of the heavier copy there."""
+    """Annealing chains, changed in place. A cost is the largest sum of the heaviest and the
+    lightest copy, of the next two, and so on; `hot_M` is the expert of the heavier copy there."""
 
-    state: State  # for the loads of copies
+    state: State  # provides the loads of copies
     copies_ME: Ints
-    expert_MP: Ints  # of each copy, in no order
+    expert_MP: Ints  # expert of each copy, in no order
     each_ME: Floats
     cost_M: Floats
     hot_M: Ints
@@ -81,8 +82,8 @@ class _Chains:
         return cls(state, copies_ME, expert_MP, each_ME, cost_M, hot_M)
 
     def step(self, temperature: float, random: np.random.Generator) -> None:
-        """One or two copies become another expert's, sometimes that of the hottest pair,
-        unless chance is against what gets worse."""
+        """Change one or two copies to another expert, sometimes that of the hottest pair; a change
+        for the worse is accepted with a probability."""
         num_chains, num_experts = self.copies_ME.shape
         copies_ME, expert_MP = self.copies_ME.copy(), self.expert_MP.copy()
         each_ME = self.each_ME.copy()
@@ -119,6 +120,6 @@ def _costs(expert_MP: Ints, each_ME: Floats) -> tuple[Floats, Ints]:
     order_MP = np.argsort(each_MP, axis=1)
     sorted_MP = each_MP[rows_M[:, None], order_MP]
     pair_MP = sorted_MP + sorted_MP[:, ::-1]
-    half = pair_MP.shape[1] // 2  # the second half, as the heavier one is there
+    half = pair_MP.shape[1] // 2  # in the second half the heavier copy comes first
     hottest_M = half + pair_MP[:, half:].argmax(axis=1)
     return pair_MP[rows_M, hottest_M], expert_MP[rows_M, order_MP[rows_M, hottest_M]]

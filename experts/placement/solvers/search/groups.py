@@ -1,4 +1,4 @@
-"""Which nodes a group of experts may use: the packing of experts on devices, one floor up.
+"""Chooses the nodes that a group of experts may use, like the packing of experts on devices.
 
 L layers, E experts, G groups, D devices, M nodes.
 """
@@ -20,7 +20,7 @@ _STAGE = Stage(sharpness=100.0, least=1e-4)
 
 
 def group_nodes(problem: PlacementProblem, grouping: Grouping, pinned_LED: Bools) -> Bools:
-    """[L, G, M]: of the plan in use where its moves are few, otherwise packed by load."""
+    """[L, G, M]: nodes of the current plan if few moves are allowed, otherwise packed by load."""
     is_node_DM = _is_node(problem)
     wanted_LGM = _by_group(pinned_LED, grouping) @ is_node_DM > 0
     if problem.move is not None and problem.move.max_copies_per_layer is not None:
@@ -44,7 +44,7 @@ def _by_group(copies_LED: Bools | Ints, grouping: Grouping) -> Ints:
 
 
 def _most_held(held_LGM: Ints, wanted_LGM: Bools, grouping: Grouping) -> Bools:
-    """Nodes with pins, then those that hold most of the group."""
+    """Choose nodes with pins, then those that hold most of the group."""
     first_LGM = np.where(wanted_LGM, held_LGM + held_LGM.sum() + 1, held_LGM)
     order_LGM = np.argsort(-first_LGM, axis=2, kind="stable")
     nodes_LGM = np.zeros(held_LGM.shape, dtype=bool)
@@ -76,18 +76,19 @@ def _packed(
     pack(state)
     complete(state, problem.loads.layers, what="group", where="node")
     settle(state, _STAGE, np.zeros(num_layers), lambda _: False)
-    return np.asarray(~state.free_NED[:, :-1])  # where something lies
+    return np.asarray(~state.free_NED[:, :-1])  # where a group was placed
 
 
 def _places(
     problem: PlacementProblem, grouping: Grouping, pinned_LED: Bools, is_node_DM: Ints
 ) -> Ints:
-    """[L, M]: groups that a node takes: whole ones where each has one node, otherwise its part of
-    all."""
+    """[L, M]: number of groups that a node takes: whole ones if each group has one node, otherwise
+    the node's share of all."""
     slots_LD = problem.slots_by_layer()
     slots_LM = np.asarray(slots_LD @ is_node_DM, dtype=np.int64)
     group_size = problem.loads.num_experts // grouping.num_groups
-    if grouping.max_nodes_per_group == 1:  # a pin beside another of its expert takes a slot more
+    # a pin beside another copy of its expert takes one more slot
+    if grouping.max_nodes_per_group == 1:
         pins_LEM = np.asarray(pinned_LED @ is_node_DM, dtype=np.int64)
         spare_LM = slots_LM - np.maximum(pins_LEM - 1, 0).sum(axis=1)
         return np.asarray(np.maximum(spare_LM, 0) // group_size)
@@ -98,7 +99,7 @@ def _places(
 
 
 def _parts(slots_M: Ints, wanted: int) -> Ints:
-    """So many places, by slots: the largest remainders are rounded up."""
+    """Divide the places by slots; the largest remainders are rounded up."""
     exact_M = wanted * slots_M / slots_M.sum()
     parts_M = np.asarray(np.floor(exact_M), dtype=np.int64)
     order_M = np.argsort(parts_M - exact_M, kind="stable")

@@ -1,4 +1,4 @@
-"""From a first plan to a good one: descents, then kicks and descents of what is not proved best.
+"""Improves a first plan: descents, then kicks and descents of rows that are not proved best.
 
 Shapes as in `state.py`; n rows still worth a try, t tries of each at a time.
 """
@@ -23,37 +23,38 @@ from experts.placement.solvers.search.watch import Watch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How long a search goes on; every part is deterministic."""
+    """The amount of work of a search; every part is deterministic."""
 
     stages: tuple[Stage, ...]
-    rounds: int  # of kicks, at most
+    rounds: int  # rounds of kicks, at most
     tries: int  # in each round, of each layer
-    patience: int  # rounds without a better plan of a layer, after which it is left
-    folding_steps: int = 2500  # where devices have two slots
-    spending_rounds: int = 2  # where moves are limited
+    patience: int  # rounds without a better plan before a layer is left
+    folding_steps: int = 2500  # if devices have two slots
+    spending_rounds: int = 2  # if moves are limited
     spending_tries: int = 6
-    tolerance: float = 5e-4  # a layer so near its bound is as good as proved
+    tolerance: float = 5e-4  # relative gap below which a layer counts as optimal
 
     @classmethod
     def usual(cls, num_scenarios: int, num_copies: int, num_devices: int = 1) -> Effort:
-        """Until a good plan is there; `num_copies` of all layers."""
+        """The effort until a good plan is found; `num_copies` counts all layers."""
         if num_scenarios == 1:
             tries = 6 if num_devices <= MANY else 4
             return cls(stages=(_FINE,), rounds=12, tries=tries, patience=4)
-        # Kicks only where a round is quick.
+        # Kick only if a round is fast.
         rounds = min(_MANY_COPIES // (num_scenarios * num_copies), 12)
         return cls(stages=(_BROAD, _NARROW), rounds=rounds, tries=4, patience=4)
 
     @classmethod
     def thorough(cls, num_scenarios: int, num_copies: int, num_devices: int = 1) -> Effort:
-        """Until hardly anything is found; for a search that has a deadline."""
+        """The effort until hardly anything more is found; for a search with a deadline."""
         if num_scenarios == 1:
             return cls(stages=(_FINE,), rounds=10_000, tries=8, patience=60, spending_rounds=10_000)
         stages = (_BROAD, _NARROW, _NARROWEST)
         return cls(stages=stages, rounds=10_000, tries=2, patience=30, spending_rounds=10_000)
 
 
-# One scenario: the peak itself. Several: broad strokes first, or scenarios block each other.
+# With one scenario use the peak itself; with several begin with a soft peak, because scenarios
+# block each other.
 _FINE = Stage(sharpness=1000.0, least=1e-3, sizes=(1, 2), num_pairs=8)
 _BROAD = Stage(sharpness=100.0, least=2.5e-2, sizes=(1, 2))
 _NARROW = Stage(sharpness=300.0, least=2.5e-2, sizes=(1, 2))
@@ -67,7 +68,7 @@ _NARROWEST = Stage(sharpness=300.0, least=8e-3, sizes=(1, 2, 3), num_pairs=8)
 
 
 def improve(state: State, bound_N: Floats, effort: Effort, seed: int, watch: Watch) -> None:
-    """In place; whenever it is interrupted, `state` holds valid slots."""
+    """Improve the state in place; whenever it is interrupted, `state` holds valid slots."""
     random = np.random.default_rng(seed)
     enough_N = bound_N * (1.0 + 0.2 * effort.tolerance)
     if state.rules.budget is not None:
@@ -78,7 +79,7 @@ def improve(state: State, bound_N: Floats, effort: Effort, seed: int, watch: Wat
     if not state.rules.fill:
         _leave_out(state, effort.stages[-1], enough_N, partial(_tell_cost, watch, 1.0))
     if state.rules.budget is not None:
-        return  # kicks would have to be paid for
+        return  # kicks would use up the budget of moves
     if can_fold(state):
         _fold(state, effort, enough_N, random, partial(_tell_cost, watch, 0.5))
     idle_N = np.zeros(len(bound_N), dtype=np.int64)
@@ -96,14 +97,15 @@ def improve(state: State, bound_N: Floats, effort: Effort, seed: int, watch: Wat
 def _fold(
     state: State, effort: Effort, enough_N: Floats, random: np.random.Generator, stop: Stop
 ) -> None:
-    """Rows for which numbers of copies were found that pack better."""
+    """Try the numbers of copies that the annealing found, for rows that they improve."""
     cost_N = state.costs()
     live = np.flatnonzero(cost_N > enough_N * (1.0 + effort.tolerance))
     told = partial(stop, float(cost_N.mean()))
     if not len(live) or told():
         return
     part = folded(state.take(live), effort.folding_steps, random, told)
-    is_full_n = (part.slot_NDC < part.num_experts).all(axis=(1, 2))  # no copy met itself
+    # no device got two copies of an expert
+    is_full_n = (part.slot_NDC < part.num_experts).all(axis=(1, 2))
     live, part = live[is_full_n], part.take(np.flatnonzero(is_full_n))
     settle(part, effort.stages[-1], enough_N[live], stop)
     better = np.flatnonzero(part.costs() < state.costs()[live])
@@ -111,8 +113,8 @@ def _fold(
 
 
 def _leave_out(state: State, stage: Stage, enough_N: Floats, stop: Stop) -> None:
-    """Copies that do no good go, and others may come into their slots, which filled slots need not
-    ask: from the plan as it is, and from one without replicas."""
+    """Remove copies that bring no gain, which is possible if slots need not be filled: from the
+    current plan, and from one without replicas."""
     _recount_softly(state, stage, enough_N, stop)
     if state.rules.budget is None:
         other = without_replicas(state)
@@ -123,8 +125,8 @@ def _leave_out(state: State, stage: Stage, enough_N: Floats, stop: Stop) -> None
 
 
 def _recount_softly(state: State, stage: Stage, enough_N: Floats, stop: Stop) -> None:
-    """Several changes at a time, as the peak falls only with the last device that is as hot, and
-    others may rise on the way."""
+    """Make several changes at a time, because the peak falls only with the last of several equally
+    hot devices and others may rise in between."""
     for sharpness in (*_LEAVING_SHARPNESS, stage.sharpness):
         live = np.arange(len(state.slot_NDC))
         while len(live) and not stop(float(state.costs().mean())):
@@ -141,7 +143,8 @@ def _recount_softly(state: State, stage: Stage, enough_N: Floats, stop: Stop) ->
 
 
 def _spend(state: State, effort: Effort, random: np.random.Generator, watch: Watch) -> None:
-    """From the plan in use, with soft and sharp peaks; of each row the best try is kept."""
+    """Spend the budget from the current plan, with soft and sharp peaks; keeps the best try of each
+    row."""
     tries, rows = effort.spending_tries, np.arange(len(state.slot_NDC))
     first, idle = state.take(rows), 0
     for done in range(effort.spending_rounds):
@@ -172,7 +175,7 @@ def _round(
     random: np.random.Generator,
     stop: Stop,
 ) -> Bools:
-    """Each row's best try, where it is better. [n]: was it."""
+    """Keep each row's best try if it is better. Returns [n]: whether it was."""
     tries = effort.tries
     part = state.take(np.repeat(live, tries))
     before_NDS = part.loads_NDS.copy()
@@ -188,8 +191,8 @@ def _round(
 
 
 def _compared(state: State) -> Floats:
-    """[N]: by which a try is better: the peak, and where devices are many, how many come near it,
-    as each change cools two of them."""
+    """[N]: the value that tries are compared by: the peak and, with many devices, how many devices
+    come near it, because each change cools two of them."""
     if state.slot_NDC.shape[1] <= MANY:
         return state.costs()
     peak_N1S = state.loads_NDS.max(axis=1, keepdims=True)
@@ -198,7 +201,7 @@ def _compared(state: State) -> Floats:
 
 
 def _kick(state: State, random: np.random.Generator) -> None:
-    """A few random changes of each row."""
+    """Make a few random changes of each row."""
     kicks, share = (_MOST_KICKS, _RECOUNTS)
     if state.slot_NDC.shape[1] > MANY:
         kicks, share = (_MOST_KICKS_OF_MANY, _RECOUNTS_OF_MANY)

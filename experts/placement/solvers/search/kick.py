@@ -1,4 +1,4 @@
-"""Random changes that keep the rules: out of a plan that no single change improves.
+"""Makes random changes that keep the rules, to leave a plan that no single change improves.
 
 Shapes as in `state.py`.
 """
@@ -14,7 +14,7 @@ from experts.placement.solvers.search.state import Bools, Floats, Ints, State
 
 
 def kick_swap(state: State, rows: Ints, random: np.random.Generator) -> None:
-    """Of each of some rows: a random slot of a hot device with a random one elsewhere."""
+    """Swap, in some rows, a random slot of a hot device with a random slot elsewhere."""
     if not len(rows):
         return
     part, index_n = state.take(rows), np.arange(len(rows))
@@ -34,7 +34,7 @@ def kick_swap(state: State, rows: Ints, random: np.random.Generator) -> None:
 
 
 def kick_recount(state: State, rows: Ints, random: np.random.Generator) -> None:
-    """Of each of some rows: one of the recounts that harm least."""
+    """Make, in some rows, one of the recounts that harm least."""
     if not len(rows):
         return
     part = state.take(rows)
@@ -45,7 +45,7 @@ def kick_recount(state: State, rows: Ints, random: np.random.Generator) -> None:
 
 
 def _hot(state: State, random: np.random.Generator) -> Ints:
-    """A device [N], the hotter the likelier, in a random scenario."""
+    """Draw a device [N], hotter ones with higher probability, in a random scenario."""
     num_rows, num_devices, num_scenarios = state.loads_NDS.shape
     scenario_N = random.integers(num_scenarios, size=num_rows)
     heat_ND = state.loads_NDS[np.arange(num_rows), :, scenario_N]
@@ -54,11 +54,12 @@ def _hot(state: State, random: np.random.Generator) -> Ints:
 
 
 _SHARPNESS = 30.0
-_SPREAD = 0.02  # of loads, in even loads, that still count as hot
+_SPREAD = 0.02  # difference in even loads within which a device counts as hot
 
 
 def _any(open_Nn: Bools, random: np.random.Generator) -> tuple[Ints, Bools]:
-    """One that is open [N], each equally likely, and whether there is one."""
+    """Draw one open entry [N], all with equal probability; the second result says whether there is
+    one."""
     ticket_Nn: Floats = np.where(open_Nn, random.random(open_Nn.shape), -1.0)
     chosen_N = ticket_Nn.argmax(axis=1)
     return chosen_N, open_Nn[np.arange(len(open_Nn)), chosen_N]

@@ -1,5 +1,6 @@
-"""A first packing: replicas for the experts that weigh most, then the heaviest copy to the device
-that has least. Shapes as in `state.py`; M nodes, or one for all devices without a grouping."""
+"""Packs a first plan: replicas for the experts that weigh most, then the heaviest copy to the
+device with the least load. Shapes as in `state.py`; M nodes, or one for all devices without a
+grouping."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from experts.placement.solvers.search.state import Bools, Floats, Ints, State
 
 
 def replicate(state: State, nodes_NEM: Bools, room_NM: Ints, most_NE: Ints) -> None:
-    """One more copy for the expert whose copy weighs most in any scenario, `room_NM` times on the
-    nodes that it may use."""
+    """Add a copy to the expert whose copy weighs most in any scenario, `room_NM` times on the nodes
+    that it may use."""
     heaviest_NE = np.maximum(state.each_NES[:, :-1].max(axis=2), 0.0)
     room_NM = room_NM.copy()
     rows = np.arange(len(heaviest_NE))
@@ -31,8 +32,8 @@ def replicate(state: State, nodes_NEM: Bools, room_NM: Ints, most_NE: Ints) -> N
 
 
 def pack(state: State) -> None:
-    """All copies, heaviest first, onto the device where they meet least; a replica that finds no
-    device without its expert is left out. Pinned copies lie already."""
+    """Put all copies, heaviest first, onto the device where they meet the least load; a replica is
+    left out if every device has its expert. Pinned copies are placed already."""
     num_rows, num_devices, _ = state.slot_NDC.shape
     rows = np.arange(num_rows)
     room_ND = (state.rules.open_NDC & (state.slot_NDC == state.num_experts)).sum(axis=2)
@@ -48,7 +49,7 @@ def pack(state: State) -> None:
 
 
 def _meeting(state: State, each_NS: Floats) -> Floats:
-    """[N, D]: what the copy would sit on, weighted by where it weighs."""
+    """[N, D]: the load that a copy would meet, weighted by the scenarios in which it weighs."""
     loads_NDS = state.loads_NDS + each_NS[:, None, :] / state.speed_D[None, :, None]
     if loads_NDS.shape[2] == 1:
         return np.asarray(loads_NDS[:, :, 0])
@@ -56,8 +57,8 @@ def _meeting(state: State, each_NS: Floats) -> Floats:
 
 
 def _heaviest_first(state: State) -> Ints:
-    """[N, most copies of a row]: experts, each as often as it has copies that do not lie yet;
-    padded with "empty"."""
+    """[N, most copies of a row]: each expert as often as it has copies that are not placed yet,
+    heaviest first; padded with "empty"."""
     num_experts = state.num_experts
     lying_NE = np.zeros_like(state.copies_NE)
     rows_N11 = np.arange(len(lying_NE))[:, None, None]
@@ -72,7 +73,7 @@ def _heaviest_first(state: State) -> Ints:
 
 
 def lay(state: State, rows: Ints, experts: Ints, devices: Ints) -> None:
-    """A copy into the first empty slot of each device; loads follow."""
+    """Put a copy into the first empty slot of each device, and update the loads."""
     is_open = state.rules.open_NDC[rows, devices]
     empty = is_open & (state.slot_NDC[rows, devices] == state.num_experts)
     state.slot_NDC[rows, devices, empty.argmax(axis=1)] = experts

@@ -1,6 +1,6 @@
-"""One copy more of an expert, in an empty slot or one that an expert with several copies gives up.
+"""Adds a copy of an expert, in an empty slot or in one given up by an expert with several copies.
 
-Shapes as in `state.py`; q experts and p slots are looked at, P = D x C slots.
+Shapes as in `state.py`; q experts and p slots are examined, P = D x C slots.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from experts.placement.solvers.search.exchange import CHEAPEST, movable
 from experts.placement.solvers.search.soft_peak import SoftPeak
 from experts.placement.solvers.search.state import Bools, Floats, Ints, State
 
-_NUM_RANDOM = 12  # of a row: any of them may be a random choice
-_NUM_EXPERTS, _NUM_SLOTS = 8, 48  # of a row: those that promise most are looked at
+_NUM_RANDOM = 12  # best changes of a row, of which a random one may be chosen
+_NUM_EXPERTS, _NUM_SLOTS = 8, 48  # most promising experts and slots of a row that are examined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recounts:
-    """Of every row: expert `expert_N` into slot `place_N`."""
+    """For every row: put expert `expert_N` into slot `place_N`."""
 
-    change_N: Floats  # of the soft peak; infinite: there is none
-    cost_N: Ints  # copies more that the plan in use has not; 0 without one
+    change_N: Floats  # of the soft peak; infinite if there is none
+    cost_N: Ints  # additional copies that the current plan lacks; 0 without a current plan
     expert_N: Ints
     place_N: Ints
 
 
 def recount(state: State, soft: SoftPeak, *, must_fill: bool = False) -> Bools:
-    """The change that lowers the soft peak most. `must_fill`: of an empty slot, even if it raises
-    the peak. [N]: rows that were changed."""
+    """Make the change that lowers the soft peak most. With `must_fill`, fill an empty slot even if
+    that raises the peak. Returns [N]: rows that were changed."""
     best = best_recounts(state, soft, must_fill=must_fill)
     changed_N = np.isfinite(best.change_N) if must_fill else best.change_N < -1e-9
     live = np.flatnonzero(changed_N)
@@ -45,11 +45,11 @@ def best_recounts(
     per_copy: bool = False,
     random: np.random.Generator | None = None,
 ) -> Recounts:
-    """`per_copy`: those that lower it most for what they cost of the budget. `random`: any of the
-    best few, each as likely.
+    """Return the best recounts; with `per_copy`, those that lower the peak most for each copy of
+    the budget, and with `random` any of the best few with equal probability.
 
-    The sum leaves out what two experts change together on devices that hold both, which only lowers
-    it more.
+    The sum ignores the joint effect of two experts on devices that hold both, which only lowers it
+    further.
     """
     rows = np.arange(len(state.slot_NDC))
     row_N1 = rows[:, None]
@@ -75,7 +75,7 @@ def best_recounts(
 
 
 def _one_of_the_best(score_Nn: Floats, random: np.random.Generator) -> Ints:
-    """The very best where chance picks one that is not allowed."""
+    """Draw one of the best, or take the very best if the drawn one is not allowed."""
     best_Nm = _least(score_Nn, _NUM_RANDOM)
     rows = np.arange(len(best_Nm))
     chosen_N = best_Nm[rows, random.integers(best_Nm.shape[1], size=len(best_Nm))]
@@ -84,7 +84,7 @@ def _one_of_the_best(score_Nn: Floats, random: np.random.Generator) -> Ints:
 
 
 def put(state: State, rows: Ints, experts: Ints, places: Ints) -> None:
-    """Experts into slots; all loads follow."""
+    """Put experts into slots, and update all loads."""
     if not len(rows):
         return
     device, slot = np.divmod(places, state.slot_NDC.shape[2])
@@ -95,7 +95,8 @@ def put(state: State, rows: Ints, experts: Ints, places: Ints) -> None:
 
 
 def without_replicas(state: State) -> State:
-    """A copy of which every expert keeps its pinned copies, or the first."""
+    """Return a copy of the state in which every expert keeps only its pinned copies, or its first
+    copy."""
     result = state.take(np.arange(len(state.slot_NDC)))
     row_N1, slot_NP, device_P = _slots(state)
     pinned = state.rules.pinned_NED
@@ -117,20 +118,20 @@ def without_replicas(state: State) -> State:
 
 
 def _each(state: State, copies_NE: Ints) -> Floats:
-    """[N, E + 1, S]: of one copy, were there so many."""
+    """[N, E + 1, S]: load of one copy if the expert had that many copies."""
     each_SNE = state.load.each(state.load.shares_SLE, copies_NE) / state.even_SN[:, :, None]
     return np.pad(each_SNE.transpose(1, 2, 0), ((0, 0), (0, 1), (0, 0)))
 
 
 def _slots(state: State) -> tuple[Ints, Ints, Ints]:
-    """Rows [N, 1], experts [N, P] and devices [P] of all slots."""
+    """Return the rows [N, 1], experts [N, P] and devices [P] of all slots."""
     num_rows, num_devices, num_slots = state.slot_NDC.shape
     device_P = np.repeat(np.arange(num_devices), num_slots)
     return np.arange(num_rows)[:, None], state.slot_NDC.reshape(num_rows, -1), device_P
 
 
 def _sum_by_expert(state: State, change_NPS: Floats) -> Floats:
-    """[N, E + 1]: over the slots that hold an expert, and over scenarios."""
+    """[N, E + 1]: sum over the slots that hold an expert, and over scenarios."""
     row_N1, slot_NP, _ = _slots(state)
     keys = (row_N1 * (state.num_experts + 1) + slot_NP).ravel()
     num_rows = len(slot_NP)
@@ -140,7 +141,8 @@ def _sum_by_expert(state: State, change_NPS: Floats) -> Floats:
 
 
 def _by_slot(state: State, soft: SoftPeak, change_NES: Floats) -> Floats:
-    """[N, P, S]: what the slot's device changes by when its expert's copy weighs so much more."""
+    """[N, P, S]: change of the load of a slot's device when its expert's copy gets heavier by the
+    given amount."""
     row_N1, slot_NP, device_P = _slots(state)
     loads_NPS = state.loads_NDS[:, device_P]
     change_NPS = change_NES[row_N1, slot_NP] / state.speed_D[device_P][None, :, None]
@@ -148,7 +150,7 @@ def _by_slot(state: State, soft: SoftPeak, change_NES: Floats) -> Floats:
 
 
 def _relief(state: State, soft: SoftPeak) -> Floats:
-    """[N, E + 1]: from devices that hold the expert, when it gets another copy."""
+    """[N, E + 1]: change on the devices that hold the expert, when it gets another copy."""
     more_NES = _each(state, state.copies_NE[:, :-1] + 1) - state.each_NES
     relief_NE = _sum_by_expert(state, _by_slot(state, soft, more_NES))
     relief_NE[:, -1] = 0.0
@@ -156,7 +158,7 @@ def _relief(state: State, soft: SoftPeak) -> Floats:
 
 
 def _loss(state: State, soft: SoftPeak) -> Floats:
-    """[N, P]: on the other devices that hold a slot's expert, when the slot gives it up."""
+    """[N, P]: change on the other devices that hold a slot's expert, when the slot gives it up."""
     row_N1, slot_NP, _ = _slots(state)
     fewer_NES = _each(state, np.maximum(state.copies_NE[:, :-1] - 1, 1)) - state.each_NES
     rise_NPS = _by_slot(state, soft, fewer_NES)
@@ -166,7 +168,7 @@ def _loss(state: State, soft: SoftPeak) -> Floats:
 
 
 def _candidates(state: State, relief_NE: Floats, *, must_fill: bool) -> Ints:
-    """[N, q]: most relief first; without `fill`, also nothing at all in place of a copy."""
+    """[N, q]: experts with most relief first; without `fill`, also "empty" in place of a copy."""
     num_experts = state.num_experts
     if must_fill:
         return np.broadcast_to(np.arange(num_experts), (len(relief_NE), num_experts))
@@ -184,7 +186,7 @@ def _least(value_Nn: Floats, count: int) -> Ints:
 
 
 def _arrival(state: State, soft: SoftPeak, expert_Nq: Ints, place_Np: Ints) -> Floats:
-    """[N, q, p]: on the slot's device, when the expert takes the place of what is there."""
+    """[N, q, p]: change on the slot's device, when the expert replaces the slot's content."""
     row_N1, slot_NP, device_P = _slots(state)
     device_Np = device_P[place_Np]
     come_NqS = _each(state, state.copies_NE[:, :-1] + 1)[row_N1, expert_Nq]
@@ -211,7 +213,8 @@ def gives(state: State, *, only_empty: bool) -> Bools:
 
 
 def allowed_recounts(state: State, expert_Nq: Ints, place_Np: Ints) -> Bools:
-    """[N, q, p]: the slot's device may hold the expert, and has not got it; the budget is kept."""
+    """[N, q, p]: the slot's device may hold the expert and does not hold it yet, and the budget
+    suffices."""
     row_N1, _, device_P = _slots(state)
     row_N11, device_N1p = row_N1[:, :, None], device_P[place_Np][:, None]
     allowed_Nqp = state.free_NED[row_N11, expert_Nq[:, :, None], device_N1p]
@@ -222,7 +225,7 @@ def allowed_recounts(state: State, expert_Nq: Ints, place_Np: Ints) -> Bools:
 
 
 def _costs(state: State, expert_Nq: Ints, place_Np: Ints) -> Ints:
-    """[N, q, p]: copies more that the plan in use has not."""
+    """[N, q, p]: additional copies that the current plan lacks."""
     row_N1, slot_NP, device_P = _slots(state)
     current_NED = state.rules.current_NED
     if current_NED is None:

@@ -1,4 +1,4 @@
-"""Devices that are alike may change names: those names that leave most copies where they are.
+"""Renames interchangeable devices so that most copies stay where they are.
 
 L layers, E experts, D devices.
 """
@@ -15,7 +15,7 @@ Ints = NDArray[np.int64]
 
 
 def relabelled(problem: PlacementProblem, copies_LED: Ints) -> Ints:
-    """Where moves are counted but not limited; pins and groups hold names fast."""
+    """Rename devices if moves are counted but not limited; pins and groups fix the names."""
     move = problem.move
     if move is None or move.max_copies_per_layer is not None or problem.pins:
         return copies_LED
@@ -24,7 +24,7 @@ def relabelled(problem: PlacementProblem, copies_LED: Ints) -> Ints:
     slots_LD = problem.slots_by_layer()
     result = np.empty_like(copies_LED)
     for row, copies_ED in enumerate(copies_LED):
-        # Memory may leave devices of a kind different slots in a layer.
+        # Shared memory may leave devices of a kind different numbers of slots in a layer.
         kinds_D = np.unique(np.stack((kind_D, slots_LD[row])), axis=1, return_inverse=True)[1]
         overlap_DD = copies_ED.T @ current_LED[row]
         alike_DD = kinds_D.reshape(-1, 1) == kinds_D.reshape(1, -1)
@@ -33,7 +33,8 @@ def relabelled(problem: PlacementProblem, copies_LED: Ints) -> Ints:
 
 
 def _kinds(problem: PlacementProblem) -> Ints:
-    """Devices of one kind are interchangeable: speed, slots, and node where groups are on nodes."""
+    """Return the kind of each device: those with the same speed, slots and (if groups are on nodes)
+    node are interchangeable."""
     devices = problem.devices.devices
     kinds = [
         (device.speed, device.num_slots, device.node if problem.grouping else 0)
@@ -43,9 +44,11 @@ def _kinds(problem: PlacementProblem) -> Ints:
 
 
 def _assigned(overlap_DD: Ints) -> Ints:
-    """For every name the device that gets it, so that most copies stay."""
+    """Return, for every name, the device that gets it, so that most copies stay."""
     from scipy.optimize import linear_sum_assignment
 
     names, devices = linear_sum_assignment(-overlap_DD.T)
-    assert (names == np.arange(len(overlap_DD))).all(), "names are in order"
+    assert (names == np.arange(len(overlap_DD))).all(), (
+        "the assignment must list the names in order"
+    )
     return np.asarray(devices)

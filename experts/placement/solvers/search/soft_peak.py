@@ -1,8 +1,8 @@
-"""The largest load over devices, made smooth: log of the sum of exp(beta x load), over beta.
+"""A smooth version of the largest load over devices: log of the sum of exp(beta x load), over beta.
 
-Swaps are then judged for all scenarios at once by products of small matrices, as the exponential of
-a changed load is a product of exponentials. The sum over scenarios of the logarithms is concave in
-each sum, so a change that lowers their linear part lowers it. Shapes as in `state.py`.
+Swaps are evaluated for all scenarios at once by products of small matrices, because the exponential
+of a changed load is a product of exponentials. The sum over scenarios of the logarithms is concave
+in each sum, so a change that lowers their linear part lowers it. Shapes as in `state.py`.
 """
 
 from __future__ import annotations
@@ -13,26 +13,29 @@ import numpy as np
 
 from experts.placement.solvers.search.state import Bools, Floats, Ints, State
 
-_LARGEST_EXPONENT = 200.0  # of one copy: those of three multiply to a finite number
-LARGEST_OF_ONE = 600.0  # the same where copies change places one by one
-FORBIDDEN = 1e30  # more than any sum that is worth a swap
-_FAR_ABOVE = 14.0  # exponents of a load: more than all devices and scenarios can lose together
+_LARGEST_EXPONENT = 200.0  # of one copy; the product of three such exponentials stays finite
+LARGEST_OF_ONE = 600.0  # the same if copies change places one by one
+FORBIDDEN = 1e30  # larger than any sum of a useful swap
+# exponents by which a load is out of reach: more than all devices and scenarios can lose together
+_FAR_ABOVE = 14.0
 
 
 class SoftPeak:
-    """For rows as they are now; `weigh` again when numbers of copies have changed."""
+    """The soft peak of the rows as they are; call `weigh` again when numbers of copies have
+    changed."""
 
     def __init__(
         self, state: State, sharpness: float | Floats, largest: float = _LARGEST_EXPONENT
     ) -> None:
-        """`sharpness`: of all rows, or [N]; less where a copy's exponent were above `largest`."""
+        """`sharpness` is for all rows, or [N]; it is reduced if a copy's exponent would exceed
+        `largest`."""
         self._sharpness, self._largest = sharpness, largest
         self._class_D = np.unique(state.speed_D, return_inverse=True)[1]
         self._speeds = np.unique(state.speed_D)
         self.weigh(state)
 
     def weigh(self, state: State) -> None:
-        """Tables of exp(+-beta x load of a copy on a device of a speed)."""
+        """Compute the tables of exp(+-beta x load of a copy on a device of a speed)."""
         heaviest_N = state.each_NES.max(axis=(1, 2)) / self._speeds[0]
         self._beta_N = np.minimum(self._sharpness, self._largest / heaviest_N)
         exponent_NES = self._beta_N[:, None, None] * state.each_NES
@@ -47,8 +50,8 @@ class SoftPeak:
         return np.asarray(heat_NDS)
 
     def change(self, state: State, loads_NnS: Floats, shift_NnS: Floats) -> Floats:
-        """[N, n, S]: of the linear part, when loads of devices shift. What is far above the peak
-        is worse than anything can make good, so how far it is above does not count."""
+        """[N, n, S]: change of the linear part when loads of devices shift. A load far above the
+        peak cannot be compensated, so its exact height is ignored."""
         peak_N1S = state.loads_NDS.max(axis=1, keepdims=True)
         beta_N11 = self._beta_N[:, None, None]
         sum_N1S = np.exp(beta_N11 * (state.loads_NDS - peak_N1S)).sum(axis=1, keepdims=True)
@@ -60,7 +63,7 @@ class SoftPeak:
     def pair_tables(
         self, state: State, weighed_NDS: Floats, row_n: Ints, a_n: Ints, b_n: Ints
     ) -> PairTables:
-        """Of the copies on devices a and b."""
+        """Return the tables of the copies on devices a and b."""
         row_n1 = row_n[:, None]
         a_nC, b_nC = state.slot_NDC[row_n, a_n], state.slot_NDC[row_n, b_n]
         class_a_n1, class_b_n1 = self._class_D[a_n][:, None], self._class_D[b_n][:, None]
@@ -74,8 +77,7 @@ class SoftPeak:
         )
 
     def against_all(self, state: State, weighed_NDS: Floats, row_n: Ints, device_n: Ints) -> Floats:
-        """[n, C, P]: change of the linear part when a slot of a device and one of all trade
-        places."""
+        """[n, C, P]: change of the linear part when a slot of a device swaps with any slot."""
         num_rows, _, num_slots = state.slot_NDC.shape
         slot_NP = state.slot_NDC.reshape(num_rows, -1)
         row_N1, row_n1 = np.arange(num_rows)[:, None], row_n[:, None]
@@ -107,12 +109,12 @@ class SoftPeak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairTables:
-    """Of n pairs of devices: what single copies multiply the exponentials by."""
+    """For n pairs of devices: the factors by which single copies multiply the exponentials."""
 
-    leave_a_nCS: Floats  # times the weight of a
+    leave_a_nCS: Floats  # to multiply with the weight of a
     come_b_nCS: Floats
     come_a_nCS: Floats
-    leave_b_nCS: Floats  # times the weight of b
+    leave_b_nCS: Floats  # to multiply with the weight of b
     weight_a_nS: Floats
     weight_b_nS: Floats
 
@@ -121,9 +123,11 @@ class PairTables:
         return np.asarray((self.weight_a_nS + self.weight_b_nS).sum(axis=1))
 
     def after(self, slots_Bm: Ints, there_nB: Bools, back_nB: Bools) -> Floats:
-        """[n, B, B]: when bundles of a and b change places; `FORBIDDEN` and more where one may not.
+        """[n, B, B]: the linear part when bundles of a and b swap; at least `FORBIDDEN` if a swap
+        is not allowed.
 
-        That is one product of matrices, with a column each for what may not go and may not come.
+        This is one product of matrices, with one extra column each for copies that may not leave
+        and may not arrive.
         """
         gone_nBS = _product(self.leave_a_nCS, slots_Bm) * self.weight_a_nS[:, None]
         come_nBS = _product(self.come_b_nCS, slots_Bm)

@@ -9,24 +9,24 @@ import numpy as np
 
 from experts.placement.judge.bound import lower_bound
 from experts.placement.judge.copies import copies_in_slots
-from experts.placement.judge.judged import judged
 from experts.placement.problem.problem import PlacementProblem
-from experts.placement.solution import Progress, Solution
+from experts.placement.solution import Progress, Solution, judged
 from experts.placement.solvers.ilp.small_layers import SmallLayers, solve_small
 from experts.placement.solvers.search.improve import Effort, improve
 from experts.placement.solvers.search.relabel import relabelled
 from experts.placement.solvers.search.start import first_state
 from experts.placement.solvers.search.watch import Watch
 
-SECONDS = 120.0  # where `solve` is given none; what is planned in practice takes far less
+SECONDS = 120.0  # default limit if `solve` is given none; practical plans take far less
 
 
 class Search:
-    """The same plan for the same problem and seed, unless it was ended early: work is counted in
-    rounds of tries, not in seconds, and the default limit of time is for what is very large.
+    """Returns the same plan for the same problem and seed, unless it is ended early: work is
+    counted in rounds of tries, not in seconds, and the default time limit is only for very large
+    problems.
 
-    It ends as soon as the plan is good; `thorough` goes on until hardly anything is found, which is
-    for callers with a deadline.
+    It ends as soon as the plan is good. `thorough` goes on until hardly anything more is found, for
+    callers with a deadline.
     """
 
     name = "search"
@@ -34,7 +34,7 @@ class Search:
     def __init__(
         self, *, seed: int = 0, thorough: bool = False, effort: Effort | None = None
     ) -> None:
-        """`effort`: in place of the usual or the thorough one."""
+        """`effort` replaces the usual or the thorough one."""
         self._seed, self._thorough, self._effort = seed, thorough, effort
 
     def solve(
@@ -44,8 +44,8 @@ class Search:
         seconds: float | None = None,
         report: Callable[[Progress], bool] | None = None,
     ) -> Solution:
-        """See `Solver`; Ctrl-C ends it with the best so far, as a deadline does. Without `seconds`
-        the deadline is after `SECONDS`."""
+        """See `Solver.solve`. Ctrl-C ends it with the best plan so far, as a deadline does. Without
+        `seconds` the deadline is after `SECONDS`."""
         bound = lower_bound(problem)
         watch = Watch(bound.value, SECONDS if seconds is None else seconds, report)
         state = first_state(problem)
@@ -73,7 +73,8 @@ class Search:
 
 
 def _with_proof(problem: PlacementProblem, solution: Solution, small: SmallLayers) -> Solution:
-    """With what HiGHS proved, unless memory is shared by layers: then it holds for these slots."""
+    """Add the proofs of HiGHS, unless memory is shared by layers: then they hold only for these
+    slots."""
     if not small.num_proved or problem.bytes_per_expert is not None:
         return solution
     words = f"{small.num_proved} of {len(small.bound_L)} layers proved best by HiGHS."

@@ -1,4 +1,5 @@
-"""A budget of moves, spent one change at a time on what lowers the peak most for each copy.
+"""Spends a budget of moves one change at a time, on the change that lowers the peak most for each
+copy.
 
 Shapes as in `state.py`; g pairs of devices of a row.
 """
@@ -19,16 +20,18 @@ from experts.placement.solvers.search.recount import best_recounts, put
 from experts.placement.solvers.search.soft_peak import SoftPeak
 from experts.placement.solvers.search.state import Floats, Ints, State
 
-_NUM_PAIRS = 24  # looked at for a swap
+_NUM_PAIRS = 24  # pairs examined for a swap
 _LEAST = 1e-9
 
 
 def spend(state: State, sharpness_N: Floats, random: np.random.Generator | None) -> None:
-    """Until nothing more helps or is allowed. A sharp peak thinks of the hottest device alone, a
-    soft one also of those that come next. `random`: choose between the two kinds of change with
-    some noise, so that several tries differ."""
+    """Make changes until none helps or is allowed.
+
+    A sharp peak considers the hottest device alone, a soft one also the next hottest. `random` adds
+    noise to the choice between the two kinds of change, so that several tries differ.
+    """
     if state.slot_NDC.shape[1] == 1:
-        return  # all there is lies on the one device
+        return  # all load is on one device
     live = np.arange(len(state.slot_NDC))
     while len(live):
         part = state.take(live)
@@ -65,7 +68,7 @@ def _spend_once(
 
 
 def _pairs(promise_NDD: Floats) -> Pairs:
-    """The `_NUM_PAIRS` that promise most, each named once; a device may come in several."""
+    """Return the `_NUM_PAIRS` most promising pairs, each once; a device may be in several."""
     num_rows, num_devices, _ = promise_NDD.shape
     a_p, b_p = np.triu_indices(num_devices, 1)
     promise_Np = promise_NDD[:, a_p, b_p]

@@ -1,4 +1,4 @@
-"""The first plan of a search: packed anew, or the plan in use made to fit.
+"""Makes the first plan of a search: packed anew, or the current plan made to fit.
 
 Shapes as in `state.py`; M nodes, or one for all devices without a grouping.
 """
@@ -19,7 +19,8 @@ from experts.placement.solvers.search.state import Bools, Ints, Rules, State
 
 
 def first_state(problem: PlacementProblem) -> State:
-    """A row a layer; every rule is kept. PlacementError where no place was found for an expert."""
+    """Return the first state, one row a layer, which keeps every rule. Raises PlacementError if an
+    expert finds no place."""
     slots_LD = problem.slots_by_layer()
     pinned_LED = _pinned(problem)
     nodes_LEM = _nodes(problem, pinned_LED)
@@ -44,7 +45,7 @@ def _pinned(problem: PlacementProblem) -> Bools:
 
 
 def _nodes(problem: PlacementProblem, pinned_LED: Bools) -> Bools:
-    """[L, E, M]: where an expert may be."""
+    """[L, E, M]: nodes that an expert may be on."""
     num_layers, num_experts, _ = pinned_LED.shape
     if problem.grouping is None:
         return np.ones((num_layers, num_experts, 1), dtype=bool)
@@ -97,7 +98,8 @@ def _pack(
 
 
 def _keep(state: State, current_NED: Bools, pinned_NED: Bools) -> None:
-    """The copies of the plan in use that may stay, and pins beside them or in place of others."""
+    """Keep the copies of the current plan that may stay, with pins beside them or in place of
+    others."""
     allowed = state.rules.allowed_NED
     kept_NED = current_NED if allowed is None else current_NED & allowed[:, :-1]
     row, device, expert = np.nonzero(kept_NED.transpose(0, 2, 1))
@@ -112,6 +114,6 @@ def _keep(state: State, current_NED: Bools, pinned_NED: Bools) -> None:
         open_C = state.rules.open_NDC[row, device] & ~pinned_C
         if not open_C.any():
             raise PlacementError(f"No slot of device {device} is left for pinned expert {expert}.")
-        # An empty slot first, then that of the expert with most copies.
+        # Prefer an empty slot, then that of the expert with most copies.
         slot = np.where(open_C, copies_C, -1).argmax()
         state.slot_NDC[row, device, slot] = expert

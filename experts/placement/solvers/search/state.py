@@ -1,4 +1,4 @@
-"""Many packings of experts into slots, searched in lockstep: what a move reads and changes.
+"""The state of many packings of experts into slots, searched in lockstep.
 
 N rows, each a layer or one of several tries at a layer; S scenarios; E experts; D devices; C slots
 of the device that has most. Expert number E is "empty": it weighs nothing and may be anywhere.
@@ -20,17 +20,18 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What moves must keep, by row; index E of an expert is "empty". None: nothing to keep."""
+    """The rules that moves must keep, by row; index E of an expert is "empty". None means no
+    rule."""
 
     open_NDC: Bools  # slots that exist
     allowed_NED: Bools | None = None  # devices that an expert may be on (grouping)
     pinned_NED: Bools | None = None  # copies that stay
-    current_NED: Bools | None = None  # copies of the plan in use; empty counts as there
-    budget: int | None = None  # copies that a row may have and `current` has not
+    current_NED: Bools | None = None  # copies of the current plan; empty slots count as present
+    budget: int | None = None  # copies beyond `current` that a row may have
     fill: bool = True
 
     def take(self, rows: Ints) -> Rules:
-        """Of some rows, as a copy; a row may come several times."""
+        """Return a copy for some rows; a row may occur several times."""
         return Rules(
             open_NDC=self.open_NDC[rows],
             allowed_NED=None if self.allowed_NED is None else self.allowed_NED[rows],
@@ -43,21 +44,22 @@ class Rules:
 
 @dataclass(slots=True, kw_only=True)
 class State:
-    """Changed in place. Loads are over a device's speed, in units of the even load."""
+    """The slots and loads of all rows, changed in place. Loads are over a device's speed, in units
+    of the even load."""
 
     load: CopyLoad  # of the rows' layers
     even_SN: Floats
     speed_D: Floats
     rules: Rules
     slot_NDC: Ints  # the expert in each slot
-    copies_NE: Ints  # with E: 1, so that it divides
+    copies_NE: Ints  # entry E is 1, so that division works
     each_NES: Floats  # load of one copy on a device of speed 1
     loads_NDS: Floats
-    free_NED: Bools  # a copy may come here: allowed, and none is here
+    free_NED: Bools  # a copy may come here: allowed, and not here yet
 
     @classmethod
     def empty(cls, load: CopyLoad, speed_D: Floats, rules: Rules) -> State:
-        """No expert is anywhere."""
+        """Make a state in which no expert is placed."""
         num_rows, num_devices, _ = rules.open_NDC.shape
         num_scenarios, _, num_experts = load.shares_SLE.shape
         allowed = rules.allowed_NED
@@ -80,7 +82,7 @@ class State:
         return int(self.copies_NE.shape[1]) - 1
 
     def take(self, rows: Ints) -> State:
-        """Some rows, as a copy; a row may come several times."""
+        """Return a copy of some rows; a row may occur several times."""
         return State(
             load=CopyLoad(
                 shares_SLE=self.load.shares_SLE[:, rows],
@@ -94,25 +96,25 @@ class State:
         )
 
     def put(self, rows: Ints, other: State, others: Ints) -> None:
-        """Rows become those of a state that was taken from the same layers."""
+        """Replace rows by those of a state that was taken from the same layers."""
         for name in _BY_ROW:
             getattr(self, name)[rows] = getattr(other, name)[others]
 
     def weigh(self) -> None:
-        """Loads of one copy, from the numbers of copies."""
+        """Compute the loads of one copy from the numbers of copies."""
         each_SNE = self.load.each(self.load.shares_SLE, self.copies_NE[:, :-1])
         each_SNE /= self.even_SN[:, :, None]
         self.each_NES[:, :-1] = each_SNE.transpose(1, 2, 0)
 
     def each_with(self, rows: Ints, experts: Ints, copies: Ints) -> Floats:
-        """Load of one copy [n, S], had its expert so many."""
+        """Return the load of one copy [n, S] if its expert had that many copies."""
         empty = experts == self.num_experts
         shares_Sn = self.load.shares_SLE[:, rows, np.where(empty, 0, experts)]
         each_Sn = self.load.each(shares_Sn, np.maximum(copies, 1)) / self.even_SN[:, rows]
         return np.asarray(np.where(empty, 0.0, each_Sn).T)
 
     def add_up(self) -> None:
-        """Everything that follows from `slot_NDC`."""
+        """Compute everything that follows from `slot_NDC`."""
         num_rows, num_devices, num_slots = self.slot_NDC.shape
         row_N11 = np.arange(num_rows)[:, None, None]
         device_1D1 = np.arange(num_devices)[None, :, None]
@@ -135,21 +137,22 @@ class State:
         return np.asarray(self.peaks().mean(axis=1))
 
     def new_copies(self) -> Ints:
-        """[N]: copies that the plan in use has not."""
+        """[N]: copies that the current plan lacks."""
         current = self.rules.current_NED
-        assert current is not None, "there is no plan in use"
+        assert current is not None, "the rules have no current plan"
         row_N11 = np.arange(len(self.slot_NDC))[:, None, None]
         device_1D1 = np.arange(self.slot_NDC.shape[1])[None, :, None]
         return np.asarray((~current[row_N11, self.slot_NDC, device_1D1]).sum(axis=(1, 2)))
 
     def check_integrity(self) -> None:
-        """Raise where what moves kept up differs from what the slots say."""
+        """Raise AssertionError if the values that moves update differ from those that follow from
+        the slots."""
         fresh = self.take(np.arange(len(self.slot_NDC)))
         fresh.add_up()
-        assert np.array_equal(fresh.copies_NE, self.copies_NE), "numbers of copies"
-        assert np.array_equal(fresh.free_NED, self.free_NED), "free devices"
+        assert np.array_equal(fresh.copies_NE, self.copies_NE), "copies_NE does not match slot_NDC"
+        assert np.array_equal(fresh.free_NED, self.free_NED), "free_NED does not match slot_NDC"
         worst = float(np.abs(fresh.loads_NDS - self.loads_NDS).max())
-        assert worst < 1e-9, f"loads are {worst} off"
+        assert worst < 1e-9, f"loads differ by {worst} from those of slot_NDC"
 
 
 _BY_ROW = ("slot_NDC", "copies_NE", "each_NES", "loads_NDS", "free_NED")

@@ -1,10 +1,10 @@
-"""Exchanges where devices are many: a device against all others at once.
+"""Examines exchanges of a device with all others at once, for many devices.
 
-`exchange.py` looks at the most promising pairs of all; their table grows with the square of the
-devices. Here a device that changed is *dirty*: it is held against every slot of its row, and is
-clean when no exchange with any of them lowers the soft peak. Pairs of clean devices need no look,
-so the work grows with the changes that are made. Shapes as in `state.py`; n dirty devices, P = D x
-C slots, G dirty devices of a row at a time.
+`exchange.py` examines the most promising of all pairs; its table grows with the square of the
+devices. Here a device that changed is *dirty*: it is compared with every slot of its row, and is
+clean when no exchange with any of them lowers the soft peak. Pairs of clean devices need no
+examination, so the work grows with the number of changes. Shapes as in `state.py`; n dirty devices,
+P = D x C slots, G dirty devices of a row at a time.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from experts.placement.solvers.search.exchange import movable, swap_slots
 from experts.placement.solvers.search.soft_peak import FORBIDDEN, SoftPeak
 from experts.placement.solvers.search.state import Bools, Floats, Ints, State
 
-MANY = 64  # with more devices than that a sweep is quicker, and finds as much
+MANY = 64  # with more devices than this a sweep is faster and finds as much
 AT_A_TIME = 4  # dirty devices of a row
-_LEAST = 1e-12  # a gain below is rounding
+_LEAST = 1e-12  # a smaller gain is rounding
 
 
 def sweep(state: State, soft: SoftPeak, dirty_ND: Bools, least: float) -> Bools:
-    """The best exchanges of each row's most promising dirty devices, where they lower the soft
-    peak. [N]: was there a dirty device that promises more than `least`."""
+    """Make the best exchanges of each row's most promising dirty devices, if they lower the soft
+    peak. Returns [N]: whether a dirty device promised more than `least`."""
     weighed_NDS = soft.weighed(state.loads_NDS)
     device_NG, promises_NG = _most_promising(weighed_NDS, dirty_ND, least, state)
     row_n, turn_n = np.nonzero(promises_NG)
@@ -41,8 +41,8 @@ def sweep(state: State, soft: SoftPeak, dirty_ND: Bools, least: float) -> Bools:
 def _most_promising(
     weighed_NDS: Floats, dirty_ND: Bools, least: float, state: State
 ) -> tuple[Ints, Bools]:
-    """[N, G] devices, and which of them are dirty and promise more than `least`: in no scenario
-    can two devices gain more than (sqrt E_a - sqrt E_b)^2 (see `exchange.py`)."""
+    """Return [N, G] devices, and which of them are dirty and promise more than `least`: in no
+    scenario can two devices gain more than (sqrt E_a - sqrt E_b)^2 (see `exchange.py`)."""
     root_NDS = np.sqrt(weighed_NDS)
     above_NDS = root_NDS.max(axis=1, keepdims=True) - root_NDS
     below_NDS = root_NDS - root_NDS.min(axis=1, keepdims=True)
@@ -57,10 +57,11 @@ def _most_promising(
 def _best(
     state: State, soft: SoftPeak, weighed_NDS: Floats, row_n: Ints, device_n: Ints
 ) -> tuple[Floats, Ints, Ints]:
-    """Of each device: change of the soft peak, its slot, and the slot [P] it trades with."""
+    """Return for each device the change of the soft peak, its slot, and the slot [P] it trades
+    with."""
     change_nCP = soft.against_all(state, weighed_NDS, row_n, device_n)
     change_n, from_n, place_n = _least(change_nCP)
-    # Few trades are forbidden, so the masks are made only where the best one is.
+    # Few trades are forbidden, so the masks are made only for the best one.
     wrong = np.arange(len(row_n))
     if state.rules.budget is None:
         may_n = _may(state, row_n, device_n, from_n, place_n)
@@ -80,7 +81,7 @@ def _least(change_nCP: Floats) -> tuple[Floats, Ints, Ints]:
 
 
 def _may(state: State, row_n: Ints, device_n: Ints, from_n: Ints, place_n: Ints) -> Bools:
-    """[n]: both copies may go where the other is."""
+    """[n]: both copies may go to the place of the other."""
     other_n, to_n = np.divmod(place_n, state.slot_NDC.shape[2])
     mine_n = state.slot_NDC[row_n, device_n, from_n]
     theirs_n = state.slot_NDC[row_n, other_n, to_n]
@@ -92,7 +93,7 @@ def _may(state: State, row_n: Ints, device_n: Ints, from_n: Ints, place_n: Ints)
 
 
 def _forbidden(state: State, row_n: Ints, device_n: Ints) -> Floats:
-    """[n, C, P]: more than any gain where a copy may not go, or not come."""
+    """[n, C, P]: more than any gain if a copy may not leave, or not arrive."""
     num_rows, num_devices, num_slots = state.slot_NDC.shape
     slot_NP = state.slot_NDC.reshape(num_rows, -1)
     mine_nC = state.slot_NDC[row_n, device_n]
@@ -126,8 +127,8 @@ def _do(
     from_NG: Ints,
     place_NG: Ints,
 ) -> None:
-    """The best of a row first; then those that touch neither of its devices, which else stay
-    dirty."""
+    """Make the best trade of a row first, then those that touch neither of its devices; other
+    devices stay dirty."""
     num_slots = state.slot_NDC.shape[2]
     other_NG, to_NG = np.divmod(place_NG, num_slots)
     rows = np.arange(len(change_NG))

@@ -1,4 +1,4 @@
-"""When a search ends early: a deadline, or a caller who has heard enough."""
+"""Ends a search early: at a deadline, or when the caller asks for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BETWEEN_S = 0.1
 
 
 class Watch:
-    """Started when made."""
+    """A clock that starts on construction."""
 
     def __init__(
         self,
@@ -25,28 +25,29 @@ class Watch:
 
     @property
     def elapsed(self) -> float:
-        """Seconds."""
+        """Seconds since the start."""
         return time.perf_counter() - self._start
 
     @property
     def is_over(self) -> bool:
-        """Whether it was ended before its work was done."""
+        """True if the search was ended before its work was done."""
         return self._is_over
 
     def end(self) -> None:
-        """Ctrl-C."""
+        """End the search, as after Ctrl-C."""
         self._is_over = True
 
     def stop(self) -> bool:
-        """Whether the deadline is over, or a report was answered by False."""
+        """True if the deadline is over or a report returned False."""
         if self._seconds is not None and self.elapsed >= self._seconds:
             self._is_over = True
         return self._is_over
 
     def tell(self, objective: float, done: float) -> bool:
-        """Report, if the last one is long enough ago; `stop` as it is then."""
+        """Report if the last report is long enough ago; returns `stop`."""
         is_due = self.elapsed >= self._reported + _BETWEEN_S
-        if self._report is not None and is_due and not self._is_over:  # nobody is asked again
+        # do not report again after the end
+        if self._report is not None and is_due and not self._is_over:
             self._reported = self.elapsed
             progress = Progress(
                 objective=objective, bound=self._bound, done=done, seconds=self.elapsed

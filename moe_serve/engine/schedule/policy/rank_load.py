@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.problem.plan import Placement, RanksOf
+from experts.placement.problem.placement import Placement, RanksOf
 from moe_serve.engine.schedule.policy.concave_cost import Floats
 from moe_serve.model.step_plan import SequenceSlice
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from experts.placement.problem.plan import contiguous
+from experts.placement.problem.placement import contiguous
 from moe_serve.engine.schedule.policy.expert_aware import Bounds, ExpertAware
 from moe_serve.engine.schedule.policy.rank_load import RankLoads
 from tests.support.engine.batch_world import NUM_EXPERTS, World, decode, of_domain

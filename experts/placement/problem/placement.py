@@ -27,27 +27,32 @@ class LostExpert:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Checked when it is made: ranks in range, none twice for an expert, E experts in every layer.
+    """The ranks of every expert, checked on construction: ranks are in range, an expert names no
+    rank twice, and every layer has E experts.
 
-    An expert may be on no rank (`lost`), after `without`; files never say so.
+    Only `without` makes a placement in which an expert is on no rank (`lost`); placement files
+    never contain one.
     """
 
     num_ranks: int
     num_experts: int
-    ranks_of: Mapping[int, RanksOf]  # sparse layer -> expert -> ranks, the first preferred
+    ranks_of: Mapping[int, RanksOf]  # sparse layer -> expert -> ranks, the preferred one first
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.num_experts < 1:
             raise PlacementError(
-                f"A placement of {self.num_experts} experts on {self.num_ranks} ranks is none."
+                f"num_experts and num_ranks must be 1 or more, got {self.num_experts} experts on "
+                f"{self.num_ranks} ranks."
             )
         for layer, experts in self.ranks_of.items():
             if len(experts) != self.num_experts:
                 raise PlacementError(
-                    f"Layer {layer} places {len(experts)} experts; there are {self.num_experts}."
+                    f"Layer {layer} places {len(experts)} experts; num_experts is "
+                    f"{self.num_experts}."
                 )
             for expert, ranks in enumerate(experts):
-                if len(ranks) != 1 or not 0 <= ranks[0] < self.num_ranks:  # most are quickly seen
+                # fast path for the common case of one valid rank
+                if len(ranks) != 1 or not 0 <= ranks[0] < self.num_ranks:
                     self._check_ranks(layer, expert, ranks)
 
     def _check_ranks(self, layer: int, expert: int, ranks: tuple[int, ...]) -> None:
@@ -73,15 +78,15 @@ class Placement:
         ]
 
     def held_by(self, rank: int) -> dict[int, list[int]]:
-        """Layer -> the experts that a rank holds, ascending; every sparse layer is there."""
-        assert 0 <= rank < self.num_ranks, f"rank {rank} of {self.num_ranks}"
+        """Return, for every sparse layer, the experts that a rank holds, ascending."""
+        assert 0 <= rank < self.num_ranks, f"rank must be 0 to {self.num_ranks - 1}, got {rank}"
         return {
             layer: [expert for expert, ranks in enumerate(experts) if rank in ranks]
             for layer, experts in self.ranks_of.items()
         }
 
     def without(self, ranks: Collection[int]) -> Placement:
-        """As it is while some ranks are away; ranks keep their numbers. See `lost`."""
+        """Return the placement without some ranks; the others keep their numbers. See `lost`."""
         return replace(
             self,
             ranks_of={
@@ -93,11 +98,11 @@ class Placement:
         )
 
     def with_lost_given_to(self, survivors: Collection[int]) -> Placement:
-        """Every lost expert on one of `survivors`: in its layer the one with fewest experts, then
-        the one that took over least, then the lowest number.
+        """Return a placement with every lost expert on one of `survivors`: in its layer the one
+        with the fewest experts, then the one that took over the fewest, then the lowest number.
 
         Worked example, one layer, ranks [0], [0], [1], [], [] and survivors 0, 1: the first lost
-        expert goes to 1 (it has one), the second to 0 (two each, but 1 took one over already).
+        expert goes to 1 (it has one), the second to 0 (two each, but 1 has taken one over already).
         """
         present = sorted(set(survivors))
         assert present or not self.lost, f"{len(self.lost)} lost experts and no survivor"
@@ -117,15 +122,16 @@ class Placement:
         return replace(self, ranks_of=ranks_of)
 
     def choice(self, layer: int) -> ReplicaChoice:
-        """Which rank serves which row, as a table to keep."""
+        """Return the table that says which rank serves which row of a layer; callers may keep
+        it."""
         return ReplicaChoice.of(layer, self.ranks_of[layer])
 
     def assign(self, layer: int, expert_ids_TK: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The rank [T, K] that serves each choice of rows 0 .. T - 1."""
+        """Return the rank [T, K] that serves each choice of rows 0 .. T - 1."""
         return self.choice(layer).ranks(expert_ids_TK, np.arange(len(expert_ids_TK)))
 
     def check_fits(self, sparse_layers: Sequence[int], num_experts: int, num_ranks: int) -> None:
-        """Raise PlacementError unless it is one for this model on these ranks."""
+        """Raise PlacementError unless the placement is for this model on these ranks."""
         if (self.num_experts, self.num_ranks) != (num_experts, num_ranks):
             raise PlacementError(
                 f"The placement is for {self.num_experts} experts on {self.num_ranks} ranks, not "
@@ -136,15 +142,17 @@ class Placement:
         if missing or strangers:
             raise PlacementError(
                 f"The placement has {len(self.ranks_of)} layers and the model {len(sparse_layers)} "
-                f"with routed experts; missing are {missing}, not of the model are {strangers}."
+                f"with routed experts; missing are {missing}, not in the model are {strangers}."
             )
 
 
 def contiguous(sparse_layers: Sequence[int], num_experts: int, num_ranks: int) -> Placement:
-    """Runs of experts, one after the other; ranks differ by one expert at most, none is empty."""
+    """Return a placement of consecutive runs of experts; ranks differ by at most one expert, and
+    none is empty."""
     if not 1 <= num_ranks <= num_experts:
         raise PlacementError(
-            f"{num_ranks} expert ranks cannot share {num_experts} experts: use 1 to {num_experts}."
+            f"num_ranks must be 1 to {num_experts}, the number of experts, got {num_ranks} expert "
+            "ranks."
         )
     ranks = tuple((expert * num_ranks // num_experts,) for expert in range(num_experts))
     return Placement(
