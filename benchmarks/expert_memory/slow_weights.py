@@ -12,8 +12,7 @@ from torch import Tensor
 
 from moe_serve.model.checkpoint.checkpoint import Checkpoint, Shape
 from moe_serve.model.checkpoint.hf_config import HFConfig
-from moe_serve.model.load.weight_reader import WeightReader
-from moe_serve.model.load.weight_source import OpenWeights
+from moe_serve.model.load.weight_reader import OpenWeights, WeightReader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""The KV cache: pages, who owns them, and the tensors behind them."""
+"""The KV cache: its pages, their owners, and the tensors behind them."""

@@ -1,4 +1,4 @@
-"""How often values fell between bounds: counted on one thread, read on any."""
+"""Counts how often values fell between bounds: written by one thread, read by any."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histogram:
-    """`counts[i]` values were above bounds[i - 1] and at most bounds[i]; the last entry is those
-    beyond all bounds."""
+    """Counts by range: `counts[i]` values were above bounds[i - 1] and at most bounds[i].
+
+    The last entry counts the values above all bounds.
+    """
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
-    total: float = 0.0  # of the values
+    total: float = 0.0  # sum of the values
 
     @classmethod
     def empty(cls, bounds: tuple[float, ...]) -> Histogram:
@@ -27,7 +29,7 @@ class Histogram:
 
 
 class HistogramCounter:
-    """Counts on one thread; `snapshot` may be asked for on any."""
+    """Counts on one thread; any thread may call `snapshot`."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds

@@ -1,8 +1,8 @@
 """The tensors behind the KV pages of one attention rank.
 
-P pages (and the empty page 0, and a scratch page), Hkv key/value heads, D head width; page size 16
-tokens. A model with latent attention has one "head", the latent with the shared key, and no values
-of its own.
+P pages (plus the empty page 0 and a scratch page), Hkv key/value heads, D head width; page size 16
+tokens. A model with latent attention has one "head", the latent with the shared key, and no
+separate values.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from moe_kernels.interface.kernels import KVPages
 from moe_serve.config.sections import PAGE_SIZE
 from moe_serve.model.spec import ModelSpec
 
-_PAGES_AT_ONCE = 256  # that `finite` copies of a layer
+_PAGES_AT_ONCE = 256  # pages of a layer that `finite` copies at a time
 
 
 class KVCache:
-    """Keys [P + 2, Hkv, 16, D] and values [P + 2, Hkv, 16, Dv] by layer, zeroed.
+    """Keys [P + 2, Hkv, 16, D] and values [P + 2, Hkv, 16, Dv] by layer, initialised to zero.
 
     The last page is scratch: padded rows of a recorded step write to it, and no sequence reads it.
-    Zeros matter: a page's tail is multiplied by probability 0, and 0 * NaN would be NaN. That is
-    also why `clear` exists for pages that a failed request leaves.
+    Zeros matter: a page's tail is multiplied by probability 0, and 0 * NaN would be NaN. For the
+    same reason `clear` zeroes pages that a failed request leaves.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class KVCache:
         self.layers = tuple(
             _zeroed_pages(spec, num_pages + 2, dtype, device) for _ in range(spec.num_layers)
         )
-        is_latent = spec.latent is not None  # then the values are a part of the keys
+        is_latent = spec.latent is not None  # the values are then a part of the keys
         self._parts = [
             part for layer in self.layers for part in (layer.keys, layer.values)[: 2 - is_latent]
         ]
@@ -51,7 +51,7 @@ class KVCache:
     def rows(
         self, tables: Sequence[Sequence[int]], starts: Sequence[int], counts: Sequence[int]
     ) -> NDArray[np.int64]:
-        """Where the new tokens' keys go, as rows of the cache seen as [(P + 2) * Hkv * 16, D].
+        """Return the rows for new tokens' keys, with the cache seen as [(P + 2) * Hkv * 16, D].
 
         Sequence i writes positions [starts[i], starts[i] + counts[i]) -> [T * Hkv], token-major.
         """
@@ -63,7 +63,7 @@ class KVCache:
         return self.rows_at(np.concatenate(pages), np.concatenate(offsets))
 
     def rows_at(self, pages: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The same for tokens whose page and place in it are known, [T] each -> [T * Hkv]."""
+        """Return the rows of tokens given by page and offset in the page, [T] each -> [T * Hkv]."""
         slots = pages * (self.num_kv_heads * PAGE_SIZE) + offsets
         heads = np.arange(self.num_kv_heads) * PAGE_SIZE
         rows: NDArray[np.int64] = (slots[:, None] + heads[None]).reshape(-1)
@@ -76,16 +76,16 @@ class KVCache:
             part.index_fill_(0, index, 0)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole pages, (from, to) each. All are read before any is written."""
+        """Copy whole pages, given as (from, to). All are read before any is written."""
         sources, targets = torch.tensor(pairs, dtype=torch.int64, device=self.device).unbind(1)
         for part in self._parts:
             part.index_copy_(0, targets, part.index_select(0, sources))
 
     def finite(self, pages: Sequence[int]) -> list[bool]:
-        """For each page, whether all its keys and values are finite numbers.
+        """Return for each page whether all its keys and values are finite numbers.
 
-        NaN and infinity survive a sum, so one sum per page tells. (Finite values near the end of
-        fp32 could overflow it: then a sound page is called unsound, and is only not shared.)
+        NaN and infinity survive a sum, so one sum per page is enough. (Finite values near the end
+        of fp32 could overflow it: the page is then reported as not finite, and is only not shared.)
         """
         verdicts: list[bool] = []
         for start in range(0, len(pages), _PAGES_AT_ONCE):

@@ -1,7 +1,7 @@
-"""What tells two checkpoints apart, for the keys of cached pages.
+"""Computes an identity that distinguishes checkpoints, for the keys of cached pages.
 
-Reads config.json whole, and of every weight file its size, its header (names, shapes, dtypes) and
-a few samples: a fine-tune differs from its base in values only. No tensor is loaded.
+Reads the whole config.json, and of every weight file its size, its header (names, shapes, dtypes)
+and a few samples: a fine-tune differs from its base in values only. No tensor is loaded.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from moe_serve.regular_file import regular_file
 
 _NUM_SAMPLES = 8  # per file
 _SAMPLE_BYTES = 4096
-_MAX_HEADER_BYTES = 100 * 2**20  # what the format allows
+_MAX_HEADER_BYTES = 100 * 2**20  # limit of the format
 
 
 class Digest(Protocol):
-    """What hashlib makes."""
+    """The interface of hashlib's objects."""
 
     def update(self, data: bytes, /) -> None: ...
 
 
 def model_identity(folder: Path, *details: str) -> bytes:
-    """32 bytes that are the same for the same checkpoint and `details` (dtype, kernels, ...).
+    """Return 32 bytes that are the same for the same checkpoint and `details` (dtype, kernels,
+    ...).
 
     Raises CheckpointError for a file that cannot be read.
     """
@@ -49,7 +50,7 @@ def _identity(folder: Path, details: Sequence[str]) -> bytes:
 
 
 def add_weight_file(digest: Digest, path: Path) -> None:
-    """Adds the header of a safetensors file and samples of its values."""
+    """Add the header of a safetensors file and samples of its values."""
     size = regular_file(path).stat().st_size
     with path.open("rb") as file:
         num_header_bytes = int.from_bytes(file.read(8), "little")

@@ -1,10 +1,10 @@
-"""The name of a page's content: a chain of SHA-256 hashes from the root to the page.
+"""Names a page's content by a chain of SHA-256 hashes from the root to the page.
 
     root          = sha256(model identity, adapter, salt)
     key of page i = sha256(key of page i - 1, its 16 token ids)     page -1 is the root
 
-Two pages have one key only if model, adapter, salt and every token up to the page's end are the
-same, so a key also names the content to another rank or a slower tier.
+Two pages have the same key only if model, adapter, salt and every token up to the page's end are
+the same, so a key also names the content to another rank or a slower tier.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ _PAGE_BYTES = PAGE_SIZE * TOKEN_DTYPE.itemsize
 
 
 def root_key(model_identity: bytes, adapter_id: int, cache_salt: str) -> bytes:
-    """What stands before the first page. Each part goes in with its length, so that none runs into
-    the next: ("ab", "c") is 2 ab 1 c, and ("a", "bc") is 1 a 2 bc.
+    """Return the key before the first page.
+
+    Each part is hashed with its length, so that parts cannot be confused: ("ab", "c") is 2 ab 1 c,
+    and ("a", "bc") is 1 a 2 bc.
     """
     digest = sha256()
     salt = cache_salt.encode("utf-8", "surrogatepass")
@@ -34,17 +36,19 @@ def root_key(model_identity: bytes, adapter_id: int, cache_salt: str) -> bytes:
 
 
 def token_array(token_ids: Sequence[int]) -> NDArray[np.int32]:
-    """Token ids as the keys hash them."""
+    """Return token ids in the form in which keys hash them."""
     return np.array(token_ids, dtype=TOKEN_DTYPE)
 
 
 def page_key(parent: bytes, tokens: NDArray[np.int32]) -> bytes:
-    """The key of one page after the page (or root) `parent`; it may hold fewer than 16 tokens."""
+    """Return the key of one page after the page (or root) `parent`; it may hold fewer than 16
+    tokens.
+    """
     return sha256(parent + tokens.tobytes()).digest()
 
 
 def following_keys(parent: bytes, tokens: NDArray[np.int32]) -> list[bytes]:
-    """The keys of the whole pages that `tokens` fill after the page (or root) `parent`."""
+    """Return the keys of the whole pages that `tokens` fill after the page (or root) `parent`."""
     data, keys = tokens.tobytes(), []
     for end in range(_PAGE_BYTES, len(data) + 1, _PAGE_BYTES):
         parent = sha256(parent + data[end - _PAGE_BYTES : end]).digest()

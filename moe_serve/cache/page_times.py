@@ -1,11 +1,11 @@
-"""How long pages stay in the prefix cache, of a sample of them.
+"""Measures how long pages stay in the prefix cache, on a sample of pages.
 
     handed out      found      found            evicted
        |             |  reuse_gap |     idle       |
        |                 lifetime                  |
 
-A page is drawn when it is handed out, by a generator that nothing else uses: answers do not depend
-on it. A page that becomes free without having been evicted is forgotten.
+A page is sampled when it is handed out, by a separate random generator, so answers do not depend on
+it. A page that becomes free without being evicted is dropped from the sample.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _EMPTY = Histogram.empty(BOUNDS_S)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageTimes:
-    """Seconds, of the sampled pages. Filled by SampledPages."""
+    """Seconds measured on the sampled pages. Filled by SampledPages."""
 
-    lifetime: Histogram = _EMPTY  # from when a page is handed out until it is evicted
-    idle: Histogram = _EMPTY  # since a sequence last found it, or it was handed out
+    lifetime: Histogram = _EMPTY  # from handing a page out to its eviction
+    idle: Histogram = _EMPTY  # since a sequence last found it, or since it was handed out
     reuse_gap: Histogram = _EMPTY  # between two sequences that found it
 
     def __add__(self, other: PageTimes) -> PageTimes:
@@ -43,11 +43,14 @@ class PageTimes:
 @dataclass(slots=True)
 class _Page:
     handed_out: float
-    found: float | None = None  # the last time
+    found: float | None = None  # time of the last find
 
 
 class SampledPages:
-    """The drawn pages that are not free. Counts on the engine's thread; `snapshot` on any."""
+    """The sampled pages that are not free.
+
+    Counts on the engine's thread; any thread may call `snapshot`.
+    """
 
     def __init__(
         self,
@@ -55,7 +58,10 @@ class SampledPages:
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] | None = None,
     ) -> None:
-        """`rate`: the share of pages that is drawn, 0 to 1. `draw`: a number in [0, 1)."""
+        """`rate`: the share of pages to sample, 0 to 1.
+
+        `draw`: returns a random number in [0, 1).
+        """
         self._rate, self._clock = rate, clock
         self._draw = random.Random().random if draw is None else draw
         self._pages: dict[int, _Page] = {}
@@ -75,7 +81,7 @@ class SampledPages:
             self._pages |= {page: _Page(now) for page in drawn}
 
     def found(self, pages: Iterable[int]) -> None:
-        """A sequence uses what others computed."""
+        """Note that a sequence uses pages that others computed."""
         if not self._pages:
             return
         for page in pages:
@@ -94,7 +100,7 @@ class SampledPages:
             self._idle.count(now - (state.handed_out if state.found is None else state.found))
 
     def freed(self, pages: Iterable[int]) -> None:
-        """Nobody will find them any more, and not for want of pages."""
+        """Drop pages that were freed for another reason than a lack of pages."""
         if self._pages:
             for page in pages:
                 self._pages.pop(page, None)
@@ -107,6 +113,6 @@ class SampledPages:
         )
 
     def check_integrity(self, num_references: Callable[[int], int]) -> None:
-        """None of them is free."""
+        """Check that no sampled page is free."""
         lost = [page for page in self._pages if num_references(page) == 0]
         assert not lost, f"free pages {lost[:5]} are still sampled"

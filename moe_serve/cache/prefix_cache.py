@@ -1,33 +1,99 @@
-"""KV pages that sequences share: the pool, the tree of prefixes over it, and who goes first.
+"""KV pages that sequences share: the pool, the tree of prefixes over it, and the order of eviction.
 
-The tree holds one reference to each of its pages. A page of the tree that nobody else holds is
-*idle*: it can be had at any time, least recently used first. Whoever uses a page uses its parent
-too, and lets go of the child first, so a page becomes idle before its parent does, and the page
-that has been idle for longest is always a leaf.
+The tree holds one reference to each of its pages. A page of the tree without another owner is
+*idle*: it can be evicted at any time, least recently used first. A sequence that uses a page uses
+its parent too, and releases the child first. So a page becomes idle before its parent does, and the
+page that has been idle for longest is always a leaf.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.cache.page_pool import PagePool
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.cache.prefix_tree import PrefixTree
 
 
+class PagePool:
+    """Pages 1 .. num_pages, each free or held by one or more owners (reference count).
+
+    It knows page numbers only, not their contents. Page 0 is the empty page: never handed out.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        assert num_pages > 0, f"num_pages must be 1 or more, got {num_pages}"
+        self.num_pages = num_pages
+        self._free = list(range(num_pages, 0, -1))
+        self._references = array("q", bytes(8 * (num_pages + 1)))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def num_references(self, page: int) -> int:
+        return self._references[page]
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` free pages; the caller has checked `num_free`."""
+        assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._references[page] = 1
+        return pages
+
+    def share(self, page: int) -> None:
+        """Add an owner to a page that already has one."""
+        assert self._references[page] > 0, f"page {page} is free and cannot be shared"
+        self._references[page] += 1
+
+    def release(self, pages: Iterable[int]) -> list[int]:
+        """Drop one reference to each page; return those that became free."""
+        freed = []
+        for page in pages:
+            self._references[page] -= 1
+            assert self._references[page] >= 0, f"page {page} was released more often than held"
+            if self._references[page] == 0:
+                self._free.append(page)
+                freed.append(page)
+        return freed
+
+    def references(self) -> NDArray[np.int64]:
+        """Return the reference count of every page, from page 0 on; a copy."""
+        return np.array(self._references, dtype=np.int64)
+
+    def check_integrity(self, tables: Iterable[Sequence[int] | NDArray[np.int64]]) -> None:
+        """Check that every page is free once, or held exactly as often as the owners' tables name
+        it.
+        """
+        size = self.num_pages + 1
+        named = [np.asarray(table, dtype=np.int64) for table in tables]
+        held = np.bincount(np.concatenate([np.empty(0, np.int64), *named]), minlength=size)
+        free = np.bincount(np.array(self._free, dtype=np.int64), minlength=size)
+        assert free.max() <= 1, "a page is on the free list twice"
+        assert held[0] == 0 and free[0] == 0, "the empty page is in a table"
+        recorded = self.references()
+        wrong = np.flatnonzero(held != recorded).tolist()
+        assert not wrong, (
+            f"page {wrong[0]}: held {held[wrong[0]]} times, recorded {recorded[wrong[0]]}"
+        )
+        torn = (1 + np.flatnonzero((free[1:] == 1) != (held[1:] == 0))).tolist()
+        assert not torn, f"page {torn[0]}: free and held disagree"
+
+
 class PrefixCache:
-    """Hands out pages, keeps those whose values are known, evicts when pages run out."""
+    """Hands out pages, keeps those whose values are known, and evicts when pages run out."""
 
     def __init__(self, num_pages: int, sampled: SampledPages | None = None) -> None:
-        """`sampled`: pages whose times are measured; None: none."""
+        """`sampled`: the pages whose times are measured; None disables measuring."""
         self._pool = PagePool(num_pages)
         self.sampled = SampledPages(0.0) if sampled is None else sampled
         self.tree = PrefixTree(num_pages)
-        self._idle: OrderedDict[int, None] = OrderedDict()  # idle for longest first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # longest idle first
         self.num_evicted = 0
 
     @property
@@ -36,7 +102,7 @@ class PrefixCache:
 
     @property
     def num_available(self) -> int:
-        """Pages that no sequence holds: free, or idle."""
+        """The number of pages that no sequence holds: free or idle."""
         return self._pool.num_free + len(self._idle)
 
     @property
@@ -47,8 +113,12 @@ class PrefixCache:
         return sum(page in self._idle for page in pages)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` pages, evicting if too few are free; the caller has checked."""
-        assert count <= self.num_available, f"{count} pages wanted, {self.num_available} available"
+        """Take `count` pages, evicting if too few are free;
+        the caller has checked `num_available`.
+        """
+        assert count <= self.num_available, (
+            f"{count} pages requested, {self.num_available} available"
+        )
         for _ in range(count - self._pool.num_free):
             page, _ = self._idle.popitem(last=False)
             self.tree.remove(page)
@@ -60,7 +130,7 @@ class PrefixCache:
         return pages
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
-        """The cached pages of the longest known run of `keys`."""
+        """Return the cached pages of the longest known run of `keys`."""
         pages: list[int] = []
         for key in keys:
             page = self.tree.find(key)
@@ -70,7 +140,7 @@ class PrefixCache:
         return pages
 
     def hold(self, pages: Sequence[int]) -> None:
-        """One more owner for pages that are in use or idle: somebody found them."""
+        """Add an owner to pages, in use or idle, that a sequence found."""
         self.sampled.found(pages)
         self._hold(pages)
 
@@ -80,9 +150,9 @@ class PrefixCache:
             self._idle.pop(page, None)
 
     def release(self, pages: Sequence[int]) -> list[int]:
-        """Give up one reference to each page of a run, last first; returns those that are free now.
+        """Drop one reference to each page of a run, last first; return those that are now free.
 
-        Pages of the tree stay: without another owner they are idle from now on.
+        Pages of the tree stay: without another owner they become idle.
         """
         freed = self._pool.release(reversed(pages))
         self.sampled.freed(freed)
@@ -92,9 +162,10 @@ class PrefixCache:
         return freed
 
     def enter(self, page: int, key: bytes, parent_key: bytes, tokens: NDArray[np.int32]) -> int:
-        """Make an owned page with finite values visible to others -> the page its owner has now.
+        """Make an owned page with finite values visible to others -> the page that its owner has
+        now.
 
-        If the same content is cached already, the owner changes to that page and gives up its own.
+        If the same content is cached already, the owner switches to that page and releases its own.
         """
         cached = self.tree.find(key)
         if cached is None:
@@ -107,7 +178,9 @@ class PrefixCache:
         return cached
 
     def forget(self, pages: Sequence[int]) -> list[int]:
-        """Drop the idle leaves at the end of a run from the tree -> the pages that are free now."""
+        """Remove the idle leaves at the end of a run from the tree -> the pages that are now
+        free.
+        """
         freed: list[int] = []
         for page in reversed(pages):
             if page not in self._idle or self.tree.has_children(page):
@@ -119,7 +192,7 @@ class PrefixCache:
         return freed
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Pool, tree and the owners' tables agree, and eviction would always take a leaf."""
+        """Check that pool, tree and owners' tables agree, and that eviction always takes a leaf."""
         cached = np.fromiter(self.tree, np.int64, len(self.tree))
         self._pool.check_integrity([*tables, cached])
         self.tree.check_integrity()
@@ -132,4 +205,6 @@ class PrefixCache:
         assert not wrong, f"pages {wrong[:5]} are idle and used, or neither"
         assert len(idle) == is_alone.sum(), f"{len(idle) - is_alone.sum()} idle pages have no key"
         is_late = rank[idle] > rank[self.tree.parents_of(idle)]
-        assert not is_late.any(), f"pages {idle[is_late][:5].tolist()} would go after their parents"
+        assert not is_late.any(), (
+            f"pages {idle[is_late][:5].tolist()} would be evicted after their parents"
+        )

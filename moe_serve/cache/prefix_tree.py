@@ -1,8 +1,8 @@
 """The radix tree of cached prefixes: an edge is one page of tokens, a node the page behind it.
 
-A node is its page number, and everything about it stands in arrays by page: a million pages are a
-dozen objects to the garbage collector. Knows keys, tokens and pages; not who uses them, nor which
-one goes first.
+A node is its page number, and its data is in arrays indexed by page: a million pages are a dozen
+objects to the garbage collector. The tree knows keys, tokens and pages; it does not know their
+users, nor the order of eviction.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 from moe_serve.cache.page_key import TOKEN_DTYPE
 from moe_serve.config.sections import PAGE_SIZE
 
-_NO_TOKEN = -1  # in the rest of a page that is not full
-_NO_PAGE = 0  # page 0 is the empty page: here the root, or the end of a chain
-_MAX_ALIKE = 8  # pages looked at for a common beginning: the latest ones
+_NO_TOKEN = -1  # fills the rest of a page that is not full
+_NO_PAGE = 0  # page 0 is the empty page; here it means the root, or the end of a chain
+_MAX_ALIKE = 8  # number of latest pages compared for a common beginning
 
 
 class PrefixTree:
     """Nodes 1 .. num_pages by key, and by parent and first token.
 
-    Children of one parent that begin with the same token form a chain, latest first: that is where
-    a page is looked for that has the first few tokens in common.
+    Children of one parent that begin with the same token form a chain, latest first. `most_alike`
+    searches this chain for a page with common first tokens.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -56,8 +56,10 @@ class PrefixTree:
         return self._num_children[page] > 0
 
     def insert(self, page: int, key: bytes, parent_key: bytes, tokens: NDArray[np.int32]) -> None:
-        """Add a page whose parent is in the tree, or is the root. It may hold fewer than 16 tokens:
-        then it is a leaf for good, to be copied from."""
+        """Add a page whose parent is in the tree or is the root.
+
+        A page with fewer than 16 tokens always stays a leaf; it can only be copied from.
+        """
         assert key not in self._page_of, f"page {page} has the key of page {self._page_of[key]}"
         assert page not in self, f"page {page} is in the tree already"
         parent = self._page_of.get(parent_key, _NO_PAGE)
@@ -72,7 +74,7 @@ class PrefixTree:
         self._chain[place] = page
 
     def remove(self, page: int) -> None:
-        """Take a leaf out."""
+        """Remove a leaf."""
         assert not self.has_children(page), f"page {page} has {self._num_children[page]} children"
         earlier, later = self._earlier[page], self._later[page]
         self._earlier[later], self._later[earlier] = earlier, later
@@ -87,9 +89,10 @@ class PrefixTree:
         self._key[page] = self._parent_key[page] = b""
 
     def most_alike(self, parent_key: bytes, tokens: NDArray[np.int32]) -> tuple[int, int]:
-        """The child of `parent_key` that begins most like `tokens` -> (page, tokens in common).
+        """Return the child of `parent_key` that begins most like `tokens` -> (page, tokens in
+        common).
 
-        (0, 0) if none begins with the first of them. At most 16 tokens are compared, with the
+        (0, 0) if no child begins with the first of them. At most 16 tokens are compared, with the
         latest few pages only: a system prompt may have a hundred thousand continuations.
         """
         best, most = _NO_PAGE, 0
@@ -104,10 +107,10 @@ class PrefixTree:
         return best, most
 
     def check_integrity(self) -> None:
-        """Keys, parents and counts agree; raises with the page that does not."""
+        """Check that keys, parents and counts agree; raises with the wrong page."""
         pages = np.fromiter(self._page_of.values(), np.int64, len(self._page_of))
         held = [self._key[page] for page in self._page_of.values()]
-        assert held == list(self._page_of), "a key leads to a page with another one"
+        assert held == list(self._page_of), "a key leads to a page with another key"
         num_keyed = len(self._key) - self._key.count(b"")
         assert num_keyed == len(pages), f"{num_keyed} pages have a key, {len(pages)} are found"
         parents = np.frombuffer(self._parent, np.int64)[pages]
@@ -120,12 +123,12 @@ class PrefixTree:
         assert not lost, f"pages {lost[:5]} left the tree before their children"
 
     def parents_of(self, pages: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Their parents' pages; 0 is the root."""
+        """Return the parents of pages; 0 is the root."""
         return np.frombuffer(self._parent, np.int64)[pages]
 
 
 def num_in_common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """How many tokens two runs have in common at their beginning."""
+    """Return the number of tokens that two runs have in common at their beginning."""
     length = min(len(one), len(other))
     differing = np.flatnonzero(one[:length] != other[:length])
     return int(differing[0]) if len(differing) else length

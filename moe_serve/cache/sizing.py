@@ -1,11 +1,11 @@
-"""How many KV pages to have."""
+"""Computes the number of KV pages."""
 
 from __future__ import annotations
 
 from moe_serve.config.sections import PAGE_SIZE, CacheConfig
 from moe_serve.errors import ConfigError
 
-_DEFAULT_SHARE = 0.3  # of the memory that is available, at most
+_DEFAULT_SHARE = 0.3  # maximum share of the available memory
 
 
 def num_pages(
@@ -16,9 +16,10 @@ def num_pages(
     max_num_seqs: int,
     available_bytes: int,
 ) -> int:
-    """Pages as configured, or enough for `max_num_seqs` half-long requests within 30% of memory.
+    """Return the configured pages, or enough for `max_num_seqs` half-long requests within 30% of
+    memory.
 
-    Raises ConfigError when one request of `max_model_len` tokens would not fit.
+    Raises ConfigError if one request of `max_model_len` tokens does not fit.
     """
     page_bytes = bytes_per_token * PAGE_SIZE
     if config.num_pages is not None:
@@ -32,7 +33,7 @@ def num_pages(
     if count * PAGE_SIZE < max_model_len:
         raise ConfigError(
             f"the KV cache has {count} pages of {PAGE_SIZE} tokens ({count * PAGE_SIZE} tokens, "
-            f"{page_bytes} bytes each page), which does not hold one request of max_model_len "
+            f"{page_bytes} bytes each page), which is too small for one request of max_model_len "
             f"({max_model_len}) tokens: lower max_model_len or give the cache more."
         )
     return count

@@ -39,8 +39,7 @@ from moe_serve.model.checkpoint.hf_config import generation_eos_token_ids
 from moe_serve.model.load.load_expert_memory import MemoryBudget
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.load.model_tensors import LoadProgress
-from moe_serve.model.load.weight_reader import open_checkpoint
-from moe_serve.model.load.weight_source import OpenWeights
+from moe_serve.model.load.weight_reader import OpenWeights, open_checkpoint
 from moe_serve.model.spec import ModelSpec
 from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.model.stage.gather import Gather

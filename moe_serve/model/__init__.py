@@ -1,1 +1,3 @@
-"""The attention side of a model: spec, families, checkpoint, attention stage, router, head."""
+"""Loads models and computes their attention side: spec, families, checkpoint, attention stage,
+router, head.
+"""

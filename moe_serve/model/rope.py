@@ -17,14 +17,15 @@ from moe_kernels.reference.norm import rotary_table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearScaling:
-    """Positions divided by a factor (Chen et al., Position Interpolation, 2023)."""
+    """Divides positions by a factor (Chen et al., Position Interpolation, 2023)."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnScaling:
-    """Slow frequencies interpolated, fast ones kept, with a ramp between (Peng et al., YaRN, 2023).
+    """Interpolates slow frequencies and keeps fast ones, with a ramp between (Peng et al., YaRN,
+    2023).
 
     `attention_factor` multiplies cosines and sines.
     """
@@ -34,12 +35,12 @@ class YarnScaling:
     attention_factor: float
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    is_truncated: bool = True  # the ramp's ends are whole dimensions
+    is_truncated: bool = True  # the ramp's ends are rounded to whole dimensions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3Scaling:
-    """Wavelengths above a bound divided by a factor, with a smooth passage (Llama 3.1, 2024)."""
+    """Divides wavelengths above a bound by a factor, with a smooth transition (Llama 3.1, 2024)."""
 
     factor: float
     low_frequency_factor: float
@@ -52,7 +53,7 @@ RopeScaling = LinearScaling | YarnScaling | Llama3Scaling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """angle(position, i) = position * theta^(-2 i / dim), scaled.
+    """Rotary positions: angle(position, i) = position * theta^(-2 i / dim), scaled.
 
     `is_interleaved`: the checkpoint pairs values 2 i and 2 i + 1; the loader reorders its rows, so
     that the kernels only ever pair i and i + dim / 2.
@@ -65,7 +66,7 @@ class RopeSpec:
 
 
 def make_rotary_table(rope: RopeSpec, num_positions: int, device: torch.device) -> RotaryTable:
-    """cos and sin [P, R] in fp32."""
+    """Return cos and sin [P, R] in fp32."""
     positions = torch.arange(num_positions).float()
     table = rotary_table(positions[:, None] * inverse_frequencies(rope)[None])
     factor = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
@@ -73,13 +74,13 @@ def make_rotary_table(rope: RopeSpec, num_positions: int, device: torch.device) 
 
 
 def identity_table(dim: int, num_positions: int, device: torch.device) -> RotaryTable:
-    """For layers without positions: nothing is rotated."""
+    """Return a table that rotates nothing, for layers without positions."""
     shape = (num_positions, dim)
     return RotaryTable(torch.ones(shape, device=device), torch.zeros(shape, device=device))
 
 
 def inverse_frequencies(rope: RopeSpec) -> Tensor:
-    """Radians per position, [R / 2] in fp32."""
+    """Return radians per position, [R / 2] in fp32."""
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.int64).float() / rope.dim
     frequencies = 1.0 / (rope.theta**exponents)
     match rope.scaling:
@@ -95,7 +96,7 @@ def inverse_frequencies(rope: RopeSpec) -> Tensor:
 
 def _yarn(frequencies: Tensor, theta: float, dim: int, yarn: YarnScaling) -> Tensor:
     def dimension(num_rotations: float) -> float:
-        """Which dimension turns so often within the original context."""
+        """Return the dimension that rotates this often within the original context."""
         wavelength = yarn.original_positions / (num_rotations * 2 * math.pi)
         return dim * math.log(wavelength) / (2 * math.log(theta))
 
@@ -121,5 +122,7 @@ def _llama3(frequencies: Tensor, llama3: Llama3Scaling) -> Tensor:
 
 
 def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
-    """How much the attention's logits grow with the context: 0.1 scale ln(factor) + 1 (YaRN)."""
+    """Return the growth of the attention's logits with the context: 0.1 scale ln(factor) + 1
+    (YaRN).
+    """
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

@@ -1,6 +1,7 @@
-"""What a model is, in numbers: all that the runtime knows of an architecture.
+"""Describes a model in numbers: everything that the runtime knows about an architecture.
 
-A family (`model/families/`) makes it from a Hugging Face config; nothing else knows a model's name.
+A family (`model/families/`) makes it from a Hugging Face config; no other code knows a model's
+name.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from moe_serve.model.rope import RopeSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """How one layer differs from the others. `is_sparse`: routed experts, else one dense MLP.
+    """The properties in which layers differ. `is_sparse`: routed experts instead of one dense MLP.
 
-    `rope`: None for the model's; another differs in its frequencies, not in its pairs.
+    `rope`: None means the model's; another one differs in its frequencies, not in its pairs.
     """
 
     attention: AttentionShape
@@ -29,11 +30,14 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSpec:
-    """`is_weighing_inputs`: the one chosen expert's weight multiplies its input (Llama 4)."""
+    """The router of every sparse layer.
+
+    `is_weighing_inputs`: the single chosen expert's weight multiplies its input (Llama 4).
+    """
 
     shape: RouterShape
-    has_bias: bool = False  # of the logits
-    has_selection_bias: bool = False  # of the choice only
+    has_bias: bool = False  # added to the logits
+    has_selection_bias: bool = False  # affects the choice only
     is_weighing_inputs: bool = False
     has_row_of_selection_bias: bool = False  # stored as [1, E] (ERNIE), not as [E]
 
@@ -52,7 +56,9 @@ class RouterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedExpertSpec:
-    """An MLP that every token passes; `has_gate`: times the sigmoid of its own logit."""
+    """An MLP that every token passes; `has_gate`: its output is multiplied by the sigmoid of its
+    own logit.
+    """
 
     width: int
     has_gate: bool = False
@@ -60,9 +66,10 @@ class SharedExpertSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryTemperature:
-    """Queries grow with their position p: 1 + scale * ln(1 + floor((p + shift) / floor_scale))
-    (Nakanishi, Scalable-Softmax, 2025). Those of layers without rotation; with latent attention,
-    of all layers.
+    """Scales queries by their position p: 1 + scale * ln(1 + floor((p + shift) / floor_scale))
+    (Nakanishi, Scalable-Softmax, 2025).
+
+    It applies to layers without rotation; with latent attention, to all layers.
     """
 
     scale: float
@@ -72,9 +79,9 @@ class QueryTemperature:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder whose every layer is attention, then experts or a dense MLP.
+    """A decoder whose layers each have attention, then experts or a dense MLP.
 
-    Where `latent` is set, attention is multi-head latent attention, and each layer's `attention` is
+    If `latent` is set, attention is multi-head latent attention, and each layer's `attention` is
     its absorbed shape.
     """
 
@@ -83,7 +90,7 @@ class ModelSpec:
     width: int
     layers: tuple[LayerSpec, ...]
     expert_width: int
-    dense_width: int | None = None  # of layers that are not sparse
+    dense_width: int | None = None  # of dense layers
     shared: SharedExpertSpec | None = None
     activation: GatedActivation = field(default_factory=GatedActivation)
     has_expert_bias: bool = False
@@ -101,7 +108,7 @@ class ModelSpec:
     logits_divisor: float = 1.0
     is_head_tied: bool
     max_positions: int
-    dtype: Literal["float32", "bfloat16", "float16"] | None  # None: as the embedding is stored
+    dtype: Literal["float32", "bfloat16", "float16"] | None  # None: the embedding's stored dtype
     eos_token_ids: tuple[int, ...]
 
     @property
@@ -110,12 +117,12 @@ class ModelSpec:
 
     @property
     def num_sparse_layers(self) -> int:
-        """Those with routed experts."""
+        """The number of layers with routed experts."""
         return sum(layer.is_sparse for layer in self.layers)
 
     @property
     def attention(self) -> AttentionShape:
-        """The first layer's: heads and widths are the same in all."""
+        """The first layer's attention: heads and widths are the same in all layers."""
         return self.layers[0].attention
 
     def rope_of(self, layer: int) -> RopeSpec:
@@ -123,12 +130,12 @@ class ModelSpec:
 
     @property
     def kv_values_per_token(self) -> int:
-        """What one token holds in the KV cache of one layer: keys and values, or its latent."""
+        """Values of one token in the KV cache of one layer: keys and values, or its latent."""
         if self.latent is not None:
             return self.latent.latent_dim + self.latent.rope_dim
         a = self.attention
         return a.num_kv_heads * (a.head_dim + a.value_width)
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes that one token holds in the KV cache, over all layers."""
+        """Return the bytes of one token in the KV cache, over all layers."""
         return self.num_layers * self.kv_values_per_token * itemsize

@@ -1,4 +1,7 @@
-"""What a step computes: made by the scheduler, read by the pipeline. No tensors, no requests."""
+"""The work of a step: made by the scheduler, read by the pipeline.
+
+It holds no tensors or requests.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from numpy.typing import NDArray
 class SequenceSlice:
     """The tokens of one sequence that a step computes: positions [start, start + len(token_ids)).
 
-    `page_table` covers them. Logits are wanted for the last `num_logits` of them: 0 while a prompt
-    is still being read, 1 to sample, more for prompt log probabilities (or a draft's check).
+    `page_table` covers them. Logits are wanted for the last `num_logits` tokens: 0 while a prompt
+    is still being read, 1 to sample, more for prompt log probabilities (or to verify a draft).
     """
 
     sequence_id: int
@@ -36,7 +39,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class RouteAsk:
-    """Somebody wants to know what the routers choose for these sequences."""
+    """A request for the routers' choices for these sequences."""
 
     sequence_ids: frozenset[int]
     has_weights: bool = False
@@ -46,8 +49,8 @@ class RouteAsk:
 class StepPlan:
     """All micro-batches of a step, in the order in which their logits come back.
 
-    `needed_LE`: the probability that the step needs an expert, by the layers that have some; the
-    batch policy says so where an expert memory wants to know, for no other use.
+    `needed_LE`: the probability that the step needs an expert, by the layers with routed experts.
+    The batch policy sets it for an expert memory only.
     """
 
     micro_batches: tuple[MicroBatch, ...]

@@ -1,9 +1,9 @@
-"""A step through the layers, micro-batch by micro-batch.
+"""Runs a step through the layers, micro-batch by micro-batch.
 
     layer 0: attend(0) dispatch(0)  attend(1) dispatch(1)   layer 1: combine(0) attend(0) ...
 
-With one micro-batch the stages take turns; with more, a micro-batch's attention runs while the
-others are with the experts. The same code serves every layout: only the transport differs.
+With one micro-batch the stages alternate; with more, a micro-batch's attention runs while the
+experts compute the others. The same code serves every layout: only the transport differs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.stage.attention_stage import AttentionStage
-from moe_serve.model.stage.graphed_attention_stage import GraphedAttentionStage
 from moe_serve.model.stage.step_inputs import StepInputs
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.exchange.next_layer import NextLayer
@@ -26,25 +25,23 @@ from moe_serve.pipeline.timeline.stage_log import StageLog
 from moe_serve.pipeline.timeline.timeline import NO_LAYER, Stage
 from moe_serve.pipeline.transport import Transport
 
-AnyStage = AttentionStage | GraphedAttentionStage
 
-
-class _Flight:
+class MicroBatchState:
     """One micro-batch on its way through the layers."""
 
-    def __init__(self, inputs: StepInputs, stage: AnyStage) -> None:
+    def __init__(self, inputs: StepInputs, stage: AttentionStage) -> None:
         self.inputs = inputs
         self.hidden_TD = stage.embed(inputs)
-        self.layer_away: int | None = None  # whose rows are with the experts
-        self.shared_TD: Tensor | None = None  # that layer's shared expert
+        self.layer_away: int | None = None  # layer whose rows are with the experts
+        self.shared_TD: Tensor | None = None  # output of that layer's shared expert
 
 
 class Pipeline:
-    """Runs step plans on one attention rank and whatever experts its transport reaches."""
+    """Runs step plans on one attention rank and on the experts that its transport reaches."""
 
     def __init__(
         self,
-        stage: AnyStage,
+        stage: AttentionStage,
         transport: Transport,
         cache: KVCache,
         device: torch.device,
@@ -52,15 +49,15 @@ class Pipeline:
         tap: RouteTap | None = None,
         next_layer: NextLayer | None = None,
     ) -> None:
-        """`next_layer`: says what rows will need, to experts that need not all be in memory."""
+        """`next_layer`: predicts needed experts if not all are held in memory."""
         self._stage, self._transport, self._cache, self._device = stage, transport, cache, device
-        self._log = StageLog() if log is None else log  # which begins and ends steps
+        self._log = StageLog() if log is None else log  # its owner begins and ends steps
         self._tap = RouteTap(stage.spec.router.num_experts) if tap is None else tap
         self._next_layer = next_layer
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Tensor:
-        """Compute a step -> the wanted logits [R, V] in fp32, slice after slice.
+        """Compute a step -> the requested logits [R, V] in fp32, slice after slice.
 
         Afterwards the cache holds the keys and values of every token of the step.
         """
@@ -70,58 +67,63 @@ class Pipeline:
             self._stage.make_inputs(batch, self._cache, self._device)
             for batch in plan.micro_batches
         )
-        for index, flight in enumerate(self._landed(inputs)):
+        for index, state in enumerate(self._finished(inputs)):
             clock, start = time.perf_counter(), self._log.now()
             self._log.enter(Stage.LOGITS, NO_LAYER, index)
-            parts.append(self._stage.logits(flight.hidden_TD, flight.inputs.logit_rows))
+            parts.append(self._stage.logits(state.hidden_TD, state.inputs.logit_rows))
             self._log.add(Stage.LOGITS, NO_LAYER, index, len(parts[-1]), start)
             aside_s += time.perf_counter() - clock
         self._log.passed_layers(since, aside_s)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def pass_layers(self, inputs: Sequence[StepInputs]) -> list[Tensor]:
-        """Embedding and all layers -> the residual stream [T, D] of each micro-batch."""
-        return [flight.hidden_TD for flight in self._landed(inputs)]
+        """Run embedding and all layers -> the residual stream [T, D] of each micro-batch."""
+        return [state.hidden_TD for state in self._finished(inputs)]
 
-    def _landed(self, inputs: Iterable[StepInputs]) -> Iterator[_Flight]:
-        """Each micro-batch as soon as it has left the last layer. Inputs are taken, and what the
-        caller does with one micro-batch is done, while others are with the experts."""
+    def _finished(self, inputs: Iterable[StepInputs]) -> Iterator[MicroBatchState]:
+        """Yield each micro-batch once it has left the last layer.
+
+        Inputs are consumed, and the caller's work on a yielded micro-batch runs, while the experts
+        compute other micro-batches.
+        """
         self._transport.reset()
-        flights = []
+        states = []
         for index, each in enumerate(inputs):
-            flights.append(_Flight(each, self._stage))
-            self._fly(0, index, flights[-1])
+            states.append(MicroBatchState(each, self._stage))
+            self._start(0, index, states[-1])
         for layer in range(1, self._stage.spec.num_layers):
-            for index, flight in enumerate(flights):
-                self._land(index, flight)
-                self._fly(layer, index, flight)
-        for index, flight in enumerate(flights):
-            self._land(index, flight)
-            yield flight
+            for index, state in enumerate(states):
+                self._finish(index, state)
+                self._start(layer, index, state)
+        for index, state in enumerate(states):
+            self._finish(index, state)
+            yield state
         self._transport.finish()
 
     def clear_pages(self, pages: list[int]) -> None:
-        """Zero pages that a failed request may have left NaNs in."""
+        """Zero pages that may hold NaNs of a failed request."""
         if pages:
             self._cache.clear(pages)
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy pages, (from, to) each: a sequence goes on where another one's page leaves off."""
+        """Copy pages given as (from, to), so that a sequence can continue from another one's
+        page.
+        """
         if pairs:
             self._cache.copy(pairs)
 
     def finite_pages(self, pages: list[int]) -> list[bool]:
-        """For each page, whether what it holds is finite in every layer."""
+        """Return for each page whether its contents are finite in every layer."""
         return self._cache.finite(pages) if pages else []
 
-    def _fly(self, layer: int, index: int, flight: _Flight) -> None:
-        """A layer's attention; its rows leave for the experts, unless the layer is dense."""
-        log, rows = self._log, flight.hidden_TD.shape[0]
+    def _start(self, layer: int, index: int, state: MicroBatchState) -> None:
+        """Run a layer's attention and send its rows to the experts, unless the layer is dense."""
+        log, rows = self._log, state.hidden_TD.shape[0]
         start = log.now()
         log.enter(Stage.ATTENTION, layer, index)
-        advance = self._stage.advance(layer, flight.hidden_TD, flight.inputs, self._cache)
+        advance = self._stage.advance(layer, state.hidden_TD, state.inputs, self._cache)
         start = log.add(Stage.ATTENTION, layer, index, rows, start)
-        flight.hidden_TD = advance.hidden_TD
+        state.hidden_TD = advance.hidden_TD
         routed = advance.routed
         if routed is None:
             return
@@ -129,22 +131,22 @@ class Pipeline:
         log.enter(Stage.DISPATCH, layer, index)
         if self._next_layer is not None:
             ids_TK = routed.rows.expert_ids_TK
-            foreseen_E = self._next_layer.of(layer, index, flight.hidden_TD, ids_TK)
+            foreseen_E = self._next_layer.of(layer, index, state.hidden_TD, ids_TK)
             routed = replace(routed, foreseen_E=foreseen_E)
         self._transport.dispatch(layer, index, routed)
         start = log.add(Stage.DISPATCH, layer, index, rows, start)
-        flight.layer_away = layer
-        flight.shared_TD = self._stage.shared(layer, routed.x_TD)
-        if flight.shared_TD is not None:
+        state.layer_away = layer
+        state.shared_TD = self._stage.shared(layer, routed.x_TD)
+        if state.shared_TD is not None:
             log.add(Stage.SHARED, layer, index, rows, start)
 
-    def _land(self, index: int, flight: _Flight) -> None:
+    def _finish(self, index: int, state: MicroBatchState) -> None:
         """Add the experts' sum to the residual stream."""
-        if flight.layer_away is None:
+        if state.layer_away is None:
             return
-        layer, out_TD = flight.layer_away, self._transport.combine(flight.layer_away, index)
+        layer, out_TD = state.layer_away, self._transport.combine(state.layer_away, index)
         start = self._log.now()
         self._log.enter(Stage.COMBINE, layer, index)
-        flight.hidden_TD = self._stage.add(flight.hidden_TD, out_TD, flight.shared_TD)
-        flight.layer_away = flight.shared_TD = None
+        state.hidden_TD = self._stage.add(state.hidden_TD, out_TD, state.shared_TD)
+        state.layer_away = state.shared_TD = None
         self._log.add(Stage.COMBINE, layer, index, out_TD.shape[0], start)

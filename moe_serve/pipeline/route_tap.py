@@ -1,6 +1,6 @@
-"""What the routers chose in a step, kept while the step runs.
+"""Keeps the routers' choices of a step while it runs.
 
-T tokens of a micro-batch, N tokens that were asked for, L layers with routed experts, K choices.
+T tokens of a micro-batch, N requested tokens, L layers with routed experts, K choices.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ _NUMPY = {torch.uint8: np.uint8, torch.int16: np.int16, torch.float16: np.float1
 
 @dataclass(frozen=True, slots=True)
 class StepChoices:
-    """The choices of some slices of a step, one slice after the other."""
+    """The choices for some slices of a step, one slice after the other."""
 
     sequence_ids: tuple[int, ...]
-    counts: tuple[int, ...]  # tokens of each
+    counts: tuple[int, ...]  # tokens of each slice
     expert_ids_NLK: NDArray[np.integer[Any]]  # uint8, or int16 with more than 256 experts
-    weights_NLK: NDArray[np.float16] | None = None  # where the plan asked for them
+    weights_NLK: NDArray[np.float16] | None = None  # present if the plan asked for them
 
 
 class RouteTap:
-    """One pipeline's. A plan that asks for nothing costs a test per layer.
+    """Collects the choices of one pipeline. A plan that asks for nothing costs one test per layer.
 
-    Holds the routers' own outputs until the step's end, and copies them once.
+    It holds the routers' own outputs until the step's end and copies them once.
     """
 
     def __init__(self, num_experts: int) -> None:
         self._dtype = torch.uint8 if num_experts <= MAX_BYTE_EXPERTS else torch.int16
         self._is_on = False
-        self._rows: dict[int, list[RoutedRows]] = {}  # by micro-batch, layer after layer
+        self._rows: dict[int, list[RoutedRows]] = {}  # by micro-batch, one entry per layer
 
     def begin(self, plan: StepPlan) -> None:
-        """A step starts, whatever became of the one before."""
+        """Start a step; data left by a failed step is dropped."""
         self._is_on = plan.routes is not None
         self._rows = {}
 
     def take(self, micro_batch: int, rows: RoutedRows) -> None:
-        """The rows of a layer, before they leave for the experts."""
+        """Keep a layer's rows before they are sent to the experts."""
         if self._is_on:
             self._rows.setdefault(micro_batch, []).append(rows)
 
     def end(self, plan: StepPlan) -> StepChoices | None:
-        """What the plan asked for; None: nothing."""
+        """Return the choices that the plan asked for; None if it asked for none."""
         kept, self._rows, self._is_on = self._rows, {}, False
         if plan.routes is None:
             return None
@@ -81,7 +81,7 @@ class RouteTap:
 
 
 def _rows_of(batch: MicroBatch, wanted: frozenset[int]) -> list[int] | slice | None:
-    """Which rows of a micro-batch are asked for; None: none."""
+    """Return the requested rows of a micro-batch; None if there are none."""
     rows: list[int] = []
     end, is_whole = 0, True
     for piece in batch.slices:
@@ -96,9 +96,10 @@ def _rows_of(batch: MicroBatch, wanted: frozenset[int]) -> list[int] | slice | N
 def _chosen(
     layers: list[Tensor], rows: list[int] | slice, dtype: torch.dtype
 ) -> NDArray[np.integer[Any]] | NDArray[np.float16]:
-    """[T, K] of every layer -> [N, L, K] on the host: one copy from a device, where there is one.
+    """Stack [T, K] of every layer -> [N, L, K] on the host, with a single copy if they are on a
+    device.
 
-    On a CPU by numpy, whose calls are short: this is most of what asking costs.
+    On a CPU it uses numpy, whose calls are short: they are most of the cost of this feature.
     """
     top_k = layers[0].shape[1]
     if layers[0].device.type != "cpu":

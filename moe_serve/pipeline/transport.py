@@ -1,6 +1,6 @@
-"""How rows reach the expert stage and come back.
+"""Sends rows to the expert stage and returns their sums.
 
-`dispatch` returns at once where it can; `combine` waits. Between the two calls the caller runs the
+`dispatch` returns at once if it can; `combine` waits. Between the two calls the caller runs the
 other micro-batches' attention: that is the ping-pong.
 """
 
@@ -17,30 +17,34 @@ from moe_serve.pipeline.frames.wire import WireFormat, as_received
 
 
 class Transport(Protocol):
-    """One attention rank's way to the experts."""
+    """The connection of one attention rank to the experts."""
 
     def dispatch(self, layer: int, micro_batch: int, routed: Routed) -> None:
         """Send a micro-batch's rows of one layer. At most one is in flight per micro-batch."""
         ...
 
     def combine(self, layer: int, micro_batch: int) -> Tensor:
-        """-> the weighted sum of the rows' experts, [T, D] in fp32, in the order dispatched."""
+        """Wait -> the weighted sum of the rows' experts, [T, D] in fp32,
+        in the order dispatched.
+        """
         ...
 
     def finish(self) -> None:
-        """All rows of a step are back: check what could not be checked on their way. Until then a
-        GPU may still be waiting for another rank; afterwards it waits for nobody."""
+        """Check, once all rows of a step are back, what could not be checked earlier.
+
+        Before this call a GPU may still wait for another rank; afterwards it does not.
+        """
         ...
 
     def reset(self) -> None:
-        """Forget what was in flight when a step failed."""
+        """Forget the exchanges that were in flight when a step failed."""
         ...
 
 
 class LocalTransport:
-    """Both stages in one process: dispatch is a function call.
+    """Runs both stages in one process: dispatch is a function call.
 
-    With a `wire` rows are rounded as if they had travelled (cluster.wire_dtype).
+    With a `wire`, rows are rounded as if they had been sent (cluster.wire_dtype).
     """
 
     def __init__(self, stage: ExpertStage, wire: WireFormat | None = None) -> None:
@@ -59,7 +63,7 @@ class LocalTransport:
         return self._results.pop(micro_batch)
 
     def finish(self) -> None:
-        """Nothing is left."""
+        """Do nothing."""
 
     def reset(self) -> None:
         self._results.clear()

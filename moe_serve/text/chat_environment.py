@@ -1,4 +1,4 @@
-"""The Jinja world in which chat templates run: the same names as in `transformers`, sandboxed.
+"""The Jinja environment of chat templates: the same names as in `transformers`, sandboxed.
 
 A template is code from a checkpoint. It sees immutable data, no attribute that starts with an
 underscore, and no file or module.
@@ -25,7 +25,8 @@ class TemplateRefusedError(TemplateError):
 
 
 class GenerationTag(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks the assistant's text for training.
+    """Implements `{% generation %} ... {% endgeneration %}`, which marks the assistant's text for
+    training.
 
     It has no meaning when serving: the block is rendered as if the tags were not there.
     """
@@ -38,7 +39,7 @@ class GenerationTag(Extension):
 
 
 class _TemplateDict:
-    """`dict(...)` as templates use it, without the attributes of the type `dict`."""
+    """The `dict(...)` of templates, without the attributes of the type `dict`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -48,7 +49,7 @@ class _TemplateDict:
 
 
 class _TemplateNamespace(Namespace):
-    """`namespace(...)` that refuses names with a leading underscore.
+    """A `namespace(...)` that refuses names with a leading underscore.
 
     The constructor names no argument, so that a template may set any name, also `self`.
     """
@@ -80,7 +81,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML, which a model has never seen."""
+    """Write JSON without the HTML escapes of Jinja's own filter, which no model was trained on."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -91,7 +92,7 @@ def _strftime_now(pattern: str) -> str:
 
 
 def chat_environment() -> LimitedEnvironment:
-    """A new environment with the filters, globals and extensions that chat templates expect."""
+    """Make an environment with the filters, globals and extensions that chat templates expect."""
     environment = LimitedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )

@@ -1,6 +1,7 @@
-"""A chat as one prompt text: the checkpoint's Jinja template, rendered in processes of its own.
+"""Renders a chat as one prompt text with the checkpoint's Jinja template, in separate processes.
 
-Nothing of a template runs here: not its compilation, and not the check of a folder's template.
+No part of a template runs in this process, neither its compilation nor the check of a folder's
+template.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _MAX_SOURCE_CHARS = 1024 * 1024
 class ChatTemplate:
     """Renders messages; `special_tokens` are what the template sees as `bos_token` and so on.
 
-    The first rendering, or `check`, starts a worker process, and `close` ends them. Safe to use
-    from several threads.
+    The first rendering, or `check`, starts a worker process, and `close` ends them. Several threads
+    may use it.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class ChatTemplate:
     def load(
         cls, folder: Path, *, special_tokens: Mapping[str, str] | None = None
     ) -> ChatTemplate | None:
-        """From chat_template.jinja, else tokenizer_config.json; None if neither has one.
+        """Read chat_template.jinja, or else tokenizer_config.json; None if neither has a template.
 
         Raises CheckpointError if it cannot be compiled.
         """
@@ -88,7 +89,7 @@ class ChatTemplate:
         return cls(entry, special_tokens=special_tokens, name=name).check()
 
     def check(self) -> ChatTemplate:
-        """Itself, if it can be compiled; raises CheckpointError if not."""
+        """Return the template itself if it can be compiled; raises CheckpointError if not."""
         reply = self._renderer.check()
         if reply is not None:
             self.close()
@@ -96,17 +97,19 @@ class ChatTemplate:
         return self
 
     def close(self) -> None:
-        """End the worker processes; it cannot render any more."""
+        """End the worker processes; rendering is impossible afterwards."""
         self._renderer.close()
 
     def mentions(self, name: str) -> bool:
-        """Whether the template has this word anywhere: without it, the value has no effect."""
+        """Return whether the template contains this word; if not, the value has no effect."""
         return re.search(rf"\b{re.escape(name)}\b", self.source) is not None
 
     @cached_property
     def has_text_arguments(self) -> bool:
-        """Whether the arguments of earlier calls must be JSON text: an object cannot be rendered,
-        or comes out as Python writes it."""
+        """Return whether the arguments of earlier calls must be JSON text.
+
+        That is so if an object cannot be rendered, or is rendered in Python's notation.
+        """
         call = {"name": "f", "arguments": {"probe": "x"}}
         calls = [{"id": "0" * 9, "type": "function", "function": call}]
         messages: list[dict[str, Any]] = [
@@ -127,10 +130,12 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text. Raises InvalidRequestError if the template refuses or a limit is hit.
+        """Return the prompt text.
+
+        Raises InvalidRequestError if the template refuses or a limit is hit.
 
         Content is text, or a list of `{"type": "text", "text": ...}` parts (joined by newlines).
-        `options` are further names that the template may look at; they hide none of its own.
+        `options` are further names that the template may read; they override none of its own.
         """
         order = self.order(
             messages, add_generation_prompt=add_generation_prompt, tools=tools, options=options
@@ -144,13 +149,17 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text up to the end of the last message's content, for the model to go on."""
+        """Return the prompt text up to the end of the last message's content, for the model to
+        continue.
+        """
         order = self.order(messages, continues=True, tools=tools, options=options)
         return self._text(self._renderer.render(order))
 
     async def render_order(self, order: bytes) -> str:
-        """What `order` made, rendered while the event loop goes on. Raises as `render` does, and
-        ServerOverloadedError if too many chats wait."""
+        """Render the result of `order` without blocking the event loop.
+
+        Raises as `render` does, and ServerOverloadedError if too many chats wait.
+        """
         return self._text(await self._renderer.render_async(order))
 
     def order(
@@ -162,9 +171,9 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> bytes:
-        """A chat as the worker processes get it; see `render`.
+        """Encode a chat for the worker processes; see `render`.
 
-        `continues`: the text ends where the content of the last message does.
+        `continues`: the text ends where the content of the last message ends.
         """
         order = Order(
             messages=[_with_plain_content(i, message) for i, message in enumerate(messages)],
@@ -212,7 +221,7 @@ def _with_plain_content(index: int, message: Mapping[str, Any]) -> dict[str, Any
 
 
 def join_text_parts(parts: Sequence[Any], param: str) -> str:
-    """The text of a list of content parts; any part that is not text is refused."""
+    """Join the text of a list of content parts; a part that is not text is refused."""
     texts: list[str] = []
     for i, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, Mapping) else None

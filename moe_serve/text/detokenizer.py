@@ -1,8 +1,8 @@
-"""Token ids to text, one token at a time, at a cost that does not grow with the text.
+"""Converts token ids to text, one token at a time, at a cost that does not grow with the text.
 
-Invariant of every detokenizer: the concatenation of what `push` and `flush` return equals decoding
-all ids at once; after a token that they follow, what those ids add to the text. A character whose
-bytes are spread over tokens comes out when it is complete.
+Invariant of every detokenizer: the concatenation of the results of `push` and `flush` equals
+decoding all ids at once, or, after a token that they follow, the text that these ids add. A
+character whose bytes are spread over tokens is returned when it is complete.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Protocol
 from moe_serve.text.token_bytes import Spelling
 from moe_serve.text.tokenizer import Tokenizer
 
-_MAX_HELD_TOKENS = 8  # a real character needs four bytes at most
+_MAX_HELD_TOKENS = 8  # a valid character needs at most four bytes
 
 
 class Detokenizer(Protocol):
     def push(self, token_id: int) -> str:
-        """The text that is certain after this token; may be empty."""
+        """Return the text that is certain after this token; may be empty."""
         ...
 
     def flush(self) -> str:
-        """What is still held back, when no token follows."""
+        """Return the held text when no token follows."""
         ...
 
 
@@ -34,9 +34,11 @@ def make_detokenizer(
     follows: int | None = None,
     keeps_first_space: bool = False,
 ) -> Detokenizer:
-    """The detokenizer that fits the vocabulary's spelling; `kept_ids` are never skipped. `follows`:
-    the last token of a text that goes on; None: a text begins here, and a decoder of SentencePiece
-    takes its first space away, unless that `keeps_first_space`."""
+    """Make the detokenizer for the vocabulary's spelling; `kept_ids` are never skipped.
+
+    `follows`: the last token of a text that continues. None: a text begins here, and a
+    SentencePiece decoder removes its first space, unless `keeps_first_space`.
+    """
     skipped = tokenizer.special_token_ids - kept_ids if skip_special_tokens else frozenset[int]()
     if tokenizer.spelling is Spelling.BYTE_LEVEL:
         return ByteLevelDetokenizer(tokenizer, skipped)
@@ -45,7 +47,9 @@ def make_detokenizer(
 
 
 def _context_of(follows: int | None, tokenizer: Tokenizer) -> list[int]:
-    """A text begins behind a special token; and a part of a character has no text of its own."""
+    """Return the context after `follows`: empty after a special token or a part of a character,
+    which has no text of its own.
+    """
     if follows is None or follows in tokenizer.special_token_ids:
         return []
     is_part = tokenizer.is_byte_token(follows) and not tokenizer.token_bytes(follows).isascii()
@@ -53,7 +57,9 @@ def _context_of(follows: int | None, tokenizer: Tokenizer) -> list[int]:
 
 
 class ByteLevelDetokenizer:
-    """For byte-level BPE: tokens are bytes, and text is their incremental UTF-8 decoding."""
+    """Detokenizes byte-level BPE: tokens are bytes,
+    and text is their incremental UTF-8 decoding.
+    """
 
     def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
         self._token_bytes = tokenizer.token_bytes
@@ -70,14 +76,14 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """For other vocabularies: decodes a short window and takes what is new in it.
+    """Detokenizes other vocabularies: decodes a short window and returns its new text.
 
         ... | context: ids already shown | pending: ids not yet shown |
               decode(context + pending) = decode(context) + new text
 
-    The context keeps what depends on the left neighbour right (a leading space that the decoder
-    strips). A run of byte-fallback tokens is one pending group until another token ends it,
-    because the decoder judges such a run as a whole.
+    The context preserves effects of the left neighbour (a leading space that the decoder strips). A
+    run of byte-fallback tokens is one pending group until another token ends it, because the
+    decoder treats such a run as a whole.
     """
 
     def __init__(
@@ -114,7 +120,7 @@ class WindowDetokenizer:
         return after[len(before) :]
 
     def _take(self, text: str) -> str:
-        """The text of what is pending, which is shown now."""
+        """Return the text of the pending tokens, which are now shown."""
         spelt = b""
         if self._may_lack_space:
             self._may_lack_space = False

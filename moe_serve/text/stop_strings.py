@@ -1,7 +1,7 @@
-"""Finding stop strings in text that arrives in pieces, however it is cut.
+"""Finds stop strings in text that arrives in pieces, however it is cut.
 
 One Knuth-Morris-Pratt automaton per stop string: its state is the length of the longest prefix of
-the stop string that the text ends with. That is exactly what must be held back, so
+the stop string that the text ends with. Exactly that much must be held back, so
 
     text so far = shown + held,   len(held) = the largest state
 
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """The stop strings of a request and their tables; built once, however many sequences it has."""
+    """The stop strings of a request and their tables; built once for all its sequences."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         unique = sorted(set(stops), key=len, reverse=True)
@@ -24,9 +24,10 @@ class StopStrings:
 
 
 def _fallback_table(stop: str) -> list[int]:
-    """[k]: the length of the longest prefix of `stop[:k]`, not all of it, that also ends it.
+    """Build the table: [k] is the length of the longest proper prefix of `stop[:k]` that also ends
+    it.
 
-    "abab" -> [0, 0, 0, 1, 2]
+        "abab" -> [0, 0, 0, 1, 2]
     """
     table = [0] * (len(stop) + 1)
     border = 0
@@ -49,7 +50,9 @@ class _Automaton:
         self._fallback = fallback
 
     def step(self, char: str) -> bool:
-        """Whether the stop string ends with this character; if so, shorter borders live on."""
+        """Return whether the stop string ends with this character; if so, shorter borders stay
+        active.
+        """
         state = self.state
         while state and self.stop[state] != char:
             state = self._fallback[state]
@@ -60,9 +63,9 @@ class _Automaton:
 
 
 class StopStringMatcher:
-    """Passes text through until a stop string is complete; then `matched` names it.
+    """Passes text through until a stop string is complete; `matched` then names it.
 
-    The first one to be completed wins; of two that end together, the longer.
+    The first one to be completed wins; of two that end together, the longer one.
     """
 
     def __init__(self, stops: StopStrings, *, includes_stop: bool = False) -> None:
@@ -73,7 +76,10 @@ class StopStringMatcher:
         self.matched: str | None = None
 
     def push(self, text: str, *, is_armed: bool = True) -> str:
-        """The text that can be shown now. A stop string that completes while not armed is text."""
+        """Return the text that can be shown now.
+
+        A stop string that completes while not armed is text.
+        """
         assert self.matched is None, "no text may follow a stop string"
         if not self._held and self._first_chars.isdisjoint(text):
             return text
@@ -91,7 +97,7 @@ class StopStringMatcher:
         return shown
 
     def flush(self) -> str:
-        """What was held back, when no text follows."""
+        """Return the held text when no text follows."""
         shown, self._held = self._held, ""
         return shown
 

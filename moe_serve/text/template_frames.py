@@ -1,7 +1,7 @@
 """The messages between a server and the processes that render its chat templates.
 
-JSON goes to the worker, as Python writes it: large integers, NaN and lone surrogates arrive as they
-were. A byte that tells the kind comes back, and text.
+Requests to the worker are JSON in Python's dialect: large integers, NaN and lone surrogates arrive
+unchanged. Answers are a byte for the kind, followed by text.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 
 class Kind(enum.Enum):
-    """The kinds of answers of a worker."""
+    """The kinds of a worker's answers."""
 
     READY = b"o"  # the template is compiled; no text
-    INVALID = b"i"  # the template cannot be compiled; the text says why
+    INVALID = b"i"  # the template cannot be compiled; the text gives the reason
     TEXT = b"t"  # the rendered chat
     REFUSED = b"r"  # the template called raise_exception; its message
     FAILED = b"f"  # the template raised; type and message
-    HIDDEN = b"h"  # the template does not show the last message, which was to be continued
+    HIDDEN = b"h"  # the output lacks the last message, which was to be continued
     LONG = b"c"  # more characters than allowed
     LATE = b"l"  # more time than allowed
     LARGE = b"m"  # more memory than allowed, or the worker crashed
@@ -36,7 +36,7 @@ class Setup:
     special_tokens: Mapping[str, str]
     max_chars: int
     max_seconds: float
-    max_bytes: int  # of memory, beyond that of the empty process
+    max_bytes: int  # memory beyond that of the empty process
 
     def encode(self) -> bytes:
         return json.dumps(dataclasses.asdict(self)).encode()
@@ -48,9 +48,9 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """One chat to be rendered. `options` are further names that the template may look at.
+    """One chat to be rendered. `options` are further names that the template may read.
 
-    `continues`: the text is to end where the content of the last message ends.
+    `continues`: the text must end where the content of the last message ends.
     """
 
     messages: list[dict[str, Any]]
@@ -60,7 +60,10 @@ class Order:
     continues: bool
 
     def encode(self) -> bytes:
-        """Raises TypeError, ValueError or RecursionError if JSON cannot hold the chat."""
+        """Encode the order.
+
+        Raises TypeError, ValueError or RecursionError if JSON cannot represent the chat.
+        """
         fields = (self.messages, self.tools, self.options)
         return json.dumps([*fields, self.add_generation_prompt, self.continues]).encode()
 

@@ -1,9 +1,9 @@
-"""A sandbox in which no single expression makes a giant, and no loop goes on for ever.
+"""A sandbox in which no single expression makes a giant value, and no loop runs for ever.
 
-What a template prints is counted piece by piece by who renders it. What one expression makes
-("x" * 10**10) or a loop does that prints nothing would never come there: operators, methods and
-filters that can make much of little look at the size first, and every turn of a loop and call of a
-macro looks at the clock.
+The renderer counts a template's printed text piece by piece. It would not see the value of one
+expression ("x" * 10**10), or a loop that prints nothing. So operators, methods and filters that can
+make large values from small ones check the size first, and every loop iteration and macro call
+checks the clock.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 MAX_ITEMS = 8 * 1024 * 1024  # characters of a text, or items of a list
-_MAX_WIDTH = 100_000  # any number that a method or filter is given: widths, counts
+_MAX_WIDTH = 100_000  # limit of any number passed to a method or filter: widths, counts
 _MAX_POWER_BITS = 4096
 _TICK = "template_tick"
 _WIDE = re.compile(r"\d{6}")
@@ -32,7 +32,7 @@ DEADLINE: ContextVar[float] = ContextVar("the end of the rendering in time.monot
 
 
 class TemplateTimeoutError(Exception):
-    """A loop or a macro went on past DEADLINE."""
+    """A loop or a macro ran past DEADLINE."""
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
@@ -45,7 +45,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.globals[_TICK] = _tick
 
     def limit_filters(self) -> None:
-        """Once all filters are there."""
+        """Add limits to all filters; call it after all filters are registered."""
         for name, function in self.filters.items():
             self.filters[name] = _limited(name, function)
 
@@ -60,7 +60,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Jinja puts a function of its own before `format`, which has no owner to see."""
+        """Return Jinja's replacement of `format`, wrapped: it is a function without an owner to
+        inspect.
+        """
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
             return None
@@ -77,7 +79,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Watched(NodeTransformer):
-    """Puts a tick into every loop and macro, and makes `a ~ b` the sum that it is."""
+    """Adds a clock check to every loop and macro, and turns `a ~ b` into a checked sum."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
         return self._with_tick(node)
@@ -106,7 +108,7 @@ def _tick() -> None:
 
 
 def _limited(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(function)  # with Jinja's mark of who gets the environment first
+    @wraps(function)  # keeps Jinja's mark of functions that get the environment first
     def call(*args: Any, **kwargs: Any) -> Any:
         is_given_first = hasattr(function, "jinja_pass_arg")
         _check_call(name, args[1:] if is_given_first else args, kwargs)
@@ -131,7 +133,7 @@ def _check_operands(operator: str, left: Any, right: Any) -> None:
 
 
 def _check_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """`args[0]` is whose method it is, or what the filter is for."""
+    """Check a call. `args[0]` is the method's owner or the filter's input."""
     for value in (*args[1:], *kwargs.values()):
         if isinstance(value, int):
             _check_size(abs(value), _MAX_WIDTH, f"a number for {name}")
@@ -151,8 +153,10 @@ def _check_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
 
 
 def _joined_size(args: tuple[Any, ...]) -> int:
-    """Of both "x".join(items) and items | join("x"). Iterators, which can be read once, are small:
-    what made them was counted."""
+    """Return the size of "x".join(items) or items | join("x").
+
+    Iterators, which can be read only once, count as small: the values behind them were checked.
+    """
     groups = [arg for arg in args if isinstance(arg, list | tuple)]
     separator = max((len(arg) for arg in args if isinstance(arg, str)), default=0)
     return sum(_size_of(group, separator) for group in groups)
@@ -163,7 +167,7 @@ def _size_of(items: Iterable[Any], separator: int) -> int:
 
 
 def _check_format(pattern: str, values: tuple[Any, ...]) -> None:
-    """Widths come from the pattern, or with * and {} from the values."""
+    """Check a format's widths, which come from the pattern, or with * and {} from the values."""
     flat = [item for value in values for item in (value if isinstance(value, tuple) else (value,))]
     is_wide = any(isinstance(value, int) and abs(value) > _MAX_WIDTH for value in flat)
     if _WIDE.search(pattern) or (is_wide and _WIDTH_FROM_VALUE.search(pattern)):

@@ -1,4 +1,4 @@
-"""One process that renders chats, as its server sees it: asked, ended, started again."""
+"""The server's handle of one process that renders chats: asks it, ends it and starts it again."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _log = logging.getLogger(__name__)
 
 _COMMAND = module_command("moe_serve.text.template_worker")
 _START_TIMEOUT_S = 60.0  # usually a tenth of a second
-# The worker ends itself; these are for one that the system holds up.
+# The worker ends itself; these limits are for one that the system delays.
 _GRACE_S = 5.0
 _EXIT_TIMEOUT_S = 1.0
-_BYTES_PER_CHAR = 4  # of UTF-8
-# What a template can see of the environment, through `strftime_now`, and what Python itself needs.
+_BYTES_PER_CHAR = 4  # in UTF-8
+# Environment variables that a template can observe through `strftime_now`, and those Python needs.
 _KEPT_VARIABLES = (
     "PATH",
     "TZ",
@@ -40,16 +40,16 @@ _KEPT_VARIABLES = (
 
 
 class TemplateWorkerError(ServerOverloadedError):
-    """No process can be started that renders chats; the message says why."""
+    """No process that renders chats can be started; the message gives the reason."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, retry_after_s=5.0)
 
 
 class TemplateWorker:
-    """A process for one template. Not for several threads at once.
+    """A process for one template. Only one thread may use it at a time.
 
-    It starts with the first question, or before it by `start`.
+    It starts with the first request, or earlier by `start`.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -60,11 +60,11 @@ class TemplateWorker:
 
     @property
     def readiness(self) -> int:
-        """How soon it can render: 2 at once, 1 when its process has started, 0 without one."""
+        """Readiness to render: 2 at once, 1 when its process has started, 0 without a process."""
         return 0 if self._process is None else 1 + self._is_ready
 
     def ask(self, order: bytes) -> Reply:
-        """The answer to an encoded Order. Whatever it does to the worker, it does not raise.
+        """Return the answer to an encoded Order. Errors of the rendering do not raise.
 
         Raises TemplateWorkerError if no worker can be started.
         """
@@ -87,9 +87,11 @@ class TemplateWorker:
         return Reply.decode(content)
 
     def make_ready(self) -> Reply | None:
-        """Wait until the template is compiled; the reply that says why it cannot be."""
+        """Wait until the template is compiled;
+        returns the reply with the reason if it cannot be.
+        """
         if self._process is not None and self._process.poll() is not None:
-            self.close()  # it ended between two questions: by no fault of theirs
+            self.close()  # it ended between two requests, so neither caused it
         self.start()
         if self._is_ready:
             return None
@@ -130,7 +132,7 @@ class TemplateWorker:
                 stderr=nothing,
                 bufsize=0,
                 env=environment,
-                start_new_session=True,  # to be ended with its child
+                start_new_session=True,  # so that it can be ended together with its child
             )
         except OSError as error:
             raise TemplateWorkerError(
@@ -142,7 +144,7 @@ class TemplateWorker:
         self._finalizer = weakref.finalize(self, _end, process)
 
     def close(self) -> None:
-        """End the process. The next question starts another one."""
+        """End the process. The next request starts another one."""
         finalizer, self._finalizer = self._finalizer, None
         self._process, self._is_ready = None, False
         if finalizer is not None:

@@ -1,12 +1,12 @@
-"""Renders chats in worker processes: quick ones beside each other, slow ones one after the other.
+"""Renders chats in worker processes: quick ones in parallel, slow ones one after the other.
 
-    order -> quick lane (2 processes, 0.2 s) -> text, or what the template says
+    order -> quick lane (2 processes, 0.2 s) -> text, or the template's error
                  |  took longer, or more memory
                  v
-             slow lane (1 process, 0.8 s)    -> text, or why there is none
+             slow lane (1 process, 0.8 s)    -> text, or the reason for the failure
 
-A chat that takes long holds its place in the quick lane for a moment only, so chats behind it wait
-for moments, however many such chats there are.
+A slow chat holds its place in the quick lane only briefly, so chats behind it wait only briefly,
+however many slow chats there are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneLimits:
-    """The limits of one lane. The memory is that of each rendering in each process."""
+    """The limits of one lane. The memory limit applies to each rendering in each process."""
 
     num_workers: int
     max_seconds: float
@@ -51,7 +51,7 @@ class TemplateRenderer:
     """The worker processes of one template. `render` blocks; `render_async` does not."""
 
     def __init__(self, setup: Setup) -> None:
-        """`setup` has the limits of the slow lane, which are the last word."""
+        """`setup` has the limits of the slow lane, which are the final ones."""
         quick = min(QUICK.max_seconds, setup.max_seconds)
         self._quick = _Lane(
             replace(setup, max_seconds=quick, max_bytes=min(QUICK.max_bytes, setup.max_bytes)),
@@ -60,8 +60,10 @@ class TemplateRenderer:
         self._slow = _Lane(setup, SLOW)
 
     def check(self) -> Reply | None:
-        """Start a process of each lane; the reply that says why the template cannot be compiled."""
-        self._slow.start()  # a slow chat is not to wait for it too
+        """Start a process of each lane; returns the reply with the reason if the template cannot be
+        compiled.
+        """
+        self._slow.start()  # so that a slow chat need not wait for the start
         return self._quick.check()
 
     def render(self, order: bytes) -> Reply:
@@ -73,10 +75,10 @@ class TemplateRenderer:
         return reply
 
     async def render_async(self, order: bytes) -> Reply:
-        """The same for an event loop, which goes on meanwhile.
+        """Answer an encoded Order without blocking the event loop.
 
-        A chat that took too long in the quick lane waits for the slow one for a moment only, so
-        that its client has an answer soon: ServerOverloadedError if others are before it.
+        A chat that took too long in the quick lane waits only briefly for the slow one, so that its
+        client has an answer soon: ServerOverloadedError if others are before it.
         """
         max_wait_s = None
         for lane in self._lanes(order):
@@ -99,19 +101,19 @@ class TemplateRenderer:
 
 
 async def _awaited(future: Future[Reply], max_wait_s: float | None) -> Reply:
-    """The reply, if the order is begun within `max_wait_s`."""
+    """Return the reply, if the order is begun within `max_wait_s`."""
     reply = asyncio.wrap_future(future)
     try:
         done, _ = await asyncio.wait([reply], timeout=max_wait_s)
         if not done and future.cancel():
             raise ServerOverloadedError(
-                "This chat takes long to render, and others that do are before it. "
+                "This chat takes long to render, and other slow chats are before it. "
                 "Try again later.",
                 retry_after_s=2.0,
             )
         return await reply
     finally:
-        reply.cancel()  # the client may have gone; what has ended or runs takes no notice
+        reply.cancel()  # the client may have left; an order that has ended or runs is not affected
 
 
 class _Lane:
@@ -120,13 +122,13 @@ class _Lane:
     def __init__(self, setup: Setup, limits: LaneLimits) -> None:
         self._limits = limits
         self._threads = ThreadPoolExecutor(limits.num_workers, "moe-serve-template")
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._num_open = 0
         self._is_closed = False
         self._idle = [TemplateWorker(setup) for _ in range(limits.num_workers)]
 
     def check(self) -> Reply | None:
-        """Start a process; the reply that says why the template cannot be compiled."""
+        """Start a process; returns the reply with the reason if the template cannot be compiled."""
         return self._threads.submit(self._with_worker, TemplateWorker.make_ready).result()
 
     def start(self) -> None:
@@ -138,7 +140,7 @@ class _Lane:
         with self._lock:
             if self._num_open >= most:
                 raise ServerOverloadedError(
-                    f"{self._num_open} chats wait to be rendered, at most {most} may. "
+                    f"{self._num_open} chats wait to be rendered; at most {most} may wait. "
                     "Try again later.",
                     retry_after_s=1.0,
                 )
@@ -153,7 +155,9 @@ class _Lane:
         self._close_idle()
 
     def _with_worker(self, work: Callable[..., T], *args: bytes) -> T:
-        """There are as many workers as threads, so one is idle; one that runs is preferred."""
+        """Run `work` with an idle worker, preferring a started one; there are as many workers as
+        threads.
+        """
         with self._lock:
             worker = max(self._idle, key=lambda each: each.readiness)
             self._idle.remove(worker)

@@ -7,9 +7,10 @@
                           v
                         this process replies in its place, and forks the next child
 
-Memory has a limit (RLIMIT_AS), and each child has one of time: a timer of the kernel, which also
-ends a single expression that does not return. A fork takes a millisecond, so what ends a child
-does not keep the next chat waiting. Both end when standard input does. One thread only: it forks.
+Memory has a limit (RLIMIT_AS), and each child has a time limit: a timer of the kernel, which also
+ends a single expression that does not return. A fork takes a millisecond, so ending a child does
+not delay the next chat. Both processes end when standard input does. There is only one thread,
+because it forks.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from moe_serve.text.template_frames import Kind, Order, Reply, Setup
 from moe_serve.text.template_limits import DEADLINE, TemplateTimeoutError
 
 _MAX_COMPILE_SECONDS = 5.0
-_SECONDS_BEFORE_KILL = 0.05  # beyond the limit that loops and macros look at
+_SECONDS_BEFORE_KILL = 0.05  # beyond the limit that loops and macros check
 _MAX_MESSAGE_CHARS = 1000
 _INPUT_ENDED, _FAILED, _HAS_GROWN = 0, 1, 2  # exit codes of a child
 _MARK = "(the last message ends here)"
@@ -44,7 +45,8 @@ class TooLongError(Exception):
 
 def main() -> int:
     """Answer one order after the other until standard input ends."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the server, which may still drain
+    # meant for the server, which may still be finishing requests
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     content = receive_frame(0)
     if content is None:
@@ -67,7 +69,7 @@ def main() -> int:
 
 
 def _serve(template: Template, setup: Setup) -> int:
-    """The child: answer orders until one takes much memory, which ends with the process."""
+    """Run the child: answer orders until one takes much memory, which is freed with the process."""
     base = _address_space()
     try:
         while (content := receive_frame(0)) is not None:
@@ -80,7 +82,7 @@ def _serve(template: Template, setup: Setup) -> int:
 
 
 def _limit_memory(max_bytes: int) -> None:
-    """Limit the address space, also of children, to what the process has now and `max_bytes`."""
+    """Limit the address space, also of children, to the current size plus `max_bytes`."""
     base = _address_space()
     limits = {
         resource.RLIMIT_AS: base + max_bytes if base else resource.RLIM_INFINITY,
@@ -88,12 +90,13 @@ def _limit_memory(max_bytes: int) -> None:
         resource.RLIMIT_FSIZE: 0,
     }
     for kind, limit in limits.items():
-        with contextlib.suppress(ValueError, OSError):  # a system without it; time is limited too
+        # some systems have no such limit; time is limited too
+        with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(kind, (limit, limit))
 
 
 def _address_space() -> int:
-    """The bytes of this process's address space; 0 where the system does not tell."""
+    """Return the bytes of this process's address space; 0 if the system does not report it."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -102,7 +105,7 @@ def _address_space() -> int:
 
 
 def _compiled(setup: Setup) -> Template | None:
-    """The template, with the server told whether there is one."""
+    """Compile the template and tell the server whether it succeeded; returns the template."""
     signal.setitimer(signal.ITIMER_REAL, _MAX_COMPILE_SECONDS)
     template, reply = None, Reply(Kind.READY)
     try:
@@ -117,7 +120,7 @@ def _compiled(setup: Setup) -> Template | None:
 
 
 def _answer(template: Template, setup: Setup, content: bytes) -> Reply:
-    """The reply to one order, whatever the template raises."""
+    """Return the reply to one order, whatever the template raises."""
     signal.setitimer(signal.ITIMER_REAL, setup.max_seconds + _SECONDS_BEFORE_KILL)
     DEADLINE.set(time.monotonic() + setup.max_seconds)
     try:
@@ -140,8 +143,9 @@ def _rendered(template: Template, setup: Setup, order: Order) -> Reply:
     text = _render(template, setup, order, order.messages)
     if not order.continues:
         return Reply(Kind.TEXT, text)
-    # What the template writes behind the last message shows when something is appended to its
-    # content: to look for the content itself would find a "<" in the "<|im_end|>" behind it.
+    # Text that the template writes after the last message is found by appending a mark to the
+    # message's content. Searching for the content itself would find a "<" in the "<|im_end|>" after
+    # it.
     last = order.messages[-1]
     marked = {**last, "content": last["content"] + _MARK}
     marked_text = _render(template, setup, order, [*order.messages[:-1], marked])

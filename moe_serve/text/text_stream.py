@@ -1,4 +1,4 @@
-"""From the engine's token deltas to the text that a client may see."""
+"""Converts the engine's token deltas to the text that a client may see."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from moe_serve.text.tokenizer import Tokenizer
 class TextDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """New text of one sequence. `finish_reason` is set on the last delta only.
 
-    `token_ids`, `text_offsets` and (if asked for) `logprobs` and `routed_experts` have an entry per
-    token that counts; their text may be held back for a later delta. `text_offsets` say where each
-    token's text begins in the whole text (before a stop string is cut from its end).
-    `stop_reason` is the stop string or the id from `stop_token_ids` that ended it, else None.
-    `is_stopped_by_text`: the engine does not know yet, the owner must abort the request there.
+    `token_ids`, `text_offsets` and (if requested) `logprobs` and `routed_experts` have an entry per
+    token that counts; their text may be held back for a later delta. `text_offsets` are the
+    positions at which each token's text begins in the whole text (before a stop string is cut from
+    its end). `stop_reason` is the stop string or the id from `stop_token_ids` that ended it,
+    otherwise None. `is_stopped_by_text`: the engine does not know yet, so the owner must abort the
+    request there.
     """
 
     text: str = ""
@@ -34,11 +35,11 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class TextStream:
     """Detokenizes one sequence and ends it at a stop string, however the tokens are grouped.
 
-    `stops` are `params.stop`, ready-made by an owner that has several sequences with the same ones.
+    `stops` are `params.stop`, prepared by an owner of several sequences with the same ones.
     `kept_ids` are special tokens that stay in the text whatever the parameters say. `follows`: the
-    last token of a text that this sequence continues, whose first space then counts. It counts too
-    where a grammar holds from the first token on, as that is what asked for it. So do the special
-    tokens within structural tags, the only ones that can be there.
+    last token of a text that this sequence continues, whose first space is then kept. It is also
+    kept if a grammar applies from the first token on, because the grammar requested it. The same
+    holds for special tokens within structural tags, the only ones that can occur there.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class TextStream:
         self.is_finished = False
 
     def push(self, delta: TokenDelta) -> TextDelta:
-        """What `delta` adds to the text. Nothing may be pushed after a finished delta."""
+        """Return the text that `delta` adds. Nothing may be pushed after a finished delta."""
         assert not self.is_finished, "a delta came after the sequence had finished"
         if len(delta.token_ids) == 1 and delta.finish_reason is None:
             return self._push_one(delta)
@@ -99,7 +100,9 @@ class TextStream:
         )
 
     def _push_one(self, delta: TokenDelta) -> TextDelta:
-        """As `push`, without what only matters for several tokens and for the last."""
+        """Push one token: `push` without the steps needed only for several tokens or the last
+        one.
+        """
         offsets = (self._num_decoded,)
         self._num_tokens += 1
         text = self._show(self._detokenizer.push(delta.token_ids[0]))
@@ -122,7 +125,7 @@ class TextStream:
     def _end_at_stop_string(
         self, delta: TokenDelta, shown: list[str], offsets: list[int]
     ) -> TextDelta:
-        """Tokens after the one that completed the stop string do not count."""
+        """End at a stop string; tokens after the one that completed it do not count."""
         self.is_finished = True
         count, experts = len(offsets), delta.routed_experts
         return TextDelta(
@@ -137,7 +140,9 @@ class TextStream:
         )
 
     def _is_stop_token_hidden(self, delta: TokenDelta) -> bool:
-        """The token that ended the text is not part of it, unless the client asked to see it."""
+        """Return whether to hide the token that ended the text: always, unless the client asked for
+        it.
+        """
         if delta.stop_token_id is None:
             return False
         is_asked_for = delta.stop_token_id in self._params.stop_token_ids

@@ -1,6 +1,6 @@
-"""The exact bytes behind a token of the vocabulary.
+"""Converts a token of the vocabulary to its exact bytes.
 
-A vocabulary spells bytes in one of three ways, and the decoder in tokenizer.json says which:
+A vocabulary spells bytes in one of three ways, which the decoder in tokenizer.json states:
 
     ByteLevel     every byte is a printable character: " the" is "Ġthe"
     byte fallback "▁" is a space, "<0x0A>" is one byte, the rest is UTF-8 (SentencePiece)
@@ -18,7 +18,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Spelling(enum.Enum):
-    """How a vocabulary writes bytes."""
+    """The ways in which vocabularies write bytes."""
 
     BYTE_LEVEL = "byte-level"
     BYTE_FALLBACK = "byte-fallback"
@@ -26,7 +26,7 @@ class Spelling(enum.Enum):
 
 
 def spelling_of(decoder: Mapping[str, Any] | None) -> Spelling:
-    """Which spelling the `decoder` entry of a tokenizer.json stands for."""
+    """Return the spelling that the `decoder` entry of a tokenizer.json stands for."""
     parts = _flatten(decoder)
     kinds = [part.get("type") for part in parts]
     if kinds == ["ByteLevel"]:
@@ -40,7 +40,7 @@ def spelling_of(decoder: Mapping[str, Any] | None) -> Spelling:
 
 
 def bytes_of(token: str, spelling: Spelling) -> bytes:
-    """The bytes of one vocabulary entry, as the tokenizer's decoder would write them."""
+    """Return the bytes of one vocabulary entry, as the tokenizer's decoder would write them."""
     if spelling is Spelling.BYTE_LEVEL:
         try:
             return bytes([_BYTE_OF_CHAR[char] for char in token])
@@ -54,7 +54,7 @@ def bytes_of(token: str, spelling: Spelling) -> bytes:
 
 
 def is_byte_token(token: str) -> bool:
-    """Whether a byte-fallback vocabulary writes a single byte with this token."""
+    """Return whether a byte-fallback vocabulary writes a single byte with this token."""
     return _BYTE_TOKEN.fullmatch(token) is not None
 
 
@@ -67,7 +67,9 @@ def _flatten(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, the others for 256, 257, ..."""
+    """Return GPT-2's alphabet: printable Latin-1 stands for itself, other bytes for 256, 257,
+    ...
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in alphabet.values()]

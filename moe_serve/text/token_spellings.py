@@ -1,4 +1,4 @@
-"""The tokens that a tokenizer writes a text with: they depend on what is around it."""
+"""Finds the tokens that a tokenizer writes a text with, which depend on the surrounding text."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _AFTER = ("", " ", "\n", "\n\n")
 
 @functools.lru_cache(maxsize=64)
 def spellings(text: str, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """The one for the text by itself first, then others: between line breaks, behind a full stop.
-    At an edge a token may hold a neighbour too (`>\\n`). None: the vocabulary cannot write it.
+    """Return the text's own spelling first, then others: between line breaks, after a full stop.
 
-    A marker that is a token of its own has one spelling.
+    At an edge a token may include a neighbour too (`>\\n`). Empty if the vocabulary cannot write
+    the text. A marker that is a token of its own has one spelling.
     """
     wanted = text.encode()
     found: dict[tuple[int, ...], None] = {}
@@ -28,7 +28,7 @@ def spellings(text: str, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
 
 @functools.lru_cache(maxsize=8)
 def blank_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens of spaces and line breaks that answers begin with."""
+    """Return the tokens of spaces and line breaks that answers begin with."""
     ids = {i for t in ("\n", "\n\n", " ") for i in tokenizer.encode(t, add_special_tokens=False)}
     return tuple(sorted(i for i in ids if tokenizer.token_bytes(i).isspace()))
 
@@ -36,7 +36,7 @@ def blank_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 def _around(
     wanted: bytes, ids: list[int], num_before: int, tokenizer: Tokenizer
 ) -> tuple[int, ...]:
-    """The tokens that hold a part of `wanted`; none if they do not spell it."""
+    """Return the tokens that contain a part of `wanted`; empty if they do not spell it."""
     pieces = [tokenizer.token_bytes(i) for i in ids]
     start = b"".join(pieces).find(wanted, num_before)
     if start < 0:

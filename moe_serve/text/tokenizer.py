@@ -1,11 +1,11 @@
-"""The tokenizer of a checkpoint folder, through the `tokenizers` library."""
+"""The tokenizer of a checkpoint folder, using the `tokenizers` library."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,24 +14,85 @@ import tokenizers
 from moe_serve.errors import CheckpointError, TokenizerError
 from moe_serve.json_text import parse_json
 from moe_serve.regular_file import is_there, regular_file
-from moe_serve.text.token_bytes import Spelling, bytes_of, is_byte_token, spelling_of
-from moe_serve.text.token_lengths import max_bytes_per_token
+from moe_serve.text.token_bytes import Spelling, byte_alphabet, bytes_of, is_byte_token, spelling_of
+
+# One byte of a text's NFC form stands for at most 3.5 bytes of the text: U+1FBE U+0308 U+0301 (7
+# bytes) becomes U+0390 (2 bytes).
+_NFC_SHRINKS_BY = 4
+_KEEPING = frozenset({"ByteLevel", "Digits", "Metaspace"})
+
+
+def max_bytes_per_token(content: Mapping[str, Any]) -> int | None:
+    """Return a bound of the text that one token can stand for, or None if there is none.
+
+    It serves to refuse a text that is too long before tokenizing it. A bound exists if the
+    tokenizer drops nothing and has no token of unbounded length. That holds for byte-level BPE and
+    for BPE with byte fallback, unless one of their steps shortens the text.
+    """
+    model = content["model"]
+    added = content.get("added_tokens") or []
+    if model.get("type") != "BPE" or any(token["lstrip"] or token["rstrip"] for token in added):
+        return None
+    vocab = model["vocab"]
+    pre_tokenizers = list(_steps(content.get("pre_tokenizer"), "pretokenizers"))
+    normalizers = list(_steps(content.get("normalizer"), "normalizers"))
+    if any(_drops_text(step) for step in pre_tokenizers):
+        return None
+    shrinks_by = 1
+    for step in normalizers:
+        if step["type"] == "NFC":
+            shrinks_by = _NFC_SHRINKS_BY
+        elif not _keeps_length(step):
+            return None
+    is_byte_level = any(step["type"] == "ByteLevel" for step in (*pre_tokenizers, *normalizers))
+    if is_byte_level and all(char in vocab for char in byte_alphabet()):
+        longest = max(map(len, vocab))  # one character is one byte
+    elif model.get("byte_fallback") and all(f"<0x{byte:02X}>" in vocab for byte in range(256)):
+        longest = max(len(token.encode()) for token in vocab)
+    else:  # characters outside the vocabulary are dropped, or become one unknown token
+        return None
+    return shrinks_by * max(longest, *(len(token["content"].encode()) for token in added), 1)
+
+
+def _drops_text(pre_tokenizer: Mapping[str, Any]) -> bool:
+    if pre_tokenizer["type"] in ("Split", "Punctuation"):
+        return bool(pre_tokenizer["behavior"] == "Removed")
+    return pre_tokenizer["type"] not in _KEEPING
+
+
+def _keeps_length(normalizer: Mapping[str, Any]) -> bool:
+    if normalizer["type"] == "Replace":
+        replaced = normalizer["pattern"].get("String")
+        return replaced is not None and len(normalizer["content"]) >= len(replaced)
+    return normalizer["type"] in ("Prepend", "ByteLevel")
+
+
+def _steps(part: Mapping[str, Any] | None, key: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the steps of a normalizer or pre-tokenizer, with sequences of them flattened."""
+    if part is None:
+        return
+    if part["type"] == "Sequence":
+        for inner in part[key]:
+            yield from _steps(inner, key)
+    else:
+        yield part
+
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# The bytes of text that a token stands for at most, in longest tokens, where a tokenizer sets no
-# bound: it may drop spaces, or write unknown characters as one token.
+# The maximum bytes of text per token, in longest tokens, if a tokenizer sets no bound: it may drop
+# spaces, or write unknown characters as one token.
 _UNBOUNDED_FACTOR = 4
-# The library releases the interpreter for batches only, also for a batch of one; what takes less
-# than the interpreter's hand-over may hold it.
+# The library releases the interpreter for batches only, also for a batch of one; work shorter than
+# the interpreter's hand-over may keep it.
 _MAX_HELD_CHARS = 4096
 _MAX_HELD_IDS = 2048
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
 class Tokenizer:
-    """Text to token ids and back. Safe to use from several threads.
+    """Converts text to token ids and back. Several threads may use it.
 
     `special_tokens` maps names such as "eos_token" to their text, for chat templates.
     `eos_token_ids` end a generation: generation_config.json's, else config.json's, else the
@@ -45,9 +106,9 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
-        # Each text in the thread that asks for it: the library would start a thread for each core.
+        # Encode each text in the calling thread: the library would start a thread for each core.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        os.environ["RUST_BACKTRACE"] = "0"  # a panic is told in one line, not in forty
+        os.environ["RUST_BACKTRACE"] = "0"  # report a panic in one line instead of forty
         backend.no_padding()
         backend.no_truncation()
         self._backend = backend
@@ -68,7 +129,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Read tokenizer.json, and what the folder's other files say of special tokens."""
+        """Read tokenizer.json, and the special tokens in the folder's other files."""
         path = folder / "tokenizer.json"
         if not is_there(path):
             raise CheckpointError(f"{path} does not exist: a tokenizers-format file is needed.")
@@ -88,7 +149,7 @@ class Tokenizer:
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; text rendered by a chat template wants `add_special_tokens=False`.
+        """Return token ids; text rendered by a chat template needs `add_special_tokens=False`.
 
         Other threads run while a long text is encoded. Raises TokenizerError if the library fails.
         """
@@ -103,13 +164,15 @@ class Tokenizer:
         return batch[0].ids
 
     def min_num_tokens(self, text: str) -> int:
-        """What `encode` gives at least, told without encoding; 0 where nothing is known."""
+        """Return a lower bound of `encode`'s number of tokens, without encoding; 0 if there is no
+        bound.
+        """
         if self._max_bytes_per_token is None:
             return 0
         return -(-len(text.encode()) // self._max_bytes_per_token)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text; see `encode`."""
+        """Return the text; see `encode`."""
         ids = list(token_ids)
         return _guarded(lambda: self._decode(ids, skip_special_tokens), f"{len(ids)} token ids")
 
@@ -119,7 +182,9 @@ class Tokenizer:
         return self._backend.decode_batch([ids], skip_special_tokens=skips_special)[0]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that the token adds to the text; none for an id outside the vocabulary."""
+        """Return the bytes that the token adds to the text;
+        empty for an id outside the vocabulary.
+        """
         cached = self._token_bytes.get(token_id)
         if cached is None:
             token = self._backend.id_to_token(token_id)
@@ -139,7 +204,9 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def is_byte_token(self, token_id: int) -> bool:
-        """Whether the token is one byte of a character that others complete (byte fallback)."""
+        """Return whether the token is one byte of a character that other tokens complete (byte
+        fallback).
+        """
         if self.spelling is not Spelling.BYTE_FALLBACK:
             return False
         token = self._backend.id_to_token(token_id)
@@ -147,7 +214,10 @@ class Tokenizer:
 
 
 def _guarded(work: Callable[[], T], subject: str) -> T:
-    """What the library gives. Its panics are no `Exception`: nothing above would catch them."""
+    """Return the library's result.
+
+    Its panics are not an `Exception`: no caller would catch them.
+    """
     try:
         return work()
     except BaseException as error:
@@ -159,7 +229,7 @@ def _guarded(work: Callable[[], T], subject: str) -> T:
 
 
 def read_json_file(path: Path) -> dict[str, Any]:
-    """The object in a checkpoint's JSON file; {} if there is no such file."""
+    """Return the object in a checkpoint's JSON file; {} if there is no such file."""
     if not is_there(path):
         return {}
     try:

@@ -158,7 +158,7 @@ def test_integrity_sees_what_is_wrong() -> None:
         with pytest.raises(AssertionError, match=complaint):
             cache.check_integrity([])
 
-    broken(lambda c, o: c._idle.move_to_end(o.pages[2]), "go after their parents")
+    broken(lambda c, o: c._idle.move_to_end(o.pages[2]), "be evicted after their parents")
     broken(lambda c, o: c._idle.pop(o.pages[2]), "idle and used, or neither")
     broken(lambda c, o: c._idle.update({6: None}), "1 idle pages have no key")
     broken(lambda c, o: c.hold(o.pages), "held 1 times, recorded 2")

@@ -68,7 +68,7 @@ def test_steps_layers_and_the_name_of_the_picture(file: Path, capsys: Capture) -
         (("--steps", "a:b"), "--steps cannot be 'a:b'"),
         (("--steps", "1:"), "--steps cannot be '1:'"),
         (("--step", 10, "--steps", "10:11"), "cannot be combined"),
-        (("--step", 10, "--layers", "9:10"), "there are layers 0 to 3, none from 9 to 10"),
+        (("--step", 10, "--layers", "9:10"), "no layer from 9 to 10 is recorded"),
         (
             ("--step", 10, "--out", "/proc/none/x.png"),
             "/proc/none/x.png cannot be written: /proc/none is not a folder",
@@ -89,7 +89,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 def test_a_file_that_is_none(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "x.json").write_text("[]", "utf-8")
     assert run(tmp_path / "x.json") == 2
-    assert "is no timeline" in capsys.readouterr().err
+    assert "is not a timeline" in capsys.readouterr().err
     assert run(tmp_path / "none.json") == 2
     assert "cannot read the timeline" in capsys.readouterr().err
 

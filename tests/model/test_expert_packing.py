@@ -97,7 +97,7 @@ def test_floats_are_no_reason(reader_of: ReaderOf, caplog: pytest.LogCaptureFixt
     ("wanted", "reason"),
     [
         (product("a.weight", half=128), None),
-        (product("a.weight", half=96), "gate and up share some"),
+        (product("a.weight", half=96), "blocks that gate and up share"),
         (product("a.weight", is_transposed=True), None),
     ],
 )

@@ -37,7 +37,7 @@ BROKEN: list[tuple[str, bytes, str]] = [
     ("no JSON", file_of(b"\x80not JSON"), "its header is not JSON"),
     ("deep JSON", file_of(b'{"a":' * 100_000), "its header is not JSON"),
     ("no object", file_of(b"[]"), "its header is not a JSON object"),
-    ("twice", file_of(b'{"a":{}, "a":{}}'), "'a' is there twice"),
+    ("twice", file_of(b'{"a":{}, "a":{}}'), "'a' occurs twice"),
     ("data cut", file_of(GOOD, 15), r"tensor b would end at byte \d+, but it has \d+ bytes"),
     ("data over", file_of(GOOD, 17), r"its tensors end at byte \d+, but it has \d+ bytes"),
     ("overlap", file_of(GOOD | {"b": entry(4, 12, [2])}, 12), "tensor b overlaps the one before"),

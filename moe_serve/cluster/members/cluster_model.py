@@ -21,7 +21,7 @@ from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.families import family_of
 from moe_serve.model.spec import ModelSpec
 from moe_serve.model.stage.tensor_shard import check_shards
-from moe_serve.pipeline.exchange.router_side import is_broadcast_worth
+from moe_serve.pipeline.exchange.row_split import is_broadcast_worth
 
 _TURNS = "round-robin"  # depends on the row's index and the expert only
 

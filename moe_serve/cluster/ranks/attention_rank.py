@@ -58,8 +58,7 @@ from moe_serve.pipeline.links.shard_transport import LeaderTransport
 from moe_serve.pipeline.links.transfer import PeerLostError
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.route_tap import RouteTap
-from moe_serve.pipeline.timeline.operation import Operation
-from moe_serve.pipeline.timeline.stage_log import StageLog
+from moe_serve.pipeline.timeline.stage_log import Operation, StageLog
 from moe_serve.pipeline.timeline.timeline import NO_LAYER, NO_MICRO_BATCH, Stage
 from moe_serve.pipeline.transport import Transport
 

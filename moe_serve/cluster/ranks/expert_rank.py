@@ -46,8 +46,7 @@ from moe_serve.pipeline.exchange.step_shape import StepShape
 from moe_serve.pipeline.frames.frame_header import WireError
 from moe_serve.pipeline.links.data_group import DataGroup
 from moe_serve.pipeline.links.transfer import PeerLostError
-from moe_serve.pipeline.timeline.operation import Operation
-from moe_serve.pipeline.timeline.stage_log import StageLog
+from moe_serve.pipeline.timeline.stage_log import Operation, StageLog
 
 _log = logging.getLogger(__name__)
 

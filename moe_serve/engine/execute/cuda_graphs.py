@@ -14,8 +14,7 @@ from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.execute.step_executor import StepRunner
 from moe_serve.errors import ConfigError
 from moe_serve.model.stage.attention_stage import AttentionStage
-from moe_serve.pipeline.graphs.decode_graphs import DecodeGraphs
-from moe_serve.pipeline.graphs.graphed_pipeline import GraphedPipeline
+from moe_serve.pipeline.graphs.decode_graphs import DecodeGraphs, GraphedPipeline
 from moe_serve.pipeline.pipeline import Pipeline
 
 _log = logging.getLogger(__name__)

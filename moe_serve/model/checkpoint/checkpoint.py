@@ -1,6 +1,6 @@
-"""The tensors of a folder of safetensors, by name, whatever file they lie in.
+"""Reads the tensors of a folder of safetensors by name, whichever file holds them.
 
-Files are opened when a tensor of theirs is first named; opening reads headers only, so `expect`
+A file is opened when one of its tensors is first requested. Opening reads headers only, so `expect`
 can refuse a bad checkpoint before it takes memory.
 """
 
@@ -25,11 +25,12 @@ Shape = tuple[int, ...]
 
 
 class Checkpoint:
-    """The stored tensors of one folder. Threads may read at once."""
+    """The stored tensors of one folder. Several threads may read at once."""
 
     def __init__(self, folder: Path, *, is_copying: bool = False) -> None:
-        """`is_copying`: tensors are read into memory of their own, again and again: an error of
-        the disk is a CheckpointError then. Else they are views of the mapped files."""
+        """`is_copying`: read tensors into their own memory each time, so that a disk error becomes
+        a CheckpointError. Otherwise tensors are views of the mapped files.
+        """
         self.folder, self._is_copying = folder, is_copying
         self._files: dict[str, SafetensorsFile] = {}
         self._lock = threading.Lock()
@@ -47,11 +48,11 @@ class Checkpoint:
         return name in self._file_of
 
     def header(self, name: str) -> TensorHeader:
-        """Dtype and shape of a stored tensor; CheckpointError if it is missing."""
+        """Return dtype and shape of a stored tensor; CheckpointError if it is missing."""
         return self._file(name).headers[name]
 
     def path(self, name: str) -> Path:
-        """The file of a tensor, for messages."""
+        """Return the file of a tensor, for messages."""
         return self.folder / self._file_of[name]
 
     def expect(
@@ -61,7 +62,9 @@ class Checkpoint:
         dtypes: Iterable[str] = FLOAT_DTYPES,
         implied_by: str = "config.json",
     ) -> TensorHeader:
-        """The header, if shape and dtype are among the allowed; CheckpointError if not."""
+        """Return the header if its shape and dtype are among the allowed ones; CheckpointError if
+        not.
+        """
         header = self.header(name)
         if header.shape not in shapes:
             wanted = " or ".join(str(list(shape)) for shape in shapes)
@@ -77,12 +80,14 @@ class Checkpoint:
         return header
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
-        """Raise CheckpointError unless every tensor is there with its shape and a float dtype."""
+        """Raise CheckpointError unless every tensor exists with its shape and a float dtype."""
         for name, shape in shapes.items():
             self.expect(name, [shape])
 
     def view(self, name: str, index: int | None = None) -> Tensor:
-        """A tensor as it is stored, or one index of its first dimension: memory-mapped, or read."""
+        """Return a tensor as it is stored, or one index of its first dimension: memory-mapped, or
+        read.
+        """
         file = self._file(name)
         return file.copy(name, index) if self._is_copying else file.view(name, index)
 
@@ -91,7 +96,7 @@ class Checkpoint:
         return self.view(name).to(dtype)
 
     def drop(self, name: str, index: int | None = None) -> None:
-        """The tensor has been copied: give the memory of its mapped pages back."""
+        """Release the memory of a tensor's mapped pages; the caller has copied the tensor."""
         if not self._is_copying:
             self._file(name).drop(name, index)
 
@@ -107,7 +112,7 @@ class Checkpoint:
                 file = self._files[file_name] = SafetensorsFile(self.folder / file_name)
         if name not in file.headers:
             raise CheckpointError(
-                f"{file.path} does not hold tensor {name}, which the index says it does."
+                f"{file.path} does not hold tensor {name}, although the index says so."
             )
         return file
 
@@ -119,7 +124,7 @@ class Checkpoint:
         return f"the files hold {len(self._file_of)} tensors"
 
     def _of_all_files(self) -> dict[str, str]:
-        """Tensor name -> file name, from the files themselves."""
+        """Build the map from tensor name to file name from the files themselves."""
         paths = sorted(self.folder.glob("*.safetensors"))
         if not paths:
             raise CheckpointError(_no_safetensors(self.folder))
@@ -137,7 +142,9 @@ class Checkpoint:
 
 
 def _indexed(folder: Path) -> dict[str, str] | None:
-    """Tensor name -> file name, from the sharded index if there is one."""
+    """Read the map from tensor name to file name from the sharded index;
+    None if there is no index.
+    """
     path = folder / "model.safetensors.index.json"
     try:
         file_of = parse_json(regular_file(path).read_text(encoding="utf-8"))["weight_map"]
@@ -148,7 +155,7 @@ def _indexed(folder: Path) -> dict[str, str] | None:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} has no readable weight_map: {error}.") from None
     if not isinstance(file_of, dict):
-        raise CheckpointError(f"{path} has no readable weight_map: it is no object.")
+        raise CheckpointError(f"{path} has no readable weight_map: it is not an object.")
     for file_name in set(map(str, file_of.values())):
         if not _is_file_name(file_name):
             raise CheckpointError(
@@ -158,7 +165,7 @@ def _indexed(folder: Path) -> dict[str, str] | None:
 
 
 def _is_file_name(name: str) -> bool:
-    """Of a file beside the index, and one that the system can look for."""
+    """Return whether `name` is a valid name of a file beside the index."""
     try:
         is_name = b"\0" not in os.fsencode(name)
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Where the demonstration model lies."""
+"""Locates the demonstration model."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import moe_serve
 
 
 def demo_model_folder() -> Path:
-    """The checkpoint that the package carries, in Hugging Face layout."""
+    """Return the folder of the bundled checkpoint, in Hugging Face layout."""
     return Path(moe_serve.__file__).parent / "demo_model"

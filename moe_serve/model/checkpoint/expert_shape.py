@@ -1,7 +1,8 @@
-"""The routed experts of a model, by its config.json alone: for planners, which load no weights.
+"""Reads the routed experts of a model from its config.json alone, for planners that load no
+weights.
 
-It needs no torch, and knows configs of architectures that are not served here, too: it goes by the
-keys. For those that are served it says what their family says (a test holds it to that).
+It needs no torch and goes by the keys of a config, so it also reads configs of architectures that
+are not served. For served architectures it agrees with their family; a test asserts that.
 """
 
 from __future__ import annotations
@@ -15,25 +16,25 @@ from moe_serve.model.checkpoint.hf_config import HFConfig
 _NUM_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "experts_per_token", "moe_topk", "moe_k")
 _WIDTH = ("moe_intermediate_size", "expert_hidden_dim", "intermediate_size")
-# Dense layers at the start where a config does not state them.
+# Number of dense layers at the start if a config does not state it.
 _NUM_DENSE = {"DeepseekV3": 3, "Kimi": 3, "Glm4": 1, "HYV3": 1, "ExaoneMo": 1, "Ernie4_5_Mo": 1}
 _BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertShape:
-    """Which layers have routed experts, how many, and what one of them weighs."""
+    """The layers with routed experts, the number of experts, and the size of one."""
 
     num_layers: int
     sparse_layers: tuple[int, ...]
     num_experts: int
     top_k: int
-    num_groups: int  # that the router chooses among first; 1: none
-    bytes_per_expert: int  # of one layer; as config.json states the weights, without scales
+    num_groups: int  # groups that the router chooses among first; 1: no groups
+    bytes_per_expert: int  # of one layer; from the storage format in config.json, without scales
 
 
 def read_expert_shape(path: Path) -> ExpertShape:
-    """Of a checkpoint's folder, or of a config.json itself. Raises CheckpointError."""
+    """Read from a checkpoint's folder or from a config.json itself. Raises CheckpointError."""
     config = _config(path).text()
     num_layers = config.positive_int("num_hidden_layers", "num_layers")
     sparse = tuple(layer for layer in range(num_layers) if _is_sparse(config, layer, num_layers))
@@ -60,7 +61,9 @@ def _config(path: Path) -> HFConfig:
 
 
 def _is_sparse(config: HFConfig, layer: int, num_layers: int) -> bool:
-    """By what configs call it: a list of layers, or from where to where and every how many."""
+    """Return whether a layer has routed experts: by a list of layers, or by first, last and
+    interval.
+    """
     kinds = config.get("mlp_layer_types")
     if isinstance(kinds, list) and len(kinds) == num_layers:
         return bool(kinds[layer] == "sparse")
@@ -76,7 +79,7 @@ def _is_sparse(config: HFConfig, layer: int, num_layers: int) -> bool:
 
 
 def _ends(config: HFConfig, num_layers: int) -> tuple[int, int]:
-    """The first and the last layer that may have experts."""
+    """Return the first and the last layer that may have experts."""
     names = config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
     stated = next((count for start, count in _NUM_DENSE.items() if name.startswith(start)), 0)
@@ -90,12 +93,12 @@ def _ends(config: HFConfig, num_layers: int) -> tuple[int, int]:
 
 
 def _number(config: HFConfig, keys: tuple[str, ...], default: int | None = None) -> int:
-    """Of several layers (Hunyuan lists them) all must have the same."""
+    """Read a number. A list of one number per layer (Hunyuan) must have equal entries."""
     for key in keys:
         value = config.get(key)
         if isinstance(value, list) and value:
             if len(set(map(str, value))) > 1 or not isinstance(value[0], int):
-                raise config.error(key, "differs between layers, which no plan here can have")
+                raise config.error(key, "differs between layers, which plans do not support")
             return int(value[0])
         if value is not None:
             return config.positive_int(key)
@@ -103,14 +106,14 @@ def _number(config: HFConfig, keys: tuple[str, ...], default: int | None = None)
 
 
 def _bits(config: HFConfig) -> float:
-    """Of a weight."""
+    """Return the bits of one weight."""
     stated = config.quantization()
     if stated is not None:
         method = str(stated.get("quant_method", ""))
         if method == "fp8":
             return 8.0
         if method == "mxfp4":
-            return 4.25  # a scale of 8 bits for 32 of them
+            return 4.25  # an 8-bit scale is shared by 32 weights
         bits = stated.get("bits")
         if isinstance(bits, int) and 1 <= bits <= 16:
             return float(bits)

@@ -1,4 +1,4 @@
-"""Typed reading of a Hugging Face `config.json`: every complaint names the file, key and value."""
+"""Reads a Hugging Face `config.json` with types; every error names the file, key and value."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from moe_serve.json_text import parse_json
 from moe_serve.regular_file import is_there, regular_file
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_MOST_LAYERS = 10_000  # each is laid out before a tensor of it is looked for
+_MOST_LAYERS = 10_000  # each layer is laid out before its tensors are looked up
 
 
 class HFConfig:
-    """`config.json` of a checkpoint folder."""
+    """The `config.json` of a checkpoint folder."""
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
         self._values, self.source = values, source
@@ -33,7 +33,7 @@ class HFConfig:
 
     @classmethod
     def of_file(cls, path: Path) -> HFConfig:
-        """A config.json under any name."""
+        """Read a config.json under any file name."""
         try:
             values = parse_json(regular_file(path).read_text(encoding="utf-8"))
         except OSError as error:
@@ -48,7 +48,7 @@ class HFConfig:
         return self._values.get(key, default)
 
     def positive_int(self, *keys: str, default: int | None = None) -> int:
-        """The first of `keys` that is there and not null (keys have been renamed over time)."""
+        """Return the first of `keys` that is present and not null (keys were renamed over time)."""
         for key in keys:
             value = self.get(key)
             if value is not None:
@@ -68,7 +68,7 @@ class HFConfig:
         return float(value)
 
     def whole_numbers(self, key: str) -> tuple[int, ...]:
-        """A list of them; none if it is not there or null."""
+        """Return a list of whole numbers; empty if the key is missing or null."""
         value = self.get(key)
         if value is None:
             return ()
@@ -77,7 +77,7 @@ class HFConfig:
         return tuple(value)
 
     def require(self, key: str, expected: Any, *, default: Any) -> None:
-        """Refuse a checkpoint whose `key` asks for something that is not served."""
+        """Refuse a checkpoint whose `key` requires an unsupported feature."""
         value = self.get(key, default)
         if value != expected:
             raise self.error(key, f"is {value!r}; only {expected!r} is supported")
@@ -89,7 +89,7 @@ class HFConfig:
         return names[0]
 
     def dtype(self) -> Literal["float32", "bfloat16", "float16"] | None:
-        """None where it is not stated (GPT-OSS and MiniMax-M2 as published)."""
+        """The stated dtype; None if there is none (GPT-OSS and MiniMax-M2 as published)."""
         name = self.get("dtype") or self.get("torch_dtype")
         if name is None:
             return None
@@ -105,7 +105,9 @@ class HFConfig:
         return tuple(ids)
 
     def text(self) -> HFConfig:
-        """The text model's part of a larger model's config; the config itself, if it is plain."""
+        """Return the text model's part of a larger model's config; the config itself if it has no
+        such part.
+        """
         part = self.get("text_config")
         if part is None:
             return self
@@ -129,9 +131,10 @@ class HFConfig:
         return CheckpointError(f"{self.source}: {key} {complaint}.")
 
     def quantization(self) -> HFConfig | None:
-        """How the weights are stored if not plainly, with the keys that have been used for it.
+        """Return the quantisation part of the config, under any of its known keys; None for plain
+        weights.
 
-        Wrappers of several models say it at the top or in the text model's part.
+        Wrappers of several models state it at the top or in the text model's part.
         """
         for outer in (self._values, self.get("text_config") or {}):
             for key in ("quantization_config", "compression_config"):
@@ -148,7 +151,9 @@ def _shown(value: object) -> str:
 
 
 def _is_finite(value: float) -> bool:
-    """As a float: JSON has whole numbers that are too large for one."""
+    """Return whether a value is finite as a float; JSON allows whole numbers that are too large for
+    one.
+    """
     try:
         return math.isfinite(float(value))
     except OverflowError:
@@ -156,6 +161,8 @@ def _is_finite(value: float) -> bool:
 
 
 def generation_eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """The end-of-text ids of `generation_config.json`, which go before the config's, or none."""
+    """Return the end-of-text ids of `generation_config.json`, which override the config's; empty if
+    there are none.
+    """
     path = folder / "generation_config.json"
     return HFConfig.of_file(path).eos_token_ids() if is_there(path) else ()

@@ -1,4 +1,4 @@
-"""Rotary positions as a Hugging Face config states them."""
+"""Reads rotary positions from a Hugging Face config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_serve.model.rope import (
     yarn_magnitude,
 )
 
-_LEAST, _MOST = 1e-30, 1e30  # further out, powers and logarithms of them are no numbers
+_LEAST, _MOST = 1e-30, 1e30  # beyond these, powers and logarithms overflow
 _SUPPORTED = "default, linear, dynamic, yarn, llama3"
 
 
@@ -28,10 +28,10 @@ def read_rope(
     is_interleaved: bool = False,
     values: Mapping[str, Any] | None = None,
 ) -> RopeSpec:
-    """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+    """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
 
     `theta` and `share` are the family's defaults. Rotates `partial_rotary_factor` of `head_dim`, or
-    that share of it. `values`: what to read in place of the config's own (ropes by layer type).
+    that share of it. `values`: read these instead of the config's own (ropes by layer type).
     """
     values = rope_values(config) if values is None else values
     share = values.get("partial_rotary_factor") or config.get("partial_rotary_factor") or share
@@ -48,7 +48,7 @@ def read_rope(
 
 
 def rope_values(config: HFConfig) -> dict[str, Any]:
-    """Both ways of writing it, as one mapping."""
+    """Return both ways of writing rope settings as one mapping."""
     merged: dict[str, Any] = {}
     if config.get("rope_theta") is not None:
         merged["rope_theta"] = config.get("rope_theta")
@@ -61,7 +61,9 @@ def rope_values(config: HFConfig) -> dict[str, Any]:
 
 
 def yarn_softmax_factor(config: HFConfig) -> float:
-    """DeepSeek's: the softmax scale grows by the square of YaRN's magnitude of all dimensions."""
+    """Return DeepSeek's factor: the softmax scale grows by the square of YaRN's magnitude for all
+    dimensions.
+    """
     values = rope_values(config)
     scale = values.get("mscale_all_dim")
     if _kind(values) == "default" or not scale:

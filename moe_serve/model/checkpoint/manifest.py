@@ -1,4 +1,4 @@
-"""Which tensors a model consists of: the one table that both checking and reading follow.
+"""Lists the tensors of a model: the single table used for both checking and reading.
 
 Shapes: D model width, V vocabulary, H heads, Hkv key/value heads, E experts, F expert width.
 """
@@ -26,7 +26,9 @@ Table = Mapping[str, Stored]
 
 
 def model_table(names: TensorNames, spec: ModelSpec) -> Table:
-    """What belongs to no layer: embedding, final_norm, head (unless it is the embedding)."""
+    """Return the tensors outside the layers: embedding, final_norm, head (unless it is the
+    embedding).
+    """
     table = {
         "embedding": Stored(names.embedding, (spec.vocab_size, spec.width)),
         "final_norm": Stored(names.final_norm, (spec.width,)),
@@ -39,7 +41,7 @@ def model_table(names: TensorNames, spec: ModelSpec) -> Table:
 
 
 def attention_table(names: TensorNames, spec: ModelSpec, layer: int) -> Table:
-    """The attention of a layer and the norm before it, keyed by the fields of TensorNames."""
+    """Return a layer's attention and the norm before it, keyed by the fields of TensorNames."""
     shapes = _latent_shapes(spec) if spec.latent is not None else _grouped_shapes(spec, layer)
     shapes["attention_norm"] = (spec.width,)
     table = {}
@@ -101,7 +103,9 @@ def _latent_shapes(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def feed_forward_table(names: TensorNames, spec: ModelSpec, layer: int) -> Table:
-    """The norm, and the router and shared expert (shared.gate, ...) or the dense MLP (dense.)."""
+    """Return the norm, and the router and shared expert (shared.gate, ...) or the dense MLP
+    (dense.).
+    """
     d, num_experts = spec.width, spec.router.num_experts
     table = {"moe_norm": Stored(names.moe_norm, (d,))}
     if not spec.layers[layer].is_sparse:
@@ -133,7 +137,10 @@ def _mlp_table(names: MLPNames, key: str, d: int, f: int, has_bias: bool) -> dic
 
 
 def expert_table(names: ExpertNames, spec: ModelSpec, layer: int, expert: int) -> Table:
-    """One expert: gate, up and down, or gate_up and down. Fused tensors have their whole shape."""
+    """Return one expert: gate, up and down, or gate_up and down.
+
+    Fused tensors have their whole shape.
+    """
     d, f, e = spec.width, spec.expert_width, spec.router.num_experts
     if names.gate:
         table = {
@@ -157,7 +164,7 @@ def expert_table(names: ExpertNames, spec: ModelSpec, layer: int, expert: int) -
 
 
 def all_tensors(names: TensorNames, experts: ExpertNames, spec: ModelSpec) -> Iterator[Stored]:
-    """Every tensor once, in the order of a forward pass."""
+    """Yield every tensor once, in the order of a forward pass."""
     yield from model_table(names, spec).values()
     for layer in range(spec.num_layers):
         yield from attention_table(names, spec, layer).values()

@@ -1,11 +1,11 @@
-"""One safetensors file: a header that is checked whole, tensors that are views of a memory map.
+"""Reads one safetensors file: the whole header is checked, and tensors are views of a memory map.
 
     8 bytes   N, the length of the header, little-endian
     N bytes   JSON: {name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {}}
     the rest  the tensors' bytes in the order of their offsets, without holes and overlaps
 
 The layout and its limits are those of the safetensors README, section "Format". Pages of the map
-that were read stay in the process's memory until `drop` gives them back.
+that were read stay in the process's memory until `drop` releases them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from moe_serve.json_text import parse_json
 from moe_serve.regular_file import regular_file
 
 _MAX_HEADER_BYTES = 100_000_000
-_MAX_DIMENSIONS = 64  # torch's
+_MAX_DIMENSIONS = 64  # torch's limit
 _LFS_POINTER = b"version https://git-lfs"
-# Bits of a value for every dtype of the format, and what torch calls those that it has.
+# Bits per value of every dtype of the format, and the torch dtypes of those that torch supports.
 _BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "BOOL": 8,
     "U8": 8, "I8": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32,
@@ -49,16 +49,19 @@ _TORCH_DTYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorHeader:
-    """Where a tensor lies: bytes [begin, end) of its file."""
+    """The location of a tensor: bytes [begin, end) of its file."""
 
-    dtype: str  # the format's word: BF16, F8_E4M3, ...
+    dtype: str  # the format's name: BF16, F8_E4M3, ...
     shape: tuple[int, ...]
     begin: int
     end: int
 
 
 class SafetensorsFile:
-    """Opening reads and checks the header only; the file is mapped when a tensor is asked for."""
+    """An open file.
+
+    Opening reads and checks the header only; the first read of a tensor maps the file.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -72,13 +75,13 @@ class SafetensorsFile:
         self._lock = threading.Lock()
         self._map: mmap.mmap | None = None
         self._bytes: Tensor | None = None
-        self._opened: _OpenFile | None = None  # for copies
+        self._opened: _OpenFile | None = None  # used by `copy`
 
     def view(self, name: str, index: int | None = None) -> Tensor:
-        """The stored tensor, or one index of its first dimension, without a copy.
+        """Return the stored tensor, or one index of its first dimension, without a copy.
 
         A tensor that does not start at a multiple of its item size is copied. The memory under a
-        view outlives `close`; nobody may write to it.
+        view outlives `close`; it must not be written to.
         """
         header, dtype = self.headers[name], self._dtype(name)
         begin, end = self._range(name, index)
@@ -91,8 +94,10 @@ class SafetensorsFile:
         return raw.view(dtype).view(shape)
 
     def copy(self, name: str, index: int | None = None) -> Tensor:
-        """As `view`, read into memory of its own. What the file cannot give is an error here; under
-        a view it would be the end of the process."""
+        """Return a tensor as `view` does, read into its own memory.
+
+        A read error raises an exception here; under a view it would end the process.
+        """
         begin, end = self._range(name, index)
         dtype = self._dtype(name)
         raw = torch.empty(end - begin, dtype=torch.uint8)
@@ -106,10 +111,10 @@ class SafetensorsFile:
         return raw.view(dtype).view(shape)
 
     def drop(self, name: str, index: int | None = None) -> None:
-        """Give back the memory of the pages under a tensor; reading it again maps them again.
+        """Release the memory of the pages under a tensor; reading it again maps them again.
 
-        Pages that hold parts of neighbours go too: somebody who reads those now waits a
-        microsecond for the page cache.
+        Pages that contain parts of neighbouring tensors are released too: the next read of those
+        waits a microsecond for the page cache.
         """
         begin, end = self._range(name, index)
         if sys.platform != "win32" and self._map is not None and begin < end:
@@ -117,7 +122,7 @@ class SafetensorsFile:
             self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def close(self) -> None:
-        """Forget the map; it goes when the last view of it does."""
+        """Drop the map; it is freed together with its last view."""
         with self._lock:
             self._map = self._bytes = None
             if self._opened is not None:
@@ -152,7 +157,7 @@ class SafetensorsFile:
         return header.begin + index * size, header.begin + (index + 1) * size
 
     def _mapped(self) -> Tensor:
-        """All bytes of the file as one tensor."""
+        """Return all bytes of the file as one tensor."""
         with self._lock:
             if self._bytes is None:
                 try:
@@ -164,7 +169,7 @@ class SafetensorsFile:
 
 
 class _OpenFile:
-    """A file to read at any place of; it is closed with its last user."""
+    """A file for reads at any offset; it is closed with its last user."""
 
     def __init__(self, path: Path) -> None:
         self._number = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
@@ -172,7 +177,7 @@ class _OpenFile:
         self._lock = threading.Lock()
 
     def read_into(self, target: memoryview, begin: int) -> int:
-        """-> how many bytes came; 0: the file ends before."""
+        """Read into `target` -> the number of bytes read; 0 at the end of the file."""
         if hasattr(os, "preadv"):
             return os.preadv(self._number, [target], begin)
         with self._lock:
@@ -183,9 +188,9 @@ class _OpenFile:
 
 
 def _map_privately(path: Path) -> mmap.mmap:
-    """A copy-on-write map: torch wants writable buffers, and the file stays as it is.
+    """Make a copy-on-write map: torch wants writable buffers, and the file stays unchanged.
 
-    Nothing is ever written, so no memory is reserved for copies where that can be said.
+    It is never written to, so no memory is reserved for copies where the system allows that.
     """
     with path.open("rb") as file:
         if sys.platform == "win32":
@@ -225,11 +230,11 @@ def _read_headers(path: Path) -> dict[str, TensorHeader]:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """What JSON alone would let pass: a tensor that is described twice."""
+    """Build a dict, refusing a tensor that is described twice; plain JSON accepts that."""
     entries = dict(pairs)
     if len(entries) < len(pairs):
         (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"{name!r} is there twice")
+        raise ValueError(f"{name!r} occurs twice")
     return entries
 
 
@@ -261,7 +266,9 @@ def _is_count(value: Any) -> bool:
 def _check_layout(
     path: Path, headers: Mapping[str, TensorHeader], data_start: int, num_bytes: int
 ) -> None:
-    """The tensors fill the file from the header to its last byte, one after the other."""
+    """Check that the tensors fill the file from the header to its last byte, without gaps or
+    overlaps.
+    """
     position = data_start
     for name, header in sorted(headers.items(), key=lambda item: (item[1].begin, item[1].end)):
         if header.end > num_bytes:

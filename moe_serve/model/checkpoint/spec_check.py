@@ -1,4 +1,4 @@
-"""Numbers of a config that cannot be: refused before anything is read."""
+"""Refuses impossible numbers in a config before any weights are read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.spec import ModelSpec
 
-_MAX_HEAD_DIM = 1024  # of the compiled kernels
+_MAX_HEAD_DIM = 1024  # limit of the compiled kernels
 
 
 def check_spec(spec: ModelSpec, config: HFConfig) -> None:

@@ -1,4 +1,4 @@
-"""How a checkpoint names its tensors. `{layer}` and `{expert}` are filled in."""
+"""The tensor names of a checkpoint. `{layer}` and `{expert}` are placeholders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _MLP = _LAYER + "mlp."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLPNames:
-    """One MLP: a shared expert or a dense layer. `gate_up`: both in one tensor, gate rows first."""
+    """Names of one MLP: a shared expert or a dense layer.
+
+    `gate_up`: both in one tensor, gate rows first.
+    """
 
     gate: str = ""
     up: str = ""
@@ -23,12 +26,12 @@ class MLPNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """The routed experts of a layer, in one of the ways that checkpoints have.
+    """Names of a layer's routed experts, in one of the layouts that checkpoints use.
 
-    Each expert by itself: `gate`, `up` [F, D] and `down` [D, F], with `{expert}` in the name. Or
-    fused: `gate_up` [E, 2 F, D] and `down` [E, D, F], or with the last two dimensions swapped
-    (`is_transposed`); gate and up are halves, or alternate (`is_interleaved`). Biases, where the
-    spec has them, are `gate_up_bias` [E, 2 F] and `down_bias` [E, D].
+    Separate: `gate`, `up` [F, D] and `down` [D, F] per expert, with `{expert}` in the name. Fused:
+    `gate_up` [E, 2 F, D] and `down` [E, D, F], or with the last two dimensions swapped
+    (`is_transposed`); gate and up are halves, or alternate (`is_interleaved`). Biases, if the spec
+    has them, are `gate_up_bias` [E, 2 F] and `down_bias` [E, D].
     """
 
     gate: str = ""
@@ -42,7 +45,7 @@ class ExpertNames:
 
 
 def mlp_names(prefix: str) -> MLPNames:
-    """`prefix` + gate_proj, up_proj, down_proj."""
+    """Return `prefix` + gate_proj, up_proj, down_proj."""
     return MLPNames(
         gate=prefix + "gate_proj.weight",
         up=prefix + "up_proj.weight",
@@ -51,7 +54,7 @@ def mlp_names(prefix: str) -> MLPNames:
 
 
 def separate_experts(prefix: str) -> ExpertNames:
-    """Each expert by itself, under `prefix` + `{expert}.`."""
+    """Return names of separate experts, under `prefix` + `{expert}.`."""
     return ExpertNames(
         gate=prefix + "{expert}.gate_proj.weight",
         up=prefix + "{expert}.up_proj.weight",
@@ -65,9 +68,9 @@ _FUSED = ExpertNames(gate_up=_MLP + "experts.gate_up_proj", down=_MLP + "experts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
-    """The defaults are the common Llama-like names; a family states what differs.
+    """Names of all tensors. The defaults are the common Llama-like names; a family overrides some.
 
-    `experts`: the layouts that the family's checkpoints come in; the first that is there is read.
+    `experts`: the layouts that the family's checkpoints use; the first one found is read.
     """
 
     embedding: str = "model.embed_tokens.weight"
@@ -82,7 +85,8 @@ class TensorNames:
     q_norm: str = _LAYER + "self_attn.q_norm.weight"
     k_norm: str = _LAYER + "self_attn.k_norm.weight"
     sinks: str = _LAYER + "self_attn.sinks"
-    # Latent attention: the query's latent and its norm, then up; keys and values likewise.
+    # Latent attention: the query's latent, its norm and its up-projection; keys and values
+    # likewise.
     q_a: str = _LAYER + "self_attn.q_a_proj.weight"
     q_a_norm: str = _LAYER + "self_attn.q_a_layernorm.weight"
     q_b: str = _LAYER + "self_attn.q_b_proj.weight"
@@ -98,11 +102,13 @@ class TensorNames:
     experts: tuple[ExpertNames, ...] = (_SEPARATE, _FUSED)
 
     def after(self, prefix: str) -> TensorNames:
-        """The same names, each with `prefix` before it."""
+        """Return the same names, each with `prefix` before it."""
         return _each(self, lambda name: prefix + name) if prefix else self
 
     def under(self, root: str) -> TensorNames:
-        """The same names, with `root` instead of "model." where they start so: not the head's."""
+        """Return the same names with `root` in place of a leading "model."; the head's name has
+        none.
+        """
         return _each(self, lambda name: re.sub(r"^model\.", root, name))
 
 
@@ -123,5 +129,5 @@ def _each(names: _Names, rename: Callable[[str], str]) -> _Names:
 
 
 def bias_of(weight_name: str) -> str:
-    """`...q_proj.weight` -> `...q_proj.bias`."""
+    """Convert `...q_proj.weight` to `...q_proj.bias`."""
     return weight_name.removesuffix("weight") + "bias"

@@ -1,4 +1,4 @@
-"""The model families: architecture name -> how to read its config and its tensors."""
+"""The model families: one file each reads an architecture's config and tensor names."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ FAMILIES: tuple[Family, ...] = (
     solar_open.FAMILY,
 )
 
-_REFUSED = {  # near relatives of what is served, and what they have that is not
+_REFUSED = {  # close relatives of served models, with the features that are not supported
     "DeepseekV32ForCausalLM": "sparse attention, whose indexer chooses the keys of each query",
     "DeepseekV4ForCausalLM": "compressed sparse attention and hyper-connections",
     "GlmMoeDsaForCausalLM": "sparse attention, whose indexer chooses the keys of each query",
@@ -66,7 +66,7 @@ _REFUSED = {  # near relatives of what is served, and what they have that is not
 
 
 def family_of(config: HFConfig) -> Family:
-    """The family that serves the architecture; CheckpointError if there is none."""
+    """Return the family that serves the architecture; CheckpointError if there is none."""
     architecture = config.architecture()
     for family in FAMILIES:
         if architecture in family.architectures:
@@ -82,17 +82,19 @@ def family_of(config: HFConfig) -> Family:
 
 
 def _hint(architecture: str) -> str:
-    """The nearest name, if one is near, and where all are: as a list they would be a wall."""
+    """Suggest the nearest name, if one is near, and the page that lists all names: a full list is
+    too long.
+    """
 
     def stem(name: str) -> str:
-        """What says more than `ForCausalLM` does."""
+        """Return the part of a name that distinguishes it, without `ForCausalLM`."""
         return name.partition("For")[0].lower()
 
     known = [name for family in FAMILIES for name in family.architectures]
     name_of = {stem(name): name for name in known}
     nearest = difflib.get_close_matches(stem(architecture), name_of, n=1, cutoff=0.8)
-    hint = f"; the nearest that is: {name_of[nearest[0]]}" if nearest else ""
-    return f"{hint}; docs/guide/models.md lists all {len(known)} that are"
+    hint = f"; the nearest served one: {name_of[nearest[0]]}" if nearest else ""
+    return f"{hint}; docs/guide/models.md lists all {len(known)} served ones"
 
 
 __all__ = ["FAMILIES", "Family", "family_of"]

@@ -1,4 +1,4 @@
-"""What nearly every config states in the same words."""
+"""Config readers shared by nearly all families."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from moe_serve.model.spec import SharedExpertSpec
 
 
 def decoder_basics(config: HFConfig, *, norm_eps: float) -> dict[str, Any]:
-    """Fields of ModelSpec that are read alike everywhere; `norm_eps` is the family's default."""
+    """Return the fields of ModelSpec that all families read alike; `norm_eps` is the family's
+    default.
+    """
     return {
         "vocab_size": config.positive_int("vocab_size"),
         "width": config.positive_int("hidden_size"),
@@ -24,13 +26,13 @@ def decoder_basics(config: HFConfig, *, norm_eps: float) -> dict[str, Any]:
 
 
 def head_dim_of(config: HFConfig) -> int:
-    """As stated, or the width split among the heads."""
+    """Return the stated head width, or the model width divided by the number of heads."""
     split = config.positive_int("hidden_size") // config.positive_int("num_attention_heads")
     return config.positive_int("head_dim", default=max(split, 1))
 
 
 def grouped_attention(config: HFConfig, rope: RopeSpec, **more: Any) -> AttentionShape:
-    """Grouped-query attention in the common words; `more` is what the family adds."""
+    """Return grouped-query attention from the common keys; `more` holds the family's additions."""
     num_heads = config.positive_int("num_attention_heads")
     head_dim = head_dim_of(config)
     return AttentionShape(
@@ -43,14 +45,14 @@ def grouped_attention(config: HFConfig, rope: RopeSpec, **more: Any) -> Attentio
 
 
 def require_off(config: HFConfig, *keys: str) -> None:
-    """Refuse a checkpoint that turns on any of `keys`: what they stand for is not served."""
+    """Refuse a checkpoint that turns on any of `keys`, whose features are not supported."""
     for key in keys:
         if config.get(key):
             raise config.error(key, f"is {config.get(key)!r}; only off is supported")
 
 
 def sparse_layers(config: HFConfig, *, num_dense: int = 0) -> tuple[bool, ...]:
-    """`mlp_layer_types`, or every `moe_layer_freq`-th layer after `first_k_dense_replace`."""
+    """Read `mlp_layer_types`, or every `moe_layer_freq`-th layer after `first_k_dense_replace`."""
     num_layers = config.positive_int("num_hidden_layers")
     types = config.get("mlp_layer_types")
     if types is not None:
@@ -65,7 +67,7 @@ def sparse_layers(config: HFConfig, *, num_dense: int = 0) -> tuple[bool, ...]:
 
 
 def shared_expert(config: HFConfig) -> SharedExpertSpec | None:
-    """Several shared experts are stored as one, as wide as all of them."""
+    """Return the shared expert; several are stored as one, as wide as all of them."""
     if not config.get("n_shared_experts"):
         return None
     num_shared = config.positive_int("n_shared_experts")

@@ -12,7 +12,7 @@ from moe_serve.model.spec import ModelSpec, RouterSpec
 
 
 def _router(config: HFConfig) -> RouterSpec:
-    """Top-k of all experts, or of the best groups; a group is as good as its best expert."""
+    """Choose top-k of all experts, or of the best groups; a group scores as its best expert."""
     config.require("scoring_func", "softmax", default="softmax")
     config.require("norm_topk_prob", False, default=False)
     method = config.one_of("topk_method", ("greedy", "group_limited_greedy"), "greedy")

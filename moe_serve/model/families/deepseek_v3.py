@@ -1,7 +1,7 @@
 """DeepSeek-V3, V3.1 and R1, Kimi-K2, Moonlight: latent attention, sigmoid router with a bias.
 
-Kimi-K2.5, its successors and Kimi-VL hold such a model beside a vision tower: it alone is served.
-Multi-token-prediction layers, stored after the last layer, are not read.
+Kimi-K2.5, its successors and Kimi-VL contain such a model beside a vision tower; only the text
+model is served. Multi-token-prediction layers, stored after the last layer, are not read.
 """
 
 from __future__ import annotations

@@ -49,7 +49,9 @@ def _read_spec(config: HFConfig) -> ModelSpec:
 
 
 def _sparse_layers(config: HFConfig) -> tuple[bool, ...]:
-    """Every `moe_layer_interval`-th from `moe_layer_start_index` to `moe_layer_end_index`."""
+    """Return every `moe_layer_interval`-th layer from `moe_layer_start_index` to
+    `moe_layer_end_index`.
+    """
     num_layers = config.positive_int("num_hidden_layers")
     first, last = config.get("moe_layer_start_index", 1), config.get("moe_layer_end_index", -1)
     last = num_layers - 1 if last in (-1, None) else last

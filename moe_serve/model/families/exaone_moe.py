@@ -1,6 +1,6 @@
 """K-EXAONE: windows in most layers, no positions in the others, DeepSeek-V3's router.
 
-Its multi-token-prediction layers are stored apart (`mtp.`) and are not read.
+Its multi-token-prediction layers are stored separately (`mtp.`) and are not read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _read_spec(config: HFConfig) -> ModelSpec:
     basics = decoder_basics(config, norm_eps=1e-5)
     rope = read_rope(config, head_dim=head_dim_of(config))
     attention = grouped_attention(config, rope, qk_norm="head", norm_eps=basics["norm_eps"])
-    config.positive_int("sliding_window")  # without windows other layers would be rotated
+    config.positive_int("sliding_window")  # without windows, other layers would be rotated
     expert_width = config.positive_int("moe_intermediate_size")
     num_shared = config.positive_int("num_shared_experts", default=1)
     return ModelSpec(
@@ -54,7 +54,9 @@ def _read_spec(config: HFConfig) -> ModelSpec:
 
 
 def _sliding_by_pattern(config: HFConfig) -> Callable[[int], bool]:
-    """`sliding_window_pattern`: every so many layers one sees all, or "LLLG", repeated."""
+    """Read `sliding_window_pattern`: a number n (every n-th layer sees all), or "LLLG",
+    repeated.
+    """
     pattern = config.get("sliding_window_pattern", 4)
     if pattern is None:
         return lambda layer: False

@@ -1,4 +1,4 @@
-"""What a family file declares."""
+"""The declaration that each family file makes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from moe_serve.model.spec import ModelSpec
 class Family:
     """One family of checkpoints.
 
-    `prefixes`: what may stand before every tensor's name, for a text model inside a larger one; the
-    first under which the embedding is found is taken.
+    `prefixes`: prefixes that may precede every tensor's name, for a text model inside a larger one;
+    the first one under which the embedding is found is used.
     """
 
     name: str
@@ -25,7 +25,7 @@ class Family:
     prefixes: tuple[str, ...] = ("",)
 
     def names_in(self, has: Callable[[str], bool]) -> TensorNames:
-        """The names as this checkpoint writes them; `has` says which are there."""
+        """Return the names as this checkpoint writes them; `has` tells whether a tensor exists."""
         for prefix in self.prefixes:
             names = self.names.after(prefix)
             if has(names.embedding):

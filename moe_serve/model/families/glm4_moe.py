@@ -1,7 +1,7 @@
 """GLM-4.5-MoE: half of each head is rotated; a sigmoid router with groups, and shared experts.
 
-Of GLM-4.5V, which holds such a model beside a vision tower, the text model is served: text has the
-same position in all three of its rotary dimensions, which is plain rotation. Layers beyond
+GLM-4.5V contains such a model beside a vision tower; only the text model is served. Text has the
+same position in all three rotary dimensions, which is plain rotation. Layers beyond
 `num_hidden_layers` predict further tokens; they are not read.
 """
 
@@ -31,7 +31,10 @@ def glm_decoder(
     num_dense: int = 1,
     has_bias: bool = False,
 ) -> ModelSpec:
-    """The keywords are the family's defaults of what the config may state."""
+    """Read a GLM decoder.
+
+    The keywords are the family's defaults for keys that the config may state.
+    """
     config.require("hidden_act", "silu", default="silu")
     basics = decoder_basics(config, norm_eps=1e-5)
     rope = read_rope(config, head_dim=head_dim_of(config), theta=theta, share=share)

@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash: DeepSeek-V3's attention and router, and one dense layer before the others."""
+"""GLM-4.7-Flash: DeepSeek-V3's attention and router, with one dense layer before the others."""
 
 from __future__ import annotations
 

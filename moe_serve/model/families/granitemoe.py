@@ -48,7 +48,10 @@ def _read_spec(config: HFConfig) -> ModelSpec:
 
 
 def _has_rotation(config: HFConfig) -> bool:
-    """Granite 4 rotates only where its config asks for it; its Mamba layers are refused."""
+    """Return whether positions are rotated.
+
+    Granite 4 rotates only if its config says so; its Mamba layers are refused.
+    """
     if config.architecture() != _HYBRID:
         return True
     layer_types(config, ("attention", "full_attention"))
@@ -56,7 +59,7 @@ def _has_rotation(config: HFConfig) -> bool:
 
 
 def _shared_width(config: HFConfig) -> int:
-    """0: there is no shared expert."""
+    """Return the shared expert's width; 0 means that there is none."""
     if config.architecture() == _HYBRID or config.get("shared_intermediate_size"):
         return config.positive_int("shared_intermediate_size")
     return 0

@@ -59,7 +59,7 @@ def _shared(config: HFConfig) -> SharedExpertSpec | None:
 
 
 def _same_in_all(config: HFConfig, key: str, default: int | None = None) -> int:
-    """A number, or a list with one number per layer, which must all be the same."""
+    """Read a number, or a list with one number per layer, which must all be equal."""
     value = config.get(key)
     if not isinstance(value, list):
         return config.positive_int(key, default=default)
@@ -69,7 +69,7 @@ def _same_in_all(config: HFConfig, key: str, default: int | None = None) -> int:
 
 
 def _refuse_unserved(config: HFConfig) -> None:
-    """Keys of Hunyuan's other models."""
+    """Refuse keys of Hunyuan's other models."""
     config.require("hidden_act", "silu", default="silu")
     config.require("norm_topk_prob", True, default=True)
     config.require("norm_type", "rms", default="rms")

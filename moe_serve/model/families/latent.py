@@ -1,4 +1,4 @@
-"""Models with multi-head latent attention (MLA): what their configs state in DeepSeek's words."""
+"""Readers for models with multi-head latent attention (MLA), whose configs use DeepSeek's keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_serve.model.families.common import decoder_basics, shared_expert
 from moe_serve.model.rope import RopeSpec
 from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec
 
-_LATENT_NORM_EPS = 1e-6  # whatever rms_norm_eps is: the latents' norms never follow it
+_LATENT_NORM_EPS = 1e-6  # fixed: the latents' norms never follow rms_norm_eps
 
 
 def latent_decoder(
@@ -24,7 +24,7 @@ def latent_decoder(
     norm_eps: float = 1e-6,
     **more: Any,
 ) -> ModelSpec:
-    """A decoder with latent attention; `more` is what the family adds or states differently."""
+    """Read a decoder with latent attention; `more` holds the family's additions and overrides."""
     config.require("hidden_act", "silu", default="silu")
     latent = latent_shape(config)
     has_bias = bool(config.get("attention_bias", False))
@@ -49,7 +49,10 @@ def latent_decoder(
 
 
 def latent_shape(config: HFConfig) -> LatentShape:
-    """Every head has a key of its own, so there is no number of key/value heads to choose."""
+    """Read the latent attention's shape.
+
+    Every head has its own key, so the number of key/value heads is fixed.
+    """
     config.require("use_mla", True, default=True)
     config.require("index_topk", None, default=None)  # sparse attention
     num_heads = config.positive_int("num_attention_heads")
@@ -75,8 +78,11 @@ def latent_shape(config: HFConfig) -> LatentShape:
 
 
 def latent_rope(config: HFConfig, latent: LatentShape) -> RopeSpec:
-    """The whole rotary part is rotated; it is all of it, or its share of a whole head, if the
-    config states a `partial_rotary_factor`."""
+    """Read the rope of latent attention; the whole rotary part is rotated.
+
+    The rotary part is all of it, or its share of a whole head if the config states a
+    `partial_rotary_factor`.
+    """
     share = rope_values(config).get("partial_rotary_factor") or config.get("partial_rotary_factor")
     is_share_of_head = share is not None and share != 1.0
     rope = read_rope(

@@ -1,4 +1,4 @@
-"""`layer_types`: which kind of attention each layer has."""
+"""Reads `layer_types`: the kind of attention of each layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_serve.model.checkpoint.hf_config import HFConfig
 def layer_types(
     config: HFConfig, served: Sequence[str], default: Callable[[int], str] | None = None
 ) -> tuple[str, ...]:
-    """One of `served` for each layer; where the config has no list, what `default(layer)` says."""
+    """Return one of `served` for each layer; without a list in the config, `default(layer)`."""
     num_layers = config.positive_int("num_hidden_layers")
     kinds = config.get("layer_types")
     if kinds is None and default is not None:

@@ -1,4 +1,4 @@
-"""Llama 4: rotated layers see a chunk, the others all; one expert a token, and a shared one."""
+"""Llama 4: rotated layers see a chunk, the others everything; one routed and one shared expert."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _layers(config: HFConfig, rope: RopeSpec, norm_eps: float) -> tuple[LayerSpe
     chunk = config.get("attention_chunk_size", 8192)
 
     def layer_spec(kind: str, is_rotated: bool, is_sparse: bool) -> LayerSpec:
-        """The norm of queries and keys is that of rotated layers alone."""
+        """Return a layer's spec. Only rotated layers norm queries and keys."""
         has_norm = is_rotated and bool(config.get("use_qk_norm", True))
         is_chunked = kind == "chunked_attention" and chunk is not None
         attention = grouped_attention(
@@ -83,7 +83,7 @@ def _layers(config: HFConfig, rope: RopeSpec, norm_eps: float) -> tuple[LayerSpe
 
 
 def _rotated_layers(config: HFConfig) -> tuple[bool, ...]:
-    """`no_rope_layers` has a 1 for each layer that IS rotated."""
+    """Read `no_rope_layers`, which has a 1 for each layer that IS rotated."""
     num_layers = config.positive_int("num_hidden_layers")
     flags = config.get("no_rope_layers")
     if not flags:
@@ -95,7 +95,7 @@ def _rotated_layers(config: HFConfig) -> tuple[bool, ...]:
 
 
 def _sparse_layers(config: HFConfig) -> tuple[bool, ...]:
-    """As `moe_layers` lists them, else every `interleave_moe_layer_step`-th."""
+    """Read `moe_layers`, or take every `interleave_moe_layer_step`-th layer."""
     layers = range(config.positive_int("num_hidden_layers"))
     if config.get("moe_layers") is not None:
         listed = config.whole_numbers("moe_layers")
@@ -128,7 +128,7 @@ FAMILY = Family(
                 down=_FEED + "experts.down_proj",
                 is_transposed=True,
             ),
-            separate_experts(_FEED + "experts."),  # where a tool has quantised them
+            separate_experts(_FEED + "experts."),  # as written by some quantisation tools
         ),
     ),
     prefixes=("", "language_model."),

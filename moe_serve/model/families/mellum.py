@@ -54,7 +54,7 @@ def _read_spec(config: HFConfig) -> ModelSpec:
 
 
 def _rope(config: HFConfig, kind: str) -> RopeSpec:
-    """From `rope_parameters`, which here has one object for each kind of layer."""
+    """Read `rope_parameters`, which here has one object for each kind of layer."""
     values = (config.get("rope_parameters") or {}).get(kind) or {}
     if not isinstance(values, Mapping):
         raise config.error("rope_parameters", f"must hold an object for {kind}, has {values!r}")

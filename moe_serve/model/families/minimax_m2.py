@@ -44,7 +44,9 @@ def _read_spec(config: HFConfig) -> ModelSpec:
 
 
 def _refuse_unserved(config: HFConfig) -> None:
-    """Published configs carry keys of other MiniMax models; here they must be at rest."""
+    """Refuse keys of other MiniMax models, which published configs contain, unless they are
+    inactive.
+    """
     config.require("hidden_act", "silu", default="silu")
     config.require("scoring_func", "sigmoid", default="sigmoid")
     config.require("use_qk_norm", True, default=True)

@@ -1,6 +1,6 @@
 """Mistral-Small-4: latent attention whose queries grow with the position, softmax router.
 
-It comes by itself, or as the text model beside a vision tower.
+It comes as a model of its own, or as the text model beside a vision tower.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _read_spec(config: HFConfig) -> ModelSpec:
 
 
 def _query_temperature(config: HFConfig) -> QueryTemperature | None:
-    """1 + beta * ln(1 + floor(position / original context))."""
+    """Read the query temperature: 1 + beta * ln(1 + floor(position / original context))."""
     rope = rope_values(config)
     beta = rope.get("llama_4_scaling_beta")
     if not beta:

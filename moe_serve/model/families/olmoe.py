@@ -1,4 +1,4 @@
-"""OLMoE: q/k norm over the whole projected row, optional clipping, top-k weights as they are."""
+"""OLMoE: q/k norm over whole rows, optional clipping, top-k weights not renormalised."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def _read_spec(config: HFConfig) -> ModelSpec:
     config.require("hidden_act", "silu", default="silu")
     rope = read_rope(config, head_dim=head_dim_of(config))
     last = config.number("max_window_layers", 28) if config.get("use_sliding_window") else 0
-    attention = windowed_layers(  # every other of the first layers, if windows are used at all
+    attention = windowed_layers(  # every other one of the first layers, if windows are used at all
         config, grouped_attention(config, rope), lambda layer: layer % 2 == 0 and layer < last
     )
     return ModelSpec(

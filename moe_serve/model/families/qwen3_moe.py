@@ -11,7 +11,9 @@ from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec
 
 
 def sparse_layers(config: HFConfig) -> tuple[bool, ...]:
-    """Every `decoder_sparse_step`-th layer has experts, unless `mlp_only_layers` names it."""
+    """Return which layers have experts: every `decoder_sparse_step`-th,
+    except `mlp_only_layers`.
+    """
     step = config.positive_int("decoder_sparse_step", default=1)
     dense = config.whole_numbers("mlp_only_layers")
     layers = range(config.positive_int("num_hidden_layers"))

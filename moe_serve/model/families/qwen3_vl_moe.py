@@ -30,7 +30,7 @@ FAMILY = Family(
     read_spec=_read_spec,
     names=TensorNames(
         experts=(
-            *(  # transposed as published, not as transformers 5 writes them
+            *(  # transposed as published, but not as transformers 5 writes them
                 ExpertNames(
                     gate_up=_EXPERTS + "gate_up_proj",
                     down=_EXPERTS + "down_proj",
@@ -38,7 +38,7 @@ FAMILY = Family(
                 )
                 for is_transposed in (True, False)
             ),
-            separate_experts(_EXPERTS),  # where a tool has quantised them
+            separate_experts(_EXPERTS),  # as written by some quantisation tools
         )
     ).under("model.language_model."),
 )

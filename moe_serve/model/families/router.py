@@ -1,4 +1,4 @@
-"""Routers as DeepSeek's configs, and those of others after them, state them."""
+"""Reads routers in the keys of DeepSeek's configs, which other families use as well."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from moe_serve.model.spec import RouterSpec
 
 
 def biased_sigmoid_router(config: HFConfig, *, scaling: float) -> RouterSpec:
-    """DeepSeek-V3's: a bias per expert, which balances the load, takes part in the choice only.
+    """Read DeepSeek-V3's router: a load-balancing bias per expert affects the choice only.
 
     `scaling` is the family's default of routed_scaling_factor.
     """
-    config.one_of("scoring_func", ("sigmoid", "noaux_tc"), "sigmoid")  # dots.llm1 names it so
+    config.one_of("scoring_func", ("sigmoid", "noaux_tc"), "sigmoid")  # dots.llm1's name for it
     config.require("topk_method", "noaux_tc", default="noaux_tc")
     return RouterSpec(
         has_selection_bias=True,
@@ -30,7 +30,9 @@ def biased_sigmoid_router(config: HFConfig, *, scaling: float) -> RouterSpec:
 
 
 def router_numbers(config: HFConfig, *, scaling: float) -> dict[str, Any]:
-    """Of RouterShape: how many experts, how many are chosen, and what their weights are times."""
+    """Return fields of RouterShape: numbers of experts and choices, and the factor of their
+    weights.
+    """
     return {
         "num_experts": config.positive_int("n_routed_experts", "num_local_experts", "num_experts"),
         "top_k": config.positive_int("num_experts_per_tok"),
@@ -39,7 +41,7 @@ def router_numbers(config: HFConfig, *, scaling: float) -> dict[str, Any]:
 
 
 def expert_groups(config: HFConfig) -> dict[str, Any]:
-    """Of RouterShape: the groups that experts are chosen from."""
+    """Return fields of RouterShape: the groups that experts are chosen from."""
     return {
         "num_groups": config.positive_int("n_group", default=1),
         "num_groups_kept": config.positive_int("topk_group", default=1),

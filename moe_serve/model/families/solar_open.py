@@ -1,4 +1,4 @@
-"""Solar Open: GLM-4.5-MoE without dense layers and q/k norms, rotating whole heads."""
+"""Solar Open: GLM-4.5-MoE without dense layers and q/k norms; whole heads are rotated."""
 
 from __future__ import annotations
 

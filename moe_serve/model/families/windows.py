@@ -1,4 +1,4 @@
-"""Layers that see a sliding window among layers that see everything."""
+"""Layers with a sliding window among layers that see everything."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def windowed_layers(
     config: HFConfig, attention: AttentionShape, is_sliding: Callable[[int], bool]
 ) -> tuple[AttentionShape, ...]:
-    """`attention` for each layer, with `sliding_window` in those that `layer_types` names so; where
-    the config has no such list, in those that `is_sliding` names."""
+    """Return `attention` for each layer, with `sliding_window` in those that `layer_types` marks.
+
+    Without such a list in the config, `is_sliding` marks them.
+    """
     kinds = layer_types(config, (FULL, SLIDING), lambda i: SLIDING if is_sliding(i) else FULL)
     if SLIDING not in kinds:
         return (attention,) * len(kinds)

@@ -1,4 +1,4 @@
-"""The formats that weights may be stored in, by the `quant_method` of a checkpoint's config."""
+"""The formats of stored weights, keyed by the `quant_method` of a checkpoint's config."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ FORMATS: Mapping[str, Callable[[HFConfig], WeightFormat]] = {
 
 
 def format_of(config: HFConfig) -> WeightFormat | None:
-    """The format that the config names, None for plain floats; CheckpointError if not served."""
+    """Return the format that the config names, None for plain floats; CheckpointError if not
+    supported.
+    """
     quantization = config.quantization()
     if quantization is None:
         return None

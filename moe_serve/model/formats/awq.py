@@ -32,7 +32,7 @@ _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True, slots=True)
 class Awq:
-    """`group_size` -1: one group for all inputs."""
+    """AWQ weights. `group_size` -1 means one group for all inputs."""
 
     group_size: int
 
@@ -91,7 +91,7 @@ class Awq:
 
 
 def _unpacked(words_KW: Tensor) -> Tensor:
-    """[K, N / 8] int32 -> [N, K] uint8: whole rows are written, so nothing is scattered.
+    """Unpack [K, N / 8] int32 -> [N, K] uint8, writing whole rows, so that nothing is scattered.
 
     The word 0x75316420 holds the outputs 0, 1, 2 ... 7 with those values.
     """
@@ -100,7 +100,7 @@ def _unpacked(words_KW: Tensor) -> Tensor:
 
 
 def _repacked(words_KW: Tensor) -> Tensor:
-    """[K, N / 8] int32 -> [N, ceil(K / 2)] uint8, two inputs in a byte, the first one low."""
+    """Repack [K, N / 8] int32 -> [N, ceil(K / 2)] uint8, two inputs per byte, the first one low."""
     words_WK = F.pad(words_KW.t(), (0, len(words_KW) % 2))
     low_WB, high_WB = words_WK[:, ::2].contiguous(), words_WK[:, 1::2].contiguous()
 
@@ -111,7 +111,9 @@ def _repacked(words_KW: Tensor) -> Tensor:
 
 
 def _rows_of(words_WB: Tensor, bytes_at: Callable[[int], Tensor]) -> Tensor:
-    """[8 W, B] uint8, where a word's place holds the bytes of output ORDER[place]."""
+    """Return [8 W, B] uint8; `bytes_at` gives the bytes at each place of a word, whose output is
+    ORDER[place].
+    """
     bytes_W8B = torch.empty(len(words_WB), 8, words_WB.shape[1], dtype=torch.uint8)
     for place, output in enumerate(_ORDER):
         bytes_W8B[:, output] = bytes_at(place)

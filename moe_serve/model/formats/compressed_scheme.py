@@ -1,4 +1,4 @@
-"""Which modules of a compressed-tensors checkpoint are stored how: its `config_groups`."""
+"""Reads `config_groups` of a compressed-tensors checkpoint: how each module is stored."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _STRATEGIES = ("tensor", "channel", "group", "block")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """One config group: how the weights of its targets are stored."""
+    """One config group: the storage of its targets' weights."""
 
     targets: tuple[str, ...]
     bits: int
     is_float: bool
     is_symmetric: bool
-    strategy: str  # one of _STRATEGIES: what shares a scale
-    group_size: int  # of "group"
-    block: tuple[int, int]  # rows and columns of "block"
+    strategy: str  # one of _STRATEGIES: the weights that share a scale
+    group_size: int  # for strategy "group"
+    block: tuple[int, int]  # rows and columns, for strategy "block"
 
     @property
     def name(self) -> str:
@@ -38,9 +38,10 @@ class Scheme:
 
 
 def scheme_of(schemes: Sequence[Scheme], module: str) -> Scheme | None:
-    """The scheme that names the module, else one whose pattern fits, else that of all `Linear`s.
+    """Return the scheme that names the module, else one whose pattern matches, else that of all
+    `Linear`s.
 
-    Patterns start with `re:` and must fit from the module's first letter on.
+    Patterns start with `re:` and must match from the start of the module's name.
     """
     for scheme in schemes:
         if module in scheme.targets:
@@ -53,11 +54,13 @@ def scheme_of(schemes: Sequence[Scheme], module: str) -> Scheme | None:
 
 
 def schemes_from(config: HFConfig) -> tuple[Scheme, ...]:
-    """All groups, checked; CheckpointError for a layout or a strategy that is not served."""
+    """Read and check all groups; CheckpointError for a layout or a strategy that is not
+    supported.
+    """
     for key in ("transform_config", "sparsity_config"):
         other = config.get(key) or {}
         if not isinstance(other, dict) or (other and other.get("format") != "dense"):
-            raise config.error(key, "is not served: only quantised weights are")
+            raise config.error(key, "is not served; only weights may be quantised")
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
         raise config.error("config_groups", f"must be an object of objects, is {groups!r}")
@@ -83,7 +86,7 @@ def _scheme(section: HFConfig, layout: str) -> Scheme:
     elif kind != "int" or bits not in (4, 8):
         raise config.error("num_bits", f"is {bits!r} of {kind!r}; supported are 4 and 8 of 'int'")
     if kind == "float" and layout in ("pack-quantized", "int-quantized"):
-        raise config.error("type", f"is 'float', which {layout} does not hold")
+        raise config.error("type", f"is 'float', which {layout} does not support")
     size = config.get("group_size")
     strategy = config.get("strategy") or _implied_strategy(size)
     if strategy not in _STRATEGIES:
@@ -111,13 +114,15 @@ def _targets(section: HFConfig) -> tuple[str, ...]:
         try:
             re.compile(target.removeprefix("re:"))
         except (re.error, OverflowError, RecursionError) as error:
-            raise section.error("targets", f"has {target!r}, no pattern: {error}") from None
+            raise section.error(
+                "targets", f"has {target!r}, which is not a valid pattern: {error}"
+            ) from None
     return tuple(targets)
 
 
 def _block(config: HFConfig) -> tuple[int, int]:
     block = config.get("block_structure")
-    if isinstance(block, str):  # "128x128", as it was once written
+    if isinstance(block, str):  # "128x128", an older notation
         block = [int(n) if n.isdecimal() else 0 for n in block.split("x")]
     is_pair = isinstance(block, list) and len(block) == 2
     if not is_pair or not all(isinstance(n, int) and n > 0 for n in block):

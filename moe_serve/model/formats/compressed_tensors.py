@@ -44,7 +44,7 @@ _PACKED_TABLES = {4: OFFSET4, 8: OFFSET8}
 
 @dataclass(frozen=True, slots=True)
 class CompressedTensors:
-    """`source` is where the config says so, for messages."""
+    """compressed-tensors weights. `source` is the location in the config, for messages."""
 
     schemes: tuple[Scheme, ...]
     source: str
@@ -119,7 +119,7 @@ class CompressedTensors:
     def _form(
         self, checkpoint: Checkpoint, name: str, num_columns: int
     ) -> tuple[MatrixForm, Tensor | None]:
-        """And the group of each column, where neighbours are in different ones."""
+        """Return the form, and the group of each column if groups are not made of neighbours."""
         scheme = self._scheme(name, name)
         group_of_K = _shuffled_groups(checkpoint, name, scheme, num_columns)
         rows, columns = {
@@ -146,7 +146,7 @@ class CompressedTensors:
 
 
 def _words(num_values: int, bits: int) -> int:
-    """The int32 words that hold so many values: 32 // bits in each, the last one padded."""
+    """Return the number of int32 words for the values: 32 // bits in each, the last one padded."""
     return -(-num_values // (32 // bits))
 
 
@@ -163,7 +163,7 @@ def _scale_shapes(scheme: Scheme, num_rows: int, num_columns: int) -> list[Shape
 def _shuffled_groups(
     checkpoint: Checkpoint, name: str, scheme: Scheme, num_columns: int
 ) -> Tensor | None:
-    """The group of each column; None where neighbours make groups."""
+    """Return the group of each column; None if neighbours form groups."""
     if scheme.strategy != "group" or name + "_g_idx" not in checkpoint:
         return None
     in_order_K = torch.arange(num_columns) // scheme.group_size
@@ -173,7 +173,7 @@ def _shuffled_groups(
     if group_of_K.max() > in_order_K[-1]:
         raise CheckpointError(
             f"{checkpoint.path(name + '_g_idx')}: tensor {name}_g_idx names groups "
-            f"outside the {int(in_order_K[-1]) + 1} there are."
+            f"outside the {int(in_order_K[-1]) + 1} that exist."
         )
     return group_of_K
 
@@ -187,7 +187,7 @@ def _zeros(checkpoint: Checkpoint, name: str, scheme: Scheme, num_rows: int) -> 
 
 
 def _check_shape(checkpoint: Checkpoint, name: str, shape: Shape) -> None:
-    """The words alone do not say where the padding starts."""
+    """Check the stored shape: the words alone do not tell where the padding starts."""
     stored = checkpoint.view(name + "_shape").tolist()
     if stored != list(shape):
         raise CheckpointError(

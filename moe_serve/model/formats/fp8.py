@@ -32,7 +32,7 @@ _EXPONENT_DTYPES = ("F8_E8M0", "U8")
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """`block` is (rows, columns), None where a scale is for a matrix or a row."""
+    """FP8 weights. `block` is (rows, columns); None if a scale covers a matrix or a row."""
 
     block: tuple[int, int] | None
 
@@ -84,7 +84,7 @@ class Fp8:
         )
 
     def _scale_name(self, checkpoint: Checkpoint, name: str) -> str:
-        """Some files without blocks have the name of blocks."""
+        """Return the scale's name; some files without blocks use the name for blocks."""
         plain = name + "_scale"
         return plain if not self.block and plain in checkpoint else name + "_scale_inv"
 
@@ -95,7 +95,7 @@ def fp8_matrix(
     form: MatrixForm,
     product_dtype: torch.dtype = torch.float32,
 ) -> QuantisedMatrix:
-    """A matrix of E4M3 with a scale for the matrix, for each row, or for each block."""
+    """Return a matrix of E4M3 with a scale for the matrix, for each row, or for each block."""
     num_rows, num_columns = weight_NK.shape
     if form.group:
         scale = scale.repeat_interleave(form.block_rows, dim=0)[:num_rows]

@@ -3,15 +3,15 @@
     `x.qweight`  I32 [K * bits / 32, N]   the first input in the lowest bits of a word
     `x.qzeros`   I32 [G, N * bits / 32]   the first output in the lowest bits
     `x.scales`   [G, N]
-    `x.g_idx`    I32 [K], the group of each input; without it, or where it is all zeros (older
-                 tools left it so), `group_size` neighbours each
+    `x.g_idx`    I32 [K], the group of each input; without it, or if it is all zeros (written by
+                 older tools), `group_size` neighbours each
 
     weight[n, k] = (value[k, n] - zero[g, n]) * scale[g, n],  g = g_idx[k]
 
-The first file format (`checkpoint_format: gptq`) stores each zero less one, modulo 2^bits;
-`gptq_v2` stores it as it is. The product is rounded to the scales' dtype. Sources: `pack` and
-`dequantize_weight` of AutoGPTQ and GPTQModel. `dynamic` gives modules, by regular expressions,
-bits and group sizes of their own.
+The first file format (`checkpoint_format: gptq`) stores each zero minus one, modulo 2^bits;
+`gptq_v2` stores it unchanged. The product is rounded to the scales' dtype. Sources: `pack` and
+`dequantize_weight` of AutoGPTQ and GPTQModel. `dynamic` sets bits and group sizes of modules that
+match regular expressions.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.formats.weight_format import matrix_shape, present, scale_bits, stem_of
 
 _TABLES = {4: UINT4, 8: UINT8}
-_GROUP_SIZE = 128  # where the config does not state one
+_GROUP_SIZE = 128  # if the config does not state one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gptq:
-    """`group_size` -1: one group for all inputs."""
+    """GPTQ weights. `group_size` -1 means one group for all inputs."""
 
     bits: int
     group_size: int
-    has_shifted_zeros: bool  # stored less one
+    has_shifted_zeros: bool  # stored minus one
     dynamic: Mapping[str, Any]
 
     @property
@@ -102,7 +102,7 @@ class Gptq:
     def _form(
         self, checkpoint: Checkpoint, stem: str, num_columns: int
     ) -> tuple[MatrixForm, Tensor | None]:
-        """And the group of each column, where neighbours are in different ones."""
+        """Return the form, and the group of each column if groups are not made of neighbours."""
         bits, group_size = self._of_module(stem)
         group_of_K = self._groups(checkpoint, stem, num_columns, group_size)
         form = MatrixForm(
@@ -117,7 +117,7 @@ class Gptq:
     def _groups(
         self, checkpoint: Checkpoint, stem: str, num_columns: int, group_size: int
     ) -> Tensor | None:
-        """The group of each column; None where neighbours make groups."""
+        """Return the group of each column; None if neighbours form groups."""
         if stem + "g_idx" not in checkpoint or not checkpoint.view(stem + "g_idx").any():
             return None
         size = num_columns if group_size == -1 else group_size
@@ -126,13 +126,15 @@ class Gptq:
         if group_of_K.min() < 0 or group_of_K.max() >= num_groups:
             raise CheckpointError(
                 f"{checkpoint.path(stem + 'g_idx')}: tensor {stem}g_idx names groups outside "
-                f"the {num_groups} there are."
+                f"the {num_groups} that exist."
             )
         is_in_order = torch.equal(group_of_K, torch.arange(num_columns) // size)
         return None if is_in_order else group_of_K
 
     def _of_module(self, stem: str) -> tuple[int, int]:
-        """Bits and group size of a module: the first pattern of `dynamic` that matches, if any."""
+        """Return bits and group size of a module: the first pattern of `dynamic` that matches, if
+        any.
+        """
         for pattern, own in self.dynamic.items():
             if re.match(pattern.removeprefix("+:"), stem.removesuffix(".")):
                 bits, group_size = own.get("bits"), own.get("group_size")
@@ -154,13 +156,15 @@ def gptq_from(config: HFConfig) -> Gptq:
     dynamic = config.get("dynamic") or {}
     if not isinstance(dynamic, Mapping):
         raise config.error("dynamic", "must be an object")
-    # "-:" marks modules that are not quantised, which their stored form says as well.
+    # "-:" marks modules that are not quantised; their stored form shows that as well.
     own = {pattern: keys for pattern, keys in dynamic.items() if not pattern.startswith("-:")}
     for pattern, keys in own.items():
         try:
             re.compile(pattern.removeprefix("+:"))
         except (re.error, OverflowError, RecursionError) as error:
-            raise config.error("dynamic", f"has {pattern!r}, no pattern: {error}") from None
+            raise config.error(
+                "dynamic", f"has {pattern!r}, which is not a valid pattern: {error}"
+            ) from None
         if not isinstance(keys, Mapping):
             raise config.error("dynamic", f"must give an object for {pattern!r}")
         _check_sizes(HFConfig(keys, f"{config.source}: dynamic"), needs_bits=False)

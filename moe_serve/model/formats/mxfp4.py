@@ -26,7 +26,7 @@ _BLOCK = 32
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4:
-    """Fused expert weights only."""
+    """MXFP4 weights: fused experts only."""
 
     @property
     def name(self) -> str:

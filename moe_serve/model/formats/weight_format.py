@@ -1,7 +1,7 @@
-"""What a format of stored weights must be able to do. One small file per format implements it.
+"""The interface of a format of stored weights. One small file per format implements it.
 
-A format knows matrices by their plain names. Norms, routers and whatever else a checkpoint keeps in
-floats never come here: `WeightReader` reads them as they are.
+A format knows matrices by their plain names. Norms, routers and other tensors that a checkpoint
+stores in floats never come here: `WeightReader` reads them directly.
 """
 
 from __future__ import annotations
@@ -20,30 +20,34 @@ class WeightFormat(Protocol):
 
     @property
     def name(self) -> str:
-        """For logs: what it is called, the bits and the groups."""
+        """The name for logs, with the bits and the groups."""
 
     def parts(self, checkpoint: Checkpoint, name: str) -> tuple[str, ...]:
-        """The stored tensors behind the weight `name`; none if it is not there in this format."""
+        """Return the stored tensors behind the weight `name`; empty if it is not stored in this
+        format.
+        """
 
     def expect(self, checkpoint: Checkpoint, name: str, shape: Shape) -> None:
-        """Raise CheckpointError unless all parts are there with the right shapes and dtypes."""
+        """Raise CheckpointError unless all parts exist with the right shapes and dtypes."""
 
     def form(
         self, checkpoint: Checkpoint, name: str, shape: Shape, expert: int | None
     ) -> MatrixForm:
-        """What `matrix` will look like; reads headers, and small tensors at most."""
+        """Return the form that `matrix` will have; reads headers, and small tensors at most."""
 
     def matrix(
         self, checkpoint: Checkpoint, name: str, shape: Shape, expert: int | None
     ) -> QuantisedMatrix:
-        """One matrix of `shape`; of a fused weight [E, ...] that of `expert`.
+        """Return one matrix of `shape`; for a fused weight [E, ...] that of `expert`.
 
-        Made of views of the files where it can be.
+        It consists of views of the files where possible.
         """
 
 
 def stem_of(name: str) -> str | None:
-    """`a.b.weight` -> `a.b.`, where linear layers keep their packed parts; None for other names."""
+    """Convert `a.b.weight` to `a.b.`, under which linear layers keep packed parts; None for other
+    names.
+    """
     return name.removesuffix("weight") if name.endswith(".weight") else None
 
 
@@ -52,15 +56,17 @@ def present(checkpoint: Checkpoint, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def matrix_shape(checkpoint: Checkpoint, stored: str, shape: Shape, row_multiple: int) -> Shape:
-    """(N, K) of a weight that this format can pack: N a multiple of `row_multiple`."""
+    """Return (N, K) of a weight that this format can pack: N a multiple of `row_multiple`."""
     if len(shape) != 2 or shape[0] % row_multiple:
         raise CheckpointError(
             f"{checkpoint.path(stored)}: tensor {stored} is packed, but config.json implies a "
-            f"weight of shape {list(shape)}, which cannot be."
+            f"weight of shape {list(shape)}, which cannot be packed."
         )
     return shape
 
 
 def scale_bits(checkpoint: Checkpoint, name: str) -> int:
-    """Of one scale in a stored tensor; exponents alone become floats, except MXFP4's."""
+    """Return the bits of one scale in a stored tensor; pure exponents become floats, except
+    MXFP4's.
+    """
     return 16 if checkpoint.header(name).dtype in ("F16", "BF16") else 32

@@ -1,8 +1,8 @@
-"""Which expert matrices of a quantised checkpoint stay in few bits.
+"""Decides which expert matrices of a quantised checkpoint stay packed in few bits.
 
 A bank (the experts of a layer, a shared expert, a dense MLP) holds its gate and up projections in
-one layout and its down projections in one, so all of its experts must be stored alike. What cannot
-stay packed is dequantised while it is loaded, and the reason is logged, once.
+one layout and its down projections in one, so all of its experts must be stored alike. Matrices
+that cannot stay packed are dequantised while loading, and the reason is logged once.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from moe_kernels.interface.matrix_form import MatrixForm, PackedLayout
 from moe_serve.config.sections import ExpertWeightsName
 from moe_serve.errors import ConfigError
 from moe_serve.model.checkpoint.manifest import Stored
-from moe_serve.model.load.weight_source import WeightSource
+from moe_serve.model.load.weight_reader import WeightSource
 
 _log = logging.getLogger(__name__)
-_FLOATS = "it is stored in floats"  # no reason to log
+_FLOATS = "it is stored in floats"  # not logged as a reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredProduct:
-    """The tensors that one product of a bank reads: of all experts, or fused ones of one.
+    """The tensors that one product of a bank reads: those of all experts, or the fused ones of one.
 
-    `expert`: of a fused tensor, the one to look at. `half`: outputs of gate, where gate and up are
-    one tensor. `is_transposed`: the tensors are [inputs, outputs].
+    `expert`: the expert to look at in a fused tensor. `half`: the number of gate's outputs if gate
+    and up are one tensor. `is_transposed`: the tensors are [inputs, outputs].
     """
 
     tensors: Sequence[Stored]
@@ -42,7 +42,7 @@ class StoredProduct:
 
 @dataclass(frozen=True, slots=True)
 class BankForms:
-    """The forms in which gate and up, and down, stay; None: floats."""
+    """The forms in which gate and up, and down, stay; None means floats."""
 
     gate_up: MatrixForm | None = None
     down: MatrixForm | None = None
@@ -50,7 +50,7 @@ class BankForms:
 
 @dataclass(slots=True)
 class ExpertPacking:
-    """Decides bank by bank, and counts what was decided for routed experts."""
+    """Decides for each bank, and counts the decisions for routed experts."""
 
     reader: WeightSource
     kernels: Kernels
@@ -62,12 +62,17 @@ class ExpertPacking:
     def forms(
         self, gate_up: StoredProduct, down: StoredProduct, *, is_routed: bool = True
     ) -> BankForms:
-        """ConfigError where routed experts must stay packed (`mode`) and cannot."""
+        """Return a bank's forms.
+
+        ConfigError if routed experts must stay packed (`mode`) and cannot.
+        """
         return BankForms(self._form(gate_up, 2, is_routed), self._form(down, 1, is_routed))
 
     @property
     def description(self) -> str:
-        """What became of quantised weights: "experts int4 packed, 4.25 bits; the rest ..."."""
+        """Describe how quantised weights are held: "experts int4 packed, 4.25 bits;
+        the rest ...".
+        """
         dtype = str(self.dtype).removeprefix("torch.")
         rest = f"dequantised to {dtype} while loading"
         names = dict.fromkeys(layout.name for layout in self._layouts if layout is not None)
@@ -102,7 +107,9 @@ class ExpertPacking:
         return None
 
     def _decided(self, product: StoredProduct) -> tuple[MatrixForm, PackedLayout] | str:
-        """The form and its layout, or why the product is one of floats: "" if it is wanted so."""
+        """Return the form and its layout, or the reason why the product is held in floats: "" if
+        that is requested.
+        """
         can_pack = self.mode == "packed" or self.kernels.has_packed_products
         if self.mode == "dequantised" or not can_pack:
             return ""
@@ -121,12 +128,12 @@ class ExpertPacking:
         if isinstance(layout, str):
             return layout
         if not _are_parts_apart(product, form):
-            return f"{form.name}, of which gate and up share some"
+            return f"{form.name} with blocks that gate and up share"
         return form, layout
 
 
 def _are_parts_apart(product: StoredProduct, form: MatrixForm) -> bool:
-    """Where gate and up are one tensor, whether each begins with a block of scales."""
+    """Return whether gate and up, if they are one tensor, each begin with a block of scales."""
     if product.half is None or form.block_rows <= 1:
         return True
     return not product.is_interleaved and product.half % form.block_rows == 0

@@ -1,4 +1,4 @@
-"""From a layer's attention weights, as the checkpoint has them, to a ready Attention.
+"""Builds a layer's Attention from its stored weights.
 
 H heads, D width of a head, R rotated values of it, L latent width, P positions.
 """
@@ -36,7 +36,10 @@ class AttentionLoader:
             self._unrotated = RotaryTable(table.cos, table.signed_sin, self._query_scale)
 
     def load(self, layer: int, weights: Weights) -> Attention:
-        """`weights` by the keys of `attention_table`; nothing of them is kept."""
+        """Build a layer's attention.
+
+        `weights` has the keys of `attention_table`; none of them is kept.
+        """
         return self._latent(weights) if self._spec.latent else self._grouped(layer, weights)
 
     def _grouped(self, layer: int, weights: Weights) -> GroupedQueryAttention:
@@ -44,7 +47,7 @@ class AttentionLoader:
         shape, has_rotation = spec.layers[layer].attention, spec.layers[layer].has_rotation
 
         def heads(key: str) -> Tensor:
-            """Rows of q or k, in the order that the kernels rotate."""
+            """Return rows of q or k, in the order in which the kernels rotate."""
             return self._reorder(weights[key], shape.head_dim, 0)
 
         bias = None
@@ -61,7 +64,7 @@ class AttentionLoader:
         )
 
     def _qk_norm(self, layer: int, weights: Weights) -> QKNormWeights | None:
-        """A norm without weights (Llama 4) has ones."""
+        """Return the q/k norm; a norm without weights (Llama 4) gets ones."""
         shape = self._spec.layers[layer].attention
         if shape.qk_norm == "none":
             return None
@@ -71,7 +74,7 @@ class AttentionLoader:
         return self.norm_weights(layer, weights)
 
     def norm_weights(self, layer: int, weights: Weights) -> QKNormWeights:
-        """Of queries and keys, in the order that the kernels rotate."""
+        """Return the norm weights of queries and keys, in the order in which the kernels rotate."""
         head_dim = self._spec.layers[layer].attention.head_dim
         q, k = (self._reorder(weights[key], head_dim, 0).clone() for key in ("q_norm", "k_norm"))
         return QKNormWeights(q, k)
@@ -107,9 +110,10 @@ class AttentionLoader:
         )
 
     def _reorder(self, rows: Tensor, head_rows: int, first: int) -> Tensor:
-        """Bring interleaved rotary rows (0, 1, 2, 3, ..) into halves (0, 2, .., 1, 3, ..).
+        """Reorder interleaved rotary rows (0, 1, 2, 3, ..) into halves (0, 2, .., 1, 3, ..).
 
-        Of each head's `head_rows` rows those from `first` on are rotated, as many as the spec says.
+        In each head's `head_rows` rows, those from `first` on are rotated, as many as the spec
+        says.
         """
         if not self._spec.rope.is_interleaved:
             return rows
@@ -123,7 +127,7 @@ class AttentionLoader:
 
 
 def _query_scale(spec: ModelSpec, num_positions: int, device: torch.device) -> Tensor | None:
-    """What the query of each position is times, [P] in fp32; None: nothing."""
+    """Return the factor of each position's query, [P] in fp32; None if there is none."""
     temperature = spec.query_temperature
     if temperature is None:
         return None

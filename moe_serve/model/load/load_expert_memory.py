@@ -1,14 +1,19 @@
-"""The expert stage of a model whose routed experts need not all be in memory."""
+"""Builds expert stages that do not hold all routed experts at fixed places in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import torch
+
 from experts.expert_stage import ExpertStage
+from experts.layer_banks import LayerBanks
 from experts.memory.expert_memory import ExpertMemory
 from experts.memory.memory_layer import MemoryLayer
 from experts.memory.policy import MemoryPolicy
+from experts.slot_room import SlotRoom
 from moe_kernels.interface.kernels import Kernels
 from moe_serve.config.sections import MemoryPolicyName, ModelConfig
 from moe_serve.errors import ConfigError
@@ -20,14 +25,17 @@ _LEAST_SLOTS = 2  # one in use, and one that is being read into
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBudget:
-    """How many bytes of packed routed experts a process may hold, and how they are chosen."""
+    """The bytes of packed routed experts that a process may hold, and how they are chosen."""
 
     num_bytes: int
     policy: MemoryPolicyName
 
     @classmethod
     def of(cls, config: ModelConfig) -> MemoryBudget | None:
-        """Raises ConfigError for what is no budget, in a config that was built in code."""
+        """Read the budget from a config.
+
+        Raises ConfigError for an invalid budget in a config built in code.
+        """
         if config.expert_memory_bytes is None:
             return None
         if config.expert_memory_bytes < 1:
@@ -45,7 +53,10 @@ def memory_stage(
     held: Sequence[Collection[int]],
     budget: MemoryBudget,
 ) -> ExpertStage:
-    """`experts` is asked again and again, by two threads. Raises ConfigError if nothing fits."""
+    """Make a stage that reads experts when needed. `experts` is called repeatedly, by two threads.
+
+    Raises ConfigError if no expert fits.
+    """
     layers = [layer for layer in range(spec.num_layers) if spec.layers[layer].is_sparse]
     if not layers:
         raise ConfigError(
@@ -54,8 +65,8 @@ def memory_stage(
         )
     if len(experts.forms_of(layers)) > 1:
         raise ConfigError(
-            "model.expert_memory_bytes needs experts that are held alike in all layers, and this "
-            "checkpoint stores some in another way: leave it out, or set model.expert_weights to "
+            "model.expert_memory_bytes needs experts that have the same format in all layers, but "
+            "this checkpoint stores some differently: leave it out, or set model.expert_weights to "
             "'dequantised'."
         )
     of_model = len(layers) * spec.router.num_experts
@@ -79,3 +90,47 @@ def memory_stage(
         ],
         memory,
     )
+
+
+_ANY_SIZE = 2**62  # bytes; the number of slots sets the limit
+
+
+def room_stage(
+    spec: ModelSpec,
+    kernels: Kernels,
+    experts: ExpertLoader,
+    held: Sequence[Collection[int]],
+    num_slots: int,
+    device: torch.device,
+    num_threads: int,
+) -> ExpertStage:
+    """Make a stage whose experts can be exchanged for others while it serves.
+
+    `num_slots`: the total of all layers. Raises ConfigError if experts have several forms, because
+    a slot fits only one.
+    """
+    layers = [layer for layer in range(spec.num_layers) if spec.layers[layer].is_sparse]
+    if len(experts.forms_of(layers)) > 1:
+        raise ConfigError(
+            "cluster.rebalance needs experts that have the same format in all layers, but this "
+            "checkpoint stores some differently: set it to 'off', or model.expert_weights to "
+            "'dequantised'."
+        )
+    sample, num_experts = experts.read(layers[0], 0), spec.router.num_experts
+    room = SlotRoom(
+        kernels.expert_slots(sample, spec.activation, _ANY_SIZE, num_slots), layers, num_experts
+    )
+
+    def load(layer: int) -> None:
+        for expert in held[layer]:
+            room.stage(layer, expert, experts.read(layer, expert))
+            experts.drop(layer, expert)
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        list(pool.map(load, layers))
+    room.switch({layer: held[layer] for layer in layers})
+    banks: list[LayerBanks | None] = [None] * spec.num_layers
+    for layer in layers:
+        of_layer = banks[layer] = LayerBanks(num_experts, spec.width, device)
+        of_layer.put_room(room.banks[layer], held[layer])
+    return ExpertStage(banks, room=room)

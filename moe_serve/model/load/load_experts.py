@@ -1,4 +1,4 @@
-"""From a checkpoint's tensors to the weights of experts, in floats or packed.
+"""Builds the weights of experts, in floats or packed, from a checkpoint's tensors.
 
 D model width, F expert width, E experts.
 """
@@ -19,12 +19,12 @@ from moe_serve.model.checkpoint.manifest import Stored, Table, expert_table
 from moe_serve.model.checkpoint.tensor_names import ExpertNames, TensorNames
 from moe_serve.model.load.expert_packing import BankForms, ExpertPacking, StoredProduct
 from moe_serve.model.load.model_tensors import ModelTensors
-from moe_serve.model.load.weight_source import WeightSource
+from moe_serve.model.load.weight_reader import WeightSource
 from moe_serve.model.spec import ModelSpec
 
 
 class ExpertLoader:
-    """Reads experts, shared experts and dense MLPs. Construction decides what stays packed."""
+    """Reads experts, shared experts and dense MLPs. The constructor decides which stay packed."""
 
     def __init__(
         self,
@@ -37,21 +37,23 @@ class ExpertLoader:
         self._forms = [self._routed_forms(layer) for layer in range(spec.num_layers)]
 
     def forms_of(self, layers: Collection[int]) -> set[BankForms]:
-        """How the routed experts of these layers are held: one, if all are alike."""
+        """Return the forms of the routed experts of these layers; a single one if all are alike."""
         return {self._forms[layer] for layer in layers}
 
     def with_tensors(self, tensors: ModelTensors) -> ExpertLoader:
-        """The same experts, read from elsewhere."""
+        """Return a loader of the same experts that reads from other tensors."""
         other = copy.copy(self)
         other._tensors = tensors
         return other
 
     def layer(self, layer: int, held: Collection[int]) -> LayerExperts:
-        """Routed experts, to be read once, in order; copy each before the next."""
+        """Return routed experts, to be read once and in order;
+        copy each before reading the next.
+        """
         return LayerExperts(self, layer, self._spec.router.num_experts, frozenset(held))
 
     def read(self, layer: int, expert: int) -> ExpertWeights:
-        """One routed expert. May be views of the file."""
+        """Read one routed expert. Its weights may be views of the file."""
         names, forms = self._names, self._forms[layer]
         table = expert_table(names, self._spec, layer, expert)
         if names.gate:
@@ -71,12 +73,12 @@ class ExpertLoader:
         return ExpertWeights(gate, up, down, *biases, down_bias)
 
     def drop(self, layer: int, expert: int) -> None:
-        """An expert has been copied: its pages may go."""
+        """Release an expert's pages; the caller has copied it."""
         for item in expert_table(self._names, self._spec, layer, expert).values():
             self._tensors.done(item, None if self._names.gate else expert)
 
     def dense(self, parts: Table) -> ExpertWeights:
-        """A shared expert or a dense MLP: gate, up and down, or gate_up and down."""
+        """Read a shared expert or a dense MLP: gate, up and down, or gate_up and down."""
         forms = self._packing.forms(*_dense_products(parts), is_routed=False)
         if "gate_up" in parts:
             gate, up = _gate_and_up(self._matrix(parts["gate_up"], forms.gate_up))
@@ -93,7 +95,9 @@ class ExpertLoader:
         )
 
     def _routed_forms(self, layer: int) -> BankForms:
-        """Of separate experts each is asked; fused ones are alike."""
+        """Decide the forms of a layer's routed experts, over all separate experts; fused ones are
+        alike.
+        """
         names = self._names
         if not self._spec.layers[layer].is_sparse:
             return BankForms()
@@ -116,7 +120,7 @@ class ExpertLoader:
         *,
         is_transposed: bool = False,
     ) -> Weight:
-        """[outputs, inputs], packed where it has a form. May be a view of the file."""
+        """Return [outputs, inputs], packed if it has a form. May be a view of the file."""
         if form is None:
             weight = self._tensors.read(stored, expert=expert)
             return weight.t() if is_transposed else weight
@@ -128,9 +132,9 @@ class ExpertLoader:
 
 
 class LayerExperts(Sequence[ExpertWeights | None]):
-    """A layer's experts, each read when it is asked for; the one before is then let go.
+    """The experts of a layer, each read on access, after which the previous one is released.
 
-    So no more than one expert is in memory twice, as it is stored and as it is held. None: it is
+    So at most one expert is in memory twice: as stored and as held. None means that an expert is
     not held here.
     """
 
@@ -167,7 +171,7 @@ class LayerExperts(Sequence[ExpertWeights | None]):
         return self._loader.read(self._layer, index)
 
     def done(self) -> None:
-        """Let go of what was read last."""
+        """Release the expert that was read last."""
         if self._read >= 0:
             self._loader.drop(self._layer, self._read)
             self._read = -1
@@ -200,7 +204,7 @@ _Rows = TypeVar("_Rows", Tensor, Weight)
 
 
 def _gate_and_up(fused: _Rows, *, is_interleaved: bool = False) -> tuple[_Rows, _Rows]:
-    """Rows of the gate and of the up projection, from [2 F, ...]."""
+    """Return the rows of the gate and of the up projection, from [2 F, ...]."""
     half = fused.shape[0] // 2
     gate, up = slice(None, half), slice(half, None)
     if is_interleaved:
@@ -211,9 +215,9 @@ def _gate_and_up(fused: _Rows, *, is_interleaved: bool = False) -> tuple[_Rows, 
 
 
 def expert_names(names: TensorNames, spec: ModelSpec, reader: WeightSource) -> ExpertNames:
-    """The layout that this checkpoint has; the first, to complain of, if it has none.
+    """Return the layout that this checkpoint has; if none, the first, for the error message.
 
-    Two layouts may differ in nothing but their shapes.
+    Two layouts may differ in their shapes only.
     """
     layers = [layer for layer in range(spec.num_layers) if spec.layers[layer].is_sparse][:1]
     tables = [

@@ -1,4 +1,4 @@
-"""From a checkpoint folder to the two stages. Each stage reads only the tensors it needs."""
+"""Loads the two stages from a checkpoint folder. Each stage reads only the tensors it needs."""
 
 from __future__ import annotations
 
@@ -27,12 +27,10 @@ from moe_serve.model.checkpoint.spec_check import check_spec
 from moe_serve.model.families import Family, family_of
 from moe_serve.model.load.expert_packing import ExpertPacking
 from moe_serve.model.load.load_attention import AttentionLoader
-from moe_serve.model.load.load_expert_memory import MemoryBudget, memory_stage
-from moe_serve.model.load.load_expert_room import room_stage
+from moe_serve.model.load.load_expert_memory import MemoryBudget, memory_stage, room_stage
 from moe_serve.model.load.load_experts import ExpertLoader, expert_names
 from moe_serve.model.load.model_tensors import LoadProgress, ModelTensors
-from moe_serve.model.load.weight_reader import open_checkpoint
-from moe_serve.model.load.weight_source import OpenWeights
+from moe_serve.model.load.weight_reader import OpenWeights, open_checkpoint
 from moe_serve.model.spec import ModelSpec
 from moe_serve.model.stage.attention import GroupedQueryAttention
 from moe_serve.model.stage.attention_stage import AttentionLayer, AttentionStage
@@ -49,7 +47,7 @@ from moe_serve.model.stage.gather import (
 
 
 class ModelLoader:
-    """Reads one checkpoint. Construction reads the config and checks every tensor's header."""
+    """Reads one checkpoint. The constructor reads the config and checks every tensor's header."""
 
     def __init__(
         self,
@@ -85,23 +83,23 @@ class ModelLoader:
 
     @property
     def weight_format(self) -> str:
-        """How the checkpoint stores its weights, for logs."""
+        """The format of the stored weights, for logs."""
         return self._reader.format_name
 
     @property
     def expert_weights(self) -> str:
-        """How the weights of a quantised checkpoint are held, for logs."""
+        """The way the weights of a quantised checkpoint are held, for logs."""
         return self._packing.description
 
     def _own_dtype(self) -> torch.dtype:
-        """As the config states, else as the embedding is stored."""
+        """Return the config's dtype, or else the stored embedding's."""
         if self.spec.dtype is not None:
             stated: torch.dtype = getattr(torch, self.spec.dtype)
             return stated
         return self._reader.stored_dtype(self._names.embedding)
 
     def attention_stage(self, max_positions: int, gather: Gather | None = None) -> AttentionStage:
-        """Everything but the routed experts; `gather`: of all layers the part of its shard."""
+        """Load everything but the routed experts; `gather`: of every layer, this shard's part."""
         spec = self.spec if gather is None else gather.shard.spec(self.spec)
         table = model_table(self._names, spec)
         embedding = self._tensors.keep(table["embedding"])
@@ -123,7 +121,7 @@ class ModelLoader:
         )
 
     def routers(self) -> list[Router | None]:
-        """The routers alone, for an expert side that routes; None: a dense layer."""
+        """Load the routers alone, for an expert side that routes; None for dense layers."""
         tables = [
             feed_forward_table(self._names, self.spec, layer)
             for layer in range(self.spec.num_layers)
@@ -131,12 +129,13 @@ class ModelLoader:
         return [self._router(table) for table in tables]
 
     def embedding(self) -> Tensor:
-        """The token embeddings alone, [V, D]."""
+        """Load the token embeddings alone, [V, D]."""
         return self._tensors.keep(model_table(self._names, self.spec)["embedding"])
 
     def router_weights(self, layer: int) -> Mapping[str, Tensor]:
-        """What a layer routes by: moe_norm, and in fp32 router and those of router_bias and
-        selection_bias that there are."""
+        """Load the tensors that a layer routes with: moe_norm, and in fp32 router and, if present,
+        router_bias and selection_bias.
+        """
         table = feed_forward_table(self._names, self.spec, layer)
         weights = {"moe_norm": self._tensors.keep(table["moe_norm"])}
         for key in ("router", "router_bias", "selection_bias"):
@@ -149,31 +148,38 @@ class ModelLoader:
         held: Sequence[Collection[int]] | None = None,
         budget: MemoryBudget | None = None,
     ) -> ExpertStage:
-        """The routed experts of all layers, or those of each layer that `held` names. Only their
-        tensors are read; with a `budget`, when they are needed."""
+        """Load the routed experts of all layers, or those that `held` names for each layer.
+
+        Only their tensors are read; with a `budget`, they are read when needed.
+        """
         num_layers = self.spec.num_layers
         if held is None:
             held = [range(self.spec.router.num_experts)] * num_layers
         assert len(held) == num_layers, f"experts of {len(held)} layers, not {num_layers}"
         if budget is not None:
             return memory_stage(self.spec, self.kernels, self.live_experts(), held, budget)
-        with ThreadPoolExecutor(self._num_threads) as pool:  # copying is what takes time
+        with ThreadPoolExecutor(self._num_threads) as pool:  # copying takes most of the time
             return ExpertStage(list(pool.map(self._layer_banks, range(num_layers), held)))
 
     def expert_room(self, held: Sequence[Collection[int]], num_slots: int) -> ExpertStage:
-        """As `expert_stage`, in slots: experts may be exchanged for others later. More slots than
-        `held` has experts are room for copies that are not used yet."""
+        """Load experts as `expert_stage` does, into slots: experts may be exchanged for others
+        later.
+
+        Slots beyond the number of experts in `held` are room for further copies.
+        """
         arguments = (self.spec, self.kernels, self._experts, held, num_slots)
         return room_stage(*arguments, self.device, self._num_threads)
 
     def live_experts(self) -> ExpertLoader:
-        """Routed experts to be read while requests run: a disk's error is then an error, not the
-        end of the process. On any thread."""
+        """Return a reader of routed experts for use while requests run, on any thread.
+
+        A disk error raises an exception instead of ending the process.
+        """
         tensors = ModelTensors(self._reader.copying(), self.dtype, self.device, 0, progress=None)
         return self._experts.with_tensors(tensors)
 
     def expert_bank(self, layer: int, experts: Collection[int]) -> ExpertBank:
-        """Some routed experts of a layer, at least one. May be called again for others."""
+        """Load some routed experts of a layer, at least one. May be called again for others."""
         reading = self._experts.layer(layer, experts)
         bank = self.kernels.experts(reading, self.spec.activation)
         reading.done()
@@ -227,7 +233,7 @@ class ModelLoader:
         weights: Mapping[str, Tensor],
         gather: Gather,
     ) -> GroupedQueryAttention:
-        """A shard's heads, where a norm reaches over those of all shards."""
+        """Build a shard's heads if a norm spans the heads of all shards."""
         if self.spec.layers[layer].attention.qk_norm != "row":
             return heads
         qkv = RowNormedQKV(
@@ -253,7 +259,7 @@ class ModelLoader:
         )
 
     def _dense_mlp(self, table: Table, gather: Gather | None) -> DenseMLP | None:
-        """The shared expert of a sparse layer, or a dense layer's MLP."""
+        """Load the shared expert of a sparse layer, or a dense layer's MLP."""
         prefix = "shared." if "router" in table else "dense."
         parts = {k.removeprefix(prefix): v for k, v in table.items() if k.startswith(prefix)}
         if not parts:

@@ -1,4 +1,4 @@
-"""A checkpoint's weights as the model holds them: in its dtype, on its device, counted."""
+"""Reads a checkpoint's weights in the model's dtype onto its device, and counts them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from torch import Tensor
 
 from moe_kernels.interface.quantised_matrix import QuantisedMatrix
 from moe_serve.model.checkpoint.manifest import Stored
-from moe_serve.model.load.weight_source import WeightSource
+from moe_serve.model.load.weight_reader import WeightSource
 
 LoadProgress = Callable[[int, int], None]  # (tensors read, tensors in all)
 
 
 class ModelTensors:
-    """What `read` gives may be a view of the file: copy it, or make a layer of it, before `done`.
+    """The weights of a checkpoint.
 
-    Threads may read at once.
+    Results of `read` may be views of the file: copy them, or make a layer of them, before `done`.
+
+    Several threads may read at once.
     """
 
     def __init__(
@@ -36,29 +38,29 @@ class ModelTensors:
     def read(
         self, stored: Stored, dtype: torch.dtype | None = None, expert: int | None = None
     ) -> Tensor:
-        """In floats; of a fused weight [E, ...] that of `expert`, if given."""
+        """Read a weight in floats; for a fused weight [E, ...] that of `expert`, if given."""
         tensor = self._reader.read(stored.name, stored.shape, dtype or self._dtype, expert)
         self._count(expert)
         return tensor.to(self._device)
 
     def read_packed(self, stored: Stored, expert: int | None = None) -> QuantisedMatrix:
-        """In few bits."""
+        """Read a weight packed in few bits."""
         matrix = self._reader.read_packed(stored.name, stored.shape, expert)
         self._count(expert)
         return matrix.to(self._device)
 
     def keep(self, stored: Stored, dtype: torch.dtype | None = None) -> Tensor:
-        """A copy of one's own."""
+        """Read a weight as a copy."""
         tensor = self.read(stored, dtype).clone()
         self.done(stored)
         return tensor
 
     def done(self, stored: Stored, expert: int | None = None) -> None:
-        """It was copied: its pages may go."""
+        """Release a weight's pages; the caller has copied it."""
         self._reader.done(stored.name, expert)
 
     def _count(self, expert: int | None) -> None:
-        """A fused tensor counts once."""
+        """Count a tensor as read; a fused tensor counts once."""
         with self._lock:
             self._done += 0 if expert else 1
             if self._progress is not None:

@@ -1,14 +1,16 @@
-"""The weights of a checkpoint as floats, whatever format they are stored in, or as they are stored.
+"""Reads the weights of a checkpoint as floats, whatever their stored format, or as they are stored.
 
-A tensor that is stored in floats under its own name is read as it is, also in a quantised
-checkpoint: norms, routers, heads and modules that were left out. Everything else goes to the format
-that the config names, one matrix at a time.
+A tensor that is stored in floats under its own name is read directly, also in a quantised
+checkpoint: norms, routers, heads and modules excluded from quantisation. All other weights are read
+through the format that the config names, one matrix at a time.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,16 +21,77 @@ from moe_serve.model.checkpoint.checkpoint import FLOAT_DTYPES, Checkpoint, Shap
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.formats import WeightFormat, format_of
 
+
+class WeightSource(Protocol):
+    """Logical weights by name: the loader's interface to a checkpoint, or to any replacement of
+    one.
+
+    Several threads may read at once. `shape` is always that of the whole weight; `expert` requests
+    one of a fused [E, ...].
+    """
+
+    @property
+    def format_name(self) -> str:
+        """The stored format of the experts' weights, for logs: "plain", "mxfp4", ..."""
+        ...
+
+    def has(self, name: str) -> bool:
+        """Return whether the weight exists in any form."""
+        ...
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a weight in floats; float32 for a quantised one."""
+        ...
+
+    def expect(self, name: str, shape: Shape) -> None:
+        """Raise CheckpointError unless the weight exists with this shape. Reads no weights."""
+        ...
+
+    def read(
+        self, name: str, shape: Shape, dtype: torch.dtype, expert: int | None = None
+    ) -> Tensor:
+        """Read the weight in `dtype`; it must not be written to,
+        and must be copied before `done`.
+        """
+        ...
+
+    def form(self, name: str, shape: Shape, expert: int | None = None) -> MatrixForm | None:
+        """Return the form of `read_packed`'s result; None for a weight in floats."""
+        ...
+
+    def read_packed(self, name: str, shape: Shape, expert: int | None = None) -> QuantisedMatrix:
+        """Read a weight that has a form, in few bits; if the form is transposed, its transpose."""
+        ...
+
+    def done(self, name: str, expert: int | None = None) -> None:
+        """Note that the caller has copied the weight."""
+        ...
+
+    def copying(self) -> WeightSource:
+        """Return the same weights for reads while requests run.
+
+        Each read uses new memory, and a failed read raises CheckpointError.
+        """
+        ...
+
+
+# Takes a checkpoint's folder and its config (the text model's part).
+OpenWeights = Callable[[Path, HFConfig], WeightSource]
+
+
 _log = logging.getLogger(__name__)
 
 
 def open_checkpoint(folder: Path, config: HFConfig) -> WeightReader:
-    """The weights of a folder of safetensors: where a server's come from."""
+    """Open a folder of safetensors: the source of a server's weights."""
     return WeightReader(Checkpoint(folder), config)
 
 
 class WeightReader:
-    """A WeightSource: reads logical weights of one checkpoint. Threads may read at once."""
+    """Implements WeightSource: reads logical weights of one checkpoint.
+
+    Several threads may read at once.
+    """
 
     def __init__(self, checkpoint: Checkpoint, config: HFConfig) -> None:
         self._checkpoint, self._config = checkpoint, config
@@ -37,19 +100,19 @@ class WeightReader:
 
     @property
     def format_name(self) -> str:
-        """What the experts' weights are stored as, for logs: "plain", "mxfp4", ..."""
+        """The stored format of the experts' weights, for logs: "plain", "mxfp4", ..."""
         return "plain" if self._format is None else self._format.name
 
     def has(self, name: str) -> bool:
-        """The weight is there in some form."""
+        """Return whether the weight exists in any form."""
         return name in self._checkpoint or bool(self._parts(name))
 
     def stored_dtype(self, name: str) -> torch.dtype:
-        """Of a weight in floats; float32 for one that is quantised."""
+        """Return the dtype of a weight in floats; float32 for a quantised one."""
         return self._checkpoint.view(name).dtype if self._is_plain(name) else torch.float32
 
     def expect(self, name: str, shape: Shape) -> None:
-        """Hold the headers of all tensors behind a weight against its shape.
+        """Check the headers of all tensors behind a weight against its shape.
 
         Raises CheckpointError with the file and the tensor. Reads no weights.
         """
@@ -61,10 +124,11 @@ class WeightReader:
     def read(
         self, name: str, shape: Shape, dtype: torch.dtype, expert: int | None = None
     ) -> Tensor:
-        """The weight in `dtype`, on the CPU; nobody may write to it.
+        """Read the weight in `dtype`, on the CPU; it must not be written to.
 
-        It may be a view of the file's pages or of another layout: copy it before `done`. Of a
-        fused weight [E, ...] that of `expert`, if given. `shape` is always that of the whole.
+        It may be a view of the file's pages or of another layout: copy it before `done`. For a
+        fused weight [E, ...] it is that of `expert`, if given. `shape` is always that of the whole
+        weight.
         """
         if self._format is None or self._is_plain(name):
             stored = self._checkpoint.view(name, expert)
@@ -85,23 +149,26 @@ class WeightReader:
         return weight
 
     def form(self, name: str, shape: Shape, expert: int | None = None) -> MatrixForm | None:
-        """What `read_packed` would give; None for a weight in floats. Reads next to nothing."""
+        """Return the form of `read_packed`'s result; None for a weight in floats.
+
+        Reads next to nothing.
+        """
         if self._format is None or self._is_plain(name):
             return None
         matrix_shape = shape if expert is None else shape[1:]
         return self._format.form(self._checkpoint, name, matrix_shape, expert)
 
     def read_packed(self, name: str, shape: Shape, expert: int | None = None) -> QuantisedMatrix:
-        """A weight that has a form, in few bits, on the CPU: as `read`, copy it before `done`.
+        """Read a weight that has a form, in few bits, on the CPU; copy it before `done`.
 
-        Where the form is transposed, the matrix is that of the weight's transpose.
+        If the form is transposed, the matrix is that of the weight's transpose.
         """
         assert self._format is not None, f"{name} is stored in floats"
         matrix_shape = shape if expert is None else shape[1:]
         return self._format.matrix(self._checkpoint, name, matrix_shape, expert)
 
     def done(self, name: str, expert: int | None = None) -> None:
-        """The caller has copied the weight: its pages may leave the memory of this process."""
+        """Release the weight's pages from this process's memory; the caller has copied it."""
         for part in (name,) if self._is_plain(name) else self._parts(name):
             self._checkpoint.drop(part, expert)
 

@@ -1,1 +1,1 @@
-"""The attention stage of a decoder layer."""
+"""Computes the attention stage of a decoder layer."""

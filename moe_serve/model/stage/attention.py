@@ -1,7 +1,7 @@
-"""The attention of one layer, without its norm and residual: two kinds, one call.
+"""The attention of one layer, without its norm and residual: two kinds with one interface.
 
-T tokens, D model width, H query heads, L latent width, R rotated width of a latent query,
-P positions.
+T tokens, D model width, H query heads, L latent width, R rotated width of a latent query, P
+positions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from moe_serve.model.stage.step_inputs import StepInputs
 
 
 class Attention(Protocol):
-    """Normed rows [T, D] -> what the output projection takes. Writes the new keys and values."""
+    """Computes normed rows [T, D] -> the output projection's result.
+
+    Writes the new keys and values.
+    """
 
     def __call__(self, x_TD: Tensor, inputs: StepInputs, pages: KVPages) -> Tensor: ...
 
@@ -59,7 +62,7 @@ class LatentAttention:
     kernels: Kernels
     shape: LatentShape
     absorbed: AttentionShape
-    query_down: Linear | None  # to the query's own latent
+    query_down: Linear | None  # projects to the query's own latent
     query_norm: Tensor | None
     query: Linear  # [T, H (nope + R)], each head's two parts together
     latent: Linear  # [T, L + R]
@@ -67,7 +70,7 @@ class LatentAttention:
     key_up: HeadLinear  # [T, H, nope] -> [T, H, L]: the keys' up-projection, absorbed
     value_up: HeadLinear  # [T, H, L] -> [T, H, value_dim]
     rotary: RotaryTable
-    query_scale_P: Tensor | None = None  # fp32: what the query of each position is times
+    query_scale_P: Tensor | None = None  # fp32: factor of each position's query
 
     def __call__(self, x_TD: Tensor, inputs: StepInputs, pages: KVPages) -> Tensor:
         a = self.shape

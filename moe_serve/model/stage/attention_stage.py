@@ -1,7 +1,7 @@
-"""The attention stage: everything of a model but its routed experts.
+"""The attention stage: all parts of a model except its routed experts.
 
-T tokens of a micro-batch, D model width, V vocabulary. Holds weights and nothing else; keys and
-values live in the `KVCache` that it is given.
+T tokens of a micro-batch, D model width, V vocabulary. It holds weights only; keys and values are
+in the `KVCache` passed to it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ from moe_serve.model.step_plan import MicroBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayer:
-    """One layer's weights. `router` is None in a dense layer, whose MLP is then `mlp`; in a sparse
-    one `mlp` is the shared expert, if there is one."""
+    """The weights of one layer.
+
+    In a dense layer `router` is None and `mlp` is its MLP. In a sparse layer `mlp` is the shared
+    expert, if there is one.
+    """
 
     attention_norm: Tensor
     attention: Attention
@@ -39,7 +42,9 @@ class AttentionLayer:
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """The residual stream before the routed experts, and what goes to them; None: a dense layer."""
+    """The residual stream before the routed experts, and the rows for them;
+    None in a dense layer.
+    """
 
     hidden_TD: Tensor
     routed: Routed | None
@@ -47,8 +52,11 @@ class Advance:
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """The normed rows, for the shared expert, and what goes to the routed ones. `foreseen_E`: what
-    the rows will probably need in the next layer, uint8 of 255, where somebody knows."""
+    """The normed rows for the shared expert, and the rows for the routed ones.
+
+    `foreseen_E`: a prediction of the experts that the rows need in the next layer, uint8 in units
+    of 1/255, if there is one.
+    """
 
     x_TD: Tensor
     rows: RoutedRows
@@ -56,7 +64,9 @@ class Routed:
 
 
 class AttentionStage:
-    """Embedding, attention and routing of each layer, shared experts, final norm and head."""
+    """Computes embedding, attention and routing of each layer, shared experts,
+    final norm and head.
+    """
 
     def __init__(
         self,
@@ -72,27 +82,24 @@ class AttentionStage:
         self._embedding, self._layers = embedding, tuple(layers)
         self._final_norm, self._head = final_norm, head
         self._fronts = tuple(self._front(layer) for layer in self._layers)
-        self.layers_with_shared_expert = frozenset(
-            i for i, each in enumerate(self._layers) if each.router is not None and each.mlp
-        )
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the residual stream."""
+        """Dtype of the residual stream."""
         return self._embedding.dtype
 
     def make_inputs(self, batch: MicroBatch, cache: KVCache, device: torch.device) -> StepInputs:
-        """What the other calls want of a micro-batch."""
+        """Make the inputs that the other methods need for a micro-batch."""
         return make_step_inputs(batch, cache, self.spec, self.kernels, device)
 
     def embed(self, inputs: StepInputs) -> Tensor:
-        """-> the residual stream [T, D]."""
+        """Embed tokens -> the residual stream [T, D]."""
         hidden_TD = F.embedding(inputs.token_ids, self._embedding)
         multiplier = self.spec.embedding_multiplier
         return hidden_TD if multiplier == 1.0 else hidden_TD * multiplier
 
     def _front(self, layer: AttentionLayer) -> LayerFront | None:
-        """The layer's attention and router as one call, if the kernels have that."""
+        """Return the layer's attention and router as one call, if the kernels have one."""
         attention, router, spec = layer.attention, layer.router, self.spec
         if not isinstance(attention, GroupedQueryAttention):
             return None
@@ -116,7 +123,7 @@ class AttentionStage:
         )
 
     def advance(self, layer: int, hidden_TD: Tensor, inputs: StepInputs, cache: KVCache) -> Advance:
-        """A layer up to its routed experts: attention, and the router or the dense MLP."""
+        """Run a layer up to its routed experts: attention, and the router or the dense MLP."""
         front, weights = self._fronts[layer], self._layers[layer]
         if front is None:
             hidden_TD = self.attend(layer, hidden_TD, inputs, cache)
@@ -137,7 +144,10 @@ class AttentionStage:
         return Advance(done.hidden_TD, Routed(done.x_TD, rows))
 
     def attend(self, layer: int, hidden_TD: Tensor, inputs: StepInputs, cache: KVCache) -> Tensor:
-        """Norm, attention over the pages, residual -> [T, D]. Writes the new keys and values."""
+        """Apply norm, attention over the pages and residual -> [T, D].
+
+        Writes the new keys and values.
+        """
         weights = self._layers[layer]
         x_TD = self.kernels.rms_norm(hidden_TD, weights.attention_norm, self.spec.norm_eps)
         attended = weights.attention(x_TD, inputs, cache.layers[layer])
@@ -146,14 +156,14 @@ class AttentionStage:
         return self.add(hidden_TD, weights.output(attended))
 
     def dense(self, layer: int, hidden_TD: Tensor) -> Tensor:
-        """Norm, the MLP of a layer without routed experts, residual -> [T, D]."""
+        """Apply norm, the MLP of a layer without routed experts, and residual -> [T, D]."""
         weights = self._layers[layer]
         assert weights.mlp is not None, f"layer {layer} is not dense"
         x_TD = self.kernels.rms_norm(hidden_TD, weights.moe_norm, self.spec.norm_eps)
         return self.add(hidden_TD, weights.mlp(x_TD))
 
     def route(self, layer: int, hidden_TD: Tensor) -> Routed:
-        """Norm and router: what goes to the experts."""
+        """Apply norm and router -> the rows for the experts."""
         weights = self._layers[layer]
         assert weights.router is not None, f"layer {layer} has no router"
         x_TD = self.kernels.rms_norm(hidden_TD, weights.moe_norm, self.spec.norm_eps)
@@ -161,12 +171,14 @@ class AttentionStage:
         return Routed(x_TD, rows)
 
     def shared(self, layer: int, x_TD: Tensor) -> Tensor | None:
-        """The shared expert's output [T, D] in fp32, to be added to the routed experts' sum."""
+        """Return the shared expert's output [T, D] in fp32,
+        to be added to the routed experts' sum.
+        """
         mlp = self._layers[layer].mlp
         return None if mlp is None else mlp(x_TD)
 
     def add(self, hidden_TD: Tensor, out_TD: Tensor, more_TD: Tensor | None = None) -> Tensor:
-        """The residual connection: a stage's output joins the stream."""
+        """Add a stage's output to the residual stream."""
         multiplier = self.spec.residual_multiplier
         if multiplier == 1.0:
             return self.kernels.add(hidden_TD, out_TD, more_TD)
@@ -174,7 +186,7 @@ class AttentionStage:
         return hidden_TD + (total_TD * multiplier).to(hidden_TD.dtype)
 
     def logits(self, hidden_TD: Tensor, rows: Tensor) -> Tensor:
-        """Final norm and head of some rows -> [rows, V] in fp32."""
+        """Apply final norm and head to some rows -> [rows, V] in fp32."""
         chosen = hidden_TD.index_select(0, rows)
         normed = self.kernels.rms_norm(chosen, self._final_norm, self.spec.norm_eps)
         logits = self._head(normed).float()

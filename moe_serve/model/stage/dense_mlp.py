@@ -1,6 +1,6 @@
 """An MLP that every row passes: a shared expert, or the MLP of a layer without routed experts.
 
-It is a bank of one expert, so it has the routed experts' kernels and formats.
+It is a bank of one expert, so it uses the routed experts' kernels and formats.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moe_serve.model.stage.gather import GatheredMLP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseMLP:
-    """x [T, D] -> [T, D] in fp32; times sigmoid(gate(x)) where there is a gate."""
+    """Computes x [T, D] -> [T, D] in fp32, multiplied by sigmoid(gate(x)) if there is a gate."""
 
     bank: ExpertBank | GatheredMLP
     gate: RouterLinear | None = None

@@ -1,4 +1,4 @@
-"""The router of one layer: normed rows in, rows with their experts and weights out.
+"""The router of one layer: takes normed rows and returns rows with experts and weights.
 
 T rows, D model width, E experts, K choices.
 """
@@ -16,14 +16,14 @@ from moe_serve.model.spec import RouterSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """One layer's router: logits and what shifts the choice."""
+    """The router weights of one layer: logits, and biases of the choice."""
 
     linear: RouterLinear
     selection_bias_E: Tensor | None = None  # fp32
 
 
 def choose_experts(kernels: Kernels, spec: RouterSpec, router: Router, x_TD: Tensor) -> RoutedRows:
-    """What goes to the experts. Where a model weighs their inputs, the rows are weighed here."""
+    """Return the rows for the experts. Models that weigh the experts' inputs multiply them here."""
     ids_TK, weights_TK = kernels.route(router.linear(x_TD), spec.shape, router.selection_bias_E)
     if not spec.is_weighing_inputs:
         return RoutedRows(x_TD, ids_TK, weights_TK)

@@ -1,4 +1,4 @@
-"""Layers whose outputs are computed in parts, each by another process, and then brought together.
+"""Layers whose outputs are computed in parts by several processes and then combined.
 
 T rows, N outputs, K inputs, D model width, F width of a hidden layer.
 """
@@ -20,22 +20,24 @@ from moe_serve.model.stage.tensor_shard import TensorShard, column_borders
 
 
 class Gather(Protocol):
-    """How the shards of an attention stage exchange columns: all call the same, in one order."""
+    """Exchanges columns among the shards of an attention stage; all shards call the same methods in
+    the same order.
+    """
 
     @property
     def shard(self) -> TensorShard: ...
 
     def everywhere(self, part_TN: Tensor, widths: tuple[int, ...]) -> Tensor:
-        """This shard's columns -> those of all shards, next to each other."""
+        """Exchange this shard's columns -> those of all shards, side by side."""
         ...
 
     def at_leader(self, part_TN: Tensor, widths: tuple[int, ...]) -> Tensor:
-        """The same for the first shard alone; the others get their own back."""
+        """Do the same for the first shard alone; the other shards get their own columns back."""
         ...
 
 
 def widths_of(width: int, count: int) -> tuple[int, ...]:
-    """The columns of each shard."""
+    """Return the number of columns of each shard."""
     return tuple(end - start for start, end in pairwise(column_borders(width, count)))
 
 
@@ -57,14 +59,14 @@ class GatheredLinear:
 
 @dataclass(frozen=True, slots=True)
 class GatheredHead:
-    """Implements Linear for logits, which only the first shard wants."""
+    """Implements Linear for logits, which only the first shard needs."""
 
     part: Linear
     width: int
     gather: Gather
 
     def __call__(self, x_TK: Tensor, residual_TN: Tensor | None = None) -> Tensor:
-        assert residual_TN is None, "logits join no stream"
+        assert residual_TN is None, "logits are not added to the residual stream"
         widths = widths_of(self.width, self.gather.shard.count)
         return self.gather.at_leader(self.part(x_TK), widths)
 
@@ -84,23 +86,25 @@ class GatheredAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowNormedQKV:
-    """Implements Linear where queries, and keys, are normed over all heads together: gathers them,
-    and goes on with this shard's. `part` has its rows of q, then k, then v."""
+    """Implements Linear for queries and keys that are normed over all heads together.
+
+    It gathers them and continues with this shard's part. `part` has its rows of q, then k, then v.
+    """
 
     kernels: Kernels
     part: Linear
-    shape: AttentionShape  # of the shard
-    norm: QKNormWeights  # of the whole rows
+    shape: AttentionShape  # shape of the shard
+    norm: QKNormWeights  # weights of the whole rows
     gather: Gather
 
     def __call__(self, x_TK: Tensor, residual_TN: Tensor | None = None) -> Tensor:
-        assert residual_TN is None, "queries join no stream"
+        assert residual_TN is None, "queries are not added to the residual stream"
         shape, shard = self.shape, self.gather.shard
         q_width, k_width = (n * shape.head_dim for n in (shape.num_heads, shape.num_kv_heads))
         qkv = self.part(x_TK)
         rest = qkv.shape[1] - q_width - k_width
         q, k, v = qkv.split([q_width, k_width, rest], dim=1)
-        copies = shard.count * k_width // len(self.norm.k)  # of each key head
+        copies = shard.count * k_width // len(self.norm.k)  # copies of each key head
         every_q = self.gather.everywhere(q, (q_width,) * shard.count)
         every_k = self.gather.everywhere(k, (k_width,) * shard.count)
         if copies > 1:
@@ -114,8 +118,9 @@ class RowNormedQKV:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatheredMLP:
-    """Of an ExpertBank with one expert what DenseMLP calls: gathers the hidden layer, then the
-    output."""
+    """Implements the part of ExpertBank that DenseMLP uses, for one expert: gathers the hidden
+    layer, then the output.
+    """
 
     part: SplitMLP
     hidden_width: int

@@ -1,9 +1,9 @@
-"""The inputs of a recorded decode step: tensors that are made once, and filled for every step.
+"""The inputs of a recorded decode step: tensors that are made once and refilled for every step.
 
-A step of fewer rows than were recorded is padded with copies of the row that sees the fewest keys:
-same token, same position, same pages to read, so it computes what that row computes, chooses the
-experts that are loaded anyway, and costs the least attention. Only what it writes goes elsewhere,
-to the cache's scratch page, which nobody reads.
+A step with fewer rows than the recording is padded with copies of the row that sees the fewest
+keys: same token, same position, same pages to read. A copy computes the same as that row, chooses
+experts that are loaded anyway, and costs the least attention. Only its writes differ: they go to
+the cache's scratch page, which is never read.
 
 B rows, Hkv key/value heads.
 """
@@ -11,7 +11,7 @@ B rows, Hkv key/value heads.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,21 +29,22 @@ from moe_serve.model.spec import ModelSpec
 from moe_serve.model.stage.step_inputs import StepInputs
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
 
-_ALIGNED = 2  # numbers of 8 bytes: every part begins at 16, as tensors of their own would
+# in 8-byte numbers: every part begins at a multiple of 16 bytes, as a separate tensor would
+_ALIGNED = 2
 
 
 @dataclass(frozen=True, slots=True)
 class PackedInputs:
-    """A step laid out on the host as `StaticInputs` has it on the device."""
+    """A step laid out on the host in the layout of `StaticInputs` on the device."""
 
     numbers: Tensor  # int64
     attention: Mapping[AttentionShape, Any]
-    num_rows: int  # without padding
+    num_rows: int  # excluding padding
     num_logits: int
 
 
 class StaticInputs:
-    """Implements what a recorded step reads: `inputs`, whose tensors keep their addresses."""
+    """Holds the inputs of a recorded step: `inputs`, whose tensors keep their addresses."""
 
     def __init__(
         self,
@@ -64,20 +65,17 @@ class StaticInputs:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What a recording reads."""
+        """The tensors that a recording reads."""
         own = [self.inputs.token_ids, self.inputs.positions, self.inputs.kv_rows]
         return own + [tensor for fixed in self._attention.values() for tensor in fixed.tensors]
 
-    def own_inputs(self, packed: PackedInputs) -> StepInputs:
-        """The packed step's own tensors, without padding and without an attention plan."""
-        inputs = self._views(packed.numbers, packed.num_rows, packed.num_logits)
-        return replace(inputs, attention={})
-
     def pack(self, slices: Sequence[SequenceSlice]) -> PackedInputs:
-        """Lay a decode step out on the host: one token of each slice, and padding."""
+        """Lay out a decode step on the host: one token of each slice, and padding."""
         num_rows, num_padded = len(slices), self.size.num_rows - len(slices)
         assert num_padded >= 0, f"{num_rows} rows do not fit into {self.size.num_rows}"
-        assert all(len(s.token_ids) == 1 for s in slices), "a decode step has one token a sequence"
+        assert all(len(s.token_ids) == 1 for s in slices), (
+            "a decode step has one token per sequence"
+        )
         rows = [*slices, *[self._padding(slices)] * num_padded]
         starts = np.array([s.start for s in rows], dtype=np.int64)
         pages = np.full(len(rows), self._cache.scratch_page, dtype=np.int64)
@@ -95,7 +93,7 @@ class StaticInputs:
         return PackedInputs(numbers, plans, num_rows, len(wanted))
 
     def load(self, packed: PackedInputs) -> None:
-        """Let `inputs` be that step's, in place and without waiting for the device."""
+        """Load a packed step into `inputs`, in place and without waiting for the device."""
         self._numbers.copy_(packed.numbers, non_blocking=True)
         for shape, fixed in self._attention.items():
             fixed.load(packed.attention[shape])
@@ -112,13 +110,13 @@ class StaticInputs:
         )
 
     def _padding(self, slices: Sequence[SequenceSlice]) -> SequenceSlice:
-        """The row that padding copies; while nothing runs yet, a token that is in scratch alone."""
+        """Return the row that padding copies; without slices, a token in the scratch page."""
         if slices:
             return min(slices, key=lambda s: s.start)
         return SequenceSlice(-1, 0, np.zeros(1, dtype=np.int64), (self._cache.scratch_page,), 0)
 
     def _packed_numbers(self, *parts: NDArray[np.int64]) -> Tensor:
-        """In a buffer of its own: the one before may still be on its way."""
+        """Pack numbers into a new buffer: a transfer may still use the previous one."""
         packed = torch.zeros(
             len(self._numbers), dtype=torch.int64, pin_memory=self._cache.device.type == "cuda"
         )
@@ -134,7 +132,7 @@ def make_static_inputs(
     kernels: Kernels,
     max_positions: int,
 ) -> StaticInputs | None:
-    """Inputs for all steps of this size; None where the kernels have no plan for them."""
+    """Make inputs for all steps of this size; None if the kernels have no plan for them."""
     room = DecodeRoom(size=size, max_positions=max_positions, page_size=PAGE_SIZE)
     attention = {}
     for shape in dict.fromkeys(layer.attention for layer in spec.layers):
@@ -146,10 +144,10 @@ def make_static_inputs(
 
 
 def is_decode(batch: MicroBatch) -> bool:
-    """Whether every sequence has one token to compute."""
+    """Return whether every sequence has exactly one token to compute."""
     return all(len(s.token_ids) == 1 for s in batch.slices)
 
 
 def num_keys(batch: MicroBatch) -> int:
-    """Keys that a decode step's rows see, over all of them: as in `GraphSizes.choose`."""
+    """Return the total number of keys that a decode step's rows see, as in `GraphSizes.choose`."""
     return sum(s.start + 1 for s in batch.slices)

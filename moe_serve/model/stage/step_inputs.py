@@ -1,4 +1,4 @@
-"""A micro-batch as tensors: what the attention stage needs beside the residual stream."""
+"""A micro-batch as tensors: the inputs of the attention stage besides the residual stream."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from moe_serve.model.step_plan import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """T tokens, R rows that want logits. Made once per step and micro-batch, on the device."""
+    """The inputs: T tokens, R rows that want logits.
+
+    Made once per step and micro-batch, on the device.
+    """
 
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
@@ -32,7 +35,7 @@ class StepInputs:
 def make_step_inputs(
     batch: MicroBatch, cache: KVCache, spec: ModelSpec, kernels: Kernels, device: torch.device
 ) -> StepInputs:
-    """Lay a micro-batch out for the device: a few numpy arrays per step, none per token."""
+    """Lay out a micro-batch for the device: a few numpy arrays per step, none per token."""
     slices = batch.slices
     starts = np.array([s.start for s in slices], dtype=np.int64)
     counts = np.array([len(s.token_ids) for s in slices], dtype=np.int64)

@@ -1,7 +1,8 @@
-"""Which part of an attention stage one of several processes holds: heads, and columns of outputs.
+"""Selects the part of an attention stage that one of several processes holds: heads, and output
+columns.
 
-No sum is ever split: every product is cut by its outputs, and what was computed is then gathered.
-So each value is computed whole, by one process, and has the bits that it has without shards.
+No sum is ever split: every product is divided by its outputs, and the results are gathered. So each
+value is computed completely by one process, and is bit-identical to the value without shards.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class TensorShard:
     count: int
 
     def spec(self, spec: ModelSpec) -> ModelSpec:
-        """The model as this shard's attention and KV cache see it: fewer heads."""
+        """Return the model as this shard's attention and KV cache see it: with fewer heads."""
         layers = tuple(
             replace(layer, attention=self._shape(layer.attention)) for layer in spec.layers
         )
@@ -38,7 +39,10 @@ class TensorShard:
         return replace(spec, layers=layers, latent=latent)
 
     def _shape(self, shape: AttentionShape) -> AttentionShape:
-        """With fewer key/value heads than shards, several shards hold the same one."""
+        """Return the shard's shape.
+
+        With fewer key/value heads than shards, several shards hold the same head.
+        """
         return replace(
             shape,
             num_heads=shape.num_heads // self.count,
@@ -49,15 +53,19 @@ class TensorShard:
     def attention(
         self, weights: Mapping[str, Tensor], spec: ModelSpec, layer: int
     ) -> dict[str, Tensor]:
-        """A layer's weights by the keys of `attention_table` -> what of them is held here. `spec`
-        is the whole model's."""
+        """Select this shard's part of a layer's weights, by the keys of `attention_table`.
+
+        `spec` is the whole model's.
+        """
         return {
             key: weight[self._rows(key, len(weight), spec, layer)]
             for key, weight in weights.items()
         }
 
     def _rows(self, key: str, num_rows: int, spec: ModelSpec, layer: int) -> slice:
-        """Heads, or columns of the layer's output; norms and what makes latents are held whole."""
+        """Return this shard's heads or output columns; norms and the tensors that make latents are
+        held whole.
+        """
         key = key.removesuffix("_bias")
         if key == "o":
             return self.columns(num_rows)
@@ -75,7 +83,7 @@ class TensorShard:
         return slice(index * (num_rows // count), (index + 1) * (num_rows // count))
 
     def mlp(self, weights: ExpertWeights) -> ExpertWeights:
-        """Columns of the hidden layer, and of the output."""
+        """Select this shard's columns of the hidden layer, and of the output."""
         gate, up, down = (only_floats(w) for w in (weights.gate, weights.up, weights.down))
         hidden, output = self.columns(len(gate)), self.columns(len(down))
         gate_bias, up_bias, down_bias = (
@@ -89,20 +97,20 @@ class TensorShard:
         return ExpertWeights(gate[hidden], up[hidden], down[output], gate_bias, up_bias, down_bias)
 
     def columns(self, width: int) -> slice:
-        """This shard's of the columns of an output."""
+        """Return this shard's columns of an output."""
         borders = column_borders(width, self.count)
         return slice(borders[self.index], borders[self.index + 1])
 
 
 def column_borders(width: int, count: int) -> list[int]:
-    """Runs of columns, equal but for whole panels: [0, ..., width]."""
+    """Divide columns into runs that are equal except for whole panels: [0, ..., width]."""
     panel = _PANEL if width >= _PANEL * count else 1
     panels = -(-width // panel)
     return [min(width, panel * (panels * i // count)) for i in range(count + 1)]
 
 
 def check_shards(spec: ModelSpec, count: int) -> None:
-    """Raise ConfigError if the model's heads do not fall into `count` equal parts."""
+    """Raise ConfigError if the model's heads cannot be divided into `count` equal parts."""
     if count == 1:
         return
     a = spec.attention

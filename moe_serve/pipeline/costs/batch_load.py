@@ -1,4 +1,4 @@
-"""What an attention rank has to compute in a step, in numbers that its cost depends on."""
+"""The work of an attention rank in a step, in the numbers that its cost depends on."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from moe_serve.model.step_plan import SequenceSlice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLoad:
-    """The rows of one attention rank, in a step or in one micro-batch of it.
+    """Rows of one attention rank, in a step or in one of its micro-batches.
 
-    Keys are read once per sequence (bytes), and multiplied once per row (work): in decode both are
-    the contexts' sum, in prefill the second is far larger.
+    Keys are read once per sequence (bytes) and multiplied once per row (work). In decode both are
+    the sum of the contexts; in prefill the second is far larger.
     """
 
     num_rows: int
     num_sequences: int
-    num_kv_tokens: int  # the sequences' contexts after the step, summed
-    num_pairs: int  # (row, key) pairs: every row's own context, summed
-    num_largest: int  # rows of the sequence that has most
+    num_kv_tokens: int  # sum of the sequences' contexts after the step
+    num_pairs: int  # (row, key) pairs: sum of every row's own context
+    num_largest: int  # rows of the sequence with the most rows
 
     @staticmethod
     def of(slices: Sequence[SequenceSlice]) -> BatchLoad:
@@ -39,7 +39,7 @@ class BatchLoad:
 
     @staticmethod
     def decode(num_sequences: int, context: int) -> BatchLoad:
-        """One row of each sequence."""
+        """Return the load of a decode step: one row of each sequence."""
         num_kv_tokens = num_sequences * context
         return BatchLoad(
             num_rows=num_sequences,
@@ -50,9 +50,9 @@ class BatchLoad:
         )
 
     def split(self, num_parts: int) -> tuple[BatchLoad, ...]:
-        """About what the batcher makes of it: longest sequence first, into the smallest group.
+        """Estimate the batcher's split: longest sequence first, into the smallest group.
 
-        A sequence is never cut: one that is longer than its share has a micro-batch of its own.
+        A sequence is never cut: one that is longer than its share gets a micro-batch of its own.
         """
         if num_parts == 1:
             return (self,)

@@ -1,10 +1,10 @@
-"""What the stages of a layer cost, as linear models of what they work on.
+"""Costs of a layer's stages, as linear models of the work they do.
 
 Linear models t = alpha + beta x describe products and transfers well (FinDEP, arXiv 2512.21487,
 reports R^2 of 0.99 and more). Decode reads weights rather than multiplies: an expert layer's time
-follows the bytes of the *activated* experts, so their number is a term of its own. Of E experts,
-B rows with k choices each touch E (1 - (1 - k/E)^B): two halves of a batch touch more than the
-whole, which is why splitting may lose.
+follows the bytes of the *activated* experts, so their number is a separate term. Of E experts, B
+rows with k choices each touch E (1 - (1 - k/E)^B). Two halves of a batch touch more experts than
+the whole, which is why splitting can be slower.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from moe_serve.pipeline.costs.step_seconds import LayerTimes, step_seconds
 
 HEADER_BYTES = 64  # of a message
 _CHOICE_BYTES = 8  # an expert's number and its weight
-_PARTIAL_BYTES = 8  # a value of a partial sum, which other ranks' sums are added to
-_SUM_BYTES = 4  # a value of the whole sum, where one rank has all experts
+_PARTIAL_BYTES = 8  # one value of a partial sum that is added to other ranks' sums
+_SUM_BYTES = 4  # one value of the complete sum, when one rank has all experts
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """t = alpha + beta x, in seconds."""
+    """A straight line: t = alpha + beta x, in seconds."""
 
     alpha_s: float
     beta_s: float
@@ -35,9 +35,12 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCost:
-    """T_a, one layer's attention stage. `row_s`: projections, router; `kv_token_s`: reading a
-    cached token; `pair_s`: multiplying a row with one; `spill_s`: more for each token beyond
-    `spill_tokens`, where what is read no longer stays in the processor's caches."""
+    """T_a, the time of one layer's attention stage.
+
+    `row_s`: projections and router, per row; `kv_token_s`: reading one cached token; `pair_s`:
+    multiplying one row with one cached token; `spill_s`: extra time for each token beyond
+    `spill_tokens`, where the data read no longer fits into the processor's caches.
+    """
 
     alpha_s: float
     row_s: float
@@ -47,7 +50,7 @@ class AttentionCost:
     spill_tokens: int = 0
 
     def seconds(self, load: BatchLoad) -> float:
-        """0 without rows."""
+        """Return the stage's seconds; 0 without rows."""
         if not load.num_rows:
             return 0.0
         return (
@@ -61,8 +64,10 @@ class AttentionCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertCost:
-    """T_e, one layer's expert stage. `choice_s`: one row times one expert; `expert_s`: reading one
-    activated expert's weights."""
+    """T_e, the time of one layer's expert stage.
+
+    `choice_s`: one row times one expert; `expert_s`: reading one activated expert's weights.
+    """
 
     alpha_s: float
     choice_s: float
@@ -74,7 +79,7 @@ class ExpertCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCosts:
-    """Layers that cost the same. `experts` is None in dense layers."""
+    """Consecutive layers that cost the same. `experts` is None for dense layers."""
 
     num_layers: int
     attention: AttentionCost
@@ -83,10 +88,10 @@ class LayerCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """What the model's experts are to the cost model.
+    """The model's experts, as the cost model needs them.
 
-    `num_effective`: how many equally popular experts would be activated as the measured ones are;
-    a real router prefers some, and then it is less than `num_experts`.
+    `num_effective`: the number of equally popular experts that would give the measured number of
+    activated experts. A real router prefers some experts, so it is less than `num_experts`.
     """
 
     num_experts: int
@@ -94,7 +99,7 @@ class Experts:
     num_effective: float
 
     def num_activated(self, num_rows: float) -> float:
-        """Of all experts, by so many rows."""
+        """Return the expected number of experts, among all, that `num_rows` rows activate."""
         if num_rows <= 0:
             return 0.0
         missed = math.pow(1 - min(1.0, self.top_k / self.num_effective), num_rows)
@@ -103,8 +108,11 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """A layout: attention ranks and expert ranks. `imbalance`: the busiest expert rank's share over
-    the mean one; `is_router_on_experts`: rows go to all expert ranks."""
+    """The numbers of attention ranks and expert ranks in a layout.
+
+    `imbalance`: the busiest expert rank's share divided by the mean share; `is_router_on_experts`:
+    the expert ranks choose experts, so rows go to all of them.
+    """
 
     num_attention: int
     num_experts: int
@@ -114,10 +122,10 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkCosts:
-    """A pair of ranks that exchange a micro-batch's rows of one layer, by the bytes of a message.
+    """Costs of exchanging one micro-batch's rows of one layer between two ranks, by message size.
 
-    `attention`, `experts`: what sending and receiving takes of the ranks themselves, which then
-    compute nothing; `transfer`: T_c, one message's way.
+    `attention`, `experts`: time the ranks themselves spend on sending and receiving, during which
+    they compute nothing; `transfer`: T_c, the travel time of one message.
     """
 
     attention: Line
@@ -129,13 +137,13 @@ class LinkCosts:
 class StageCosts:
     """All constants of one model on one machine.
 
-    `fixed`: a step's schedule, head and greedy sampling, by rows; `sampling`:
-    what drawing by temperature adds.
+    `fixed`: scheduling, head and greedy sampling of a step, by rows; `sampling`: the extra time of
+    drawing by temperature.
     """
 
     layers: tuple[LayerCosts, ...]
     experts: Experts
-    row_bytes: int  # of one row on its way to the experts, without its choices
+    row_bytes: int  # bytes of one row sent to the experts, without its choices
     width: int
     link: LinkCosts
     fixed: Line
@@ -144,7 +152,10 @@ class StageCosts:
     def layer_times(
         self, micro_batches: Sequence[Sequence[BatchLoad]], ranks: Ranks
     ) -> tuple[LayerTimes, ...]:
-        """`micro_batches[j]` holds every attention rank's load in micro-batch j."""
+        """Predict the times of all layers.
+
+        `micro_batches[j]` holds every attention rank's load in micro-batch j.
+        """
         traffic = [self._traffic(loads, ranks) for loads in micro_batches]
         work = [self._expert_work(sum(x.num_rows for x in loads), ranks) for loads in micro_batches]
         nothing = (0.0,) * len(micro_batches)
@@ -172,13 +183,15 @@ class StageCosts:
         return tuple(times)
 
     def step_time(self, loads: Sequence[BatchLoad], num_micro_batches: int, ranks: Ranks) -> float:
-        """Seconds of a step: `loads[a]` is attention rank a's."""
+        """Predict the seconds of a step; `loads[a]` is the load of attention rank a."""
         parts = zip(*(load.split(num_micro_batches) for load in loads), strict=True)
         layers = self.layer_times(list(parts), ranks)
         return step_seconds(layers) + self.fixed_seconds(loads)
 
     def colocated_time(self, load: BatchLoad) -> float:
-        """Seconds of a step where one device has everything: nothing travels, nothing overlaps."""
+        """Predict the seconds of a step on one device that has everything: no transfers and no
+        overlap.
+        """
         total = sum(
             layer.num_layers
             * (
@@ -194,24 +207,27 @@ class StageCosts:
         return total + self.fixed_seconds([load])
 
     def fixed_seconds(self, loads: Sequence[BatchLoad]) -> float:
-        """What a step costs beside its layers, on the rank with most sequences."""
+        """Predict the seconds of a step outside its layers, on the rank with the most sequences."""
         most = max([load.num_sequences for load in loads])
         return self.fixed.seconds(most) + self.sampling.seconds(most)
 
     def _expert_work(self, num_rows: float, ranks: Ranks) -> tuple[float, float]:
-        """Choices and activated experts of the busiest expert rank."""
+        """Predict the choices and activated experts of the busiest expert rank."""
         share = ranks.imbalance / ranks.num_experts
         activated = self.experts.num_activated(num_rows) * share
         limit = -(-self.experts.num_experts // ranks.num_experts)
         return num_rows * self.experts.top_k * share, min(activated, limit)
 
     def _traffic(self, loads: Sequence[BatchLoad], ranks: Ranks) -> _Traffic:
-        """One micro-batch's messages. Each pair of ranks has one each way, rows or none."""
+        """Predict one micro-batch's messages.
+
+        Each pair of ranks has one message each way, with or without rows.
+        """
         sent = self._share_sent(ranks)
         most, total = max(x.num_rows for x in loads), sum(x.num_rows for x in loads)
         value = _SUM_BYTES if ranks.num_experts == 1 else _PARTIAL_BYTES
         there = self.row_bytes + _CHOICE_BYTES * self.experts.top_k
-        row = (there + self.width * value) / 2  # the mean of both directions
+        row = (there + self.width * value) / 2  # mean of both directions
         leaving, entering = most * sent * ranks.num_experts * row, total * sent * row
         a, e, link = ranks.num_attention, ranks.num_experts, self.link
         return _Traffic(
@@ -221,7 +237,9 @@ class StageCosts:
         )
 
     def _share_sent(self, ranks: Ranks) -> float:
-        """Of a rank's rows, those that go to a given expert rank: one of k choices is there."""
+        """Return the share of a rank's rows that a given expert rank receives: those with at least
+        one of their k choices there.
+        """
         if ranks.is_router_on_experts:
             return 1.0
         return float(1 - (1 - 1 / ranks.num_experts) ** self.experts.top_k)
@@ -229,7 +247,7 @@ class StageCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Traffic:
-    """Seconds of a micro-batch's messages: on the way, and of a rank's own cores."""
+    """Seconds of a micro-batch's messages: travel time, and time on a rank's own cores."""
 
     transfer_s: float
     attention_s: float

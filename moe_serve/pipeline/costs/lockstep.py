@@ -1,9 +1,9 @@
-"""A discrete simulation of a ping-pong step: what the closed formula is checked against.
+"""Discrete simulation of a ping-pong step, used to check the closed formula.
 
 Every rank walks through the same list of (layer, micro-batch) in the same order. An expert rank
-begins when the rows of all attention ranks are there; an attention rank goes on with a micro-batch
-when the sums of all expert ranks are. A rank's outgoing link carries one message at a time, beside
-the rank's computing.
+starts when the rows of all attention ranks have arrived; an attention rank continues with a
+micro-batch when the sums of all expert ranks have arrived. A rank's outgoing link carries one
+message at a time, in parallel with the rank's computation.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from moe_serve.pipeline.costs.step_seconds import LayerTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWork:
-    """One layer: seconds by rank and micro-batch, and of a transfer by micro-batch (one way).
+    """The times of one layer: seconds by rank and micro-batch, and of a one-way transfer by
+    micro-batch.
 
-    Without expert ranks the layer is dense, and stays on the attention ranks.
+    Without expert ranks the layer is dense and stays on the attention ranks.
     """
 
     attention_s: tuple[tuple[float, ...], ...]
@@ -27,14 +28,14 @@ class LayerWork:
 
 
 class _Pool:
-    """Ranks of one kind: when each is free to compute and to send."""
+    """Ranks of one kind, with the times at which each is free to compute and to send."""
 
     def __init__(self, num_ranks: int) -> None:
         self._free_s = [0.0] * num_ranks
         self._link_free_s = [0.0] * num_ranks
 
     def run(self, work_s: Sequence[float], arrival_s: float, transfer_s: float) -> float:
-        """All ranks compute what arrived and send it on -> when the last of it has arrived."""
+        """Compute on all ranks and send the results -> when the last of them has arrived."""
         done_s = 0.0
         for rank, seconds in enumerate(work_s):
             self._free_s[rank] = max(self._free_s[rank], arrival_s) + seconds
@@ -45,7 +46,7 @@ class _Pool:
 
 
 def simulate_step(layers: Sequence[LayerWork]) -> float:
-    """-> seconds until the last micro-batch has left the last layer."""
+    """Simulate a step -> seconds until the last micro-batch has left the last layer."""
     num_experts = max(len(layer.experts_s) for layer in layers)
     attention, experts = _Pool(len(layers[0].attention_s)), _Pool(num_experts)
     back_s = [0.0] * len(layers[0].transfer_s)
@@ -67,7 +68,7 @@ def simulate_step(layers: Sequence[LayerWork]) -> float:
 def simulate_layers(
     layers: Sequence[LayerTimes], num_attention: int = 1, num_experts: int = 1
 ) -> float:
-    """As `simulate_step`, with every rank of a pool as slow as the slowest."""
+    """Simulate a step as `simulate_step`, with every rank of a pool as slow as the slowest."""
     work: list[LayerWork] = []
     for times in layers:
         is_dense = not any(times.experts_s)

@@ -1,13 +1,13 @@
-"""How many micro-batches a step is cut into.
+"""Chooses the number of micro-batches of a step.
 
 More than one keeps both pools busy, but two half batches activate more experts than a whole one,
-multiply smaller matrices, and send more messages. So the step's time is predicted for 1 to 4 from
-the cost model (calibrated, or measured while running), corrected by how the same choice did before,
-and the shortest is taken; at a tie the fewest.
+multiply smaller matrices and send more messages. So the step's time is predicted for 1 to 4
+micro-batches from the cost model (calibrated, or measured while running) and corrected by earlier
+measurements of the same choice. The shortest is taken; at a tie, the fewest micro-batches.
 
-A choice never changes tokens, so one that looks nearly as good may be tried out: a few times when
-a batch size is new, then after 16 steps, 32, and so on to every 256: a machine has slower and
-faster seconds, and what was measured in a slow one looks worse than it is.
+A choice never changes tokens, so one that looks nearly as good may be tried: a few times when a
+batch size is new, then after 16 steps, 32, and so on up to every 256. Machines have slower and
+faster seconds, and a choice measured in a slow one looks worse than it is.
 """
 
 from __future__ import annotations
@@ -24,36 +24,41 @@ from moe_serve.pipeline.costs.step_seconds import step_seconds
 MAX_MICRO_BATCHES = 4
 Reason = Literal["one sequence", "not measured yet", "trying out", "predicted best"]
 
-_TIE = 1.03  # a fewer cut is as good: estimates of steps scatter by more than that
-# Times the best estimate, by how often a choice was measured. What was never measured is tried out
-# unless it looks hopeless: one slow step costs less than a wrong estimate that nobody corrects.
+_TIE = 1.03  # fewer micro-batches are as good within this factor: estimates scatter by more
+# A choice is tried if its estimate is below the best one times this factor, listed by how often it
+# was measured. An unmeasured choice is tried unless it looks hopeless: one slow step costs less
+# than a wrong estimate that is never corrected.
 _WORTH_TRYING = (4.0, 2.0, 1.25)
-_WORTH_CHECKING = 1.25  # the same, of one that was
+_WORTH_CHECKING = 1.25  # the same factor for a choice that was measured
 _NUM_TRIALS = len(_WORTH_TRYING)
-_FIRST_CHECK, _LAST_CHECK = 16, 256  # steps since it was measured; each check doubles them
-_WEIGHT = 0.2  # of a new measurement in a correction
-_CHECK_WEIGHT = 0.5  # of one that comes after a while
-_MOST_SLOWER = 1.1  # than the estimate, that a new measurement counts as
+_FIRST_CHECK, _LAST_CHECK = 16, 256  # steps since the last measurement; each check doubles them
+_WEIGHT = 0.2  # weight of a new measurement in a correction
+_CHECK_WEIGHT = 0.5  # the same for a measurement after a pause
+_MOST_SLOWER = 1.1  # a new measurement counts as at most this times the estimate
 _MAX_PLANS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`seconds[m - 1]`: the predicted step with m micro-batches. Empty: nothing was predicted."""
+    """The chosen number of micro-batches.
+
+    `seconds[m - 1]`: the predicted time of a step with m micro-batches; empty if nothing was
+    predicted.
+    """
 
     num_micro_batches: int
     seconds: tuple[float, ...]
     reason: Reason
 
     def explain(self) -> str:
-        """For logs: `m = 2: predicted best (1: 3.10 ms, 2: 2.05 ms)`."""
+        """Describe the choice for logs: `m = 2: predicted best (1: 3.10 ms, 2: 2.05 ms)`."""
         times = ", ".join(f"{m}: {1e3 * s:.2f} ms" for m, s in enumerate(self.seconds, 1))
         return f"m = {self.num_micro_batches}: {self.reason}" + (f" ({times})" if times else "")
 
 
 @dataclass(slots=True)
 class _Measured:
-    """How one choice did: `seconds` for `loads`, made of `count` measurements."""
+    """Measured time of one choice: `seconds` for `loads`, averaged over `count` measurements."""
 
     loads: tuple[BatchLoad, ...]
     seconds: float
@@ -61,8 +66,11 @@ class _Measured:
 
 
 class _Record:
-    """How the choices did at about one batch size. Kept as seconds, not as ratios to a prediction:
-    predictions from running steps move, above all while little was measured."""
+    """Measured times of the choices at about one batch size.
+
+    They are kept as seconds, not as ratios to a prediction: predictions made from running steps
+    change, above all while few measurements exist.
+    """
 
     def __init__(self, predict: Callable[[Sequence[BatchLoad]], tuple[float, ...]]) -> None:
         self._predict = predict
@@ -72,12 +80,14 @@ class _Record:
         self.num_steps = 0
 
     def count(self, index: int) -> int:
-        """How often a choice was measured."""
+        """Return how often a choice was measured."""
         measured = self._measured[index]
         return 0 if measured is None else measured.count
 
     def corrected(self, predicted: tuple[float, ...]) -> tuple[float, ...]:
-        """A choice without measurements is corrected as the others are on average."""
+        """Correct predictions by the measurements; unmeasured choices get the mean correction of
+        the others.
+        """
         ratios = [
             None if each is None else each.seconds / self._predict(each.loads)[index]
             for index, each in enumerate(self._measured[: len(predicted)])
@@ -92,15 +102,18 @@ class _Record:
         )
 
     def observe(self, index: int, loads: Sequence[BatchLoad], seconds: float) -> None:
-        """Pauses of the machine only ever make a step slower, and the first step of a new size
-        does what later ones find done: the faster trial counts, and one slow step moves an
-        estimate by 2%. Else a single pause turns the best choice away for many steps."""
+        """Add a measurement.
+
+        Pauses of the machine only ever make a step slower, and the first step of a new size does
+        one-time work. So the faster trial counts, and one slow step moves an estimate by 2%.
+        Otherwise a single pause would turn the best choice away for many steps.
+        """
         old = self._measured[index]
         if old is None:
             self._measured[index] = _Measured(tuple(loads), seconds)
             return
         scale = self._predict(loads)[index] / self._predict(old.loads)[index]
-        expected_s = old.seconds * scale  # for these loads
+        expected_s = old.seconds * scale  # scaled to these loads
         if old.count >= _NUM_TRIALS:
             is_old = self.num_steps - self._measured_at[index] >= _FIRST_CHECK
             seconds = min(max(seconds, expected_s / 2), expected_s * _MOST_SLOWER)
@@ -111,7 +124,7 @@ class _Record:
         self._measured_at[index] = self.num_steps
 
     def to_try(self, seconds: tuple[float, ...], best: int) -> int | None:
-        """The index of a choice that should be measured now."""
+        """Return the index of a choice that should be measured now, or None."""
         for index, estimate in enumerate(seconds):
             count = self.count(index)
             if count < _NUM_TRIALS and estimate <= seconds[best] * _WORTH_TRYING[count]:
@@ -127,7 +140,10 @@ class _Record:
 
 
 class MicroBatchChooser:
-    """One per layout. `costs`: a calibration's, or OnlineCosts, which it then feeds."""
+    """Chooses the number of micro-batches for one layout.
+
+    `costs`: a calibration's StageCosts, or OnlineCosts, which the chooser then updates.
+    """
 
     def __init__(
         self,
@@ -143,7 +159,7 @@ class MicroBatchChooser:
         self._records: dict[tuple[int, bool], _Record] = {}
 
     def choose(self, loads: Sequence[BatchLoad]) -> Choice:
-        """`loads`: one per attention rank that takes part in the step."""
+        """Choose for a step. `loads`: one for each attention rank that takes part in it."""
         limit = min(self._max, max(load.num_sequences for load in loads))
         if limit <= 1:
             return Choice(1, (), "one sequence")
@@ -160,15 +176,15 @@ class MicroBatchChooser:
         return Choice(best + 1, seconds, "predicted best")
 
     def observe(self, loads: Sequence[BatchLoad], choice: Choice, timing: StepTiming) -> None:
-        """A step is done. Not for steps that were repeated or failed."""
-        if self._online is not None:  # first: these loads can be predicted then
+        """Record a finished step. Do not call it for steps that were repeated or failed."""
+        if self._online is not None:  # first, so that these loads can be predicted below
             self._online.observe(loads, choice.num_micro_batches, timing)
         if choice.seconds:
             index = choice.num_micro_batches - 1
             self._record(loads).observe(index, loads, timing.seconds)
 
     def _predicted(self, loads: Sequence[BatchLoad]) -> tuple[float, ...]:
-        """Seconds by m - 1, kept by the loads' first four bits."""
+        """Predict seconds by m - 1; cached by the first four bits of the loads."""
         if self._online is not None and self._online.version != self._version:
             self._version = self._online.version
             self._plans.clear()
@@ -189,7 +205,9 @@ class MicroBatchChooser:
         return tuple(seconds)
 
     def _record(self, loads: Sequence[BatchLoad]) -> _Record:
-        """By the size to within a factor of two, and whether there is prefill in it."""
+        """Return the record for the size, to within a factor of two, and for whether the step has
+        prefill.
+        """
         num_rows = sum([load.num_rows for load in loads])
         has_prefill = max([load.num_largest for load in loads]) > 1
         key = (num_rows.bit_length(), has_prefill)
@@ -204,6 +222,6 @@ def _numbers(load: BatchLoad) -> tuple[int, ...]:
 
 
 def _rounded(number: int) -> int:
-    """Four significant bits."""
+    """Round to four significant bits."""
     shift = number.bit_length() - 4
     return number >> shift << shift if shift > 0 else number

@@ -1,7 +1,7 @@
-"""The stages' times as the running steps show them: a cost model that needs no calibration.
+"""Stage times measured in the running steps: a cost model that needs no calibration.
 
 Each stage keeps an exponential average by the number of rows in a micro-batch. Nothing is assumed
-about a machine; the first step runs with one micro-batch, and is the first measurement.
+about a machine; the first step runs with one micro-batch and is the first measurement.
 """
 
 from __future__ import annotations
@@ -15,37 +15,38 @@ from moe_serve.pipeline.costs.batch_load import BatchLoad
 from moe_serve.pipeline.costs.cost_model import Ranks
 from moe_serve.pipeline.costs.step_seconds import LayerTimes
 
-_WEIGHT = 0.2  # of a new measurement
-_MOST_SLOWER = 1.25  # than the average, that a new measurement counts as
-_DRIFT = 0.05  # that makes a new version
+_WEIGHT = 0.2  # weight of a new measurement
+_MOST_SLOWER = 1.25  # a new measurement counts as at most this times the average
+_DRIFT = 0.05  # a change of an average that makes a new version
 _LEAST_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTiming:
-    """What a step took, as its ranks and the coordinator clocked it; differences of one clock each.
+    """Durations of a step, as its ranks and the coordinator measured them; each a difference of one
+    clock.
 
-    Of several ranks the one that computed longest.
+    With several ranks, the values of the one that computed longest.
     """
 
     seconds: float  # the whole step
     attention_s: float  # in the attention stages of all layers and micro-batches
     experts_s: float  # in the expert stages of all layers and micro-batches
-    wait_s: float  # that an attention rank waited for the experts' sums
+    wait_s: float  # time an attention rank waited for the experts' sums
 
 
 class RowAverages:
-    """Seconds by rows: averages of what was measured, straight lines between them.
+    """Seconds by number of rows: averages of measurements, interpolated linearly.
 
-    Outside, half of the nearest average is taken as fixed and half as growing with the rows; the
-    first measurement there replaces that.
+    Outside the measured range, half of the nearest average is taken as fixed and half as growing
+    with the rows; the first measurement there replaces the estimate.
     """
 
     def __init__(self) -> None:
         self._rows: list[float] = []
         self._seconds: list[float] = []
         self._published: list[float] = []
-        self.version = 0  # grows when an average has moved by more than 5%, or is new
+        self.version = 0  # grows when an average is new or has moved by more than 5%
 
     @property
     def is_empty(self) -> bool:
@@ -61,15 +62,16 @@ class RowAverages:
             self._published.insert(index, seconds)
             self.version += 1
             return
-        seconds = min(seconds, self._seconds[index] * _MOST_SLOWER)  # a pause is not the stage's
+        # a pause of the machine does not belong to the stage
+        seconds = min(seconds, self._seconds[index] * _MOST_SLOWER)
         self._seconds[index] += _WEIGHT * (seconds - self._seconds[index])
         if abs(self._seconds[index] / self._published[index] - 1) > _DRIFT:
             self._published[index] = self._seconds[index]
             self.version += 1
 
     def seconds(self, rows: float) -> float:
-        """0 without rows."""
-        assert self._rows, "nothing was measured yet"
+        """Return the seconds for a number of rows; 0 without rows."""
+        assert self._rows, "no step has been measured yet"
         if rows <= 0:
             return 0.0
         right = bisect.bisect_left(self._rows, rows)
@@ -81,7 +83,7 @@ class RowAverages:
         return self._seconds[right - 1] * (1 - share) + self._seconds[right] * share
 
     def _nearest(self, rows: float) -> int | None:
-        """The average that is meant for so many rows: within a fifth of them."""
+        """Return the index of the average for this number of rows (within a fifth), or None."""
         right = bisect.bisect_left(self._rows, rows)
         near = [i for i in (right - 1, right) if 0 <= i < len(self._rows)]
         distances = [(abs(math.log(self._rows[i] / rows)), i) for i in near]
@@ -90,7 +92,7 @@ class RowAverages:
 
 
 class OnlineCosts:
-    """T_a, T_e and T_c of one layout; the mean of its layers."""
+    """T_a, T_e and T_c of one layout, as the mean over its layers."""
 
     def __init__(self, num_layers: int) -> None:
         assert num_layers > 0, f"a pipeline of {num_layers} layers has nothing to measure"
@@ -104,11 +106,17 @@ class OnlineCosts:
 
     @property
     def version(self) -> int:
-        """Grows whenever predictions may have changed by more than a few percent."""
+        """Version number; grows whenever predictions may have changed by more than a few
+        percent.
+        """
         return self._attention.version + self._experts.version + self._transfer.version
 
     def observe(self, loads: Sequence[BatchLoad], num_parts: int, timing: StepTiming) -> None:
-        """Transfers are seen with one micro-batch only: what is waited for beyond the experts."""
+        """Add a measured step.
+
+        Transfers can be measured with one micro-batch only: the waiting time beyond the experts'
+        time.
+        """
         total = sum(load.num_rows for load in loads) / num_parts
         most = max(load.num_rows for load in loads) / num_parts
         num_stages = self._num_layers * num_parts
@@ -123,7 +131,7 @@ class OnlineCosts:
     def layer_times(
         self, micro_batches: Sequence[Sequence[BatchLoad]], ranks: Ranks
     ) -> tuple[LayerTimes, ...]:
-        """As StageCosts.layer_times; `ranks` are those that were measured."""
+        """Predict as `StageCosts.layer_times`; `ranks` are those that were measured."""
         totals = [sum(load.num_rows for load in loads) for loads in micro_batches]
         most = [max(load.num_rows for load in loads) for loads in micro_batches]
         return (

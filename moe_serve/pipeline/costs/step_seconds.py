@@ -1,7 +1,7 @@
-"""How long a ping-pong step takes, from the times of its stages.
+"""Duration of a ping-pong step, computed from the times of its stages.
 
-With T_a, T_e the times of a micro-batch's attention and expert stage, T_c that of one transfer,
-m micro-batches and L layers, MegaScale-Infer (arXiv 2504.02263, eqs 1-5) gives
+With T_a, T_e the times of a micro-batch's attention and expert stage, T_c that of one transfer, m
+micro-batches and L layers, MegaScale-Infer (arXiv 2504.02263, eqs 1-5) gives
 
     (T_a + T_e + 2 T_c) + T_f (m L - 1)        T_f = max(T_a, T_e)
 
@@ -12,7 +12,7 @@ back later than its turn, and a layer takes the whole round trip instead of m T_
     step = (L - 1) layer + (T_a + T_e + 2 T_c) + (m - 1) T_f
 
 Both agree where both hold; m = 1 gives L (T_a + T_e + 2 T_c). T_f also covers T_c, as a link sends
-one message at a time. What a rank itself does for its messages counts to its T_a or T_e.
+one message at a time. Time a rank itself spends on messages is part of its T_a or T_e.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTimes:
-    """Seconds by micro-batch, the same in each of some layers. A dense layer has no experts and no
-    transfers: zeros.
+    """Seconds by micro-batch, the same for each of some layers.
 
-    Of several ranks the slowest counts, since a step is in lockstep.
+    A dense layer has zeros for experts and transfers.
+
+    With several ranks the slowest one's times count, since a step runs in lockstep.
     """
 
     num_layers: int
@@ -36,7 +37,7 @@ class LayerTimes:
 
     @property
     def cycle_s(self) -> float:
-        """Seconds from a layer's begin to the next one's."""
+        """Seconds from the start of a layer to the start of the next one."""
         return max(
             sum(self.attention_s),
             sum(self.experts_s),
@@ -46,7 +47,9 @@ class LayerTimes:
 
     @property
     def round_trip_s(self) -> float:
-        """The longest way of one micro-batch through a layer, with nobody in its way."""
+        """The longest time of one micro-batch through a layer when it waits for no other
+        micro-batch.
+        """
         return max(
             a + e + 2 * c
             for a, e, c in zip(self.attention_s, self.experts_s, self.transfer_s, strict=True)
@@ -54,7 +57,7 @@ class LayerTimes:
 
     @property
     def last_s(self) -> float:
-        """The last layer: the pipeline runs empty instead of being fed."""
+        """Seconds of the last layer, in which the pipeline drains."""
         trip = self.attention_s[0] + self.experts_s[0] + 2 * self.transfer_s[0]
         return trip + max(
             sum(self.attention_s[1:]),
@@ -64,6 +67,6 @@ class LayerTimes:
 
 
 def step_seconds(layers: Sequence[LayerTimes]) -> float:
-    """Seconds of a step's layers; schedule, head and sampling not included."""
+    """Return the seconds of a step's layers; schedule, head and sampling are not included."""
     last = layers[-1]
     return sum(layer.num_layers * layer.cycle_s for layer in layers) - last.cycle_s + last.last_s

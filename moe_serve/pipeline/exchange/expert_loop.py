@@ -1,4 +1,5 @@
-"""The expert side of a step: receive from every attention rank, one product, send back.
+"""The expert side of a step: receive rows from every attention rank, multiply them together, send
+sums back.
 
 n rows of one attention rank, D model width, K choices.
 """
@@ -38,15 +39,15 @@ Route = Callable[[int, Tensor], RoutedRows]  # (layer, normed rows [n, D]) -> th
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What came from one attention rank in one exchange."""
+    """Rows that came from one attention rank in one exchange."""
 
     attention_rank: int
     rows: RoutedRows
-    row_numbers_n: Tensor | None  # of those that this rank serves, if it routed them itself
+    row_numbers_n: Tensor | None  # of the rows this rank serves, if it routed them itself
 
 
 class ExpertLoop:
-    """Serves steps with the experts that live here.
+    """Serves steps with the experts of this rank.
 
     `route` and `split` are given when experts are chosen on this side.
     """
@@ -65,7 +66,7 @@ class ExpertLoop:
         log: StageLog,
         layout: FrameLayout | None = None,
     ) -> None:
-        """`layout` None: compact, on a CPU."""
+        """`layout` None means the compact layout on a CPU."""
         self._log = log
         self._layout = CompactLayout(torch.device("cpu")) if layout is None else layout
         self._group, self._stage, self._rank = group, stage, expert_rank
@@ -77,8 +78,11 @@ class ExpertLoop:
 
     @torch.inference_mode()
     def run(self, shape: StepShape) -> None:
-        """Serve one step. A layer that fails is answered with error frames and told in `failure`;
-        raises PeerLostError or WireError where nothing can be answered."""
+        """Serve one step.
+
+        A layer that fails is answered with error frames and reported in `failure`. Raises
+        PeerLostError or WireError if no answer can be sent.
+        """
         self.failure = None
         order = exchange_order(self._layers, shape.num_micro_batches)
         exchanges = [Exchange(shape.epoch, shape.step, *each) for each in order]
@@ -104,16 +108,18 @@ class ExpertLoop:
         self._layout.finish()
 
     def use(self, split: RowSplit) -> None:
-        """Experts lie elsewhere from the next step on."""
+        """Use the new places of experts from the next step on."""
         self._split = split
 
     def close(self) -> None:
-        """Let go of everything that refers to the group."""
+        """Drop everything that refers to the group."""
         self._in.clear()
         self._back.clear()
 
     def _post(self, shape: StepShape, layer: int, micro_batch: int) -> None:
-        """Receives of an exchange: before they are needed, so that senders need not wait."""
+        """Post the receives of an exchange before they are needed,
+        so that senders need not wait.
+        """
         exchange = Exchange(shape.epoch, shape.step, layer, micro_batch)
         for sender in shape.senders(micro_batch):
             name = self._names[sender]
@@ -125,7 +131,7 @@ class ExpertLoop:
             self._in.use(name, micro_batch, transfer)
 
     def _arrivals(self, shape: StepShape, exchange: Exchange) -> list[Arrival]:
-        """Of those who sent rows."""
+        """Return the rows of those attention ranks that sent any."""
         arrivals, foreseen = [], list[Tensor]()
         for sender in shape.senders(exchange.micro_batch):
             name, planned = self._names[sender], shape.planned(sender, exchange.micro_batch)
@@ -163,7 +169,7 @@ class ExpertLoop:
     def _sums(
         self, layer: int, micro_batch: int, arrivals: list[Arrival]
     ) -> list[Tensor] | list[None]:
-        """One product for all; None for each if it failed."""
+        """Compute all arrivals in one product -> sums for each, or None for each if it failed."""
         parts = [arrival.rows for arrival in arrivals]
         counts = [part.x_TD.shape[0] for part in parts]
         if not sum(counts):

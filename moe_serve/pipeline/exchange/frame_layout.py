@@ -1,11 +1,12 @@
-"""Two ways to lay an exchange out in frames, and what the two sides must know of the difference.
+"""The two ways to lay out an exchange in frames.
 
-Compact: a rank gets the rows that chose one of its experts, and no answer is due where there are
-none. Fewest bytes; which rows, and how many, is known on the host, which waits for the device.
+Compact: a rank gets the rows that chose one of its experts, and a rank without rows sends no
+answer. This moves the fewest bytes. The rows and their number are known on the host only, which
+waits for the device.
 
 Masked: every rank gets all rows, with the choices of other ranks marked -1, and answers all of
-them. Frames have the size that both sides know from the step's plan, so the host decides nothing on
-the way and waits for nothing: what a GPU with NCCL, or a CUDA graph, needs.
+them. Both sides know the frame sizes from the step's plan, so the host decides nothing during the
+step and waits for nothing: a GPU with NCCL or a CUDA graph needs this.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from moe_serve.pipeline.frames.wire import CombineFrame, DispatchFrame
 
 
 class FrameLayout(Protocol):
-    """One rank's frames."""
+    """The frames of one rank."""
 
     device: torch.device
-    is_fixed: bool  # every frame is as large as planned, and every one is answered
+    is_fixed: bool  # every frame has the planned size, and every one is answered
 
     def split(self, split: RowSplit, layer: int, rows: RoutedRows) -> list[RankRows]:
-        """What each expert rank gets."""
+        """Return the rows that each expert rank gets."""
         ...
 
     def dispatch_frame(self, capacity: int) -> DispatchFrame: ...
@@ -37,16 +38,19 @@ class FrameLayout(Protocol):
     def combine_frame(self, capacity: int) -> CombineFrame: ...
 
     def begin(self, exchanges: Sequence[Exchange], num_peers: int) -> None:
-        """A step with these exchanges is about to begin, each with so many peers at most."""
+        """Begin a step with these exchanges, each with at most `num_peers` peers."""
         ...
 
     def finish(self) -> None:
-        """The step's frames have all come; raises WireError if one was wrong."""
+        """End a step whose frames have all arrived; raises WireError if one was wrong."""
         ...
 
 
 class CompactLayout:
-    """Implements FrameLayout with frames in host memory. `is_staged`: the rank works elsewhere."""
+    """Implements FrameLayout with frames in host memory.
+
+    `is_staged`: the rank computes in a device's memory.
+    """
 
     is_fixed = False
 
@@ -66,10 +70,10 @@ class CompactLayout:
         return CombineFrame(memory, HostHeader(memory.buffer))
 
     def begin(self, exchanges: Sequence[Exchange], num_peers: int) -> None:
-        """Nothing: every frame is checked when it comes."""
+        """Do nothing: every frame is checked when it arrives."""
 
     def finish(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class MaskedLayout:

@@ -1,4 +1,4 @@
-"""Buffers of frames, one for each peer and micro-batch, kept from step to step."""
+"""Frame buffers, one for each peer and micro-batch, kept from step to step."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ FrameT = TypeVar("FrameT")
 
 
 class FramePool(Generic[FrameT]):
-    """`get` waits for what the frame was last used for, and grows it where it is too small."""
+    """Keeps frames.
+
+    `get` waits for a frame's last transfer and replaces a frame that is too small.
+    """
 
     def __init__(self, make: Callable[[int], FrameT]) -> None:
-        self._make = make  # from its size in bytes
+        self._make = make  # makes a frame of a size in bytes
         self._frames: dict[tuple[str, int], tuple[int, FrameT]] = {}
         self._transfers: dict[tuple[str, int], Transfer] = {}
 
     def get(self, peer: str, micro_batch: int, size: int) -> FrameT:
-        """A frame of at least `size` bytes that no transfer uses."""
+        """Return a frame of at least `size` bytes that no transfer uses."""
         self.wait(peer, micro_batch)
         found = self._frames.get((peer, micro_batch))
         if found is None or found[0] < size:
@@ -29,18 +32,18 @@ class FramePool(Generic[FrameT]):
         return found[1]
 
     def peek(self, peer: str, micro_batch: int) -> FrameT:
-        """The frame as it is."""
+        """Return the frame without waiting or growing it."""
         return self._frames[peer, micro_batch][1]
 
     def use(self, peer: str, micro_batch: int, transfer: Transfer) -> None:
-        """A transfer has begun on the frame."""
+        """Note that a transfer has begun on the frame."""
         self._transfers[peer, micro_batch] = transfer
 
     def is_used(self, peer: str, micro_batch: int) -> bool:
         return (peer, micro_batch) in self._transfers
 
     def wait(self, peer: str, micro_batch: int) -> None:
-        """Until the frame's transfer has ended; raises PeerLostError."""
+        """Wait until the frame's transfer has ended; raises PeerLostError."""
         transfer = self._transfers.pop((peer, micro_batch), None)
         if transfer is not None:
             transfer.wait()
@@ -50,5 +53,5 @@ class FramePool(Generic[FrameT]):
             self.wait(peer, micro_batch)
 
     def clear(self) -> None:
-        """Forget all transfers: their group is gone."""
+        """Forget all transfers, because their group is gone."""
         self._transfers.clear()

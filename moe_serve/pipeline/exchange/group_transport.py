@@ -1,4 +1,4 @@
-"""The attention side of the data plane: rows out to the expert ranks, sums back.
+"""The attention side of the data plane: sends rows to the expert ranks and receives sums.
 
 T rows of a micro-batch, n of them for one rank, D model width.
 """
@@ -46,24 +46,24 @@ class GroupTransport:
         log: StageLog,
         layout: FrameLayout | None = None,
     ) -> None:
-        """`layout` None: compact, on a CPU."""
+        """`layout` None means the compact layout on a CPU."""
         self._log = log
         self._layout = CompactLayout(torch.device("cpu")) if layout is None else layout
         self._group, self._rank, self._experts = group, attention_rank, tuple(expert_ranks)
         self._wire, self._split, self._layers = wire, split, tuple(sparse_layers)
         self._out = FramePool(self._layout.dispatch_frame)
         self._back = FramePool(self._layout.combine_frame)
-        self._rows: dict[tuple[str, int], Tensor | None] = {}  # which rows a rank has
+        self._rows: dict[tuple[str, int], Tensor | None] = {}  # row numbers that a rank has
         self._shape = StepShape(group.epoch, -1, ())
-        self._left: list[tuple[int, int]] = []  # exchanges that are not dispatched, in reverse
-        self._told: set[str] = set()  # who has its frame of the one that is just dispatched
+        self._left: list[tuple[int, int]] = []  # exchanges not yet dispatched, in reverse
+        self._told: set[str] = set()  # ranks that have their frame of the current exchange
 
     def use(self, split: RowSplit) -> None:
-        """Experts lie elsewhere from the next step on."""
+        """Use the new places of experts from the next step on."""
         self._split = split
 
     def begin(self, shape: StepShape) -> None:
-        """A step: what it exchanges is known from here on."""
+        """Begin a step; its shape determines all exchanges."""
         self._shape = shape
         order = exchange_order(self._layers, len(shape.rows[self._rank]))
         self._left = order[::-1]
@@ -73,7 +73,7 @@ class GroupTransport:
         self._layout.begin(exchanges, len(self._experts))
 
     def dispatch(self, layer: int, micro_batch: int, routed: Routed) -> None:
-        """See `Transport.dispatch`. Receives are posted here, so that nothing waits for them."""
+        """See `Transport.dispatch`. Receives are posted here, so that no sender waits for them."""
         expected = self._left[-1] if self._left else None
         assert expected == (layer, micro_batch), f"{(layer, micro_batch)} before {expected}"
         for name, part in zip(self._experts, self._parts(layer, routed), strict=True):
@@ -82,21 +82,24 @@ class GroupTransport:
         self._told.clear()
 
     def combine(self, layer: int, micro_batch: int) -> Tensor:
-        """See `Transport.combine`. May be a view of a buffer: use it before the next dispatch.
+        """See `Transport.combine`.
 
-        Raises PeerLostError, or WireError if an expert rank failed."""
+        The result may be a view of a buffer: use it before the next dispatch.
+
+        Raises PeerLostError, or WireError if an expert rank failed.
+        """
         planned = self._planned(micro_batch)
         if len(self._experts) == 1:
             (name,) = self._experts
             frame, num_rows = self._receive(name, layer, micro_batch)
-            assert num_rows == planned, f"{num_rows} sums came for {planned} rows"
+            assert num_rows == planned, f"{num_rows} sums arrived for {planned} rows"
             return frame.sums(self._wire, planned, num_rows)
         total_TD = torch.zeros(
             planned, self._wire.width, dtype=torch.float64, device=self._layout.device
         )
         for name in self._experts:
             if not self._back.is_used(name, micro_batch):
-                continue  # it got no rows
+                continue  # this rank got no rows
             frame, num_rows = self._receive(name, layer, micro_batch)
             start = self._log.now()
             sums_nD = frame.sums(self._wire, planned, num_rows)
@@ -118,12 +121,15 @@ class GroupTransport:
         self._layout.finish()
 
     def reset(self) -> None:
-        """Nothing: a step that fails is abandoned by who runs it."""
+        """Do nothing: the caller that runs a step abandons it when it fails."""
 
-    @torch.inference_mode()  # as the frames were made
+    @torch.inference_mode()  # because the frames were made in it
     def abandon(self) -> None:
-        """The step failed on this rank alone: walk through its exchanges with no rows, so that
-        the expert ranks come to its end too. Raises PeerLostError."""
+        """Run through the remaining exchanges with no rows, because the step failed on this rank
+        alone.
+
+        This lets the expert ranks reach the end of the step too. Raises PeerLostError.
+        """
         while self._left:
             layer, micro_batch = self._left.pop()
             for name in [name for name in self._experts if name not in self._told]:
@@ -139,7 +145,7 @@ class GroupTransport:
         self._group.settle()
 
     def close(self) -> None:
-        """Let go of everything that refers to the group."""
+        """Drop everything that refers to the group."""
         self._out.clear()
         self._back.clear()
 

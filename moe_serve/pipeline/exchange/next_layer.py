@@ -1,4 +1,4 @@
-"""What a micro-batch's rows will need in the next layer with routed experts, said by a predictor.
+"""Predicts which experts a micro-batch's rows will need in the next layer with routed experts.
 
 T rows, E experts, K choices per row, D model width.
 """
@@ -15,21 +15,23 @@ from routing_predictor.layers.recall_guard import RecallGuard
 from routing_predictor.layers.router_residual import choice_odds
 from routing_predictor.layers.train_layers import LayerPredictors
 
-_MAX_ROWS = 32  # of a micro-batch that are looked at
-_EVERY = 16  # steps, in one of which recall is measured
-_ONE = 255  # a probability of 1, as foresight travels
+_MAX_ROWS = 32  # rows of a micro-batch that the predictor looks at
+_EVERY = 16  # recall is measured in one of this many steps
+_ONE = 255  # a probability of 1, as predictions are sent
 
 
 class NextLayer:
-    """Looks at the residual stream on its way, for an expert memory to read ahead; changes nothing.
+    """Predicts the next layer's experts from the residual stream, so that an expert memory can read
+    ahead.
 
-    Below the guard's floor it says nothing, and looks only in the steps in which it is measured.
+    It changes no results. Below the guard's floor it predicts nothing, and computes only in the
+    steps in which recall is measured.
     """
 
     def __init__(
         self, predictors: LayerPredictors, layers: Sequence[int], top_k: int, guard: RecallGuard
     ) -> None:
-        """`layers`: those with routed experts, in their order."""
+        """`layers`: the layers with routed experts, in order."""
         assert predictors.targets == tuple(layers[1:]), f"predictors of {predictors.targets}"
         self._predictors, self._top_k, self._guard = predictors, top_k, guard
         self._first, self._following = layers[0], dict(zip(layers, layers[1:], strict=False))
@@ -43,15 +45,18 @@ class NextLayer:
     def of(
         self, layer: int, micro_batch: int, hidden_TD: Tensor, expert_ids_TK: Tensor
     ) -> Tensor | None:
-        """Of rows that enter a layer's router, and what it chose -> uint8 [E], of 255 the
-        probability that the next layer needs an expert; None: nothing is said."""
+        """Predict from rows that enter a layer's router and from the router's choices.
+
+        Returns uint8 [E]: the probability, in units of 1/255, that the next layer needs each
+        expert. None means no prediction.
+        """
         if layer == self._first and micro_batch == 0:
             self._num_steps += 1
         num_rows, said = hidden_TD.shape[0], self._said.pop(micro_batch, None)
         if not num_rows or not (self._guard.is_on or self._is_measuring):
             return None
         some = slice(None, None, -(-num_rows // _MAX_ROWS))
-        if said is not None and said[0] == layer:  # else of a step that failed
+        if said is not None and said[0] == layer:  # otherwise it is from a step that failed
             self._measure(said[1], expert_ids_TK[some])
         following = self._following.get(layer)
         if following is None:
@@ -64,7 +69,10 @@ class NextLayer:
         return self._needed(logits_TE, num_rows)
 
     def _needed(self, logits_TE: Tensor, num_rows: int) -> Tensor:
-        """By one of the rows: 1 - prod (1 - p), where others are like those that were looked at."""
+        """Return the probability that at least one row needs each expert: 1 - prod (1 - p).
+
+        Rows that were not looked at are taken to be like the others.
+        """
         spared_TE = F.softplus(choice_odds(logits_TE, self._top_k))  # - log (1 - p)
         share = -num_rows / len(logits_TE)
         return (torch.expm1(spared_TE.sum(0) * share) * -_ONE).round().to(torch.uint8)
@@ -75,7 +83,9 @@ class NextLayer:
 
 
 def together(parts: Sequence[Tensor]) -> Tensor | None:
-    """Of several micro-batches' rows, each as `NextLayer.of` says it, uint8 [E]."""
+    """Combine the predictions for several micro-batches, uint8 [E] each as returned by
+    `NextLayer.of`.
+    """
     if len(parts) < 2:
         return parts[0] if parts else None
     spared_PE = 1 - torch.stack(list(parts)).float() / _ONE

@@ -1,4 +1,8 @@
-"""Which rows go to which expert rank: each row at most once to a rank, whatever it chose there.
+"""Splits rows among expert ranks.
+
+A row goes to a rank at most once, however many of its choices are there.
+
+`is_broadcast_worth` decides whether the attention side or the expert side chooses experts.
 
 T rows, K choices, E experts, R ranks.
 """
@@ -17,7 +21,10 @@ from experts.routed_rows import RoutedRows
 
 @dataclass(frozen=True, slots=True)
 class RankRows:
-    """What one expert rank gets of a micro-batch. `rows_n` is None when it gets all, in order."""
+    """The part of a micro-batch that one expert rank gets.
+
+    `rows_n` is None when it gets all rows, in order.
+    """
 
     rows_n: Tensor | None  # int64 [n], ascending
     x_nD: Tensor
@@ -26,9 +33,9 @@ class RankRows:
 
 
 class RowSplit:
-    """The ranks of each layer's experts, and which copy of one serves a row.
+    """Knows which ranks hold each layer's experts, and which copy of an expert serves a row.
 
-    Copies are chosen on the host, so elsewhere they take turns, whatever the policy.
+    The replica policy runs on the host. On other devices copies take turns, whatever the policy.
     """
 
     def __init__(
@@ -38,8 +45,10 @@ class RowSplit:
         device: torch.device | None = None,
         policy: ReplicaPolicy = "round-robin",
     ) -> None:
-        """`ranks_of[layer][expert]`: the ranks, numbered 0 .. num_ranks - 1, that hold it.
-        `device`: of the ids; None: the CPU."""
+        """`ranks_of[layer][expert]`: the ranks, numbered 0 .. num_ranks - 1, that hold the expert.
+
+        `device`: where the ids are; None means the CPU.
+        """
         self._num_ranks, self._policy = num_ranks, policy
         self._device = device = device or torch.device("cpu")
         self._turns = {layer: _Turns.of(layer, each, device) for layer, each in ranks_of.items()}
@@ -51,19 +60,22 @@ class RowSplit:
         }
 
     def with_layers(self, ranks_of: Mapping[int, Sequence[Sequence[int]]]) -> RowSplit:
-        """As this one, but for these layers; the others' tables are shared."""
+        """Return a split with new tables for these layers; the other tables are shared."""
         split = RowSplit(ranks_of, self._num_ranks, self._device, self._policy)
         kept = {layer: choice for layer, choice in self._choices.items() if layer not in ranks_of}
         split._turns, split._choices = self._turns | split._turns, kept | split._choices
         return split
 
     def split(self, layer: int, rows: RoutedRows) -> list[RankRows]:
-        """One entry for each rank, in their order. On a GPU it waits: how many rows there are
-        decides how large tensors are.
+        """Return one entry for each rank, in rank order.
 
-        Worked example, 2 ranks, experts 0, 1 on the first and 2, 3 on the second, K = 2, ids
-        [[0, 1], [1, 3], [2, 3]]: the first gets rows [0, 1] with [[0, 1], [1, -1]], the second
-        rows [1, 2] with [[-1, 3], [2, 3]].
+        On a GPU it waits, because the number of rows determines tensor sizes.
+
+        Worked example, 2 ranks, experts 0, 1 on the first and 2, 3 on the second, K = 2:
+
+            ids [[0, 1], [1, 3], [2, 3]]
+            first rank: rows [0, 1] with [[0, 1], [1, -1]]
+            second rank: rows [1, 2] with [[-1, 3], [2, 3]]
         """
         if self._num_ranks == 1:
             return [RankRows(None, rows.x_TD, rows.expert_ids_TK, rows.weights_TK)]
@@ -71,7 +83,7 @@ class RowSplit:
         return [self._part(rows, rank_TK == rank) for rank in range(self._num_ranks)]
 
     def masked(self, layer: int, rows: RoutedRows) -> list[RankRows]:
-        """As `split`, but every rank gets every row; nothing waits for the device."""
+        """Split as `split` does, but give every rank every row; it never waits for the device."""
         if self._num_ranks == 1:
             return self.split(layer, rows)
         rank_TK = self._ranks(layer, rows.expert_ids_TK)
@@ -114,9 +126,39 @@ class _Turns:
         return cls(*(torch.from_numpy(array).to(device) for array in arrays))
 
     def ranks(self, expert_ids_TK: Tensor) -> Tensor:
-        """The rank of each choice [T, K]."""
+        """Return the rank of each choice [T, K]."""
         if self.ranks_EM.shape[1] == 1:
             return self.ranks_EM[:, 0][expert_ids_TK]
         rows_T1 = torch.arange(len(expert_ids_TK), device=expert_ids_TK.device)[:, None]
         turns_TK = (rows_T1 + self.first_E[expert_ids_TK]) % self.counts_E[expert_ids_TK]
         return self.ranks_EM[expert_ids_TK, turns_TK]
+
+
+# broadcasting must move fewer bytes than this share: each expert rank then routes all rows
+WORTH = 0.9
+
+
+def routed_bytes(row_bytes: int, top_k: int, num_expert_ranks: int) -> float:
+    """Return the bytes sent for one row when the attention side chooses experts."""
+    num_ranks = num_expert_ranks * (1.0 - (1.0 - 1.0 / num_expert_ranks) ** top_k)
+    return num_ranks * (row_bytes + 8 * top_k)
+
+
+def broadcast_bytes(row_bytes: int, num_expert_ranks: int) -> float:
+    """Return the bytes sent for one row when the expert side chooses experts."""
+    return num_expert_ranks * (row_bytes + 4.0)
+
+
+def is_broadcast_worth(row_bytes: int, top_k: int, num_expert_ranks: int) -> bool:
+    """Return whether `router: auto` lets the expert ranks choose, because that moves fewer bytes.
+
+    With K choices, E expert ranks and rows of b bytes, a row that was routed first goes to every
+    rank that holds one of its experts, on average E (1 - (1 - 1/E)^K) ranks if all are alike, with
+    its choices (8 bytes each). A row that is routed by the expert ranks goes to all E, without
+    choices, and its sums come back with its number (4 bytes). The sums themselves are the same.
+
+    Worked example, 2048 values in bf16, K = 8, E = 4: 3.6 ranks x 4160 bytes against 4 x 4100, no.
+    256 values, E = 1: 576 bytes against 516, yes.
+    """
+    routed = routed_bytes(row_bytes, top_k, num_expert_ranks)
+    return broadcast_bytes(row_bytes, num_expert_ranks) <= WORTH * routed

@@ -1,1 +1,1 @@
-"""The bytes of rows and sums on their way between ranks: headers, sizes and memory."""
+"""Layout of the bytes that carry rows and sums between ranks: headers, sizes and memory."""

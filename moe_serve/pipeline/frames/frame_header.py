@@ -1,7 +1,10 @@
-"""The first bytes of a frame: whose it is. Read at once on the host, or after the step.
+"""The header of a frame, which names its exchange.
 
-A frame in a GPU's memory is not read by the host on its way: that would wait for the device. Its
-header is copied aside there, and all of a step's are checked when its last rows are back.
+It is read on arrival on a host, or after the step.
+
+The host does not read a frame in a GPU's memory during the step: it would have to wait for the
+device. There the header is copied aside, and all headers of a step are checked once its last rows
+are back.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from moe_serve.errors import MoeServeError
 
 MAGIC = 0x4D6F4557
 HEADER_BYTES = 64
-FLAG_ERROR = 1  # the sender failed: there are no rows
+FLAG_ERROR = 1  # the sender failed, and the frame has no rows
 _FIELDS = [
     ("magic", "<u4"),
     ("flags", "<u4"),
@@ -39,7 +42,7 @@ class WireError(MoeServeError):
 
 
 class Exchange(NamedTuple):
-    """Which exchange of which step a frame belongs to."""
+    """The step, layer and micro-batch that a frame belongs to."""
 
     epoch: int
     step: int
@@ -52,7 +55,7 @@ class Exchange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """One way of an exchange, as reports name it."""
+    """One direction of an exchange, as reports name it."""
 
     name: Literal["dispatch", "combine"]
     exchange: Exchange
@@ -62,12 +65,14 @@ class Leg:
 
 
 class Header(Protocol):
-    """A frame's header, where the frame is."""
+    """A frame's header, in the memory of the frame."""
 
     def write(self, exchange: Exchange, num_rows: int, flags: int) -> None: ...
 
     def check(self, exchange: Exchange, most: int, sender: str) -> int:
-        """-> the number of rows; raises WireError if this is another exchange's frame."""
+        """Check the header -> the number of rows; raises WireError if the frame belongs to another
+        exchange.
+        """
         ...
 
 
@@ -85,19 +90,20 @@ class HostHeader:
 
 
 class HeaderLog:
-    """The headers of one step's frames, to send and as received: two tables in the device's memory.
+    """Headers of one step's frames, sent and received: two tables in the device's memory.
 
-    Their frames have fixed sizes, so nobody must know a header to go on, and it tells no rows.
+    Frames there have fixed sizes, so no rank needs to read a header to continue, and a header holds
+    no number of rows.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._places: dict[Exchange, int] = {}
         self._to_send = self._received = torch.zeros(0, HEADER_BYTES, dtype=torch.uint8)
-        self._awaited: list[tuple[Exchange, str]] = []  # and their senders
+        self._awaited: list[tuple[Exchange, str]] = []  # with their senders
 
     def begin(self, exchanges: Sequence[Exchange], num_peers: int) -> None:
-        """A step with these exchanges: one copy to the device."""
+        """Begin a step with these exchanges, using one copy to the device."""
         self._places = {exchange: 2 * place for place, exchange in enumerate(exchanges)}
         headers = np.zeros(2 * len(exchanges), _HEADER)
         for exchange, place in self._places.items():
@@ -116,12 +122,12 @@ class HeaderLog:
         section.copy_(self._to_send[self._places[exchange] + flags])
 
     def note(self, section: Tensor, exchange: Exchange, sender: str) -> None:
-        """Remember a header that came."""
+        """Remember a header that arrived."""
         self._received[len(self._awaited)].copy_(section)
         self._awaited.append((exchange, sender))
 
     def check(self) -> None:
-        """All that came since `begin`: waits for the device. Raises WireError."""
+        """Check all headers received since `begin`; waits for the device. Raises WireError."""
         awaited, self._awaited = self._awaited, []
         if not awaited:
             return
@@ -131,13 +137,15 @@ class HeaderLog:
 
 
 class DeferredHeader:
-    """Implements Header in a device's memory: `check` believes, HeaderLog finds out."""
+    """Implements Header in a device's memory: `check` accepts every frame, and HeaderLog checks it
+    later.
+    """
 
     def __init__(self, log: HeaderLog, section: Tensor) -> None:
         self._log, self._section = log, section
 
     def write(self, exchange: Exchange, num_rows: int, flags: int) -> None:
-        """Rows are those that were planned, whatever `num_rows`."""
+        """Write the header with the planned number of rows, whatever `num_rows` is."""
         self._log.write(self._section, exchange, flags)
 
     def check(self, exchange: Exchange, most: int, sender: str) -> int:
@@ -152,14 +160,14 @@ def _values(exchange: Exchange, num_rows: int, flags: int) -> tuple[int | bytes,
 def _checked(fields: Sequence[int], exchange: Exchange, most: int, sender: str) -> int:
     magic, flags, *found, rows = fields
     if magic != MAGIC:
-        raise WireError(f"{exchange}: {sender} sent no frame (magic {magic:#x}).")
+        raise WireError(f"{exchange}: {sender} sent data that is not a frame (magic {magic:#x}).")
     if tuple(found) != exchange:
         raise WireError(
             f"{exchange} of epoch {exchange.epoch}: {sender} sent the frame of "
             f"{Exchange(*found)}, epoch {found[0]}."
         )
     if rows > most:
-        raise WireError(f"{exchange}: {sender} sent {rows} rows, at most {most} were planned.")
+        raise WireError(f"{exchange}: {sender} sent {rows} rows, but at most {most} were planned.")
     if flags & FLAG_ERROR:
-        raise WireError(f"{exchange}: {sender} failed, see its log.")
+        raise WireError(f"{exchange}: {sender} failed; see its log.")
     return rows

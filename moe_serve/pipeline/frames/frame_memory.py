@@ -1,7 +1,8 @@
-"""Where the bytes of a frame lie: a link takes them from one place, the rank works in another.
+"""Memory of a frame: the link uses one buffer, and the rank may work in another.
 
-On a CPU both are the same. A rank on a GPU whose link takes host memory packs a frame in the GPU's
-memory and copies the used part over, and the other way round: one copy per frame.
+On a CPU both are the same. A rank on a GPU whose link uses host memory packs a frame in the GPU's
+memory and copies the used part to the host, and the reverse for received frames: one copy per
+frame.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ _MAX_VIEWS = 256
 
 
 class FrameMemory:
-    """`buffer` travels; `work` is written and read by the rank. Headers stay in `buffer`.
+    """`buffer` is transferred; the rank reads and writes `work`. Headers stay in `buffer`.
 
-    Steps repeat each other's sizes, so views are kept: making them anew took a tenth of the time
-    of a small step."""
+    Steps use the same sizes again and again, so views are cached: creating them anew took a tenth
+    of the time of a small step.
+    """
 
     def __init__(self, buffer: Tensor, work: Tensor) -> None:
         self.buffer, self.work = buffer, work  # uint8, of the same size
@@ -26,7 +28,7 @@ class FrameMemory:
         self._beginnings: dict[int, Tensor] = {}
 
     def section(self, offset: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """A part of `work` [rows, columns] that begins at a byte."""
+        """Return a part of `work` as [rows, columns], beginning at byte `offset`."""
         key = (offset, rows, columns, dtype)
         section = self._sections.get(key)
         if section is None:
@@ -38,7 +40,7 @@ class FrameMemory:
         return section
 
     def first(self, size: int) -> Tensor:
-        """The first bytes of `buffer`."""
+        """Return the first bytes of `buffer`."""
         beginning = self._beginnings.get(size)
         if beginning is None:
             if len(self._beginnings) >= _MAX_VIEWS:
@@ -51,7 +53,10 @@ class FrameMemory:
         return self.buffer is not self.work
 
     def to_send(self, end: int) -> Tensor:
-        """The first bytes of `buffer`, with what was written. Staged: waits for the device."""
+        """Return the first bytes of `buffer` with everything written so far.
+
+        If staged, waits for the device.
+        """
         if self.is_staged:
             start = HEADER_BYTES
             self.buffer[start:end].copy_(self.work[start:end], non_blocking=True)
@@ -59,13 +64,15 @@ class FrameMemory:
         return self.first(end)
 
     def received(self, end: int) -> None:
-        """So many bytes came: from here on `work` has them, for what the device does next."""
+        """Note that `end` bytes arrived; the device's next work sees them in `work`."""
         if self.is_staged:
             start = HEADER_BYTES
             self.work[start:end].copy_(self.buffer[start:end], non_blocking=True)
 
     def settle(self) -> None:
-        """Until the device has done what it was told, copies of this frame among it."""
+        """Wait until the device has finished its queued work,
+        which includes copies of this frame.
+        """
         if self.is_staged and self.work.device.type == "cuda":
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self.work.device))
@@ -73,13 +80,13 @@ class FrameMemory:
 
 
 def direct_memory(capacity: int, device: torch.device) -> FrameMemory:
-    """Links take the device's memory."""
+    """Make a frame for links that use the device's memory."""
     buffer = torch.zeros(capacity, dtype=torch.uint8, device=device)
     return FrameMemory(buffer, buffer)
 
 
 def staged_memory(capacity: int, device: torch.device) -> FrameMemory:
-    """Links take host memory: pinned, if the device is a GPU."""
+    """Make a frame for links that use host memory, pinned if the device is a GPU."""
     is_cuda = device.type == "cuda"
     buffer = torch.zeros(capacity, dtype=torch.uint8, pin_memory=is_cuda)
     return FrameMemory(buffer, torch.zeros(capacity, dtype=torch.uint8, device=device))

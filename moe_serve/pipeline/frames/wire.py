@@ -1,4 +1,4 @@
-"""What travels between an attention and an expert rank: a header and the rows, in one buffer.
+"""Frames between attention and expert ranks: a header and the rows, in one buffer.
 
 T rows planned for the exchange, n of them sent, K choices, D model width.
 
@@ -7,9 +7,10 @@ T rows planned for the exchange, n of them sent, K choices, D model width.
     combine   [ header | row numbers [T] int32 | sums [n, D] fp64 or fp32 ]
 
 Sections before the last have room for all planned rows, so both sides know every offset from the
-step's plan; the last is sent as far as it is filled. Scales are there for fp8 rows only, `foreseen`
-where experts need not all be in memory and a predictor says which of them the micro-batch's rows
-will need next. Zeros: nothing is known. A frame without rows is a header.
+step's plan; of the last section only the filled part is sent. Scales exist for fp8 rows only.
+`foreseen` exists where some experts may be out of memory: it holds a predictor's estimate of which
+experts the micro-batch's rows will need next, and zeros mean that there is none. A frame without
+rows is a header.
 """
 
 from __future__ import annotations
@@ -29,18 +30,21 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireFormat:
-    """Sizes of a model's frames. `rows`: how x travels; `sums`: fp64, or fp32 if E is 1."""
+    """Sizes of a model's frames.
+
+    `rows`: how x is sent; `sums`: fp64, or fp32 if there is one expert rank.
+    """
 
     width: int
     top_k: int
-    dtype: torch.dtype  # the model's
+    dtype: torch.dtype  # dtype of the model
     row_dtype: torch.dtype
     sum_dtype: torch.dtype
-    num_foreseen: int = 0  # experts of which a dispatch says something; 0: nothing is foreseen
+    num_foreseen: int = 0  # experts with a prediction in each dispatch; 0: no predictions
 
     @property
     def head_bytes(self) -> int:
-        """What a dispatch has before its choices."""
+        """Bytes of a dispatch before its choices."""
         return HEADER_BYTES + _aligned(self.num_foreseen)
 
     @property
@@ -70,7 +74,10 @@ def make_wire_format(
     wire_dtype: Literal["auto", "bf16", "fp8"] = "auto",
     num_foreseen: int = 0,
 ) -> WireFormat:
-    """The frames of a model. With one expert rank the sums are complete there: fp32 is exact."""
+    """Make the format of a model's frames.
+
+    With one expert rank the sums are complete there: fp32 is exact.
+    """
     named = {"auto": dtype, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
     return WireFormat(
         width=width,
@@ -87,12 +94,16 @@ def _aligned(size: int) -> int:
 
 
 def fp8_scales(x_TD: Tensor) -> Tensor:
-    """One fp32 scale [T, 1] for each row: its largest value becomes that of float8_e4m3fn."""
+    """Return one fp32 scale [T, 1] per row,
+    which maps its largest value to that of float8_e4m3fn.
+    """
     return (x_TD.float().abs().amax(dim=1, keepdim=True) / _FP8_MAX).clamp(min=1e-12)
 
 
 def as_received(wire: WireFormat, x_TD: Tensor) -> Tensor:
-    """Rows as the expert side sees them: rounded on their way, in the model's dtype."""
+    """Return rows as the expert side sees them: rounded to the wire's dtype, then in the model's
+    dtype.
+    """
     if wire.has_scales:
         scales = fp8_scales(x_TD)
         return ((x_TD.float() / scales).to(wire.row_dtype).float() * scales).to(wire.dtype)
@@ -100,13 +111,13 @@ def as_received(wire: WireFormat, x_TD: Tensor) -> Tensor:
 
 
 class _Frame:
-    """A header, and sections behind it."""
+    """A header, followed by sections."""
 
     def __init__(self, memory: FrameMemory, header: Header) -> None:
         self._memory, self._header = memory, header
 
     def first(self, size: int) -> Tensor:
-        """What travels: so many bytes, uint8."""
+        """Return the bytes to send: the first `size`, uint8."""
         return self._memory.first(size)
 
     def _section(self, offset: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -114,7 +125,7 @@ class _Frame:
 
 
 class DispatchFrame(_Frame):
-    """Rows on their way to an expert rank."""
+    """Rows sent to an expert rank."""
 
     @staticmethod
     def offset_of_rows(wire: WireFormat, planned: int) -> int:
@@ -133,7 +144,7 @@ class DispatchFrame(_Frame):
         weights_TK: Tensor | None,
         foreseen_E: Tensor | None = None,
     ) -> Tensor:
-        """Fill in n rows -> what to send. Without ids: the expert side routes them."""
+        """Fill in n rows -> the bytes to send. Without ids, the expert side routes the rows."""
         num_rows = x_TD.shape[0]
         self._header.write(exchange, num_rows, 0)
         end = self.offset_of_rows(wire, planned)
@@ -157,7 +168,9 @@ class DispatchFrame(_Frame):
     def write_nobody(
         self, wire: WireFormat, exchange: Exchange, planned: int, is_fixed: bool
     ) -> Tensor:
-        """No rows: a header, or the planned rows with experts that are nowhere."""
+        """Fill in no rows: a header alone, or (fixed sizes) the planned rows with experts that no
+        rank has.
+        """
         self._header.write(exchange, 0, 0)
         if not is_fixed:
             return self.first(HEADER_BYTES)
@@ -167,17 +180,19 @@ class DispatchFrame(_Frame):
         return self._memory.to_send(end)
 
     def open(self, wire: WireFormat, exchange: Exchange, planned: int, sender: str) -> int:
-        """The frame came -> how many rows it has; raises WireError."""
+        """Check a received frame -> its number of rows; raises WireError."""
         num_rows = self._header.check(exchange, planned, sender)
         self._memory.received(self.offset_of_rows(wire, planned) + num_rows * wire.row_bytes)
         return num_rows
 
     def foreseen(self, wire: WireFormat) -> Tensor:
-        """What the sender's rows will need in the next layer, uint8 [E] of 255; it has some."""
+        """Return the prediction of experts that the sender's rows need in the next layer: uint8
+        [E], in units of 1/255. The format must have one.
+        """
         return self._section(HEADER_BYTES, 1, wire.num_foreseen, torch.uint8)[0]
 
     def choices(self, wire: WireFormat, planned: int, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Ids (int32, -1: elsewhere) and weights (fp32), [n, K] each."""
+        """Return ids (int32, -1: on another rank) and weights (fp32), [n, K] each."""
         second = wire.head_bytes + _aligned(planned * wire.top_k * 4)
         return (
             self._section(wire.head_bytes, num_rows, wire.top_k, torch.int32),
@@ -185,7 +200,9 @@ class DispatchFrame(_Frame):
         )
 
     def rows(self, wire: WireFormat, planned: int, num_rows: int) -> Tensor:
-        """x [n, D] in the model's dtype: a view of the frame where it travels so."""
+        """Return x [n, D] in the model's dtype;
+        a view of the frame if it was sent in that dtype.
+        """
         x_TD = self._section(
             self.offset_of_rows(wire, planned), num_rows, wire.width, wire.row_dtype
         )
@@ -199,7 +216,7 @@ class DispatchFrame(_Frame):
 
 
 class CombineFrame(_Frame):
-    """Sums on their way back."""
+    """Sums sent back to an attention rank."""
 
     @staticmethod
     def offset_of_sums(planned: int) -> int:
@@ -213,7 +230,7 @@ class CombineFrame(_Frame):
         sums_TD: Tensor,
         row_numbers_T: Tensor | None = None,
     ) -> Tensor:
-        """Fill in n sums, and which rows they belong to if the sender does not know."""
+        """Fill in n sums, and the rows they belong to if the attention rank does not know them."""
         num_rows, start = sums_TD.shape[0], self.offset_of_sums(planned)
         self._header.write(exchange, num_rows, 0)
         if row_numbers_T is not None:
@@ -224,7 +241,10 @@ class CombineFrame(_Frame):
     def write_error(
         self, wire: WireFormat, exchange: Exchange, planned: int, is_fixed: bool
     ) -> Tensor:
-        """In place of sums: this exchange failed here. Fixed: with sums of zero."""
+        """Fill in an error in place of sums: this exchange failed here.
+
+        Fixed-size frames carry sums of zero.
+        """
         self._header.write(exchange, 0, FLAG_ERROR)
         if not is_fixed:
             self._memory.settle()
@@ -234,15 +254,17 @@ class CombineFrame(_Frame):
         return self._memory.to_send(end)
 
     def open(self, wire: WireFormat, exchange: Exchange, planned: int, sender: str) -> int:
-        """The frame came -> how many sums it has; raises WireError, also if the sender failed."""
+        """Check a received frame -> its number of sums; raises WireError, also if the sender
+        failed.
+        """
         num_rows = self._header.check(exchange, planned, sender)
         self._memory.received(self.offset_of_sums(planned) + num_rows * wire.sum_bytes)
         return num_rows
 
     def sums(self, wire: WireFormat, planned: int, num_rows: int) -> Tensor:
-        """[n, D], a view of the frame."""
+        """Return sums [n, D], a view of the frame."""
         return self._section(self.offset_of_sums(planned), num_rows, wire.width, wire.sum_dtype)
 
     def row_numbers(self, num_rows: int) -> Tensor:
-        """int32 [n], ascending."""
+        """Return row numbers, int32 [n], ascending."""
         return self._section(HEADER_BYTES, num_rows, 1, torch.int32)[:, 0]

@@ -1,14 +1,15 @@
-"""Whole decode steps of one micro-batch as recordings, for a pipeline whose stages are local.
+"""Runs decode steps of one micro-batch as recorded graphs, for a pipeline whose stages are local.
 
     pack (host) -> load (a few small copies) -> replay (embedding, all layers) -> head, not recorded
 
-The head runs behind the replay, for the rows that want logits alone: its launches cost no time
-while the device is busy, and a recorded one would hold [B, V] for every size.
-B rows of a recording, D model width, V vocabulary.
+The head runs after the replay, only for the rows that want logits: its launches cost no time while
+the device is busy, and recorded heads would hold [B, V] for every size. B rows of a recording, D
+model width, V vocabulary.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from moe_serve.pipeline.pipeline import Pipeline
 
 @dataclass(frozen=True, slots=True)
 class GraphStats:
-    """What was recorded, what it took, and how many steps it served."""
+    """Sizes, memory and capture time of the recordings."""
 
     sizes: GraphSizes
     num_recordings: int
@@ -50,7 +51,7 @@ class GraphStats:
 
 
 class DecodeGraphs:
-    """Records at construction, the largest size first; `run` serves the steps that fit."""
+    """Records all sizes at construction, the largest first; `run` replays the steps that fit."""
 
     def __init__(
         self,
@@ -85,7 +86,9 @@ class DecodeGraphs:
         return recorder.record(step, lambda: (*static.tensors, self._hidden_BD))
 
     def run(self, plan: StepPlan) -> Tensor | None:
-        """The step's logits, as `Pipeline.run`; None if no recording serves it."""
+        """Return the step's logits as `Pipeline.run` does; None if no recording has the step's
+        size.
+        """
         size = self._size_of(plan)
         if size is None:
             return None
@@ -101,3 +104,40 @@ class DecodeGraphs:
             return None
         (batch,) = plan.micro_batches
         return self._sizes.choose(len(batch.slices), num_keys(batch))
+
+
+_log = logging.getLogger(__name__)
+
+
+class GraphedPipeline:
+    """A pipeline that replays decode steps from recordings and runs all other steps layer by layer.
+
+    After a replay fails, that step and all later ones run layer by layer.
+    """
+
+    def __init__(self, pipeline: Pipeline, graphs: DecodeGraphs) -> None:
+        self._pipeline = pipeline
+        self._graphs: DecodeGraphs | None = graphs
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> Tensor:
+        """Compute a step -> the requested logits [R, V] in fp32, slice after slice."""
+        logits = None
+        # a replay cannot show the choices of each layer
+        if self._graphs is not None and plan.routes is None:
+            try:
+                logits = self._graphs.run(plan)
+            except RuntimeError as error:
+                # Running a step again is harmless: it writes the same keys and values.
+                _log.warning("a CUDA graph failed; steps now run without graphs: %s", error)
+                self._graphs = None
+        return self._pipeline.run(plan) if logits is None else logits
+
+    def clear_pages(self, pages: list[int]) -> None:
+        self._pipeline.clear_pages(pages)
+
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        self._pipeline.copy_pages(pairs)
+
+    def finite_pages(self, pages: list[int]) -> list[bool]:
+        return self._pipeline.finite_pages(pages)

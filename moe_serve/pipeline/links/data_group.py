@@ -1,4 +1,4 @@
-"""The data plane of one epoch: a link to each peer, and an end that wakes whoever waits."""
+"""The data plane of one epoch: a link to each peer; closing it wakes peers that wait."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from moe_serve.pipeline.links.nccl_link import NcclGroups, gpu_of
 from moe_serve.pipeline.links.shared_link import SharedLink
 from moe_serve.pipeline.links.transfer import Link, PeerLostError, Transfer
 
-MEETING_TIMEOUT_S = 5.0  # all members are idle when they are called together
+MEETING_TIMEOUT_S = 5.0  # seconds; all members are idle when the meeting is called
 
 
 class DataGroup:
-    """Ranks by name, in the order in which all of them list the members.
+    """Connects ranks by name, in the member order that all of them share.
 
     Buffers are in host memory: peers on the same host are reached through shared memory, others by
-    gloo; with `is_sharing` False all by gloo. Where the members find that each has a GPU of its own
-    (`is_nccl`), buffers are `device`'s, and NCCL reaches everybody; both sides of an exchange then
-    give the same size."""
+    gloo; with `is_sharing` False all by gloo. If each member has its own GPU (`is_nccl`), buffers
+    are in `device`'s memory and NCCL reaches every peer; both sides of an exchange then give the
+    same size.
+    """
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class DataGroup:
         delay_s: float = 0.0,
         transport: TransportName = "host",
     ) -> None:
-        """Meets the others; raises PeerLostError if not all come in time."""
+        """Meet the other members; raises PeerLostError if not all arrive in time."""
         self.epoch, self.members = epoch, tuple(members)
         index = {name: place for place, name in enumerate(members)}
         meeting_s = min(timeout_s, MEETING_TIMEOUT_S)
@@ -88,7 +89,7 @@ class DataGroup:
             return self._nccl.link(name, place)
         if connection is not None:
             return SharedLink(name, connection, timeout_s, delay_s)
-        assert self._group is not None, f"no way to {name}"
+        assert self._group is not None, f"there is no link to {name}"
         return self._group.link(name, place)
 
     def send(self, peer: str, buffer: Tensor, tag: int, operation: object) -> Transfer:
@@ -100,13 +101,15 @@ class DataGroup:
         return self._links[peer].receive(buffer, tag, operation)
 
     def settle(self) -> None:
-        """The host waits, with NCCL, until what was begun has ended; raises PeerLostError. Other
-        transfers have ended when they were waited for."""
+        """Wait on the host, with NCCL, until all begun transfers have ended; raises PeerLostError.
+
+        Other transfers ended when they were waited for.
+        """
         if self._nccl is not None:
             self._nccl.settle()
 
     def close(self) -> None:
-        """End all links. The caller holds no transfer any more."""
+        """End all links. The caller must hold no transfer any more."""
         for link in self._links.values():
             link.close()
         self._links = {}

@@ -34,7 +34,7 @@ class _Work:
 
 
 class ProcessGroup:
-    """All members of an epoch; `link` gives the way to one of them."""
+    """Contains all members of an epoch; `link` returns the link to one of them."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class ProcessGroup:
         meeting_s: float,
         timeout_s: float,
     ) -> None:
-        """Meets the others; raises RuntimeError if not all come within `meeting_s`."""
+        """Meet the other members; raises RuntimeError if not all arrive within `meeting_s`."""
         self._group: Any = make_group(store, rank, size, host, meeting_s)
         self._group._set_default_timeout(timedelta(seconds=timeout_s))
 
@@ -57,13 +57,13 @@ class ProcessGroup:
         return getattr(self._group, name)([buffer], index, tag)
 
     def close(self) -> None:
-        """The callers hold no transfer any more."""
+        """Drop the group. The callers must hold no transfer any more."""
         self._group = None
         gc.collect()
 
 
 class GroupLink:
-    """Implements Link by a process group."""
+    """Implements Link with a process group."""
 
     def __init__(self, group: ProcessGroup, peer: str, index: int) -> None:
         self._group, self._peer, self._index = group, peer, index
@@ -75,7 +75,7 @@ class GroupLink:
         return self._begin("recv", buffer, tag, operation)
 
     def close(self) -> None:
-        """The group closes all links at once."""
+        """Do nothing: closing the group closes all links at once."""
 
     def _begin(self, name: str, buffer: Tensor, tag: int, operation: object) -> Transfer:
         try:
@@ -88,12 +88,12 @@ class GroupLink:
 def make_group(store: Any, rank: int, size: int, host: str, meeting_s: float) -> Any:
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=host)]  # listens there and nowhere else
+    options._devices = [gloo.create_device(hostname=host)]  # listens on this address only
     options._timeout, options._threads = timedelta(seconds=meeting_s), 1
     return gloo(store, rank, size, options)
 
 
 def first_line(error: Exception) -> str:
-    """Of torch's long messages."""
+    """Return the first line of one of torch's long messages."""
     text = str(error).splitlines()[0]
     return text.rpartition("] ")[2] if text.startswith("[") else text

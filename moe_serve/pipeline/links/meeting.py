@@ -1,4 +1,6 @@
-"""How the members of an epoch find each other: who shares a host, and Unix sockets among those."""
+"""Lets the members of an epoch find each other: which share a host,
+and Unix sockets between those.
+"""
 
 from __future__ import annotations
 
@@ -16,43 +18,48 @@ from typing import Any, Protocol
 import msgspec
 from torch.distributed.distributed_c10d import PrefixStore
 
-_OFF_KEY = "off"  # set by nobody: to look for it fails once the meeting was called off
-_LOOK_S = 0.1  # between two looks whether the meeting was called off
-_FULL_S = 0.001  # between two tries of a queue that is full
+_OFF_KEY = "off"  # never set: waiting for it fails once the meeting was called off
+_LOOK_S = 0.1  # seconds between two checks whether the meeting was called off
+_FULL_S = 0.001  # seconds between two tries while a queue is full
 _GREETING = struct.Struct("<I16s")  # index, token
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 
 
 class Whereabouts(msgspec.Struct, frozen=True, array_like=True):
-    """What a member tells the others. Empty `unix_name`: it cannot share memory."""
+    """The addresses that a member publishes.
+
+    An empty `unix_name` means that it cannot share memory.
+    """
 
     host_key: str
     unix_name: str
     token: bytes
-    gpu: str = ""  # which it computes on, if NCCL may be used
+    gpu: str = ""  # the GPU it computes on, if NCCL may be used
 
 
 def host_key() -> str:
-    """Equal for processes that can share memory and Unix sockets: same boot, same network."""
+    """Return a key that is equal for processes that can share memory and Unix sockets: same boot,
+    same network, same user.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
         network = os.stat("/proc/self/ns/net").st_ino
         user = os.getuid()
     except (OSError, AttributeError):
-        return secrets.token_hex(16)  # unlike all others: no sharing here
+        return secrets.token_hex(16)  # differs from all others, so nothing is shared
     return f"{boot}/{network}/{user}"
 
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """Everybody's whereabouts, and the connections to those on this host, by index."""
+    """The whereabouts of all members, and the connections to those on this host, by index."""
 
     everybody: Mapping[int, Whereabouts]
     local: Mapping[int, socket.socket]
 
     @property
     def is_gpu_each(self) -> bool:
-        """Whether every member has a GPU that no other one has: NCCL refuses to share."""
+        """True if every member has its own GPU: NCCL refuses to share one."""
         gpus = [w.gpu for w in self.everybody.values()]
         return all(gpus) and len(set(gpus)) == len(gpus)
 
@@ -62,14 +69,15 @@ class Met:
 
 
 class StoreOfMembers(Protocol):
-    """The store in which members of epochs find each other, as the process that serves it sees
-    it."""
+    """The store in which members of epochs find each other,
+    as seen by the process that serves it.
+    """
 
     @property
     def port(self) -> int: ...
 
     def call_off(self, prefix: str) -> None:
-        """Every request for a key with this prefix fails, also one that waits now."""
+        """Make every request for a key with this prefix fail, including requests that wait now."""
         ...
 
     def forget(self, prefix: str) -> None:
@@ -80,8 +88,7 @@ class StoreOfMembers(Protocol):
 
 
 class MeetingPlace:
-    """Where members of an epoch find each other, as the coordinator uses it: it never waits
-    there."""
+    """The coordinator's view of the place where members of an epoch meet. It never waits there."""
 
     def __init__(self, store: StoreOfMembers, host: str) -> None:
         self._store, self.host = store, host
@@ -91,11 +98,11 @@ class MeetingPlace:
         return self._store.port
 
     def call_off(self, epoch: int) -> None:
-        """Not all members come: those that wait for them leave at once."""
+        """Call a meeting off because a member is missing: the members that wait leave at once."""
         self._store.call_off(f"{epoch_prefix(epoch)}/")
 
     def forget(self, epoch: int) -> None:
-        """Nobody meets there any more."""
+        """Drop an epoch's keys once its meeting is over."""
         self._store.forget(f"{epoch_prefix(epoch)}/")
 
     def close(self) -> None:
@@ -103,12 +110,12 @@ class MeetingPlace:
 
 
 def epoch_prefix(epoch: int) -> str:
-    """Before the keys of an epoch."""
+    """Return the prefix of an epoch's keys."""
     return f"data-{epoch}"
 
 
 def meeting_store(store: Any, epoch: int) -> Any:
-    """The part of a store in which an epoch's members meet."""
+    """Return the part of a store in which an epoch's members meet."""
     return PrefixStore("meeting", PrefixStore(epoch_prefix(epoch), store))
 
 
@@ -121,9 +128,10 @@ def meet(
     share: bool,
     gpu: str = "",
 ) -> Met:
-    """Exchange whereabouts and connect to local peers: the lower index connects.
+    """Exchange whereabouts and connect to peers on this host; the member with the lower index
+    connects.
 
-    Raises RuntimeError (torch's, from the store) or OSError if somebody does not come in time.
+    Raises RuntimeError (torch's, from the store) or OSError if a member does not arrive in time.
     """
     deadline = time.monotonic() + timeout_s
     can_share = share and hasattr(os, "memfd_create")
@@ -151,17 +159,17 @@ def meet(
 
 
 def _whereabouts(store: Any, index: int, deadline: float) -> Whereabouts:
-    """What a member tells; waits for it."""
+    """Wait for a member's whereabouts and return them."""
     store.wait([str(index)], timedelta(seconds=max(0.01, deadline - time.monotonic())))
     told = store.get(str(index))
     try:
         return msgspec.msgpack.decode(told, type=Whereabouts)
-    except (msgspec.MsgspecError, ValueError) as error:  # a member that errs
-        raise ConnectionError(f"member {index} tells nonsense: {error}") from error
+    except (msgspec.MsgspecError, ValueError) as error:  # a faulty member
+        raise ConnectionError(f"member {index} published invalid whereabouts: {error}") from error
 
 
 def _listen() -> socket.socket:
-    """An abstract name: it leaves no file, and other network namespaces do not see it."""
+    """Listen on an abstract name: it leaves no file, and other network namespaces do not see it."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listening.bind(f"\0moe-serve-{secrets.token_hex(16)}")
     listening.listen(256)
@@ -169,9 +177,11 @@ def _listen() -> socket.socket:
 
 
 def _connect(peer: Whereabouts, me: int, deadline: float) -> socket.socket:
-    """Raises OSError. Another user may have taken the name after the peer left: it gets no token.
+    """Connect to a peer and send it its token; raises OSError.
 
-    It may also fill the peer's queue with connections, which the peer turns away one by one."""
+    Another user may have taken the name after the peer left: that user gets no token. Another user
+    may also fill the peer's queue with connections, which the peer refuses one by one.
+    """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         while True:
@@ -182,10 +192,10 @@ def _connect(peer: Whereabouts, me: int, deadline: float) -> socket.socket:
                 break
             except BlockingIOError:  # the queue is full
                 if remaining_s <= 0:
-                    raise TimeoutError("a member's queue of connections stays full") from None
+                    raise TimeoutError("a member's connection queue stayed full") from None
                 time.sleep(_FULL_S)
         if not _is_our_user(connection):
-            raise ConnectionRefusedError("another user has a member's name")
+            raise ConnectionRefusedError("another user listens under a member's name")
         connection.sendall(_GREETING.pack(me, peer.token))
     except BaseException:
         connection.close()
@@ -194,7 +204,7 @@ def _connect(peer: Whereabouts, me: int, deadline: float) -> socket.socket:
 
 
 def _is_our_user(connection: socket.socket) -> bool:
-    """Who listened, or who connected."""
+    """Return whether the process at the other end belongs to our user."""
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(packed)
     return bool(user == os.getuid())
@@ -203,7 +213,7 @@ def _is_our_user(connection: socket.socket) -> bool:
 def _accept(
     listening: socket.socket, mine: Whereabouts, expected: set[int], deadline: float, store: Any
 ) -> dict[int, socket.socket]:
-    """The connections of the expected members; strangers are turned away."""
+    """Accept the connections of the expected members and refuse all others."""
     found: dict[int, socket.socket] = {}
     while expected - found.keys():
         remaining_s = deadline - time.monotonic()
@@ -214,7 +224,7 @@ def _accept(
             if remaining_s <= _LOOK_S or store.check([_OFF_KEY]):
                 raise
             continue
-        if remaining_s <= 0:  # strangers come one after the other
+        if remaining_s <= 0:  # unknown processes may connect again and again
             connection.close()
             raise TimeoutError(f"{len(expected - found.keys())} members did not connect")
         connection.settimeout(max(0.01, deadline - time.monotonic()))
@@ -227,8 +237,11 @@ def _accept(
 
 
 def _greeted(connection: socket.socket, mine: Whereabouts) -> int | None:
-    """The index of a member of our own user that knows our token. Nobody waits for what another
-    user may say: everybody on the host can see and reach an abstract name."""
+    """Return the index of a connected member that has our user and our token, or None.
+
+    It never waits for data of another user: every process on the host can see and reach an abstract
+    name.
+    """
     if not _is_our_user(connection):
         return None
     try:

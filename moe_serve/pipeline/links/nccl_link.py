@@ -1,13 +1,13 @@
-"""Transfers from GPU to GPU by NCCL. Written without a GPU at hand: nothing here has run on one.
+"""Transfers from GPU to GPU by NCCL. Written without access to a GPU: nothing here has run on one.
 
 The host waits for no transfer. `Transfer.wait` makes the current stream wait, so kernels queued
-behind it see what came; the transfers themselves run on NCCL's own streams, which wait for what the
-current stream had been told when they began. So the next micro-batch's attention runs meanwhile.
-Only at a step's end does the host look, with a deadline (`NcclGroups.settle`).
+after it see the received data. The transfers themselves run on NCCL's own streams, which wait for
+the work that the current stream had queued when they began, so the next micro-batch's attention
+runs meanwhile. The host checks only at a step's end, with a deadline (`NcclGroups.settle`).
 
-NCCL has no tags: messages of a pair are matched in the order in which both sides begin them. Rows
-and sums therefore have a communicator each: in either direction all messages of a pair come in the
-order of exchanges, and a receive of one direction never stands in the way of the other.
+NCCL has no tags: messages between two ranks are matched in the order in which both sides begin
+them. Rows and sums therefore have a communicator each: in either direction all messages of a pair
+come in the order of exchanges, and a receive of one direction never blocks the other.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 from moe_serve.pipeline.links.gloo_link import first_line
 from moe_serve.pipeline.links.transfer import PeerLostError, Transfer
 
-_DIRECTIONS = ("rows", "sums")  # by the tag's lowest bit, see step_shape.py
+_DIRECTIONS = ("rows", "sums")  # chosen by the tag's lowest bit, see step_shape.py
 _POLL_S = 50e-6
-# On a timeout NCCL's own watchdog is to abort communicators, not to end the process.
+# On a timeout NCCL's own watchdog aborts communicators instead of ending the process.
 _ABORT_ONLY = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
 
 MakeGroup = Callable[[Any, int, int, float], Any]  # (store, rank, size, timeout_s)
@@ -41,7 +41,7 @@ class _Work:
         self._work, self._buffer = work, buffer
 
     def wait(self) -> None:
-        """For the current stream, not for the host."""
+        """Make the current stream wait, not the host."""
         try:
             self._work.wait()
         except RuntimeError as error:
@@ -56,7 +56,7 @@ class _Work:
 
 
 class NcclGroups:
-    """All members of an epoch, once for each direction."""
+    """Contains all members of an epoch, with one group for each direction."""
 
     def __init__(
         self,
@@ -67,18 +67,22 @@ class NcclGroups:
         timeout_s: float,
         make_group: MakeGroup | None = None,
     ) -> None:
-        """Raises RuntimeError. `make_group` None: NCCL's."""
+        """Raises RuntimeError. `make_group` None means NCCL's."""
         os.environ.update(_ABORT_ONLY)
         make = make_group or _nccl_group
         self._groups = [
             make(PrefixStore(name, store), rank, size, timeout_s) for name in _DIRECTIONS
         ]
         self._device, self._timeout_s = device, timeout_s
-        self._last: dict[tuple[str, str, int], _Work] = {}  # of a peer, in order: the last tells
+        # the last transfer of each peer is enough: they end in order
+        self._last: dict[tuple[str, str, int], _Work] = {}
 
     def connect(self, peers: Sequence[tuple[str, int]], is_expert: bool) -> None:
-        """Send an empty message each way, so that communicators are made now, while all wait for
-        nothing else, and in an order that is the same for everybody. Raises PeerLostError."""
+        """Send an empty message each way, so that communicators are made now.
+
+        At this time all members wait for nothing else, and all connect in the same order. Raises
+        PeerLostError.
+        """
         greeting = torch.zeros(64, dtype=torch.uint8, device=self._device)
         answer = torch.zeros_like(greeting)
         try:
@@ -97,7 +101,7 @@ class NcclGroups:
     def begin(
         self, name: str, peer: str, index: int, buffer: Tensor, tag: int, operation: object
     ) -> _Work:
-        """`name`: send or recv. Both sides give buffers of the same size."""
+        """Begin a transfer. `name` is send or recv. Both sides give buffers of the same size."""
         if not self._groups:
             raise PeerLostError(peer, operation, "this epoch was given up")
         try:
@@ -109,7 +113,9 @@ class NcclGroups:
         return began
 
     def settle(self) -> None:
-        """The host waits until all that began has ended; raises PeerLostError after aborting."""
+        """Wait on the host until all begun transfers have ended; aborts and raises PeerLostError on
+        failure.
+        """
         deadline = time.monotonic() + self._timeout_s
         for work in list(self._last.values()):
             while not work.has_ended:
@@ -121,7 +127,7 @@ class NcclGroups:
         self._last.clear()
 
     def abort(self) -> None:
-        """Kernels that wait for a peer end; the groups are of no use any more."""
+        """End kernels that wait for a peer; the groups cannot be used afterwards."""
         groups, self._groups = self._groups, []
         self._last.clear()
         for group in groups:
@@ -143,11 +149,11 @@ class NcclLink:
         return self._groups.begin("recv", self._peer, self._index, buffer, tag, operation)
 
     def close(self) -> None:
-        """The groups close all links at once."""
+        """Do nothing: closing the groups closes all links at once."""
 
 
 def gpu_of(device: torch.device) -> str:
-    """The name of a rank's GPU, like no other's; empty if NCCL does not reach it."""
+    """Return a unique name for a rank's GPU; empty if NCCL does not reach it."""
     if device.type != "cuda" or not torch.distributed.is_nccl_available():
         return ""
     return str(torch.cuda.get_device_properties(device).uuid)

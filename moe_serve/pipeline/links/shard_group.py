@@ -1,15 +1,15 @@
-"""The links between the shards of one attention rank, and what they exchange in a step.
+"""The links between the shards of one attention rank, and their exchanges in a step.
 
 Every shard has a link to every other. The first one leads: it alone knows when a step begins, and
-when it must be given up. A frame begins with a header of 64 bytes, which says what it is.
+when it must be abandoned. A frame begins with a header of 64 bytes that states its kind.
 
     leader -> others   orders, the experts' sums, its columns: one sequence, numbered without end
     others -> anyone   their columns, numbered from the step's beginning
 
-A shard that goes on from an exchange of all to the next has every other's columns of it, so all
-have taken what came before: memory of a link is used again after eight messages. What the leader
-alone gets is not answered, so six such exchanges may follow each other, and steps have four at
-most (`MAX_MICRO_BATCHES`), at their end.
+A shard that goes on from an exchange among all shards to the next has received every other shard's
+columns, so all shards have read the messages before it; a link's memory is reused after eight
+messages. Messages sent to the leader alone are not answered, so six such exchanges may follow each
+other, and steps have at most four (`MAX_MICRO_BATCHES`), at their end.
 
 T rows, N columns.
 """
@@ -30,46 +30,49 @@ _HEADER_BYTES = 64
 _DATA, _ORDER, _ABANDON = 1, 2, 3
 _SIZE_BYTES = 8
 _SLOTS = 8
-_OTHERS = 1 << 31  # tags of what others than the leader send
-_PATIENCE_S = 3600.0  # between two looks; the leader's end closes the link
+_OTHERS = 1 << 31  # tags of messages from shards other than the leader
+_PATIENCE_S = 3600.0  # seconds between two checks; a lost leader closes the link
 _STEPS, _EXCHANGES = 1 << 10, 1 << 17
 
 
 class ShardLostError(MoeServeError):
-    """Another shard of this attention rank is gone, and so the whole rank is."""
+    """Another shard of this attention rank is lost, and with it the whole rank."""
 
 
 class StepAbandonedError(MoeServeError):
-    """The leader gives this step up. What was exchanged in it is void."""
+    """The leader abandons this step; its exchanged data is void."""
 
 
 class ShardGroup:
-    """Implements Gather for one shard. `links`: by the others' numbers."""
+    """Implements Gather for one shard. `links`: keyed by the other shards' numbers."""
 
     def __init__(self, name: str, shard: TensorShard, links: Mapping[int, SharedLink]) -> None:
         assert set(links) == set(range(shard.count)) - {shard.index}, f"links to {sorted(links)}"
         self._name, self.shard = name, shard
-        self._links = dict(sorted(links.items()))  # the leader's answer tells most: it comes first
-        self._num_led = 0  # messages of the leader so far
+        # the leader comes first: its error message is the most useful
+        self._links = dict(sorted(links.items()))
+        self._num_led = 0  # messages sent by the leader so far
         self._step, self._num_exchanges = 0, 0
-        self._num_unanswered = 0  # messages to the leader that it may not have taken
-        self._is_abandoned = False  # and the others have not said that they know
+        self._num_unanswered = 0  # messages sent to the leader that it may not have read yet
+        self._is_abandoned = False  # and the other shards have not yet confirmed it
 
     @property
     def is_leader(self) -> bool:
         return self.shard.index == 0
 
     def has_message(self, index: int, timeout_s: float) -> bool:
-        """Wait for another shard's word, or its end; False after the time-out."""
+        """Wait for a message from another shard, or for its end;
+        returns False after the time-out.
+        """
         return self._links[index].has_message(timeout_s)
 
     def close(self) -> None:
-        """Whoever waits for this shard wakes, and ends."""
+        """Close all links, which wakes and ends shards that wait for this one."""
         for link in self._links.values():
             link.close()
         self._links = {}
 
-    # What all do.
+    # Methods of all shards.
 
     def everywhere(self, part_TN: Tensor, widths: tuple[int, ...]) -> Tensor:
         """See `Gather.everywhere`."""
@@ -78,7 +81,7 @@ class ShardGroup:
         for index in self._links:
             self._send(index, frame, led if self.is_leader else own)
         out_TN = self._joined(part_TN, widths, led, own)
-        self._num_unanswered = 1  # this one
+        self._num_unanswered = 1  # this message
         return out_TN
 
     def at_leader(self, part_TN: Tensor, widths: tuple[int, ...]) -> Tensor:
@@ -108,10 +111,10 @@ class ShardGroup:
                 columns.copy_(self._receive(index, tag, shape, part_TN.dtype))
         return out_TN
 
-    # What the leader does.
+    # Methods of the leader.
 
     def order(self, content: bytes) -> None:
-        """Tell the others what comes next, a step or anything else."""
+        """Send the others their next order: a step or any other content."""
         if self._is_abandoned:
             self._is_abandoned = False
             for index in self._links:
@@ -122,11 +125,13 @@ class ShardGroup:
         self._lead(torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
     def share(self, rows_TN: Tensor) -> None:
-        """Give the others rows that only the leader has."""
+        """Send the others rows that only the leader has."""
         self._lead(_frame_of(rows_TN))
 
     def abandon(self) -> None:
-        """The others leave the step, wherever they are in it; if it has ended, nothing happens."""
+        """Make the others leave the step, wherever they are in it; a step that has ended is not
+        affected.
+        """
         self._lead(_header(_ABANDON))
         self._is_abandoned = True
 
@@ -135,20 +140,20 @@ class ShardGroup:
         for index in self._links:
             self._send(index, frame, tag)
 
-    # What the others do.
+    # Methods of the other shards.
 
     def next_order(self) -> bytes:
-        """Wait for the leader, as long as it lives."""
+        """Wait for the leader's next order, for as long as the leader lives."""
         while True:
             while not self._links[0].has_message(_PATIENCE_S):
                 continue
             header = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
             self._take(0, header, self._next_led())
-            if int(header[0]) == _ABANDON:  # a step that has ended here
+            if int(header[0]) == _ABANDON:  # an abandoned step that has already ended here
                 self._send(0, _header(_ABANDON), self._tag(0))
                 continue
             assert int(header[0]) == _ORDER, (
-                f"the leader sent {int(header[0])} in place of an order"
+                f"the leader sent a frame of kind {int(header[0])} instead of an order"
             )
             size = int.from_bytes(bytes(header[1 : 1 + _SIZE_BYTES].tolist()), "little")
             content = torch.empty(size, dtype=torch.uint8)
@@ -157,13 +162,15 @@ class ShardGroup:
             return content.numpy().tobytes()
 
     def shared(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The rows that the leader shares; raises StepAbandonedError."""
+        """Receive the rows that the leader shares; raises StepAbandonedError."""
         rows_TN = self._receive(0, self._next_led(), tuple(shape), dtype)
         self._num_unanswered = 0
         return rows_TN
 
     def _begin_step(self) -> None:
-        """What is still on its way of an abandoned step must not be taken for this one's."""
+        """Drop messages of an abandoned step that are still on their way, so that none is read in
+        this one.
+        """
         self._step, self._num_exchanges = (self._step + 1) % _STEPS, 0
         self._num_unanswered = 0
         for index, link in self._links.items():
@@ -179,8 +186,9 @@ class ShardGroup:
         self._take(index, frame, tag)
         if int(frame[0]) == _ABANDON:
             self._send(0, _header(_ABANDON), self._tag(0))
-            raise StepAbandonedError(f"{self._name} gives the step up")
-        assert int(frame[0]) == _DATA, f"shard {index} sent {int(frame[0])} in place of data"
+            raise StepAbandonedError(f"{self._name} abandons the step")
+        kind = int(frame[0])
+        assert kind == _DATA, f"shard {index} sent a frame of kind {kind} instead of data"
         return frame[_HEADER_BYTES:].view(dtype).view(shape)
 
     @torch.inference_mode()  # as in a step: a link's memory is written to in both
@@ -208,7 +216,9 @@ class ShardGroup:
         return self._tag(number)
 
     def _tag(self, number: int) -> int:
-        """Of what others than the leader send in this step; 0: that they have left it."""
+        """Return the tag of a message from another shard than the leader; 0 says that it has left
+        the step.
+        """
         return _OTHERS | (self._step * _EXCHANGES + number) << 4 | number % _SLOTS
 
 

@@ -1,4 +1,5 @@
-"""The experts' sums inside an attention rank: its first shard gets them, and shares them.
+"""Shares the experts' sums inside an attention rank: the first shard receives them and sends them
+on.
 
 T rows, D model width.
 """
@@ -14,7 +15,7 @@ from moe_serve.pipeline.transport import Transport
 
 
 class LeaderTransport:
-    """Implements Transport for the first shard: another transport, whose sums the others get."""
+    """Implements Transport for the first shard: it forwards another transport's sums."""
 
     def __init__(self, transport: Transport, group: ShardGroup) -> None:
         self._transport, self._group = transport, group
@@ -35,7 +36,7 @@ class LeaderTransport:
 
 
 class FollowerTransport:
-    """Implements Transport for the other shards: they send nothing, and get the sums."""
+    """Implements Transport for the other shards: they send no rows and receive the sums."""
 
     def __init__(self, group: ShardGroup) -> None:
         self._group = group
@@ -49,7 +50,7 @@ class FollowerTransport:
         return self._group.shared(self._shapes.pop(micro_batch), torch.float32)
 
     def finish(self) -> None:
-        """The first shard does."""
+        """Do nothing: the first shard finishes the step."""
 
     def reset(self) -> None:
         self._shapes.clear()

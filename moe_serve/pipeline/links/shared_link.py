@@ -2,13 +2,14 @@
 
 gloo moves bytes on a thread of its own, which competes with the kernels for the rank's core, and
 spins while the main thread holds a connection's lock: with a core for each rank, sends took
-milliseconds (docs/internals/disaggregation.md). Here the main thread does everything. A sender
-copies its frame into memory that both sides have mapped and writes a notice of 24 bytes; a receiver
-that waits sleeps in poll(), and the kernel wakes it. Memory is anonymous (memfd) and its descriptor
-goes with the notice, so nothing is left behind when a process is killed.
+milliseconds (docs/internals/disaggregation.md). Here the main thread does everything. A sender copies its
+frame into memory that both sides have mapped and writes a notice of 24 bytes; a waiting receiver
+sleeps in poll(), and the kernel wakes it. Memory is anonymous (memfd) and its descriptor travels
+with the notice, so nothing is left behind when a process is killed.
 
-A slot is used again without asking: whoever sends rows gets an answer before the next rows of the
-same micro-batch. Nobody answers a frame without rows, so short frames go by the socket itself.
+A slot is reused without a handshake: a rank that sends rows gets an answer before the next rows of
+the same micro-batch. Frames without rows are not answered, so short frames travel in the socket
+itself.
 """
 
 from __future__ import annotations
@@ -32,16 +33,17 @@ from moe_serve.pipeline.links.transfer import PeerLostError, Transfer
 Bytes = NDArray[np.uint8]
 
 _NOTICE = struct.Struct("<IIQd")  # tag, slot, size, when it was sent
-_SLOTS = 16  # a tag's slot is its rest: see step_shape.py, 8 micro-batches, 2 directions
+_SLOTS = 16  # slot = tag modulo this; see step_shape.py: 8 micro-batches, 2 directions
 _MIN_BYTES = 1 << 16
-_NEW, _INLINE = 1 << 8, 1 << 9  # of a slot: its memory comes along; the message does
+# flags of a slot: a new memory descriptor is attached; the frame is in the message
+_NEW, _INLINE = 1 << 8, 1 << 9
 _SHORT_BYTES = 256
 _DESCRIPTORS_BYTES = socket.CMSG_SPACE(_SLOTS * struct.calcsize("i"))
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """Implements Transfer: the frame was copied, its buffer is free."""
+    """Implements Transfer: the frame was copied, so its buffer is free."""
 
     def wait(self) -> None:
         return
@@ -61,8 +63,11 @@ class _Awaited:
 
 
 class SharedLink:
-    """Implements Link over a connected Unix socket. `delay_s` is added to each message's way, for
-    measurements: the receiver does not see it before."""
+    """Implements Link over a connected Unix socket.
+
+    `delay_s` is added to each message's travel time, for measurements: the receiver does not see a
+    message earlier.
+    """
 
     def __init__(
         self, peer: str, connection: socket.socket, timeout_s: float, delay_s: float = 0.0
@@ -74,12 +79,12 @@ class SharedLink:
         self._poll.register(connection, select.POLLIN)
         self._out: dict[int, Bytes] = {}  # by slot
         self._in: dict[int, Bytes] = {}
-        # By tag: what, and when it was sent. Frames without rows may come from a step ahead.
+        # By tag: the message, and when it was sent. Frames without rows may come from a step ahead.
         self._arrived: dict[int, deque[tuple[Bytes, float]]] = {}
         self._rest, self._descriptors = b"", list[int]()
 
     def send(self, buffer: Tensor, tag: int, operation: object) -> Transfer:
-        """See `Link.send`. Returns when the frame is copied."""
+        """See `Link.send`. Returns once the frame is copied."""
         content = buffer.numpy()
         slot, size, now = tag % _SLOTS, len(content), time.monotonic()
         if size <= _SHORT_BYTES:
@@ -103,15 +108,18 @@ class SharedLink:
         return _Sent()
 
     def _notify(self, notice: bytes, descriptors: list[int], operation: object) -> None:
-        """The socket holds hundreds of notices. A peer that gets no rows answers none, so whoever
-        sends may be ahead of it by as many."""
+        """Write a notice. The socket holds hundreds of them.
+
+        A peer that gets no rows does not answer, so the sender may be that many notices ahead of
+        it.
+        """
         deadline = time.monotonic() + self._timeout_s
         while True:
             try:
                 if descriptors:
                     socket.send_fds(self._socket, [notice], descriptors)
                 else:
-                    self._socket.send(notice)  # so few bytes go whole, or not at all
+                    self._socket.send(notice)  # a message this short is sent whole or not at all
                 return
             except BlockingIOError:
                 self._wait_for_room(deadline, operation)
@@ -143,27 +151,28 @@ class SharedLink:
             time.sleep(max(0.0, sent + self._delay_s - time.monotonic()))
         size, whole = len(content), buffer.numpy()
         if size > len(whole):
-            raise PeerLostError(self._peer, operation, f"{size} bytes came for {len(whole)}")
+            why = f"{size} bytes arrived, more than the {len(whole)} expected"
+            raise PeerLostError(self._peer, operation, why)
         whole[:size] = content
 
     def has_message(self, timeout_s: float) -> bool:
-        """Wait for one, or for the peer's end; False after the time-out."""
+        """Wait for a message or for the peer's end; returns False after the time-out."""
         return bool(self._arrived) or bool(self._poll.poll(timeout_s * 1000))
 
     def forget(self, is_stale: Callable[[int], bool]) -> None:
-        """Drop what has come under tags that nobody will take."""
+        """Drop received messages whose tags will never be read."""
         for tag in [tag for tag in self._arrived if is_stale(tag)]:
             del self._arrived[tag]
 
     def close(self) -> None:
-        """Wakes the peer, should it wait."""
+        """Close the link, which wakes a peer that waits."""
         self._socket.close()
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors = []
 
     def _read(self, deadline: float, operation: object) -> None:
-        """Take in what notices there are; wait for one if there are none."""
+        """Read the notices that have arrived; wait for one if there are none."""
         remaining_ms = (deadline - time.monotonic()) * 1000
         if remaining_ms <= 0 or not self._poll.poll(remaining_ms):
             raise PeerLostError(self._peer, operation, f"silent for {self._timeout_s:g} s")
@@ -177,7 +186,7 @@ class SharedLink:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 self._descriptors += memoryview(packed[: len(packed) // 4 * 4]).cast("i")
         if not data:
-            raise PeerLostError(self._peer, operation, "it closed the connection")
+            raise PeerLostError(self._peer, operation, "the peer closed the connection")
         self._rest += data
         start = 0
         while len(self._rest) - start >= _NOTICE.size:
@@ -203,5 +212,5 @@ class SharedLink:
 
 
 def _mapped(descriptor: int, capacity: int) -> Bytes:
-    """Shared memory; unmapped when the array goes."""
+    """Map shared memory; it is unmapped when the array is freed."""
     return np.frombuffer(mmap.mmap(descriptor, capacity), np.uint8)

@@ -1,4 +1,4 @@
-"""One message on its way between two ranks, and what is raised when it does not arrive."""
+"""A message on its way between two ranks, and the error raised when it does not arrive."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from moe_serve.errors import MoeServeError
 
 
 class PeerLostError(MoeServeError):
-    """A transfer failed: the peer died, froze, or gave this epoch up. Names rank and operation."""
+    """A transfer failed: the peer died, froze or left this epoch.
+
+    Names the rank and the operation.
+    """
 
     def __init__(self, peer: str, operation: object, cause: str) -> None:
         super().__init__(f"{peer} is lost ({operation}): {cause}")
@@ -18,24 +21,27 @@ class PeerLostError(MoeServeError):
 
 
 class Transfer(Protocol):
-    """Under way. Its buffer may be used again after `wait`."""
+    """A transfer in progress. Its buffer may be reused after `wait`."""
 
     def wait(self) -> None:
-        """Until it has ended; raises PeerLostError if it fails or takes too long."""
+        """Wait until the transfer has ended; raises PeerLostError if it fails or takes too long."""
         ...
 
 
 class Link(Protocol):
-    """The way to one peer. `operation` is what is done, in words, should it fail."""
+    """The connection to one peer.
+
+    `operation` describes the transfer in words, for error messages.
+    """
 
     def send(self, buffer: Tensor, tag: int, operation: object) -> Transfer:
         """Begin to send a uint8 buffer; it may not change until `wait`."""
         ...
 
     def receive(self, buffer: Tensor, tag: int, operation: object) -> Transfer:
-        """Begin to receive into a buffer that is large enough. Messages are told apart by tag."""
+        """Begin to receive into a buffer that is large enough. The tag identifies the message."""
         ...
 
     def close(self) -> None:
-        """Wakes the peer, should it wait."""
+        """Close the link, which wakes a peer that waits."""
         ...

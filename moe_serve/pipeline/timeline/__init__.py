@@ -1,1 +1,1 @@
-"""Records what each stage did and when."""
+"""Records what each stage did, and when."""

@@ -1,4 +1,4 @@
-"""How well the two pools were used, from the records of a timeline. Pure functions.
+"""Utilisation of the two pools, computed from the records of a timeline. Pure functions.
 
 A step lasts from the first attention rank's start to the last one's end. With A and E ranks in the
 pools, and the time of all steps together as `elapsed`:
@@ -7,9 +7,10 @@ pools, and the time of all steps together as `elapsed`:
     exposed communication   (time attention ranks wait for a combine) / (A * elapsed)
     exposed transfer        the part of that in which no expert rank is busy either
 
-Busy is every stage that is no waiting (`WAITING`) and not the step itself; the stages of one rank
-do not overlap. Whoever waits has, by the order of the pipeline, nothing else to do. All times must
-be on one clock; only the exposed transfer and the bounds of a step depend on how well it agrees.
+Busy covers every stage except waiting (`WAITING`) and the step itself; the stages of one rank do
+not overlap. In the order of the pipeline, a rank that waits has nothing else to do. All times must
+be on one clock; only the exposed transfer and the bounds of a step depend on how well the clocks
+agree.
 
 S = steps, N = records of a rank, I = intervals
 """
@@ -48,19 +49,20 @@ class PoolMetrics:
 
     role: Role
     num_ranks: int
-    busy_ns: int  # of all its ranks together
+    busy_ns: int  # all its ranks together
     bubble_ratio: float  # 0 to 1
-    slowest: Track  # the rank with most busy time
-    slowest_excess: float  # its busy time over the mean of the others, less 1; 0 when alone
+    slowest: Track  # the rank with the most busy time
+    # its busy time divided by the mean of the others, minus 1; 0 for a single rank
+    slowest_excess: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineMetrics:
-    """What the steps of a timeline say about the pipeline."""
+    """Metrics of the pipeline over the steps of a timeline."""
 
     steps: tuple[int, ...]  # their numbers, in order; at least one
-    elapsed_ns: int  # of the steps; what lies between them does not count
-    slowest_step: tuple[int, int]  # its number, its ns
+    elapsed_ns: int  # total of all steps, without the gaps between them
+    slowest_step: tuple[int, int]  # its number and its ns
     pools: tuple[PoolMetrics, ...]  # attention, expert; a pool without records is missing
     exposed_communication_ratio: float
     exposed_transfer_ratio: float
@@ -75,7 +77,7 @@ class TimelineMetrics:
         return next((pool for pool in self.pools if pool.role is role), None)
 
     def busy_ratios(self) -> dict[Track, float]:
-        """Of each rank of a pool: the share of the steps' time in which it worked."""
+        """The share of the steps' time in which each rank of a pool was busy."""
         busy_ns: dict[Track, int] = {}
         for total in self.stages:
             if total.track.role is not Role.COORDINATOR:
@@ -86,7 +88,7 @@ class TimelineMetrics:
 
 @dataclass(frozen=True, slots=True)
 class StepBounds:
-    """When each step was, in the order of their numbers."""
+    """The start and end of each step, in the order of their numbers."""
 
     steps_S: npt.NDArray[np.uint32]
     starts_S: _Times
@@ -102,7 +104,10 @@ class StepBounds:
 
 
 def measure(tracks: Tracks) -> TimelineMetrics:
-    """The metrics of all whole steps in `tracks`. Raises TimelineError where there is none."""
+    """Compute the metrics of all whole steps in `tracks`.
+
+    Raises TimelineError if there is no whole step.
+    """
     bounds = step_bounds(tracks)
     inside = {
         track: records[np.isin(records["step"], bounds.steps_S)]
@@ -126,7 +131,7 @@ def measure(tracks: Tracks) -> TimelineMetrics:
 
 
 def step_bounds(tracks: Tracks) -> StepBounds:
-    """The steps that an attention rank has finished, and when each began and ended."""
+    """Find the steps that an attention rank has finished, with their start and end."""
     steps = [
         records[records["stage"] == Stage.STEP]
         for track, records in tracks.items()
@@ -134,7 +139,7 @@ def step_bounds(tracks: Tracks) -> StepBounds:
     ]
     whole = _joined(steps)
     if len(whole) == 0:
-        raise TimelineError("the timeline holds no whole step of an attention rank")
+        raise TimelineError("the timeline holds no complete step of an attention rank")
     numbers_S, places_N = np.unique(whole["step"], return_inverse=True)
     starts_S = np.full(len(numbers_S), np.iinfo(np.int64).max)
     ends_S = np.full(len(numbers_S), np.iinfo(np.int64).min)
@@ -199,7 +204,7 @@ def _exposed(tracks: Tracks) -> tuple[int, int]:
 
 
 def covered(starts_I: _Times, ends_I: _Times, starts_N: _Times, ends_N: _Times) -> int:
-    """How much of the intervals N lies in the union of the intervals I, in ns.
+    """Return how much of the intervals N lies in the union of the intervals I, in ns.
 
     I = [0, 4) [2, 6) [8, 9) is [0, 6) [8, 9); N = [5, 10) shares 1 + 1 with it.
     """
@@ -208,13 +213,13 @@ def covered(starts_I: _Times, ends_I: _Times, starts_N: _Times, ends_N: _Times) 
     is_first = np.concatenate(([True], starts[1:] > ends[:-1]))
     is_last = np.concatenate((is_first[1:], [True]))
     starts, ends = starts[is_first], ends[is_last]
-    # before(t): how much of the union lies before t, exact in int64.
+    # before(t) is the part of the union before t, exact in int64.
     lengths = np.concatenate(([0], np.cumsum(ends - starts)))
 
     def before(times: _Times) -> _Times:
         place = np.searchsorted(starts, times, side="right")  # unions that start at t or before
         last = np.maximum(place - 1, 0)
-        overhang = np.maximum(ends[last] - times, 0)  # of the last one, what lies behind t
+        overhang = np.maximum(ends[last] - times, 0)  # the part of the last union that lies after t
         result: _Times = lengths[place] - np.where(place > 0, overhang, 0)
         return result
 
@@ -222,7 +227,7 @@ def covered(starts_I: _Times, ends_I: _Times, starts_N: _Times, ends_N: _Times) 
 
 
 def _steps_by_micro_batches(tracks: Tracks) -> dict[int, int]:
-    """{m: number of steps with m micro-batches}, from the largest index seen in a step."""
+    """Return {m: number of steps with m micro-batches}, from the largest index seen in a step."""
     largest: dict[int, int] = {}
     for records in tracks.values():
         of_one = records[records["micro_batch"] >= 0]

@@ -1,13 +1,13 @@
-"""What a rank notes of a step: always how long it waited, and the stages when they are recorded.
+"""A rank's notes about its steps: waiting times always, stages only when they are recorded.
 
-A step in sixteen is recorded for the metrics although nobody asked for a timeline.
+One step in sixteen is recorded for the metrics even without a timeline.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
-from moe_serve.pipeline.timeline.operation import Operation
 from moe_serve.pipeline.timeline.timeline import (
     NO_LAYER,
     NO_MICRO_BATCH,
@@ -17,22 +17,50 @@ from moe_serve.pipeline.timeline.timeline import (
     TimelineRecorder,
 )
 
-SAMPLED_EVERY = 16  # steps; the same ones on all ranks
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """The current operation.
+
+    `peer`: the rank it waits for; `since`: a reading of time.perf_counter().
+    """
+
+    step: int
+    stage: Stage
+    layer: int
+    micro_batch: int
+    peer: str
+    since: float
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.since
+
+    def __str__(self) -> str:
+        """Describe the operation without its duration, which the caller adds when it reads it."""
+        where = "" if self.layer == NO_LAYER else f", layer {self.layer}"
+        batch = "" if self.micro_batch == NO_MICRO_BATCH else f", micro-batch {self.micro_batch}"
+        peer = f", waits for {self.peer}" if self.peer else ""
+        return f"step {self.step}: {self.stage.label}{where}{batch}{peer}"
+
+
+SAMPLED_EVERY = 16  # steps; the same steps on all ranks
 
 
 class StageLog:
-    """One rank's. `is_recording`: every step, for a timeline."""
+    """The log of one rank. `is_recording`: record every step, for a timeline."""
 
     def __init__(self, is_recording: bool = False) -> None:
         self._is_recording = is_recording
         self._ring = TimelineRecorder()
         self._now: Recorder = NO_TIMELINE
         self._step, self._start = 0, 0
-        self.end = 0  # of the last stage that was noted
-        self.waited_s = 0.0  # for others, in this step
-        self.layers_s = 0.0  # from the first layer's beginning to the last one's end, in this step
+        self.end = 0  # end of the last recorded stage
+        self.waited_s = 0.0  # time spent waiting for other ranks in this step
+        # from the start of the first layer to the end of the last, in this step
+        self.layers_s = 0.0
         self.began = time.perf_counter()
-        self.operation: Operation | None = None  # what goes on now; other threads may read it
+        self.operation: Operation | None = None  # the current operation; other threads may read it
 
     def begin(self, step: int) -> None:
         """A step starts."""
@@ -49,37 +77,41 @@ class StageLog:
         micro_batch: int = NO_MICRO_BATCH,
         peer: str = "",
     ) -> None:
-        """A stage starts, or a wait for a peer: told if it does not end."""
+        """Note that a stage, or a wait for a peer, starts;
+        reports show it while it has not ended.
+        """
         now = time.perf_counter()
         self.operation = Operation(self._step, stage, layer, micro_batch, peer, now)
 
     def now(self) -> int:
-        """A stage's start, for `add`."""
+        """Return the current time, as a stage's start for `add`."""
         return self._now.now()
 
     def add(self, stage: Stage, layer: int, micro_batch: int, rows: int, start: int) -> int:
-        """A stage has ended -> now."""
+        """Record a stage that has ended -> the current time."""
         self.end = self._now.add(stage, self._step, layer, micro_batch, rows, start)
         return self.end
 
     def waited(self, since: float) -> None:
-        """For others, from this reading of time.perf_counter() on."""
+        """Add the time since a reading of time.perf_counter() as waiting for other ranks."""
         self.waited_s += time.perf_counter() - since
 
     def passed_layers(self, since: float, aside_s: float) -> None:
-        """All layers, from this reading of time.perf_counter() on; `aside_s` went elsewhere."""
+        """Note that all layers ran since a reading of time.perf_counter(), except for `aside_s`
+        seconds.
+        """
         self.layers_s = time.perf_counter() - since - aside_s
 
     def finish(self, rows: int) -> float:
-        """The step has ended -> its seconds here."""
+        """End the step -> its seconds on this rank."""
         self.operation = None
         self._now.add(Stage.STEP, self._step, NO_LAYER, NO_MICRO_BATCH, rows, self._start)
         return time.perf_counter() - self.began
 
     def give_up(self) -> None:
-        """The step has failed: nothing goes on any more."""
+        """Note that the step has failed: no operation is in progress."""
         self.operation = None
 
     def take(self) -> bytes:
-        """What was recorded since the last call."""
+        """Return the records since the last call."""
         return self._now.take()

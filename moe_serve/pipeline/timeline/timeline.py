@@ -1,19 +1,21 @@
-"""What one rank did and when: fixed-size records in a ring, taken by the coordinator.
+"""Records the stages of one rank with their times: fixed-size records in a ring, read by the
+coordinator.
 
     start = recorder.now()
     ...                                                     # the stage
     start = recorder.add(Stage.ATTENTION, step, layer, micro_batch, rows, start)
 
-`add` returns the end, which is the next stage's start where nothing lies between. Without a
-timeline every rank holds `NO_TIMELINE`, whose methods do nothing.
+`add` returns the end, which is the next stage's start if nothing lies between. Without a timeline
+every rank holds `NO_TIMELINE`, whose methods do nothing.
 
-Times are the host's monotonic clock. On a CUDA device a stage's time is therefore that of launching
-its kernels, until something waits for them: the step's total is right, its parts are not.
+Times are the host's monotonic clock. On a CUDA device a stage's time is therefore the time of
+launching its kernels, until some stage waits for them: the step's total is right, its parts are
+not.
 
 A recorder belongs to the thread that runs the rank's steps; `take` is called there as well.
 
 On the wire, little-endian: magic "MSTL", version u16, record size u16, u32 number of records, u32
-number of those lost since the last `take`; then the records, oldest first (`RECORD_DTYPE`).
+number of records lost since the last `take`; then the records, oldest first (`RECORD_DTYPE`).
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from moe_serve.errors import TimelineError
 NO_LAYER = -1
 NO_MICRO_BATCH = -1
 DEFAULT_CAPACITY = 1 << 15  # records; 0.9 MB: 15 steps of 60 layers, 3 micro-batches and 12 stages
-MAX_CAPACITY = 1 << 20  # what `decode_records` accepts
+MAX_CAPACITY = 1 << 20  # limit that `decode_records` accepts
 
 Records = npt.NDArray[np.void]  # of RECORD_DTYPE
 
@@ -55,7 +57,7 @@ assert RECORD_DTYPE.itemsize == _RECORD.size, "the two descriptions of a record 
 
 
 class Role(str, Enum):
-    """Which pool a rank is of."""
+    """The pool of a rank."""
 
     COORDINATOR = "coordinator"
     ATTENTION = "attention"
@@ -64,7 +66,7 @@ class Role(str, Enum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Track:
-    """One rank, as the timeline names it: `attention 0`."""
+    """A rank, as the timeline names it: `attention 0`."""
 
     role: Role
     index: int
@@ -76,23 +78,23 @@ class Track:
 
 
 class Stage(IntEnum):
-    """What a rank does. The numbers are the wire's: never give one a new meaning."""
+    """The stages of a rank. The numbers are part of the wire format: never reuse one."""
 
-    STEP = 0  # the whole step on this rank; the others lie within it
+    STEP = 0  # the whole step on this rank; all other stages lie within it
     ATTENTION = 1  # norms, attention, router
-    DISPATCH = 2  # pack the rows and hand them to the transport
-    WAIT_COMBINE = 3  # nothing to do until the experts' sums are here
+    DISPATCH = 2  # pack the rows and pass them to the transport
+    WAIT_COMBINE = 3  # idle until the experts' sums arrive
     COMBINE = 4  # add partial sums, shared expert and residual
     SHARED = 5  # the shared expert
     LOGITS = 6
     SAMPLE = 7
-    WAIT_DISPATCH = 16  # an expert rank without rows to work on
-    PACK = 17  # rows of all attention ranks into one batch
+    WAIT_DISPATCH = 16  # an expert rank without rows to compute
+    PACK = 17  # combine rows of all attention ranks into one batch
     EXPERTS = 18  # the grouped product
-    SEND = 19  # partial sums to the attention ranks
+    SEND = 19  # send partial sums to the attention ranks
     SCHEDULE = 32
     PUBLISH = 33
-    CONTROL_WAIT = 34  # the coordinator, until the ranks have answered
+    CONTROL_WAIT = 34  # the coordinator waits for the ranks' answers
 
     @property
     def label(self) -> str:
@@ -104,28 +106,28 @@ _STAGE_NUMBERS = np.array(sorted(Stage), dtype=np.uint8)
 
 
 class Recorder(Protocol):
-    """What the code of a rank holds."""
+    """The interface of a recorder, as used by the code of a rank."""
 
     @property
     def is_on(self) -> bool: ...
 
     def now(self) -> int:
-        """The time in ns to give to `add`; 0 when nothing is recorded."""
+        """Return the time in ns to pass to `add`; 0 when nothing is recorded."""
         ...
 
     def add(
         self, stage: Stage, step: int, layer: int, micro_batch: int, rows: int, start: int
     ) -> int:
-        """Record a stage from `start` until now -> now. -1: of no single layer or micro-batch."""
+        """Record a stage from `start` until now -> now. -1 means no single layer or micro-batch."""
         ...
 
     def take(self) -> bytes:
-        """What was recorded since the last `take`, for `decode_records`; b"" when there is none."""
+        """Return the records since the last `take`, for `decode_records`; b"" if there are none."""
         ...
 
 
 class NullRecorder:
-    """Records nothing, at the price of a call."""
+    """Records nothing; costs one call."""
 
     is_on = False
 
@@ -145,7 +147,9 @@ NO_TIMELINE: Recorder = NullRecorder()
 
 
 class TimelineRecorder:
-    """A ring of the newest `capacity` records: a rank that nobody asks does not grow."""
+    """Keeps a ring of the newest `capacity` records, so memory stays bounded if they are never
+    read.
+    """
 
     is_on = True
 
@@ -175,7 +179,8 @@ class TimelineRecorder:
         num_lost = max(0, num_new - self._capacity)
         num_records = num_new - num_lost
         first = (self._num_taken + num_lost) % self._capacity
-        # [first, capacity) [0, rest): the second part is empty unless the records go round the end.
+        # [first, capacity) [0, rest): the second part is empty unless the records wrap around the
+        # end.
         until_end = min(num_records, self._capacity - first)
         size = _RECORD.size
         self._num_taken = self._num_added
@@ -190,14 +195,14 @@ class TimelineRecorder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenRecords:
-    """What one `take` brought; times are those of the rank's own clock."""
+    """The records of one `take`; times are on the rank's own clock."""
 
     records: Records  # [N] of RECORD_DTYPE, oldest first
     num_lost: int
 
 
 def decode_records(data: bytes) -> TakenRecords:
-    """The records of a `take`. Raises TimelineError for bytes that no recorder wrote."""
+    """Decode the records of a `take`. Raises TimelineError for bytes that no recorder wrote."""
     if not data:
         return TakenRecords(records=np.empty(0, RECORD_DTYPE), num_lost=0)
     if len(data) < _HEADER.size:
@@ -218,7 +223,7 @@ def decode_records(data: bytes) -> TakenRecords:
 
 
 def check_records(records: Records) -> None:
-    """Raise TimelineError, naming the first record that cannot be true."""
+    """Raise TimelineError naming the first impossible record."""
     is_wrong = (
         ~np.isin(records["stage"], _STAGE_NUMBERS)
         | (records["start_ns"] < -(2**62))
@@ -229,4 +234,6 @@ def check_records(records: Records) -> None:
     )
     if is_wrong.any():
         place = int(is_wrong.argmax())
-        raise TimelineError(f"timeline record {place} of {len(records)} is wrong: {records[place]}")
+        raise TimelineError(
+            f"timeline record {place} of {len(records)} is invalid: {records[place]}"
+        )

@@ -1,8 +1,8 @@
-"""The file of a timeline: a Chrome trace, which Perfetto and chrome://tracing open as it is.
+"""Writes the file of a timeline: a Chrome trace that Perfetto and chrome://tracing open directly.
 
-JSON array format, one event a line, so a file that ends in the middle is still a trace: the closing
-bracket is optional. Times are microseconds since the writer was made, on the coordinator's clock.
-Each pool is a process of the trace, each rank a thread of it; stages lie within their step.
+JSON array format, one event per line, so a file that ends in the middle is still a trace: the
+closing bracket is optional. Times are microseconds since the writer was made, on the coordinator's
+clock. Each pool is a process of the trace, each rank a thread of it; stages lie within their step.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import BinaryIO
 from moe_serve.pipeline.timeline.timeline import WAITING, Records, Role, Stage, Track
 
 DEFAULT_MAX_BYTES = 1 << 30
-MARK = "moe-serve timeline 1"  # the label of the first event: what tells our traces from others
+MARK = "moe-serve timeline 1"  # label of the first event, which identifies our traces
 LOST = "records lost"  # a rank's ring was too small
-LEFT_OUT = "records left out"  # the file was full, or the disk too slow
+LEFT_OUT = "records left out"  # the file was full, or the disk was too slow
 PROCESSES = {Role.COORDINATOR: 1, Role.ATTENTION: 2, Role.EXPERT: 3}
 THREADS_PER_PROCESS = 100_000  # thread ids are unique over all processes, as viewers expect
 _PROCESS_NAMES = {
@@ -30,37 +30,37 @@ _PROCESS_NAMES = {
     Role.ATTENTION: "attention ranks",
     Role.EXPERT: "expert ranks",
 }
-_RESERVED_BYTES = 512  # for the closing note
-_MAX_BACKLOG = 1024  # calls of `write` that the disk is behind
-_CLOSE_S = 30.0  # for the disk to take what it is behind
+_RESERVED_BYTES = 512  # reserved for the closing note
+_MAX_BACKLOG = 1024  # maximum number of `write` calls waiting for the disk
+_CLOSE_S = 30.0  # time given to the disk to write what is queued
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What one call of `write` brought."""
+    """The records of one call of `write`."""
 
     track: Track
     records: Records
-    shift_ns: int  # from the rank's clock to the file's
+    shift_ns: int  # added to the rank's clock to get the file's
     num_lost: int
 
 
 class TimelineWriter:
-    """Writes records as they come, on a thread of its own; the caller never waits for the disk.
+    """Writes records as they come, on its own thread; the caller never waits for the disk.
 
-    Above `max_bytes` nothing more is written but the number of records that were left out. `write`
-    and `close` belong to one thread.
+    Once the file has `max_bytes`, only the number of omitted records is written. `write` and
+    `close` must be called from one thread.
     """
 
     def __init__(self, path: Path, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
-        """Raises OSError where the file cannot be made."""
+        """Open the file; raises OSError if it cannot be made."""
         self.zero_ns, self.path = time.perf_counter_ns(), path
         self._file: BinaryIO = path.open("wb")
         self._num_bytes_left = max_bytes - _RESERVED_BYTES
         self._is_full = False
         self._tracks: set[Track] = set()
-        self._num_beyond_size = 0  # records left out; the thread counts these,
-        self._num_beyond_backlog = 0  # `write` these
+        self._num_beyond_size = 0  # omitted records counted by the writing thread
+        self._num_beyond_backlog = 0  # omitted records counted by `write`
         self._error: OSError | None = None
         self._is_closing = False
         self._backlog: queue.Queue[_Batch | None] = queue.Queue(_MAX_BACKLOG)
@@ -71,29 +71,32 @@ class TimelineWriter:
         self._thread.start()
 
     def write(self, track: Track, records: Records, offset_ns: int = 0, num_lost: int = 0) -> None:
-        """Queue a rank's records; its clock plus `offset_ns` is the coordinator's."""
+        """Queue a rank's records; the rank's clock plus `offset_ns` is the coordinator's clock."""
         try:
             self._backlog.put_nowait(_Batch(track, records, offset_ns - self.zero_ns, num_lost))
         except queue.Full:
             self._num_beyond_backlog += len(records)
 
     def close(self) -> None:
-        """Write what is queued and end the file. Raises OSError if the disk failed meanwhile, or
-        does not take it all in time; the file then has no end, and its thread ends with us."""
+        """Write what is queued and end the file.
+
+        Raises OSError if the disk failed meanwhile or does not take everything in time. The file
+        then has no closing bracket, and its thread ends with the process.
+        """
         self._is_closing = True
-        with contextlib.suppress(queue.Full):  # then there is something to wake it
+        with contextlib.suppress(queue.Full):  # a full queue wakes the thread anyway
             self._backlog.put_nowait(None)
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
             raise TimeoutError(
-                f"the disk has not taken the last records within {_CLOSE_S:g} s; the file ends "
-                "where it is"
+                f"the disk did not take the last records within {_CLOSE_S:g} s; the file ends "
+                "without them"
             )
         if self._error is not None:
             raise self._error
 
     def _run(self) -> None:
-        """All of it is done here, where a disk that hangs holds nobody up."""
+        """Write all data on this thread, where a hanging disk delays no caller."""
         while (batch := self._next()) is not None:
             if self._is_full or self._error is not None:
                 self._num_beyond_size += len(batch.records)
@@ -108,7 +111,7 @@ class TimelineWriter:
             self._error = self._error or error
 
     def _next(self) -> _Batch | None:
-        """None: it was closed, and nothing is left."""
+        """Return the next batch; None if the writer was closed and the queue is empty."""
         if self._is_closing and self._backlog.empty():
             return None
         return self._backlog.get()
@@ -121,7 +124,7 @@ class TimelineWriter:
             if num_left_out:
                 at_ns = time.perf_counter_ns() - self.zero_ns
                 self._file.write(_note(LEFT_OUT, Track(Role.COORDINATOR, 0), at_ns, num_left_out))
-            # The last event stands without a comma.
+            # The last event has no comma.
             self._file.write(_metadata("end", PROCESSES[Role.COORDINATOR], 0, {})[:-2] + b"\n]\n")
 
     def _write_batch(self, batch: _Batch) -> None:
@@ -135,10 +138,10 @@ class TimelineWriter:
             if not self._put(line):
                 self._num_beyond_size += len(batch.records) - place
                 break
-        self._file.flush()  # what was written survives the death of this process
+        self._file.flush()  # written data survives the death of this process
 
     def _put(self, data: bytes) -> bool:
-        """Write, if it fits -> whether it did."""
+        """Write `data` if it fits -> whether it did."""
         self._is_full = self._is_full or len(data) > self._num_bytes_left
         if not self._is_full:
             self._num_bytes_left -= self._file.write(data)
@@ -168,7 +171,7 @@ def _note(name: str, track: Track, at_ns: int, num_records: int) -> bytes:
 
 
 def _names(track: Track) -> bytes:
-    """The metadata of a rank and of its pool."""
+    """Return the metadata events of a rank and of its pool."""
     process, thread = PROCESSES[track.role], thread_of(track)
     return b"".join(
         (
@@ -181,7 +184,7 @@ def _names(track: Track) -> bytes:
 
 
 def _events(batch: _Batch) -> Iterator[bytes]:
-    """One line a record. By hand: `json.dumps` takes three times as long."""
+    """Format one line per record. Hand-written: `json.dumps` takes three times as long."""
     place = f'"ph":"X","pid":{PROCESSES[batch.track.role]},"tid":{thread_of(batch.track)}'
     heads = {
         int(stage): f'{{"name":"{stage.label}","cat":"{_category(stage)}",{place}'

@@ -1,4 +1,5 @@
-"""Draws a timeline: a row for each rank, colour by micro-batch, tone by stage, grey for waiting.
+"""Draws a timeline: one row per rank, colours for micro-batches, tones for stages, grey for
+waiting.
 
 matplotlib is an optional extra (`plot`) and is imported by the function that draws.
 """
@@ -19,17 +20,17 @@ from moe_serve.pipeline.timeline.timeline import WAITING, Records, Role, Stage, 
 MAX_BARS = 20_000
 MICRO_BATCH_COLOURS = ("#2f6db5", "#e08a1e", "#3b9a57", "#b0478f")
 _WAITING_COLOUR = "#e4e4e4"
-_OTHER_COLOUR = "#7a5c46"  # what belongs to no micro-batch
-_LEGEND_COLOUR = "#5f6670"  # the tones without a micro-batch
+_OTHER_COLOUR = "#7a5c46"  # stages that belong to no micro-batch
+_LEGEND_COLOUR = "#5f6670"  # legend of the tones
 _BAR_HEIGHT = 0.72
 _WAITING_HEIGHT = 0.28
 _BACKGROUND = "#ffffff"
-_DENSE = 24  # bars of one stage, micro-batch and row
+_DENSE = 24  # more bars than this of one stage, micro-batch and row are dense
 
 
 @dataclass(frozen=True, slots=True)
 class _Tone:
-    """How a stage looks: `depth` of the micro-batch's colour (0 = white), and a hatch."""
+    """The look of a stage: `depth` of the micro-batch's colour (0 = white), and a hatch."""
 
     depth: float
     hatch: str
@@ -62,7 +63,7 @@ _OTHERS: Mapping[Stage, str] = {
 
 
 def require_matplotlib() -> None:
-    """Raise TimelineError, saying what to install, where there is no matplotlib."""
+    """Raise TimelineError with the package to install if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -74,7 +75,7 @@ def require_matplotlib() -> None:
 def draw_timeline(
     tracks: Mapping[Track, Records], metrics: TimelineMetrics, title: str, path: Path
 ) -> None:
-    """Write a picture of all of `tracks`, its format by the file's suffix."""
+    """Draw all of `tracks` into a picture; the file's suffix sets its format."""
     require_matplotlib()
     from matplotlib.figure import Figure
 
@@ -90,7 +91,7 @@ def draw_timeline(
 
 
 def describe(metrics: TimelineMetrics) -> str:
-    """The figures of the title."""
+    """Return the figures of the title as text."""
     pools = [f"{pool.role.value} {pool.bubble_ratio:.0%}" for pool in metrics.pools]
     mean_ms = metrics.elapsed_ns / metrics.num_steps / 1e6
     step = f"step {mean_ms:.2f} ms" if metrics.num_steps == 1 else f"{mean_ms:.2f} ms a step"
@@ -102,7 +103,9 @@ def describe(metrics: TimelineMetrics) -> str:
 
 
 def draw_rows(axes: Any, tracks: Mapping[Track, Records]) -> None:
-    """A row for each rank, coordinator and attention ranks above, time in ms from the first bar."""
+    """Draw a row for each rank, coordinator and attention ranks on top, time in ms from the first
+    bar.
+    """
     num_bars = sum(len(records) for records in tracks.values())
     if num_bars > MAX_BARS:
         raise TimelineError(
@@ -165,7 +168,7 @@ def _draw_bars(
 
 
 def _write_layers(axes: Any, row: int, records: Records, zero_ns: int, end_ns: int) -> None:
-    """The layer's number into each large bar that has room for it."""
+    """Write the layer's number into each large bar that has room for it."""
     main = records[np.isin(records["stage"], [Stage.ATTENTION, Stage.EXPERTS])]
     smallest_ns = (end_ns - zero_ns) * 0.012
     for record in main[main["end_ns"] - main["start_ns"] >= smallest_ns]:
@@ -183,7 +186,7 @@ def _write_layers(axes: Any, row: int, records: Records, zero_ns: int, end_ns: i
 
 
 def add_legend(figure: Any, tracks: Mapping[Track, Records]) -> None:
-    """Below the picture: the micro-batches, then the stages in grey."""
+    """Draw a legend below the picture: the micro-batches, then the stages in grey."""
     from matplotlib.patches import Patch
 
     found = np.unique(np.concatenate([records["micro_batch"] for records in tracks.values()]))
@@ -227,6 +230,6 @@ def colour_of(micro_batch: int) -> str:
 
 
 def faded(colour: str, depth: float) -> str:
-    """`colour` mixed with white: depth 1 is the colour, 0 is white."""
+    """Mix `colour` with white: depth 1 is the colour, 0 is white."""
     channels = [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
     return "#" + "".join(f"{round(255 - (255 - channel) * depth):02x}" for channel in channels)

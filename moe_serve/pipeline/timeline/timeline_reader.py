@@ -1,4 +1,4 @@
-"""Reads the trace that `TimelineWriter` wrote, also one that ends in the middle of a line."""
+"""Reads a trace written by `TimelineWriter`, even if it ends in the middle of a line."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from moe_serve.regular_file import regular_file
 
 _ROLES = {process: role for role, process in PROCESSES.items()}
 _STAGES = {stage.label: int(stage) for stage in Stage}
-_MAX_LINE = 4096  # the writer's are about 150 characters
+_MAX_LINE = 4096  # the writer's lines have about 150 characters
 _Row = tuple[int, int, int, int, int, int, int]  # in the order of RECORD_DTYPE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """A whole file; times are ns since it was begun."""
+    """A whole file; times are ns since the file was started."""
 
     tracks: Mapping[Track, Records]
-    num_lost: int  # records that a ring overwrote
+    num_lost: int  # records that a rank's ring overwrote
     num_left_out: int  # records that the file had no room for
-    is_cut: bool  # the writer did not come to its end
+    is_cut: bool  # the writer was stopped before it ended the file
 
     def steps(self) -> list[int]:
         """The numbers of all steps, in order."""
@@ -49,7 +49,7 @@ class Timeline:
         return found
 
     def between(self, first: int, last: int) -> Timeline:
-        """The part in steps [first, last]."""
+        """Return the part in steps [first, last]."""
         tracks = {
             track: chosen
             for track, records in self.tracks.items()
@@ -58,15 +58,18 @@ class Timeline:
         return replace(self, tracks=tracks)
 
     def around_layers(self, first: int, last: int) -> Timeline:
-        """The time from the first to the last stage of layers [first, last], cut off at both ends.
+        """Return the time from the first to the last stage of layers [first, last], cut at both
+        ends.
 
-        Raises TimelineError where no stage is of these layers.
+        Raises TimelineError if no stage belongs to these layers.
         """
         stages = np.concatenate(list(self.tracks.values()))
         wanted = stages[(stages["layer"] >= first) & (stages["layer"] <= last)]
         if len(wanted) == 0:
             top = int(stages["layer"].max())
-            raise TimelineError(f"there are layers 0 to {top}, none from {first} to {last}")
+            raise TimelineError(
+                f"no layer from {first} to {last} is recorded; the timeline has layers 0 to {top}"
+            )
         begin_ns, end_ns = wanted["start_ns"].min(), wanted["end_ns"].max()
         tracks = {}
         for track, records in self.tracks.items():
@@ -81,7 +84,10 @@ class Timeline:
 
 
 def read_timeline(path: Path) -> Timeline:
-    """Raises TimelineError for a file that is none, that is damaged, or that holds no record."""
+    """Read a timeline.
+
+    Raises TimelineError for a file that is not a timeline, is damaged, or has no records.
+    """
     try:
         with regular_file(path).open(encoding="utf-8") as file:
             timeline = _read(file, path)
@@ -90,15 +96,15 @@ def read_timeline(path: Path) -> Timeline:
     except UnicodeDecodeError as error:
         raise TimelineError(_NOT_OURS.format(path=path)) from error
     if not timeline.tracks:
-        raise TimelineError(f"the timeline {path} holds no records: no step ran while it was made")
+        raise TimelineError(f"the timeline {path} has no records: no step ran during recording")
     return timeline
 
 
-_NOT_OURS = "{path} is no timeline: moe-serve writes one with serve --timeline FILE"
+_NOT_OURS = "{path} is not a timeline; record one with: moe-serve serve --timeline FILE"
 
 
 class _Reading:
-    """What the lines so far amount to."""
+    """The contents of the lines read so far."""
 
     def __init__(self) -> None:
         self.rows: dict[Track, list[_Row]] = {}
@@ -106,7 +112,10 @@ class _Reading:
         self.num_left_out = 0
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Raises what indexing and arithmetic raise for an event that no writer wrote."""
+        """Add an event.
+
+        Raises the errors of indexing and arithmetic for an event that no writer wrote.
+        """
         if event["ph"] == "X":
             self.rows.setdefault(_track_of(event), []).append(_row_of(event))
         elif event["ph"] == "i" and event["name"] == LOST:
@@ -135,7 +144,7 @@ def _read(file: TextIO, path: Path) -> Timeline:
         try:
             tracks[track] = np.array(rows, dtype=RECORD_DTYPE)
         except (OverflowError, ValueError) as error:
-            raise TimelineError(f"{path} holds a number of {track} that is too large") from error
+            raise TimelineError(f"{path} has a number of {track} that is too large") from error
         check_records(tracks[track])
     return Timeline(
         tracks=tracks,

@@ -1,15 +1,15 @@
-"""What a model writes as an assistant: content, reasoning and tool calls, told apart as text comes.
+"""Parses a model's text as an assistant message: content, reasoning and tool calls, while text
+arrives.
 
-delta.py            what is new: AssistantDelta, CallDelta
-parser.py           the protocol of every parser, the plain one, and the ground of the others
-reader.py           reading text that comes in pieces as if it were all there
-outbox.py           what has been found and not yet handed out
-json_call.py, typed_arguments.py   a call's arguments, as JSON or as text between tags
-hermes.py, qwen_xml.py, glm.py, mistral.py, deepseek.py, harmony.py   a file per format of calls
-thinking.py         reasoning in front of the answer
-formats.py          formats by name; the parser of one request
-call_grammar.py     grammars that force a call in each format
-thought_ends.py     the markers of reasoning for a limit of it
-lead.py             grammars of the reasoning that comes before an answer that follows one
-spelling.py         how grammars say a marker
+    delta.py            what is new: AssistantDelta, CallDelta
+    parser.py           the protocol of every parser, the plain one, and the base of the others
+    reader.py           reads text that arrives in pieces as if it were all there
+    outbox.py           holds parsed pieces until they are handed out
+    json_call.py, typed_arguments.py   a call's arguments, as JSON or as text between tags
+    hermes.py, qwen_xml.py, glm.py, mistral.py, deepseek.py, harmony.py   one file per call format
+    thinking.py         reasoning in front of the answer
+    formats.py          formats by name, the markers of reasoning; the parser of one request
+    call_grammar.py     grammars that force a call in each format
+    lead.py             grammars of the reasoning before an answer
+    spelling.py         markers in grammars
 """

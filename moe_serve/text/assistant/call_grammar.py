@@ -1,4 +1,6 @@
-"""Grammars that make a model call a function in its own format (llguidance's Lark dialect)."""
+"""Builds grammars that make a model call a function in its own format (llguidance's Lark
+dialect).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from moe_serve.text.assistant.tool import Tool
 from moe_serve.text.assistant.typed_arguments import is_text
 
 MAX_CALLS = 16  # of one forced answer
-# Without it a model that is at a loss writes white space to the end.
+# Without it an undecided model writes white space until the end.
 _LAYOUT = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 
 WriteCalls = Callable[[Sequence[Tool], Spelling, bool], list[str]]
@@ -34,7 +36,7 @@ def hermes_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> l
 
 
 def mistral_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list[str]:
-    """The newer form if the vocabulary has its marker, else the older one, a list."""
+    """Build the newer form if the vocabulary has its marker, else the older one, a list."""
     is_newer = mistral.ARGS in spell.special_ids
     rules = _alternatives(tools, is_parallel, "" if is_newer else '", "')
     if not is_newer:
@@ -78,7 +80,7 @@ def _deepseek_calls(
 
 
 def harmony_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list[str]:
-    """One call, which ends the answer."""
+    """Build the grammar of one call, which ends the answer."""
     rules = _alternatives(tools, False, "")
     for i, tool in enumerate(tools):
         head = quoted(f"commentary to=functions.{tool.name} ")
@@ -98,8 +100,8 @@ def qwen_xml_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) ->
         for k, key in enumerate(tool.properties):
             opening = quoted(f"{qwen_xml.PARAMETER}{key}>\n")
             rules.append(f'arg_{i}_{k}: {opening} value_{i}_{k} "\\n"')
-            # A text ends with the marker, a line break before it or not: that is where a parser
-            # ends it.
+            # A text ends with the marker, with or without a line break before it: the parser ends
+            # it there.
             before = "" if _is_free_text(tool.properties[key]) else "\n"
             end = before + qwen_xml.END_PARAMETER
             rules += _value_rules(f"value_{i}_{k}", tool, key, end, spell)
@@ -120,14 +122,14 @@ def glm_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list
 
 
 def _alternatives(tools: Sequence[Tool], is_parallel: bool, between: str) -> list[str]:
-    """One call of any function; with `is_parallel` up to MAX_CALLS."""
+    """Build one call of any function; with `is_parallel` up to MAX_CALLS."""
     names = " | ".join(f"call_{i}" for i in range(len(tools)))
     more = f" ({between} call){{0,{MAX_CALLS - 1}}}" if is_parallel else ""
     return ["start: calls", f"calls: call{more}", f"call: {names}"]
 
 
 def _argument_names(index: int, tool: Tool) -> list[str]:
-    """In the order of the schema; what is not required may be left out."""
+    """Return argument names in the order of the schema; optional arguments may be left out."""
     required = tool.required
     return [
         f"arg_{index}_{k}" + ("" if key in required else "?")

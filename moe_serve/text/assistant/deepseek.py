@@ -1,4 +1,4 @@
-"""Calls as DeepSeek V3, R1 and V3.1 write them (the bars and the low line are not ASCII).
+"""Parses calls as DeepSeek V3, R1 and V3.1 write them (the bars and the low line are not ASCII).
 
 V3 and R1, the arguments in a code block:
 
@@ -29,11 +29,14 @@ SEPARATOR = _marker("tool_sep")
 
 
 class DeepSeekParser(ReadingParser):
-    """`has_code_block`: V3's form, not V3.1's. The markers around all calls are layout."""
+    """Parses calls.
+
+    `has_code_block`: V3's form, not V3.1's. The markers around all calls are layout.
+    """
 
     def __init__(self, outbox: Outbox, *, has_code_block: bool) -> None:
         self._has_code_block = has_code_block
-        self._is_within = False  # the markers around all calls
+        self._is_within = False  # between the markers around all calls
         super().__init__(outbox)
 
     def _read(self) -> Reading:

@@ -1,4 +1,4 @@
-"""What one piece of a model's text adds to the assistant's message."""
+"""The addition of one piece of a model's text to the assistant's message."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallDelta:
-    """What is new in tool call `index` of the message.
+    """The new part of tool call `index` of the message.
 
-    `id` and `name` come once, with the call's first delta; `arguments` is what is new of the JSON
-    text. A later index never begins before the call in front of it has ended.
+    `id` and `name` come once, with the call's first delta; `arguments` is the new part of the JSON
+    text. A later index never begins before the previous call has ended.
     """
 
     index: int
@@ -21,9 +21,9 @@ class CallDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssistantDelta:
-    """New text of the message: in order reasoning, content, calls.
+    """New text of the message, in the order reasoning, content, calls.
 
-    The rest of a call that began in an earlier delta comes before all of it.
+    The rest of a call that began in an earlier delta comes before all of these.
     """
 
     content: str = ""
@@ -39,7 +39,7 @@ NOTHING = AssistantDelta()
 
 
 def joined(first: AssistantDelta, second: AssistantDelta) -> AssistantDelta:
-    """Both as one."""
+    """Combine two deltas into one."""
     if first.is_empty:
         return second
     if second.is_empty:

@@ -1,4 +1,4 @@
-"""The formats that are known by name, and how a request's parser is put together."""
+"""Knows the formats by name, and builds a request's parser from them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,33 @@ from moe_serve.text.assistant.outbox import Outbox, new_call_id
 from moe_serve.text.assistant.parser import AssistantParser, PlainParser
 from moe_serve.text.assistant.spelling import Spelling
 from moe_serve.text.assistant.thinking import ThinkingParser
-from moe_serve.text.assistant.thought_ends import ThoughtEnds
 from moe_serve.text.assistant.tool import Tool
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtEnds:
+    """The markers of reasoning.
+
+    `closings`: the markers with which a model ends it. The first one ends reasoning that has lasted
+    too long, and `following` then opens the next part. `can_reopen`: reasoning may begin anywhere,
+    and more than once; otherwise only at the start of the answer.
+    """
+
+    opening: str
+    closings: tuple[str, ...]
+    following: str = ""
+    can_reopen: bool = False
+
 
 MakeToolParser = Callable[[Outbox, Mapping[str, Tool]], AssistantParser]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """How a family of models writes calls. `markers` may be special tokens, and are then kept."""
+    """A model family's format of calls.
+
+    `markers` may be special tokens, which are then kept in the text.
+    """
 
     markers: tuple[str, ...]
     make: MakeToolParser
@@ -31,8 +49,11 @@ class ToolFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:
-    """The markers around the reasoning. `is_open`: it begins without one, if the prompt does not
-    say otherwise. `is_off`: the request does not want any."""
+    """The markers around the reasoning.
+
+    `is_open`: it begins without one, unless the prompt indicates otherwise. `is_off`: the request
+    turns reasoning off.
+    """
 
     opening: str = "<think>"
     closing: str = "</think>"
@@ -45,25 +66,30 @@ class ReasoningFormat:
         return harmony.MARKERS if self.is_harmony else (self.opening, self.closing)
 
     def within(self, begun: str) -> ReasoningFormat:
-        """For an answer that goes on after this text."""
+        """Return the format for an answer that continues this text."""
         is_open = self.opening in begun and self.closing not in begun
         return replace(self, is_open=is_open)
 
     def is_open_after(self, prompt: str) -> bool:
-        """Whether an answer to this prompt begins with reasoning, or with its opening marker."""
+        """Return whether an answer to this prompt begins with reasoning, or with its opening
+        marker.
+        """
         end = prompt[-64:].rstrip()
         if end.endswith(self.opening):
             return True
         return self.is_open and not end.endswith(self.closing)
 
     def is_over_after(self, prompt: str) -> bool:
-        """Whether the answer itself comes next, as nothing may open the reasoning any more."""
+        """Return whether the answer itself comes next, because reasoning can no longer begin."""
         if self.is_harmony or self.is_open_after(prompt):
             return False
         return self.is_off or prompt[-64:].rstrip().endswith(self.closing)
 
     def ends(self, *, can_call: bool) -> ThoughtEnds:
-        """`can_call`: a call may follow, and so the model chooses the head of what comes next."""
+        """Return the markers that end the reasoning.
+
+        `can_call`: a call may follow, so the model chooses the head of the next message.
+        """
         if not self.is_harmony:
             return ThoughtEnds(self.opening, (self.closing,))
         begun = harmony.START + "assistant"
@@ -72,7 +98,7 @@ class ReasoningFormat:
         return ThoughtEnds(opening, harmony.BODY_ENDS, following, can_reopen=True)
 
     def is_part_of(self, grammar: str) -> bool:
-        """Whether a grammar says itself what comes after the reasoning."""
+        """Return whether a grammar itself states what comes after the reasoning."""
         return (harmony.MESSAGE if self.is_harmony else self.closing) in grammar
 
 
@@ -149,7 +175,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
 
 
 def tool_format_of(template: str) -> str | None:
-    """The name of the format that a chat template shows, by the markers in its text."""
+    """Return the name of the format that a chat template uses, by the markers in its text."""
     if harmony.CHANNEL in template and harmony.MESSAGE in template:
         return "openai"
     if deepseek.CALL_BEGIN in template:
@@ -166,7 +192,9 @@ def tool_format_of(template: str) -> str | None:
 
 
 def reasoning_format_of(template: str) -> str | None:
-    """Likewise. Whether reasoning has begun is then told by the end of each prompt."""
+    """Return the reasoning format of a chat template in the same way; each prompt's end then tells
+    whether reasoning has begun.
+    """
     if harmony.CHANNEL in template and harmony.MESSAGE in template:
         return "openai_gptoss"
     if "[THINK]" in template:
@@ -175,19 +203,19 @@ def reasoning_format_of(template: str) -> str | None:
 
 
 class GrammarScope(Enum):
-    """What a request's grammar tells of."""
+    """The part of the answer that a request's grammar covers."""
 
-    ALL = auto()  # the text from its first token on: nothing is reasoning
-    ANSWER = auto()  # what follows the reasoning, to the letter
-    JSON = auto()  # likewise, and line breaks between the two are layout
+    ALL = auto()  # the text from its first token on: there is no reasoning
+    ANSWER = auto()  # exactly the text after the reasoning
+    JSON = auto()  # the same, and line breaks between the two are layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParserPlan:
-    """What the parsers of one request do; each choice gets its own from `make`.
+    """The configuration of one request's parsers; each choice gets its own parser from `make`.
 
-    `tools` None: nothing is taken for a call. `prompt` is the text that the answers continue.
-    `scope`: of the request's own grammar; None without one, or if it has reasoning in it.
+    `tools` None: no text is parsed as a call. `prompt` is the text that the answers continue.
+    `scope`: of the request's own grammar; None without one, or if it includes reasoning.
     `is_forced`: the answer must be calls.
     """
 
@@ -201,7 +229,7 @@ class ParserPlan:
 
     @property
     def markers(self) -> frozenset[str]:
-        """What must not be left out of the text, also where it is a special token."""
+        """The markers that must stay in the text, even if they are special tokens."""
         formats = (self._called_format, self.reasoning_format)
         return frozenset(marker for form in formats if form is not None for marker in form.markers)
 
@@ -214,7 +242,7 @@ class ParserPlan:
         make_id = new_call_id if called is None else called.make_id
         is_harmony = bool(reasoning and reasoning.is_harmony)
         speaks_harmony = is_harmony or (called is not None and called.is_harmony)
-        # Harmony's reasoning is content for clients that do not want it apart.
+        # Harmony's reasoning is content for clients that do not want it separated.
         has_calls_only = self.is_forced and (is_harmony or not speaks_harmony)
         outbox = Outbox(make_id, self.max_calls, has_calls_only=has_calls_only)
         if speaks_harmony:
@@ -233,14 +261,14 @@ class ParserPlan:
         )
 
     def forced_grammar(self, called: Sequence[Tool], special_ids: Mapping[str, int]) -> str:
-        """A grammar under which the answer is one or more calls of these functions."""
+        """Build a grammar under which the answer is one or more calls of these functions."""
         assert self.tool_format is not None, "calls are forced in a known format"
         is_parallel = self.max_calls is None
         rules = self.tool_format.write_calls(called, Spelling(special_ids), is_parallel)
         return "\n".join(rules) + "\n"
 
     def call_lead(self, special_ids: Mapping[str, int]) -> str:
-        """A grammar of what may come, or must, before forced calls; "" for nothing."""
+        """Build a grammar of the text before forced calls; "" if there is none."""
         assert self.tool_format is not None, "calls are forced in a known format"
         spell, reasoning = Spelling(special_ids), self.reasoning_format
         if self.tool_format.is_harmony:
@@ -251,7 +279,9 @@ class ParserPlan:
         return self._thinking_lead(reasoning, spell)
 
     def answer_lead(self, special_ids: Mapping[str, int]) -> str:
-        """Likewise before an answer that follows a grammar."""
+        """Build a grammar of the text before an answer that follows a grammar;
+        "" if there is none.
+        """
         spell, reasoning = Spelling(special_ids), self.reasoning_format
         if reasoning is None or self.scope in (None, GrammarScope.ALL):
             return ""
@@ -259,7 +289,7 @@ class ParserPlan:
             return harmony_lead(spell, has_analysis=not reasoning.is_off, is_final=True)
         called = self._called_format
         if called is not None and called.is_harmony:
-            return ""  # one parser does both, and knows no other reasoning
+            return ""  # one parser does both, and knows no other reasoning format
         return self._thinking_lead(reasoning, spell)
 
     def _thinking_lead(self, reasoning: ReasoningFormat, spell: Spelling) -> str:

@@ -1,4 +1,4 @@
-"""Calls as GLM-4.5 and its successors write them.
+"""Parses calls as GLM-4.5 and its successors write them.
 
 <tool_call>get_weather
 <arg_key>city</arg_key>
@@ -58,7 +58,7 @@ class GlmParser(ReadingParser):
         return True
 
     def _argument(self, arguments: TypedArguments) -> Generator[None, None, bool]:
-        """One key and its value; whether both were whole."""
+        """Read one key and its value; returns whether both were complete."""
         reader, key = self._reader, list[str]()
         if not (yield from reader.until((END_KEY,), key.append)):
             return False

@@ -1,11 +1,12 @@
-"""Messages as gpt-oss writes them, in the harmony format: reasoning, calls and content in one.
+"""Parses messages as gpt-oss writes them, in the harmony format: reasoning, calls and content in
+one.
 
     <|channel|>analysis<|message|>The user wants ...<|end|>
     <|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json
     <|message|>{"city": "Oslo"}<|call|>
 
-The channel `analysis` is reasoning; a message to a function is a call; all else is content. The
-markers are special tokens, and the prompt has written the first <|start|>assistant.
+The channel `analysis` is reasoning; a message to a function is a call; everything else is content.
+The markers are special tokens, and the prompt ends with the first <|start|>assistant.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ _FUNCTIONS = "functions."
 
 
 class HarmonyParser(ReadingParser):
-    """`has_tools` False: messages to functions are content. `has_reasoning` False: so is analysis.
+    """Parses harmony messages.
 
+    `has_tools` False: messages to functions are content. `has_reasoning` False: so is analysis.
     Text outside of any message is content, and so is a head that no message follows.
     """
 
@@ -52,7 +54,7 @@ class HarmonyParser(ReadingParser):
             marker, head = (yield from self._message(head)), ""
 
     def _message(self, head: str) -> Generator[None, None, str]:
-        """A head and its message; the marker that ended it."""
+        """Read a head and its message; returns the marker that ended it."""
         reader, parts = self._reader, [head]
         while True:
             marker = yield from reader.until(MARKERS, parts.append, always)

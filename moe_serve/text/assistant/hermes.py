@@ -1,4 +1,4 @@
-"""Calls as Hermes and Qwen3 write them.
+"""Parses calls as Hermes and Qwen3 write them.
 
 <tool_call>
 {"name": "get_weather", "arguments": {"city": "Oslo"}}

@@ -1,4 +1,4 @@
-"""A call as a JSON object: {"name": ..., "arguments": {...}}."""
+"""Parses a call written as a JSON object: {"name": ..., "arguments": {...}}."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class JsonCall:
         self.has_begun = False
 
     def read(self) -> Generator[None, None, bool]:
-        """Whether it was a call, complete or not; else nothing has been put out."""
+        """Read a call; returns whether it was one, complete or not. If not, nothing was put out."""
         reader = self._reader
         if (yield from reader.literal("{")):
             is_open = True
@@ -39,7 +39,7 @@ class JsonCall:
         return False
 
     def _member(self) -> Generator[None, None, bool]:
-        """One `"key": value`; whether it was well formed."""
+        """Read one `"key": value`; returns whether it was well formed."""
         reader = self._reader
         yield from reader.spaces()
         key = yield from reader.json_string()

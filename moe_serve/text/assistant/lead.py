@@ -1,6 +1,6 @@
-"""What comes before an answer that follows a grammar: its reasoning.
+"""Builds grammars of the reasoning before an answer that follows a grammar.
 
-Each is a grammar in llguidance's Lark, in which @answer stands for the rest.
+Each is a grammar in llguidance's Lark, in which @answer stands for the answer.
 """
 
 from __future__ import annotations
@@ -8,19 +8,22 @@ from __future__ import annotations
 from moe_serve.text.assistant import harmony
 from moe_serve.text.assistant.spelling import Spelling, text_up_to
 
-_LAYOUT = r'"\n"{0,2}'  # a parser drops it
+_LAYOUT = r'"\n"{0,2}'  # the parser drops it
 
 
 def thinking_lead(
     opening: str, closing: str, spell: Spelling, *, is_open: bool, has_layout: bool
 ) -> str:
-    """`is_open`: it has begun, and must be closed; else it may begin. `has_layout`: line breaks may
-    follow, which the answer itself does not begin with."""
+    """Build the grammar of reasoning between two markers.
+
+    `is_open`: it has begun and must be closed; otherwise it may begin. `has_layout`: line breaks
+    that are not part of the answer may follow it.
+    """
     thought = f"thought {_LAYOUT}" if has_layout else "thought"
     if not is_open:
         reason = f"({_LAYOUT} {spell(opening)} {thought})?"
     elif opening in spell.special_ids:
-        reason = f"{spell(opening)}? {thought}"  # ordinary text cannot write it once more
+        reason = f"{spell(opening)}? {thought}"  # ordinary text cannot spell the marker
     else:
         reason = thought
     return _lines(
@@ -29,7 +32,10 @@ def thinking_lead(
 
 
 def harmony_lead(spell: Spelling, *, has_analysis: bool, is_final: bool) -> str:
-    """`is_final`: the answer is a message of the channel `final`; else it writes its own heads."""
+    """Build the grammar for harmony.
+
+    `is_final`: the answer is a message of the channel `final`; otherwise it contains its own heads.
+    """
     analysis = " ".join(map(spell, (harmony.CHANNEL, "analysis", harmony.MESSAGE)))
     final = " ".join(map(spell, (harmony.CHANNEL, "final", harmony.MESSAGE)))
     parts = ["analysis?"] if has_analysis else []

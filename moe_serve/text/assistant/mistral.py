@@ -1,9 +1,9 @@
-"""Calls as Mistral's models write them, older and newer.
+"""Parses calls as Mistral's models write them, older and newer.
 
     [TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Oslo"}}, ...]
     [TOOL_CALLS]get_weather[ARGS]{"city": "Oslo"}[TOOL_CALLS]...
 
-Newer ones may say [CALL_ID]... before [ARGS], or leave [ARGS] out.
+Newer ones may write [CALL_ID]... before [ARGS], or leave [ARGS] out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ALPHABET = string.ascii_letters + string.digits
 
 
 def new_mistral_id() -> str:
-    """Mistral's templates take ids of nine letters and digits only."""
+    """Make a call id. Mistral's templates accept only ids of nine letters and digits."""
     return "".join(secrets.choice(_ALPHABET) for _ in range(9))
 
 

@@ -1,4 +1,4 @@
-"""What a parser has found and not yet handed out."""
+"""Holds parsed pieces of a message until they are handed out."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def new_call_id() -> str:
 
 
 class HeldSpace:
-    """Passes text on, but holds white space at its end back until more text follows."""
+    """Passes text on, but holds trailing white space back until more text follows."""
 
     def __init__(self, sink: Callable[[str], object], spaces: str | None = None) -> None:
         self._sink = sink
-        self._spaces = spaces  # the characters that count; None: all white space
+        self._spaces = spaces  # the characters that count as space; None: all white space
         self._held: list[str] = []
 
     def push(self, text: str) -> None:
@@ -39,11 +39,11 @@ class HeldSpace:
 
 
 class Outbox:
-    """Collects content, reasoning and calls; `take` hands them out as one delta.
+    """Collects content, reasoning and calls; `take` returns them as one delta.
 
     White space between content and a call, and after a call, is layout and is dropped. Calls beyond
-    `max_calls` are dropped too. `has_calls_only`: the answer is forced to be calls, so what looks
-    like content is the beginning of a marker that was cut.
+    `max_calls` are dropped too. `has_calls_only`: the answer is forced to be calls, so text that
+    looks like content is the beginning of a cut marker.
 
     `has_cut_call`: the text was cut within a call, or within the markup that begins one.
     """
@@ -64,8 +64,8 @@ class Outbox:
         self._arguments: list[str] = []
         self._tail = HeldSpace(self._content.append)
         self._num_calls = 0
-        self.is_after_call = False  # with nothing but white space since
-        self._of_call: list[str] = []  # the arguments of the call that began last
+        self.is_after_call = False  # and only white space has come since
+        self._of_call: list[str] = []  # arguments of the call that began last
         self.has_spoilt_call = False
         self.has_cut_call = False
 
@@ -79,7 +79,7 @@ class Outbox:
             self._tail.push(text)
 
     def spoilt_call(self, text: str) -> None:
-        """Content that begins as a call does, and is none."""
+        """Add content that begins like a call but is not one."""
         self.has_spoilt_call = True
         self.content(text)
 
@@ -95,15 +95,18 @@ class Outbox:
             self._calls.append(CallDelta(index=self._num_calls - 1, id=call_id, name=name))
 
     def arguments(self, text: str) -> None:
-        """More of the arguments of the call that began last."""
+        """Add arguments of the call that began last."""
         if text:
             self._of_call.append(text)
         if text and not self._is_dropped:
             self._arguments.append(text)
 
     def end_call(self, *, is_cut: bool = False) -> None:
-        """A call without arguments gets an empty object, so that it is JSON. One that was cut keeps
-        what came."""
+        """End a call.
+
+        A call without arguments gets an empty object, so that it is JSON. A cut call keeps the
+        arguments received so far.
+        """
         if is_cut:
             self.has_cut_call = not (self._is_dropped or _is_object("".join(self._of_call)))
         elif not self._of_call:
@@ -112,15 +115,15 @@ class Outbox:
         self.is_after_call = True
 
     def cut_head(self) -> None:
-        """The text was cut before the name of a call was known: what came is no call."""
+        """Note that the text was cut before a call's name was known; the fragment is no call."""
         self.has_cut_call = self.has_spoilt_call = True
 
     def flush(self) -> None:
-        """No more text will come."""
+        """Release held text, because no more will come."""
         self._tail.flush()
 
     def take(self) -> AssistantDelta:
-        """What has come since the last time."""
+        """Return everything since the last call."""
         self._close_arguments()
         if not (self._content or self._reasoning or self._calls):
             return NOTHING
@@ -139,7 +142,9 @@ class Outbox:
         return self._max_calls is not None and self._num_calls > self._max_calls
 
     def _close_arguments(self) -> None:
-        """Arguments of one call that came together become one delta, with the name if it is new."""
+        """Combine the collected arguments of one call into one delta,
+        with the name if it is new.
+        """
         if not self._arguments:
             return
         text, index = "".join(self._arguments), self._num_calls - 1
@@ -155,7 +160,7 @@ class Outbox:
 
 
 def _is_object(text: str) -> bool:
-    """Whether arguments are whole."""
+    """Return whether arguments are complete."""
     try:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The protocol that every assistant parser follows, the plain one, and the ground of the others."""
+"""The protocol of all assistant parsers, the plain parser, and the base of the others."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ class AssistantParser(Protocol):
     """Reads one message. However the text is cut into pieces, the deltas add up to the same."""
 
     def push(self, text: str) -> AssistantDelta:
-        """What is certain after this text; the rest is held back."""
+        """Return what is certain after this text; the rest is held back."""
         ...
 
     def finish(self, *, is_cut: bool = False) -> AssistantDelta:
-        """What was held back, when no text follows. `is_cut`: the model would have gone on, so
-        what began as a call is a part of one and no content."""
+        """Return the held text when no text follows.
+
+        `is_cut`: the model would have continued, so text that began as a call is part of a call and
+        not content.
+        """
         ...
 
     @property
@@ -29,12 +32,12 @@ class AssistantParser(Protocol):
 
     @property
     def has_cut_call(self) -> bool:
-        """Whether the text was cut within a call: its arguments are not whole."""
+        """True if the text was cut within a call, so that its arguments are incomplete."""
         ...
 
 
 class PlainParser:
-    """All text is content."""
+    """Treats all text as content."""
 
     def push(self, text: str) -> AssistantDelta:
         return AssistantDelta(content=text) if text else NOTHING
@@ -82,8 +85,11 @@ class ReadingParser(ABC):
         return self._out.has_cut_call
 
     def _end_markup(self, text: str, *, is_call: bool) -> None:
-        """After a call and the markup around it. If it was none, `text` is content; where the text
-        was cut within, nobody knows what it would have been, and the rest of it is markup too."""
+        """End a call and the markup around it.
+
+        If it was not a call, `text` is content. If the text was cut inside, its meaning is unknown,
+        and the rest of it is treated as markup too.
+        """
         if self._reader.is_cut:
             self._reader.skip()
             if not is_call:
@@ -92,7 +98,7 @@ class ReadingParser(ABC):
             self._out.spoilt_call(text)
 
     def _is_after_call(self) -> bool:
-        """Only a further call is expected."""
+        """Return whether only a further call can follow."""
         return self._out.is_after_call
 
     @abstractmethod

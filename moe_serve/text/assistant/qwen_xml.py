@@ -1,4 +1,4 @@
-"""Calls as Qwen3-Coder writes them.
+"""Parses calls as Qwen3-Coder writes them.
 
     <tool_call>
     <function=get_weather>

@@ -1,8 +1,8 @@
-"""Reading text that arrives in pieces, as if it were all there.
+"""Reads text that arrives in pieces as if it were all there.
 
-A parser is a generator that reads through these methods (`yield from`), and is suspended where the
-text ends for now. Every decision depends on the characters alone, never on where the pieces end.
-What stays unread while a method waits is a part of a marker, so the cost is linear.
+A parser is a generator that reads through these methods (`yield from`), and is suspended at the
+current end of the text. Every decision depends on the characters alone, never on the boundaries of
+the pieces. While a method waits, only part of a marker stays unread, so the cost is linear.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CLOSERS = {"{": "}", "[": "]"}
 
 
 def ignore(_: str) -> None:
-    """A sink for what is read and not needed."""
+    """Discard text that is read and not needed."""
 
 
 def always() -> bool:
@@ -35,7 +35,7 @@ def never() -> bool:
 
 
 class Reader:
-    """The text that has come and has not been read."""
+    """The text that has arrived and has not been read."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -49,16 +49,16 @@ class Reader:
         self._pos = 0
 
     def close(self, *, is_cut: bool = False) -> None:
-        """No more text will come. `is_cut`: a limit or a stop string ended it, not the model."""
+        """End the text. `is_cut`: a limit or a stop string ended it, not the model."""
         self._is_closed = True
         self.is_cut = is_cut
 
     def skip(self) -> None:
-        """Read over what has come."""
+        """Skip the text that has arrived."""
         self._advance(len(self._text))
 
     def start_record(self, *read: str) -> None:
-        """Remember what is read from now on, beginning with what was read before."""
+        """Start recording text that is read, beginning with `text`, which was read before."""
         self._record = list(read)
 
     def stop_record(self) -> str:
@@ -66,7 +66,7 @@ class Reader:
         return record
 
     def peek(self) -> Generator[None, None, str]:
-        """The next character, not read; "" at the end of all text."""
+        """Return the next character without reading it; "" at the end of all text."""
         while self._pos == len(self._text):
             if self._is_closed:
                 return ""
@@ -74,12 +74,12 @@ class Reader:
         return self._text[self._pos]
 
     def take(self) -> Generator[None, None, str]:
-        """The next character."""
+        """Read the next character."""
         char = yield from self.peek()
         return self._advance(self._pos + 1) if char else ""
 
     def rest(self) -> Generator[None, None, str]:
-        """All text that is there; "" at the end of all text."""
+        """Read all text that has arrived; "" at the end of all text."""
         yield from self.peek()
         return self._advance(len(self._text))
 
@@ -87,13 +87,13 @@ class Reader:
         yield from self._run_of(_SPACE, sink)
 
     def word(self) -> Generator[None, None, str]:
-        """The longest run of characters that names of functions have."""
+        """Read the longest run of characters that may be in function names."""
         parts: list[str] = []
         yield from self._run_of(_WORD, parts.append)
         return "".join(parts)
 
     def literal(self, text: str) -> Generator[None, None, bool]:
-        """Whether exactly this comes next; if not, nothing is read."""
+        """Read exactly this text; returns False, and reads nothing, if other text comes next."""
         while True:
             seen = self._text[self._pos : self._pos + len(text)]
             if seen == text:
@@ -106,10 +106,10 @@ class Reader:
     def until(
         self, markers: Sequence[str], sink: Sink, expects_marker: Condition = never
     ) -> Generator[None, None, str]:
-        """Passes text to `sink` up to the first marker, and reads that; "" if none comes.
+        """Pass text to `sink` up to the first marker, and read the marker; "" if none comes.
 
-        No marker may lie within another one, unless at its end. At the end of a text that was cut,
-        the beginning of a marker is left out if `expects_marker`; else it is text.
+        No marker may lie within another one, except at its end. At the end of a cut text, the
+        beginning of a marker is left out if `expects_marker`; otherwise it is text.
         """
         while True:
             found = [(self._text.find(m, self._pos), -len(m), m) for m in markers]
@@ -130,14 +130,16 @@ class Reader:
             yield
 
     def json_string(self) -> Generator[None, None, str | None]:
-        """A JSON string, decoded; None if there is none."""
+        """Read a JSON string, decoded; None if the text is not one."""
         parts: list[str] = []
         if (yield from self.peek()) != '"' or not (yield from self.json_value(parts.append)):
             return None
         return decoded_string("".join(parts))
 
     def json_value(self, sink: Sink) -> Generator[None, None, bool]:
-        """Passes one JSON value on as it comes; whether it is complete and its brackets fit."""
+        """Pass one JSON value on as it arrives; returns whether it is complete and its brackets
+        match.
+        """
         char = yield from self.peek()
         if char == '"':
             sink((yield from self.take()))
@@ -170,7 +172,7 @@ class Reader:
         return is_json_scalar(text)
 
     def _string_end(self, sink: Sink) -> Generator[None, None, bool]:
-        """The rest of a string whose quote has been read."""
+        """Read the rest of a string whose opening quote has been read."""
         while True:
             char = yield from self._up_to(_STRING_END, sink)
             if char == "":
@@ -181,7 +183,7 @@ class Reader:
             sink((yield from self.take()))
 
     def _up_to(self, pattern: re.Pattern[str], sink: Sink) -> Generator[None, None, str]:
-        """Passes text on up to a character of `pattern`, which is returned and not read."""
+        """Pass text on up to a character of `pattern`, which is returned and not read."""
         while True:
             match = pattern.search(self._text, self._pos)
             self._give(len(self._text) if match is None else match.start(), sink)
@@ -194,14 +196,14 @@ class Reader:
     def _run_of(self, pattern: re.Pattern[str], sink: Sink) -> Reading:
         while True:
             match = pattern.match(self._text, self._pos)
-            assert match is not None, "the pattern of a run matches nothing, too"
+            assert match is not None, "the pattern must also match an empty run"
             self._give(match.end(), sink)
             if self._pos < len(self._text) or self._is_closed:
                 return
             yield
 
     def _num_begun(self, markers: Sequence[str]) -> int:
-        """How many characters at the text's end may be the beginning of a marker."""
+        """Return how many characters at the text's end may be the beginning of a marker."""
         longest = min(max(map(len, markers)) - 1, len(self._text) - self._pos)
         for count in range(longest, 0, -1):
             tail = self._text[len(self._text) - count :]
@@ -222,8 +224,10 @@ class Reader:
 
 
 def decoded_string(text: str) -> str | None:
-    """The text of a JSON string; None if it is none. Half of a surrogate pair, which no answer can
-    be encoded with, becomes U+FFFD."""
+    """Decode a JSON string; None if it is invalid.
+
+    Half of a surrogate pair, which cannot be encoded in an answer, becomes U+FFFD.
+    """
     try:
         value = json.loads(text, strict=False)
     except ValueError:
@@ -234,7 +238,7 @@ def decoded_string(text: str) -> str | None:
 
 
 def is_json_scalar(text: str) -> bool:
-    """Whether this is a number, true, false or null; long ones are not looked at."""
+    """Return whether this is a number, true, false or null; long texts are not examined."""
     if not text or len(text) > 400:
         return False
     try:

@@ -1,4 +1,4 @@
-"""How llguidance's Lark says a marker, and any text up to one."""
+"""Writes a marker, and any text up to one, in llguidance's Lark."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """A marker as text, or as the special token that it is."""
+    """Writes a marker as text, or as a special token if it is one."""
 
     special_ids: Mapping[str, int]
 
@@ -24,8 +24,11 @@ def quoted(text: str) -> str:
 
 
 def text_up_to(name: str, end: str, spell: Spelling) -> list[str]:
-    """A rule for any text and the marker that ends it. Where that is a special token, ordinary
-    ones must not spell it: parsers read text, and would take it for the end."""
+    """Return rules for any text and the marker that ends it.
+
+    If the marker is a special token, ordinary tokens must not spell it: parsers read text and would
+    take it for the end.
+    """
     if end not in spell.special_ids:
         return [f"{name}[suffix={quoted(end)}]: /(?s:.*)/"]
     spelt = re.escape(end).replace("/", r"\/")

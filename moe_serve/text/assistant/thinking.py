@@ -1,4 +1,4 @@
-"""Reasoning between two markers in front of the answer: <think> ... </think>."""
+"""Parses reasoning between two markers in front of the answer: <think> ... </think>."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from moe_serve.text.assistant.reader import Reading
 
 
 class ThinkingParser(ReadingParser):
-    """Tells the reasoning from the rest, which `answer` reads.
+    """Separates the reasoning from the rest, which `answer` reads.
 
-    `is_open`: the reasoning has begun already, as the prompt ends with the opening marker (or the
-    model never writes it). Line breaks next to the markers are layout and are dropped
-    (`keeps_space`: not those behind the closing one). Without it all is reasoning.
+    `is_open`: the reasoning has begun already, because the prompt ends with the opening marker (or
+    the model never writes it). Line breaks next to the markers are layout and are dropped
+    (`keeps_space`: except those after the closing one). Without a closing marker all text is
+    reasoning.
     """
 
     def __init__(

@@ -15,7 +15,10 @@ _NO_ARGUMENTS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """`parameters` is the JSON schema of the arguments; without one there are none."""
+    """A function.
+
+    `parameters` is the JSON schema of its arguments; by default it has no arguments.
+    """
 
     name: str
     parameters: Mapping[str, Any] = field(default_factory=lambda: _NO_ARGUMENTS)

@@ -1,4 +1,4 @@
-"""Arguments that a model writes as bare text between tags, as JSON of the types of the schema."""
+"""Converts arguments written as bare text between tags to JSON, using the types of the schema."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from moe_serve.text.assistant.outbox import Outbox
 from moe_serve.text.assistant.reader import Reader, always
 from moe_serve.text.assistant.tool import Tool
 
-_WORDS = {"True": "true", "False": "false", "None": "null"}  # as Python writes them
+_WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's spellings
 
 
 class TypedArguments:
-    """Puts out `{"key": value, ...}` of one call, a text as it comes and other values whole."""
+    """Writes `{"key": value, ...}` of one call, strings as they arrive and other values when
+    complete.
+    """
 
     def __init__(self, reader: Reader, outbox: Outbox, tool: Tool | None) -> None:
         self._reader = reader
@@ -23,7 +25,7 @@ class TypedArguments:
         self._num_arguments = 0
 
     def read(self, key: str, ends: Sequence[str]) -> Generator[None, None, bool]:
-        """The value up to one of the markers; whether that came."""
+        """Read the value up to one of the markers; returns whether a marker came."""
         self._out.arguments(("{" if self._num_arguments == 0 else ", ") + _encoded(key) + ": ")
         self._num_arguments += 1
         if is_text(self._properties.get(key)):
@@ -35,7 +37,7 @@ class TypedArguments:
         parts: list[str] = []
         end = yield from self._reader.until(ends, parts.append, always)
         text = "".join(parts)
-        is_cut = not end and self._reader.is_cut  # what it would have been is not known
+        is_cut = not end and self._reader.is_cut  # the complete value is unknown
         self._out.arguments(text.strip() if is_cut else _value(self._properties.get(key), text))
         return bool(end)
 
@@ -48,7 +50,7 @@ class TypedArguments:
 
 
 def is_text(schema: Any) -> bool:
-    """Whether a value of this schema is always a string."""
+    """Return whether a value of this schema is always a string."""
     if not isinstance(schema, Mapping):
         return False
     kind = schema.get("type")
@@ -59,7 +61,7 @@ def is_text(schema: Any) -> bool:
 
 
 def _value(schema: Any, text: str) -> str:
-    """JSON as it is, what is no JSON as a string."""
+    """Return valid JSON unchanged, and other text as a JSON string."""
     stripped = text.strip()
     stripped = _WORDS.get(stripped, stripped)
     try:

@@ -146,5 +146,5 @@ def test_a_frame_that_claims_more_rows_is_refused(rows: int) -> None:
     """A count over the plan would be read past the buffer's end."""
     place = HostHeader(torch.zeros(HEADER_BYTES, dtype=torch.uint8))
     place.write(EXCHANGE, rows, 0)
-    with pytest.raises(WireError, match=f"sent {rows} rows, at most 64 were planned"):
+    with pytest.raises(WireError, match=f"sent {rows} rows, but at most 64 were planned"):
         place.check(EXCHANGE, 64, "expert-0")

@@ -9,17 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from experts.graphed_expert_stage import GraphedExpertStage
 from moe_kernels.choice import KernelsName
 from moe_kernels.graphs.graph_recorder import EagerRecorder
 from moe_kernels.graphs.graph_sizes import GraphSize
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.load.loader import ModelLoader
-from moe_serve.model.stage.graphed_attention_stage import GraphedAttentionStage
 from moe_serve.model.stage.static_inputs import make_static_inputs
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
-from moe_serve.pipeline.graphs.decode_graphs import DecodeGraphs
-from moe_serve.pipeline.graphs.graphed_pipeline import GraphedPipeline
+from moe_serve.pipeline.graphs.decode_graphs import DecodeGraphs, GraphedPipeline
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.transport import LocalTransport
 from tests.support.families.case import VOCAB_SIZE, Case
@@ -55,8 +52,8 @@ def piece(sequence: int, start: int, count: int = 1, num_logits: int = 1) -> Seq
     return SequenceSlice(sequence, start, ids, TABLES[sequence], num_logits)
 
 
-def plan_of(*groups: list[SequenceSlice]) -> StepPlan:
-    return StepPlan(tuple(MicroBatch(tuple(group)) for group in groups))
+def plan_of(pieces: list[SequenceSlice]) -> StepPlan:
+    return StepPlan((MicroBatch(tuple(pieces)),))
 
 
 PROMPTS = plan_of([piece(i, 0, start, 0) for i, start in enumerate(STARTS)])
@@ -64,11 +61,11 @@ PROMPTS = plan_of([piece(i, 0, start, 0) for i, start in enumerate(STARTS)])
 DECODED = ((0, 1, 2, 3, 4), (4, 2, 0), (3,), (0, 1, 2, 3, 4))
 
 
-def decode_plans(num_groups: int) -> list[StepPlan]:
+def decode_plans() -> list[StepPlan]:
     starts, plans = list(STARTS), []
     for step, chosen in enumerate(DECODED):
         pieces = [piece(i, starts[i], 1, int(step < 3 or i != 2)) for i in chosen]
-        plans.append(plan_of(*(pieces[k::num_groups] for k in range(num_groups) if pieces[k:])))
+        plans.append(plan_of(pieces))
         for i in chosen:
             starts[i] += 1
     return plans
@@ -98,39 +95,10 @@ def test_replayed_steps_have_the_bits_of_the_layers(
     graphed = GraphedPipeline(pipeline, graphs)
     assert len(graphed.run(PROMPTS)) == len(plain.run(PROMPTS)) == 0
     assert recorder.num_replays == 0, "prompts are not recorded"
-    for index, plan in enumerate(decode_plans(1)):
+    for index, plan in enumerate(decode_plans()):
         expected, found = plain.run(plan), graphed.run(plan)
         assert torch.equal(found, expected), f"step {index}: {(found - expected).abs().max()}"
         assert recorder.num_replays == index + 1, f"step {index} was not replayed"
-    assert_same_pages(cache, plain_cache)
-
-
-@pytest.mark.parametrize("num_groups", [1, 2, 3])
-@pytest.mark.parametrize("kernels", KERNEL_SETS)
-@pytest.mark.parametrize("name", CASES)
-def test_stages_as_recordings(
-    folders: dict[str, Path], name: str, kernels: KernelsName, num_groups: int
-) -> None:
-    """As ranks of their own would run them: several micro-batches in flight."""
-    loader = ModelLoader(folders[name], kernels=kernels)
-    spec = loader.spec
-    stage, experts = loader.attention_stage(MAX_POSITIONS), loader.expert_stage()
-    plain_cache, cache = (KVCache(spec, 25, loader.dtype, CPU) for _ in range(2))
-    plain = Pipeline(stage, LocalTransport(experts), plain_cache, CPU)
-    recorder = EagerRecorder()
-    graphed_stage = GraphedAttentionStage(stage, cache, recorder, SIZES, MAX_POSITIONS)
-    graphed_experts = GraphedExpertStage(
-        experts, recorder, (2, 4), width=spec.width, top_k=spec.router.shape.top_k,
-        dtype=loader.dtype, device=CPU,
-    )  # fmt: skip
-    graphed = Pipeline(graphed_stage, LocalTransport(graphed_experts), cache, CPU)
-    graphed.run(PROMPTS), plain.run(PROMPTS)
-    for index, plan in enumerate(decode_plans(num_groups)):
-        before = recorder.num_replays
-        expected, found = plain.run(plan), graphed.run(plan)
-        assert torch.equal(found, expected), f"step {index}: {(found - expected).abs().max()}"
-        num_stages = len(plan.micro_batches) * spec.num_layers
-        assert recorder.num_replays - before >= num_stages, f"step {index} was not replayed"
     assert_same_pages(cache, plain_cache)
 
 
@@ -149,12 +117,12 @@ def test_padding_copies_the_shortest_row_and_writes_to_scratch(folders: dict[str
     assert pages.tolist() == [[p] * heads for p in (TABLES[0][2], TABLES[1][0], TABLES[2][3], 26)]
     assert cache.scratch_page == 26 and len(cache.layers[0].keys) == 27
     packed = static.pack([piece(0, 33), piece(1, 1, num_logits=0), piece(2, 60)])
-    assert static.own_inputs(packed).logit_rows.tolist() == [0, 2], "the second wants none"
+    assert inputs.logit_rows[: packed.num_logits].tolist() == [0, 2], "the second wants none"
     static.load(static.pack([piece(2, 61)]))
     assert [t.data_ptr() for t in static.tensors] == places
     with pytest.raises(AssertionError, match="5 rows do not fit into 4"):
         static.pack([piece(i, s) for i, s in enumerate(STARTS)])
-    with pytest.raises(AssertionError, match="one token a sequence"):
+    with pytest.raises(AssertionError, match="one token per sequence"):
         static.pack([piece(0, 33, 2)])
 
 
@@ -172,7 +140,7 @@ def test_a_row_of_nan_stays_alone(folders: dict[str, Path]) -> None:
             runner = GraphedPipeline(pipeline, graphs)
         runner.run(PROMPTS)
         cache.layers[0].keys[TABLES[1][0]] = float("nan")
-        for plan in decode_plans(1)[:1]:
+        for plan in decode_plans()[:1]:
             results.append(runner.run(plan))
         assert not cache.layers[0].keys[0].isnan().any(), "the empty page is shared by all"
         later = plan_of([piece(i, s + 1) for i, s in enumerate(STARTS) if i != 1])

@@ -36,7 +36,7 @@ _UNSERVED = [
 def test_is_refused_by_name(architecture: str) -> None:
     said = refusal_of({"architectures": [architecture]})
     assert said.startswith(f"config.json: architectures is '{architecture}', which is not served")
-    assert f"docs/guide/models.md lists all {_NUM_SERVED} that are" in said, said
+    assert f"docs/guide/models.md lists all {_NUM_SERVED} served ones" in said, said
     assert len(said) < 250, "a sentence, not a list"
 
 
@@ -51,5 +51,5 @@ def test_is_refused_by_name(architecture: str) -> None:
 )
 def test_the_nearest_name_is_given(architecture: str, nearest: str | None) -> None:
     said = refusal_of({"architectures": [architecture]})
-    hint = "; docs/guide/" if nearest is None else f"; the nearest that is: {nearest}; docs/"
+    hint = "; docs/guide/models.md" if nearest is None else f"; the nearest served one: {nearest}; docs/"
     assert f"which is not served{hint}" in said, said

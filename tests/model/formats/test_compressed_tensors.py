@@ -172,14 +172,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (config("nvfp4-pack-quantized"), "format is 'nvfp4-pack-quantized'"),
     (config(num_bits=3), "group_0: weights: num_bits is 3 of 'int'; supported are 4 and 8"),
     (config(num_bits=4, type="float"), "num_bits is 4; only 8"),
-    (config(num_bits=8, type="float"), "type is 'float', which pack-quantized does not hold"),
+    (config(num_bits=8, type="float"), "type is 'float', which pack-quantized does not support"),
     (config(strategy="tensor_group"), "strategy is 'tensor_group'; supported are tensor"),
     (config(strategy="group"), "group_size is missing"),
     (config(strategy="block", block_structure=[1]), "block_structure must be two"),
     (config() | {"config_groups": None}, "config_groups must be an object of objects"),
     (config() | {"config_groups": {"a": {"targets": "Linear", "weights": {}}}}, "targets must be"),
     *(
-        (config() | {"config_groups": {"a": {"targets": [target], "weights": {}}}}, "no pattern")
+        (config() | {"config_groups": {"a": {"targets": [target], "weights": {}}}}, "valid pattern")
         for target in ("re:(", "re:" + "(" * 9999, "re:a{99999999999}")
     ),
     (config() | {"transform_config": {"config_groups": {"u": {}}}}, "transform_config is not"),
@@ -212,5 +212,5 @@ def test_refused_parts(reader_of: ReaderOf) -> None:
         reader.read("m.weight", (6, 64), torch.float32)
     g_idx = torch.full((64,), 4, dtype=torch.int32)
     reader = reader_of(good | {"m.weight_g_idx": g_idx}, config(**INT4_GROUPS))
-    with pytest.raises(CheckpointError, match="names groups outside the 4 there are"):
+    with pytest.raises(CheckpointError, match="names groups outside the 4 that exist"):
         reader.read("m.weight", (6, 64), torch.float32)

@@ -140,9 +140,12 @@ REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"group_size": 0}, "group_size must be a positive integer, is 0"),
     ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; supported are 'gptq'"),
     ({"is_marlin_format": True}, "is_marlin_format is True; only False is supported"),
-    ({"dynamic": {"+:(": {}}}, r"dynamic has '\+:\(', no pattern"),
-    ({"dynamic": {"a{99999999999}": {}}}, r"dynamic has 'a\{99999999999\}', no pattern"),
-    ({"dynamic": {"(" * 9999: {}}}, r"dynamic has '\(\(.*', no pattern"),
+    ({"dynamic": {"+:(": {}}}, r"dynamic has '\+:\(', which is not a valid pattern"),
+    (
+        {"dynamic": {"a{99999999999}": {}}},
+        r"has 'a\{99999999999\}', which is not a valid",
+    ),
+    ({"dynamic": {"(" * 9999: {}}}, r"dynamic has '\(\(.*', which is not a valid pattern"),
     ({"dynamic": {"a": {"bits": 2}}}, "dynamic: bits is 2"),
     ({"dynamic": {"a": 4}}, "dynamic must give an object for 'a'"),
 ]
@@ -168,7 +171,7 @@ def test_refused_parts(reader_of: ReaderOf) -> None:
     for tensors, complaint in cases:
         with pytest.raises(CheckpointError, match=complaint):
             reader_of(tensors, V1).expect("m.weight", (8, 32))
-    with pytest.raises(CheckpointError, match=r"m\.g_idx names groups outside the 4 there are"):
+    with pytest.raises(CheckpointError, match=r"m\.g_idx names groups outside the 4 that exist"):
         reader_of(good | {"m.g_idx": g_idx}, V1).read("m.weight", (8, 32), torch.float16)
-    with pytest.raises(CheckpointError, match=r"shape \[7, 32\], which cannot be"):
+    with pytest.raises(CheckpointError, match=r"shape \[7, 32\], which cannot be packed"):
         reader_of(good, V1).expect("m.weight", (7, 32))

@@ -11,15 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from experts.graphed_expert_stage import GraphedExpertStage
 from moe_kernels.graphs.graph_recorder import CudaRecorder
 from moe_kernels.graphs.graph_sizes import GraphSize
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.load.loader import ModelLoader
-from moe_serve.model.stage.graphed_attention_stage import GraphedAttentionStage
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
-from moe_serve.pipeline.graphs.decode_graphs import DecodeGraphs
-from moe_serve.pipeline.graphs.graphed_pipeline import GraphedPipeline
+from moe_serve.pipeline.graphs.decode_graphs import DecodeGraphs, GraphedPipeline
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.transport import LocalTransport
 from tests.moe_kernels.gpu.test_gpu_kernels import CASES, TOKENS
@@ -87,11 +84,12 @@ def assert_same_steps(plain: Pipeline, other: Pipeline | GraphedPipeline) -> Non
         assert torch.equal(want, got), f"step {index}: {(want - got).abs().max()}"
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
 def test_a_recorded_step_serves_all_that_fit(
-    folders: dict[str, Path], device: torch.device
+    folders: dict[str, Path], name: str, device: torch.device
 ) -> None:
-    """Grouped queries, windows, sinks."""
-    loader = load(folders["gpt_oss"], device)
+    """gpt_oss: grouped queries, windows, sinks; deepseek_v3: latents, a shared expert."""
+    loader = load(folders[name], device)
     stage, experts = loader.attention_stage(MAX_POSITIONS), loader.expert_stage()
     caches = make_caches(loader)
     plain, pipeline = (Pipeline(stage, LocalTransport(experts), c, device) for c in caches)
@@ -103,22 +101,3 @@ def test_a_recorded_step_serves_all_that_fit(
     for mine, theirs in zip(caches[1].layers, caches[0].layers, strict=True):
         assert torch.equal(mine.keys[:-1], theirs.keys[:-1]), "padding wrote to a page"
         assert torch.equal(mine.values[:-1], theirs.values[:-1]), "padding wrote to a page"
-
-
-def test_recorded_stages_serve_a_cut_layer(folders: dict[str, Path], device: torch.device) -> None:
-    """The attention stage, the shared expert and the experts each by themselves; latents."""
-    loader = load(folders["deepseek_v3"], device)
-    spec = loader.spec
-    stage, experts = loader.attention_stage(MAX_POSITIONS), loader.expert_stage()
-    caches = make_caches(loader)
-    plain = Pipeline(stage, LocalTransport(experts), caches[0], device)
-    recorder = make_recorder(device)
-    graphed_stage = GraphedAttentionStage(stage, caches[1], recorder, [SIZE], MAX_POSITIONS)
-    graphed_experts = GraphedExpertStage(
-        experts, recorder, [4], width=spec.width, top_k=spec.router.shape.top_k,
-        dtype=torch.float32, device=device,
-    )  # fmt: skip
-    graphed = Pipeline(graphed_stage, LocalTransport(graphed_experts), caches[1], device)
-    read_prompts(plain, caches)
-    assert_same_steps(plain, graphed)
-    assert_replayed(recorder, 4)  # a dense and a sparse layer, a shared expert, the experts

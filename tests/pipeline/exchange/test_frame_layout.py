@@ -135,6 +135,6 @@ def test_headers_are_checked_after_the_step() -> None:
         log.check()
     buffer[:64] = 0
     header.check(exchanges[2], 4, "expert-0")
-    with pytest.raises(WireError, match="expert-0 sent no frame"):
+    with pytest.raises(WireError, match="expert-0 sent data that is not a frame"):
         log.check()
     log.check()  # what was found is forgotten

@@ -89,7 +89,7 @@ def test_a_name_that_another_user_has_taken_gets_no_token(monkeypatch: pytest.Mo
         peer = Whereabouts("host", listening.getsockname()[1:].decode(), MINE.token)
         user = os.getuid()
         monkeypatch.setattr(os, "getuid", lambda: user + 1)
-        with pytest.raises(ConnectionRefusedError, match="another user has a member's name"):
+        with pytest.raises(ConnectionRefusedError, match="another user listens under a member"):
             _connect(peer, 0, time.monotonic() + 5)
         monkeypatch.undo()
         connection, _ = listening.accept()
@@ -107,7 +107,7 @@ def test_a_full_queue_is_waited_for() -> None:
                 stranger.setblocking(False)
                 stranger.connect(listening.getsockname())
         peer = Whereabouts("host", listening.getsockname()[1:].decode(), MINE.token)
-        with pytest.raises(TimeoutError, match="queue of connections stays full"):
+        with pytest.raises(TimeoutError, match="connection queue stayed full"):
             _connect(peer, 0, time.monotonic() + 0.05)
         late = threading.Timer(0.05, lambda: listening.accept()[0].close())
         late.start()
@@ -160,5 +160,5 @@ def test_a_crowd_of_strangers_does_not_keep_a_meeting_open() -> None:
 
 @pytest.mark.parametrize("told", [b"nonsense", b"\xff", b"\x93\x01\x02\x03"])
 def test_nonsense_in_the_store_fails_the_meeting_and_not_the_rank(told: bytes) -> None:
-    with pytest.raises(OSError, match="member 0 tells nonsense"):
+    with pytest.raises(OSError, match="member 0 published invalid whereabouts"):
         _whereabouts(Told(told), 0, time.monotonic() + 5)

@@ -109,7 +109,7 @@ def test_waiting_without_experts_is_all_transfer() -> None:
     ],
 )
 def test_without_a_whole_step_there_is_nothing_to_say(tracks: dict[Track, object]) -> None:
-    with pytest.raises(TimelineError, match="no whole step of an attention rank"):
+    with pytest.raises(TimelineError, match="no complete step of an attention rank"):
         measure(tracks)  # type: ignore[arg-type]
 
 

@@ -100,10 +100,10 @@ SECOND = 16 + RECORD_DTYPE.itemsize
         (changed(8, "<I", 2**32 - 1), "cannot be 4294967295 timeline records"),
         (bytes(frame()[:-1]), "cannot be 2 timeline records"),
         (bytes(frame()) + b"x", "cannot be 2 timeline records"),
-        (changed(SECOND + 26, "B", 200), "record 1 of 2 is wrong"),  # no such stage
-        (changed(SECOND, "<q", 2**62), "record 1 of 2 is wrong"),  # ends before it starts
-        (changed(SECOND + 24, "<h", -2), "record 1 of 2 is wrong"),
-        (changed(SECOND + 27, "b", -2), "record 1 of 2 is wrong"),
+        (changed(SECOND + 26, "B", 200), "record 1 of 2 is invalid"),  # no such stage
+        (changed(SECOND, "<q", 2**62), "record 1 of 2 is invalid"),  # ends before it starts
+        (changed(SECOND + 24, "<h", -2), "record 1 of 2 is invalid"),
+        (changed(SECOND + 27, "b", -2), "record 1 of 2 is invalid"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",  # the bytes have times in them
 )

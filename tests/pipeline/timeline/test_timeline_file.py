@@ -159,7 +159,7 @@ def test_a_disk_that_hangs_holds_nobody_up(
     writer.write(EXPERT_0, some)
     while is_full and not writer._num_beyond_backlog:
         writer.write(EXPERT_0, some)
-    with pytest.raises(TimeoutError, match="has not taken the last records within 0 s"):
+    with pytest.raises(TimeoutError, match="did not take the last records within 0 s"):
         writer.close()
     answers.set()
     writer._thread.join(60.0)
@@ -180,10 +180,10 @@ HEAD = '[\n{"args": {"labels": "moe-serve timeline 1"}, "ph": "M", "name": "proc
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is no timeline"),
-        ("hello\nworld\n", "is no timeline"),
-        ('[\n{"name": "another trace"},\n]\n', "is no timeline"),
-        (HEAD + "]\n", "holds no records"),
+        ("", "is not a timeline"),
+        ("hello\nworld\n", "is not a timeline"),
+        ('[\n{"name": "another trace"},\n]\n', "is not a timeline"),
+        (HEAD + "]\n", "has no records"),
         (HEAD + "{}\n", "line 3 of the timeline"),
         (HEAD + GOOD % ARGS + "x\n", "line 4 of the timeline"),
         (HEAD + "x" * 9000 + "\n", "line 3 of the timeline"),
@@ -193,7 +193,7 @@ HEAD = '[\n{"args": {"labels": "moe-serve timeline 1"}, "ph": "M", "name": "proc
         (HEAD + GOOD % ARGS.replace(":1", ":99999999999"), "number of attention 0"),
         (HEAD + GOOD % ARGS.replace(":1", ':"many"'), "number of attention 0"),
         (HEAD + (GOOD % ARGS).replace('"ts":0.0', '"ts":NaN'), "line 3 of the timeline"),
-        (HEAD + (GOOD % ARGS).replace('"dur":1.0', '"dur":-1.0'), "record 0 of 1 is wrong"),
+        (HEAD + (GOOD % ARGS).replace('"dur":1.0', '"dur":-1.0'), "record 0 of 1 is invalid"),
         (HEAD + (GOOD % ARGS).replace('"pid":2', '"pid":9'), "line 3 of the timeline"),
         (HEAD + (GOOD % ARGS).replace("step", "jump", 1), "line 3 of the timeline"),
     ],
@@ -208,7 +208,7 @@ def test_what_is_no_timeline_is_refused_in_one_sentence(
 
 def test_bytes_and_missing_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "t.json").write_bytes(b"\xff\xfe\x00\x01")
-    with pytest.raises(TimelineError, match="is no timeline"):
+    with pytest.raises(TimelineError, match="is not a timeline"):
         read_timeline(tmp_path / "t.json")
     with pytest.raises(TimelineError, match="cannot read the timeline .*: No such file"):
         read_timeline(tmp_path / "missing.json")
