@@ -25,8 +25,7 @@ import triton
 from kernel_compilation import cache, table
 from kernel_compilation.cover import covering
 from kernel_compilation.facts import CompiledFacts
-from kernel_compilation.job import Job
-from kernel_compilation.pool import run_jobs
+from kernel_compilation.pool import Job, run_jobs
 from kernel_compilation.rules import broken_rules
 from moe_kernels.gpu.compile_case import TARGETS, CompileCase, find_cases
 

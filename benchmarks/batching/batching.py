@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
 
 from batching.cost import time_joins, time_splits
 from batching.duel import Rival, pages_for, run_duel
@@ -26,9 +29,10 @@ from batching.queue import count_queue
 from batching.report import BatchingReport, QueueRow, SplitRow, print_report
 from batching.requests import Routed
 from batching.splits import count_bursts, count_splits
-from batching.wider import write_its_predictor, write_wider
 from harness.environment import describe_environment
+from moe_serve.cache.model_identity import model_identity
 from moe_serve.model.checkpoint.demo import demo_model_folder
+from routing_predictor.traces.card import PredictorKind, read_card, write_card
 
 PARTS = ("splits", "queue", "cost", "throughput")
 
@@ -140,3 +144,39 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="a PNG")
     return parser
+
+
+_ROWS, _COLUMNS = ("gate_proj.weight", "up_proj.weight"), ("down_proj.weight",)
+
+
+def write_wider(source: Path, target: Path, factor: int) -> None:
+    """Copy a Qwen3-MoE checkpoint of one file; its experts become `factor` times as wide.
+
+    Tokens and routing stay the same: gate and up get rows of zeros, and down gets columns that add
+    nothing. A step then waits for the weights of its activated experts, as in a large model.
+    """
+    target.mkdir(parents=True)
+    for path in source.iterdir():
+        if path.suffix != ".safetensors":
+            shutil.copy(path, target / path.name)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config["moe_intermediate_size"] *= factor
+    (target / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    tensors = load_file(source / "model.safetensors")
+    for name, tensor in tensors.items():
+        if ".experts." in name and name.endswith(_ROWS):
+            rows = (factor - 1) * tensor.shape[0]
+            tensors[name] = torch.cat([tensor, tensor.new_zeros(rows, tensor.shape[1])])
+        elif ".experts." in name and name.endswith(_COLUMNS):
+            columns = (factor - 1) * tensor.shape[1]
+            tensors[name] = torch.cat([tensor, tensor.new_zeros(tensor.shape[0], columns)], dim=1)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_its_predictor(source: Path, target: Path, model: Path) -> None:
+    """Write the narrow model's request predictor for the wide one, which routes in the same way."""
+    target.mkdir(parents=True)
+    name = PredictorKind.REQUEST.value
+    shutil.copy(source / f"{name}.safetensors", target / f"{name}.safetensors")
+    card = read_card(source / f"{name}.json")
+    write_card(replace(card, model_identity=model_identity(model).hex()), target / f"{name}.json")

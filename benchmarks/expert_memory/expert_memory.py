@@ -15,13 +15,17 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from expert_memory.rounds import TOLD, Outcome, run_rounds
-from expert_memory.slow_weights import Tier, slow_weights
 from expert_memory.texts import draw, token_streams
 from harness.environment import describe_environment
 from moe_serve.config.sections import (
@@ -33,7 +37,11 @@ from moe_serve.config.sections import (
 )
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.driven_engine import DrivenEngine
+from moe_serve.model.checkpoint.checkpoint import Checkpoint, Shape
 from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.model.checkpoint.hf_config import HFConfig
+from moe_serve.model.load.weight_reader import WeightReader
+from moe_serve.model.load.weight_source import OpenWeights
 from moe_serve.text.tokenizer import Tokenizer
 from random_model.families import Sizes
 from random_model.writer import write_random_model
@@ -158,3 +166,52 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--texts", type=Path, nargs="*", default=(), help="files of domains")
     parser.add_argument("--json", type=Path)
     return parser
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tier:
+    """The storage of the experts. Reads of two threads overlap, as on a disk with a queue."""
+
+    latency_s: float = 0.0  # of each tensor
+    bytes_per_s: float = float("inf")
+
+    def __str__(self) -> str:
+        if not self.latency_s and self.bytes_per_s == float("inf"):
+            return "page cache"
+        return f"{self.latency_s * 1e6:.0f} us a tensor, {self.bytes_per_s / 1e9:g} GB/s"
+
+    def wait(self, num_bytes: int) -> None:
+        seconds = self.latency_s + num_bytes / self.bytes_per_s
+        if seconds:
+            time.sleep(seconds)
+
+
+class SlowReader(WeightReader):
+    """Slow only where experts are read while requests run; loading is as ever."""
+
+    def __init__(self, folder: Path, config: HFConfig, tier: Tier, *, is_copying: bool) -> None:
+        super().__init__(Checkpoint(folder, is_copying=is_copying), config)
+        self._arguments: tuple[Any, ...] = (folder, config, tier)
+        self._tier = tier if is_copying else Tier()
+
+    def read(
+        self, name: str, shape: Shape, dtype: torch.dtype, expert: int | None = None
+    ) -> Tensor:
+        weight = super().read(name, shape, dtype, expert)
+        self._tier.wait(weight.nbytes)
+        return weight
+
+    def copying(self) -> SlowReader:
+        return SlowReader(*self._arguments, is_copying=True)
+
+
+def slow_weights(tier: Tier) -> OpenWeights:
+    """Open weights for `build_engine` on a slower disk than this machine's.
+
+    Every read while serving waits.
+    """
+
+    def open_weights(folder: Path, config: HFConfig) -> SlowReader:
+        return SlowReader(folder, config, tier, is_copying=False)
+
+    return open_weights

@@ -5,6 +5,7 @@ Its own process, so that neither memory, thread pools nor caches of one engine h
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -14,12 +15,13 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from .job import Answer, Job, Ready, Turn
-from .memory import TreeMemory
 
 _LIMIT_S = 600.0  # of one answer, loading included
 _END_LIMIT_S = 20.0
@@ -121,3 +123,56 @@ class Contestant:
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         errors = [line for line in lines if "Error" in line]
         return (errors or lines or [f"exit code {code}"])[-1].strip()
+
+
+@dataclass(slots=True)
+class TreeMemory:
+    """The largest resident sizes of the tree below `pid`, as often as `look` is called.
+
+    The tree is summed because some engines keep their memory in a child.
+
+    The kernel keeps each process's own largest size, so nothing is missed between two looks but
+    processes that came and went. Pages that processes share count once for each of them.
+    """
+
+    pid: int
+    _peaks: dict[int, int] = field(default_factory=dict)  # pid -> bytes
+
+    def look(self) -> None:
+        for process in self._tree():
+            peak = _peak_bytes(process)
+            self._peaks[process.pid] = max(peak, self._peaks.get(process.pid, 0))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The sum over processes of each one's largest resident size."""
+        return sum(self._peaks.values())
+
+    def proportional_bytes(self) -> int:
+        """Now, with a page that n processes share counted as 1/n in each (Linux: PSS)."""
+        total = 0
+        for process in self._tree():
+            try:
+                total += getattr(process.memory_full_info(), "pss", 0) or process.memory_info().rss
+            except psutil.Error:  # it has ended
+                continue
+        return total
+
+    def _tree(self) -> list[psutil.Process]:
+        try:
+            root = psutil.Process(self.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+
+def _peak_bytes(process: psutil.Process) -> int:
+    """From Linux's VmHWM; elsewhere the size now."""
+    with contextlib.suppress(OSError):  # no such file system, or the process has ended
+        for line in Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    try:
+        return int(process.memory_info().rss)
+    except psutil.Error:
+        return 0

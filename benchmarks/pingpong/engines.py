@@ -17,8 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_serve.cluster.build import build_cluster
+from moe_serve.cluster.control.epoch import sparse_layers
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.control.secret import ClusterSecret
+from moe_serve.cluster.members.cluster_model import ClusterModel
+from moe_serve.cluster.members.pool_watch import PoolWatch
 from moe_serve.cluster.members.rank_starter import LocalStarter
 from moe_serve.config.sections import (
     CacheConfig,
@@ -31,8 +34,11 @@ from moe_serve.engine.build import build_engine
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
-from pingpong.behind import Behind, Rounds, behind_best, seconds_of
-from pingpong.switched_chooser import SwitchedChooser
+from moe_serve.pipeline.costs.batch_load import BatchLoad
+from moe_serve.pipeline.costs.cost_model import Ranks
+from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES, Choice, MicroBatchChooser
+from moe_serve.pipeline.costs.online_costs import OnlineCosts, StepTiming
+from moe_serve.planning.stopwatch import usual
 
 COLOCATED = "colocated"
 CUTS = (1, 2, 3, 4, "auto")
@@ -190,3 +196,83 @@ def _step(engine: DrivenEngine, tokens: dict[str, list[int]]) -> float:
         assert delta.error is None, f"{delta.request_id}: {delta.error}"
         tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
     return taken_s
+
+
+Rounds = list[dict[str, list[float]]]  # of each round the seconds of steps, by engine
+_NUM_RESAMPLES = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Behind:
+    """The relative difference between an engine's steps and those of the best of the others.
+
+    0.05 is 5% slower. `low`, `high`: 95% of bootstrap samples of rounds.
+    """
+
+    share: float
+    low: float
+    high: float
+
+
+def seconds_of(rounds: Rounds, name: str) -> float:
+    """Return the lower quartile of the seconds of an engine's steps."""
+    return usual([seconds for each in rounds for seconds in each[name]])
+
+
+def behind_best(rounds: Rounds, name: str, others: Sequence[str]) -> Behind:
+    """Compare an engine's steps with the best of others that took turns with it.
+
+    The best of several equal ones looks better than it is, so it is chosen in one half of the
+    rounds and compared in the other half. Needs two rounds; the interval is for the one that is
+    best in all of them.
+    """
+    halves = (rounds[::2], rounds[1::2])
+    assert all(halves), f"{len(rounds)} rounds cannot be halved"
+    shares = [
+        seconds_of(judged, name) / seconds_of(judged, _best(searched, others)) - 1
+        for searched, judged in (halves, halves[::-1])
+    ]
+    best, draw = _best(rounds, others), random.Random(0)
+    samples = []
+    for _ in range(_NUM_RESAMPLES):
+        sample = draw.choices(rounds, k=len(rounds))
+        samples.append(seconds_of(sample, name) / seconds_of(sample, best) - 1)
+    samples.sort()
+    low, high = samples[_NUM_RESAMPLES * 25 // 1000], samples[_NUM_RESAMPLES * 975 // 1000 - 1]
+    return Behind(share=sum(shares) / 2, low=low, high=high)
+
+
+def _best(rounds: Rounds, names: Sequence[str]) -> str:
+    return min(names, key=lambda name: seconds_of(rounds, name))
+
+
+class SwitchedChooser:
+    """A chooser that the benchmark switches between fixed cuts and `auto`, within one engine.
+
+    `cuts`: micro-batches of the coming steps; None: `auto`, which learns from its own steps.
+    """
+
+    def __init__(self) -> None:
+        self._auto: MicroBatchChooser | None = None
+        self._fixed = [Choice(m, (), "predicted best") for m in range(1, MAX_MICRO_BATCHES + 1)]
+        self.cuts: int | None = None
+        self.chosen: list[int] = []  # by `auto`
+
+    def choose(self, loads: Sequence[BatchLoad]) -> Choice:
+        if self.cuts is None:
+            assert self._auto is not None, "no cluster was built with this chooser"
+            choice = self._auto.choose(loads)
+            self.chosen.append(choice.num_micro_batches)
+            return choice
+        most = max(load.num_sequences for load in loads)
+        return self._fixed[min(self.cuts, most) - 1]
+
+    def observe(self, loads: Sequence[BatchLoad], choice: Choice, timing: StepTiming) -> None:
+        if self._auto is not None and all(choice is not each for each in self._fixed):
+            self._auto.observe(loads, choice, timing)
+
+    def watch(self, config: EngineConfig, model: ClusterModel) -> PoolWatch:
+        """For `build_cluster`: starts to learn anew."""
+        ranks = Ranks(num_attention=1, num_experts=1)
+        self._auto = MicroBatchChooser(OnlineCosts(len(sparse_layers(model.spec))), ranks)
+        return PoolWatch(self, MAX_MICRO_BATCHES, None)

@@ -69,7 +69,7 @@ class Point:
 
 def stage_times(rows: int, seen: Seen) -> StageTimes:
     """Compute stage times from steps of one micro-batch, in which stages do not overlap:
-    the mean over each step's layers, then the median of the steps."""
+    the mean over each step's layers, then the lower quartile of the steps."""
     attention, experts, transfers = [], [], []
     for ours, theirs in seen:
         layers = range(len(theirs.sent))

@@ -12,12 +12,13 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cluster.control.secret import ClusterSecret
@@ -31,11 +32,12 @@ from moe_serve.pipeline.exchange.group_transport import GroupTransport
 from moe_serve.pipeline.exchange.row_split import RowSplit
 from moe_serve.pipeline.exchange.step_shape import StepShape
 from moe_serve.pipeline.frames.wire import WireFormat, make_wire_format
+from moe_serve.pipeline.links.data_group import DataGroup
+from moe_serve.pipeline.links.transfer import Transfer
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.timeline.stage_log import StageLog
 
 from .job import RankJob, Series, StepMarks
-from .timed_group import TimedGroup
 
 _NAMES = {"attention": "attention-0", "expert": "expert-0"}
 _TIMEOUT_S = 60.0
@@ -187,6 +189,40 @@ def main() -> None:
 def _send(replies: Any, message: object) -> None:
     replies.write(json.dumps(message) + "\n")
     replies.flush()
+
+
+@dataclass(frozen=True, slots=True)
+class _TimedReceive:
+    """Implements Transfer."""
+
+    inner: Transfer
+    received: list[int]
+
+    def wait(self) -> None:
+        self.inner.wait()
+        self.received.append(time.monotonic_ns())
+
+
+class TimedGroup(DataGroup):
+    """A data group that records the times of its messages.
+
+    `received`, `sent`: times in ns, in the order of the exchanges.
+    """
+
+    received: list[int]
+    sent: list[int]
+
+    def forget(self) -> None:
+        """A new step begins."""
+        self.received, self.sent = [], []
+
+    def send(self, peer: str, buffer: Tensor, tag: int, operation: object) -> Transfer:
+        transfer = super().send(peer, buffer, tag, operation)
+        self.sent.append(time.monotonic_ns())
+        return transfer
+
+    def receive(self, peer: str, buffer: Tensor, tag: int, operation: object) -> Transfer:
+        return _TimedReceive(super().receive(peer, buffer, tag, operation), self.received)
 
 
 if __name__ == "__main__":

@@ -13,20 +13,23 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import time
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 from rich.console import Console
 from rich.table import Table
 
 from harness.environment import describe_environment
-from soak.crowd import Seen, keep_visiting
 from soak.sample import Sample, take_sample
 from soak.served import Served
-from soak.soak_plot import write_plot
 from soak.trend import SettleRule, trend_of
+from soak.visitors import LIMIT_S, VISITORS, Host
 
 # Allowed growth in an hour, for the upper end of the 95% interval.
 LIMITS = {"own_mib": 24.0, "num_fds": 8.0, "num_threads": 2.0, "num_series": 12.0}
@@ -181,3 +184,88 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--plot", type=Path, help="a picture of the samples (PNG or SVG)")
     parser.add_argument("--log", type=Path, help="where to put the server's stderr")
     return parser
+
+
+@dataclass(slots=True)
+class Seen:
+    """The results of the visits, by kind."""
+
+    counts: dict[str, Counter[str]] = field(
+        default_factory=lambda: {name: Counter() for name in VISITORS}
+    )
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def num_visits(self) -> int:
+        return sum(sum(counter.values()) for counter in self.counts.values())
+
+    def note(self, name: str, outcome: str) -> None:
+        self.counts[name][outcome] += 1
+        if outcome not in VISITORS[name].may_see:
+            self.failures.append(f"{name}: {outcome}")
+
+
+# More schemas than a server caches: a full cache does not grow.
+_FILLING, _NUM_FILLING = "structured output", 160
+
+
+async def keep_visiting(
+    url: str, num_visitors: int, rest_s: float, seed: int, seen: Seen, stop: asyncio.Event
+) -> None:
+    """Until `stop` is set; visits that have begun are finished."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=num_visitors)
+    async with httpx.AsyncClient(
+        base_url=url, timeout=LIMIT_S, trust_env=False, limits=limits
+    ) as client:
+        hosts = [Host(client, random.Random(f"{seed}-{i}")) for i in range(num_visitors)]
+        for _ in range(_NUM_FILLING):
+            seen.note(_FILLING, await _visit(_FILLING, hosts[0]))
+        await asyncio.gather(*(_keep_visiting(host, rest_s, seen, stop) for host in hosts))
+
+
+async def _keep_visiting(host: Host, rest_s: float, seen: Seen, stop: asyncio.Event) -> None:
+    names = list(VISITORS)
+    weights = [VISITORS[name].weight for name in names]
+    while not stop.is_set():
+        (name,) = host.rng.choices(names, weights)
+        seen.note(name, await _visit(name, host))
+        await asyncio.sleep(host.rng.expovariate(1 / rest_s) if rest_s else 0)
+
+
+async def _visit(name: str, host: Host) -> str:
+    try:
+        return await asyncio.wait_for(VISITORS[name].visit(host), LIMIT_S)
+    except asyncio.TimeoutError:
+        return f"no end within {LIMIT_S:g} s"
+    except (httpx.HTTPError, OSError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+_SHOWN = {
+    "own_mib": "own memory, MiB",
+    "num_fds": "descriptors",
+    "num_threads": "threads",
+    "metrics_bytes": "/metrics, bytes",
+    "pages_used": "share of pages held",
+}
+
+
+def write_plot(path: Path, samples: Sequence[Sample], warm_up_s: float) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(len(_SHOWN), 1, sharex=True, figsize=(8, 1.7 * len(_SHOWN)))
+    minutes = [sample.seconds / 60 for sample in samples]
+    for axis, (name, label) in zip(axes, _SHOWN.items(), strict=True):
+        axis.plot(minutes, [getattr(sample, name) for sample in samples], linewidth=1.2)
+        axis.axvspan(0, warm_up_s / 60, alpha=0.12, color="grey")
+        axis.set_ylabel(label, fontsize=8)
+        axis.grid(alpha=0.3)
+        axis.margins(y=0.1)
+        axis.set_ylim(bottom=0)
+    axes[-1].set_xlabel("minutes (grey: warm-up)")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

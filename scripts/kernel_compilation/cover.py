@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kernel_compilation.job import Job
+from kernel_compilation.pool import Job
 from moe_kernels.gpu.compile_case import CompileCase
 
 Feature = tuple[object, ...]

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from kernel_compilation import cache
 from kernel_compilation.compilation import cache_key, compile_case
 from kernel_compilation.facts import CompiledFacts
-from kernel_compilation.job import Job
 from moe_kernels.gpu.compile_case import CompileCase, find_cases
 
 
@@ -79,3 +78,11 @@ def _compile(job: Job) -> Outcome:
         return Outcome(None, lines[-1] if len(lines) > 1 else lines[0], False)
     cache.store(cache_key(case, job.target), facts, cache.facts_folder())
     return Outcome(facts, "", False)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Sorts as the table does. Kernels themselves cannot be sent to another process."""
+
+    case: str
+    target: int

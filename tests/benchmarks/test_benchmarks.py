@@ -21,9 +21,8 @@ from harness.machine import MachineLimits
 from harness.model_size import ModelSize
 from harness.work import Work, make_prompts
 from offline.comparison import Bar, Comparison, bars_of
-from offline.contestant import Contestant, ContestantError
+from offline.contestant import Contestant, ContestantError, TreeMemory
 from offline.job import Job, Ready, Turn
-from offline.memory import TreeMemory
 from offline.peers import OWN, parse_peer
 from offline.report import Duel, Report
 from offline.result import Figures, Result, figures_of

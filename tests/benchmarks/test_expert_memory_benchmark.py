@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from expert_memory import expert_memory, replica_choice
-from expert_memory.slow_weights import Tier
+from expert_memory.expert_memory import Tier
 from expert_memory.texts import draw
 from moe_serve.model.checkpoint.demo import demo_model_folder
 

@@ -230,3 +230,60 @@ class NativeSlotBank(ExpertTable):
         packed = self._packed[slot]
         assert packed is not None, f"slot {slot} is empty"
         self.put(expert, packed)
+
+
+class NativeSplitMLP:
+    """Implements SplitMLP. Either half is described as an expert whose other half is not there."""
+
+    def __init__(
+        self, native: NativeLibrary, weights: ExpertWeights, activation: GatedActivation
+    ) -> None:
+        gate, up, down = (only_floats(w) for w in (weights.gate, weights.up, weights.down))
+        assert gate.dtype == native.dtype, f"{gate.dtype} weights for {native.dtype}"
+        self._hidden_function = native.function("moe_mlp_hidden")
+        self._down_function = native.function("moe_mlp_down")
+        self._addresses = [Addresses(1) for _ in range(4)]
+        gate_up, packed_down, gate_up_bias, down_bias = self._addresses
+        (self._num_hidden, d), (self._num_outputs, f) = gate.shape, down.shape
+        panels = 2 * num_panels(self._num_hidden)
+        memory = native.empty_packed(native.packed_size(panels, d))
+        native.pack(gate, memory, panels, first=0, stride=2)
+        native.pack(up, memory, panels, first=1, stride=2)
+        gate_up.put(0, memory)
+        panels = num_panels(self._num_outputs)
+        memory = native.empty_packed(native.packed_size(panels, f))
+        native.pack(down, memory, panels)
+        packed_down.put(0, memory)
+        if weights.gate_bias is not None:
+            assert weights.up_bias is not None and weights.down_bias is not None, "all or none"
+            gate_up_bias.put(0, torch.cat((weights.gate_bias, weights.up_bias)).float())
+            down_bias.put(0, weights.down_bias.float().clone())
+        constants = (
+            native.threads,
+            activation.alpha,
+            math.inf if activation.limit is None else activation.limit,
+            activation.up_offset,
+        )
+        self._up = ExpertsStruct(
+            gate_up.pointer, None, gate_up_bias.pointer, None, 1, d, self._num_hidden, *constants
+        )
+        self._down = ExpertsStruct(
+            None, packed_down.pointer, None, down_bias.pointer, 1, self._num_outputs, f, *constants
+        )
+
+    def hidden(self, x_TD: Tensor) -> Tensor:
+        assert x_TD.is_contiguous(), f"rows lie at {x_TD.stride()}"
+        hidden_TF = x_TD.new_empty(len(x_TD), self._num_hidden)
+        self._hidden_function(
+            ctypes.addressof(self._up), x_TD.data_ptr(), hidden_TF.data_ptr(), len(x_TD)
+        )
+        return hidden_TF
+
+    def output(self, hidden_TF: Tensor, weights_T1: Tensor) -> Tensor:
+        assert hidden_TF.is_contiguous(), f"rows lie at {hidden_TF.stride()}"
+        out_TD = torch.empty(len(hidden_TF), self._num_outputs, dtype=torch.float32)
+        self._down_function(
+            ctypes.addressof(self._down), hidden_TF.data_ptr(), weights_T1.data_ptr(),
+            out_TD.data_ptr(), len(hidden_TF),
+        )  # fmt: skip
+        return out_TD

@@ -14,11 +14,10 @@ from torch import Tensor
 from moe_kernels.cpu import native_attention
 from moe_kernels.cpu.cpu_library import instruction_set
 from moe_kernels.cpu.native_attention import NativePlan
-from moe_kernels.cpu.native_experts import NativeSlots, native_experts
+from moe_kernels.cpu.native_experts import NativeSlots, NativeSplitMLP, native_experts
 from moe_kernels.cpu.native_front import NativeFront
 from moe_kernels.cpu.native_library import SUFFIXES, Float, Int, NativeLibrary, address
 from moe_kernels.cpu.native_linear import NativeHeadLinear, NativeLinear, NativeRouterLinear
-from moe_kernels.cpu.native_split_mlp import NativeSplitMLP
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
     LatentShape,

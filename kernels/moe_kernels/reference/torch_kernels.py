@@ -30,7 +30,6 @@ from moe_kernels.reference.expert_mlp import ExpertMLP, QuantisedMLP, made_mlp, 
 from moe_kernels.reference.linear import FastLinear, make_linear
 from moe_kernels.reference.norm import rms_norm, rotate
 from moe_kernels.reference.paged_attention import paged_attention
-from moe_kernels.reference.torch_slots import TorchSlots
 
 
 class TorchExperts:
@@ -215,3 +214,42 @@ def _rotate(x_THD: Tensor, rotary: RotaryTable, positions: Tensor) -> Tensor:
         return rotate(x_THD, cos, sin)
     rotated = rotate(x_THD[..., :width], cos, sin)
     return torch.cat((rotated, x_THD[..., width:].float()), dim=-1)
+
+
+class TorchSlots:
+    """Implements ExpertSlots. Overwritten experts are freed, so it never holds more than asked for.
+
+    A slot counts as the bytes of its matrices; packed by oneDNN they are about as many.
+    """
+
+    def __init__(
+        self, sample: ExpertWeights, activation: GatedActivation, max_bytes: int, most: int
+    ) -> None:
+        self.slot_bytes = sample.num_bytes
+        self.num_slots = min(most, max_bytes // self.slot_bytes)
+        self._activation = activation
+        self._slots: list[ExpertMLP | QuantisedMLP | None] = [None] * self.num_slots
+
+    def write(self, slot: int, weights: ExpertWeights) -> None:
+        self._slots[slot] = None  # what was there goes first
+        self._slots[slot] = made_mlp(weights, self._activation)
+
+    def bank(self, num_experts: int) -> TorchSlotBank:
+        return TorchSlotBank(self._slots, num_experts)
+
+
+class TorchSlotBank:
+    """Implements SlotBank: as TorchExperts, over slots."""
+
+    def __init__(self, slots: list[ExpertMLP | QuantisedMLP | None], num_experts: int) -> None:
+        self._slots = slots
+        self._experts: list[ExpertMLP | QuantisedMLP | None] = [None] * num_experts
+
+    def point(self, expert: int, slot: int | None) -> None:
+        self._experts[expert] = None if slot is None else self._slots[slot]
+
+    def __call__(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        return self.partial(x_TD, expert_ids_TK, weights_TK).float()
+
+    def partial(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        return routed_experts(x_TD, expert_ids_TK, weights_TK, self._experts)
