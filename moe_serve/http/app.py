@@ -63,7 +63,7 @@ def create_app(
     grammars: Grammars | None = None,
     operations: Operations | None = None,
 ) -> FastAPI:
-    """The application for one engine and one model. `app.state` has what is for the server."""
+    """Creates the application for one engine and one model. The server reads `app.state`."""
     operations = operations or Operations()
     assistant = assistant_formats(model, config)
     alias, parser = config.metrics_alias, assistant.tool_parser
@@ -91,7 +91,7 @@ def create_app(
         title="moe-serve",
         lifespan=board.lifespan,
         version=__version__,
-        docs_url=None,  # the pages of /docs come from a CDN
+        docs_url=None,  # the pages of /docs load scripts from a CDN
         redoc_url=None,
         redirect_slashes=False,
     )
@@ -136,7 +136,7 @@ def _add_middleware(
     access: AccessLog,
     spans: SpanExport | None,
 ) -> None:
-    """The last one added is the outermost."""
+    """Adds the middleware. The last one added is the outermost."""
     app.add_middleware(LoadReportMiddleware, stats=engine.stats)
     keys, admin_keys = KeyRing(config.api_keys, config.api_key_file), KeyRing(config.admin_keys)
     app.add_middleware(KeyLimitMiddleware, config=config, count=metrics.count_rejection)
@@ -150,6 +150,6 @@ def _add_middleware(
 
 
 def _own_grammars(engine: EngineClient, model: ServedModel) -> Grammars:
-    """Where the engine shares none."""
+    """The grammars if the engine does not share its own."""
     tokenizer, eos = model.tokenizer, frozenset(model.tokenizer.eos_token_ids)
     return Grammars(lambda: vocabulary_of(tokenizer, engine.vocab_size, eos))

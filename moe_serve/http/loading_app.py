@@ -1,4 +1,4 @@
-"""What the server answers before its model is there: that it is alive, and how far it has come."""
+"""Answers requests before the model is loaded: liveness and the progress of the start."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ _RETRY_S = 2.0
 
 
 def loading_app(config: ServerConfig, startup: Startup) -> ASGIApp:
-    """With the doors of the application that follows it: keys, and who may ask over loopback."""
+    """The application for the time of loading, with the same checks of keys and hosts as the real
+    one."""
     keys, admin_keys = KeyRing(config.api_keys, config.api_key_file), KeyRing(config.admin_keys)
     guarded = ApiKeyMiddleware(_LoadingApp(startup), keys, admin_keys)
     app: ASGIApp = HostMiddleware(guarded, config.allowed_hosts, has_keys=config.has_api_keys)
-    if config.cors_origins:  # a page can wait only for an answer that it may read
+    if config.cors_origins:  # a page can only wait for an answer that it may read
         app = ConfiguredCors(app, config.cors_origins)
     return _RequestIds(app)
 
@@ -40,7 +41,7 @@ class _RequestIds:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = request_id
-                headers["Connection"] = "close"  # the next request is for the next server
+                headers["Connection"] = "close"  # the next request goes to the real server
             await send(message)
 
         await self._app(scope, receive, send_with_id)

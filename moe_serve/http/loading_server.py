@@ -1,4 +1,4 @@
-"""Serves the loading application while the main thread loads the model, on the same socket."""
+"""Serves the loading application on the same socket while the main thread loads the model."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from moe_serve.http.wire.uvicorn_config import uvicorn_config
 
 _POLL_S = 0.01
 _START_TIMEOUT_S = 60.0
-_LAST_REQUEST_S = 1.0  # for who has connected and not asked yet
+_LAST_REQUEST_S = 1.0  # for clients that have connected, but not yet sent a request
 
 
 class LoadingServer:
-    """From `with` to its end, on a thread of its own. The listener itself stays open: who connects
-    between this server and the next waits in its queue."""
+    """Serves inside its `with` block, on its own thread.
+
+    The listener itself stays open: clients that connect between this server and the next wait in
+    its queue.
+    """
 
     def __init__(self, listener: socket.socket, config: ServerConfig, startup: Startup) -> None:
         self._server = _Server(uvicorn_config(loading_app(config, startup), Tls.of(config)))
@@ -46,13 +49,14 @@ class LoadingServer:
 
 
 class _Server(ClosingServer):
-    """Except that who was let in before the end is answered, and not cut."""
+    """Answers connections that were accepted before the end, instead of aborting them."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for server in self.servers:
-            server.close()  # nobody else is let in
+            server.close()  # accepts no more connections
         deadline = time.monotonic() + _LAST_REQUEST_S
-        await asyncio.sleep(_POLL_S)  # who was let in just now is known after a turn of the loop
+        # a connection accepted just now is known after one turn of the loop
+        await asyncio.sleep(_POLL_S)
         while time.monotonic() < deadline and self._has_silent:
             await asyncio.sleep(_POLL_S)
         await super().shutdown(sockets)

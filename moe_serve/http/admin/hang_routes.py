@@ -1,4 +1,4 @@
-"""GET /admin/hang: what a hang report would say now. With an admin key."""
+"""GET /admin/hang returns the hang report of this moment. It needs an admin key."""
 
 from __future__ import annotations
 

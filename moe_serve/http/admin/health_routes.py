@@ -1,9 +1,9 @@
 """GET /health/live, /health/ready, /health, /ping and /metrics.
 
-Live: the process should not be restarted. Ready: it wants new requests; /health and /ping are the
-same under the names that others use. A busy engine is live; one that has sequences to run but has
-not come round for `server.hang_report_s` is not. While ranks are away that no step can do without,
-requests wait: live, but not ready.
+Live means that the process should not be restarted. Ready means that the server accepts new
+requests; /health and /ping are other common names of /health/ready. A busy engine is live. An
+engine that has sequences to run but has made no progress for `server.hang_report_s` is not live.
+While ranks that every step needs are missing, requests wait: the server is live, but not ready.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from moe_serve.http.schema.errors import ApiError, draining_error, engine_dead_e
 
 
 class ProgressWatch:
-    """Says for how long the engine has had work and not come round.
+    """Measures how long the engine has had work without making progress.
 
-    An engine that keeps the time of its last turn is asked for it. Of one that does not, only what
-    the callers saw is known: for how long they have found the same step and something running.
+    An engine that records the time of its last turn is asked for it. For other engines the watch
+    uses its own calls: how long they have seen the same step number while sequences were
+    running.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,7 @@ class ProgressWatch:
 
     def stalled_for(self, stats: EngineStats, now: float) -> float:
         if stats.outage_s:
-            return 0.0  # it waits for its ranks, which has an end of its own
+            return 0.0  # it waits for its ranks, and this wait has its own time limit
         if stats.last_turn_age_s is not None:
             has_work = stats.num_running > 0 or stats.num_waiting > 0
             return stats.last_turn_age_s if has_work else 0.0
@@ -82,8 +83,8 @@ def health_router(server: ServerContext) -> APIRouter:
         if stats.outage_s > OUTAGE_S:
             raise ApiError(
                 503,
-                f"Ranks are away that no step can do without, for {stats.outage_s:.0f} s now; "
-                "requests wait for them.",
+                f"Ranks that every step needs have been missing for {stats.outage_s:.0f} s; "
+                "requests wait for their return.",
                 code="ranks_away",
             )
         check_progress(stats)
@@ -101,7 +102,8 @@ def health_router(server: ServerContext) -> APIRouter:
 
 
 def _last_error(stats: EngineStats) -> dict[str, Any] | None:
-    """That there was one, and when: what it was is in the log, as anybody may ask."""
+    """When the last error happened. Its cause is only in the log, because this route needs no
+    key."""
     if stats.last_error_age_s is None:
         return None
     return {"code": "generation_failed", "seconds_ago": round(stats.last_error_age_s, 1)}

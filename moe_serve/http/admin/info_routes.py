@@ -22,7 +22,8 @@ def info_router(server: ServerContext) -> APIRouter:
 
     @router.get("/load")
     async def load() -> dict[str, Any]:
-        """`server_load` is vLLM's: HTTP requests that generate just now."""
+        """The load of the server. As in vLLM, `server_load` counts HTTP requests that generate
+        now."""
         stats = engine.stats()
         return {
             "server_load": server.generations.num_open,

@@ -1,4 +1,7 @@
-"""GET /admin/placement and /admin/placement/plan, POST /admin/placement/rebalance: admin key."""
+"""GET /admin/placement and /admin/placement/plan, POST /admin/placement/rebalance.
+
+They need an admin key.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,14 @@ from moe_serve.http.gate.auth import ADMIN_PREFIX
 
 
 def placement_router(placement: PlacementControl | None) -> APIRouter:
-    """`placement` None: a server without expert ranks says so."""
+    """`placement` None: the server has no expert ranks, and the routes answer with an error."""
     router = APIRouter(prefix=f"{ADMIN_PREFIX}/placement")
 
     def control() -> PlacementControl:
         if placement is None:
             raise RebalanceError(
-                "Nothing can be moved: this server has no expert ranks (cluster.expert_ranks is 0)."
+                "This server has no expert ranks, so no experts can be moved "
+                "(cluster.expert_ranks is 0)."
             )
         return placement
 

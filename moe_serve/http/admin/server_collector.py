@@ -1,4 +1,4 @@
-"""Metrics of the server as a whole: its start, whether it is ready, who waits, ranks by phase."""
+"""Metrics of the server as a whole: start, readiness, waiting time, ranks by phase."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moe_serve.http.metrics.waiting import oldest_waiting_s
 
 
 class ServerCollector(Collector):
-    """Reads snapshots when Prometheus asks. Labels are closed sets: never a rank's name."""
+    """Reads snapshots when Prometheus scrapes. Labels are closed sets: never a rank's name."""
 
     def __init__(self, generations: GenerationService, model_name: str, startup: Startup) -> None:
         self._generations, self._model_name, self._startup = generations, model_name, startup
@@ -31,11 +31,11 @@ class ServerCollector(Collector):
         is_draining = self._generations.is_draining
         gauges: dict[str, tuple[str, float]] = {
             "ready": (
-                "Whether the server wants new requests, as /health/ready says.",
+                "Whether the server accepts new requests, as /health/ready reports.",
                 float(is_ready(stats, is_draining=is_draining)),
             ),
             "oldest_waiting_seconds": (
-                "For how long the oldest sequence in the queue has been waiting.",
+                "How long the oldest sequence in the queue has been waiting.",
                 oldest_waiting_s(stats),
             ),
         }
@@ -49,13 +49,13 @@ class ServerCollector(Collector):
 
     def _ranks(self, stats: EngineStats) -> Iterator[Metric]:
         lost = CounterMetricFamily(
-            PREFIX + "rank_losses", "Times that a rank was given up.", labels=["model_name"]
+            PREFIX + "rank_losses", "Times that a rank was declared lost.", labels=["model_name"]
         )
         lost.add_metric([self._model_name], stats.num_lost_ranks)
         yield lost
         counts = Counter((rank.pool, rank.phase) for rank in stats.members)
         ranks = GaugeMetricFamily(
-            PREFIX + "ranks", "Ranks, by how far they are.", labels=["model_name", "pool", "phase"]
+            PREFIX + "ranks", "Ranks by phase.", labels=["model_name", "pool", "phase"]
         )
         for pool in get_args(Pool):
             for phase in get_args(RankPhase):

@@ -1,4 +1,4 @@
-"""GET /startup: how the server started, phase by phase, and the memory that it planned."""
+"""GET /startup returns the phases of the server's start and the memory plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def startup_router(startup: Startup) -> APIRouter:
 
 
 def startup_json(startup: Startup) -> dict[str, Any]:
-    """`phase` is the one at hand; `memory` null until it is planned."""
+    """The start as JSON. `phase` is the current one; `memory` is null until it is planned."""
     phases = startup.phases
     return {
         "phase": phases[-1].name,

@@ -1,4 +1,7 @@
-"""POST /admin/trace/start and /admin/trace/stop, GET /admin/trace/status: with an admin key."""
+"""POST /admin/trace/start and /admin/trace/stop, GET /admin/trace/status.
+
+They need an admin key.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,8 @@ def _options(body: dict[str, Any]) -> tuple[float | None, bool | None]:
     unknown = sorted(body.keys() - set(_FIELDS))
     if unknown:
         raise InvalidRequestError(
-            f"Unknown field {unknown[0]}; known are {', '.join(_FIELDS)}.", param=unknown[0]
+            f"Unknown field {unknown[0]!r}. The known fields are {', '.join(_FIELDS)}.",
+            param=unknown[0],
         )
     rate, has_weights = body.get("sample_rate"), body.get("weights")
     if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float)):
@@ -63,7 +67,9 @@ def _options(body: dict[str, Any]) -> tuple[float | None, bool | None]:
             f"sample_rate must be a number, got {rate!r}.", param="sample_rate"
         )
     if rate is not None and not MIN_RATE <= rate <= 1:
-        raise InvalidRequestError(f"sample_rate must be in [{MIN_RATE:g}, 1].", param="sample_rate")
+        raise InvalidRequestError(
+            f"sample_rate must be in [{MIN_RATE:g}, 1], got {rate!r}.", param="sample_rate"
+        )
     if has_weights is not None and not isinstance(has_weights, bool):
         raise InvalidRequestError(
             f"weights must be true or false, got {has_weights!r}.", param="weights"

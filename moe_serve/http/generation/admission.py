@@ -1,4 +1,4 @@
-"""What every route does with its parameters before they go to the engine."""
+"""Checks the parameters that every route checks before its requests go to the engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from moe_serve.http.generation.context import ServerContext
 async def admit_params(
     server: ServerContext, params: SamplingParams, param: str | None = None
 ) -> SamplingParams:
-    """The constraint is judged (`param`: the field it came from), and bad words become tokens."""
+    """Compiles the constraint, which came from the field `param`, and converts bad words to token
+    ids."""
     if params.constraint is not None:
         try:
             constraint = await server.gate.admit(params.constraint, current_client().name)
@@ -28,17 +29,20 @@ async def admit_params(
 
 
 def admit_priority(server: ServerContext, priority: int | None) -> int:
-    """The priority of a request's sequences. A client may be less urgent than its key allows, and
-    not more: else it could have all others wait."""
+    """The priority of a request's sequences.
+
+    A client may be less urgent than its key allows, but not more urgent; otherwise it could delay
+    all other clients.
+    """
     own = current_client().settings.min_priority
     lowest = server.config.key_min_priority if own is None else own
     if priority is None:
         return max(0, lowest)
     if priority < lowest:
         raise InvalidRequestError(
-            f"priority must be in [{lowest}, {MAX_PRIORITY}] for this client, got {priority}: a "
-            "lower number is more urgent, and server.key_min_priority (or min_priority of an API "
-            "key) says how urgent a request may be.",
+            f"priority must be in [{lowest}, {MAX_PRIORITY}] for this client, got {priority}. A "
+            "lower number is more urgent. The lower bound is server.key_min_priority, or "
+            "min_priority of the API key.",
             param="priority",
         )
     return priority

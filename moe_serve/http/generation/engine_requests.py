@@ -1,4 +1,4 @@
-"""From prompts and sampling parameters to the engine's requests; the checks that need both."""
+"""Builds the engine's requests from prompts and parameters, and makes the checks that need both."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from moe_serve.engine.request.sampling_params import MAX_CHOICES, SamplingParams
 from moe_serve.errors import ContextLengthError, InvalidRequestError
 from moe_serve.http.generation.prompts import Prompt, check_prompt_length, tokens_requested
 
-MAX_PROMPT_LOGPROBS = 2_000_000  # of one request, in all its choices
-MAX_GIVEN_LOGPROBS = 2_000_000  # of one whole answer, in all its choices; a stream holds none
+MAX_PROMPT_LOGPROBS = 2_000_000  # of one request, over all its choices
+MAX_GIVEN_LOGPROBS = 2_000_000  # of one complete answer, over all its choices; a stream holds none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLimits:
-    """What the engine can take. `default_max_tokens` None: up to the context's end."""
+    """The limits of the engine. `default_max_tokens` None: up to the end of the context."""
 
     max_model_len: int
     vocab_size: int
@@ -34,17 +34,17 @@ def build_engine_requests(
     cache_salt: str = "",
     priority: int = 0,
 ) -> list[GenerationRequest]:
-    """One request per prompt and choice, in the order of the answer's `choices`.
+    """Builds one request per prompt and choice, in the order of the answer's `choices`.
 
-    2 prompts, n = 3:  choice index 0 1 2 | 3 4 5,  GenerationRequest.choice 0 1 2 | 0 1 2
+        2 prompts, n = 3:  choice index 0 1 2 | 3 4 5,  GenerationRequest.choice 0 1 2 | 0 1 2
 
-    The log probabilities of a prompt are asked for with its choice 0 only.
+    Only choice 0 of a prompt requests the log probabilities of the prompt.
     """
     num_sequences = len(prompts) * params.n
     if num_sequences > MAX_CHOICES:
         raise InvalidRequestError(
-            f"{len(prompts)} prompts with n = {params.n} are {num_sequences} sequences; "
-            f"at most {MAX_CHOICES} are allowed.",
+            f"{len(prompts)} prompts with n = {params.n} give {num_sequences} sequences; at most "
+            f"{MAX_CHOICES} are allowed.",
             param="n",
         )
     params.check_vocabulary(limits.vocab_size)
@@ -75,8 +75,7 @@ def build_engine_requests(
 def check_given_logprobs(
     requests: Sequence[GenerationRequest], max_model_len: int, *, is_streamed: bool
 ) -> None:
-    """Raises InvalidRequestError for a whole answer whose `logprob_token_ids` take too much
-    memory."""
+    """Limits the memory that `logprob_token_ids` takes in a complete answer."""
     given = len(requests[0].params.logprob_token_ids)
     if not given or is_streamed:
         return
@@ -86,18 +85,18 @@ def check_given_logprobs(
     count = num_tokens * (given + 1)
     if count > MAX_GIVEN_LOGPROBS:
         raise InvalidRequestError(
-            f"logprob_token_ids asks for up to {count} log probabilities ({num_tokens} tokens in "
-            f"{len(requests)} choices, {given + 1} each); a whole answer holds at most "
-            f"{MAX_GIVEN_LOGPROBS}. Set a smaller max_tokens, or ask for a stream.",
+            f"logprob_token_ids requests up to {count} log probabilities ({num_tokens} tokens in "
+            f"{len(requests)} choices, {given + 1} each); an answer without stream is limited to "
+            f"{MAX_GIVEN_LOGPROBS}. Set a smaller max_tokens, or use stream: true.",
             param="logprob_token_ids",
         )
 
 
 def _check_prompt(prompt: Prompt, limits: TokenLimits, max_tokens: int | None) -> None:
-    """Length first: it bounds the cost of looking at every id."""
+    """Checks the length, then the ids: the length bounds the cost of reading every id."""
     param = prompt.param
     if not prompt.token_ids:
-        raise InvalidRequestError(f"{param} must hold at least one token.", param=param)
+        raise InvalidRequestError(f"{param} must have at least one token.", param=param)
     check_prompt_length(len(prompt.token_ids), param, limits.max_model_len, max_tokens)
     low, high = min(prompt.token_ids), max(prompt.token_ids)
     if low < 0 or high >= limits.vocab_size:
@@ -112,7 +111,7 @@ def _check_prompt(prompt: Prompt, limits: TokenLimits, max_tokens: int | None) -
 def _check_prompt_logprobs(
     prompts: Sequence[Prompt], params: SamplingParams, limits: TokenLimits
 ) -> None:
-    """They are held in memory until the answer is written, unlike those of the answer's tokens."""
+    """Limits the log probabilities of prompts: they stay in memory until the answer is written."""
     if params.prompt_logprobs is None:
         return
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts) * params.n
@@ -120,8 +119,8 @@ def _check_prompt_logprobs(
     if count > MAX_PROMPT_LOGPROBS:
         field = limits.prompt_logprobs_field
         raise InvalidRequestError(
-            f"{field} = {params.prompt_logprobs} asks for {count} log probabilities of the prompt "
-            f"({num_tokens} tokens in {len(prompts)} prompts and n = {params.n} choices, "
+            f"{field} = {params.prompt_logprobs} requests {count} log probabilities of the "
+            f"prompt ({num_tokens} tokens in {len(prompts)} prompts and n = {params.n} choices, "
             f"{params.prompt_logprobs + 1} each); at most {MAX_PROMPT_LOGPROBS} are allowed.",
             param=field.rpartition(" ")[2],
         )
@@ -137,7 +136,7 @@ def _with_max_tokens(params: SamplingParams, prompt: Prompt, limits: TokenLimits
         if params.min_tokens > max_tokens:
             raise InvalidRequestError(
                 f"min_tokens ({params.min_tokens}) must not exceed {limits.max_tokens_field}, "
-                f"which is {max_tokens} here as the request does not set it.",
+                f"which is {max_tokens} by default for this prompt.",
                 param="min_tokens",
             )
         return replace(params, max_tokens=max_tokens)

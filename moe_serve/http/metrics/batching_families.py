@@ -10,10 +10,10 @@ from moe_serve.engine.request.policy_stats import PolicyStats
 
 
 def batching_families(stats: PolicyStats, prefix: str, model_name: str) -> Iterator[Metric]:
-    """What of `stats` is known, as metric families."""
+    """The known values of `stats` as metric families."""
     policy = GaugeMetricFamily(
         prefix + "batch_policy",
-        "1 for the policy that decides now; fifo while a predictor is off.",
+        "1 for the policy in use; fifo while a predictor is off.",
         labels=["model_name", "policy"],
     )
     policy.add_metric([model_name, stats.policy], 1.0)
@@ -28,7 +28,8 @@ def batching_families(stats: PolicyStats, prefix: str, model_name: str) -> Itera
     if stats.num_learnt is not None:
         learnt = CounterMetricFamily(
             prefix + "predictor_learnt",
-            "Predictions that the predictor compared with what requests chose, and learnt from.",
+            "Predictions that were compared with the experts that requests chose, to train the "
+            "predictor.",
             labels=["model_name"],
         )
         learnt.add_metric([model_name], stats.num_learnt)
@@ -36,11 +37,12 @@ def batching_families(stats: PolicyStats, prefix: str, model_name: str) -> Itera
     is_on = stats.is_predictor_on
     single = {
         "activated_experts_predicted": (
-            "Experts that the last step was expected to activate: micro-batches and layers summed.",
+            "Experts that the last step was expected to activate, summed over micro-batches and "
+            "layers.",
             stats.activated_experts,
         ),
         "predictor_recall": (
-            "Of the experts that tokens chose, the share that was predicted.",
+            "Share of the chosen experts that were predicted.",
             stats.recall,
         ),
         "predictor_on": (

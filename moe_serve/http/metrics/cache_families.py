@@ -1,4 +1,4 @@
-"""The metrics of the KV cache: its shape, what prompts found in it, and how long pages stay."""
+"""Metrics of the KV cache: its shape, prefix cache hits, and the lifetime of pages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moe_serve.http.metrics.cumulative import cumulative
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheFacts:
-    """What the configuration and the model say of the cache."""
+    """Properties of the KV cache that come from the configuration and the model."""
 
     has_prefix_cache: bool = True
     dtype: str = "auto"  # of its values
@@ -33,7 +33,7 @@ NO_CACHE_FACTS = CacheFacts()
 def cache_families(
     stats: EngineStats, facts: CacheFacts, prefix: str, model_name: str
 ) -> Iterator[Metric]:
-    # The names and values of the labels are vLLM's, as gateways that route by free pages read them.
+    # The labels have vLLM's names and values, because gateways that route by free pages read them.
     labels = {
         "model_name": model_name,
         "block_size": str(PAGE_SIZE),
@@ -44,16 +44,16 @@ def cache_families(
     }
     info = GaugeMetricFamily(
         prefix + "cache_config_info",
-        "1; the labels say how many tokens a KV page has, how many pages there are and how "
-        "many tokens those hold, whether prompts share them, and what their values are.",
+        "1; the labels give the tokens per KV page, the number of pages and of tokens they "
+        "hold, whether the prefix cache is on, and the data type.",
         labels=list(labels),
     )
     info.add_metric(list(labels.values()), 1.0)
     yield info
     sources = CounterMetricFamily(
         prefix + "prompt_tokens_by_source",
-        "Prompt tokens of sequences that started, once for each: found in the prefix cache "
-        "(local_cache_hit), or not (local_compute).",
+        "Prompt tokens of started sequences, each counted once: found in the prefix cache "
+        "(local_cache_hit) or computed (local_compute).",
         labels=["model_name", "source"],
     )
     sources.add_metric([model_name, "local_compute"], stats.num_missed_tokens)
@@ -69,16 +69,15 @@ def cache_families(
 def _page_times(times: PageTimes) -> dict[str, tuple[str, Histogram]]:
     return {
         "kv_block_lifetime_seconds": (
-            "From when a sampled page was handed out until the prefix cache evicted it.",
+            "Time from the allocation of a sampled page until the prefix cache evicted it.",
             times.lifetime,
         ),
         "kv_block_idle_before_evict_seconds": (
-            "Until a sampled page was evicted, since a sequence last found it, or it was handed "
-            "out.",
+            "Time from the last use or allocation of a sampled page until its eviction.",
             times.idle,
         ),
         "kv_block_reuse_gap_seconds": (
-            "Between two sequences that found the same sampled page.",
+            "Time between two sequences that found the same sampled page.",
             times.reuse_gap,
         ),
     }

@@ -1,4 +1,4 @@
-"""Counts between bounds as Prometheus has them: how many values were at most each bound."""
+"""Converts counts between bounds to Prometheus' cumulative counts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from collections.abc import Sequence
 
 
 def cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    """Of (1, 8) and (3, 2, 4): [("1.0", 3.0), ("8.0", 5.0), ("+Inf", 9.0)]."""
+    """For bounds (1, 8) and counts (3, 2, 4): [("1.0", 3.0), ("8.0", 5.0), ("+Inf", 9.0)]."""
     names = [*(str(float(bound)) for bound in bounds), "+Inf"]
     return list(zip(names, map(float, itertools.accumulate(counts)), strict=True))

@@ -1,4 +1,4 @@
-"""Metrics of the experts at work. Labels are the model's layers and, only if asked for, experts."""
+"""Metrics of the experts' load. Labels are the layers and, if configured, the experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_serve.http.metrics.rank_shares import RankSharer
 
 
 class ExpertCollector(Collector):
-    """Nothing without `load`. `has_each`: also a series for each expert of each layer."""
+    """Yields nothing without `load`. `has_each` adds a series for each expert of each layer."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class ExpertCollector(Collector):
             yield self._each(load, total)
 
     def _by_layer(self, load: ExpertLoad, window: ExpertCounts) -> Iterator[Metric]:
-        """Over the last minute; without samples where no step was counted."""
+        """Metrics over the last minute; no samples if no step was counted."""
         activated = self._gauge(
             "activated_experts", "Different experts that a step activates, on average.", "layer"
         )
@@ -78,7 +78,7 @@ class ExpertCollector(Collector):
     def _each(self, load: ExpertLoad, total: ExpertCounts) -> Metric:
         counter = CounterMetricFamily(
             PREFIX + "expert_tokens",
-            "Of the counted tokens, those that chose an expert.",
+            "Counted tokens that chose an expert.",
             labels=["model_name", "layer", "expert"],
         )
         for layer, rows_E in zip(load.layers, total.rows_LE.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""The metrics of experts that need not all be in memory, of all processes together."""
+"""Metrics of expert memory (experts loaded on demand), summed over all processes."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ from experts.memory.memory_stats import MemoryStats
 def memory_families(stats: MemoryStats, prefix: str, model_name: str) -> Iterator[Metric]:
     gauges = {
         "budget_bytes": ("Memory for packed experts.", stats.budget_bytes),
-        "resident_bytes": ("Packed experts in it.", stats.resident_bytes),
-        "hit_rate": ("Share of needed experts that were in it, 0 to 1.", stats.hit_rate),
+        "resident_bytes": ("Packed experts in this memory.", stats.resident_bytes),
+        "hit_rate": ("Share of needed experts that were in memory, 0 to 1.", stats.hit_rate),
     }
     counters = {
         "needed": ("Experts that layers needed.", stats.num_needed),
-        "hits": ("Of these, in memory when the rows came.", stats.num_hits),
-        "late": ("Of these, being read when the rows came.", stats.num_late),
+        "hits": ("Needed experts that were in memory when the rows came.", stats.num_hits),
+        "late": ("Needed experts that were being read when the rows came.", stats.num_late),
         "rows": ("Choices of rows.", stats.num_rows),
-        "row_hits": ("Of these, of an expert in memory.", stats.num_row_hits),
+        "row_hits": ("Choices of experts that were in memory.", stats.num_row_hits),
         "reads": ("Experts read.", stats.num_reads),
-        "read_bytes": ("Their bytes, packed.", stats.bytes_read),
-        "prefetches": ("Of these, before they were needed.", stats.num_prefetched),
-        "prefetch_hits": ("Of these, needed before they left.", stats.num_prefetch_hits),
+        "read_bytes": ("Bytes of the experts read, packed.", stats.bytes_read),
+        "prefetches": ("Experts read before they were needed.", stats.num_prefetched),
+        "prefetch_hits": (
+            "Prefetched experts that were needed before they were evicted.",
+            stats.num_prefetch_hits,
+        ),
         "foretold": (
-            "Experts that the next-layer predictor said rows will need.",
+            "Experts that the next-layer predictor expected rows to need.",
             stats.num_foretold,
         ),
-        "foreseen": ("Of these, needed.", stats.num_foreseen),
+        "foreseen": ("Predicted experts that were needed.", stats.num_foreseen),
         "passes": ("Passes over a layer's rows.", stats.num_passes),
         "wait_seconds": ("Time that layers waited for experts.", stats.wait_seconds),
     }

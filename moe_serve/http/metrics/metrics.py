@@ -1,7 +1,7 @@
-"""Prometheus metrics: `moe_serve:` plus the suffixes that vLLM's dashboards know.
+"""Prometheus metrics, named `moe_serve:` plus the suffixes that vLLM's dashboards use.
 
 Counters that the engine keeps are read from its snapshot at scrape time. Labels come from closed
-sets only, so the page does not grow with what clients send.
+sets only, so the page does not grow with the requests of clients.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ _E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160
 
 _HTTP_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0, 600.0)
 
-CallOutcome = Literal["calls", "none", "malformed"]  # of looking through a message for calls
+CallOutcome = Literal["calls", "none", "malformed"]  # the result of parsing a message for calls
 RejectionReason = Literal["queue_full", "draining", "engine_dead"] | KeyRefusal
 
 
 class _Registry(CollectorRegistry):
-    """Without the `_created` series, one for every counter and histogram that nobody reads."""
+    """A registry without the unused `_created` series of counters and histograms."""
 
     def __init__(self, alias: MetricsAlias) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class _Registry(CollectorRegistry):
 
 
 class ServerMetrics:
-    """All metrics of one server, in a registry of its own."""
+    """All metrics of one server, in its own registry."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class ServerMetrics:
         cache: CacheFacts = NO_CACHE_FACTS,
         tool_parser: str | None = None,
     ) -> None:
-        """`tool_parser`: the name of what looks through messages for calls, if something does."""
+        """`tool_parser`: the name of the parser that looks for tool calls, if there is one."""
         self.registry = _Registry(alias)
         self._model_name = model_name
         self.registry.register(_EngineCollector(engine, model_name, tracing, placement, cache))
@@ -129,7 +129,7 @@ class ServerMetrics:
             "e2e_request_latency_seconds", "From the request to its last token.", _E2E_BUCKETS
         )
         self._lag = self._histogram(
-            "event_loop_lag_seconds", "How late a clock of the event loop ticks.", _LAG_BUCKETS
+            "event_loop_lag_seconds", "Delay of the event loop's clock ticks.", _LAG_BUCKETS
         )
         self._requests = RequestHistograms(self.registry, PREFIX, model_name)
         self._success = self._counter(
@@ -153,16 +153,16 @@ class ServerMetrics:
         self.recent.first_tokens.add(seconds)
 
     def observe_next_tokens(self, seconds: float, num_tokens: int, now: float) -> None:
-        """`num_tokens` tokens came together, `seconds` after the ones before."""
+        """Observes `num_tokens` tokens that came together, `seconds` after the previous ones."""
         self._itl.observe(seconds / num_tokens, num_tokens, now)
 
     def observe_finished(self, sequence: FinishedSequence) -> None:
-        """It has ended, and was told so. See also `count_abandoned`."""
+        """Observes a sequence that has ended by itself. See also `count_abandoned`."""
         self._requests.observe(sequence)
         self.observe_end(sequence.ended - sequence.arrival, sequence.reason)
 
     def observe_longest(self, num_tokens: int) -> None:
-        """All choices of a prompt have ended, the longest after so many tokens."""
+        """Observes the length of a prompt's longest choice, when all choices have ended."""
         self._requests.observe_longest(num_tokens)
 
     def observe_end(self, seconds: float, reason: FinishReason) -> None:
@@ -174,7 +174,7 @@ class ServerMetrics:
         self._lag.observe(seconds)
 
     def count_abandoned(self) -> None:
-        """A sequence whose client went away: how long it took says nothing."""
+        """Counts a sequence whose client disconnected. Its duration is not observed."""
         self._success.labels(self._model_name, FinishReason.ABORT.value).inc()
 
     def count_rejection(self, reason: RejectionReason) -> None:
@@ -182,12 +182,12 @@ class ServerMetrics:
         self.recent.num_rejected += 1
 
     def count_parsed_message(self, outcome: CallOutcome) -> None:
-        """A message has ended that was looked through for calls."""
-        assert self._parsed is not None, "calls are looked for by a parser that has a name"
+        """Counts a finished message that was parsed for calls."""
+        assert self._parsed is not None, "only a parser with a name looks for calls"
         self._parsed[outcome].inc()
 
     def count_http_request(self, path: str, status: int | None, seconds: float) -> None:
-        """`status` None: the client went away before an answer."""
+        """Counts an HTTP request. `status` None: the client disconnected before an answer."""
         status_label, route = "none" if status is None else str(status), route_label(path)
         self._http.labels(self._model_name, route, status_label).inc()
         self._http_seconds.labels(self._model_name, route).observe(seconds)
@@ -198,7 +198,7 @@ class ServerMetrics:
     def _parsed_messages(self, parser: str) -> dict[CallOutcome, Counter]:
         counter = self._counter(
             "tool_call_parser_invocations",
-            "Messages that were looked through for calls; malformed: a call began, and was none.",
+            "Messages parsed for tool calls; malformed: a call began but could not be parsed.",
             ["parser", "outcome"],
         )
         outcomes: tuple[CallOutcome, ...] = get_args(CallOutcome)
@@ -215,7 +215,7 @@ class ServerMetrics:
 
 
 class _EngineCollector(Collector):
-    """Reads the engine's snapshot when Prometheus asks."""
+    """Reads the engine's snapshot when Prometheus scrapes."""
 
     def __init__(
         self,
@@ -244,22 +244,25 @@ class _EngineCollector(Collector):
         counters = {
             "prompt_tokens": ("Prompt tokens computed.", stats.num_prompt_tokens),
             "generation_tokens": ("Tokens generated.", stats.num_generated_tokens),
-            "num_preemptions": ("Sequences put back for want of pages.", stats.num_preemptions),
+            "num_preemptions": (
+                "Sequences preempted because no KV page was free.",
+                stats.num_preemptions,
+            ),
             "prefix_cache_queries": (
                 "Prompt tokens looked up in the prefix cache.",
                 stats.num_queried_tokens,
             ),
-            "prefix_cache_hits": ("Prompt tokens found there.", stats.num_hit_tokens),
+            "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", stats.num_hit_tokens),
             "prompt_tokens_cached": (
-                "prefix_cache_hits_total, by the other name that vLLM has.",
+                "prefix_cache_hits_total under another name that vLLM has.",
                 stats.num_hit_tokens,
             ),
             "prefix_cache_evictions": (
-                "Pages that left the prefix cache for want of pages.",
+                "Pages evicted from the prefix cache to make room.",
                 stats.num_evicted_pages,
             ),
             "corrupted_requests": (
-                "Sequences that ended with an error because the model gave NaN or infinity.",
+                "Sequences that failed because the model computed NaN or infinity.",
                 stats.num_corrupted,
             ),
             "engine_steps": ("Steps of the engine.", stats.num_steps),
@@ -287,7 +290,7 @@ class _EngineCollector(Collector):
 
 
 def route_label(path: str) -> str:
-    """The route that a path belongs to; everything unknown is one label."""
+    """The route of a path for labels. All unknown paths share one label."""
     if path in _ROUTES:
         return path
     for family in ("/v1/models/", "/v1/responses/", "/dashboard/assets/"):

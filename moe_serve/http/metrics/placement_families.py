@@ -1,4 +1,4 @@
-"""The metrics of live balancing. Labels are closed sets: never a rank, a layer or an expert."""
+"""Metrics of live rebalancing. Labels are closed sets: never a rank, a layer or an expert."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from moe_serve.engine.routes.placement_control import PlacementStatus
 def placement_families(status: PlacementStatus, prefix: str, model_name: str) -> Iterator[Metric]:
     """What of `status` is known, as metric families."""
     gauges: dict[str, tuple[str, float]] = {
-        "version": ("Switches of the placement, at least.", status.version),
-        "age_seconds": ("Since the last switch, or the start.", status.age_s),
+        "version": ("Lower bound of the number of placement switches.", status.version),
+        "age_seconds": ("Time since the last switch, or since the start.", status.age_s),
         "moving": ("Whether experts are being copied.", float(status.state == "copying")),
     }
     counters = {
@@ -29,7 +29,7 @@ def placement_families(status: PlacementStatus, prefix: str, model_name: str) ->
         counter.add_metric([model_name], count)
         yield counter
     plans = CounterMetricFamily(
-        f"{prefix}placement_plans", "Plans, by what came of them.", labels=["model_name", "outcome"]
+        f"{prefix}placement_plans", "Plans by outcome.", labels=["model_name", "outcome"]
     )
     for outcome, num_plans in status.num_plans.items():
         plans.add_metric([model_name, outcome], num_plans)
@@ -54,7 +54,7 @@ def placement_families(status: PlacementStatus, prefix: str, model_name: str) ->
 def _labelled(
     name: str, text: str, model_name: str, label: str, values: dict[str, float | None]
 ) -> Metric:
-    """Without those that are not known."""
+    """A gauge with one label, without samples for unknown values."""
     gauge = GaugeMetricFamily(name, text, labels=["model_name", label])
     for key, value in values.items():
         if value is not None:

@@ -1,4 +1,4 @@
-"""The pools' metrics: labels are the pool, the number of micro-batches and why, never a rank."""
+"""Metrics of the pools. Labels: pool, number of micro-batches, reason; never a rank."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def pool_families(stats: PoolStats, prefix: str, model_name: str) -> Iterator[Me
     by_pool = {
         "pool_ranks": ("Ranks that took part in the last recorded steps.", "num_ranks"),
         "pool_bubble_ratio": ("Share of a pool's time without work, 0 to 1.", "bubble_ratio"),
-        "pool_slowest_rank": ("The rank of a pool with most busy time.", "slowest_rank"),
+        "pool_slowest_rank": ("The rank of a pool with the most busy time.", "slowest_rank"),
         "pool_slowest_rank_excess_ratio": (
-            "Its busy time over the mean of the pool's other ranks, less 1.",
+            "Busy time of that rank over the mean of the pool's other ranks, less 1.",
             "slowest_excess",
         ),
     }
@@ -46,7 +46,8 @@ def pool_families(stats: PoolStats, prefix: str, model_name: str) -> Iterator[Me
 def _stages(stats: PoolStats, prefix: str, model_name: str) -> Metric:
     gauge = GaugeMetricFamily(
         prefix + "pipeline_stage_seconds",
-        "Of one of the last recorded steps, a rank's time in a stage, such as dispatch or combine.",
+        "Time that a rank spent in a stage, such as dispatch or combine, in one of the last "
+        "recorded steps.",
         labels=["model_name", "stage"],
     )
     for use in stats.stages:
@@ -57,7 +58,7 @@ def _stages(stats: PoolStats, prefix: str, model_name: str) -> Metric:
 def _steps(stats: PoolStats, prefix: str, model_name: str) -> Metric:
     counter = CounterMetricFamily(
         prefix + "pipeline_steps",
-        "Steps by their number of micro-batches and what it was chosen for.",
+        "Steps by their number of micro-batches and the reason for that number.",
         labels=["model_name", "micro_batches", "reason"],
     )
     for count in stats.steps:

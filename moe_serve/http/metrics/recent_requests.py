@@ -1,4 +1,4 @@
-"""What became of requests, and how long their tokens took lately. Filled where metrics are."""
+"""Outcomes of requests and their recent token times. Filled together with the metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moe_serve.http.metrics.token_gaps import TokenGaps
 
 
 class RecentRequests:
-    """Written on the event loop's thread, read by any."""
+    """Written on the event loop's thread, read by any thread."""
 
     def __init__(self, gaps: TokenGaps) -> None:
         self.num_finished = self.num_failed = self.num_rejected = 0
@@ -16,6 +16,7 @@ class RecentRequests:
         self.next_tokens = gaps  # between two tokens of a sequence: each token counts
 
     def ended(self, reason: FinishReason) -> None:
-        """A sequence; one that its client gave up is neither finished nor failed."""
+        """Counts a finished sequence. One whose client disconnected is neither finished nor
+        failed."""
         self.num_finished += reason in (FinishReason.STOP, FinishReason.LENGTH)
         self.num_failed += reason is FinishReason.ERROR

@@ -1,6 +1,7 @@
-"""How long things took lately: percentiles of the last minute, in bounded memory.
+"""Percentiles of durations in the last minute, in bounded memory.
 
-A second's times are counted in buckets that grow by 5%, so a percentile is right to 2.5%.
+The durations of each second are counted in buckets that grow by 5%, so a percentile is accurate to
+2.5%.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Percentiles:
-    """In milliseconds."""
+    """Percentiles in milliseconds."""
 
     p50: float
     p90: float
@@ -33,7 +34,7 @@ class Percentiles:
 
 
 class RecentTimes:
-    """Any thread may add and look."""
+    """Counts durations. Any thread may add and read."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -41,11 +42,11 @@ class RecentTimes:
         self._seconds: deque[tuple[int, Counter[int]]] = deque()
 
     def add(self, seconds: float, count: int = 1) -> None:
-        """So many things took this long each."""
+        """Adds `count` equal durations."""
         self.add_all(np.full(count, seconds), int(self._clock()))
 
     def add_all(self, times: Array, second: int) -> None:
-        """What took so many seconds each, in this second of the clock, which none has passed."""
+        """Adds durations that were observed in this second of the clock. Seconds never decrease."""
         buckets, counts = np.unique(
             np.rint(np.log(np.maximum(times, _LEAST_S)) / _GROWTH), return_counts=True
         )
@@ -57,7 +58,7 @@ class RecentTimes:
             self._seconds[-1][1].update(dict(zip(map(int, buckets), map(int, counts), strict=True)))
 
     def look(self, window_s: int = WINDOW_S) -> Percentiles | None:
-        """Of the last seconds; None: nothing was added."""
+        """Percentiles of the last `window_s` seconds; None: nothing was added."""
         oldest, total = int(self._clock()) - window_s, Counter[int]()
         with self._lock:
             for second, counts in self._seconds:
@@ -75,4 +76,4 @@ def _percentile(counts: Counter[int], share: float) -> float:
         left -= counts[bucket]
         if left <= 0:
             return round(1000 * math.exp(bucket * _GROWTH), 3)
-    raise AssertionError(f"no bucket holds the share {share} of {counts.total()}")
+    raise AssertionError(f"no bucket has the share {share} of {counts.total()}")

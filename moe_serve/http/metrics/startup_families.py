@@ -1,4 +1,4 @@
-"""The metrics of the server's start: what `GET /startup` says, as numbers that stay."""
+"""Metrics of the server's start, with the same values as `GET /startup`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_serve.engine.watch.startup import Startup
 def startup_families(startup: Startup, prefix: str, model_name: str) -> Iterator[Metric]:
     seconds = GaugeMetricFamily(
         prefix + "startup_seconds",
-        "How long a phase of the start took.",
+        "Duration of a phase of the start.",
         labels=["model_name", "phase"],
     )
     for phase in startup.phases:
@@ -27,7 +27,7 @@ def startup_families(startup: Startup, prefix: str, model_name: str) -> Iterator
 def _planned(plan: MemoryPlan, prefix: str, model_name: str) -> Metric:
     gauge = GaugeMetricFamily(
         prefix + "planned_memory_bytes",
-        "What the memory plan made before the start gives to a purpose, all processes together.",
+        "Memory that the plan before the start assigns to a purpose, summed over all processes.",
         labels=["model_name", "purpose"],
     )
     purposes = {

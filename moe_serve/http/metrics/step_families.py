@@ -1,4 +1,4 @@
-"""The metrics of the engine's steps, and of who waits for one."""
+"""Metrics of the engine's steps and of waiting sequences."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def step_families(stats: EngineStats, prefix: str, model_name: str) -> Iterator[
     yield histogram
     waiting = GaugeMetricFamily(
         prefix + "num_requests_waiting_by_reason",
-        "Of those in the queue, who waits for a seat or pages (capacity), and who was left aside "
-        "when last looked at, for a prefix being computed or a later sequence (deferred).",
+        "Waiting sequences by reason: capacity (no seat or KV page was free) or deferred "
+        "(skipped at the last look, for a prefix being computed or a later sequence).",
         labels=["model_name", "reason"],
     )
     for reason, count in waiting_by_reason(stats).items():

@@ -1,7 +1,8 @@
 """The time between two tokens: a histogram for Prometheus, and percentiles of the last minute.
 
-There is one for every token, so it is only kept when it is observed. It is counted, with others,
-when somebody asks, a second has passed or _MOST have come: a hundredth of the work for each.
+There is one value per token, so observing only stores it. Stored values are counted together when
+the metric is read, a second has passed, or _MOST have been stored: this costs a hundredth per
+token.
 """
 
 from __future__ import annotations
@@ -32,18 +33,20 @@ class TokenGaps(Collector):
         bounds: Sequence[float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`bounds`: upper ends of the histogram's buckets, rising; one more has no end."""
+        """`bounds`: upper ends of the histogram's buckets, increasing. The last bucket has no
+        end."""
         self._name, self._text, self._model_name = name, text, model_name
         self._bounds, self._clock = np.array(bounds), clock
         self._kept: deque[float] = deque()
-        self._second_ends = float("-inf")  # the second in which all that is kept was observed
-        self._lock = threading.Lock()  # of what follows
+        # end of the second in which all stored values were observed
+        self._second_ends = float("-inf")
+        self._lock = threading.Lock()  # guards the fields below
         self._counts = np.zeros(len(bounds) + 1, dtype=np.int64)
         self._sum = 0.0
         self._recent = RecentTimes(clock)
 
     def observe(self, seconds: float, count: int, now: float) -> None:
-        """So many of the same. `now`: of the clock."""
+        """Adds `count` equal times. `now`: of the clock."""
         if now >= self._second_ends or len(self._kept) >= _MOST:
             self._count(now)
         if count == 1:
@@ -66,7 +69,7 @@ class TokenGaps(Collector):
         yield family
 
     def _count(self, now: float | None = None) -> None:
-        """What is kept. `now`: and what comes next is of another second."""
+        """Counts the stored values. With `now`, later values belong to another second."""
         with self._lock:
             second = self._second_ends - 1
             if now is not None:

@@ -1,4 +1,4 @@
-"""What has been recorded of the routing, as metrics."""
+"""Metrics of the recorded routing."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def trace_families(status: TracingStatus, prefix: str, model_name: str) -> Itera
         "trace_tokens": ("Tokens whose routing was recorded.", total.num_tokens),
         "trace_bytes": ("Bytes of recordings that were written.", total.num_written_bytes),
         "trace_dropped_parts": (
-            "Files of recordings that were dropped, to stay below trace.max_bytes.",
+            "Files of recordings that were deleted to stay below trace.max_bytes.",
             total.num_dropped_parts,
         ),
         "trace_lost_tokens": (
-            "Recorded tokens that the disk did not take.",
+            "Recorded tokens that could not be written to disk.",
             total.num_lost_tokens,
         ),
     }

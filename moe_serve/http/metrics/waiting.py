@@ -1,4 +1,4 @@
-"""Who waits for a first step: for how long, and for what."""
+"""Counts waiting sequences, and how long the oldest has waited."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ WaitingReason = Literal["capacity", "deferred"]
 
 
 def oldest_waiting_s(stats: EngineStats) -> float:
-    """0 where nobody waits."""
+    """Seconds that the oldest sequence has waited; 0 if none waits."""
     arrival = stats.oldest_arrival
     return 0.0 if arrival is None else max(0.0, time.monotonic() - arrival)
 
 
 def waiting_by_reason(stats: EngineStats) -> dict[WaitingReason, int]:
-    """The two add up to `num_waiting`, also while the engine's thread changes what is read."""
+    """Splits the waiting sequences. The sum is `num_waiting`, even while the engine changes its
+    counts."""
     num_left_aside = min(stats.num_left_aside, stats.num_waiting)
     return {"capacity": stats.num_waiting - num_left_aside, "deferred": num_left_aside}

@@ -1,4 +1,4 @@
-"""A whole answer, for clients that do not stream."""
+"""Collects a complete answer, for clients that do not stream."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class Choice:
 
 
 async def written_answer(choices: Sequence[Choice], write: Callable[[], bytes]) -> bytes:
-    """What `write` returns; with many log probabilities or experts it runs off the event loop."""
+    """Calls `write`, off the event loop if there are many log probabilities or experts."""
     count = sum(num_logprobs(choice.logprobs, choice.prompt_logprobs) for choice in choices)
     count += sum(num_expert_ids(choice.routed_experts) for choice in choices) // IDS_PER_LOGPROB
     return write() if count <= MAX_INLINE_LOGPROBS else await asyncio.to_thread(write)
 
 
 async def collect(generation: Generation, num_choices: int) -> list[Choice]:
-    """Run the generation to its end."""
+    """Runs the generation to its end."""
     choices = [Choice() for _ in range(num_choices)]
     async for pieces in generation:
         for piece in pieces:

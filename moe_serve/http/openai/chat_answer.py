@@ -1,4 +1,4 @@
-"""A whole assistant message, for clients that do not stream."""
+"""Collects complete assistant messages, for clients that do not stream."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_serve.text.assistant.delta import CallDelta
 
 @dataclass(slots=True)
 class ToolCall:
-    """One call of the message, filled delta by delta."""
+    """One tool call of the message, filled delta by delta."""
 
     id: str
     name: str
@@ -55,13 +55,15 @@ class ChatChoice:
 
     def _add_call(self, delta: CallDelta) -> None:
         if delta.index == len(self.calls):
-            assert delta.id is not None and delta.name is not None, "a call begins with its name"
+            assert delta.id is not None and delta.name is not None, (
+                "a call begins with its id and name"
+            )
             self.calls.append(ToolCall(delta.id, delta.name))
         self.calls[delta.index].argument_parts.append(delta.arguments)
 
 
 async def collect_chat(generation: ChatGeneration) -> list[ChatChoice]:
-    """Run the generation to its end."""
+    """Runs the generation to its end."""
     choices = [ChatChoice() for _ in range(generation.num_choices)]
     async for pieces in generation:
         for piece in pieces:

@@ -37,7 +37,7 @@ def chat_router(server: ServerContext) -> APIRouter:
 async def answer_chat(
     server: ServerContext, content: Mapping[str, Any], request: Request
 ) -> Response:
-    """The answer to a chat, streamed or whole; `content` is the parsed body of the request."""
+    """Answers a chat, streamed or complete. `content` is the parsed body of the request."""
     body = parse_body(ChatBody, content)
     ignored = body.check(is_strict=server.config.is_strict)
     server.model.check_name(body.model)

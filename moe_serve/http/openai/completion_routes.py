@@ -50,7 +50,7 @@ def completion_router(server: ServerContext) -> APIRouter:
 async def answer_completion(
     server: ServerContext, content: Mapping[str, Any], request: Request
 ) -> Response:
-    """The answer to a completion; `content` is the parsed body of the request."""
+    """Answers a completion, streamed or complete. `content` is the parsed body of the request."""
     body = parse_body(CompletionBody, content)
     headers = ignored_header(body.check(is_strict=server.config.is_strict))
     server.model.check_name(body.model)

@@ -1,4 +1,4 @@
-"""The log probabilities of a prompt as a field of their own, in vLLM's shape."""
+"""Writes the log probabilities of a prompt as a separate field, in vLLM's shape."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from moe_serve.text.tokenizer import Tokenizer
 def prompt_logprobs(
     entries: Sequence[TokenLogprob | None] | None, tokenizer: Tokenizer
 ) -> msgspec.Raw | None:
-    """A list with one object per token: {"token id": {"logprob", "rank", "decoded_token"}}, of
-    the token itself and the likeliest ones. The first token has null."""
+    """A list with one object per prompt token; null for the first token.
+
+    Each object is {"token id": {"logprob", "rank", "decoded_token"}}, with the token itself and the
+    likeliest tokens at its position.
+    """
     if entries is None:
         return None
-    # As JSON at once: as objects, a long prompt would be too large.
+    # Encoded at once: as Python objects a long prompt would take too much memory.
     return msgspec.Raw(msgspec.json.encode([_by_id(entry, tokenizer) for entry in entries]))
 
 

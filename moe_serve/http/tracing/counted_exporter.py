@@ -1,4 +1,4 @@
-"""An exporter of spans that knows how many have arrived."""
+"""A span exporter that counts the spans that have arrived."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 class CountedExporter:
-    """A SpanExporter in all but its base, which is there with the extra `otel` only.
+    """Implements SpanExporter without its base class, which needs the extra `otel`.
 
-    `num_sent` is written by the thread that sends.
+    The sending thread writes `num_sent`.
     """
 
     def __init__(self, exporter: SpanExporter) -> None:

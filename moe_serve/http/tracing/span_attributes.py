@@ -1,6 +1,6 @@
-"""What spans say of a request: OpenTelemetry's names for HTTP and for generative models.
+"""The attributes of spans: OpenTelemetry's names for HTTP and for generative models.
 
-Texts of requests and answers are in none of them.
+They never contain the texts of requests or answers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def request_attributes(
 def sequence_attributes(
     sequences: Sequence[FinishedSequence], model_name: str
 ) -> Mapping[str, Attribute]:
-    """Of all sequences of one request: tokens are summed, times are of the slowest one."""
+    """The attributes of all sequences of a request: token counts are summed, times are of the
+    slowest."""
     params = sequences[0].request.params
     prompts = [sequence for sequence in sequences if sequence.request.choice == 0]
     attributes: dict[str, Attribute] = {
@@ -61,7 +62,7 @@ def sequence_attributes(
 
 
 def _latencies(sequences: Sequence[FinishedSequence]) -> dict[str, Attribute]:
-    """By the names that vLLM's traces use."""
+    """Latencies under the names that vLLM's traces use."""
     slowest = max(sequences, key=lambda s: s.ended - s.arrival)
     times = {
         "time_in_queue": (slowest.arrival, slowest.started),

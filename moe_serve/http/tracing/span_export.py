@@ -1,12 +1,12 @@
-"""Traces of requests for an OpenTelemetry collector, by OTLP over HTTP. Optional: extra `otel`.
+"""Sends spans of requests to an OpenTelemetry collector, by OTLP over HTTP. Needs the extra `otel`.
 
-A request's spans are written when it has ended, from the times that were taken on its way:
+The spans of a request are written after its end, from times recorded while it was served:
 
-    POST /v1/chat/completions         server span, below the client's own if it sent `traceparent`
-      queue | prefill | decode        of each sequence
+    POST /v1/chat/completions         server span, child of the client's span given in `traceparent`
+      queue | prefill | decode        for each sequence
 
-They wait in a bounded buffer for a thread that sends them. A collector that is away costs spans,
-never a request.
+They wait in a bounded buffer for a sending thread. If the collector is not available, spans are
+lost, but requests are not affected.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 DEFAULT_PATH = "/v1/traces"
 _EXPORT_TIMEOUT_S = 5.0
-_CLOSE_TIMEOUT_S = 1.0  # of the server's end: spans are not worth more
+_CLOSE_TIMEOUT_S = 1.0  # at the end of the server; spans are not worth a longer wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class ServedRequest:
 
     method: str
     route: str  # one of a closed set
-    status: int | None  # None: the client went away before an answer
+    status: int | None  # None: the client disconnected before an answer
     request_id: str
     begun: float
     ended: float
@@ -50,7 +50,7 @@ class ServedRequest:
 
 
 class SpanExport:
-    """Turns served requests into spans and sends them, on a thread of its own."""
+    """Turns served requests into spans and sends them on its own thread."""
 
     def __init__(self, exporter: SpanExporter, model_name: str) -> None:
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -59,7 +59,8 @@ class SpanExport:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         own = Resource({"service.name": "moe-serve", "service.version": __version__})
-        resource = own.merge(OTELResourceDetector().detect())  # the operator's names win
+        # the operator's names take precedence
+        resource = own.merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._exporter, self._num_made = CountedExporter(exporter), 0
         self._provider.add_span_processor(BatchSpanProcessor(cast("SpanExporter", self._exporter)))
@@ -68,7 +69,7 @@ class SpanExport:
         self._model_name = model_name
 
     def export(self, request: ServedRequest) -> None:
-        """Hand the request's spans over; never waits for the collector."""
+        """Queues the spans of a request. It never waits for the collector."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         to_wall = _WallClock()
@@ -91,19 +92,19 @@ class SpanExport:
         self._end(span, to_wall(request.ended))
 
     def close(self) -> None:
-        """Send what is left, for a second at most, and say what has never arrived."""
+        """Sends the remaining spans, for a second at most, and logs how many were lost."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(_CLOSE_TIMEOUT_S)
         if num_lost := self._num_made - self._exporter.num_sent:
             _log.warning(
-                "%d of %d spans have not reached the OpenTelemetry collector",
+                "%d of %d spans did not reach the OpenTelemetry collector",
                 num_lost,
                 self._num_made,
             )
 
     def _end(self, span: Span, at: int) -> None:
-        self._num_made += span.is_recording()  # not where it is not sampled
+        self._num_made += span.is_recording()  # unsampled spans are not counted
         span.end(at)
 
     def _export_stages(self, sequence: FinishedSequence, parent: Any, to_wall: _WallClock) -> None:
@@ -125,7 +126,7 @@ class SpanExport:
 
 
 class _WallClock:
-    """From seconds of `time.monotonic` to nanoseconds since 1970."""
+    """Converts seconds of `time.monotonic` to nanoseconds since 1970."""
 
     def __init__(self) -> None:
         self._offset_ns = time.time_ns() - time.monotonic_ns()
@@ -135,26 +136,28 @@ class _WallClock:
 
 
 def make_span_export(endpoint: str | None, model_name: str) -> SpanExport | None:
-    """None: no traces are wanted. Raises ConfigError without the packages, or a URL."""
+    """Returns None if no endpoint is set. Raises ConfigError for an invalid URL or missing
+    packages."""
     if endpoint is None:
         return None
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(
-            f"server.otlp_traces_endpoint {endpoint!r} is no URL such as "
-            "http://127.0.0.1:4318/v1/traces (OTLP over HTTP; gRPC is not spoken)."
+            "server.otlp_traces_endpoint must be a URL such as http://127.0.0.1:4318/v1/traces "
+            f"(OTLP over HTTP; gRPC is not supported), got {endpoint!r}."
         )
     if parts.username is not None or parts.password is not None:
         raise ConfigError(
-            "server.otlp_traces_endpoint holds a user's name or password, which logs would show: "
-            "give them in the variable OTEL_EXPORTER_OTLP_HEADERS, as Authorization=Basic ..."
+            "server.otlp_traces_endpoint must not contain a user name or password, because logs "
+            "would show it. Set the variable OTEL_EXPORTER_OTLP_HEADERS to Authorization=Basic "
+            "... instead."
         )
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
         raise ConfigError(
-            "server.otlp_traces_endpoint is set, but the OpenTelemetry packages are not installed "
-            f"({error}): pip install 'moe-serve[otel]', or unset it."
+            "server.otlp_traces_endpoint is set, but the OpenTelemetry packages are not "
+            f"installed ({error}). Run pip install 'moe-serve[otel]', or remove the setting."
         ) from error
     has_path = parts.path.strip("/") != ""
     url = endpoint if has_path else endpoint.rstrip("/") + DEFAULT_PATH

@@ -62,7 +62,7 @@ def test_a_choice_that_is_ahead_waits_for_its_choice_0() -> None:
 
 def test_their_number_is_limited() -> None:
     requests_for(1, 2000, n=47, logprobs=20, prompt_logprobs=20)
-    message = r"logprobs = 20 asks for 2016000 .* \(96000 tokens in 1 prompts and n = 48 choices"
+    message = r"logprobs = 20 requests 2016000 .* \(96000 tokens in 1 prompts and n = 48 choices"
     with pytest.raises(InvalidRequestError, match=message) as caught:
         requests_for(1, 2000, n=48, logprobs=20, prompt_logprobs=20)
     assert caught.value.param == "prompt_logprobs"
