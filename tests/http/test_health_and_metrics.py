@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from moe_serve.engine.request.pool_stats import MicroBatchCount, Pool, PoolStats, PoolUse, StageUse
-from moe_serve.http.admin.health_routes import ProgressWatch
+from moe_serve.http.admin.status import ProgressWatch
 from moe_serve.http.metrics.metrics import route_label
 
 

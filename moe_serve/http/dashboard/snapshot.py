@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from moe_serve.engine.request.client import EngineClient, EngineStats
 from moe_serve.engine.routes.placement_control import PlacementBrief, PlacementControl
 from moe_serve.http.generation.generation import GenerationService
-from moe_serve.http.metrics.recent_requests import RecentRequests
+from moe_serve.http.metrics.recent import RecentRequests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

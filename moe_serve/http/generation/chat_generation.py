@@ -11,18 +11,19 @@ from dataclasses import dataclass, replace
 
 from moe_serve.engine.request.request import FinishReason, TokenLogprob
 from moe_serve.engine.request.thinking_markers import ThinkingMarkers
-from moe_serve.http.generation.admission import admit_params, admit_priority
 from moe_serve.http.generation.assistant_formats import forced, led
 from moe_serve.http.generation.context import ServerContext
-from moe_serve.http.generation.engine_requests import (
-    TokenLimits,
-    build_engine_requests,
-    check_given_logprobs,
-)
 from moe_serve.http.generation.generation import Generation, Usage
 from moe_serve.http.generation.prompts import Prompt, chat_prompt, truncated
 from moe_serve.http.generation.reasoning_tokens import ReasoningTokens
-from moe_serve.http.generation.routed_requests import with_routed_experts
+from moe_serve.http.generation.requests import (
+    TokenLimits,
+    admit_params,
+    admit_priority,
+    build_engine_requests,
+    check_given_logprobs,
+    with_routed_experts,
+)
 from moe_serve.http.generation.sequence import Piece
 from moe_serve.http.metrics.metrics import CallOutcome
 from moe_serve.http.schema.schemas import ChatBody

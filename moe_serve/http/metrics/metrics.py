@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.core import Metric
 
 from moe_serve.config.sections import MetricsAlias
 from moe_serve.engine.request.client import EngineClient
@@ -19,20 +18,14 @@ from moe_serve.engine.request.request import FinishReason
 from moe_serve.engine.routes.placement_control import PlacementControl
 from moe_serve.engine.tracing import Tracing
 from moe_serve.http.gate.key_limits import KeyRefusal
-from moe_serve.http.metrics.batching_families import batching_families
-from moe_serve.http.metrics.cache_families import NO_CACHE_FACTS, CacheFacts, cache_families
+from moe_serve.http.metrics.collectors import EngineCollector
+from moe_serve.http.metrics.engine_families import NO_CACHE_FACTS, CacheFacts
+from moe_serve.http.metrics.family_maker import PREFIX
 from moe_serve.http.metrics.finished_sequence import FinishedSequence
-from moe_serve.http.metrics.memory_families import memory_families
 from moe_serve.http.metrics.metrics_alias import with_alias
-from moe_serve.http.metrics.placement_families import placement_families
-from moe_serve.http.metrics.pool_families import pool_families
-from moe_serve.http.metrics.recent_requests import RecentRequests
+from moe_serve.http.metrics.recent import RecentRequests, TokenGaps
 from moe_serve.http.metrics.request_families import RequestHistograms
-from moe_serve.http.metrics.step_families import step_families
-from moe_serve.http.metrics.token_gaps import TokenGaps
-from moe_serve.http.metrics.trace_families import trace_families
 
-PREFIX = "moe_serve:"
 _ROUTES = frozenset(
     {
         "/v1/chat/completions",
@@ -113,7 +106,7 @@ class ServerMetrics:
         """`tool_parser`: the name of the parser that looks for tool calls, if there is one."""
         self.registry = _Registry(alias)
         self._model_name = model_name
-        self.registry.register(_EngineCollector(engine, model_name, tracing, placement, cache))
+        self.registry.register(EngineCollector(engine, model_name, tracing, placement, cache))
         self._ttft = self._histogram(
             "time_to_first_token_seconds", "From the request to its first token.", _TTFT_BUCKETS
         )
@@ -212,81 +205,6 @@ class ServerMetrics:
 
     def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
         return Counter(PREFIX + name, text, ["model_name", *labels], registry=self.registry)
-
-
-class _EngineCollector(Collector):
-    """Reads the engine's snapshot when Prometheus scrapes."""
-
-    def __init__(
-        self,
-        engine: EngineClient,
-        model_name: str,
-        tracing: Tracing | None,
-        placement: PlacementControl | None,
-        cache: CacheFacts,
-    ) -> None:
-        self._engine, self._tracing, self._placement = engine, tracing, placement
-        self._cache = cache
-        self._model_name = model_name
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._engine.stats()
-        num_used_pages = stats.num_pages - stats.num_free_pages
-        gauges: dict[str, tuple[str, float]] = {
-            "num_requests_running": ("Sequences in the batch.", stats.num_running),
-            "num_requests_waiting": ("Sequences in the queue.", stats.num_waiting),
-            "kv_cache_usage_perc": (
-                "Share of the KV pages that sequences hold, 0 to 1.",
-                num_used_pages / max(1, stats.num_pages),
-            ),
-            "prefix_cache_pages": ("KV pages in the prefix cache.", stats.num_cached_pages),
-        }
-        counters = {
-            "prompt_tokens": ("Prompt tokens computed.", stats.num_prompt_tokens),
-            "generation_tokens": ("Tokens generated.", stats.num_generated_tokens),
-            "num_preemptions": (
-                "Sequences preempted because no KV page was free.",
-                stats.num_preemptions,
-            ),
-            "prefix_cache_queries": (
-                "Prompt tokens looked up in the prefix cache.",
-                stats.num_queried_tokens,
-            ),
-            "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", stats.num_hit_tokens),
-            "prompt_tokens_cached": (
-                "prefix_cache_hits_total under another name that vLLM has.",
-                stats.num_hit_tokens,
-            ),
-            "prefix_cache_evictions": (
-                "Pages evicted from the prefix cache to make room.",
-                stats.num_evicted_pages,
-            ),
-            "corrupted_requests": (
-                "Sequences that failed because the model computed NaN or infinity.",
-                stats.num_corrupted,
-            ),
-            "engine_steps": ("Steps of the engine.", stats.num_steps),
-        }
-        for name, (text, value) in gauges.items():
-            gauge = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
-            gauge.add_metric([self._model_name], value)
-            yield gauge
-        for name, (text, value) in counters.items():
-            counter = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
-            counter.add_metric([self._model_name], value)
-            yield counter
-        yield from step_families(stats, PREFIX, self._model_name)
-        yield from cache_families(stats, self._cache, PREFIX, self._model_name)
-        if stats.expert_memory is not None:
-            yield from memory_families(stats.expert_memory, PREFIX, self._model_name)
-        if stats.batching is not None:
-            yield from batching_families(stats.batching, PREFIX, self._model_name)
-        if stats.pools is not None:
-            yield from pool_families(stats.pools, PREFIX, self._model_name)
-        if self._tracing is not None:
-            yield from trace_families(self._tracing.status(), PREFIX, self._model_name)
-        if self._placement is not None:
-            yield from placement_families(self._placement.status(), PREFIX, self._model_name)
 
 
 def route_label(path: str) -> str:

@@ -9,16 +9,15 @@ import msgspec
 
 from moe_serve.http.generation.chat_generation import ChatPiece
 from moe_serve.http.generation.generation import Usage
-from moe_serve.http.generation.logprob_format import chat_logprobs
+from moe_serve.http.generation.logprob_format import chat_logprobs, prompt_logprobs
 from moe_serve.http.generation.routed_experts import routed_fields, routed_json
-from moe_serve.http.openai.chat_answer import ChatChoice
+from moe_serve.http.openai.answers import ChatChoice
 from moe_serve.http.openai.chunk_format import (
     ChunkWriter,
     ResponseHead,
     timing_fields,
     usage_fields,
 )
-from moe_serve.http.openai.prompt_logprob_format import prompt_logprobs
 from moe_serve.text.assistant.delta import AssistantDelta, CallDelta
 from moe_serve.text.tokenizer import Tokenizer
 

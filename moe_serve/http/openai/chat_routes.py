@@ -12,8 +12,7 @@ from fastapi import APIRouter, Request, Response
 from moe_serve.http.generation.chat_generation import ChatGeneration, start_chat
 from moe_serve.http.generation.context import ServerContext
 from moe_serve.http.generation.respond import request_body_schema, stream_response, whole_response
-from moe_serve.http.openai.answer import written_answer
-from moe_serve.http.openai.chat_answer import collect_chat
+from moe_serve.http.openai.answers import collect_chat, written_answer
 from moe_serve.http.openai.chat_format import ChatChunks, chat_response
 from moe_serve.http.openai.chunk_format import ResponseHead
 from moe_serve.http.schema.body import read_json_object

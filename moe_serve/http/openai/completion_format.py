@@ -10,18 +10,17 @@ import msgspec
 
 from moe_serve.engine.request.request import TokenLogprob
 from moe_serve.http.generation.generation import Usage
-from moe_serve.http.generation.logprob_format import completion_logprobs
+from moe_serve.http.generation.logprob_format import completion_logprobs, prompt_logprobs
 from moe_serve.http.generation.prompts import Prompt
 from moe_serve.http.generation.routed_experts import routed_fields, routed_json
 from moe_serve.http.generation.sequence import Piece
-from moe_serve.http.openai.answer import Choice
+from moe_serve.http.openai.answers import Choice
 from moe_serve.http.openai.chunk_format import (
     ChunkWriter,
     ResponseHead,
     timing_fields,
     usage_fields,
 )
-from moe_serve.http.openai.prompt_logprob_format import prompt_logprobs
 from moe_serve.text.detokenizer import make_detokenizer
 from moe_serve.text.text_stream import TextDelta
 from moe_serve.text.tokenizer import Tokenizer

@@ -10,8 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moe_serve.http.generation.request_trace import RequestTrace, open_trace
 from moe_serve.http.metrics.metrics import route_label
-from moe_serve.http.tracing.span_attributes import METHODS
-from moe_serve.http.tracing.span_export import ServedRequest, SpanExport
+from moe_serve.http.tracing.spans import METHODS, ServedRequest, SpanExport
 
 _LOGGER = logging.getLogger(__name__)
 _UNTRACED = ("/health", "/metrics", "/ping", "/dashboard")  # polled every few seconds

@@ -15,7 +15,7 @@ from moe_serve.http.dashboard.event_log import MAX_EVENTS, EventLog
 from moe_serve.http.dashboard.event_watch import EventWatch
 from moe_serve.http.dashboard.history import History
 from moe_serve.http.dashboard.snapshot import Snapshot
-from moe_serve.http.metrics.recent_times import RecentTimes
+from moe_serve.http.metrics.recent import RecentTimes
 
 STATS = EngineStats(
     num_steps=1, num_running=2, num_waiting=3, num_pages=10, num_free_pages=4,

@@ -11,9 +11,9 @@ from starlette.testclient import TestClient
 from moe_serve.engine.request.request import GenerationRequest, TokenLogprob
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.errors import InvalidRequestError
-from moe_serve.http.generation.engine_requests import TokenLimits, build_engine_requests
 from moe_serve.http.generation.prompt_logprobs import SharedPromptLogprobs
 from moe_serve.http.generation.prompts import Prompt
+from moe_serve.http.generation.requests import TokenLimits, build_engine_requests
 from moe_serve.http.generation.sequence import Piece
 from moe_serve.http.schema.schemas import CompletionBody
 from moe_serve.text.text_stream import TextDelta

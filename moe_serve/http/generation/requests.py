@@ -6,10 +6,51 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.request import MAX_PRIORITY, GenerationRequest
 from moe_serve.engine.request.sampling_params import MAX_CHOICES, SamplingParams
-from moe_serve.errors import ContextLengthError, InvalidRequestError
+from moe_serve.engine.sampling.bad_words import with_bad_word_ids
+from moe_serve.errors import ContextLengthError, InvalidGrammarError, InvalidRequestError
+from moe_serve.http.gate.auth import current_client
+from moe_serve.http.generation.context import ServerContext
 from moe_serve.http.generation.prompts import Prompt, check_prompt_length, tokens_requested
+from moe_serve.http.schema.schemas import GenerationBody
+
+
+async def admit_params(
+    server: ServerContext, params: SamplingParams, param: str | None = None
+) -> SamplingParams:
+    """Compiles the constraint, which came from the field `param`, and converts bad words to token
+    ids."""
+    if params.constraint is not None:
+        try:
+            constraint = await server.gate.admit(params.constraint, current_client().name)
+        except InvalidGrammarError as error:
+            if param is None:
+                raise InvalidGrammarError(str(error), param=None) from None
+            raise error.of_field(param) from None
+        params = replace(params, constraint=constraint)
+    return with_bad_word_ids(params, server.model.tokenizer)
+
+
+def admit_priority(server: ServerContext, priority: int | None) -> int:
+    """The priority of a request's sequences.
+
+    A client may be less urgent than its key allows, but not more urgent; otherwise it could delay
+    all other clients.
+    """
+    own = current_client().settings.min_priority
+    lowest = server.config.key_min_priority if own is None else own
+    if priority is None:
+        return max(0, lowest)
+    if priority < lowest:
+        raise InvalidRequestError(
+            f"priority must be in [{lowest}, {MAX_PRIORITY}] for this client, got {priority}. A "
+            "lower number is more urgent. The lower bound is server.key_min_priority, or "
+            "min_priority of the API key.",
+            param="priority",
+        )
+    return priority
+
 
 MAX_PROMPT_LOGPROBS = 2_000_000  # of one request, over all its choices
 MAX_GIVEN_LOGPROBS = 2_000_000  # of one complete answer, over all its choices; a stream holds none
@@ -145,3 +186,27 @@ def _with_max_tokens(params: SamplingParams, prompt: Prompt, limits: TokenLimits
         field = limits.max_tokens_field
         raise ContextLengthError(f"{used} {field} must be at most {room} here.", param=field)
     return params
+
+
+MAX_ROUTED_IDS = 16_000_000  # in one complete answer; a stream holds none
+
+
+def with_routed_experts(
+    requests: list[GenerationRequest], body: GenerationBody, server: ServerContext
+) -> list[GenerationRequest]:
+    """Marks the requests if the body has `return_routed_experts`.
+
+    Raises InvalidRequestError if an answer without stream could hold too many ids.
+    """
+    if not body.return_routed_experts:
+        return requests
+    room, each = server.model.max_model_len, server.model.ids_per_token
+    num_tokens = sum(r.params.max_tokens or room - len(r.prompt_token_ids) for r in requests)
+    if not body.stream and num_tokens * each > MAX_ROUTED_IDS:
+        raise InvalidRequestError(
+            f"return_routed_experts for up to {num_tokens} tokens with {each} expert ids each "
+            f"gives {num_tokens * each} ids; an answer without stream is limited to "
+            f"{MAX_ROUTED_IDS}. Set a smaller max_tokens, or use stream: true.",
+            param="return_routed_experts",
+        )
+    return [replace(request, wants_routed_experts=True) for request in requests]

@@ -1,6 +1,7 @@
-"""POST /admin/trace/start and /admin/trace/stop, GET /admin/trace/status.
+"""The admin routes for recording routing traces and for the placement. They need an admin key.
 
-They need an admin key.
+POST /admin/trace/start and /admin/trace/stop, GET /admin/trace/status
+GET /admin/placement and /admin/placement/plan, POST /admin/placement/rebalance
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ import asyncio
 from dataclasses import asdict
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
+from experts.placement.plan_file import placement_text
+from moe_serve.engine.routes.placement_control import PlacementControl
 from moe_serve.engine.tracing import MIN_RATE, Tracing, TracingStatus
-from moe_serve.errors import InvalidRequestError
+from moe_serve.errors import InvalidRequestError, RebalanceError
 from moe_serve.http.gate.auth import ADMIN_PREFIX
 from moe_serve.http.schema.body import read_json_object
 
@@ -75,3 +78,30 @@ def _options(body: dict[str, Any]) -> tuple[float | None, bool | None]:
             f"weights must be true or false, got {has_weights!r}.", param="weights"
         )
     return rate, has_weights
+
+
+def placement_router(placement: PlacementControl | None) -> APIRouter:
+    """`placement` None: the server has no expert ranks, and the routes answer with an error."""
+    router = APIRouter(prefix=f"{ADMIN_PREFIX}/placement")
+
+    def control() -> PlacementControl:
+        if placement is None:
+            raise RebalanceError(
+                "This server has no expert ranks, so no experts can be moved "
+                "(cluster.expert_ranks is 0)."
+            )
+        return placement
+
+    @router.get("")
+    async def status() -> dict[str, Any]:
+        return asdict(await asyncio.to_thread(control().status))
+
+    @router.get("/plan")
+    async def plan() -> Response:
+        return Response(placement_text(control().plan()), media_type="application/json")
+
+    @router.post("/rebalance")
+    async def rebalance() -> dict[str, Any]:
+        return asdict(await asyncio.to_thread(control().rebalance))
+
+    return router
