@@ -1,10 +1,14 @@
-"""The OpenAI-compatible HTTP server: routes, request schemas, SSE, keys, errors, metrics.
+"""The OpenAI-compatible HTTP server.
 
-edge.py, auth.py        every request: id, metrics, last error boundary; API key
-*_protocol.py           uvicorn's two, with limits for heads and for readers that do not read
-body.py, schemas.py     bytes -> checked request object, or a 4xx that names the field
-*_routes.py             one file per family of routes
-generation.py           engine requests of one HTTP request, and their text as it comes
-*_format.py             OpenAI's shapes, as JSON and as SSE events
-app.py, server.py       the FastAPI application; uvicorn, signals and drain
+app.py, server.py   the FastAPI application; uvicorn, signals and drain
+edge.py             the outermost middleware: request id, metrics, errors
+loading.py          answers while the model is loading
+gate/               access: keys, limits, hosts, origins
+schema/             request bodies -> checked objects, or a 4xx that names the field
+generation/         checked requests -> engine requests -> pieces of text
+openai/, anthropic/ the routes and answers of the two APIs
+admin/              health, status, placement and recording
+dashboard/, pages/  the dashboard's data and its pages
+metrics/, tracing/  Prometheus metrics and OpenTelemetry spans
+wire/               connections, transports and TLS
 """

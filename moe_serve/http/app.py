@@ -12,17 +12,17 @@ from moe_serve.engine.sampling.grammar.gate import GrammarGate
 from moe_serve.engine.sampling.grammar.grammars import Grammars
 from moe_serve.engine.sampling.grammar.vocabulary import vocabulary_of
 from moe_serve.engine.tracing import Tracing
-from moe_serve.http.admin.hang_routes import hang_router
-from moe_serve.http.admin.health_routes import health_router
-from moe_serve.http.admin.info_routes import info_router
+from moe_serve.http.admin.control import placement_router, trace_router
 from moe_serve.http.admin.load_report import LoadReportMiddleware
-from moe_serve.http.admin.model_routes import model_router
-from moe_serve.http.admin.placement_routes import placement_router
 from moe_serve.http.admin.render_routes import render_router
-from moe_serve.http.admin.server_collector import ServerCollector
-from moe_serve.http.admin.startup_routes import startup_router
+from moe_serve.http.admin.status import (
+    hang_router,
+    health_router,
+    info_router,
+    model_router,
+    startup_router,
+)
 from moe_serve.http.admin.token_routes import token_router
-from moe_serve.http.admin.trace_routes import trace_router
 from moe_serve.http.anthropic.routes import messages_router
 from moe_serve.http.dashboard.board import Board
 from moe_serve.http.dashboard.facts import NO_FACTS, DashboardFacts
@@ -39,7 +39,7 @@ from moe_serve.http.generation.assistant_formats import assistant_formats
 from moe_serve.http.generation.context import ServerContext
 from moe_serve.http.generation.generation import GenerationService
 from moe_serve.http.generation.served_model import ServedModel
-from moe_serve.http.metrics.expert_collector import ExpertCollector
+from moe_serve.http.metrics.collectors import ExpertCollector, ServerCollector
 from moe_serve.http.metrics.metrics import ServerMetrics
 from moe_serve.http.openai.chat_routes import chat_router
 from moe_serve.http.openai.completion_routes import completion_router
@@ -48,8 +48,8 @@ from moe_serve.http.openai.responses.routes import responses_router
 from moe_serve.http.openapi import honest_openapi
 from moe_serve.http.operations import Operations
 from moe_serve.http.schema.errors import HANDLED_ERRORS, error_handler
-from moe_serve.http.tracing.span_export import SpanExport
 from moe_serve.http.tracing.span_middleware import SpanMiddleware
+from moe_serve.http.tracing.spans import SpanExport
 
 
 def create_app(
@@ -63,7 +63,7 @@ def create_app(
     grammars: Grammars | None = None,
     operations: Operations | None = None,
 ) -> FastAPI:
-    """The application for one engine and one model. `app.state` has what is for the server."""
+    """Creates the application for one engine and one model. The server reads `app.state`."""
     operations = operations or Operations()
     assistant = assistant_formats(model, config)
     alias, parser = config.metrics_alias, assistant.tool_parser
@@ -83,7 +83,9 @@ def create_app(
         assistant=assistant,
     )
     board = Board(server, placement, facts)
-    metrics.registry.register(ServerCollector(generations, model.name, operations.startup))
+    metrics.registry.register(
+        ServerCollector(engine, lambda: generations.is_draining, model.name, operations.startup)
+    )
     metrics.registry.register(
         ExpertCollector(facts.experts, placement, model.name, has_each=config.expert_metrics)
     )
@@ -91,7 +93,7 @@ def create_app(
         title="moe-serve",
         lifespan=board.lifespan,
         version=__version__,
-        docs_url=None,  # the pages of /docs come from a CDN
+        docs_url=None,  # the pages of /docs load scripts from a CDN
         redoc_url=None,
         redirect_slashes=False,
     )
@@ -136,7 +138,7 @@ def _add_middleware(
     access: AccessLog,
     spans: SpanExport | None,
 ) -> None:
-    """The last one added is the outermost."""
+    """Adds the middleware. The last one added is the outermost."""
     app.add_middleware(LoadReportMiddleware, stats=engine.stats)
     keys, admin_keys = KeyRing(config.api_keys, config.api_key_file), KeyRing(config.admin_keys)
     app.add_middleware(KeyLimitMiddleware, config=config, count=metrics.count_rejection)
@@ -150,6 +152,6 @@ def _add_middleware(
 
 
 def _own_grammars(engine: EngineClient, model: ServedModel) -> Grammars:
-    """Where the engine shares none."""
+    """The grammars if the engine does not share its own."""
     tokenizer, eos = model.tokenizer, frozenset(model.tokenizer.eos_token_ids)
     return Grammars(lambda: vocabulary_of(tokenizer, engine.vocab_size, eos))

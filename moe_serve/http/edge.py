@@ -1,4 +1,4 @@
-"""The outermost layer of every request: its id, its count in the metrics, the last boundary."""
+"""The outermost middleware: request id, HTTP metrics and access log, last error boundary."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _MAX_REQUEST_ID_CHARS = 128
 
 
 class EdgeMiddleware:
-    """Echoes the client's X-Request-Id (or makes one) and turns an unknown exception into a 500.
+    """Echoes the client's X-Request-Id (or creates one) and turns unknown exceptions into a 500.
 
-    The client's id is only echoed and logged; nothing is ever looked up by it.
+    The client's id is only echoed and logged; it is never used for a lookup.
     """
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics, access: AccessLog) -> None:
@@ -49,7 +49,7 @@ class EdgeMiddleware:
             if not is_health_path(scope["path"]):
                 await self._pace.turn()
             await self._app(scope, receive, send_with_id)
-        except Exception:  # the top of a request: whatever it was, the server lives on
+        except Exception:  # the top of a request: the server continues after any error
             _LOGGER.exception("request %s failed: %r", request_id, scope["path"][:200])
             if status is None:
                 await internal_error().response(scope["path"])(scope, receive, send_with_id)
@@ -61,7 +61,7 @@ class EdgeMiddleware:
 
 
 def is_health_path(path: str) -> bool:
-    """They wait for nobody."""
+    """True for health checks, which are never delayed."""
     return path.startswith("/health") or path == "/ping"
 
 

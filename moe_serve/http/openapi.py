@@ -1,8 +1,8 @@
-"""openapi.json as this server really answers: what FastAPI cannot know of our routes.
+"""Corrects openapi.json where FastAPI does not know how our routes work.
 
-The routes read their bodies themselves and refuse with one envelope, never with FastAPI's 422; some
-stream, and /metrics is text. Schemas that bring definitions of their own ("$defs") get them moved
-to the document's components, where their references can be followed.
+The routes read their bodies themselves and answer errors with one envelope, never with FastAPI's
+422. Some stream, and /metrics is text. Schemas with their own definitions ("$defs") get them moved
+to the document's components, where references can be followed.
 """
 
 from __future__ import annotations
@@ -46,15 +46,18 @@ _ANTHROPIC_ERROR = {
     },
 }
 _ERRORS = {"Error": _OPENAI_ERROR, "AnthropicError": _ANTHROPIC_ERROR}
-_RANGES = {"4XX": "The request is at fault.", "5XX": "The server is, or it cannot serve now."}
+_RANGES = {
+    "4XX": "The request is invalid or not allowed.",
+    "5XX": "The server failed, or cannot serve requests now.",
+}
 
 
 def honest_openapi(app: FastAPI) -> Callable[[], dict[str, Any]]:
-    """For `app.openapi`: FastAPI's document, made once, and put right."""
+    """Returns a function for `app.openapi` that makes FastAPI's document once and corrects it."""
     make = app.openapi
 
     def openapi() -> dict[str, Any]:
-        document = make()  # FastAPI keeps it, so this is done once
+        document = make()  # FastAPI caches it, so this is done once
         components = document.setdefault("components", {})
         if "Error" not in components.get("schemas", {}):
             _put_right(document, components)
@@ -80,7 +83,7 @@ def _put_right(document: dict[str, Any], components: dict[str, Any]) -> None:
 
 
 def _responses(path: str, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of success, with their media types, and the envelope for all others."""
+    """The successful answers with their media types, and the error envelope for all others."""
     found = {status: dict(answer) for status, answer in known.items() if status.startswith("2")}
     for answer in found.values():
         if path in _STREAMING:
@@ -96,7 +99,7 @@ def _responses(path: str, known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _moved(schema: dict[str, Any], owner: str, schemas: dict[str, Any]) -> dict[str, Any]:
-    """The schema with its definitions among `schemas`, under names of its own."""
+    """Moves the definitions of the schema to `schemas`, under unique names."""
     names = {name: f"{owner}.{name}" for name in schema.get("$defs", {})}
     for name, definition in schema.get("$defs", {}).items():
         schemas[names[name]] = _renamed(definition, names)

@@ -1,4 +1,4 @@
-"""What the application is given of the process that it runs in; a test may leave it out."""
+"""Properties of the process that the application runs in. Tests may leave them out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from moe_serve.engine.watch.startup import Startup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operations:
-    """`hangs` None: nobody watches, and /admin/hang is not there."""
+    """The log configuration, the start's progress and the hang watch.
+
+    `hangs` None: there is no hang watch, and /admin/hang does not exist.
+    """
 
     log: LogConfig = field(default_factory=LogConfig)
     startup: Startup = field(default_factory=Startup)

@@ -1,4 +1,4 @@
-"""Running the application: the socket, the signals, the drain.
+"""Runs the application: the socket, the signals, the drain.
 
 first SIGTERM or SIGINT   new requests get 503, open ones finish, then the process ends with 0
 drain_timeout_s later, or
@@ -30,8 +30,8 @@ from moe_serve.http.wire.tls import Tls
 from moe_serve.http.wire.uvicorn_config import uvicorn_config
 
 _ENGINE_CHECK_S = 1.0
-# The engine's thread and the event loop's take turns at the interpreter. With Python's 5 ms each
-# waits that long for the other one whenever a kernel or a socket has let go of it.
+# The engine's thread and the event loop's thread take turns holding the GIL. With Python's default
+# of 5 ms each waits that long for the other whenever a kernel or a socket has released it.
 _SWITCH_INTERVAL_S = 0.0005
 
 OnReady = Callable[[str, int], None]
@@ -44,11 +44,11 @@ def run_server(
     on_ready: OnReady | None = None,
     listener: socket.socket | None = None,
 ) -> None:
-    """Serve until a signal comes. `on_ready` gets the host and the real port once both are bound.
+    """Serves until a signal comes. `on_ready` gets the host and the real port once both are bound.
 
-    `listener` is what `bind` gave, if the caller has bound already; it is closed at the end.
+    `listener` is the result of `bind`, if the caller has bound already; it is closed at the end.
     Raises ConfigError if the address cannot be bound, EngineDeadError when the engine dies. The
-    engine is the caller's to start and stop.
+    caller starts and stops the engine.
     """
     with listener or bind(config.host, config.port) as bound:
         server = DrainingServer(app, engine, config, on_ready)
@@ -59,17 +59,19 @@ def run_server(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that is bound and listens; port 0 takes any free one.
+    """Returns a listening socket; port 0 takes any free one.
 
-    Only listening makes the port ours: two programs that start at once may both bind it.
+    Only listening reserves the port: two programs that start at once may both bind it.
     """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, proto)
-    except (OSError, UnicodeError) as error:  # the latter of labels that no name can have
-        raise ConfigError(f"server.host: {host!r} is not an address here ({error}).") from error
+    except (OSError, UnicodeError) as error:  # UnicodeError: of labels that cannot be host names
+        raise ConfigError(
+            f"server.host: {host!r} is not an address of this machine ({error})."
+        ) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -77,13 +79,13 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"server.port: cannot listen on {host}:{port} ({error.strerror}); choose another port."
+            f"server.port: cannot listen on {host}:{port} ({error.strerror}). Choose another port."
         ) from error
     return listener
 
 
 class DrainingServer(ClosingServer):
-    """uvicorn, except that a signal drains before the sockets close."""
+    """A uvicorn server that drains on a signal before the sockets close."""
 
     def __init__(
         self,
@@ -105,7 +107,8 @@ class DrainingServer(ClosingServer):
         self._next_engine_check = 0.0
 
     def begin_shutdown(self) -> None:
-        """Start to drain; called again, cut at once. On the event loop's thread only."""
+        """Starts the drain; at the second call it ends open requests at once. On the loop's thread
+        only."""
         if self._drain_deadline is None:
             self._drain_deadline = time.monotonic() + self._server_config.drain_timeout_s
             self._generations.begin_drain()
@@ -113,7 +116,8 @@ class DrainingServer(ClosingServer):
             self._drain_deadline = 0.0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """In a signal handler: only wake the loop. The signal is not raised again at the end."""
+        """Called in a signal handler, so it only wakes the loop. The signal is not raised again
+        later."""
         if self._loop is None:
             self.should_exit = True
         else:
@@ -122,7 +126,7 @@ class DrainingServer(ClosingServer):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        # What was loaded stays: to look through it again would hold all streams up for 150 ms.
+        # Loaded objects stay: scanning them again would stall all streams for 150 ms.
         gc.collect()
         gc.freeze()
         self._lag = LoopLag(self._loop, self._metrics.observe_loop_lag)
@@ -137,7 +141,7 @@ class DrainingServer(ClosingServer):
         await super().shutdown(sockets)
 
     async def on_tick(self, counter: int) -> bool:
-        """Every 100 ms."""
+        """Called every 100 ms."""
         now = time.monotonic()
         if self._tls is not None:
             self._tls.look()
@@ -156,4 +160,4 @@ class DrainingServer(ClosingServer):
 
 
 def _cut_error() -> ApiError:
-    return draining_error("The server was shut down before this request was finished.")
+    return draining_error("The server shut down before this request was finished.")

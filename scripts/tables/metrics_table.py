@@ -31,9 +31,9 @@ from moe_serve.engine.routes.route_records import RouteRecord
 from moe_serve.engine.tracing import TracingStatus
 from moe_serve.engine.watch.expert_load import ExpertLoad
 from moe_serve.engine.watch.startup import Startup
-from moe_serve.http.admin.server_collector import ServerCollector
-from moe_serve.http.metrics.expert_collector import ExpertCollector
-from moe_serve.http.metrics.metrics import PREFIX, RejectionReason, ServerMetrics
+from moe_serve.http.metrics.collectors import ExpertCollector, ServerCollector
+from moe_serve.http.metrics.family_maker import PREFIX
+from moe_serve.http.metrics.metrics import RejectionReason, ServerMetrics
 from moe_serve.http.metrics.metrics_alias import SAME_AS_VLLM
 from routing_predictor.traces.recording import RecordingStats
 from tables.page_block import PageBlock
@@ -116,9 +116,8 @@ def full_metrics() -> str:
     engine: Any = SimpleNamespace(stats=lambda: stats)
     tracing: Any = SimpleNamespace(status=lambda: recorded)
     placement: Any = SimpleNamespace(status=lambda: status, plan=lambda: plan)
-    generations: Any = SimpleNamespace(engine=engine, is_draining=False)
     metrics = ServerMetrics(engine, "m", tracing, placement, tool_parser="hermes")
-    metrics.registry.register(ServerCollector(generations, "m", _planned_start()))
+    metrics.registry.register(ServerCollector(engine, lambda: False, "m", _planned_start()))
     metrics.registry.register(ExpertCollector(_counted_load(), placement, "m", has_each=True))
     for finished in FinishReason:
         metrics.observe_end(1.0, finished)

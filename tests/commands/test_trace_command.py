@@ -134,7 +134,10 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: Capture) -> None:
         (("show", trace, "--json", tmp_path / "a" / "b"), "cannot be written"),
         (("import", tmp_path / "none.npz", "--out", tmp_path / "x"), "does not exist"),
         (("import", prompts, "--out", trace), "already exists"),
-        (("record", "--prompts", prompts, "--out", tmp_path / "left.safetensors"), "left.parts already exists"),
+        (
+            ("record", "--prompts", prompts, "--out", tmp_path / "left.safetensors"),
+            "left.parts already exists",
+        ),
         (("import", tmp_path / "back.npz", "--out", tmp_path / "x"), "has position 1 after 2"),
         (("import", tmp_path / "a.npy", "--out", prompts / "x"), "cannot be written: Not a dir"),
         (

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from moe_serve.engine.request.pool_stats import MicroBatchCount, Pool, PoolStats, PoolUse, StageUse
-from moe_serve.http.admin.health_routes import ProgressWatch
+from moe_serve.http.admin.status import ProgressWatch
 from moe_serve.http.metrics.metrics import route_label
 
 
@@ -44,7 +44,7 @@ def test_ranks_away_are_no_stall_but_not_ready(client: TestClient, engine: Any) 
     response = client.get("/health/ready")
     assert response.status_code == 503
     error = response.json()["error"]
-    assert error["code"] == "ranks_away" and "for 75 s now" in error["message"]
+    assert error["code"] == "ranks_away" and "missing for 75 s" in error["message"]
 
 
 def test_busy_is_live_and_stalled_is_not(engine: Any) -> None:

@@ -96,13 +96,13 @@ COMMON = [
     ({"priority": True}, "priority", "an integer"),
     ({"request_id": "a b"}, "request_id", "pattern"),
     ({"prompt_logprobs": -1}, "prompt_logprobs", "must be 0 to 20"),
-    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "only allowed without stream"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not allowed with stream: true"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1 or at least 1"),
     ({"truncate_prompt_tokens": 512}, "truncate_prompt_tokens", "at most 511"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "'json_schema'"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
     ({"response_format": {"type": "text", "a": 1}}, "response_format.a", "Unknown"),
-    ({"regex": "a", "grammar": 'root ::= "a"'}, "grammar", "send one"),
+    ({"regex": "a", "grammar": 'root ::= "a"'}, "grammar", "send only one"),
     ({"guided_choice": ["a", 1]}, "guided_choice.1", "a string"),
     ({"guided_choice": []}, "guided_choice", "1 to 1024 choices"),
     ({"regex": "x" * 70_000}, "regex", "at most 65536"),
@@ -256,8 +256,7 @@ def test_bad_completions(
         (
             1,
             {"min_tokens": 30},
-            "min_tokens (30) must not exceed max_tokens, "
-            "which is 16 here as the request does not set it.",
+            "min_tokens (30) must not exceed max_tokens, which is 16 by default for this prompt.",
         ),
         (
             1,

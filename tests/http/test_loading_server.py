@@ -18,9 +18,8 @@ from moe_serve.config.sections import ServerConfig
 from moe_serve.engine.memory.memory_plan import MemoryPlan, ProcessMemory, Room
 from moe_serve.engine.watch.startup import Startup
 from moe_serve.errors import ConfigError
-from moe_serve.http import loading_server
-from moe_serve.http.loading_app import loading_app
-from moe_serve.http.loading_server import LoadingServer
+from moe_serve.http import loading as loading_server
+from moe_serve.http.loading import LoadingServer, loading_app
 from moe_serve.http.server import DrainingServer, bind
 
 PROCESS = ProcessMemory(name="server", device="cpu", weights=7, kv_bytes=3, num_pages=2)

@@ -30,7 +30,7 @@ from moe_serve.http.dashboard.facts import dashboard_facts
 from moe_serve.http.operations import Operations
 from moe_serve.http.pages.page_files import PAGE_FILES
 from moe_serve.http.server import run_server
-from moe_serve.http.tracing.span_export import make_span_export
+from moe_serve.http.tracing.spans import make_span_export
 from moe_serve.model.load.model_tensors import LoadProgress
 
 BuildEngine = Callable[[EngineConfig, LoadProgress | None], BuiltEngine]

@@ -13,7 +13,7 @@ from types import FrameType
 from moe_serve.config.logs import STARTUP_LOG
 from moe_serve.config.sections import Config
 from moe_serve.engine.watch.startup import Startup
-from moe_serve.http.loading_server import LoadingServer
+from moe_serve.http.loading import LoadingServer
 from moe_serve.http.server import bind
 from moe_serve.model.load.model_tensors import LoadProgress
 from moe_serve.planning.plan_memory import plan_memory

@@ -1,11 +1,11 @@
-"""The `endpoint-load-metrics` header of answers: the load of this server, for balancers (ORCA).
+"""The `endpoint-load-metrics` header of answers reports the server's load to balancers (ORCA).
 
 A client asks with `endpoint-load-metrics-format: TEXT` or `JSON`, and gets vLLM's two values:
 
     endpoint-load-metrics: TEXT named_metrics.kv_cache_usage_perc=0.25, named_metrics.…=3.0
     endpoint-load-metrics: JSON {"named_metrics":{"kv_cache_usage_perc":0.25,…}}
 
-A streamed answer has the load at its start, a whole one that at its end.
+A streamed answer has the load at its start, a complete one the load at its end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PATHS = frozenset(
 
 
 class LoadReportMiddleware:
-    """Adds the header to the answers of routes that generate, where the client asks for it."""
+    """Adds the header to the answers of generating routes, if the client asks for it."""
 
     def __init__(self, app: ASGIApp, stats: Callable[[], EngineStats]) -> None:
         self._app, self._stats = app, stats
@@ -50,7 +50,7 @@ class LoadReportMiddleware:
 
 
 def load_report(stats: EngineStats, wanted: str) -> str:
-    """The header's value in one of `FORMATS`."""
+    """The value of the header in one of `FORMATS`."""
     num_used = stats.num_pages - stats.num_free_pages
     metrics = {
         "kv_cache_usage_perc": num_used / max(1, stats.num_pages),

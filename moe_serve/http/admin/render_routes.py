@@ -1,4 +1,5 @@
-"""POST /v1/chat/completions/render and /v1/completions/render: the prompt, and no answer."""
+"""POST /v1/chat/completions/render and /v1/completions/render return the prompt without an
+answer."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def render_router(server: ServerContext) -> APIRouter:
 async def _rendered(
     prompts: Sequence[Prompt], body: GenerationBody, max_tokens: int | None, model: ServedModel
 ) -> list[dict[str, Any]]:
-    """Each prompt as the engine would get it; its text as its tokens say."""
+    """Each prompt as the engine would get it. The text is decoded from its tokens."""
 
     def work() -> list[dict[str, Any]]:
         return [_entry(prompt, model) for prompt in cut]

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, also under /v1; GET /tokenizer_info, where it is enabled."""
+"""POST /tokenize and /detokenize, also under /v1; GET /tokenizer_info, if it is enabled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What POST /v1/messages and /v1/messages/count_tokens accept."""
+"""The request bodies of POST /v1/messages and /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class OutputConfig(StrictSchema):
 
 
 class CountTokensBody(StrictSchema):
-    """What makes up the prompt. Blocks are told apart in `content.py`."""
+    """The fields that make up the prompt. `content.py` reads the blocks."""
 
     messages: Annotated[list[Any], at_most("messages", MAX_MESSAGES, at_least=1)]
     model: str | None = None
@@ -63,7 +63,8 @@ class CountTokensBody(StrictSchema):
     output_config: OutputConfig | None = None
 
     def check(self, *, is_strict: bool, has_reasoning: bool) -> list[str]:
-        """The names of the fields that have no effect; some need a model that `has_reasoning`."""
+        """Returns the names of the fields without effect; some need a model that
+        `has_reasoning`."""
         extras = dict(self.model_extra or {})
         for name in CHAT_FIELDS:
             extras.pop(name, None)
@@ -89,12 +90,12 @@ class CountTokensBody(StrictSchema):
 
     @property
     def thinking_token_budget(self) -> int | None:
-        """Only thinking that is enabled has one, not an adaptive one."""
+        """The limit of reasoning tokens. Only thinking of type "enabled" has one."""
         is_enabled = self.thinking is not None and self.thinking.type == "enabled"
         return self.thinking.budget_tokens if self.thinking and is_enabled else None
 
     def chat_fields(self) -> dict[str, Any]:
-        """The fields that a chat judges, as they were sent."""
+        """The fields that the schema of the chat checks, as the client sent them."""
         extras = self.model_extra or {}
         return {name: extras[name] for name in CHAT_FIELDS if extras.get(name) is not None}
 

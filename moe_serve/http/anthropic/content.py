@@ -1,4 +1,4 @@
-"""Anthropic's messages, whose content is blocks, as the messages of a chat.
+"""Converts Anthropic's messages, whose content is made of blocks, to the messages of a chat.
 
 thinking, text, tool_use of the assistant   one assistant message
 tool_result of the user                     a message of role tool each, before the user's text
@@ -19,7 +19,7 @@ _IGNORED = frozenset(
     {"cache_control", "caller", "citations", "parsed_output", "provider_specific_fields"}
     | {"toolset_name"}
 )
-# Of each kind of block: the fields that are read.
+# The fields that are read, for each type of block.
 _FIELDS: Mapping[str, tuple[str, ...]] = {
     "text": ("type", "text"),
     "thinking": ("type", "thinking", "signature"),
@@ -44,19 +44,19 @@ Block = Mapping[str, Any]
 
 
 class ContentReader:
-    """Reads the messages of one request; `ignored` names the fields that had no effect."""
+    """Reads the messages of one request; `ignored` names the fields without effect."""
 
     def __init__(self, *, is_strict: bool) -> None:
         self.ignored: list[str] = []
         self._is_strict = is_strict
 
     def system(self, value: Any) -> list[dict[str, Any]]:
-        """The message for `system`, a string or blocks of text; none for an empty one."""
+        """The system message for a string or a list of text blocks; no message for an empty one."""
         text = "" if value is None else _text(self._blocks(value, "system", "system"))
         return [{"role": "system", "content": text}] if text else []
 
     def messages(self, messages: Sequence[Any]) -> list[dict[str, Any]]:
-        """Turns of one role that follow each other are one."""
+        """Converts the messages. Consecutive messages of one role are joined."""
         read: list[dict[str, Any]] = []
         for i, message in enumerate(messages):
             for made in self._message(message, f"messages.{i}"):
@@ -112,10 +112,11 @@ class ContentReader:
         return block
 
     def _check(self, extras: Mapping[str, Any], prefix: str, role: str) -> None:
-        """An answer that comes back may have fields of the client's library: no error."""
+        """Checks undeclared fields. In an answer that a client sends back they are never an
+        error."""
         is_strict = self._is_strict and role != "assistant"
         for name in check_fields(extras, _IGNORED, {}, prefix, is_strict):
-            short = name.removeprefix(prefix)  # the same one in many blocks is named once
+            short = name.removeprefix(prefix)  # a field that many blocks have is reported once
             self.ignored.append(short if short in _IGNORED else name)
 
 
@@ -147,7 +148,7 @@ def _text(blocks: Sequence[Block]) -> str:
 
 
 def _are_one_turn(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    """Two of the user, or plain text of the assistant twice."""
+    """True for two user messages, and for two assistant messages that have only text."""
     if first["role"] != second["role"] or first["role"] not in ("user", "assistant"):
         return False
     return first.keys() == second.keys() == {"role", "content"}

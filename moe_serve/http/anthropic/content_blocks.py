@@ -1,4 +1,4 @@
-"""The answer as content blocks, and the events of a stream as they grow.
+"""Converts the answer to content blocks, and to the events of a stream.
 
 One block is open at a time: content_block_start, deltas, content_block_stop.
 
@@ -20,7 +20,7 @@ from moe_serve.text.assistant.delta import AssistantDelta, CallDelta
 
 Event = dict[str, Any]
 Block = dict[str, Any]
-# Of each kind of block: its field that grows, the delta's type and the delta's field.
+# For each type of block: its field that grows, the type of the delta and the delta's field.
 _GROWTH: Mapping[str, tuple[str, str, str]] = {
     "thinking": ("thinking", "thinking_delta", "thinking"),
     "text": ("text", "text_delta", "text"),
@@ -29,7 +29,7 @@ _GROWTH: Mapping[str, tuple[str, str, str]] = {
 
 
 class ContentBlocks:
-    """Takes deltas, gives events; `blocks` are those that have ended."""
+    """Takes deltas and returns events. `blocks` has the finished blocks."""
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
@@ -39,7 +39,8 @@ class ContentBlocks:
 
     def push(self, delta: AssistantDelta) -> list[Event]:
         events: list[Event] = []
-        begun = self._call_index  # the rest of its call comes first: text ends its block
+        # the rest of an open call comes first, because text would close its block
+        begun = self._call_index
         for call in delta.calls:
             if call.index == begun:
                 events += self._call(call)
@@ -55,7 +56,7 @@ class ContentBlocks:
         return events
 
     def finish(self) -> list[Event]:
-        """End the open block. An answer without any gets an empty text."""
+        """Closes the open block. An answer without blocks gets an empty text."""
         events: list[Event] = []
         if self._open is None and not self.blocks:
             events += self._begin({"type": "text", "text": ""})
@@ -107,13 +108,16 @@ class ContentBlocks:
 
 
 def _signature(thinking: str) -> str:
-    """Clients wait for one, send it back, and some drop thinking without. It proves nothing, and is
-    not looked at when it comes back."""
+    """A signature for thinking blocks. It proves nothing and is not checked when it comes back.
+
+    Clients expect a signature and send it back, and some drop thinking blocks without one.
+    """
     return base64.b64encode(hashlib.sha256(thinking.encode()).digest()).decode()
 
 
 def call_input(arguments: str) -> dict[str, Any]:
-    """The object of a call. A text that is none (the call was cut) is its only field, `_raw`."""
+    """The input object of a call. Text that is not an object (a cut call) becomes the field
+    `_raw`."""
     try:
         value = msgspec.json.decode(arguments or "{}")
     except (msgspec.DecodeError, RecursionError):

@@ -68,7 +68,7 @@ def messages_router(server: ServerContext) -> APIRouter:
 
 @contextmanager
 def _own_words() -> Iterator[None]:
-    """Errors of the chat in the words of this API, by which its clients know them."""
+    """Rewrites errors of the chat in the field names and wording of Anthropic's API."""
     try:
         with renamed_fields(OWN_NAMES):
             yield
@@ -83,10 +83,10 @@ def _own_words() -> Iterator[None]:
 async def _start(
     server: ServerContext, body: ChatBody, message_id: str
 ) -> tuple[ChatGeneration, bool]:
-    """The chat, and whether the context leaves less room than max_tokens.
+    """Starts the chat; returns it, and True if the context has less room than max_tokens.
 
-    Clients of this API must send max_tokens, and send numbers that fit models of long contexts:
-    then the answer may take what room there is.
+    Clients of this API must send max_tokens, and send values meant for models with long contexts.
+    If the value does not fit, the answer may use the rest of the context.
     """
     try:
         return await start_chat(server, body, message_id), False

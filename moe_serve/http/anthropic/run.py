@@ -1,4 +1,4 @@
-"""One message from its start to its end."""
+"""Runs one message from start to end."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _NO_REASON = {"stop_reason": None, "stop_sequence": None}
 
 
 class MessageRun:
-    """Reads the chat and makes events of it.
+    """Reads the chat and makes events from it.
 
-    `result` is the message once `events` has come to its end. `is_cut_by_context`: the answer may
-    be as long as the context allows, which is less than the client asked for.
+    `result` is the message after `events` has ended. `is_cut_by_context`: the answer is limited by
+    the context, which is less than the client requested.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class MessageRun:
         self._reason: dict[str, Any] = _NO_REASON
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The server-sent events; several may come in one chunk."""
+        """The server-sent events. One chunk may hold several."""
         num_tokens = len(self.chat.prompt.token_ids)
         usage = usage_json(Usage(prompt_tokens=num_tokens, completion_tokens=0, cached_tokens=0))
         start: dict[str, Any] = {**self._head, "content": [], **_NO_REASON, "usage": usage}
@@ -70,7 +70,7 @@ class MessageRun:
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:
-    """Here the tokens that were found in the cache do not count as input."""
+    """The usage. In this API, tokens found in the cache do not count as input."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,

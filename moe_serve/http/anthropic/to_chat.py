@@ -1,4 +1,4 @@
-"""A request for a message as the body of a chat."""
+"""Converts a request for a message to the body of a chat."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_serve.http.schema.chat_fields import renamed_fields
 from moe_serve.http.schema.schemas import ChatBody
 from moe_serve.http.schema.strict_schema import parse_body
 
-# What a chat calls a field, and what the client called it.
+# The names of a chat's fields, and the client's names for them.
 OWN_NAMES: Mapping[str, str] = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
@@ -32,20 +32,23 @@ OWN_IGNORED: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TranslatedMessages:
-    """`ignored` names what had no effect."""
+    """A translated request. `ignored` names the fields without effect."""
 
     chat: ChatBody
     ignored: tuple[str, ...]
 
 
 def translate(body: CountTokensBody, *, is_strict: bool, has_reasoning: bool) -> TranslatedMessages:
-    """The chat that answers this request. `has_reasoning`: the model's has known markers; clients
-    send a budget for it to any model."""
+    """Converts the request to a chat.
+
+    `has_reasoning`: the markers of the model's reasoning are known. Clients send a reasoning budget
+    to any model.
+    """
     ignored = body.check(is_strict=is_strict, has_reasoning=has_reasoning)
     reader = ContentReader(is_strict=is_strict)
     messages = [*reader.system(body.system), *reader.messages(body.messages)]
     if len(messages) > 1 and messages[-1] == {"role": "assistant", "content": ""}:
-        messages.pop()  # a turn that has not begun
+        messages.pop()  # the start of an answer that is still empty
     tools, of_tools = chat_tools(body.tools or [], is_strict=is_strict)
     content = {**body.chat_fields(), **_sampling(body), "messages": messages, "model": body.model}
     content |= _tool_fields(body, tools) | _output_fields(body)
@@ -66,7 +69,7 @@ def _sampling(body: CountTokensBody) -> dict[str, Any]:
     fields |= {"temperature": body.temperature, "top_p": body.top_p}
     if body.stop_sequences:
         if "stop" in body.chat_fields():
-            message = "stop and stop_sequences say the same: send one."
+            message = "stop and stop_sequences have the same meaning: send only one."
             raise InvalidRequestError(message, param="stop_sequences")
         fields["stop"] = body.stop_sequences
     return fields
@@ -76,7 +79,9 @@ def _tool_fields(body: CountTokensBody, tools: list[dict[str, Any]]) -> dict[str
     choice, is_parallel = chat_tool_choice(body.tool_choice)
     if not tools:
         if choice not in (None, "none", "auto"):
-            raise InvalidRequestError("tool_choice needs tools.", param="tool_choice")
+            raise InvalidRequestError(
+                "tool_choice requires at least one function in tools.", param="tool_choice"
+            )
         return {}
     return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": is_parallel}
 
@@ -96,7 +101,7 @@ def _output_fields(body: CountTokensBody) -> dict[str, Any]:
 
 
 def _thinking_fields(body: CountTokensBody, kwargs: Any) -> dict[str, Any]:
-    """Templates of models that can do without thinking know `enable_thinking`."""
+    """Passes `enable_thinking` to the chat template, which knows it if thinking is optional."""
     if body.thinking is None or not (kwargs is None or isinstance(kwargs, dict)):
         return {}
     is_on = body.thinking.type != "disabled"
@@ -107,19 +112,21 @@ def _budget_field(budget: int, content: Mapping[str, Any]) -> dict[str, Any]:
     name = "thinking_token_budget"
     if name in content:
         param = "thinking.budget_tokens"
-        raise InvalidRequestError(f"{name} and {param} say the same: send one.", param=param)
+        raise InvalidRequestError(
+            f"{name} and {param} have the same meaning: send only one.", param=param
+        )
     return {name: budget}
 
 
 def _prefill(messages: list[dict[str, Any]], param: str) -> dict[str, Any]:
-    """A conversation that ends with text of the assistant is continued there."""
+    """Continues the assistant's text if the conversation ends with it."""
     last = messages[-1]
     if last["role"] != "assistant":
         return {}
     if "tool_calls" in last:
-        message = f"{param} ends with tool_use: send its tool_result in a message of the user."
+        message = f"{param} ends with tool_use: send its tool_result in a user message."
         raise InvalidRequestError(message, param=param)
     if not last["content"]:
-        message = f"{param} has no text that could be continued."
+        message = f"{param} has no text to continue."
         raise InvalidRequestError(message, param=param)
     return {"continue_final_message": True, "add_generation_prompt": False}

@@ -1,4 +1,4 @@
-"""Anthropic's tools and the choice among them, as a chat has them."""
+"""Converts Anthropic's tools and the choice among them to those of a chat."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"
 
 
 def chat_tools(tools: Sequence[Any], *, is_strict: bool) -> tuple[list[dict[str, Any]], list[str]]:
-    """`tools` as a chat has them, and the names of the fields without effect."""
+    """Returns `tools` in the form of a chat, and the names of the fields without effect."""
     converted: list[dict[str, Any]] = []
     ignored: list[str] = []
     for i, tool in enumerate(tools):
@@ -33,7 +33,8 @@ def chat_tools(tools: Sequence[Any], *, is_strict: bool) -> tuple[list[dict[str,
             )
         if tool.get("type") not in (None, "custom"):
             raise InvalidRequestError(
-                f"{param}.type must be 'custom' or left out, as the server runs no tools itself.",
+                f"{param}.type must be 'custom' or left out, because the server does not run "
+                "tools itself.",
                 param=f"{param}.type",
                 code="unsupported_parameter",
             )
@@ -51,7 +52,7 @@ def chat_tools(tools: Sequence[Any], *, is_strict: bool) -> tuple[list[dict[str,
 
 
 def chat_tool_choice(choice: Mapping[str, Any] | None) -> tuple[Any, bool | None]:
-    """`tool_choice` as a chat has it, and whether several calls at once are welcome."""
+    """Returns `tool_choice` in the form of a chat, and whether an answer may have several calls."""
     if choice is None:
         return None, None
     kind = choice.get("type")

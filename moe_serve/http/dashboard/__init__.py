@@ -1,1 +1,1 @@
-"""What a page, or `top`, shows of a running server, as data: GET /dashboard/state."""
+"""The state of a running server as data for the dashboard and `top`: GET /dashboard/state."""

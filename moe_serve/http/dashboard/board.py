@@ -1,7 +1,7 @@
-"""The state of the server, put together; and the sampler, which runs as long as the application.
+"""Builds the state of the server for the dashboard, and samples it while the application runs.
 
-Everything that is read here may be read on any thread, and all of it is read off the event loop.
-Pages that ask at the same time share one answer.
+All sources may be read on any thread, and are read off the event loop. Pages that ask at the same
+time share one answer.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from moe_serve.http.metrics.rank_shares import RankSharer, RankShares
 
 _log = logging.getLogger(__name__)
 
-_FRESH_S = 0.4  # as old may an answer be
+_FRESH_S = 0.4  # maximum age of an answer that is shared
 
 
 class Board:
-    """One of a server."""
+    """The dashboard's data of one server."""
 
     def __init__(
         self, server: ServerContext, placement: PlacementControl | None, facts: DashboardFacts
@@ -44,7 +44,7 @@ class Board:
         self._watch = EventWatch(self._events)
         self._sharer = RankSharer()
         self._started = time.time()
-        self._lock = asyncio.Lock()  # of what follows, and of the sampler
+        self._lock = asyncio.Lock()  # guards the fields below and the sampler
         self._sampled_at = self._built_at = float("-inf")
         self._built = b""
         self._events.add("started", f"The server has started with {server.model.name}.")
@@ -61,7 +61,7 @@ class Board:
                 await task
 
     async def state(self, since: int) -> bytes:
-        """As JSON, with the events after `since`."""
+        """The state as JSON, with the events after `since`."""
         async with self._lock:
             now = time.monotonic()
             if now - self._built_at >= _FRESH_S:
@@ -77,7 +77,7 @@ class Board:
                 try:
                     await asyncio.to_thread(self._sample)
                 except Exception:  # the top of a task: the next sample may do better
-                    _log.exception("the dashboard's sample failed")
+                    _log.exception("a sample of the dashboard failed")
             await asyncio.sleep(INTERVAL_S)
 
     def _sample(self) -> Snapshot:
@@ -89,7 +89,8 @@ class Board:
         return now
 
     def _build(self) -> bytes:
-        """All but the events. Also a sample, where the application has no lifespan."""
+        """Builds the state without events. Without a lifespan of the application, it also takes a
+        sample."""
         now, facts, recent = self._sample(), self._facts, self._sources.recent
         stats = now.stats
         load = facts.experts

@@ -1,4 +1,4 @@
-"""What has happened to the server, in sentences: the newest two hundred."""
+"""Records events of the server as sentences and keeps the latest 200."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ MAX_EVENTS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """`kind` is a word of a closed set; `text` one sentence."""
+    """One event. `kind` comes from a closed set; `text` is one sentence."""
 
-    seq: int  # 1 is the first
+    seq: int  # the first event has 1
     time: float  # seconds since 1970
     kind: str
     text: str
 
 
 class EventLog:
-    """Any thread may add and look."""
+    """A log of events. Any thread may add and read."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -37,7 +37,8 @@ class EventLog:
             self._events.append(event)
 
     def since(self, seq: int) -> list[Event]:
-        """Those after `seq`, the oldest first. All of them where `seq` is of an earlier server."""
+        """The events after `seq`, oldest first. All events if `seq` comes from an earlier server
+        run."""
         with self._lock:
             events, newest = list(self._events), self._num_events
         return [event for event in events if event.seq > seq or seq > newest]

@@ -1,6 +1,6 @@
-"""Finds events by comparing one snapshot with the one before: at most a second late.
+"""Finds events by comparing each snapshot with the previous one, at most a second late.
 
-So nothing else of the server need know that there is such a log.
+Thus the other parts of the server do not need to know the event log.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from moe_serve.http.dashboard.event_log import EventLog
 from moe_serve.http.dashboard.snapshot import Snapshot
 from moe_serve.http.gate.readiness import OUTAGE_S
 
-_OVERLOAD_S = 10.0  # rejections this close together are one event
+_OVERLOAD_S = 10.0  # rejections closer together than this are one event
 _FAILURES: tuple[PlanOutcome, ...] = ("aborted", "planner")
 
 
 class EventWatch:
-    """Fills a log. Not thread-safe: whoever samples calls it."""
+    """Adds events to a log. Not thread-safe: only the sampler calls it."""
 
     def __init__(self, log: EventLog) -> None:
         self._log = log
@@ -32,27 +32,29 @@ class EventWatch:
         if before.placement is not None and now.placement is not None:
             self._placement(before.placement, now.placement)
         if now.is_draining and not before.is_draining:
-            self._log.add("draining", "The server is shutting down and takes no new requests.")
+            self._log.add("draining", "The server is shutting down and accepts no new requests.")
         if now.num_rejected > before.num_rejected and not now.is_draining:
             self._overload(before, now)
 
     def _ranks(self, before: EngineStats, now: EngineStats) -> None:
         num_lost, loss = now.num_lost_ranks - before.num_lost_ranks, now.last_loss.rstrip(".")
         if num_lost == 1:
-            self._log.add("rank_lost", f"A rank is lost: {loss}.")
+            self._log.add("rank_lost", f"A rank was lost: {loss}.")
         elif num_lost > 1:
-            self._log.add("rank_lost", f"{num_lost} ranks are lost, the last one: {loss}.")
+            self._log.add("rank_lost", f"{num_lost} ranks were lost, the last one: {loss}.")
         phases = {rank.name: rank.phase for rank in before.members}
         for rank in now.members:
             was_away = phases.get(rank.name, "serving") != "serving"
             if was_away and rank.phase == "serving":
-                self._log.add("rank_back", f"{rank.name} serves again.")
+                self._log.add("rank_back", f"{rank.name} is serving again.")
 
     def _engine(self, before: EngineStats, now: EngineStats) -> None:
         if before.outage_s <= OUTAGE_S < now.outage_s:
-            self._log.add("outage", "Ranks are away that no step can do without: requests wait.")
+            self._log.add("outage", "Ranks that every step needs are missing: requests wait.")
         if now.outage_s <= OUTAGE_S < before.outage_s:
-            self._log.add("outage_over", f"Steps go on, after {before.outage_s:.0f} s.")
+            self._log.add(
+                "outage_over", f"Steps continue after an outage of {before.outage_s:.0f} s."
+            )
         if before.is_alive and not now.is_alive:
             self._log.add("engine_died", f"The engine has stopped: {now.death or 'it is gone'}.")
         was_on = None if before.batching is None else before.batching.is_predictor_on
@@ -61,7 +63,7 @@ class EventWatch:
             return
         recall = "unknown" if stats.recall is None else f"{stats.recall:.2f}"
         kind = "predictor_on" if stats.is_predictor_on else "predictor_off"
-        what = "is followed again" if stats.is_predictor_on else "is not followed any more"
+        what = "is used again" if stats.is_predictor_on else "is no longer used"
         self._log.add(kind, f"The predictor {what}: its recall is {recall}.")
 
     def _placement(self, before: PlacementBrief, now: PlacementBrief) -> None:

@@ -1,4 +1,4 @@
-"""What a dashboard is told once, when the server starts."""
+"""Facts that the dashboard gets once, when the server starts."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from moe_serve.engine.build import BuiltEngine
 from moe_serve.engine.execute.step_timeline import StepTimeline
 from moe_serve.engine.layout import Layout
 from moe_serve.engine.watch.expert_load import INTERVAL_S, ExpertLoad
-from moe_serve.http.metrics.cache_families import NO_CACHE_FACTS, CacheFacts
+from moe_serve.http.metrics.engine_families import NO_CACHE_FACTS, CacheFacts
 
-GRAPHED_INTERVAL_S = 2.0  # a step that is counted is not replayed as a CUDA graph
+GRAPHED_INTERVAL_S = 2.0  # counted steps cannot be replayed as a CUDA graph, so few are counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictorFacts:
-    """The predictor of requests' experts, as configured."""
+    """The predictor of experts per request, as configured."""
 
     kind: str
-    floor: float  # of its recall
-    is_followed: bool  # False: it is measured only
+    floor: float  # minimum recall
+    is_followed: bool  # False: the predictor is measured, but not used
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DashboardFacts:
-    """Whatever is None, this server has not, or does not tell."""
+    """Facts about the server. None: the server does not have it, or does not report it."""
 
     layout: str = "one process"
     max_running: int | None = None
@@ -41,7 +41,7 @@ NO_FACTS = DashboardFacts()
 
 
 def dashboard_facts(built: BuiltEngine, config: EngineConfig) -> DashboardFacts:
-    """Of an engine, whose routing is counted from here on."""
+    """The facts of an engine. Its routing is counted from this call on."""
     return DashboardFacts(
         layout=layout_line(built.layout),
         max_running=config.scheduler.max_num_seqs * max(1, built.layout.attention_ranks),
@@ -54,7 +54,7 @@ def dashboard_facts(built: BuiltEngine, config: EngineConfig) -> DashboardFacts:
 
 
 def layout_line(layout: Layout) -> str:
-    """`one process`, or `2 attention ranks, 1 expert rank`."""
+    """A short description: `one process`, or `2 attention ranks, 1 expert rank`."""
     if not layout.attention_ranks:
         return "one process"
     pools = ((layout.attention_ranks, "attention"), (layout.expert_ranks, "expert"))

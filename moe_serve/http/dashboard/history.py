@@ -1,4 +1,4 @@
-"""The last five minutes, second by second."""
+"""Keeps one sample per second of the last five minutes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NUM_SAMPLES = 300
 
 
 class History:
-    """A ring of samples. Any thread may add and look."""
+    """A ring buffer of samples. Any thread may add and read."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -21,14 +21,15 @@ class History:
         self._samples: deque[dict[str, float | None]] = deque(maxlen=_NUM_SAMPLES)
 
     def add(self, now: Snapshot) -> None:
-        """Rates are those since the snapshot before; the first one has none, and is left out."""
+        """Adds a sample with rates since the previous snapshot. The first snapshot has no rates: no
+        sample."""
         with self._lock:
             before, self._before = self._before, now
             if before is not None and now.at > before.at:
                 self._samples.append(_sample(before, now))
 
     def columns(self) -> dict[str, Any]:
-        """One list for each quantity, of the same length; `kv_used` counts pages."""
+        """One list per quantity, all of the same length; `kv_used` counts pages."""
         with self._lock:
             samples = list(self._samples)
         names = (

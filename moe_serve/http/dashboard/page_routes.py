@@ -1,4 +1,4 @@
-"""GET /dashboard, /dashboard/playground and their assets: files of the package, without a key."""
+"""GET /dashboard, /dashboard/playground and their assets. They need no key."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from fastapi import FastAPI, Request, Response
 
 from moe_serve.http.pages.page_files import PAGE_FILES, PageFile
 
-# Nothing from another host, no inline script or style, no frame around it, and no text that becomes
-# markup (Trusted Types, where the browser has them).
+# Forbids content from other hosts, inline scripts and styles, frames around the page, and text that
+# becomes markup (Trusted Types, in browsers that support them).
 CONTENT_SECURITY_POLICY = (
     "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "object-src 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 )
 _HEADERS = {
     "Content-Security-Policy": CONTENT_SECURITY_POLICY,
-    "Cache-Control": "no-cache",  # asked for again each time, answered by 304: never a stale page
+    # browsers revalidate each time and usually get 304, so a page is never stale
+    "Cache-Control": "no-cache",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -25,7 +26,7 @@ _HEADERS = {
 
 
 def add_page_routes(app: FastAPI) -> None:
-    """One route for each file; none is part of the schema."""
+    """Adds one route for each file. They are not part of the OpenAPI schema."""
     for path, file in PAGE_FILES.items():
         app.add_route(path, _sender(file), methods=["GET", "HEAD"], include_in_schema=False)
 

@@ -1,4 +1,4 @@
-"""The parts of the state, each from what it is about; None: this server has none of it."""
+"""Builds the parts of the dashboard's state. None: the server does not have this part."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from moe_serve.engine.request.client import EngineStats
 from moe_serve.engine.routes.placement_control import PlacementBrief
 from moe_serve.engine.watch.expert_load import WINDOW_S, ExpertCounts, ExpertLoad
 from moe_serve.http.dashboard.facts import DashboardFacts, PredictorFacts
+from moe_serve.http.metrics.engine_families import oldest_waiting_s
 from moe_serve.http.metrics.rank_shares import RankShares
-from moe_serve.http.metrics.recent_requests import RecentRequests
-from moe_serve.http.metrics.recent_times import WINDOW_S as LATENCY_WINDOW_S
-from moe_serve.http.metrics.waiting import oldest_waiting_s
+from moe_serve.http.metrics.recent import WINDOW_S as LATENCY_WINDOW_S
+from moe_serve.http.metrics.recent import RecentRequests
 
 Part = dict[str, Any]
 
@@ -39,7 +39,8 @@ def latency_part(recent: RecentRequests) -> Part:
 
 
 def kv_part(stats: EngineStats) -> Part:
-    """`used`: that sequences hold; `cached`: in the prefix cache, held or not."""
+    """The KV cache. `used`: pages of sequences; `cached`: pages in the prefix cache, in use or
+    not."""
     queried = stats.num_queried_tokens
     memory = {
         "name": "memory",
@@ -83,7 +84,8 @@ def memory_part(stats: EngineStats) -> Part | None:
 
 
 def ranks_part(stats: EngineStats, shares: RankShares | None) -> list[Part]:
-    """`load`: an expert rank's share of the counted rows, an attention rank's of the sequences."""
+    """The ranks. `load` is an expert rank's share of rows, or an attention rank's share of
+    sequences."""
     loads: dict[str, float] = {}
     if shares is not None and shares.shares is not None:
         loads = {f"expert-{rank}": share for rank, share in enumerate(shares.shares)}

@@ -15,11 +15,12 @@ def dashboard_router(board: Board) -> APIRouter:
 
     @router.get("/dashboard/state")
     async def state(request: Request) -> Response:
-        """`since`: the last event that the caller knows."""
+        """The state. `since` is the number of the last event that the caller has."""
         since = request.query_params.get("since", "0")
         if not (since.isascii() and since.isdecimal() and len(since) <= _MAX_DIGITS):
             raise InvalidRequestError(
-                f"since must be the number of an event, 0 or more, got {since[:40]!r}.",
+                "since must be the number of an event (an integer of 0 or more), got "
+                f"{since[:40]!r}.",
                 param="since",
             )
         body = await board.state(int(since))

@@ -1,4 +1,4 @@
-"""How everything is at one moment: what the history keeps and events are found by."""
+"""A snapshot of the server's state, from which the history and the events are made."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from moe_serve.engine.request.client import EngineClient, EngineStats
 from moe_serve.engine.routes.placement_control import PlacementBrief, PlacementControl
 from moe_serve.http.generation.generation import GenerationService
-from moe_serve.http.metrics.recent_requests import RecentRequests
+from moe_serve.http.metrics.recent import RecentRequests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class Snapshot:
 
 
 class Sources:
-    """Where a snapshot comes from; none of it waits for the engine."""
+    """The sources of a snapshot. Reading them never waits for the engine."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Sources:
         self.generations, self.recent, self.placement = generations, recent, placement
 
     def snapshot(self) -> Snapshot:
-        """On any thread."""
+        """Takes a snapshot. Any thread may call it."""
         recent = self.recent
         first, following = recent.first_tokens.look(_LATELY_S), recent.next_tokens.look(_LATELY_S)
         return Snapshot(

@@ -1,1 +1,1 @@
-"""Decides who may enter: keys, hosts, origins, and how fast a client may be served."""
+"""Controls access: keys, hosts, origins, and how fast a client is served."""

@@ -1,4 +1,4 @@
-"""One line for each HTTP request: never a header, a body or what follows a path's question mark."""
+"""Logs one line for each HTTP request, without headers, bodies and query strings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _MAX_PATH_CHARS = 200
 
 
 class AccessLog:
-    """`exclude`: beginnings of paths that get no line, as probes come every few seconds."""
+    """Writes the access log. Paths that start with an entry of `exclude`, such as probes, get no
+    line."""
 
     def __init__(self, exclude: Sequence[str]) -> None:
         self._exclude = tuple(exclude)
@@ -20,7 +21,7 @@ class AccessLog:
     def note(
         self, method: str, path: str, status: int | None, seconds: float, request_id: str
     ) -> None:
-        """`status` None: the client went away before an answer."""
+        """Logs one request. `status` None: the client disconnected before an answer."""
         if not _LOGGER.isEnabledFor(logging.INFO) or path.startswith(self._exclude):
             return
         shown = path[:_MAX_PATH_CHARS].encode("unicode_escape").decode()

@@ -1,6 +1,6 @@
-"""API keys: every route needs one, except what an orchestrator probes and pages without data.
+"""API keys: every route needs one, except probes and pages without data.
 
-What is under /admin needs an admin key instead, and is off where none is configured.
+Routes under /admin need an admin key instead. They are disabled if none is configured.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from moe_serve.http.gate.key_ring import NO_SETTINGS, KeyRing, KeySettings
 from moe_serve.http.pages.page_files import PAGE_FILES
 from moe_serve.http.schema.errors import ApiError
 
-# What an orchestrator probes, and the dashboard's pages, which hold no data.
+# Probes of orchestrators, and the dashboard's pages, which contain no data.
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", *PAGE_FILES})
 ADMIN_PREFIX = "/admin"
-KEY_IN_SCOPE = "moe_serve.api_key"  # where the digest of a request's key is
+KEY_IN_SCOPE = "moe_serve.api_key"  # the scope's entry with the digest of the request's key
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Who sent a request: the digest of its key, else its address, and what its key may ask for."""
+    """The sender of a request. `name` is the digest of its key, or its address without a key."""
 
     name: str
     settings: KeySettings
@@ -35,7 +35,7 @@ _client: ContextVar[Client] = ContextVar("moe_serve_client", default=_STRANGER)
 
 
 class ApiKeyMiddleware:
-    """Default-deny: a route that is added later is closed until it is named in OPEN_PATHS."""
+    """Checks the key of every request. New routes need a key until OPEN_PATHS names them."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing, admin_keys: KeyRing) -> None:
         self._app, self._keys, self._admin_keys = app, keys, admin_keys
@@ -45,11 +45,12 @@ class ApiKeyMiddleware:
         if error is not None:
             await error.response(scope["path"])(scope, receive, send)
             return
-        _client.set(self._client_of(scope))  # for this request's task
+        _client.set(self._client_of(scope))  # for the task of this request
         await self._app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        """Why the request goes no further; None: it does, with its key's digest in the scope."""
+        """The reason for a refusal. None: the request is allowed, and the scope has its key's
+        digest."""
         if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in OPEN_PATHS):
             return None
         given = _given_key(Headers(scope=scope))
@@ -71,28 +72,29 @@ class ApiKeyMiddleware:
 
 
 def owner_of(request: Request) -> str:
-    """Who asks, as far as keys tell: the digest of the key; "" where none is needed."""
+    """The owner of a request's data: the digest of its key, or "" if the server has no keys."""
     digest: bytes | None = request.scope.get(KEY_IN_SCOPE)
     return "" if digest is None else digest.hex()
 
 
 def current_client() -> Client:
-    """Return the client of the request that the current task serves."""
+    """The client of the request that the current task serves."""
     return _client.get()
 
 
 def _given_key(headers: Headers) -> bytes:
-    """As OpenAI's clients send it, or as Anthropic's do; empty: there is none."""
+    """The key as OpenAI's or Anthropic's clients send it; empty if there is none."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
         key = headers.get("x-api-key", "")
-    return key.strip(" \t").encode("latin-1")  # a character of UTF-8 may end as other blanks do
+    # not all whitespace: a UTF-8 character may end in a byte that Latin-1 treats as a blank
+    return key.strip(" \t").encode("latin-1")
 
 
 def _key_error(kind: str) -> ApiError:
     return ApiError(
         401,
-        f"A valid {kind} key is needed: send it as 'Authorization: Bearer <key>' or as "
+        f"A valid {kind} key is required. Send it as 'Authorization: Bearer <key>' or as "
         "'X-Api-Key: <key>'.",
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer", "Connection": "close"},
@@ -102,7 +104,7 @@ def _key_error(kind: str) -> ApiError:
 def _admin_error() -> ApiError:
     return ApiError(
         403,
-        "The routes under /admin are off: this server has no server.admin_keys.",
+        "The routes under /admin are disabled, because server.admin_keys is not configured.",
         code="admin_disabled",
         headers={"Connection": "close"},
     )

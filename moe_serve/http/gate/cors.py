@@ -1,4 +1,4 @@
-"""Web pages of other origins: off unless origins are configured."""
+"""Requests from web pages of other origins (CORS): refused unless origins are configured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _EXPOSED = ("X-Request-Id", "X-Ignored-Parameters", "Retry-After", "Retry-After-
 
 
 class ConfiguredCors(CORSMiddleware):
-    """Outside of the keys: a browser asks first without one. Cookies are never let through."""
+    """Handles CORS before the keys: a browser's preflight request has no key. Cookies are not
+    allowed."""
 
     def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
         super().__init__(
@@ -28,12 +29,12 @@ class ConfiguredCors(CORSMiddleware):
         )
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        """The envelope also where it is refused."""
+        """A refused preflight gets the same error envelope as other errors."""
         answer = super().preflight_response(request_headers)
         if answer.status_code < 400:
             return answer
         message = (
-            "This origin, method or header may not be used here: server.cors_origins has the "
-            f"origins, and the methods are {', '.join(_METHODS)}."
+            "This origin, method or header is not allowed. server.cors_origins lists the "
+            f"allowed origins; the allowed methods are {', '.join(_METHODS)}."
         )
         return ApiError(403, message, code="cors_refused").response()

@@ -1,9 +1,9 @@
-"""What comes over loopback must be meant for it.
+"""Refuses requests over loopback that are meant for another host.
 
-A web page can point its own name at 127.0.0.1 (DNS rebinding): its requests then come from this
-machine's browser, over loopback, but with the page's name in the Host header. Refused are those
-under /admin, and where no API key stands in their way those that carry an Origin (a browser's plain
-reads of its own page's name do not) or read what the server counts.
+A web page can let its own name point to 127.0.0.1 (DNS rebinding). Its requests then come from this
+machine's browser over loopback, but with the page's name in the Host header. Refused are such
+requests under /admin and, if no API keys protect the server, those with an Origin header and those
+that read counts. (A browser sends no Origin when a page reads from its own name.)
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from moe_serve.http.gate.auth import ADMIN_PREFIX
 from moe_serve.http.schema.errors import ApiError
 
-_PRIVATE = (".localhost", ".internal")  # nobody can buy these: host.docker.internal
-# Not health and models: they tell a name, and a proxy's clients without keys read them.
+# names that cannot be registered, such as host.docker.internal
+_PRIVATE = (".localhost", ".internal")
+# Not health and models: they only show a name, and proxies of clients without keys read them.
 COUNTS = frozenset({"/metrics", "/dashboard/state", "/load", "/startup"})
 
 
 class HostMiddleware:
-    """`allowed`: other names that are fine, such as those that a proxy here passes on; "*": any."""
+    """Checks the Host header. `allowed`: other accepted names, such as those of a local proxy; "*":
+    any."""
 
     def __init__(self, app: ASGIApp, allowed: Collection[str], *, has_keys: bool) -> None:
         self._app, self._has_keys = app, has_keys
@@ -51,7 +53,7 @@ class HostMiddleware:
 
 
 def host_name(host: str) -> str:
-    """Of a Host header, without its port."""
+    """The name in a Host header, without its port."""
     host = host.strip().lower()
     if host.startswith("["):
         return host[1:].partition("]")[0]
@@ -72,8 +74,8 @@ def is_loopback_name(name: str) -> bool:
 def _error(host: str) -> ApiError:
     return ApiError(
         421,
-        f"This server was reached over loopback as {host[:100]!r}, which is no name of it: use "
-        "localhost, or add the name to server.allowed_hosts.",
+        f"This server was reached over loopback under the name {host[:100]!r}, which is not "
+        "allowed. Use localhost, or add the name to server.allowed_hosts.",
         code="misdirected_request",
         headers={"Connection": "close"},
     )

@@ -1,11 +1,11 @@
-"""How much one API key may ask for: sequences at once, requests a minute, tokens a minute.
+"""Limits for each API key: concurrent sequences, requests per minute, tokens per minute.
 
-A request counts as one sequence from its start to its end, and as one more for every further choice
-or prompt that it has the engine generate: `n = 4` is four.
+A request counts as one sequence from its start to its end. Every further choice or prompt counts as
+one more: `n = 4` counts as four.
 
-A minute's worth may be used at once; it comes back evenly. Tokens are known only when an answer has
-ended, so they are charged then: a key that is in debt begins nothing new until it is out of it.
-Without API keys all clients are one.
+The allowance of a minute may be used at once and refills evenly. Tokens are known only when an
+answer has ended, so they are charged then: a key with a negative balance starts nothing new until
+the balance is positive again. Without API keys all clients share one account.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _current: contextvars.ContextVar[KeyAccount | None] = contextvars.ContextVar("ke
 
 
 class Allowance:
-    """So much a minute; `left` may be below 0."""
+    """An allowance per minute, refilled evenly. `left` may be below 0."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self._per_minute, self._left, self._at = per_minute, float(per_minute), now
@@ -45,13 +45,13 @@ class Allowance:
         return min(float(self._per_minute), self._left + gained)
 
     def seconds_until(self, amount: float, now: float) -> float:
-        """0: so much is left."""
+        """The time until `amount` is available; 0 if it already is."""
         return max(0.0, (amount - self.left(now)) * 60 / self._per_minute)
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Why a key may not begin a request now, and when it may."""
+    """The reason why a key may not start a request now, and the time until it may."""
 
     reason: KeyRefusal
     message: str
@@ -59,12 +59,12 @@ class Refused:
 
     def error(self) -> ApiError:
         headers = {**retry_headers(self.retry_after_s), "x-should-retry": "true"}
-        message = f"{self.message}: try again in {math.ceil(self.retry_after_s)} s."
+        message = f"{self.message}. Try again in {math.ceil(self.retry_after_s)} s."
         return ApiError(429, message, code="rate_limit_exceeded", headers=headers)
 
 
 class KeyAccount:
-    """One key's use. On the event loop's thread only."""
+    """The usage of one key. It is used on the event loop's thread only."""
 
     def __init__(self, config: ServerConfig, now: float) -> None:
         requests, tokens = config.key_requests_per_minute, config.key_tokens_per_minute
@@ -73,7 +73,7 @@ class KeyAccount:
         self._tokens = None if tokens is None else Allowance(tokens, now)
 
     def begin(self, now: float) -> Refused | None:
-        """None: the request may begin, and counts as open until `end`."""
+        """Starts a request, which counts as open until `end`; or returns why it is refused."""
         refused = self._refusal(now)
         if refused is None:
             self._num_open += 1
@@ -82,22 +82,23 @@ class KeyAccount:
         return refused
 
     def hold(self) -> None:
-        """What a request has begun goes on behind it, and counts as open until `end`."""
+        """Counts work that continues after its request, such as a background response, until
+        `end`."""
         self._num_open += 1
 
     def end(self) -> None:
         self._num_open -= 1
 
     def claim(self, num_sequences: int) -> Refused | None:
-        """Count all sequences of a request that has begun; None: they count until `release`.
+        """Counts all sequences of an open request until `release`; or returns why it is refused.
 
-        Raises InvalidRequestError if the key may never have so many.
+        Raises InvalidRequestError if the request exceeds the key's limit by itself.
         """
         most, more = self._config.key_max_concurrent, num_sequences - 1
         if most is not None and num_sequences > most:
             raise InvalidRequestError(
-                f"This request asks for {num_sequences} sequences (its prompts times n), and this "
-                f"API key may have {most} at once (server.key_max_concurrent): ask for fewer.",
+                f"This request has {num_sequences} sequences (prompts times n), but this API key "
+                f"may have at most {most} at once (server.key_max_concurrent). Send fewer.",
                 param="n",
             )
         if most is not None and self._num_open + more > most:
@@ -106,11 +107,11 @@ class KeyAccount:
         return None
 
     def release(self, num_sequences: int) -> None:
-        """End what `claim` counted; the request itself counts until `end`."""
+        """Ends the count of `claim`. The request itself counts until `end`."""
         self._num_open -= num_sequences - 1
 
     def charge(self, num_tokens: int, now: float) -> None:
-        """Tokens of an answer that has ended, and of its prompt."""
+        """Charges the tokens of a finished answer and its prompt."""
         if self._tokens is not None:
             self._tokens.spend(num_tokens, now)
 
@@ -120,32 +121,34 @@ class KeyAccount:
             return self._crowded(most, 1)
         if self._requests is not None and (wait := self._requests.seconds_until(1, now)):
             most = self._config.key_requests_per_minute
-            message = f"This API key has begun its {most} requests of a minute"
+            message = f"This API key has used its {most} requests per minute"
             return Refused("key_requests", message, wait)
         if self._tokens is not None and (wait := self._tokens.seconds_until(1, now)):
             most = self._config.key_tokens_per_minute
-            return Refused("key_tokens", f"This API key has used its {most} tokens a minute", wait)
+            return Refused(
+                "key_tokens", f"This API key has used its {most} tokens per minute", wait
+            )
         return None
 
     def _crowded(self, most: int, num_wanted: int) -> Refused:
-        others = self._num_open - (num_wanted > 1)  # without the request that asks
+        others = self._num_open - (num_wanted > 1)  # without the request itself
         message = (
-            f"This API key has {others} sequences open and asks for {num_wanted} more; its limit "
+            f"This API key has {others} sequences open and requests {num_wanted} more; its limit "
             f"is {most}"
         )
         return Refused("key_concurrent", message, _CONCURRENT_RETRY_S)
 
 
 def current_account() -> KeyAccount | None:
-    """Of the request that the current task serves; None: nothing is limited.
+    """The account of the request that the current task serves; None: there are no limits.
 
-    A generation is charged by it, and what makes one knows nothing of HTTP.
+    It lets a generation charge the account without depending on HTTP.
     """
     return _current.get()
 
 
 class KeyLimitMiddleware:
-    """Holds POST requests to the limits, outside /admin; `count` is told of each refusal."""
+    """Applies the limits to POST requests outside /admin. `count` is called for each refusal."""
 
     def __init__(
         self, app: ASGIApp, config: ServerConfig, count: Callable[[KeyRefusal], None]
@@ -179,7 +182,8 @@ class KeyLimitMiddleware:
 
 
 def _is_limited(scope: Scope) -> bool:
-    """Cancelling is always allowed: it makes room. /admin has keys of its own."""
+    """True if limits apply. Cancelling is always allowed, as it frees capacity; /admin has own
+    keys."""
     if scope["type"] != "http" or scope["method"] != "POST":
         return False
     path = str(scope["path"])

@@ -1,6 +1,6 @@
-"""The keys that are let in, as digests: those of the configuration, and those of a file.
+"""The accepted keys, stored as digests: those of the configuration and those of a file.
 
-A key may have settings of its own behind it on its line, as in `s3cret min_priority=-10`.
+A key may be followed by its own settings on the same line, as in `s3cret min_priority=-10`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from moe_serve.errors import ConfigError
 from moe_serve.http.schema.file_watch import FileWatch
 
 _LOGGER = logging.getLogger(__name__)
-_LOOK_S = 1.0  # between two looks at the file
+_LOOK_S = 1.0  # seconds between two checks of the file
 _INTEGER = re.compile(r"-?[0-9]{1,10}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeySettings:
-    """Settings of one key, in place of those of the configuration; None: not set."""
+    """Settings of one key that replace those of the configuration; None: not set."""
 
     min_priority: int | None = None
 
@@ -34,10 +34,11 @@ NO_SETTINGS = KeySettings()
 
 
 class KeyRing:
-    """`file`: one key a line, read again when it changes; raises ConfigError if it cannot be read.
+    """A set of keys. `file` has one key per line and is read again when it changes.
 
-    A changed file that cannot be read, or that holds no key, leaves the keys as they were: nobody
-    is locked out, or let in, by half a file.
+    Raises ConfigError if the file cannot be read at the start. Later, if a changed file cannot be
+    read or contains no key, the keys stay unchanged: a half-written file neither locks out nor
+    admits clients.
     """
 
     def __init__(self, keys: Sequence[str], file: str | None = None) -> None:
@@ -48,18 +49,18 @@ class KeyRing:
 
     @property
     def is_empty(self) -> bool:
-        """No key is asked for."""
+        """True if no key is required."""
         return not self._keys
 
     def find(self, key: bytes) -> bytes | None:
-        """The key's digest if it is one of these; takes as long whichever it is."""
+        """The key's digest if it is in the ring. The time does not depend on which key matches."""
         self._look()
         digest = hashlib.sha256(key).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._keys]
         return digest if any(matches) else None
 
     def settings(self, digest: bytes) -> KeySettings:
-        """The settings of a key that `find` knows."""
+        """The settings of a key that `find` has returned."""
         return self._keys.get(digest, NO_SETTINGS)
 
     def _look(self) -> None:
@@ -72,9 +73,9 @@ class KeyRing:
         try:
             self._keys = self._fixed | _parsed(read_secret_file(self._file))
         except ConfigError as error:
-            _LOGGER.error("the API keys stay as they were: %s", error)
+            _LOGGER.error("the API keys stay unchanged: %s", error)
             return
-        _LOGGER.warning("%s has changed: %d API keys are let in", self._file, len(self._keys))
+        _LOGGER.warning("%s has changed: %d API keys are accepted", self._file, len(self._keys))
 
 
 def _parsed(lines: Iterable[str]) -> dict[bytes, KeySettings]:
@@ -82,13 +83,13 @@ def _parsed(lines: Iterable[str]) -> dict[bytes, KeySettings]:
 
 
 def _parse(line: str) -> tuple[bytes, KeySettings]:
-    """The digest of a line's key, and its settings. No message shows the key."""
+    """The digest of a line's key, and its settings. Error messages never show the key."""
     key, settings = split_key(line)
     values = dict(settings)
     if len(values) < len(settings) or values.keys() - {"min_priority"}:
         raise ConfigError(
-            f"API keys: {', '.join(f'{name}=' for name, _ in settings)} behind a key: the only "
-            "setting is min_priority=NUMBER, once."
+            f"API keys: {', '.join(f'{name}=' for name, _ in settings)} after a key is not "
+            "valid: the only setting is min_priority=NUMBER, given once."
         )
     own = KeySettings(min_priority=_min_priority(values.get("min_priority")))
     return hashlib.sha256(key.encode()).digest(), own

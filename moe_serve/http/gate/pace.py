@@ -1,8 +1,8 @@
-"""How many requests begin in one turn of the event loop.
+"""Limits how many requests start in one turn of the event loop.
 
-A request's beginning (its JSON, its checks, its tokens) is a millisecond of work in one piece. When
-hundreds arrive together, all would begin in the same turn, and every stream would stand still for
-as long. So some begin, the loop comes round, then the next ones begin, in the order they came.
+Starting a request (JSON, checks, tokens) is a millisecond of uninterrupted work. If hundreds arrive
+together, all would start in the same turn, and every stream would stall meanwhile. So a few start,
+the loop runs once, then the next few start, in the order of arrival.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ PER_TURN = 2
 
 
 class Pace:
-    """On the event loop's thread only; a new loop (the old one ended) begins anew."""
+    """Used on the event loop's thread only. With a new loop, after the old one has ended, it starts
+    over."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -22,9 +23,9 @@ class Pace:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def turn(self) -> None:
-        """Returns when the caller may begin."""
+        """Waits until the caller may start."""
         loop = asyncio.get_running_loop()
-        if loop is not self._loop:  # what the other one had still to call, it never will
+        if loop is not self._loop:  # the old loop will never run its pending calls
             self._loop, self._num_begun, self._waiting = loop, 0, deque()
         if self._num_begun == 0:
             loop.call_soon(self._next_turn)
@@ -40,7 +41,7 @@ class Pace:
         self._num_begun = 0
         while self._waiting and self._num_begun < PER_TURN:
             waiter = self._waiting.popleft()
-            if not waiter.done():  # its client is still there
+            if not waiter.done():  # its client is still connected
                 waiter.set_result(None)
                 self._num_begun += 1
         if self._num_begun:

@@ -1,4 +1,4 @@
-"""Which parsers the served model's answers get: from the configuration, else from its template."""
+"""Chooses the parsers for the answers: from the configuration, else from the chat template."""
 
 from __future__ import annotations
 
@@ -34,24 +34,27 @@ _SENDER = ("message.name", "message['name']", 'message["name"]')
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssistantFormats:
-    """None: the model does not reason, or nobody knows how it calls functions."""
+    """The formats of the served model. None: it does not reason, or its call format is not
+    known."""
 
     tools: ToolFormat | None = None
     tool_parser: str | None = None  # the name of that format
     reasoning: ReasoningFormat | None = None
-    grammar_in_reasoning: bool = False  # a grammar holds from the first token
+    # a grammar applies from the first token, to the reasoning too
+    grammar_in_reasoning: bool = False
 
     def check(self, body: ChatBody, model: ServedModel) -> list[str]:
-        """Refuses tools that this model cannot be given; the names of what it does not heed."""
+        """Refuses tools that this model does not support; returns the fields that have no
+        effect."""
         template = model.require_chat_template()
         if body.called_tools:
             if self.tools is None:
                 raise _unsupported(
-                    f"The chat template of {model.name!r} shows no known format of tool calls; "
-                    "the server needs server.tool_parser."
+                    f"The tool call format of {model.name!r} was not recognised in its chat "
+                    "template. Set server.tool_parser to serve requests with tools."
                 )
             if not template.mentions("tools"):
-                raise _unsupported(f"The chat template of {model.name!r} has no place for tools.")
+                raise _unsupported(f"The chat template of {model.name!r} does not support tools.")
         names = [*(body.chat_template_kwargs or {})]
         ignored = [f"chat_template_kwargs.{n}" for n in names if not template.mentions(n)]
         switches = ("reasoning_effort", "enable_thinking", "thinking")
@@ -81,8 +84,11 @@ class AssistantFormats:
     def limited(
         self, params: SamplingParams, body: ChatBody, prompt: str, tokenizer: Tokenizer
     ) -> SamplingParams:
-        """With the markers of the reasoning, if the request has a budget for it. What the answer
-        calls reasoning, or keeps in its content, is the same to it."""
+        """Adds the markers of the reasoning, if the request has a budget for it.
+
+        The budget applies whether the answer shows the reasoning separately or keeps it in its
+        content.
+        """
         can_call = bool(body.called_tools)
         return with_thinking_markers(
             params, self._reasoning(body), prompt, tokenizer, can_call=can_call
@@ -91,11 +97,12 @@ class AssistantFormats:
     def thinking_markers(
         self, params: SamplingParams, body: ChatBody, prompt: str, tokenizer: Tokenizer
     ) -> ThinkingMarkers | None:
-        """The markers between which the answer's tokens are reasoning; None: it has none."""
+        """The markers between which the answer's tokens are reasoning; None if it has no
+        reasoning."""
         return thinking_markers(params, self._reasoning(body), prompt, tokenizer)
 
     def _reasoning(self, body: ChatBody) -> ReasoningFormat | None:
-        """That of this answer, as far as the request tells."""
+        """The reasoning format of this answer, as far as the request determines it."""
         reasoning = self.reasoning
         if reasoning is not None and body.is_thinking_off:
             reasoning = replace(reasoning, is_off=True)
@@ -106,7 +113,10 @@ class AssistantFormats:
     def _scope(
         self, body: ChatBody, reasoning: ReasoningFormat, prompt: str
     ) -> GrammarScope | None:
-        """What the request's grammar is one of; None also if it tells of the reasoning itself."""
+        """The part of the answer that the request's grammar describes.
+
+        None if there is no grammar, or if the grammar itself describes the reasoning.
+        """
         constraint, _ = body.constraint()
         if constraint is None:
             return None
@@ -135,13 +145,16 @@ def assistant_formats(model: ServedModel, config: ServerConfig) -> AssistantForm
 def forced(
     params: SamplingParams, body: ChatBody, plan: ParserPlan, special_ids: Mapping[str, int]
 ) -> SamplingParams:
-    """With the grammar of the call that the request demands. A grammar that the request itself has
-    written contradicts that; its `response_format` has been left out before."""
-    assert plan.tools is not None, "a call is demanded with tools only"
+    """Adds the grammar of the call that the request forces.
+
+    It cannot be combined with a grammar from the request. The caller has already removed its
+    `response_format`.
+    """
+    assert plan.tools is not None, "a forced call needs tools"
     if params.constraint is not None:
         raise InvalidRequestError(
-            "tool_choice forces a call, so the answer cannot follow another grammar as well: "
-            "leave out the other one, or tool_choice.",
+            "tool_choice forces a call, so the answer cannot follow another grammar as well. "
+            "Remove the other grammar or tool_choice.",
             param="tool_choice",
         )
     name = body.named_tool
@@ -153,7 +166,8 @@ def forced(
 
 
 def _check_schema(tool: Tool) -> None:
-    """Before the tools' schemas are parts of one grammar, which knows no tool."""
+    """Checks the schema of one tool. Once the schemas are merged, an error could not name the
+    tool."""
     try:
         prepared_source(json.dumps(tool.parameters))
     except SchemaRuleError as error:
@@ -164,7 +178,7 @@ def _check_schema(tool: Tool) -> None:
 
 
 def led(params: SamplingParams, plan: ParserPlan, special_ids: Mapping[str, int]) -> SamplingParams:
-    """With the reasoning that may come, or must, before what the request's grammar says."""
+    """Allows or requires reasoning before the part that the request's grammar describes."""
     if params.constraint is None:
         return params
     lead = plan.answer_lead(special_ids)

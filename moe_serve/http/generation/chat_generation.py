@@ -1,7 +1,7 @@
-"""A chat as every chat-like route runs it: a ChatBody in, pieces of assistant messages out.
+"""Runs a chat for every chat-like route: a ChatBody in, pieces of assistant messages out.
 
-/v1/chat/completions is the plainest user; other routes translate their request into a ChatBody and
-write what comes in their own shape.
+/v1/chat/completions uses it directly. Other routes translate their request into a ChatBody and
+write the pieces in their own shape.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from dataclasses import dataclass, replace
 
 from moe_serve.engine.request.request import FinishReason, TokenLogprob
 from moe_serve.engine.request.thinking_markers import ThinkingMarkers
-from moe_serve.http.generation.admission import admit_params, admit_priority
 from moe_serve.http.generation.assistant_formats import forced, led
 from moe_serve.http.generation.context import ServerContext
-from moe_serve.http.generation.engine_requests import (
-    TokenLimits,
-    build_engine_requests,
-    check_given_logprobs,
-)
 from moe_serve.http.generation.generation import Generation, Usage
 from moe_serve.http.generation.prompts import Prompt, chat_prompt, truncated
 from moe_serve.http.generation.reasoning_tokens import ReasoningTokens
-from moe_serve.http.generation.routed_requests import with_routed_experts
+from moe_serve.http.generation.requests import (
+    TokenLimits,
+    admit_params,
+    admit_priority,
+    build_engine_requests,
+    check_given_logprobs,
+    with_routed_experts,
+)
 from moe_serve.http.generation.sequence import Piece
 from moe_serve.http.metrics.metrics import CallOutcome
 from moe_serve.http.schema.schemas import ChatBody
@@ -34,11 +35,11 @@ TOOL_CALLS = "tool_calls"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPiece:
-    """What is new in one choice. `raw` has the tokens and the text before it was parsed.
+    """The new part of one choice. `raw` has its tokens and its text before parsing.
 
     `finish_reason` is set on the choice's last piece: a value of FinishReason, or "tool_calls" in
-    place of "stop" when the message has calls and all are whole. `has_cut_call`: the text ended
-    within a call, at a limit or a stop string.
+    place of "stop" when the message has calls and all of them are complete. `has_cut_call`: the
+    text ended within a call, at a limit or a stop string.
     """
 
     raw: Piece
@@ -68,10 +69,11 @@ class ChatPiece:
 
 
 class ChatGeneration:
-    """Yields the new pieces of all choices as they come; `close` ends what still runs.
+    """Yields the new pieces of all choices as they arrive; `close` aborts what still runs.
 
-    `hides_reasoning`: it is generated and counted, but not shown. `echoed` is put in front of
-    each choice's content. `ignored` names the request's fields that this model does not heed.
+    `hides_reasoning`: the reasoning is generated and counted, but not shown. `echoed` is put in
+    front of each choice's content. `ignored` names the request's fields that have no effect with
+    this model.
     """
 
     def __init__(
@@ -86,8 +88,8 @@ class ChatGeneration:
         count_outcome: Callable[[CallOutcome], None] | None = None,
         markers: ThinkingMarkers | None = None,
     ) -> None:
-        """`count_outcome`: told once of each message; None: calls are not looked for. `markers`:
-        of the reasoning; None: there is none."""
+        """`count_outcome` is called once for each message; None: calls are not parsed. `markers`
+        enclose the reasoning; None: the answer has no reasoning."""
         self._thoughts = ReasoningTokens(markers, len(parsers))
         self.prompt = prompt
         self.ignored = ignored
@@ -105,22 +107,22 @@ class ChatGeneration:
 
     @property
     def is_ended(self) -> bool:
-        """Nothing comes any more."""
+        """True if no more pieces will come."""
         return self._generation.is_ended
 
     def take(self) -> list[ChatPiece]:
-        """What lies ready, and may be nothing."""
+        """The pieces that are ready, possibly none."""
         return [self._parsed(piece) for piece in self._generation.take()]
 
     def listen(self, on_step: Callable[[], bool]) -> None:
-        """See `DeltaQueue.listen`; `on_step` is to call `take`."""
+        """Registers a callback for each step, which should call `take`. See `DeltaQueue.listen`."""
         self._generation.listen(on_step)
 
     def usage(self) -> Usage:
         return replace(self._generation.usage(), reasoning_tokens=self._thoughts.total)
 
     def close(self) -> None:
-        """Harmless when all has finished, or when called again."""
+        """Aborts what still runs. It is safe to call after the end, or twice."""
         self._generation.close()
 
     def _parsed(self, piece: Piece) -> ChatPiece:
@@ -146,20 +148,20 @@ class ChatGeneration:
 
 
 def _is_cut(last: Piece) -> bool:
-    """Whether the model did not end its answer by itself."""
+    """True if a limit or a stop condition ended the answer, not the model itself."""
     is_stopped = last.delta.stop_reason is not None
     return is_stopped or last.delta.finish_reason is FinishReason.LENGTH
 
 
 def _outcome(parser: AssistantParser, *, has_calls: bool) -> CallOutcome:
-    """What came of looking through a message that has ended."""
+    """The result of parsing a finished message for calls."""
     if parser.has_spoilt_call:
         return "malformed"
     return "calls" if has_calls else "none"
 
 
 async def start_chat(server: ServerContext, body: ChatBody, response_id: str) -> ChatGeneration:
-    """Render, tokenize and submit a checked body. The caller must `close` what it gets."""
+    """Renders, tokenizes and submits a checked body. The caller must `close` the result."""
     model, tokenizer = server.model, server.model.tokenizer
     ignored = server.assistant.check(body, model)
     if body.has_displaced_format:

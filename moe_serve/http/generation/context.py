@@ -1,4 +1,5 @@
-"""What the routes share: one object, made by `create_app`, passed to each router."""
+"""The objects that the routes share. `create_app` makes one context and passes it to each
+router."""
 
 from __future__ import annotations
 
@@ -18,5 +19,5 @@ class ServerContext:
     config: ServerConfig
     metrics: ServerMetrics
     generations: GenerationService
-    gate: GrammarGate  # for whatever an answer is to look like
+    gate: GrammarGate  # for every constrained answer
     assistant: AssistantFormats

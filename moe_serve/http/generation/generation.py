@@ -26,11 +26,11 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Tokens of one HTTP request. A prompt with n choices counts once.
+    """Token counts of one HTTP request. A prompt with n choices counts once.
 
-    `reasoning_tokens` are those of the completion that are reasoning; None: not a chat.
-    `timing` and `llama_timings`: of a request with one sequence that has ended, where the
-    configuration asks for it.
+    `reasoning_tokens` are the completion tokens that are reasoning; None if it is not a chat.
+    `timing` and `llama_timings` are set for a request with a single finished sequence, if the
+    configuration enables them.
     """
 
     prompt_tokens: int
@@ -42,7 +42,7 @@ class Usage:
 
 
 class Generation:
-    """Yields the new pieces of all sequences as they come; `close` ends what still runs."""
+    """Yields the new pieces of all sequences as they arrive; `close` aborts what still runs."""
 
     def __init__(
         self,
@@ -71,11 +71,11 @@ class Generation:
 
     @property
     def is_ended(self) -> bool:
-        """Nothing comes any more."""
+        """True if no more pieces will come."""
         return self._num_running == 0
 
     def take(self) -> list[Piece]:
-        """What lies ready, and may be nothing."""
+        """The pieces that are ready, possibly none."""
         pieces: list[Piece] = []
         for request_id, deltas in _by_request(self._queue.take()):
             if (piece := self._push(request_id, deltas)) is not None:
@@ -83,7 +83,7 @@ class Generation:
         return self._prompt_logprobs.share(pieces)
 
     def listen(self, on_step: Callable[[], bool]) -> None:
-        """See `DeltaQueue.listen`; `on_step` is to call `take`."""
+        """Registers a callback for each step, which should call `take`. See `DeltaQueue.listen`."""
         self._queue.listen(on_step)
 
     def usage(self) -> Usage:
@@ -99,14 +99,15 @@ class Generation:
         )
 
     def _timed(self) -> FinishedSequence | None:
-        """The sequence whose times are the request's own: the only one, once it has ended."""
+        """The single sequence of the request, once it has ended. Its times are those of the
+        request."""
         if not self._has_timing or len(self._sequences) != 1:
             return None
         (sequence,) = self._sequences.values()
         return sequence.finished
 
     def cut(self, error: ApiError) -> None:
-        """End the generation with this error, as if each sequence had failed in the engine."""
+        """Ends the generation with this error, as if each sequence had failed in the engine."""
         self._cut_error = error
         for request_id, sequence in self._sequences.items():
             if not sequence.is_finished:
@@ -114,7 +115,7 @@ class Generation:
                 self._queue.put(end)
 
     def close(self) -> None:
-        """Abort what has not finished. Harmless when all has, or when called again."""
+        """Aborts unfinished sequences. It is safe to call after the end, or twice."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -126,7 +127,7 @@ class Generation:
 
     def _push(self, request_id: str, deltas: list[TokenDelta]) -> Piece | None:
         sequence = self._sequences[request_id]
-        if sequence.is_finished:  # the engine's last words after a stop string or a cut
+        if sequence.is_finished:  # the engine's last deltas after a stop string or a cut
             return None
         piece = sequence.push(deltas)
         if sequence.is_finished:
@@ -140,7 +141,7 @@ class Generation:
         return piece
 
     def _observe_prompt(self, ended: SequenceProgress) -> None:
-        """Tell the metrics of a prompt whose last choice this was."""
+        """Reports a prompt to the metrics when its last choice has ended."""
         num_choices = ended.request.params.n
         first = ended.index - ended.index % num_choices
         choices = list(self._sequences.values())[first : first + num_choices]
@@ -148,19 +149,27 @@ class Generation:
             self._metrics.observe_longest(max(choice.num_tokens for choice in choices))
 
     def _engine_error(self, delta: TokenDelta) -> ApiError:
-        """What went wrong goes to the log, not to the client; but what it asked for does."""
+        """The client's error for a failed sequence.
+
+        Internal causes go to the log only. The client is told if its own request caused the
+        failure.
+        """
         if delta.is_of_request:
-            message = f"The answer cannot go on: {delta.error}."
+            message = f"The answer cannot be continued: {delta.error}."
             return ApiError(400, message, code="constraint_failed")
         if not self._engine.is_alive:
             return engine_dead_error()
         _LOGGER.error("request %s failed in the engine: %s", delta.request_id, delta.error)
-        message = f"The engine failed on this request ({delta.request_id}); its log has the cause."
+        message = (
+            f"The engine failed to process this request ({delta.request_id}). The server log has "
+            "the cause."
+        )
         return ApiError(500, message, code="generation_failed")
 
 
 class GenerationService:
-    """Starts generations and knows those that are open, so that a shutdown can wait or cut."""
+    """Starts generations and keeps track of the open ones, so that a shutdown can wait for them or
+    end them."""
 
     def __init__(
         self,
@@ -170,7 +179,7 @@ class GenerationService:
         *,
         has_timing: bool = False,
     ) -> None:
-        """`has_timing`: answers tell their own times."""
+        """`has_timing`: answers report the times of their own request."""
         self.engine = engine
         self._has_timing = has_timing
         self.is_draining = False
@@ -190,10 +199,10 @@ class GenerationService:
         kept_ids: frozenset[int] = frozenset(),
         continues: bool = False,
     ) -> Generation:
-        """Submit all or none. The caller must `close` the generation, whatever happens.
+        """Submits all requests or none. The caller must `close` the generation in every case.
 
-        The requests are those of one HTTP request, so they have their stop strings in common.
-        `continues`: the answers go on where the text of the prompts ends.
+        All requests belong to one HTTP request, so they share their stop strings. `continues`: the
+        answers continue the text of the prompts.
         """
         account = current_account()
         queue = self._claim_and_submit(account, requests)
@@ -225,19 +234,19 @@ class GenerationService:
         return generation
 
     def begin_drain(self) -> None:
-        """Refuse new requests; those that are open go on."""
+        """Refuses new requests. Open ones continue."""
         self.is_draining = True
         self.engine.begin_drain()
 
     def cut_all(self, error: ApiError) -> None:
-        """End every open generation with an error event or response."""
+        """Ends every open generation with an error event or an error response."""
         for generation in tuple(self._open):
             generation.cut(error)
 
     def _claim_and_submit(
         self, account: KeyAccount | None, requests: Sequence[GenerationRequest]
     ) -> DeltaQueue:
-        """Count all sequences for the key of the request, and submit them."""
+        """Counts all sequences for the API key of the request, and submits them."""
         if account is None:
             return self._submit(requests)
         refused = account.claim(len(requests))
@@ -256,7 +265,7 @@ class GenerationService:
             raise engine_dead_error()
         if self.is_draining:
             self._metrics.count_rejection("draining")
-            raise draining_error("The server is shutting down and takes no new requests.")
+            raise draining_error("The server is shutting down and accepts no new requests.")
         try:
             return self.engine.submit(requests)
         except ServerOverloadedError as error:

@@ -1,19 +1,22 @@
-"""Token log probabilities in OpenAI's two shapes."""
+"""Formats token log probabilities in OpenAI's two shapes, and those of prompts in vLLM's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from moe_serve.engine.request.request import TokenLogprob
 from moe_serve.text.tokenizer import Tokenizer
 
-MAX_INLINE_LOGPROBS = 2048  # formatted on the event loop; more take milliseconds, or seconds
+# formatted on the event loop; more would block it for milliseconds or seconds
+MAX_INLINE_LOGPROBS = 2048
 _LOWEST = -9999.0  # JSON has no -inf
 
 
 def num_logprobs(*lists: Sequence[TokenLogprob | None] | None) -> int:
-    """How many numbers there are to format: a token's own and those of its likeliest rivals."""
+    """Counts the numbers to format: those of the chosen tokens and of their top alternatives."""
     count = 0
     for entries in lists:
         if entries:
@@ -22,12 +25,12 @@ def num_logprobs(*lists: Sequence[TokenLogprob | None] | None) -> int:
 
 
 def _num_top(entries: Sequence[TokenLogprob | None]) -> int:
-    last = entries[-1]  # the first of a prompt is None
+    last = entries[-1]  # the first entry of a prompt is None
     return 0 if last is None else len(last.top)
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob], tokenizer: Tokenizer) -> dict[str, Any]:
-    """`choices[].logprobs` of a chat: one object per token, with its bytes."""
+    """Formats `choices[].logprobs` of a chat: one object per token, with its bytes."""
     return {"content": [_chat_entry(entry, tokenizer) for entry in entries], "refusal": None}
 
 
@@ -37,7 +40,8 @@ def completion_logprobs(
     text_offsets: Sequence[int],
     tokenizer: Tokenizer,
 ) -> dict[str, Any]:
-    """`choices[].logprobs` of a completion: parallel lists. The first prompt token has none."""
+    """Formats `choices[].logprobs` of a completion as parallel lists. The first prompt token has
+    None."""
     return {
         "tokens": [tokenizer.token_text(token) for token in token_ids],
         "token_logprobs": [None if entry is None else finite(entry.logprob) for entry in entries],
@@ -60,7 +64,7 @@ def _chat_token(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str
 
 
 def _top_by_text(entry: TokenLogprob | None, tokenizer: Tokenizer) -> dict[str, float] | None:
-    """The likeliest tokens and the chosen one; of two with the same text, the likelier."""
+    """The top tokens and the chosen one. If two have the same text, the likelier one is kept."""
     if entry is None:
         return None
     top: dict[str, float] = {}
@@ -70,5 +74,34 @@ def _top_by_text(entry: TokenLogprob | None, tokenizer: Tokenizer) -> dict[str, 
 
 
 def finite(logprob: float) -> float:
-    """What JSON can say."""
+    """Limits a log probability to values that JSON can express."""
     return logprob if logprob >= _LOWEST else _LOWEST  # also for NaN
+
+
+def prompt_logprobs(
+    entries: Sequence[TokenLogprob | None] | None, tokenizer: Tokenizer
+) -> msgspec.Raw | None:
+    """A list with one object per prompt token; null for the first token.
+
+    Each object is {"token id": {"logprob", "rank", "decoded_token"}}, with the token itself and the
+    likeliest tokens at its position.
+    """
+    if entries is None:
+        return None
+    # Encoded at once: as Python objects a long prompt would take too much memory.
+    return msgspec.Raw(msgspec.json.encode([_by_id(entry, tokenizer) for entry in entries]))
+
+
+def _by_id(entry: TokenLogprob | None, tokenizer: Tokenizer) -> dict[str, Any] | None:
+    if entry is None:
+        return None
+    found = [(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top, start=1)]
+    found.append((entry.token_id, entry.logprob, entry.rank))
+    return {
+        str(token): {
+            "logprob": finite(logprob),
+            "rank": rank,
+            "decoded_token": tokenizer.token_text(token),
+        }
+        for token, logprob, rank in found
+    }

@@ -1,4 +1,5 @@
-"""The log probabilities of a prompt: computed for its first choice, shown with every choice."""
+"""Shares the log probabilities of a prompt: computed for its first choice, shown with every
+choice."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from moe_serve.http.generation.sequence import Piece
 
 
 class SharedPromptLogprobs:
-    """Gives each choice's first piece what the engine has told to choice 0 of the same prompt.
+    """Adds the prompt logprobs, which the engine reports for choice 0 only, to every choice of a
+    prompt.
 
-    2 prompts, n = 3:  index 0 1 2 | 3 4 5,  asked for at 0 and 3, shared with 1 2 and 4 5
+        2 prompts, n = 3:  index 0 1 2 | 3 4 5,  computed for 0 and 3, shared with 1 2 and 4 5
 
-    A choice that is ahead of its choice 0 is held back: its first piece must have them.
+    A choice that is ahead of its choice 0 is held back, because its first piece must have them.
     """
 
     def __init__(self, requests: Sequence[GenerationRequest]) -> None:
@@ -27,7 +29,7 @@ class SharedPromptLogprobs:
         self._has_begun: set[int] = set()
 
     def share(self, pieces: list[Piece]) -> list[Piece]:
-        """The pieces that can be shown now, in an order that keeps each choice's own."""
+        """The pieces that can be shown now. The pieces of one choice keep their order."""
         if not self._is_needed:
             return pieces
         ready: list[Piece] = []

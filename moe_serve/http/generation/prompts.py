@@ -1,6 +1,6 @@
-"""The prompts of a request as token ids.
+"""Converts the prompts of a request to token ids.
 
-Long texts are tokenized off the event loop; texts that cannot fit the context are not tokenized.
+Long texts are tokenized off the event loop. Texts that cannot fit the context are not tokenized.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from moe_serve.http.generation.text_threads import MAX_INLINE_CHARS
 from moe_serve.http.schema.chat_messages import ChatMessage
 from moe_serve.http.schema.schemas import ChatBody, TruncationSide
 
-_MAX_CUT_BYTES = 262_144  # of a text that is cut after it is tokenized, in a small context
+_MAX_CUT_BYTES = 262_144  # of a text that is truncated after tokenization, if the context is small
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """`param` is the field it came from; `text` is None for a prompt given as token ids."""
+    """A prompt as token ids. `param` is the field it came from; `text` is None for given token
+    ids."""
 
     token_ids: tuple[int, ...]
     text: str | None
@@ -31,7 +32,7 @@ class Prompt:
 
 
 async def chat_prompt(body: ChatBody, model: ServedModel) -> Prompt:
-    """Render the chat template and tokenize; the template writes the special tokens itself."""
+    """Renders the chat template and tokenizes. The template writes the special tokens itself."""
     template = model.require_chat_template()
     tools, options = body.template_tools(), body.template_options()
     has_text_arguments = bool(
@@ -55,16 +56,16 @@ async def chat_prompt(body: ChatBody, model: ServedModel) -> Prompt:
 
 
 async def text_prompt(text: str, model: ServedModel, *, add_special_tokens: bool) -> Prompt:
-    """A text by itself, which nobody wants to continue."""
+    """Tokenizes a text that is not to be continued."""
     return await _encoded(text, "prompt", model, has_limit=True, has_special=add_special_tokens)
 
 
 async def completion_prompts(
     value: Any, model: ServedModel, *, has_limit: bool = True
 ) -> list[Prompt]:
-    """A string, a list of strings, a list of token ids, or a list of such lists.
+    """Tokenizes a string or a list of strings, or takes a list of token ids or of such lists.
 
-    `has_limit` False: what is too long for the context will be truncated.
+    `has_limit` False: a prompt that exceeds the context will be truncated later.
     """
     if isinstance(value, str):
         return [await _encoded(value, "prompt", model, has_limit=has_limit)]
@@ -76,7 +77,7 @@ async def completion_prompts(
         return [_from_ids(value, "prompt", model, has_limit)]
     if len(value) > MAX_CHOICES:
         raise InvalidRequestError(
-            f"prompt holds {len(value)} prompts; at most {MAX_CHOICES} are allowed.",
+            f"prompt has {len(value)} prompts; at most {MAX_CHOICES} are allowed.",
             param="prompt",
         )
     params = [f"prompt.{i}" for i in range(len(value))]
@@ -101,10 +102,10 @@ def truncated(
     max_tokens: int,
     side: TruncationSide | None = None,
 ) -> Prompt:
-    """At most `limit` tokens; -1 leaves room for `max_tokens` in the context.
+    """Truncates to at most `limit` tokens; -1 leaves room for `max_tokens` in the context.
 
-    `side` is where the others are dropped, as vLLM has it: "right" keeps the first, "left" and
-    None keep the last.
+    `side` is the side where tokens are dropped, as in vLLM: "right" keeps the first tokens, "left"
+    and None keep the last.
     """
     if limit is None:
         return prompt
@@ -124,16 +125,16 @@ def truncated(
 def check_prompt_length(
     num_tokens: int, param: str, max_model_len: int, max_tokens: int | None = None
 ) -> None:
-    """The engine makes at least one token, also for a request that asks for none.
+    """Checks that the prompt leaves room for one token, which the engine always generates.
 
-    `max_tokens`: what the request asks for, if it says so.
+    `max_tokens` is the number that the request sets, if it does.
     """
     if num_tokens < max_model_len:
         return
     used = tokens_requested(max_model_len, num_tokens, param, max_tokens or 1)
     raise ContextLengthError(
-        f"{used} One place is kept for the next token (also with max_tokens 0): send at most "
-        f"{max_model_len - 1} in {_place(param)}.",
+        f"{used} One position is reserved for the next token (also with max_tokens 0): send at "
+        f"most {max_model_len - 1} tokens in {_place(param)}.",
         param=param,
         num_prompt_tokens=num_tokens,
         max_prompt_tokens=max_model_len - 1,
@@ -141,8 +142,10 @@ def check_prompt_length(
 
 
 def tokens_requested(max_model_len: int, num_tokens: int, param: str, max_tokens: int) -> str:
-    """OpenAI's words for a context that is too small. LiteLLM, LangChain and agents look for them
-    to tell this error from others, and to send less."""
+    """OpenAI's wording of a context that is too small.
+
+    LiteLLM, LangChain and agents look for it to recognise this error, and then send less.
+    """
     return (
         f"This model's maximum context length is {max_model_len} tokens. However, you requested "
         f"{num_tokens + max_tokens} tokens ({num_tokens} in {_place(param)}, {max_tokens} in the "
@@ -155,7 +158,7 @@ def _place(param: str) -> str:
 
 
 def _check_text_length(text: str, param: str, model: ServedModel, *, has_limit: bool) -> None:
-    """Refuse what cannot fit before the work of tokenizing it, and what takes too much of it."""
+    """Refuses a text that cannot fit or costs too much, before it is tokenized."""
     min_tokens = model.tokenizer.min_num_tokens(text)
     if has_limit and min_tokens >= model.max_model_len:
         raise ContextLengthError(
@@ -170,9 +173,9 @@ def _check_text_length(text: str, param: str, model: ServedModel, *, has_limit: 
     most = max(_MAX_CUT_BYTES, context)
     if len(text) > most or len(text.encode()) > most:
         raise ContextLengthError(
-            f"The context of this model is {model.max_model_len} tokens; {param} has "
-            f"{len(text)} characters, and at most {most} bytes are tokenized, also with "
-            "truncate_prompt_tokens: shorten it.",
+            f"The context of this model is {model.max_model_len} tokens; {param} has {len(text)} "
+            f"characters, and at most {most} bytes are tokenized, also with "
+            "truncate_prompt_tokens. Shorten it.",
             param=param,
         )
 
@@ -195,7 +198,7 @@ def _encode(
 
 
 def _from_ids(ids: Any, param: str, model: ServedModel, has_limit: bool) -> Prompt:
-    """Length first: it bounds the cost of looking at every id."""
+    """Checks the length first: it bounds the cost of reading every id."""
     if isinstance(ids, list) and has_limit:
         check_prompt_length(len(ids), param, model.max_model_len)
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
@@ -204,7 +207,7 @@ def _from_ids(ids: Any, param: str, model: ServedModel, has_limit: bool) -> Prom
 
 
 def _bad_prompt(param: str) -> InvalidRequestError:
-    subject = "prompt" if param == "prompt" else f"{param} does not fit in: prompt"
+    subject = "prompt" if param == "prompt" else f"{param} is invalid: prompt"
     return InvalidRequestError(
         f"{subject} must be a string, a list of strings, a list of token ids, "
         "or a list of lists of token ids.",
@@ -214,8 +217,10 @@ def _bad_prompt(param: str) -> InvalidRequestError:
 
 
 def _num_chars(message: ChatMessage) -> int:
-    """All that a template may write of it, and something for the message itself. Parts are not
-    worth counting: they take the way of a long text."""
+    """The number of characters that a template may write for the message, plus a margin.
+
+    Content parts are not counted; such a message is handled like a long text.
+    """
     if isinstance(message.content, list):
         return MAX_INLINE_CHARS + 1
     texts = [message.content, message.reasoning, message.reasoning_content]

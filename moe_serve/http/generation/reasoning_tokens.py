@@ -1,4 +1,4 @@
-"""How many tokens of a chat's answers are reasoning: `usage...reasoning_tokens`."""
+"""Counts the reasoning tokens of a chat's answers, for `usage...reasoning_tokens`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ReasoningTokens:
     """
 
     def __init__(self, markers: ThinkingMarkers | None, num_choices: int) -> None:
-        """`markers` None: these answers have no reasoning."""
+        """`markers` None: the answers have no reasoning."""
         self._counters: list[ThoughtCounter] = []
         self._tokens: list[list[int]] = []
         if markers is not None:
@@ -27,11 +27,11 @@ class ReasoningTokens:
 
     @property
     def total(self) -> int:
-        """The reasoning of all choices so far."""
+        """The reasoning tokens of all choices so far."""
         return sum(counter.num_spent for counter in self._counters)
 
     def read(self, index: int, token_ids: Sequence[int]) -> None:
-        """Add the new tokens of one choice."""
+        """Adds the new tokens of one choice."""
         if not self._counters or self._counters[index].is_over:
             return
         self._tokens[index] += token_ids

@@ -1,4 +1,4 @@
-"""The times of one request in its own answer, by the names that vLLM and llama.cpp give them."""
+"""Reports the times of a request in its own answer, under the names of vLLM and llama.cpp."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ Timing = Mapping[str, float | None]  # null: not known
 
 
 def timing_of(sequence: FinishedSequence) -> Timing:
-    """As in vLLM the first token is counted from the first step, not from the request."""
+    """vLLM's `metrics`. As in vLLM, the first token is timed from the first step, not from
+    arrival."""
     started, first, ended = sequence.started, sequence.first_token, sequence.ended
     inference_ms = _ms(started, ended)
     tpot_s = sequence.tpot_s
@@ -26,8 +27,11 @@ def timing_of(sequence: FinishedSequence) -> Timing:
 
 
 def llama_timings(sequence: FinishedSequence) -> Mapping[str, float] | None:
-    """The `timings` of llama.cpp: the prompt's tokens that were not cached, up to the first token
-    of the answer, and the answer's tokens, from there on. None: there is no first token."""
+    """llama.cpp's `timings`, or None if there is no first token.
+
+    "prompt" covers the prompt tokens that were not cached, until the first token of the answer;
+    "predicted" covers the answer's tokens after that.
+    """
     prompt_ms = _ms(sequence.started, sequence.first_token)
     predicted_ms = _ms(sequence.first_token, sequence.ended)
     prompt_n = sequence.num_computed_tokens

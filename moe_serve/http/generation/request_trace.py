@@ -1,7 +1,7 @@
-"""What belongs to the HTTP request at hand, for those who tell of it afterwards.
+"""Collects data about the current HTTP request for tracing.
 
-A server that makes traces opens one for each request; whoever works for the request finds it by
-`current_trace`, as the two know nothing of each other.
+A server that records spans opens one trace for each request. Code that serves the request finds it
+by `current_trace`, so that the two parts do not depend on each other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moe_serve.http.metrics.finished_sequence import FinishedSequence
 
 @dataclass(slots=True)
 class RequestTrace:
-    """Filled while the request is served."""
+    """Data about one request, filled while it is served."""
 
     sequences: list[FinishedSequence] = field(default_factory=list)
 
@@ -25,7 +25,7 @@ _CURRENT: ContextVar[RequestTrace | None] = ContextVar("moe_serve_request_trace"
 
 
 def current_trace() -> RequestTrace | None:
-    """None: nobody asked for one."""
+    """The trace of the current request, or None if none is open."""
     return _CURRENT.get()
 
 

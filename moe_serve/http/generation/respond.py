@@ -1,4 +1,4 @@
-"""Sending an answer, streamed or whole; what the two generation routes have in common."""
+"""Sends an answer, streamed or complete. The generation routes share it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CLIENT_CLOSED_REQUEST = 499
 
 
 class Countable(Protocol):
-    """A piece of an answer, as far as its size goes."""
+    """A piece of an answer that can tell its size."""
 
     @property
     def num_logprobs(self) -> int: ...
@@ -32,7 +32,7 @@ Made = TypeVar("Made", bound=Countable, covariant=True)
 
 
 class PieceStream(Protocol[Made]):
-    """What yields pieces: a Generation, or a ChatGeneration."""
+    """A source of pieces: a Generation or a ChatGeneration."""
 
     def __aiter__(self) -> AsyncIterator[Sequence[Made]]: ...
 
@@ -64,7 +64,7 @@ def stream_response(
     ping_s: float,
     headers: Mapping[str, str],
 ) -> SseResponse:
-    """The generation as server-sent events; it is closed when the response ends."""
+    """Sends the generation as server-sent events and closes it when the response ends."""
 
     async def events() -> AsyncIterator[bytes]:
         async for pieces in generation:
@@ -76,7 +76,7 @@ def stream_response(
             yield formatter.usage(generation.usage())
 
     def write_step() -> bool:
-        """What `events` does for a step, where it would not have to wait."""
+        """Writes one step as `events` does, if that needs no waiting."""
         if not response.takes_now:
             return False
         response.write_now(_written_events(formatter, generation.take()))
@@ -92,7 +92,7 @@ def _written_events(formatter: StreamFormat[AnyPiece], pieces: Sequence[AnyPiece
 
 
 def _is_long(pieces: Sequence[Countable]) -> bool:
-    """The logprobs of a long prompt are written in a thread."""
+    """True if the pieces hold so many logprobs that a thread must write them."""
     count = 0
     for piece in pieces:
         count += piece.num_logprobs
@@ -105,20 +105,20 @@ async def whole_response(
     request: Request,
     headers: Mapping[str, str],
 ) -> Response:
-    """The answer in one piece; a client that goes away meanwhile ends the generation."""
+    """Sends the answer in one piece. If the client disconnects meanwhile, the generation ends."""
     try:
         body = await run_until_disconnect(answer, request.receive)
     finally:
         generation.close()
-    if body is None:  # nobody reads this
+    if body is None:  # the client is gone
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
     return Response(body, headers=dict(headers), media_type="application/json")
 
 
 def request_body_schema(schema: Any) -> dict[str, Any]:
-    """For openapi.json: the routes read the body themselves, so FastAPI does not know it.
+    """The request schema for openapi.json. FastAPI does not know it, as the routes parse the body.
 
-    `schema`: a pydantic model, or a union of some.
+    `schema`: a pydantic model, or a union of several.
     """
     content = {"application/json": {"schema": json.loads(_json_schema(schema))}}
     return {"requestBody": {"required": True, "content": content}}
@@ -126,5 +126,6 @@ def request_body_schema(schema: Any) -> dict[str, Any]:
 
 @functools.cache
 def _json_schema(schema: Any) -> str:
-    """Several routes take the same body; each gets a copy, which FastAPI may change."""
+    """The JSON schema as text. Routes with the same body each get a copy, which FastAPI may
+    change."""
     return json.dumps(TypeAdapter[Any](schema).json_schema())

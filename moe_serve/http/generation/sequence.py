@@ -23,7 +23,7 @@ from moe_serve.text.tokenizer import Tokenizer
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What is new in choice `index` of the answer."""
+    """The new part of choice `index` of the answer."""
 
     index: int
     delta: TextDelta
@@ -31,14 +31,14 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def num_logprobs(self) -> int:
-        """How many numbers there are to write."""
+        """The count of numbers to write."""
         if self.delta.logprobs is None and self.prompt_logprobs is None:
             return 0
         return num_logprobs(self.delta.logprobs, self.prompt_logprobs)
 
 
 class SequenceProgress:
-    """Turns the engine's deltas of one sequence into pieces, and keeps count."""
+    """Turns the engine's deltas of one sequence into pieces, and counts its tokens."""
 
     def __init__(
         self,
@@ -52,13 +52,13 @@ class SequenceProgress:
         kept_ids: frozenset[int] = frozenset(),
         continues: bool = False,
     ) -> None:
-        """`continues`: the text of the prompt."""
+        """`continues`: the sequence continues the text of the prompt."""
         self.index = index
         self.request = request
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self._num_preemptions = 0
-        self.finished: FinishedSequence | None = None  # once it has ended by itself
+        self.finished: FinishedSequence | None = None  # set when it has ended by itself
         follows = request.prompt_token_ids[-1] if continues else None
         self._text = TextStream(tokenizer, request.params, stops, kept_ids, follows)
         self._metrics = metrics
@@ -73,7 +73,7 @@ class SequenceProgress:
         return self._text.is_finished
 
     def push(self, deltas: Sequence[TokenDelta]) -> Piece:
-        """All deltas that arrived together become one piece."""
+        """Converts all deltas that arrived together to one piece."""
         joined = join_deltas(deltas)
         self.num_cached_tokens = max(self.num_cached_tokens, joined.num_cached_tokens)
         if joined.num_preemptions:
@@ -102,7 +102,7 @@ class SequenceProgress:
             self._tell_trace(self.finished)
 
     def abandon(self) -> None:
-        """Nobody waits for the rest. Called once, of a sequence that has not finished."""
+        """Reports a sequence that was aborted before its end. To be called once."""
         self._metrics.count_abandoned()
         self._tell_trace(self._finished(FinishReason.ABORT, time.monotonic()))
 
@@ -124,7 +124,7 @@ class SequenceProgress:
 
 
 def join_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
-    """Consecutive deltas of one request as one; what follows the first end is dropped."""
+    """Joins consecutive deltas of one request. Deltas after the first end are dropped."""
     if len(deltas) == 1:
         return deltas[0]
     ends = [i for i, delta in enumerate(deltas) if delta.finish_reason is not None]

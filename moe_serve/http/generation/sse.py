@@ -1,4 +1,4 @@
-"""Server-sent events: a stream of ready-made bytes that ends when the client does."""
+"""Server-sent events: streams bytes until the source or the client ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def error_event(error: ApiError) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SseStyle:
-    """What an API puts between and behind the events; as here, OpenAI's chat."""
+    """The parts of an API's stream beside its events. The defaults are those of OpenAI's chat."""
 
     write_error: Callable[[ApiError], bytes] = error_event
     end: bytes = DONE_EVENT
@@ -42,10 +42,10 @@ _CHAT_STYLE = SseStyle()
 class SseResponse(Response):
     """Sends `events`, a ping when they pause, an error event if they fail, and [DONE].
 
-    `on_close` runs exactly once, however the response ends: it is where the engine is told. It runs
-    before the tasks are waited for, so that a second cancellation cannot skip it.
+    `on_close` runs exactly once, however the response ends, and aborts the generation in the
+    engine. It runs before the tasks are awaited, so that a second cancellation cannot skip it.
     FastAPI's EventSourceResponse builds a pydantic object for every event, which costs more than
-    the rest of the work for a token; here an event is bytes that the caller has formatted.
+    the rest of the work for a token. Here an event is bytes that the caller has formatted.
     """
 
     media_type = "text/event-stream"
@@ -69,7 +69,7 @@ class SseResponse(Response):
         self._num_sent = 0
         self._sending = asyncio.Lock()  # events and pings come from two tasks
         self._is_ended = False
-        self._writer: BodyWriter | None = None  # once the answer has begun
+        self._writer: BodyWriter | None = None  # set once the answer has begun
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         streaming = asyncio.create_task(self._stream(scope, send))
@@ -82,7 +82,7 @@ class SseResponse(Response):
                 done, _ = await asyncio.wait(tasks, timeout=self._ping_s, return_when=first)
                 if done:
                     break
-                # Nothing was sent for a whole interval, and nothing waits for a slow reader.
+                # Nothing was sent for a whole interval, and no send waits for a slow reader.
                 if self._num_sent == num_sent and not self._sending.locked():
                     await self._send(send, self._style.ping)
             if streaming.done():
@@ -102,7 +102,8 @@ class SseResponse(Response):
                     self.write_now(chunk)
                 elif chunk:
                     await self._send(send, chunk)
-        except Exception as error:  # the status line is out: the only place left is the stream
+        # the status line is already sent: the stream is the only place left
+        except Exception as error:
             api_error = to_api_error(error)
             if api_error.code == "internal_error":
                 _LOGGER.exception("a stream failed")
@@ -113,11 +114,11 @@ class SseResponse(Response):
 
     @property
     def takes_now(self) -> bool:
-        """Whether `write_now` may be called: nobody has to wait for the reader."""
+        """True if `write_now` may be called: the connection has no backlog."""
         return self._writer is not None and self._writer.is_open and not self._sending.locked()
 
     def write_now(self, chunk: bytes) -> None:
-        """Send events outside of `events`, whose next ones nobody has made yet."""
+        """Sends events outside of the iterator `events`."""
         if self._writer is not None and chunk:
             self._num_sent += 1
             self._writer.write(chunk)

@@ -1,4 +1,4 @@
-"""The threads that tokenize what is too long for the event loop: few texts at once, by size."""
+"""Threads that tokenize texts too long for the event loop: a few at once, separated by size."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import TypeVar
 from moe_serve.errors import ServerOverloadedError
 
 MAX_INLINE_CHARS = 4096
-# Characters up to which a text belongs to a class, and how many threads the class has. A text waits
-# for texts of its class only, so that no short one waits for a giant. A character can take 130
-# bytes while its text is tokenized, so the classes together bound the memory.
+# The largest text of each class in characters, and the number of threads of the class. A text waits
+# only for texts of its own class, so that a short one never waits for a very long one. A character
+# can take 130 bytes while its text is tokenized, so the classes together bound the memory.
 _CLASSES = ((65_536, 2), (1_048_576, 1), (None, 1))
 _MAX_WAITING_CHARS = 64 * 1024 * 1024
 T = TypeVar("T")
 
 
 class TextThreads:
-    """Runs work on texts while the event loop goes on."""
+    """Runs work on texts without blocking the event loop."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # of the count
-        self._num_chars = 0  # of the texts in the threads or waiting for them
+        self._lock = threading.Lock()  # guards the count
+        self._num_chars = 0  # of the texts that run or wait
         self._classes = [
             (limit, ThreadPoolExecutor(count, "moe-serve-text")) for limit, count in _CLASSES
         ]
 
     async def run(self, work: Callable[[], T], num_chars: int) -> T:
-        """What `work` returns: at once for a short text, else from a thread.
+        """Runs `work`: at once for a short text, else in a thread.
 
         Raises ServerOverloadedError if too many characters wait already.
         """
@@ -38,8 +38,8 @@ class TextThreads:
             return work()
         if self._num_chars and self._num_chars + num_chars > _MAX_WAITING_CHARS:
             raise ServerOverloadedError(
-                f"Texts of {self._num_chars} characters wait to be tokenized, at most "
-                f"{_MAX_WAITING_CHARS} may. Try again later.",
+                f"Texts with {self._num_chars} characters are waiting to be tokenized; the limit "
+                f"is {_MAX_WAITING_CHARS}. Try again later.",
                 retry_after_s=1.0,
             )
         threads = next(each for limit, each in self._classes if limit is None or num_chars <= limit)

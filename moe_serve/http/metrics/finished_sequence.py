@@ -1,4 +1,4 @@
-"""What is known of a sequence once it has ended: for metrics and for traces."""
+"""The data of a finished sequence, for metrics and spans."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from moe_serve.engine.request.request import FinishReason, GenerationRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedSequence:
-    """Times are of the engine's clock, in order, and are taken where text is made, so they hold the
-    hand-over between the threads too. None: it did not come so far.
+    """A sequence that has ended. Times are of the engine's clock, in order; None: not reached.
 
         arrival   started   first_token   ended
            | queue  | prefill    | decode   |
                     |      inference        |
+
+    They are taken where the text is made, so they include the hand-over between threads.
     """
 
     request: GenerationRequest
@@ -32,15 +33,15 @@ class FinishedSequence:
 
     @property
     def num_computed_tokens(self) -> int | None:
-        """Tokens of the prompt that were not found in the prefix cache; None: it was not read to
-        its end."""
+        """Prompt tokens that were not in the prefix cache; None: the prompt was not read to its
+        end."""
         if self.first_token is None:
             return None
         return len(self.request.prompt_token_ids) - self.num_cached_tokens
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds of a token after the first one."""
+        """Seconds per token after the first one."""
         if self.first_token is None or self.num_tokens < 2:
             return None
         return (self.ended - self.first_token) / (self.num_tokens - 1)

@@ -1,10 +1,10 @@
-"""How late the event loop is: a clock that should tick every 20 ms, and how far behind it is.
+"""Measures the delay of the event loop with a clock that should tick every 20 ms.
 
-due        0    20    40    60    80   100          the loop is held up from 25 to 85
-ticks      0    20    85   (60)  (80)  100          lags 0, 0, 45, 25, 5, 0
+    due        0    20    40    60    80   100          the loop is blocked from 25 to 85
+    ticks      0    20    85   (60)  (80)  100          lags 0, 0, 45, 25, 5, 0
 
-A tick that was missed counts with its own lag, so that the share of slow ticks is the share of
-time: one stop of a second weighs as much as fifty ticks, not as one.
+A missed tick counts with its own lag, so that the share of slow ticks is the share of time: a block
+of one second weighs as much as fifty ticks, not as one.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import asyncio
 from collections.abc import Callable
 
 PERIOD_S = 0.02
-_MAX_MISSED = 3000  # a minute; what was held up for longer need not be counted to the end
+_MAX_MISSED = 3000  # a minute; longer blocks are not counted to the end
 
 
 class LoopLag:
-    """Tells `observe` the lag of every tick from `start` to `stop`, both on the loop's thread."""
+    """Calls `observe` with the lag of every tick from `start` to `stop`, both on the loop's
+    thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, observe: Callable[[float], None]) -> None:
         self._loop = loop
@@ -43,6 +44,6 @@ class LoopLag:
 
 
 def lags(due: float, now: float) -> list[float]:
-    """Of the tick that was due first and of those that were missed since, the longest first."""
+    """The lags of the first due tick and of those missed since, the longest first."""
     count = min(_MAX_MISSED, 1 + max(0, int((now - due) / PERIOD_S)))
     return [max(0.0, now - due - i * PERIOD_S) for i in range(count)]

@@ -1,7 +1,7 @@
-"""Prometheus metrics: `moe_serve:` plus the suffixes that vLLM's dashboards know.
+"""Prometheus metrics, named `moe_serve:` plus the suffixes that vLLM's dashboards use.
 
 Counters that the engine keeps are read from its snapshot at scrape time. Labels come from closed
-sets only, so the page does not grow with what clients send.
+sets only, so the page does not grow with the requests of clients.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.core import Metric
 
 from moe_serve.config.sections import MetricsAlias
 from moe_serve.engine.request.client import EngineClient
@@ -19,20 +18,14 @@ from moe_serve.engine.request.request import FinishReason
 from moe_serve.engine.routes.placement_control import PlacementControl
 from moe_serve.engine.tracing import Tracing
 from moe_serve.http.gate.key_limits import KeyRefusal
-from moe_serve.http.metrics.batching_families import batching_families
-from moe_serve.http.metrics.cache_families import NO_CACHE_FACTS, CacheFacts, cache_families
+from moe_serve.http.metrics.collectors import EngineCollector
+from moe_serve.http.metrics.engine_families import NO_CACHE_FACTS, CacheFacts
+from moe_serve.http.metrics.family_maker import PREFIX
 from moe_serve.http.metrics.finished_sequence import FinishedSequence
-from moe_serve.http.metrics.memory_families import memory_families
 from moe_serve.http.metrics.metrics_alias import with_alias
-from moe_serve.http.metrics.placement_families import placement_families
-from moe_serve.http.metrics.pool_families import pool_families
-from moe_serve.http.metrics.recent_requests import RecentRequests
+from moe_serve.http.metrics.recent import RecentRequests, TokenGaps
 from moe_serve.http.metrics.request_families import RequestHistograms
-from moe_serve.http.metrics.step_families import step_families
-from moe_serve.http.metrics.token_gaps import TokenGaps
-from moe_serve.http.metrics.trace_families import trace_families
 
-PREFIX = "moe_serve:"
 _ROUTES = frozenset(
     {
         "/v1/chat/completions",
@@ -77,12 +70,12 @@ _E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160
 
 _HTTP_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0, 600.0)
 
-CallOutcome = Literal["calls", "none", "malformed"]  # of looking through a message for calls
+CallOutcome = Literal["calls", "none", "malformed"]  # the result of parsing a message for calls
 RejectionReason = Literal["queue_full", "draining", "engine_dead"] | KeyRefusal
 
 
 class _Registry(CollectorRegistry):
-    """Without the `_created` series, one for every counter and histogram that nobody reads."""
+    """A registry without the unused `_created` series of counters and histograms."""
 
     def __init__(self, alias: MetricsAlias) -> None:
         super().__init__()
@@ -98,7 +91,7 @@ class _Registry(CollectorRegistry):
 
 
 class ServerMetrics:
-    """All metrics of one server, in a registry of its own."""
+    """All metrics of one server, in its own registry."""
 
     def __init__(
         self,
@@ -110,10 +103,10 @@ class ServerMetrics:
         cache: CacheFacts = NO_CACHE_FACTS,
         tool_parser: str | None = None,
     ) -> None:
-        """`tool_parser`: the name of what looks through messages for calls, if something does."""
+        """`tool_parser`: the name of the parser that looks for tool calls, if there is one."""
         self.registry = _Registry(alias)
         self._model_name = model_name
-        self.registry.register(_EngineCollector(engine, model_name, tracing, placement, cache))
+        self.registry.register(EngineCollector(engine, model_name, tracing, placement, cache))
         self._ttft = self._histogram(
             "time_to_first_token_seconds", "From the request to its first token.", _TTFT_BUCKETS
         )
@@ -129,7 +122,7 @@ class ServerMetrics:
             "e2e_request_latency_seconds", "From the request to its last token.", _E2E_BUCKETS
         )
         self._lag = self._histogram(
-            "event_loop_lag_seconds", "How late a clock of the event loop ticks.", _LAG_BUCKETS
+            "event_loop_lag_seconds", "Delay of the event loop's clock ticks.", _LAG_BUCKETS
         )
         self._requests = RequestHistograms(self.registry, PREFIX, model_name)
         self._success = self._counter(
@@ -153,16 +146,16 @@ class ServerMetrics:
         self.recent.first_tokens.add(seconds)
 
     def observe_next_tokens(self, seconds: float, num_tokens: int, now: float) -> None:
-        """`num_tokens` tokens came together, `seconds` after the ones before."""
+        """Observes `num_tokens` tokens that came together, `seconds` after the previous ones."""
         self._itl.observe(seconds / num_tokens, num_tokens, now)
 
     def observe_finished(self, sequence: FinishedSequence) -> None:
-        """It has ended, and was told so. See also `count_abandoned`."""
+        """Observes a sequence that has ended by itself. See also `count_abandoned`."""
         self._requests.observe(sequence)
         self.observe_end(sequence.ended - sequence.arrival, sequence.reason)
 
     def observe_longest(self, num_tokens: int) -> None:
-        """All choices of a prompt have ended, the longest after so many tokens."""
+        """Observes the length of a prompt's longest choice, when all choices have ended."""
         self._requests.observe_longest(num_tokens)
 
     def observe_end(self, seconds: float, reason: FinishReason) -> None:
@@ -174,7 +167,7 @@ class ServerMetrics:
         self._lag.observe(seconds)
 
     def count_abandoned(self) -> None:
-        """A sequence whose client went away: how long it took says nothing."""
+        """Counts a sequence whose client disconnected. Its duration is not observed."""
         self._success.labels(self._model_name, FinishReason.ABORT.value).inc()
 
     def count_rejection(self, reason: RejectionReason) -> None:
@@ -182,12 +175,12 @@ class ServerMetrics:
         self.recent.num_rejected += 1
 
     def count_parsed_message(self, outcome: CallOutcome) -> None:
-        """A message has ended that was looked through for calls."""
-        assert self._parsed is not None, "calls are looked for by a parser that has a name"
+        """Counts a finished message that was parsed for calls."""
+        assert self._parsed is not None, "only a parser with a name looks for calls"
         self._parsed[outcome].inc()
 
     def count_http_request(self, path: str, status: int | None, seconds: float) -> None:
-        """`status` None: the client went away before an answer."""
+        """Counts an HTTP request. `status` None: the client disconnected before an answer."""
         status_label, route = "none" if status is None else str(status), route_label(path)
         self._http.labels(self._model_name, route, status_label).inc()
         self._http_seconds.labels(self._model_name, route).observe(seconds)
@@ -198,7 +191,7 @@ class ServerMetrics:
     def _parsed_messages(self, parser: str) -> dict[CallOutcome, Counter]:
         counter = self._counter(
             "tool_call_parser_invocations",
-            "Messages that were looked through for calls; malformed: a call began, and was none.",
+            "Messages parsed for tool calls; malformed: a call began but could not be parsed.",
             ["parser", "outcome"],
         )
         outcomes: tuple[CallOutcome, ...] = get_args(CallOutcome)
@@ -214,80 +207,8 @@ class ServerMetrics:
         return Counter(PREFIX + name, text, ["model_name", *labels], registry=self.registry)
 
 
-class _EngineCollector(Collector):
-    """Reads the engine's snapshot when Prometheus asks."""
-
-    def __init__(
-        self,
-        engine: EngineClient,
-        model_name: str,
-        tracing: Tracing | None,
-        placement: PlacementControl | None,
-        cache: CacheFacts,
-    ) -> None:
-        self._engine, self._tracing, self._placement = engine, tracing, placement
-        self._cache = cache
-        self._model_name = model_name
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._engine.stats()
-        num_used_pages = stats.num_pages - stats.num_free_pages
-        gauges: dict[str, tuple[str, float]] = {
-            "num_requests_running": ("Sequences in the batch.", stats.num_running),
-            "num_requests_waiting": ("Sequences in the queue.", stats.num_waiting),
-            "kv_cache_usage_perc": (
-                "Share of the KV pages that sequences hold, 0 to 1.",
-                num_used_pages / max(1, stats.num_pages),
-            ),
-            "prefix_cache_pages": ("KV pages in the prefix cache.", stats.num_cached_pages),
-        }
-        counters = {
-            "prompt_tokens": ("Prompt tokens computed.", stats.num_prompt_tokens),
-            "generation_tokens": ("Tokens generated.", stats.num_generated_tokens),
-            "num_preemptions": ("Sequences put back for want of pages.", stats.num_preemptions),
-            "prefix_cache_queries": (
-                "Prompt tokens looked up in the prefix cache.",
-                stats.num_queried_tokens,
-            ),
-            "prefix_cache_hits": ("Prompt tokens found there.", stats.num_hit_tokens),
-            "prompt_tokens_cached": (
-                "prefix_cache_hits_total, by the other name that vLLM has.",
-                stats.num_hit_tokens,
-            ),
-            "prefix_cache_evictions": (
-                "Pages that left the prefix cache for want of pages.",
-                stats.num_evicted_pages,
-            ),
-            "corrupted_requests": (
-                "Sequences that ended with an error because the model gave NaN or infinity.",
-                stats.num_corrupted,
-            ),
-            "engine_steps": ("Steps of the engine.", stats.num_steps),
-        }
-        for name, (text, value) in gauges.items():
-            gauge = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
-            gauge.add_metric([self._model_name], value)
-            yield gauge
-        for name, (text, value) in counters.items():
-            counter = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
-            counter.add_metric([self._model_name], value)
-            yield counter
-        yield from step_families(stats, PREFIX, self._model_name)
-        yield from cache_families(stats, self._cache, PREFIX, self._model_name)
-        if stats.expert_memory is not None:
-            yield from memory_families(stats.expert_memory, PREFIX, self._model_name)
-        if stats.batching is not None:
-            yield from batching_families(stats.batching, PREFIX, self._model_name)
-        if stats.pools is not None:
-            yield from pool_families(stats.pools, PREFIX, self._model_name)
-        if self._tracing is not None:
-            yield from trace_families(self._tracing.status(), PREFIX, self._model_name)
-        if self._placement is not None:
-            yield from placement_families(self._placement.status(), PREFIX, self._model_name)
-
-
 def route_label(path: str) -> str:
-    """The route that a path belongs to; everything unknown is one label."""
+    """The route of a path for labels. All unknown paths share one label."""
     if path in _ROUTES:
         return path
     for family in ("/v1/models/", "/v1/responses/", "/dashboard/assets/"):

@@ -1,7 +1,9 @@
-"""The same values under vLLM's names, for dashboards and rules that were made for it.
+"""Copies metrics under vLLM's names, for dashboards and rules that were made for vLLM.
 
-`moe_serve:num_requests_running{model_name="m"}` is also
-`vllm:num_requests_running{model_name="m",engine="0"}`. Only what means the same is copied.
+    moe_serve:num_requests_running{model_name="m"}  is also
+    vllm:num_requests_running{model_name="m",engine="0"}
+
+Only metrics with the same meaning are copied.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from prometheus_client.core import Metric
 
 ALIAS_PREFIX = "vllm:"
-ENGINE_LABEL = {"engine": "0"}  # all attention ranks are one engine to clients
+ENGINE_LABEL = {"engine": "0"}  # clients see all attention ranks as one engine
 SAME_AS_VLLM = frozenset(
     {
         "num_requests_running",
@@ -53,7 +55,7 @@ SAME_AS_VLLM = frozenset(
 
 
 def with_alias(metrics: Iterable[Metric], prefix: str) -> Iterator[Metric]:
-    """Each metric, and after it its copy if it has one."""
+    """Each metric, followed by its copy if it has one."""
     for metric in metrics:
         yield metric
         suffix = metric.name.removeprefix(prefix)

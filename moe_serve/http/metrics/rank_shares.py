@@ -1,6 +1,6 @@
-"""How the counted rows fall on expert ranks under the placement in force.
+"""Distributes the counted rows over expert ranks under the current placement.
 
-L layers, E experts, K ranks. An expert's rows are shared out evenly among its copies.
+L layers, E experts, K ranks. The rows of an expert are shared evenly among its copies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moe_serve.engine.schedule.policy.rank_load import RankLoads
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShares:
-    """None: no row was counted."""
+    """The load of the expert ranks. None: no row was counted."""
 
     shares: tuple[float, ...] | None  # of all rows, by rank
     balance: float | None  # mean over max load of the ranks, mean over layers
@@ -24,7 +24,7 @@ class RankShares:
 
 
 class RankSharer:
-    """Keeps what it made of a placement. One thread at a time."""
+    """Computes the shares and caches what it derived from a placement. Not thread-safe."""
 
     def __init__(self) -> None:
         self._placement: Placement | None = None

@@ -1,4 +1,4 @@
-"""Histograms of sequences that ended: where their time went, and how large they were."""
+"""Histograms of finished sequences: the times of their stages, and their sizes."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "request_time_per_output_token_seconds": ("Mean of the tokens after the first.", _TPOT),
     "request_prompt_tokens": ("Tokens of the prompt, cached or not.", _TOKENS),
     "request_prefill_kv_computed_tokens": (
-        "Of these, not found in the prefix cache.",
+        "Prompt tokens that were not found in the prefix cache.",
         _TOKENS,
     ),
-    "request_num_preemptions": ("Times that it was put back for want of pages.", _PREEMPTIONS),
+    "request_num_preemptions": (
+        "Times that the sequence was preempted because no KV page was free.",
+        _PREEMPTIONS,
+    ),
     "request_generation_tokens": ("Tokens of the answer.", _TOKENS),
     "request_max_num_generation_tokens": ("Tokens of a prompt's longest choice.", _TOKENS),
-    "request_params_n": ("Choices that a prompt was to have.", _CHOICES),
-    "request_params_max_tokens": ("Longest answer, in tokens, that was asked for.", _TOKENS),
+    "request_params_n": ("Choices requested for a prompt.", _CHOICES),
+    "request_params_max_tokens": ("Maximum answer length that was requested, in tokens.", _TOKENS),
 }
 
 
 class RequestHistograms:
-    """One observation of each for a sequence, of what is known of it."""
+    """Observes each value of a finished sequence that is known."""
 
     def __init__(self, registry: CollectorRegistry, prefix: str, model_name: str) -> None:
         self._histograms = {
@@ -48,7 +51,7 @@ class RequestHistograms:
                 self._histograms[name].observe(value)
 
     def observe_longest(self, num_tokens: int) -> None:
-        """Once for a prompt, when its last choice has ended."""
+        """Observed once per prompt, when its last choice has ended."""
         self._histograms["request_max_num_generation_tokens"].observe(num_tokens)
 
 

@@ -1,4 +1,4 @@
-"""The shapes of /v1/chat/completions."""
+"""Writes the responses and stream chunks of /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ import msgspec
 
 from moe_serve.http.generation.chat_generation import ChatPiece
 from moe_serve.http.generation.generation import Usage
-from moe_serve.http.generation.logprob_format import chat_logprobs
+from moe_serve.http.generation.logprob_format import chat_logprobs, prompt_logprobs
 from moe_serve.http.generation.routed_experts import routed_fields, routed_json
-from moe_serve.http.openai.chat_answer import ChatChoice
+from moe_serve.http.openai.answers import ChatChoice
 from moe_serve.http.openai.chunk_format import (
     ChunkWriter,
     ResponseHead,
     timing_fields,
     usage_fields,
 )
-from moe_serve.http.openai.prompt_logprob_format import prompt_logprobs
 from moe_serve.text.assistant.delta import AssistantDelta, CallDelta
 from moe_serve.text.tokenizer import Tokenizer
 
@@ -26,9 +25,10 @@ _ROLE = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reas
 
 
 class ChatChunks:
-    """The events of one chat stream: a role, then content, then the reason for the end.
+    """Writes the events of one chat stream: a role, then content, then the finish reason.
 
-    `prompt_token_ids`: they come with the role, and the ids of new tokens with each later chunk.
+    `prompt_token_ids`, if given, are sent with the role, and each later chunk has the ids of its
+    new tokens.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ChatChunks:
 
 
 def _delta_fields(delta: AssistantDelta) -> dict[str, Any]:
-    """Only what is new; both popular names of the reasoning."""
+    """The fields of a delta that have new content. Reasoning is sent under both common names."""
     fields: dict[str, Any] = {}
     if delta.reasoning:
         fields["reasoning"] = fields["reasoning_content"] = delta.reasoning
@@ -116,7 +116,10 @@ def chat_response(
     tokenizer: Tokenizer,
     prompt_token_ids: Sequence[int] | None = None,
 ) -> bytes:
-    """The whole answer as one object; with `prompt_token_ids`, those of the answer as well."""
+    """The complete answer as one object.
+
+    With `prompt_token_ids` it has the token ids of the prompt and of the answer.
+    """
     content: dict[str, Any] = {
         **head.fields(),
         "choices": [_choice(i, choice, tokenizer) for i, choice in enumerate(choices)],
@@ -133,9 +136,10 @@ def chat_response(
 
 
 def _choice(index: int, choice: ChatChoice, tokenizer: Tokenizer) -> dict[str, Any]:
-    assert choice.finish_reason is not None, "a collected choice has ended"
+    assert choice.finish_reason is not None, "a collected choice has a finish reason"
     logprobs = None
-    if choice.raw.logprobs is not None:  # as JSON at once: as objects, all would be too large
+    # encoded at once: as Python objects they would take too much memory
+    if choice.raw.logprobs is not None:
         logprobs = msgspec.Raw(msgspec.json.encode(chat_logprobs(choice.raw.logprobs, tokenizer)))
     routed, experts = {}, choice.raw.routed_experts
     if experts is not None:
@@ -151,7 +155,7 @@ def _choice(index: int, choice: ChatChoice, tokenizer: Tokenizer) -> dict[str, A
 
 
 def message_fields(choice: ChatChoice) -> dict[str, Any]:
-    """The assistant's message; a message of calls alone has null content."""
+    """The assistant's message. If it has only calls, its content is null."""
     content, reasoning = choice.content, choice.reasoning
     message: dict[str, Any] = {
         "role": "assistant",

@@ -12,8 +12,7 @@ from fastapi import APIRouter, Request, Response
 from moe_serve.http.generation.chat_generation import ChatGeneration, start_chat
 from moe_serve.http.generation.context import ServerContext
 from moe_serve.http.generation.respond import request_body_schema, stream_response, whole_response
-from moe_serve.http.openai.answer import written_answer
-from moe_serve.http.openai.chat_answer import collect_chat
+from moe_serve.http.openai.answers import collect_chat, written_answer
 from moe_serve.http.openai.chat_format import ChatChunks, chat_response
 from moe_serve.http.openai.chunk_format import ResponseHead
 from moe_serve.http.schema.body import read_json_object
@@ -37,7 +36,7 @@ def chat_router(server: ServerContext) -> APIRouter:
 async def answer_chat(
     server: ServerContext, content: Mapping[str, Any], request: Request
 ) -> Response:
-    """The answer to a chat, streamed or whole; `content` is the parsed body of the request."""
+    """Answers a chat, streamed or complete. `content` is the parsed body of the request."""
     body = parse_body(ChatBody, content)
     ignored = body.check(is_strict=server.config.is_strict)
     server.model.check_name(body.model)

@@ -1,4 +1,4 @@
-"""Parts of the JSON that chat and completions share."""
+"""Parts of the JSON that chats and completions share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_serve.http.generation.sse import sse_event
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseHead:
-    """The fields that open a response and every chunk of its stream."""
+    """The fields at the start of a response and of every chunk of its stream."""
 
     id: str
     object: str
@@ -33,11 +33,11 @@ class ResponseHead:
 
 
 class ChunkWriter:
-    """Writes one-choice chunks around a fixed head: per token only the choice is encoded.
+    """Writes chunks with one choice each. The head is encoded once, the choice for every chunk.
 
-    With `include_usage`, every chunk but the last says `"usage": null`, as OpenAI's do; with
-    `usage_now`, each has the usage so far instead: with the tokens that it and the chunks before
-    it have brought, which `count` is told.
+    With `include_usage`, every chunk but the last has `"usage": null`, as OpenAI's do. With
+    `usage_now`, each chunk has the usage so far instead, which counts the tokens of this chunk and
+    of those before it, as reported to `count`.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class ChunkWriter:
         self._end = tail + b"\n\n"
 
     def count(self, num_tokens: int) -> None:
-        """The next chunk brings so many tokens of the answer."""
+        """Adds the number of answer tokens that the next chunk brings."""
         self._num_tokens += num_tokens
 
     def choice(self, choice_json: bytes, more: bytes = b"") -> bytes:
-        """`more` is further fields of the chunk, each with a comma in front."""
+        """Writes one chunk. `more` has further fields of the chunk, each with a comma in front."""
         if self._usage_now is not None:
             so_far = replace(self._usage_now(), completion_tokens=self._num_tokens)
             usage = msgspec.json.encode(usage_fields(so_far))
@@ -74,7 +74,8 @@ class ChunkWriter:
 
 
 def usage_fields(usage: Usage) -> dict[str, Any]:
-    """`completion_tokens_details` are those of chats: nothing else has reasoning."""
+    """The `usage` object. Only chats have `completion_tokens_details`: nothing else has
+    reasoning."""
     fields: dict[str, Any] = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -87,7 +88,6 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
 
 
 def timing_fields(usage: Usage) -> dict[str, Any]:
-    """`metrics` (vLLM's) and `timings` (llama.cpp's) beside the usage, where the server tells
-    them."""
+    """The fields `metrics` (vLLM) and `timings` (llama.cpp), if the server reports them."""
     told = {"metrics": usage.timing, "timings": usage.llama_timings}
     return {name: times for name, times in told.items() if times is not None}

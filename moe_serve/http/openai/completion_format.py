@@ -1,4 +1,4 @@
-"""The shapes of /v1/completions, with and without echo."""
+"""Writes the responses and stream chunks of /v1/completions, with and without echo."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ import msgspec
 
 from moe_serve.engine.request.request import TokenLogprob
 from moe_serve.http.generation.generation import Usage
-from moe_serve.http.generation.logprob_format import completion_logprobs
+from moe_serve.http.generation.logprob_format import completion_logprobs, prompt_logprobs
 from moe_serve.http.generation.prompts import Prompt
 from moe_serve.http.generation.routed_experts import routed_fields, routed_json
 from moe_serve.http.generation.sequence import Piece
-from moe_serve.http.openai.answer import Choice
+from moe_serve.http.openai.answers import Choice
 from moe_serve.http.openai.chunk_format import (
     ChunkWriter,
     ResponseHead,
     timing_fields,
     usage_fields,
 )
-from moe_serve.http.openai.prompt_logprob_format import prompt_logprobs
 from moe_serve.text.detokenizer import make_detokenizer
 from moe_serve.text.text_stream import TextDelta
 from moe_serve.text.tokenizer import Tokenizer
@@ -29,7 +28,7 @@ from moe_serve.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EchoedPrompt:
-    """A prompt as the answer repeats it; `text_offsets` say where each token's text begins."""
+    """A prompt as the answer repeats it. `text_offsets` has the start of each token's text."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -37,7 +36,7 @@ class EchoedPrompt:
 
 
 def echoed_prompt(prompt: Prompt, tokenizer: Tokenizer) -> EchoedPrompt:
-    """Long prompts make this slow enough to belong off the event loop."""
+    """Detokenizes the prompt. A long prompt should be processed off the event loop."""
     detokenizer = make_detokenizer(tokenizer, skip_special_tokens=prompt.text is not None)
     offsets: list[int] = []
     parts: list[str] = []
@@ -54,8 +53,8 @@ def echoed_prompt(prompt: Prompt, tokenizer: Tokenizer) -> EchoedPrompt:
 class CompletionFormat:
     """Writes one answer. `echoes` has the prompt of each choice, or None without echo.
 
-    `prompt_ids` has the ids of each choice's prompt, if they and those of the answer are wanted.
-    `has_prompt_logprobs`: those of the prompt come as a field of each choice, not with `echo`.
+    `prompt_ids` has the token ids of each choice's prompt, if the answer returns token ids.
+    `has_prompt_logprobs`: prompt logprobs are a field of each choice, not part of an echo.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class CompletionFormat:
         self._started: set[int] = set()
 
     def events(self, piece: Piece) -> bytes:
-        """The events of a stream: text, then the reason for the end."""
+        """The events for a piece: text, then the finish reason."""
         delta, events = piece.delta, []
         self._writer.count(len(delta.token_ids))
         echo, ids = None, self._new_ids(piece)
@@ -95,7 +94,7 @@ class CompletionFormat:
         return b"".join(events)
 
     def _new_ids(self, piece: Piece) -> bytes:
-        """Further fields of a choice: its new tokens, and its prompt the first time."""
+        """Fields with token ids: the new ones, and those of the prompt in the first chunk."""
         if self._prompt_ids is None or not piece.delta.token_ids:
             return b""
         ids = b',"token_ids":' + msgspec.json.encode(piece.delta.token_ids)
@@ -107,7 +106,7 @@ class CompletionFormat:
         return self._writer.usage(usage)
 
     def response(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        """The whole answer as one object."""
+        """The complete answer as one object."""
         content = {
             **self._head.fields(),
             "choices": [self._choice(i, choice) for i, choice in enumerate(choices)],
@@ -117,12 +116,13 @@ class CompletionFormat:
         return msgspec.json.encode(content)
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        assert choice.finish_reason is not None, "a collected choice has ended"
+        assert choice.finish_reason is not None, "a collected choice has a finish reason"
         echo = self._echoes[index]
         prompt_entries = None if self._has_prompt_logprobs else choice.prompt_logprobs
         has_logprobs = choice.logprobs is not None or prompt_entries is not None
         logprobs = None
-        if has_logprobs:  # as JSON at once: as objects, all choices would be too large
+        # encoded at once: as Python objects all choices would take too much memory
+        if has_logprobs:
             fields = self._logprobs(
                 choice.token_ids,
                 choice.logprobs or (),
@@ -147,7 +147,7 @@ class CompletionFormat:
         return routed_fields(choice.routed_experts, choice.token_ids, self._tokenizer)
 
     def _more_fields(self, index: int, choice: Choice) -> dict[str, Any]:
-        """Of a whole choice: what only some requests ask for."""
+        """Fields of a complete choice that only some requests ask for."""
         fields: dict[str, Any] = {}
         if self._prompt_ids is not None:
             fields["prompt_token_ids"] = self._prompt_ids[index]
@@ -176,7 +176,7 @@ class CompletionFormat:
         echo: EchoedPrompt | None,
         prompt_entries: Sequence[TokenLogprob | None] | None,
     ) -> dict[str, Any]:
-        """The prompt's tokens (if echoed with logprobs) and then the generated ones."""
+        """The logprobs of the prompt (if echoed with logprobs), followed by the generated ones."""
         if echo is None or prompt_entries is None:
             return completion_logprobs(token_ids, entries, text_offsets, self._tokenizer)
         shift = len(echo.text)

@@ -12,19 +12,20 @@ from fastapi import APIRouter, Request, Response
 
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
-from moe_serve.http.generation.admission import admit_params, admit_priority
 from moe_serve.http.generation.context import ServerContext
-from moe_serve.http.generation.engine_requests import (
-    TokenLimits,
-    build_engine_requests,
-    check_given_logprobs,
-)
 from moe_serve.http.generation.generation import Generation
 from moe_serve.http.generation.prompts import Prompt, completion_prompts, truncated
+from moe_serve.http.generation.requests import (
+    TokenLimits,
+    admit_params,
+    admit_priority,
+    build_engine_requests,
+    check_given_logprobs,
+    with_routed_experts,
+)
 from moe_serve.http.generation.respond import request_body_schema, stream_response, whole_response
-from moe_serve.http.generation.routed_requests import with_routed_experts
 from moe_serve.http.generation.served_model import ServedModel
-from moe_serve.http.openai.answer import collect, written_answer
+from moe_serve.http.openai.answers import collect, written_answer
 from moe_serve.http.openai.chunk_format import ResponseHead
 from moe_serve.http.openai.completion_format import CompletionFormat, EchoedPrompt, echoed_prompt
 from moe_serve.http.schema.body import read_json_object
@@ -50,7 +51,7 @@ def completion_router(server: ServerContext) -> APIRouter:
 async def answer_completion(
     server: ServerContext, content: Mapping[str, Any], request: Request
 ) -> Response:
-    """The answer to a completion; `content` is the parsed body of the request."""
+    """Answers a completion, streamed or complete. `content` is the parsed body of the request."""
     body = parse_body(CompletionBody, content)
     headers = ignored_header(body.check(is_strict=server.config.is_strict))
     server.model.check_name(body.model)

@@ -1,4 +1,4 @@
-"""POST /invocations: a chat or a completion at the one path that Amazon SageMaker calls."""
+"""POST /invocations: serves chats and completions at the one path that Amazon SageMaker calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def invocation_router(server: ServerContext) -> APIRouter:
 
     @router.post("/invocations", openapi_extra=request_body_schema(ChatBody | CompletionBody))
     async def invoke(request: Request) -> Response:
-        """A body with `messages` is a chat, one with `prompt` a completion."""
+        """Answers a chat if the body has `messages`, and a completion if it has `prompt`."""
         content = await read_json_object(request, server.config.max_body_bytes)
         answer = answer_chat if is_chat(content) else answer_completion
         return await answer(server, content, request)

@@ -1,4 +1,4 @@
-"""What /tokenize and /detokenize accept, in vLLM's shape."""
+"""The request bodies of /tokenize and /detokenize, in vLLM's shape."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _OWN = frozenset({"add_special_tokens", "return_token_strs"})
 
 
 class TokenizeBody(StrictSchema):
-    """A text. The chat form goes through `chat_part`, so it takes what a chat takes."""
+    """A text to tokenize. A chat is read by `chat_part` instead, so that it accepts a chat's
+    fields."""
 
     prompt: str
     model: str | None = None
@@ -30,7 +31,7 @@ class TokenizeBody(StrictSchema):
 
 
 class TokenizeChatBody(StrictSchema):
-    """The fields that a chat to be tokenized has beyond those of a chat."""
+    """The fields of a chat for /tokenize beyond those of a chat."""
 
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -65,10 +66,10 @@ class DetokenizeBody(StrictSchema):
 
 
 def is_chat(content: Mapping[str, Any]) -> bool:
-    """Whether the body has `messages`; with `prompt` beside them it is an error."""
+    """True if the body has `messages`. A body with both `messages` and `prompt` is an error."""
     has_messages = content.get("messages") is not None
     if has_messages and content.get("prompt") is not None:
-        raise InvalidRequestError("Send prompt or messages, not both.", param="prompt")
+        raise InvalidRequestError("Send either prompt or messages, not both.", param="prompt")
     if not has_messages and content.get("prompt") is None:
         raise InvalidRequestError(
             "prompt or messages is missing.", param="prompt", code="missing_required_parameter"

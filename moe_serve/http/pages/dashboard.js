@@ -1,4 +1,4 @@
-// The dashboard: asks for the state and hands it to every panel.
+// The dashboard: polls the state and passes it to every panel.
 import { element, setText } from "./shared/element.js";
 import { duration } from "./shared/format.js";
 import { askForKey } from "./shared/key.js";
@@ -45,10 +45,10 @@ function showStatus({ kind, text, silentMs, error }) {
   const isLost = kind === "lost" && (silentMs === null || silentMs === undefined || silentMs > 3000);
   document.body.classList.toggle("stale", kind === "lost" || kind === "locked");
   if (kind === "locked") {
-    tellNotice("bad", "This server shows its state to holders of an API key.", "Enter a key");
+    tellNotice("bad", "This server shows its state only with an API key.", "Enter a key");
     enterKey();
   } else if (isLost) {
-    tellNotice("bad", error ? error.message : "The server does not answer. The figures below are the last that came; the page goes on by itself when it is back.");
+    tellNotice("bad", error ? error.message : "The server does not answer. The figures below are the last ones received. The page continues when the server is back.");
   } else if (kind === "busy") {
     tellNotice("warn", "The server is not ready: new requests wait or are refused until it is.");
   } else {

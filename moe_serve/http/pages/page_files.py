@@ -1,7 +1,7 @@
-"""The files of the dashboard and the playground: a closed set, read once when the server starts.
+"""The files of the dashboard and the playground, read once when the server starts.
 
-A request names a key of this table and nothing else: no path from outside reaches a file system.
-The pages hold no data, so they need no API key; what they show comes from routes that do.
+A request can only name a key of this table: no path from outside reaches the file system. The pages
+contain no data, so they need no API key; they read data from routes that do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MEDIA_TYPES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageFile:
-    """One answer, ready to be sent."""
+    """A file that is ready to be sent."""
 
     content: bytes
     media_type: str
@@ -32,7 +32,7 @@ class PageFile:
 
 
 def read_page_files() -> dict[str, PageFile]:
-    """Every page and asset by the path that it is served under."""
+    """Reads every page and asset, by the path that it is served under."""
     assets = [path for path in sorted(FOLDER.rglob("*")) if path.suffix in (".css", ".js", ".svg")]
     served = {route: FOLDER / name for route, name in _PAGES.items()}
     served |= {f"{PREFIX}/assets/{path.relative_to(FOLDER)}": path for path in assets}

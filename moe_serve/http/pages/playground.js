@@ -17,13 +17,13 @@ const colouring = new ColouringControl(() => answers.forEach((answer) => answer.
 const chooseExpert = (row, expert) => colouring.chooseExpert(row, expert);
 const tokenPanel = new TokenPanel(byId("token"), chooseExpert);
 const answerPanel = new AnswerPanel(byId("answer"), chooseExpert);
-let messages = []; // {role, content} of the turns that count
+let messages = []; // {role, content} of the turns that are sent
 let answers = [];
-let extent = null; // layers (and their numbers) and experts of the model, once the server has said
+let extent = null; // layers (and their numbers) and experts of the model, once known from the server
 let selected = null; // the answer whose token is shown
 let nextTry; // the timer of connect()
-let isDrawing = false; // the answer's panel, at the next frame
-let running = null; // the AbortController of the answer that is coming
+let isDrawing = false; // the answer's panel is redrawn at the next frame
+let running = null; // the AbortController of the running answer
 
 function tellStatus(kind, text) {
   byId("status").dataset.kind = kind;
@@ -35,7 +35,7 @@ function tellExtent(known) {
   answers.forEach((answer) => answer.repaint());
 }
 
-/** The model's name and the numbers of its experts; asked again until the server answers. */
+/** Reads the model's name and the numbers of its experts; retries until the server answers. */
 async function connect() {
   clearTimeout(nextTry);
   try {
@@ -52,7 +52,7 @@ async function connect() {
       return;
     }
     tellStatus("lost", error instanceof NoAnswer ? "no answer; trying again" : error.message);
-    const isForNow = error instanceof NoAnswer || error.status >= 500; // 503: it loads, or shuts down
+    const isForNow = error instanceof NoAnswer || error.status >= 500; // 503: the server is loading or shutting down
     if (isForNow) nextTry = setTimeout(connect, RETRY_MS);
   }
 }
@@ -128,7 +128,7 @@ async function submit(text) {
   await answerLast();
 }
 
-/** Streams the answer to the last message; a message that got no text leaves the history again. */
+/** Streams the answer to the last message. A message that got no text is removed from the history. */
 async function answerLast() {
   const answer = new AnswerView({
     onSelect: select, colouring: () => colouring.value, numberOf: (row) => numberOf(extent, row),
@@ -144,7 +144,7 @@ async function answerLast() {
   let reason = "stopped";
   try {
     for await (const piece of streamChat(requestBody(), controller.signal)) {
-      if (history !== messages) return; // a new conversation was begun
+      if (history !== messages) return; // a new conversation has started
       showPiece(answer, piece);
       reason = piece.finishReason ?? reason;
     }
@@ -154,7 +154,7 @@ async function answerLast() {
     else if (error instanceof KeyNeeded && (await askForKey())) return retry(answer);
     else {
       answer.fail(error.message);
-      if (error instanceof NoAnswer) connect(); // says that the server is gone, and when it is back
+      if (error instanceof NoAnswer) connect(); // reports that the server is gone, and when it is back
     }
   } finally {
     if (running === controller) setRunning(null);
@@ -181,7 +181,7 @@ function showPiece(answer, piece) {
   if (selected === null || selected === answer) drawSoon(answer);
 }
 
-/** Once a frame, however many tokens it brings. */
+/** Draws once per frame, however many tokens have arrived. */
 function drawSoon(answer) {
   if (isDrawing) return;
   isDrawing = true;

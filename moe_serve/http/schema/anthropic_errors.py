@@ -1,4 +1,5 @@
-"""Errors as Anthropic's API writes them: {"type": "error", "error": {"type", "message"}}."""
+"""Writes errors in the shape of Anthropic's API: {"type": "error", "error": {"type",
+"message"}}."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ _TYPES: Mapping[int, str] = {
 
 
 def is_anthropic(path: str) -> bool:
-    """Whether the path is one of that API."""
+    """True if the path belongs to Anthropic's API."""
     return path == _PREFIX or path.startswith(_PREFIX + "/")
 
 
 def anthropic_error(status: int, message: str, code: str, param: str | None) -> bytes:
-    """Our own code and the field stand in `details`."""
+    """The body of an error. `details` holds our own error code and the field that caused it."""
     details = {"error_code": code, "param": param}
     error = {"type": _error_type(status), "message": message, "details": details}
     return msgspec.json.encode({"type": "error", "error": error})

@@ -1,4 +1,4 @@
-"""What the routes on top of the chat share: fields that a chat judges, and names of their own."""
+"""Fields that the routes built on the chat share, and the translation of chat field names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from moe_serve.errors import ContextLengthError, InvalidRequestError
 
-# Fields of a chat that other vendors' APIs lack; judged by the chat's own schema.
+# Fields of a chat that other vendors' APIs lack. The schema of the chat checks them.
 CHAT_FIELDS = (
     "cache_salt",
     "chat_template_kwargs",
@@ -28,15 +28,18 @@ CHAT_FIELDS = (
 
 
 def own_ignored(ignored: Sequence[str], names: Mapping[str, str]) -> list[str]:
-    """The fields that a chat does not heed, in the names of a route. Its messages are not those
-    that were sent, so which of them it was is left out."""
+    """Translates the ignored fields of a chat to the names of a route.
+
+    The route's messages differ from the chat's, so the index of a message is removed.
+    """
     own = _renaming(names)
     return [own(re.sub(r"^messages\.\d+\.", "messages.", name)) for name in ignored]
 
 
 @contextmanager
 def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """What a chat says of its fields, in the names of a route: {"messages": "input"}."""
+    """Translates the field names in a chat's errors to those of a route, e.g. {"messages":
+    "input"}."""
     own = _renaming(names)
     try:
         yield

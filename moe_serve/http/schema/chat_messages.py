@@ -21,11 +21,14 @@ _IGNORED_PART_FIELDS = frozenset(
 
 
 class ChatMessage(StrictSchema):
-    """`content` may be null in an earlier answer, and left out beside its calls, its reasoning or a
-    refusal.
+    """One message of a chat.
 
-    An assistant message is an answer that comes back, with whatever the client's library keeps in
-    it (`parsed`, `provider_specific_fields`): unknown fields there are never an error.
+    In an earlier answer `content` may be null, and it may be absent beside tool calls, reasoning or
+    a refusal.
+
+    An assistant message is an answer that a client sends back, with any fields that its library has
+    added (`parsed`, `provider_specific_fields`). Unknown fields of such a message are never an
+    error.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -42,7 +45,7 @@ class ChatMessage(StrictSchema):
         return self.role == "assistant"
 
     def check(self, index: int, *, is_strict: bool) -> list[str]:
-        """The names of the fields that have no effect."""
+        """Checks the message and returns the names of the fields that have no effect."""
         if self.content is None and not self._has_other_content:
             param = f"messages.{index}.content"
             if "content" in self.model_fields_set:
@@ -56,10 +59,14 @@ class ChatMessage(StrictSchema):
             )
         if self.tool_calls and self.role != "assistant":
             param = f"messages.{index}.tool_calls"
-            raise InvalidRequestError(f"{param} is for the role assistant only.", param=param)
+            raise InvalidRequestError(
+                f"{param} is only allowed in messages with the role assistant.", param=param
+            )
         if self.tool_call_id is not None and self.role != "tool":
             param = f"messages.{index}.tool_call_id"
-            raise InvalidRequestError(f"{param} is for the role tool only.", param=param)
+            raise InvalidRequestError(
+                f"{param} is only allowed in messages with the role tool.", param=param
+            )
         is_strict = is_strict and not self.is_answer
         ignored = check_extra_message_fields(self.model_extra or {}, index, is_strict=is_strict)
         if self.refusal is not None and not (self.is_answer and self.content is None):
@@ -68,7 +75,8 @@ class ChatMessage(StrictSchema):
 
     @property
     def _has_other_content(self) -> bool:
-        """An answer that is more than its content, or that says itself that it is empty."""
+        """True if an answer has more than content, or states explicitly that its content is
+        empty."""
         if not self.is_answer:
             return False
         if "content" in self.model_fields_set:
@@ -77,7 +85,7 @@ class ChatMessage(StrictSchema):
         return bool(self.tool_calls) or any(text is not None for text in said)
 
     def _check_parts(self, prefix: str, *, is_strict: bool) -> list[str]:
-        """The same for the fields of its parts and calls."""
+        """Returns the names of the fields without effect in its content parts and tool calls."""
         ignored: list[str] = []
         for i, part in enumerate(self.content if isinstance(self.content, list) else ()):
             kind = part.get("type") if isinstance(part, dict) else None
@@ -97,9 +105,10 @@ class ChatMessage(StrictSchema):
 def template_messages(
     messages: Sequence[ChatMessage], *, has_text_arguments: bool
 ) -> list[dict[str, Any]]:
-    """OpenAI's "developer" is what templates call "system".
+    """Converts messages to the form that chat templates take.
 
-    Templates want the arguments of calls as objects, but for a few that want JSON text.
+    OpenAI's role "developer" becomes "system". Most templates want the arguments of calls as
+    objects, a few as JSON text (`has_text_arguments`).
     """
     return [_plain(message, has_text_arguments) for message in messages]
 
@@ -130,7 +139,7 @@ def _plain(message: ChatMessage, has_text_arguments: bool) -> dict[str, Any]:
 
 
 def _content(message: ChatMessage) -> str | list[Any]:
-    """A refusal is what an earlier answer said, so it is text of that answer."""
+    """The content for the template. A refusal becomes the text of the earlier answer."""
     content = message.content
     if message.is_answer and isinstance(content, list):
         return [_said(part) for part in content]
@@ -145,7 +154,8 @@ def _said(part: Any) -> Any:
 
 
 def _arguments(text: str, has_text_arguments: bool) -> Any:
-    """What a model has written need not be JSON: then the template gets the text."""
+    """The arguments of a call as an object. If the model wrote invalid JSON, the template gets
+    text."""
     if has_text_arguments:
         return text
     try:

@@ -1,6 +1,6 @@
-"""Every error as one envelope: {"error": {"message", "type", "param", "code"}}, code a string.
+"""Turns every error into one envelope: {"error": {"message", "type", "param", "code"}}.
 
-Under /v1/messages it is Anthropic's (`anthropic_errors.py`).
+`code` is a string. Under /v1/messages the envelope is Anthropic's (`anthropic_errors.py`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from moe_serve.errors import (
 from moe_serve.http.schema.anthropic_errors import anthropic_error, is_anthropic
 
 _NO_HEADERS: Mapping[str, str] = {}
-_NO_RETRY = {"x-should-retry": "false"}  # the official clients heed it
+_NO_RETRY = {"x-should-retry": "false"}  # the official clients obey it
 _ENGINE_RETRY_S = 5.0
 
 
 class ApiError(Exception):
-    """An answer that is an error; the message is one sentence for the client."""
+    """An error that is sent to the client. The message is one sentence for the client."""
 
     def __init__(
         self,
@@ -56,7 +56,8 @@ class ApiError(Exception):
         return "server_error" if self.status >= 500 else "invalid_request_error"
 
     def body(self, path: str = "") -> bytes:
-        """In the shape of the API that the path belongs to; OpenAI's where none is known."""
+        """The JSON body in the shape of the API that `path` belongs to; OpenAI's if path is
+        unknown."""
         if is_anthropic(path):
             return anthropic_error(self.status, self.message, self.code, self.param)
         error = {
@@ -74,10 +75,11 @@ class ApiError(Exception):
 
 
 def internal_error() -> ApiError:
-    """500 without internals; the log has them, under the request id."""
+    """A 500 without internal details. The log has them, under the request id."""
     return ApiError(
         500,
-        "The server failed on this request. Its log has the cause under the X-Request-Id.",
+        "The server failed to process this request. The server log has the cause under this "
+        "X-Request-Id.",
         code="internal_error",
     )
 
@@ -85,7 +87,7 @@ def internal_error() -> ApiError:
 def engine_dead_error() -> ApiError:
     return ApiError(
         503,
-        "The engine has stopped; the server must be restarted.",
+        "The engine has stopped. The server must be restarted.",
         code="engine_dead",
         headers=retry_headers(_ENGINE_RETRY_S),
     )
@@ -96,7 +98,7 @@ def draining_error(message: str, retry_after_s: float = _ENGINE_RETRY_S) -> ApiE
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """The answer to any exception; what is not the client's mistake becomes a bare 500."""
+    """Converts any exception to an answer. An unexpected exception becomes a plain 500."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):
@@ -122,9 +124,9 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def error_handler(overload_status: int) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """FastAPI's exception handler for every kind of error that we know.
+    """The exception handler that FastAPI calls for every known kind of error.
 
-    `overload_status` is the answer to what a full queue has no room for.
+    `overload_status` is the HTTP status sent when the queue is full.
     """
 
     async def handle(request: Request, error: Exception) -> Response:
@@ -142,11 +144,11 @@ HANDLED_ERRORS: tuple[type[Exception], ...] = (ApiError, HTTPException, MoeServe
 def _from_http_exception(error: HTTPException) -> ApiError:
     headers = dict(error.headers or {})
     if error.status_code == 404:
-        message = "There is no such route; see /openapi.json for those that exist."
+        message = "This route does not exist. /openapi.json lists the routes of this server."
         return ApiError(404, message, code="route_not_found", headers=headers)
     if error.status_code == 405:
         allowed = headers.get("Allow", "another method")
-        message = f"This route does not take that method; it takes {allowed}."
+        message = f"This route does not accept this HTTP method. Allowed: {allowed}."
         return ApiError(405, message, code="method_not_allowed", headers=headers)
     if error.status_code >= 500:
         return internal_error()

@@ -1,7 +1,7 @@
-"""The types of request fields that need more than pydantic's own, and what a misfit is told.
+"""Types of request fields that need checks beyond pydantic's own, and their error messages.
 
-Sizes are looked at before anything else: a body of 4 MiB can hold a million items or names, and
-checking each, or collecting a million errors, would hold up the event loop for seconds.
+Sizes are checked before anything else: a body of 4 MiB can hold a million items or names. Checking
+each of them, or collecting a million errors, would block the event loop for seconds.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _REASONS = {
 
 
 def check_num_fields(value: Any) -> Any:
-    """For every object of a request, before its fields are looked at."""
+    """Limits the number of fields of an object, before its fields are read."""
     return _check_size(value, Mapping, "fields", 0, MAX_FIELDS)
 
 
 def at_most(noun: str, limit: int, at_least: int = 0) -> BeforeValidator:
-    """A list of so many items, counted before any is looked at."""
+    """A validator for the length of a list. It runs before any item is read."""
 
     def check(value: Any) -> Any:
         return _check_size(value, list, noun, at_least, limit)
@@ -60,7 +60,7 @@ def at_most(noun: str, limit: int, at_least: int = 0) -> BeforeValidator:
 
 
 def _check_size(value: Any, kind: type, noun: str, low: int, high: int) -> Any:
-    """`value` itself; what is not of this kind is judged later."""
+    """Checks the size and returns `value`. Other types pass; pydantic rejects them later."""
     if isinstance(value, kind) and not low <= len(value) <= high:  # type: ignore[arg-type]
         raise PydanticCustomError(
             "size",
@@ -85,17 +85,17 @@ def _check_content_type(value: Any) -> Any:
 
 
 def _string_keys_to_ids(value: Any) -> Any:
-    """JSON has string keys only; {"50256": -100} means token 50256."""
+    """Converts token ids given as JSON strings: {"50256": -100} means token 50256."""
     if not isinstance(value, Mapping):
         return value
     _check_size(value, Mapping, "entries", 0, MAX_LOGIT_BIAS)
     if wrong := [str(key)[:40] for key in value if not _is_token_id(key)]:
         shown = {"keys": shown_values(wrong)}
-        raise PydanticCustomError("token_id", "must have token ids as its keys, got {keys}", shown)
+        raise PydanticCustomError("token_id", "must have token ids as keys, got {keys}", shown)
     wrong = [key for key, bias in value.items() if type(bias) not in (int, float)]
-    if len(wrong) > 1:  # a single one is judged later
+    if len(wrong) > 1:  # pydantic reports a single wrong value later
         shown = {"keys": shown_values(wrong)}
-        reason = "must have numbers as its values; those of {keys} are not"
+        reason = "must have numbers as values, but the values of {keys} are not numbers"
         raise PydanticCustomError("biases", reason, shown)
     return {int(key): bias for key, bias in value.items()}
 
@@ -105,7 +105,7 @@ def _is_token_id(key: object) -> bool:
 
 
 def _not_all(*, has_ids: bool) -> BeforeValidator:
-    """Refuses -1, which asks for the log probabilities of the whole vocabulary in vLLM."""
+    """Refuses -1, with which vLLM returns the log probabilities of the whole vocabulary."""
 
     def check(value: Any) -> Any:
         if value == -1:
@@ -169,7 +169,7 @@ Content = Annotated[str | list[Any], BeforeValidator(_check_content_type)]
 
 
 def misfit(details: ErrorDetails) -> InvalidRequestError:
-    """One of pydantic's errors in our words: the field, the limit, and what came instead."""
+    """Rewrites the first pydantic error: it names the field, the limit and the value given."""
     names = [part for part in details["loc"] if part not in ("str", "list[any]")]
     param = ".".join(str(name)[:100] for name in names)
     kind = details["type"]
@@ -188,7 +188,7 @@ def misfit(details: ErrorDetails) -> InvalidRequestError:
 
 
 def _shown(value: Any) -> str:
-    """The value as JSON, if it is short enough to be of help."""
+    """The value as JSON, or nothing if it is too long to help."""
     if isinstance(value, str):
         value = value[:60]
     elif isinstance(value, int):

@@ -1,22 +1,23 @@
-"""Files that may change while the server runs: keys and certificates."""
+"""Watches files that may change while the server runs: API keys and certificates."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
 
-Mark = tuple[int, int, int] | None  # what tells one version of a file from another; None: no file
+# distinguishes versions of a file; None: the file does not exist
+Mark = tuple[int, int, int] | None
 
 
 class FileWatch:
-    """Looks at names, sizes and times only. A link is followed: what it points to counts."""
+    """Detects changes of files by name, size and time. It follows links."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         self._paths = tuple(paths)
         self._marks = self._look()
 
     def has_changed(self) -> bool:
-        """Since the last call, or since the watch was made."""
+        """True if a file has changed since the last call, or since the watch was created."""
         before, self._marks = self._marks, self._look()
         return before != self._marks
 

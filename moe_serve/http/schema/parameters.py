@@ -1,8 +1,8 @@
-"""Request fields that the schemas do not declare: ignored, not served yet, or unknown.
+"""Request fields that the schemas do not declare: ignored, not supported yet, or unknown.
 
-Nothing is dropped silently. What has no effect is listed in the X-Ignored-Parameters header; what
-would change the answer but is not served yet is a 400; what nobody knows is a 400 in strict mode
-and listed in the header in lenient mode.
+Nothing is dropped silently. A field without effect is listed in the X-Ignored-Parameters header. A
+field that would change the answer but is not supported yet is answered with a 400. An unknown field
+is a 400 in strict mode and listed in the header in lenient mode.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from moe_serve.errors import InvalidRequestError
 
-# Accepted, without effect on the answer.
+# Accepted, but without effect on the answer.
 IGNORED_FIELDS = frozenset(
     {
         "metadata",
@@ -33,7 +33,7 @@ IGNORED_MESSAGE_FIELDS = frozenset(
     {"annotations", "cache_control", "id", "provider_specific_fields"}
 )
 
-# Known, but not served by this version: only the values that ask for nothing are accepted.
+# Known, but not supported by this version: only values that have no effect are accepted.
 UNSERVED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "chat_template": (),
@@ -55,7 +55,7 @@ UNSERVED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "session_params": (),
     "stream_reasoning": (True,),
     "suffix": ("",),
-    "thinking_token_budget": (-1,),  # chats have it
+    "thinking_token_budget": (-1,),  # chats support it
     "use_beam_search": (False,),
     "web_search_options": (),
 }
@@ -75,9 +75,10 @@ def check_fields(
     prefix: str,
     is_strict: bool,
 ) -> list[str]:
-    """The names of `extras` that had no effect, or an error for the first that may not be there.
+    """Returns the names in `extras` that have no effect; raises an error for the first that is not
+    allowed.
 
-    `unserved` has, for each known name, the values that ask for nothing.
+    `unserved` maps each known but unsupported name to the values that have no effect.
     """
     names: list[str] = []
     for name, value in extras.items():
@@ -98,20 +99,20 @@ def check_fields(
 
 
 def check_extra_fields(extras: Mapping[str, Any], *, is_strict: bool) -> list[str]:
-    """The names that had no effect, or InvalidRequestError for the first that may not be there."""
+    """Checks undeclared fields of a request. See `check_fields`."""
     return check_fields(extras, IGNORED_FIELDS, UNSERVED_FIELDS, "", is_strict)
 
 
 def check_extra_message_fields(
     extras: Mapping[str, Any], index: int, *, is_strict: bool
 ) -> list[str]:
-    """The same for the fields of `messages[index]`."""
+    """Checks undeclared fields of `messages[index]`. See `check_fields`."""
     prefix = f"messages.{index}."
     return check_fields(extras, IGNORED_MESSAGE_FIELDS, UNSERVED_MESSAGE_FIELDS, prefix, is_strict)
 
 
 def ignored_header(names: Iterable[str]) -> dict[str, str]:
-    """The header for the ignored names; names that do not fit into a header become "?"."""
+    """The header with the ignored names. A name that is not valid in a header becomes "?"."""
     shown = sorted({name if _HEADER_NAME.fullmatch(name) else "?" for name in names})
     if not shown:
         return {}

@@ -1,7 +1,7 @@
-"""What the generation routes accept. Types are checked here, ranges in SamplingParams.
+"""The request bodies of the generation routes. Types are checked here, ranges in SamplingParams.
 
-Null is the same as leaving a field out. Fields that are not declared here are judged in
-`parameters.py`.
+Null means the same as leaving a field out. `parameters.py` checks fields that are not declared
+here.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ _SAMPLING_FIELDS = (
 
 class StreamOptions(StrictSchema):
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None  # accepted: nothing is padded
+    include_obfuscation: bool | None = None  # accepted, but the stream is never padded
     continuous_usage_stats: bool | None = None
 
 
 class GenerationBody(StructuredFields):
-    """The fields that both routes share."""
+    """The fields that chats and completions share."""
 
     model: str | None = None
     temperature: float | None = None
@@ -121,12 +121,15 @@ class GenerationBody(StructuredFields):
         return self.has_usage_chunk and bool(options and options.continuous_usage_stats)
 
     def stream_usage(self, *, is_forced: bool) -> tuple[bool, bool]:
-        """Whether the stream ends with its usage, and whether each chunk has the usage so far.
-        `is_forced`: the server has all streams tell both."""
+        """Returns whether the stream ends with its usage, and whether each chunk has the usage so
+        far.
+
+        `is_forced`: the server adds both to every stream.
+        """
         return is_forced or self.has_usage_chunk, is_forced or self.has_usage_in_chunks
 
     def check(self, *, is_strict: bool) -> list[str]:
-        """Checks across fields; returns the names of the fields that have no effect."""
+        """Checks combinations of fields; returns the names of the fields that have no effect."""
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise InvalidRequestError(
                 f"best_of ({self.best_of}) must equal n ({self.n or 1}) or be left out.",
@@ -135,11 +138,12 @@ class GenerationBody(StructuredFields):
             )
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError(
-                "prompt_logprobs is only allowed without stream.", param="prompt_logprobs"
+                "prompt_logprobs is not allowed with stream: true.", param="prompt_logprobs"
             )
         if self.truncate_prompt_tokens == 0:
             raise InvalidRequestError(
-                "truncate_prompt_tokens must be -1 or at least 1.", param="truncate_prompt_tokens"
+                "truncate_prompt_tokens must be -1 or at least 1, got 0.",
+                param="truncate_prompt_tokens",
             )
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError(
@@ -183,17 +187,18 @@ class ChatBody(GenerationBody):
 
     @property
     def called_tools(self) -> list[ToolDefinition]:
-        """The tools that an answer may use; with tool_choice "none" the model sees none."""
+        """The tools that the answer may call. With tool_choice "none" the model sees no tools."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def has_calls(self) -> bool:
-        """Whether an earlier answer called functions."""
+        """True if an earlier answer called functions."""
         return any(message.tool_calls for message in self.messages)
 
     @property
     def echoed(self) -> str:
-        """What `echo` puts in front of the answer: the content of a last assistant message."""
+        """The text that `echo` puts in front of the answer: the content of a last assistant
+        message."""
         last = self.messages[-1]
         if not self.echo or last.role != "assistant":
             return ""
@@ -202,17 +207,18 @@ class ChatBody(GenerationBody):
 
     @property
     def forces_call(self) -> bool:
-        """Whether the answer must be a call."""
+        """True if the answer must be a tool call."""
         return self.tool_choice == "required" or self.named_tool is not None
 
     @property
     def has_displaced_format(self) -> bool:
-        """Whether a call must come although `response_format` describes another answer."""
+        """True if a forced tool call takes the place of the answer that `response_format`
+        describes."""
         has_format = self.response_format is not None and self.response_format.type != "text"
         return has_format and self.forces_call
 
     def without_format(self) -> ChatBody:
-        """The same without `response_format`, which is checked all the same."""
+        """A copy without `response_format`, after checking that it is valid."""
         self.constraint()
         return self.model_copy(update={"response_format": None})
 
@@ -223,13 +229,13 @@ class ChatBody(GenerationBody):
 
     @property
     def is_thinking_off(self) -> bool:
-        """Whether the template is told that the model shall not think."""
+        """True if the chat template is told to switch reasoning off."""
         options = self.template_options()
         return any(options.get(name) is False for name in ("enable_thinking", "thinking"))
 
     @property
     def max_tokens_field(self) -> str:
-        """The newer name wins if a client sends both."""
+        """The field that limits the answer. The newer name wins if a client sends both."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def check(self, *, is_strict: bool) -> list[str]:
@@ -251,18 +257,20 @@ class ChatBody(GenerationBody):
             return
         if self.add_generation_prompt:
             raise InvalidRequestError(
-                "continue_final_message and add_generation_prompt exclude each other.",
+                "continue_final_message and add_generation_prompt cannot both be true.",
                 param="continue_final_message",
             )
         last = self.messages[-1]
         if last.role != "assistant" or not last.content:
             raise InvalidRequestError(
-                "continue_final_message needs a last message of the role assistant with content.",
+                "continue_final_message requires that the last message has the role assistant "
+                "and content.",
                 param="continue_final_message",
             )
         if last.tool_calls:
             raise InvalidRequestError(
-                "continue_final_message cannot go on behind tool_calls: send their results.",
+                "continue_final_message cannot continue a message with tool_calls: send the "
+                "results of the calls.",
                 param="continue_final_message",
             )
 
@@ -285,7 +293,7 @@ class ChatBody(GenerationBody):
 
 
 class CompletionBody(GenerationBody):
-    """POST /v1/completions. The prompt's four forms are told apart in `prompts.py`."""
+    """POST /v1/completions. `prompts.py` distinguishes the four forms of the prompt."""
 
     prompt: Any
     max_tokens: Int | None = Field(default=None, ge=0)
@@ -294,13 +302,13 @@ class CompletionBody(GenerationBody):
 
     @property
     def is_prompt_only(self) -> bool:
-        """echo with max_tokens 0: the prompt and its logprobs, nothing generated."""
+        """True for echo with max_tokens 0: the answer is the prompt and its logprobs."""
         return bool(self.echo) and self.max_tokens == 0
 
     def check(self, *, is_strict: bool) -> list[str]:
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequestError(
-                "max_tokens must be at least 1 (0 is only allowed with echo: true).",
+                "max_tokens must be at least 1, got 0 (0 is only allowed with echo: true).",
                 param="max_tokens",
             )
         if self.is_prompt_only and self.min_tokens:
@@ -309,28 +317,32 @@ class CompletionBody(GenerationBody):
                 param="min_tokens",
             )
         if self.logprob_token_ids and self.logprobs is None:
-            raise _needs("logprob_token_ids", "logprobs (0 will do)")
+            raise _needs("logprob_token_ids", "logprobs (0 is enough)")
         if self.logprob_token_ids and self.is_prompt_only:
-            raise _needs("logprob_token_ids", "max_tokens of at least 1: it is of generated tokens")
+            raise _needs(
+                "logprob_token_ids",
+                "max_tokens of at least 1, because it applies to generated tokens",
+            )
         if self.logprobs is not None and self.echo and self.prompt_logprobs is not None:
             raise InvalidRequestError(
-                "prompt_logprobs and echo with logprobs exclude each other.",
+                "prompt_logprobs cannot be combined with echo and logprobs.",
                 param="prompt_logprobs",
             )
         return super().check(is_strict=is_strict)
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Asked for by their own field, or by echo with logprobs."""
+        """The number of prompt logprobs, requested by their own field or by echo with logprobs."""
         return self.logprobs if self.echo and self.logprobs is not None else self.prompt_logprobs
 
     @property
     def prompt_logprobs_field(self) -> str:
-        """Which of the two asked."""
+        """The field that requested the prompt logprobs."""
         return "prompt_logprobs" if self.prompt_logprobs is not None else "echo with logprobs"
 
     def sampling_params(self) -> SamplingParams:
-        """For a prompt-only request the engine makes one token, which is dropped later."""
+        """The parameters for the engine. It generates one token for a prompt-only request, dropped
+        later."""
         return self._sampling_params(
             max_tokens=1 if self.is_prompt_only else self.max_tokens,
             logprobs=self.logprobs,
@@ -339,4 +351,4 @@ class CompletionBody(GenerationBody):
 
 
 def _needs(name: str, what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{name} needs {what}.", param=name)
+    return InvalidRequestError(f"{name} requires {what}.", param=name)

@@ -1,4 +1,4 @@
-"""The ground of every request schema: strict types, sizes first, undeclared fields kept apart."""
+"""The base of every request schema: strict types, sizes first, undeclared fields kept apart."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from moe_serve.http.schema.field_types import check_num_fields, misfit
 
 
 class StrictSchema(BaseModel):
-    """`"1"` is no integer, nor is true. What is not declared is left in `model_extra`."""
+    """A schema with strict types: `"1"` and true are not integers.
+
+    Undeclared fields are kept in `model_extra`.
+    """
 
     model_config = ConfigDict(
         extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=()
@@ -27,7 +30,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def parse_body(schema: type[Body], content: Mapping[str, Any]) -> Body:
-    """The checked request, or InvalidRequestError that names the first wrong field."""
+    """Returns the validated request, or raises InvalidRequestError for the first invalid field."""
     try:
         return schema.model_validate(content)
     except ValidationError as error:

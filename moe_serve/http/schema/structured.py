@@ -1,4 +1,5 @@
-"""What a request says of its answer's form, in the words of OpenAI, vLLM, SGLang, llama.cpp."""
+"""Request fields that constrain the answer's form, as OpenAI, vLLM, SGLang and llama.cpp name
+them."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from moe_serve.errors import InvalidGrammarError, InvalidRequestError
 from moe_serve.http.schema.field_types import ChoiceList
 from moe_serve.http.schema.strict_schema import StrictSchema
 
-_Wish = tuple[str, ConstraintKind, Any]  # the field, what it is, and its value
+_Wish = tuple[str, ConstraintKind, Any]  # field name, kind of constraint, value
 
 
 class JsonSchemaFormat(StrictSchema):
-    """`strict` changes nothing: a schema is always followed."""
+    """A JSON schema. `strict` has no effect: the answer always follows the schema."""
 
     name: str | None = None
     description: str | None = None
@@ -28,10 +29,10 @@ class JsonSchemaFormat(StrictSchema):
 class ResponseFormat(StrictSchema):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
-    schema_: Any = Field(default=None, alias="schema")  # llama.cpp's, with json_object
+    schema_: Any = Field(default=None, alias="schema")  # of llama.cpp, with json_object
     structures: Any = None
     triggers: Any = None
-    format: Any = None  # xgrammar's newer form of these two
+    format: Any = None  # the newer form of these two in xgrammar
 
     def wishes(self) -> Iterator[_Wish]:
         tags = {name: getattr(self, name) for name in ("structures", "triggers", "format")}
@@ -41,7 +42,9 @@ class ResponseFormat(StrictSchema):
             yield "response_format", "structural_tag", tags
         elif tags:
             name = f"response_format.{next(iter(tags))}"
-            raise InvalidRequestError(f"{name} is of the type structural_tag.", param=name)
+            raise InvalidRequestError(
+                f"{name} is only allowed with the type structural_tag.", param=name
+            )
         elif self.type == "json_schema":
             param = "response_format.json_schema"
             if self.json_schema is None or self.json_schema.schema_ is None:
@@ -59,7 +62,7 @@ class ResponseFormat(StrictSchema):
             if getattr(self, "schema_" if name == "schema" else name) is not None:
                 param = f"response_format.{name}"
                 raise InvalidRequestError(
-                    f"{param} is not of the type structural_tag.", param=param
+                    f"{param} is not allowed with the type structural_tag.", param=param
                 )
 
 
@@ -82,7 +85,7 @@ class StructuredOutputs(StrictSchema):
 
 
 class StructuredFields(StrictSchema):
-    """The fields of a request, each under its server's name."""
+    """The fields that describe the answer's form, under the name that each server gives them."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -97,13 +100,15 @@ class StructuredFields(StrictSchema):
     structural_tag: Any = None
 
     def constraint(self) -> tuple[Constraint | None, str | None]:
-        """The constraint and the field it came from. Raises InvalidRequestError for two."""
+        """The constraint and the field it came from. Raises InvalidRequestError if there are
+        two."""
         found = [wish for wish in self._wishes() if wish[2] is not None]
         if not found:
             return None, None
         if len(found) > 1:
             raise InvalidRequestError(
-                f"{found[0][0]} and {found[1][0]} both say what the answer looks like: send one.",
+                f"{found[0][0]} and {found[1][0]} both describe the form of the answer: send "
+                "only one.",
                 param=found[1][0],
             )
         param, kind, value = found[0]
@@ -113,7 +118,7 @@ class StructuredFields(StrictSchema):
             raise error.of_field(param) from None
 
     def unknown_parts(self) -> dict[str, Any]:
-        """Undeclared fields inside the objects, by their whole names."""
+        """Undeclared fields of the nested objects, by their full names."""
         parts: dict[str, StrictSchema | None] = {
             "response_format": self.response_format,
             "structured_outputs": self.structured_outputs,
@@ -139,7 +144,8 @@ class StructuredFields(StrictSchema):
         yield "regex", "regex", self.regex
         yield "ebnf", "gbnf", self.ebnf
         yield "grammar", "gbnf", self.grammar
-        yield "structural_tag", "structural_tag", self.structural_tag or None  # "": none
+        # "" means that there is no tag
+        yield "structural_tag", "structural_tag", self.structural_tag or None
 
 
 def _constraint(param: str, kind: ConstraintKind, value: Any) -> Constraint:
@@ -153,7 +159,7 @@ def _constraint(param: str, kind: ConstraintKind, value: Any) -> Constraint:
         value = msgspec.json.encode(value).decode()
     if not isinstance(value, str):
         raise InvalidRequestError(
-            f"{param} must be an object, or a string that holds one.",
+            f"{param} must be an object, or a string that contains one.",
             param=param,
             code="invalid_type",
         )

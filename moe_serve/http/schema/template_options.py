@@ -1,4 +1,4 @@
-"""What a request may tell the chat template beyond messages and tools."""
+"""Options that a request may pass to the chat template beside messages and tools."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 MAX_OPTIONS = 16
 MAX_OPTION_CHARS = 256
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-# What the server says itself, and what would be a template or a document of the client's.
+# Names that the server sets itself, and names that would pass in a template or documents.
 _RESERVED = frozenset(
     {
         "add_generation_prompt",
@@ -39,7 +39,7 @@ def _check_options(value: Any) -> Any:
         if not (option is None or isinstance(option, str | int | float | bool)):
             _refuse(f"'{shown}' must be a string, a number, true, false or null")
         if isinstance(option, str) and len(option) > MAX_OPTION_CHARS:
-            _refuse(f"'{shown}' must have at most {MAX_OPTION_CHARS} characters")
+            _refuse(f"'{shown}' must have at most {MAX_OPTION_CHARS} characters, got {len(option)}")
         if isinstance(option, int) and option.bit_length() > 63:
             _refuse(f"'{shown}' must fit into 64 bits")
     return value
@@ -62,7 +62,8 @@ TemplateOptions = Annotated[
 def template_options(
     options: Mapping[str, Any] | None, effort: ReasoningEffort | None
 ) -> dict[str, Any]:
-    """The names that the template sees. Effort "none" turns thinking off where that is a switch."""
+    """The options that the template sees. Effort "none" switches reasoning off where it is a
+    switch."""
     if effort is None:
         return dict(options or {})
     switches = {"enable_thinking": False, "thinking": False} if effort == "none" else {}

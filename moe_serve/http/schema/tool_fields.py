@@ -1,4 +1,4 @@
-"""The request fields of tools: what may be called, whether it must be, and earlier calls."""
+"""Request fields for tools: the functions, the choice among them, and earlier calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_serve.http.schema.strict_schema import StrictSchema
 from moe_serve.text.assistant.tool import Tool
 
 MAX_TOOLS = 128
-MAX_TOOLS_BYTES = 256 * 1024  # of all tools of a request, as JSON
+MAX_TOOLS_BYTES = 256 * 1024  # of all tools of a request together, as JSON
 MAX_SCHEMA_DEPTH = 32
 _NAME = r"^[A-Za-z0-9_.:\-]{1,64}$"
 
@@ -24,7 +24,7 @@ class FunctionDefinition(StrictSchema):
     name: Annotated[str, Field(pattern=_NAME)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None  # a forced call always follows the schema, others never have to
+    strict: bool | None = None  # a forced call always follows the schema, other calls need not
 
 
 class ToolDefinition(StrictSchema):
@@ -38,7 +38,7 @@ class CalledFunction(StrictSchema):
 
 
 class CallMessage(StrictSchema):
-    """A call that an earlier answer made."""
+    """A tool call in an earlier answer."""
 
     id: str | None = None
     type: Literal["function"] | None = None
@@ -46,7 +46,7 @@ class CallMessage(StrictSchema):
 
 
 def _choice(value: Any) -> Any:
-    """One of the words, or the name of a function as {"name": ...}."""
+    """Normalises tool_choice: one of the words, or a function as {"name": ...}."""
     if value is None or value in ("none", "auto", "required"):
         return value
     function = value.get("function") if isinstance(value, Mapping) else None
@@ -89,10 +89,10 @@ CallList = Annotated[list[CallMessage], Field(fail_fast=True), at_most("calls", 
 
 
 def check_tools(tools: Sequence[ToolDefinition], choice: str | dict[str, str] | None) -> None:
-    """Sizes, names, and that the choice is one of them."""
+    """Checks the sizes and names of the tools, and that the choice is one of them."""
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
-        raise InvalidRequestError("tools: each function needs a name of its own.", param="tools")
+        raise InvalidRequestError("tools: each function needs a unique name.", param="tools")
     for i, tool in enumerate(tools):
         param = f"tools.{i}.function.parameters"
         check_depth(tool.function.parameters, param, MAX_SCHEMA_DEPTH)
@@ -101,23 +101,25 @@ def check_tools(tools: Sequence[ToolDefinition], choice: str | dict[str, str] | 
     size = len(msgspec.json.encode(tool_dicts(tools))) if tools else 0
     if size > MAX_TOOLS_BYTES:
         raise InvalidRequestError(
-            f"tools are {size} bytes of JSON; at most {MAX_TOOLS_BYTES} are allowed.", param="tools"
+            f"tools take {size} bytes of JSON; the limit is {MAX_TOOLS_BYTES}.", param="tools"
         )
     if choice == "required" and not tools:
-        raise InvalidRequestError("tool_choice needs tools.", param="tool_choice")
+        raise InvalidRequestError(
+            'tool_choice "required" needs at least one function in tools.', param="tool_choice"
+        )
     if isinstance(choice, dict) and choice["name"] not in names:
         raise InvalidRequestError(
-            f"tool_choice names {choice['name'][:64]!r}, which is none of tools.",
+            f"tool_choice names {choice['name'][:64]!r}, which is not in tools.",
             param="tool_choice",
         )
 
 
 def check_depth(value: Any, param: str, limit: int) -> None:
-    """A level at a time, so that a hostile depth costs nothing."""
+    """Checks the nesting depth, one level at a time, so that a hostile depth costs nothing."""
     level, depth = [value], 0
     while level:
         if depth > limit:
-            raise InvalidRequestError(f"{param} is nested deeper than {limit}.", param=param)
+            raise InvalidRequestError(f"{param} is nested deeper than {limit} levels.", param=param)
         below: list[Any] = []
         for item in level:
             if isinstance(item, dict):
@@ -128,12 +130,12 @@ def check_depth(value: Any, param: str, limit: int) -> None:
 
 
 def tool_dicts(tools: Sequence[ToolDefinition]) -> list[dict[str, Any]]:
-    """For the chat template, as the client sent them."""
+    """The tools for the chat template, as the client sent them."""
     return [tool.model_dump(exclude_none=True) for tool in tools]
 
 
 def tools_by_name(tools: Sequence[ToolDefinition]) -> dict[str, Tool]:
-    """For the parsers and grammars."""
+    """The tools for parsers and grammars."""
     functions = [tool.function for tool in tools]
     return {
         function.name: Tool(function.name)

@@ -1,4 +1,4 @@
-"""The layer that tells the span export of each request, around all others."""
+"""The outermost middleware: reports each request to the span export."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moe_serve.http.generation.request_trace import RequestTrace, open_trace
 from moe_serve.http.metrics.metrics import route_label
-from moe_serve.http.tracing.span_attributes import METHODS
-from moe_serve.http.tracing.span_export import ServedRequest, SpanExport
+from moe_serve.http.tracing.spans import METHODS, ServedRequest, SpanExport
 
 _LOGGER = logging.getLogger(__name__)
-_UNTRACED = ("/health", "/metrics", "/ping", "/dashboard")  # asked every few seconds
+_UNTRACED = ("/health", "/metrics", "/ping", "/dashboard")  # polled every few seconds
 _CONTEXT_HEADERS = ("traceparent", "tracestate")
 
 
 class SpanMiddleware:
-    """Requests of probes, of Prometheus and of the dashboard are left out."""
+    """Exports spans of requests, except those of probes, Prometheus and the dashboard."""
 
     def __init__(self, app: ASGIApp, spans: SpanExport) -> None:
         self._app = app
@@ -45,7 +44,7 @@ class SpanMiddleware:
                 self._export(scope, start, begun, trace)
 
     def _export(self, scope: Scope, start: Message, begun: float, trace: RequestTrace) -> None:
-        """A fault of a trace is none of the request's."""
+        """Exports one request. An error in tracing never affects the request."""
         headers = Headers(scope=scope)
         answered = Headers(raw=list(start.get("headers", ())))
         method = scope["method"] if scope["method"] in METHODS else "HTTP"
@@ -61,5 +60,5 @@ class SpanMiddleware:
         )
         try:
             self._spans.export(request)
-        except Exception:  # whatever a tracing library raises
-            _LOGGER.exception("the trace of a request was not made")
+        except Exception:  # a tracing library may raise anything
+            _LOGGER.exception("the span of a request could not be exported")

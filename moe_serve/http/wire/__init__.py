@@ -1,1 +1,1 @@
-"""The edge towards uvicorn: connections, transports and bodies."""
+"""The connection to uvicorn: protocols, transports and bodies."""

@@ -1,8 +1,8 @@
-"""Writing a part of an answer's body at once, past the layers that have nothing to do with it.
+"""Writes a part of an answer's body directly to the connection, past the middleware.
 
-An ASGI message goes through every middleware, each of which awaits the next: for a stream of tokens
-that is as much work as making the text. The layers look at an answer's start and end only, so what
-lies between may go straight to the connection, where it can be taken at once.
+An ASGI message passes through every middleware, each of which awaits the next. For a stream of
+tokens this costs as much as making the text. The middlewares only inspect the start and the end of
+an answer, so the parts between may go straight to the connection while it has no backlog.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ _KEY = "moe_serve.body_writer"
 
 
 class BodyWriter:
-    """Of one answer whose start has been sent."""
+    """Writes the body of one answer whose start has been sent."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = weakref.ref(cycle)  # which has the scope that this is in
+        self._cycle = weakref.ref(cycle)  # weak: the cycle's scope refers to this object
 
     @property
     def is_open(self) -> bool:
-        """False: what is to be written goes as a message, which may wait for its reader."""
+        """True if parts can be written. Otherwise they must go as messages, which may wait for the
+        reader."""
         cycle = self._cycle()
         return (
             cycle is not None
@@ -34,17 +35,18 @@ class BodyWriter:
         )
 
     def write(self, part: bytes) -> None:
-        """Only while it is open. A part is not the end, and not empty."""
+        """Writes a part that is neither empty nor the end. Only allowed while the writer is
+        open."""
         if (cycle := self._cycle()) is not None:
             cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
 
 
 def offer_body_writer(scope: Scope, cycle: RequestResponseCycle) -> None:
-    """For the application that answers the request."""
+    """Offers a writer to the application that answers the request."""
     scope.setdefault("extensions", {})[_KEY] = BodyWriter(cycle)
 
 
 def body_writer_of(scope: Scope) -> BodyWriter | None:
-    """None: this server has none."""
+    """The writer of a request, or None if the server offers none."""
     writer: BodyWriter | None = scope.get("extensions", {}).get(_KEY)
     return writer

@@ -1,7 +1,7 @@
-"""uvicorn's server, whose end waits for requests and for nothing else.
+"""A uvicorn server that waits only for requests when it shuts down.
 
-uvicorn gives connections some seconds to close by themselves. Over HTTPS that takes an answer of
-the client, and one that is idle (any pool of connections) does not read.
+uvicorn gives connections some seconds to close by themselves. Over HTTPS closing needs an answer
+from the client, and an idle client (such as a connection pool) does not read.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _LOOK_S = 0.1
 
 
 class ClosingServer(uvicorn.Server):
-    """At its end, connections on which everything has been said are cut."""
+    """On shutdown, it aborts connections that have sent everything."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for server in self.servers:
             server.close()
-        # Requests are waited for by their connections and tasks. The listeners' own count has (from
-        # Python 3.12 on, without uvloop) those in it whose TLS handshake never ends.
+        # Connections and tasks wait for requests. The listeners' own count (from Python 3.12 on,
+        # without uvloop) also contains connections whose TLS handshake never ends.
         self.servers = []
         cutting = asyncio.create_task(self._cut_silent_connections())
         try:

@@ -1,14 +1,14 @@
-"""Limits of one connection that HTTP itself has none of: how long, and for how long, it may be.
+"""Limits of one connection that HTTP does not define: sizes and times.
 
     head   the request line and headers: MAX_HEAD_BYTES, and HEAD_TIMEOUT_S from its first byte
-           (of a new connection: from the start) to its last. What a parser has taken in at once
-           (256 KiB at most) may be over before it is counted. The trailers behind a chunked body
+           (on a new connection: from its start) to its last. Data that a parser has taken in one
+           piece (at most 256 KiB) may be over before it is counted. The trailers of a chunked body
            have the same limit of bytes; they are read and dropped.
-    write  a client that is sent something must take all but a little of it within WRITE_TIMEOUT_S,
-           or of a large answer LEAST_TAKEN_BYTES in each: else it is gone
+    write  a client must take almost all that is sent to it within WRITE_TIMEOUT_S, or in each such
+           interval LEAST_TAKEN_BYTES of a large answer; otherwise the connection is aborted
 
-The limits of bodies are in body.py. What idles between two requests is closed by uvicorn, also if
-the rest of the first one's body still comes.
+The limits of bodies are in body.py. uvicorn closes connections that are idle between two requests,
+also if the rest of the first body still arrives.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from moe_serve.http.schema.errors import ApiError
 
 HEAD_TIMEOUT_S = 20.0
 WRITE_TIMEOUT_S = 60.0
-LEAST_TAKEN_BYTES = 48 * 1024  # from where a transport pauses writing to where it goes on
-_LINGER_S = 2.0  # to read on after a refusal: closing at once could take the answer back
+# the distance between the marks where a transport pauses and resumes writing
+LEAST_TAKEN_BYTES = 48 * 1024
+_LINGER_S = 2.0  # keeps reading after a refusal: closing at once could discard the answer
 
 
 class ConnectionGuard:
-    """The timers of one connection, and its end by a refusal.
+    """The timers of one connection, and the refusal that ends it.
 
-    The protocol says when a head begins and ends, when writing stalls and goes on, and throws away
-    what is received once `is_refused`. `on_late_head` is where it learns that a head has not ended
-    in time.
+    The protocol reports when a head begins and ends and when writing stalls and resumes. It
+    discards received data once `is_refused` is set. `on_late_head` is called when a head has not
+    ended in time.
     """
 
     def __init__(
@@ -52,12 +53,12 @@ class ConnectionGuard:
         self._write_timer: asyncio.TimerHandle | None = None
 
     def open(self, transport: asyncio.Transport) -> None:
-        """A new connection: its first head is awaited from now on."""
+        """A new connection: the timer of its first head starts."""
         self._transport = transport
         self.begin_head()
 
     def begin_head(self) -> None:
-        """Harmless while one is awaited already."""
+        """Starts the timer of a head. It has no effect while one runs."""
         if self._head_timer is None and not self.is_refused:
             self._head_timer = self._loop.call_later(self._head_timeout_s, self._head_is_late)
 
@@ -76,13 +77,13 @@ class ConnectionGuard:
             self._write_timer = None
 
     def close(self) -> None:
-        """The connection is gone."""
+        """The connection has been closed."""
         self.end_head()
         self.resume_writing()
         self._transport = None
 
     def refuse(self, error: ApiError, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Answer with the error; the connection takes nothing more and closes soon."""
+        """Answers with the error. The connection then accepts no more data and closes soon."""
         transport = self._transport
         if transport is None or transport.is_closing() or self.is_refused:
             return
@@ -104,7 +105,7 @@ class ConnectionGuard:
     def _look_at_reader(self, transport: asyncio.Transport, most: int) -> None:
         self._write_timer = None
         if transport.get_write_buffer_size() > most:
-            transport.abort()  # close would wait for what is not being read
+            transport.abort()  # close would wait for data that the client does not read
         else:
             self._await_reader(transport)
 
@@ -114,12 +115,12 @@ class ConnectionGuard:
 
 
 def late_head_error() -> ApiError:
-    message = "The request's headers did not arrive in time."
+    message = "The request's headers did not arrive within the time limit."
     return ApiError(408, message, code="request_timeout")
 
 
 def _response_bytes(error: ApiError, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The whole answer; there is no ASGI application on the way of a request that is none."""
+    """The complete answer. An invalid request never reaches the ASGI application."""
     body = error.body()
     lines = [b"HTTP/1.1 %d %s" % (error.status, HTTPStatus(error.status).phrase.encode())]
     lines += [name + b": " + value for name, value in headers]

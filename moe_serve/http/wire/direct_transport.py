@@ -1,7 +1,7 @@
-"""A transport of TCP that lets go of the interpreter while the kernel takes what is written.
+"""A TCP transport that releases the GIL while the kernel takes the written data.
 
-A write to a socket is the longest part of sending a token, over loopback with the reader's share of
-the work in it. uvloop holds the interpreter meanwhile, and the engine's thread waits for it.
+Writing to a socket is the longest part of sending a token; over loopback it includes the reader's
+share of the work. uvloop holds the GIL meanwhile, and the engine's thread waits for it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class DirectTransport:
-    """As the transport that it wraps, but for `write`. Not for TLS, whose bytes are others."""
+    """Wraps a transport and replaces `write`. Not for TLS, which encrypts the data first."""
 
     def __init__(self, wrapped: asyncio.Transport) -> None:
         self._wrapped = wrapped
@@ -22,9 +22,9 @@ class DirectTransport:
         return getattr(self._wrapped, name)
 
     def write(self, data: bytes) -> None:
-        """What the kernel does not take, and what is wrong, is the wrapped transport's to handle.
+        """Writes directly; the wrapped transport handles the rest, and any error.
 
-        A closing transport may have given its descriptor back.
+        A closing transport may already have released its descriptor.
         """
         wrapped = self._wrapped
         if wrapped.is_closing() or wrapped.get_write_buffer_size():
@@ -32,7 +32,7 @@ class DirectTransport:
             return
         try:
             num_taken = os.write(self._descriptor, data)
-        except OSError:  # full, or broken: the transport will see the same
+        except OSError:  # full or broken: the transport will see the same
             num_taken = 0
         if num_taken < len(data):
             wrapped.write(data[num_taken:])

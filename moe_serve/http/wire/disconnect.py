@@ -1,4 +1,4 @@
-"""Ending work when the client has gone away."""
+"""Stops work when the client has disconnected."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ T = TypeVar("T")
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
-    """Return when the client is gone. Only to be called once the body has been read."""
+    """Returns when the client has disconnected. Call it only after the body has been read."""
     while (await receive())["type"] != "http.disconnect":
         continue
 
 
 async def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
-    """The result of `work`, or None (with `work` cancelled) if the client went away first."""
+    """The result of `work`, or None (with `work` cancelled) if the client disconnects first."""
     working = asyncio.create_task(work)
     watching = asyncio.create_task(wait_for_disconnect(receive))
     try:
@@ -29,7 +29,7 @@ async def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -
 
 
 async def cancel_all(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel the tasks and wait until they have ended, whatever their results."""
+    """Cancels the tasks and waits until they have ended, whatever their results."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

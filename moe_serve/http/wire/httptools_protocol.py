@@ -28,11 +28,14 @@ from moe_serve.http.wire.patient_transport import PatientTransport
 
 
 class _RefusedHeadError(Exception):
-    """Raised inside the parser, which then stops; uvicorn asks for a 400."""
+    """Raised inside the parser to stop it; uvicorn then calls send_400_response."""
 
 
 class GuardedHttpToolsProtocol(HttpToolsProtocol):
-    """The parser calls on_message_begin, on_headers_complete, on_body ..., on_message_complete."""
+    """An HTTP/1.1 protocol that refuses late, large or ambiguous requests.
+
+    The parser calls on_message_begin, on_headers_complete, on_body ..., on_message_complete.
+    """
 
     head_timeout_s: ClassVar[float] = HEAD_TIMEOUT_S
     write_timeout_s: ClassVar[float] = WRITE_TIMEOUT_S
@@ -45,12 +48,13 @@ class GuardedHttpToolsProtocol(HttpToolsProtocol):
             head_timeout_s=self.head_timeout_s,
             write_timeout_s=self.write_timeout_s,
         )
-        self._has_begun = False  # a head, which has not ended
+        self._has_begun = False  # a head has begun and not ended
         self._is_in_body = False
-        self._refusal: ApiError | None = None  # what is wrong, where it is known
-        # Received since the segment with the head's first byte, or with the body's last one.
+        self._refusal: ApiError | None = None  # the error, if it is known
+        # Bytes received since the segment with the head's first byte, or with the body's last one.
         self._num_head_bytes = 0
-        self._served: RequestResponseCycle | None = None  # `cycle` may be one that waits behind it
+        # `cycle` may already be the next request, which waits
+        self._served: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if transport.get_extra_info("sslcontext") is not None:
@@ -73,7 +77,7 @@ class GuardedHttpToolsProtocol(HttpToolsProtocol):
         if not self._is_in_body:
             self._guard.begin_head()
         self._num_head_bytes += len(data)
-        super().data_received(data)  # back to 0 where a head begins
+        super().data_received(data)  # resets the count where a head begins
         is_large = self._num_head_bytes > MAX_HEAD_BYTES
         if is_large and (self._has_begun or self._is_in_body) and not self._guard.is_refused:
             self._refusal = large_head_error() if self._has_begun else large_trailer_error()
@@ -86,7 +90,7 @@ class GuardedHttpToolsProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A trailer is dropped: as a header it would be a key or a length that came afterwards."""
+        """Drops trailers: as a header, a trailer could add a key or a length after the checks."""
         if not self._is_in_body:
             super().on_header(name, value)
 
@@ -114,14 +118,15 @@ class GuardedHttpToolsProtocol(HttpToolsProtocol):
         if not self._can_refuse:
             self.transport.close()
             return
-        if self._is_in_body:  # its application is told that the client has gone
+        if self._is_in_body:  # the application sees a disconnected client
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         error = self._refusal or malformed_error()
         self._guard.refuse(error, self.server_state.default_headers)
 
     def _unset_keepalive_if_required(self) -> None:
-        """Not by the rest of a body whose request was answered: nothing would set it again."""
+        """Keeps the timer for the rest of a body whose request was answered: it would not be set
+        again."""
         is_answered = self.cycle is not None and self.cycle.response_complete
         if not (self._is_in_body and is_answered) or self.transport.is_closing():
             super()._unset_keepalive_if_required()
@@ -144,7 +149,8 @@ class GuardedHttpToolsProtocol(HttpToolsProtocol):
 
     @property
     def _can_refuse(self) -> bool:
-        """Whether a client would take an error for the answer to the request that is read."""
+        """True if the client would take an error for the answer to the request that is being
+        read."""
         if self._is_in_body:
             return self.cycle is self._served and not self.cycle.response_started
         return not self._is_answering
@@ -154,10 +160,11 @@ class GuardedHttpToolsProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _unsupported_upgrade_warning(self) -> None:
-        """None: HTTP lets a server go on as if nobody had asked, and clients ask by default."""
+        """Logs nothing: HTTP allows a server to ignore an upgrade, and some clients always ask for
+        one."""
 
     def _end_late_head(self) -> None:
-        if self._is_answering:  # it is the answer that keeps the connection open
+        if self._is_answering:  # the answer keeps the connection open
             self._guard.begin_head()
         elif self._has_begun:
             self._guard.refuse(late_head_error(), self.server_state.default_headers)
@@ -166,8 +173,11 @@ class GuardedHttpToolsProtocol(HttpToolsProtocol):
 
 
 class _CloseDelimited:
-    """An application for a client of HTTP/1.0, which knows no chunks: an answer without a length
-    ends with the connection. uvicorn closes the connection behind every answer to such a client."""
+    """Wraps an application for HTTP/1.0 clients, which do not know chunks.
+
+    An answer without a length ends with the connection. uvicorn closes the connection after every
+    answer to such a client.
+    """
 
     def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
         self._app, self._cycle = app, cycle
@@ -179,8 +189,8 @@ class _CloseDelimited:
                 names = {name.lower() for name, _ in message.get("headers", ())}
                 self._has_length = b"content-length" in names
                 if not self._has_length:
-                    self._cycle.chunked_encoding = False  # decided: uvicorn adds no chunks
-            elif not self._has_length:  # each part is as long as uvicorn expects
+                    self._cycle.chunked_encoding = False  # set here, so that uvicorn adds no chunks
+            elif not self._has_length:  # each part has the length that uvicorn expects
                 self._cycle.expected_content_length = len(message.get("body", b""))
             await send(message)
 

@@ -1,8 +1,8 @@
-"""A transport of TLS that is closed only when the client has what was written to it.
+"""A TLS transport that closes only when the client has received all that was written.
 
-TLS gives a client 30 s from `close` to the end of its farewell, and to all of the answer before it.
-The answer may take longer: it is written at once, whatever the client's speed is, and what is not
-encrypted by then nobody counts.
+TLS gives a client 30 s from `close` to the end of its closing message and of the answer before it.
+The answer may take longer: it is written at once, whatever the client's speed, and data that is not
+yet encrypted is not counted.
 """
 
 from __future__ import annotations
@@ -14,20 +14,23 @@ from moe_serve.http.wire.connection_guard import LEAST_TAKEN_BYTES
 from moe_serve.http.wire.sent_bytes import has_arrived, num_arrived
 
 _FIRST_LOOK_S = 0.01
-_LAST_LOOK_S = 1.0  # each comes after twice the time of the one before, up to this
+_LAST_LOOK_S = 1.0  # each check waits twice as long as the one before, up to this time
 
 
 class PatientTransport:
-    """As the transport that it wraps, but for `close`. A client that takes less than
-    LEAST_TAKEN_BYTES in `timeout_s` is gone."""
+    """Wraps a transport and replaces `close`.
+
+    A client that takes less than LEAST_TAKEN_BYTES in `timeout_s` is disconnected.
+    """
 
     def __init__(
         self, wrapped: asyncio.Transport, loop: asyncio.AbstractEventLoop, timeout_s: float
     ) -> None:
         self._wrapped, self._loop, self._timeout_s = wrapped, loop, timeout_s
         self._is_closing = False
-        self._had_arrived = True  # at the last look
-        self._num_arrived = 0  # when the time of the client began, which ends at the deadline
+        self._had_arrived = True  # at the last check
+        # when the client's current interval began, which ends at the deadline
+        self._num_arrived = 0
         self._deadline = 0.0
 
     def __getattr__(self, name: str) -> Any:
@@ -49,7 +52,8 @@ class PatientTransport:
         if self._wrapped.is_closing():
             return  # the connection is gone
         had_arrived, self._had_arrived = self._had_arrived, has_arrived(self._wrapped)
-        if had_arrived and self._had_arrived:  # twice: the kernel may just have had room for more
+        # twice in a row: the kernel may only have had room for more
+        if had_arrived and self._had_arrived:
             self._wrapped.close()
             return
         now, arrived = self._loop.time(), num_arrived(self._wrapped)

@@ -1,4 +1,4 @@
-"""What has become of the bytes that were written to a connection, as the kernel tells it."""
+"""Reads from the kernel how many written bytes of a connection have arrived."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import struct
 import termios
 
 _TCP_INFO_BYTES = 128
-_BYTES_ACKED = 120  # where Linux tells them in TCP_INFO
+_BYTES_ACKED = 120  # offset in Linux' TCP_INFO
 
 
 def has_arrived(transport: asyncio.Transport) -> bool:
-    """Whether the client's machine has all that was written; False where that is not told.
+    """True if the client's machine has everything that was written; False if this is not known.
 
-    Over HTTPS there may be bytes between TLS and the kernel, that is while the kernel is full.
+    Over HTTPS there may be bytes between TLS and the kernel while the kernel's buffer is full.
     """
     connected: socket.socket | None = transport.get_extra_info("socket")
-    if connected is None:  # it is gone, of which its protocol will be told in the loop's next turn
+    if connected is None:  # closed; the loop notifies its protocol in the next turn
         return False
     unsent = bytearray(4)
     with contextlib.suppress(OSError, ValueError):
@@ -30,12 +30,12 @@ def has_arrived(transport: asyncio.Transport) -> bool:
 
 
 def num_arrived(transport: asyncio.Transport) -> int:
-    """Bytes that the client's machine has taken since the connection was made; 0: not told."""
+    """Bytes that the client's machine has taken since the connection was opened; 0 if unknown."""
     connected: socket.socket | None = transport.get_extra_info("socket")
     if connected is None or not hasattr(socket, "TCP_INFO"):
         return 0
     with contextlib.suppress(OSError, ValueError):
-        # The socket of uvloop's transports has a descriptor, but no options.
+        # The socket object of uvloop's transports has a descriptor, but no options.
         with socket.socket(fileno=os.dup(connected.fileno())) as same:
             told = same.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
         if len(told) == _TCP_INFO_BYTES:

@@ -1,4 +1,4 @@
-"""HTTPS: the server's certificate, read again when its files change."""
+"""HTTPS: loads the server's certificate, and loads it again when its files change."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ _LOOK_S = 1.0
 
 
 class Tls:
-    """Connections that are made after a change get the new certificate; open ones keep theirs.
+    """The TLS contexts. New connections get a changed certificate; open ones keep theirs.
 
-    Raises ConfigError where the files cannot be used. A changed file that cannot be used is logged,
-    and the certificate stays as it was: also while only one of two files has been replaced.
+    Raises ConfigError if the files cannot be used at the start. Later, a file that cannot be used
+    is logged and the certificate stays unchanged, also while only one of two files has been
+    replaced.
 
-    What is loaded into a context joins what is there: certificates with keys of another kind, and
-    authorities. So each version has a context of its own, which connections of `context` are given.
+    Loading into a context adds to its certificates (of other key types) and authorities. So each
+    version has its own context, which connections of `context` are switched to.
     """
 
     def __init__(self, certfile: str, keyfile: str | None, ca_certs: str | None) -> None:
@@ -36,19 +37,19 @@ class Tls:
 
     @classmethod
     def of(cls, config: ServerConfig) -> Tls | None:
-        """As configured; None: plain HTTP."""
+        """The configured TLS; None: plain HTTP."""
         if config.ssl_certfile is not None:
             return cls(config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs)
         for name, path in (("keyfile", config.ssl_keyfile), ("ca_certs", config.ssl_ca_certs)):
             if path is not None:
                 raise ConfigError(
-                    f"server.ssl_{name} is {path}, but there is no server.ssl_certfile: HTTPS "
+                    f"server.ssl_{name} is {path}, but server.ssl_certfile is not set: HTTPS "
                     "needs the server's certificate."
                 )
         return None
 
     def look(self) -> None:
-        """Called often; looks at the files once a second."""
+        """Checks the files at most once a second. To be called often."""
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -58,12 +59,12 @@ class Tls:
         try:
             self._newest = self._new_context()
         except ConfigError as error:
-            _LOGGER.error("the TLS certificate stays as it was: %s", error)
+            _LOGGER.error("the TLS certificate stays unchanged: %s", error)
         else:
-            _LOGGER.warning("new connections get the certificate that %s has now", self._certfile)
+            _LOGGER.warning("new connections use the changed certificate in %s", self._certfile)
 
     def _give_newest(self, connection: ssl.SSLObject, *_: object) -> None:
-        """Called in each handshake, also where the client names no host."""
+        """Called in each handshake, also if the client sends no host name."""
         connection.context = self._newest
 
     def _new_context(self) -> ssl.SSLContext:
@@ -87,5 +88,5 @@ class Tls:
 
 
 def _no_password() -> str:
-    """Instead of a question on the terminal, at which the server would wait."""
+    """Raises instead of asking for a password on the terminal, which would block the server."""
     raise ValueError("the private key is encrypted, which is not supported")

@@ -214,11 +214,11 @@ THOUGHT = [*HI["messages"], {"role": "assistant", "content": [THINKING]}]
         ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type must be 'custom'"),
         ({"tools": [{"name": "f"}]}, "tools.0.input_schema is missing"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice requires at least one function"),
         ({"thinking": {"type": "often"}}, "thinking.type must be"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type must be"),
         ({"messages": [{"role": "user", "content": "a" * 4000}]}, "prompt is too long: 574 "),
-        ({"stop_sequences": ["a"], "stop": ["b"]}, "send one"),
+        ({"stop_sequences": ["a"], "stop": ["b"]}, "send only one"),
         ({"tool_choice": {"type": "auto", "x": 1}}, "Unknown parameter 'tool_choice.x'"),
         (
             {"tool_choice": {"type": "auto", "disable_parallel_tool_use": "no"}},

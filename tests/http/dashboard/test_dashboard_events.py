@@ -15,7 +15,7 @@ from moe_serve.http.dashboard.event_log import MAX_EVENTS, EventLog
 from moe_serve.http.dashboard.event_watch import EventWatch
 from moe_serve.http.dashboard.history import History
 from moe_serve.http.dashboard.snapshot import Snapshot
-from moe_serve.http.metrics.recent_times import RecentTimes
+from moe_serve.http.metrics.recent import RecentTimes
 
 STATS = EngineStats(
     num_steps=1, num_running=2, num_waiting=3, num_pages=10, num_free_pages=4,
@@ -56,11 +56,13 @@ def test_a_rank_is_lost_and_comes_back() -> None:
     back = with_stats(num_lost_ranks=1, last_loss="expert-1: silent", members=(rank("serving"),))
     here = with_stats(members=(rank("serving"),))
     assert after(here, lost, lost, back, back) == [
-        ("rank_lost", "A rank is lost: expert-1: silent."),
-        ("rank_back", "expert-1 serves again."),
+        ("rank_lost", "A rank was lost: expert-1: silent."),
+        ("rank_back", "expert-1 is serving again."),
     ]
     both = with_stats(num_lost_ranks=2, last_loss="expert-1: silent.", members=())
-    assert after(here, both) == [("rank_lost", "2 ranks are lost, the last one: expert-1: silent.")]
+    assert after(here, both) == [
+        ("rank_lost", "2 ranks were lost, the last one: expert-1: silent.")
+    ]
 
 
 def test_experts_have_moved_or_not() -> None:

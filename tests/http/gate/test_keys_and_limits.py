@@ -68,7 +68,7 @@ def test_half_a_file_changes_nothing(
         assert ring.find(b"secret-one") is not None
     file.unlink()
     assert ring.find(b"secret-one") is not None
-    assert caplog.text.count("the API keys stay as they were") == 3
+    assert caplog.text.count("the API keys stay unchanged") == 3
     assert "secret-one" not in caplog.text
     write(file, "secret-two\n")
     assert ring.find(b"secret-one") is None and ring.find(b"secret-two") is not None
@@ -135,7 +135,7 @@ def test_requests_per_minute_by_key(make_app: MakeApp) -> None:
     error = refused.json()["error"]
     assert refused.status_code == 429
     assert (error["code"], error["type"]) == ("rate_limit_exceeded", "rate_limit_error")
-    assert "its 2 requests of a minute" in error["message"]
+    assert "its 2 requests per minute" in error["message"]
     assert 1 <= int(refused.headers["retry-after"]) <= 30
     assert refused.headers["x-should-retry"] == "true"
     assert ask("two").status_code == 200, "another key has its own"
@@ -180,7 +180,7 @@ def test_tokens_are_charged_when_an_answer_ends(make_app: MakeApp) -> None:
     assert client.post("/v1/completions", json=body, headers=bearer("one")).status_code == 200
     refused = client.post("/v1/completions", json=body, headers=bearer("one"))
     assert refused.status_code == 429
-    assert "has used its 40 tokens a minute" in refused.json()["error"]["message"]
+    assert "has used its 40 tokens per minute" in refused.json()["error"]["message"]
 
 
 def test_open_requests_of_a_key(make_app: MakeApp, engine: Any) -> None:
@@ -226,7 +226,7 @@ def test_choices_and_prompts_count_for_a_key(
     refused = client.post(path, json=body)
     error = refused.json()["error"]
     assert (refused.status_code, error["param"]) == (400, "n"), error
-    assert "may have 3 at once" in error["message"] and not engine.submitted
+    assert "may have at most 3 at once" in error["message"] and not engine.submitted
     client = TestClient(make_app(key_max_concurrent=128))
     for _ in range(3):
         assert client.post(path, json=body).status_code == 200, "all of it is given back"
@@ -269,7 +269,7 @@ def test_sequences_of_two_requests_add_up() -> None:
     refused = account.claim(2)
     assert refused is not None and refused.reason == "key_concurrent"
     assert refused.message == (
-        "This API key has 3 sequences open and asks for 2 more; its limit is 4"
+        "This API key has 3 sequences open and requests 2 more; its limit is 4"
     )
     account.end()
     account.release(3)
@@ -346,8 +346,8 @@ def test_priorities_by_key(make_app: MakeApp, engine: Any, tmp_path: Path, eager
         ("swordfish min_priority=high", "must be an integer in [-2147483648, 2147483647]"),
         ("swordfish min_priority=", "must be an integer"),
         ("swordfish min_priority=-2147483649", "got '-2147483649'"),
-        ("swordfish min_priority=1 min_priority=2", "min_priority=, min_priority= behind a key"),
-        ("swordfish min_prioritty=1", "min_prioritty= behind a key: the only setting"),
+        ("swordfish min_priority=1 min_priority=2", "min_priority=, min_priority= after a key"),
+        ("swordfish min_prioritty=1", "min_prioritty= after a key is not valid: the only setting"),
     ],
 )
 def test_wrong_settings_of_a_key_are_refused(line: str, message: str) -> None:

@@ -11,9 +11,9 @@ from starlette.testclient import TestClient
 from moe_serve.engine.request.request import GenerationRequest, TokenLogprob
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.errors import InvalidRequestError
-from moe_serve.http.generation.engine_requests import TokenLimits, build_engine_requests
 from moe_serve.http.generation.prompt_logprobs import SharedPromptLogprobs
 from moe_serve.http.generation.prompts import Prompt
+from moe_serve.http.generation.requests import TokenLimits, build_engine_requests
 from moe_serve.http.generation.sequence import Piece
 from moe_serve.http.schema.schemas import CompletionBody
 from moe_serve.text.text_stream import TextDelta
@@ -62,7 +62,7 @@ def test_a_choice_that_is_ahead_waits_for_its_choice_0() -> None:
 
 def test_their_number_is_limited() -> None:
     requests_for(1, 2000, n=47, logprobs=20, prompt_logprobs=20)
-    message = r"logprobs = 20 asks for 2016000 .* \(96000 tokens in 1 prompts and n = 48 choices"
+    message = r"logprobs = 20 requests 2016000 .* \(96000 tokens in 1 prompts and n = 48 choices"
     with pytest.raises(InvalidRequestError, match=message) as caught:
         requests_for(1, 2000, n=48, logprobs=20, prompt_logprobs=20)
     assert caught.value.param == "prompt_logprobs"

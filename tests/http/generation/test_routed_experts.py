@@ -95,7 +95,7 @@ def test_a_whole_answer_is_bounded_and_a_stream_is_not(engine: Any, model: Any, 
         response = post(client, route, max_tokens=300)
         assert response.status_code == 400
         error = response.json()["error"]
-        assert "30000000 ids; a whole answer holds at most 16000000" in error["message"]
+        assert "30000000 ids; an answer without stream is limited to 16000000" in error["message"]
         assert post(client, route, max_tokens=100).status_code == 200
         carrying, _ = streamed(client, route, max_tokens=300)
         assert carrying

@@ -5,7 +5,8 @@ from __future__ import annotations
 from experts.memory.memory_stats import MemoryStats
 from moe_serve.cluster.control.messages import StageSeconds, StepServed
 from moe_serve.cluster.members.pool_watch import PoolWatch
-from moe_serve.http.metrics.memory_families import memory_families
+from moe_serve.http.metrics.engine_families import memory_families
+from moe_serve.http.metrics.family_maker import FamilyMaker
 
 STATS = MemoryStats(
     budget_bytes=300, resident_bytes=200, num_needed=8, num_hits=6, num_rows=10, wait_seconds=0.5
@@ -13,7 +14,7 @@ STATS = MemoryStats(
 
 
 def test_families() -> None:
-    families = {family.name: family for family in memory_families(STATS, "moe_serve:", "m")}
+    families = {family.name: family for family in memory_families(STATS, FamilyMaker("m"))}
     value = {name: family.samples[0].value for name, family in families.items()}
     assert value["moe_serve:expert_memory_hit_rate"] == 0.75
     assert value["moe_serve:expert_memory_resident_bytes"] == 200

@@ -7,7 +7,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from moe_serve.engine.memory.memory_plan import MemoryPlan, ProcessMemory
 from moe_serve.engine.watch.startup import Startup
-from moe_serve.http.metrics.startup_families import startup_families
+from moe_serve.http.metrics.family_maker import FamilyMaker
+from moe_serve.http.metrics.server_families import startup_families
 
 
 class _Families:
@@ -15,7 +16,7 @@ class _Families:
         self._startup = startup
 
     def collect(self) -> object:
-        return startup_families(self._startup, "moe_serve:", "m")
+        return startup_families(self._startup, FamilyMaker("m"))
 
 
 def found(startup: Startup) -> dict[str, float]:

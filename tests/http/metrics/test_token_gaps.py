@@ -9,7 +9,7 @@ import time
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from moe_serve.http.metrics.token_gaps import TokenGaps
+from moe_serve.http.metrics.recent import TokenGaps
 
 BOUNDS = (0.001, 0.0025, 0.05, 1.0, 5.0)
 

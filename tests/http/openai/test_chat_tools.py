@@ -154,7 +154,7 @@ def test_templates_that_join_text_get_arguments_as_text(start_served: Any) -> No
     [
         ("{{ messages }} {{ tools }}", {}, "server.tool_parser"),
         (TEMPLATE, {"tool_parser": "none"}, "server.tool_parser"),
-        ("{{ messages }}", {"tool_parser": "hermes"}, "no place for tools"),
+        ("{{ messages }}", {"tool_parser": "hermes"}, "does not support tools"),
     ],
 )
 def test_a_model_that_cannot_call_refuses_tools(
@@ -201,7 +201,7 @@ def test_tools_have_limits(served: Any) -> None:
     deep: dict[str, Any] = {}
     for _ in range(200):
         deep = {"properties": deep}
-    for parameters, reason in ((deep, "deeper than 32"), ({"a": "x" * 300_000}, "at most 262144")):
+    for parameters, reason in ((deep, "deeper than 32"), ({"a": "x" * 300_000}, "limit is 262144")):
         tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
         response = served[0].post("/v1/chat/completions", json={"messages": ASK, "tools": [tool]})
         assert response.status_code == 400

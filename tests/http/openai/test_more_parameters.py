@@ -191,7 +191,7 @@ def test_logprobs_of_given_tokens(
 CHAT_LOGPROBS = {"logprobs": True}
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (BOTH[0], {"logprob_token_ids": [1]}, "logprob_token_ids", "logprobs: true"),
-    (BOTH[1], {"logprob_token_ids": [1]}, "logprob_token_ids", "set it too, to 0 or more"),
+    (BOTH[1], {"logprob_token_ids": [1]}, "logprob_token_ids", "0 is enough"),
     (
         BOTH[1],
         {"logprob_token_ids": [1], "logprobs": 0, "echo": True, "max_tokens": 0},
@@ -206,7 +206,12 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (BOTH[0], {"prompt_logprobs": -1}, "prompt_logprobs", "must be 0 to 20 (the whole vocabular"),
     (BOTH[1], {"prompt_logprobs": -1}, "prompt_logprobs", "must be 0 to 20 (the whole vocabular"),
     (BOTH[0], {"logit_bias": {"a": 1, "5": 2, "b\u001b": 3}}, "logit_bias", "'a', 'b\\x1b'"),
-    (BOTH[0], {"logit_bias": {"1": "x", "2": 3, "3": None}}, "logit_bias", "those of '1', '3'"),
+    (
+        BOTH[0],
+        {"logit_bias": {"1": "x", "2": 3, "3": None}},
+        "logit_bias",
+        "the values of '1', '3'",
+    ),
     (BOTH[1], {"logit_bias": {"998": 1, "5": 2, "999": 3}}, "logit_bias", "998, 999"),
     (BOTH[1], {"logit_bias": {"6": 300, "5": 2, "7": -101}}, "logit_bias", "300.0, -101.0"),
     (BOTH[1], {"logit_bias": {f"x{i}": 1 for i in range(999)}}, "logit_bias", "and 989 more"),

@@ -178,7 +178,7 @@ def test_two_constraints_are_one_too_many(client: TestClient) -> None:
         {"structured_outputs": {"json": SCHEMA, "regex": "a"}},
     ):
         error = send(client, **fields).json()["error"]
-        assert error["code"] == "invalid_value" and "send one" in error["message"]
+        assert error["code"] == "invalid_value" and "send only one" in error["message"]
 
 
 def test_a_schema_deeper_than_the_stack(client: TestClient) -> None:
@@ -212,7 +212,7 @@ def test_what_the_answer_ran_into_is_told(client: TestClient, engine: Any) -> No
     response = send(client, guided_regex="a")
     assert response.status_code == 400
     assert response.json()["error"] == {
-        "message": "The answer cannot go on: its grammar allows no token here.",
+        "message": "The answer cannot be continued: its grammar allows no token here.",
         "type": "invalid_request_error",
         "param": None,
         "code": "constraint_failed",

@@ -20,8 +20,8 @@ from moe_serve.errors import ConfigError
 from moe_serve.http.app import create_app
 from moe_serve.http.generation.request_trace import current_trace
 from moe_serve.http.generation.served_model import ServedModel
-from moe_serve.http.tracing import span_export
-from moe_serve.http.tracing.span_export import SpanExport, make_span_export
+from moe_serve.http.tracing import spans as span_export
+from moe_serve.http.tracing.spans import SpanExport, make_span_export
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT_ID = "b7ad6b7169203331"
@@ -141,7 +141,7 @@ def test_a_collector_gets_them(
         spans.close()
         collector.shutdown()
         thread.join()
-    assert "have not reached" not in caplog.text
+    assert "did not reach" not in caplog.text
     ((path, request),) = received
     assert path == "/v1/traces"
     (resource,) = request.resource_spans
@@ -178,12 +178,12 @@ def test_the_end_waits_for_no_collector_and_says_what_is_lost(
             client.post("/v1/completions", json={"prompt": "hi"}, headers=unsampled)
         spans.close()
     said = [r.getMessage() for r in caplog.records if r.name == span_export.__name__]
-    assert said == ["4 of 4 spans have not reached the OpenTelemetry collector"]
+    assert said == ["4 of 4 spans did not reach the OpenTelemetry collector"]
 
 
 @pytest.mark.parametrize("url", ["localhost:4317", "grpc://h:4317", "http://", "nonsense"])
 def test_what_is_no_url(url: str) -> None:
-    with pytest.raises(ConfigError, match="is no URL such as"):
+    with pytest.raises(ConfigError, match="must be a URL such as"):
         make_span_export(url, "m")
 
 

@@ -51,5 +51,9 @@ def test_is_refused_by_name(architecture: str) -> None:
 )
 def test_the_nearest_name_is_given(architecture: str, nearest: str | None) -> None:
     said = refusal_of({"architectures": [architecture]})
-    hint = "; docs/guide/models.md" if nearest is None else f"; the nearest served one: {nearest}; docs/"
+    hint = (
+        "; docs/guide/models.md"
+        if nearest is None
+        else f"; the nearest served one: {nearest}; docs/"
+    )
     assert f"which is not served{hint}" in said, said

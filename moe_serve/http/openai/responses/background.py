@@ -1,4 +1,4 @@
-"""Responses that run on while nobody reads them, and what is kept of every response."""
+"""Runs background responses, and stores responses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class ResponseKeeper:
-    """Stores one response under its owner, again and again as it goes on."""
+    """Stores one response under its owner, and updates it while it runs."""
 
     def __init__(
         self, store: ResponseStore, owner: str, history: bytes, items: Sequence[Item]
@@ -47,15 +47,16 @@ class ResponseKeeper:
 
 
 class BackgroundRuns:
-    """The runs of `background: true`, by the ids of their responses."""
+    """The running responses with `background: true`, by response id."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def start(self, run: ResponseRun, keeper: ResponseKeeper) -> dict[str, Any]:
-        """-> the response object of a run that has only begun; it is stored already.
+        """Starts a run and returns its response object, which is already stored.
 
-        Raises ApiError where the store has no room for it: nobody could read or cancel it.
+        Raises ApiError if the store has no room for it: a response that is not stored could not be
+        read or cancelled.
         """
         response = run.record.as_json("in_progress", ())
         keeper.keep(response, is_new=True)
@@ -69,7 +70,7 @@ class BackgroundRuns:
             account.hold()
 
         def end(_: asyncio.Task[None]) -> None:
-            run.chat.close()  # not in the task, which may end before it begins
+            run.chat.close()  # not in the task, which may be cancelled before it starts
             self._tasks.pop(run.record.id, None)
             if account is not None:
                 account.end()
@@ -78,13 +79,15 @@ class BackgroundRuns:
         return response
 
     def end(self, response_id: str) -> None:
-        """Of a run whose response is stored no more; harmless when it has ended."""
+        """Cancels a run whose response is no longer stored. It has no effect if the run has
+        ended."""
         task = self._tasks.get(response_id)
         if task is not None:
             task.cancel()
 
     async def cancel(self, response_id: str) -> None:
-        """End the run and wait until what it left is stored; harmless when it has ended."""
+        """Cancels a run and waits until its result is stored. It has no effect if the run has
+        ended."""
         task = self._tasks.get(response_id)
         if task is not None:
             task.cancel()
@@ -98,15 +101,16 @@ async def _run(run: ResponseRun, keeper: ResponseKeeper) -> None:
         keeper.keep(run.result, is_new=False)
     except asyncio.CancelledError:
         keeper.keep(run.cancelled(), is_new=False)
-    except Exception as error:  # the top of a task: whatever it was, the client finds it
+    except Exception as error:  # the top of a task: any error is stored for the client
         keeper.keep(run.failed(_logged(error)), is_new=False)
 
 
 def _no_room() -> ApiError:
     return ApiError(
         400,
-        "background: true needs the response to be stored, and this server has no room for it "
-        "(server.max_stored_responses, server.stored_responses_bytes): ask for it without.",
+        "background: true requires that the response is stored, but this server has no room for "
+        "it (server.max_stored_responses, server.stored_responses_bytes). Send the request "
+        "without background.",
         code="invalid_value",
         param="background",
     )
@@ -120,5 +124,5 @@ def _logged(error: Exception) -> ApiError:
 
 
 def _inside(items: Sequence[Any]) -> bytes:
-    """The items as the inside of a JSON list."""
+    """The items as the inside of a JSON list, without the brackets."""
     return msgspec.json.encode(items)[1:-1]

@@ -1,4 +1,4 @@
-"""What POST /v1/responses accepts."""
+"""The request body of POST /v1/responses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _UNSERVED: Mapping[str, tuple[Any, ...]] = {
 }
 _IGNORED_REASONING = frozenset({"mode"})
 _UNSERVED_REASONING: Mapping[str, tuple[Any, ...]] = {"context": ("auto", "all_turns")}
-# Of each type: the fields that are read.
+# The fields that are read, for each type.
 FORMAT_FIELDS: Mapping[str, frozenset[str]] = {
     "text": frozenset({"type"}),
     "json_object": frozenset({"type"}),
@@ -47,7 +47,7 @@ _CHOICE_FIELDS: Mapping[str, frozenset[str]] = {
     "allowed_tools": frozenset({"type", "mode", "tools"}),
 }
 _INCLUDES = ("message.output_text.logprobs",)
-# Of tools that are not served, and of reasoning that is not encrypted: there is nothing to include.
+# Data of tools that are not supported, and of encrypted reasoning: there is nothing to include.
 _EMPTY_INCLUDES = (
     "reasoning.encrypted_content",
     "code_interpreter_call.outputs",
@@ -71,11 +71,11 @@ class TextConfig(StrictSchema):
 
 
 class ResponseStreamOptions(StrictSchema):
-    include_obfuscation: bool | None = None  # accepted: nothing is padded
+    include_obfuscation: bool | None = None  # accepted, but the stream is never padded
 
 
 class ResponsesBody(StrictSchema):
-    """`input` is told apart in `input_items.py`, tools in `tools.py`."""
+    """The body of a request. `input_items.py` reads `input`, `tools.py` reads the tools."""
 
     input: Any
     model: str | None = None
@@ -107,7 +107,7 @@ class ResponsesBody(StrictSchema):
         return _INCLUDES[0] in (self.include or ())
 
     def check(self, *, is_strict: bool) -> list[str]:
-        """Checks across fields; returns the names of the fields that have no effect."""
+        """Checks combinations of fields; returns the names of the fields that have no effect."""
         self._check_combinations()
         _check_metadata(self.metadata or {})
         extras = dict(self.model_extra or {})
@@ -129,22 +129,24 @@ class ResponsesBody(StrictSchema):
         return ignored + self._unread_parts(is_strict) + self._without_effect()
 
     def chat_fields(self) -> dict[str, Any]:
-        """The fields that a chat judges, as they were sent."""
+        """The fields that the schema of the chat checks, as the client sent them."""
         extras = self.model_extra or {}
         return {name: extras[name] for name in CHAT_FIELDS if extras.get(name) is not None}
 
     def _check_combinations(self) -> None:
         if self.background and self.stream:
-            raise _unsupported("background", "background with stream is not supported")
+            raise _unsupported(
+                "background", "background: true cannot be combined with stream: true"
+            )
         if self.background and not self.is_stored:
-            raise InvalidRequestError("background needs store: true.", param="background")
+            raise InvalidRequestError("background: true requires store: true.", param="background")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError(
                 "stream_options is only allowed with stream: true.", param="stream_options"
             )
         if self.truncation == "auto":
             raise _unsupported(
-                "truncation", "truncation 'auto' is not supported: leave items out yourself"
+                "truncation", "truncation 'auto' is not supported; send fewer input items instead"
             )
         for i, name in enumerate(self.include or ()):
             if name not in (*_INCLUDES, *_EMPTY_INCLUDES):
@@ -160,7 +162,7 @@ class ResponsesBody(StrictSchema):
             )
 
     def _unread_parts(self, is_strict: bool) -> list[str]:
-        """Of objects that `tools.py` reads; what has a wrong type is judged there."""
+        """Unread fields of the objects that `tools.py` reads. It also reports wrong types."""
         ignored: list[str] = []
         for prefix, value, known in (
             ("text.format.", self.text and self.text.format, FORMAT_FIELDS),
@@ -185,14 +187,14 @@ class ResponsesBody(StrictSchema):
 def _check_metadata(metadata: Mapping[str, str]) -> None:
     if len(metadata) > _MAX_METADATA:
         raise InvalidRequestError(
-            f"metadata must hold at most {_MAX_METADATA} entries, got {len(metadata)}.",
+            f"metadata must have at most {_MAX_METADATA} entries, got {len(metadata)}.",
             param="metadata",
         )
     for key, value in metadata.items():
         if len(key) > _MAX_KEY_CHARS or len(value) > _MAX_VALUE_CHARS:
             raise InvalidRequestError(
-                f"metadata: a key has at most {_MAX_KEY_CHARS} characters and a value "
-                f"{_MAX_VALUE_CHARS}; {key[:20]!r} has {len(key)} and {len(value)}.",
+                f"metadata: a key may have at most {_MAX_KEY_CHARS} characters and a value "
+                f"{_MAX_VALUE_CHARS}; {key[:20]!r} has {len(key)} and its value {len(value)}.",
                 param="metadata",
             )
 

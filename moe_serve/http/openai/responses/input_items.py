@@ -1,4 +1,4 @@
-"""The input of a response as items, and items as the messages of a chat.
+"""Converts the input of a response to items, and items to the messages of a chat.
 
 reasoning, message of the assistant, function_call, function_call   one assistant message
 function_call_output                                                a message of role tool
@@ -24,7 +24,7 @@ _ID_PREFIXES = {
 }
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "text")
-# Of each kind of item: what is read, and what clients send along from an answer.
+# For each type of item: the fields that are read, and fields that clients copy from an answer.
 _FIELDS: Mapping[str, frozenset[str]] = {
     "message": frozenset({"type", "id", "role", "content", "status", "phase"}),
     "function_call": frozenset(
@@ -43,13 +43,13 @@ def new_id(prefix: str) -> str:
 
 
 def input_items(value: Any, *, is_strict: bool) -> tuple[list[Item], list[str]]:
-    """The input as checked items that have ids, and the names of fields without effect."""
+    """Returns the input as checked items with ids, and the names of fields without effect."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list):
         raise _misfit("input", "must be a string or a list of items", code="invalid_type")
     if not 1 <= len(value) <= MAX_ITEMS:
-        raise _misfit("input", f"must hold 1 to {MAX_ITEMS} items, got {len(value)}")
+        raise _misfit("input", f"must have 1 to {MAX_ITEMS} items, got {len(value)}")
     items: list[Item] = []
     ignored: list[str] = []
     for i, item in enumerate(value):
@@ -63,19 +63,22 @@ def input_items(value: Any, *, is_strict: bool) -> tuple[list[Item], list[str]]:
 
 
 def _is_answer(item: Item) -> bool:
-    """Whether this is an item of an earlier answer. Clients' libraries keep fields of their own in
-    those (`parsed_arguments`), which are never an error."""
+    """True for an item of an earlier answer.
+
+    Client libraries add fields of their own to such items (`parsed_arguments`), which are never an
+    error.
+    """
     kind = item["type"]
     return kind in ("function_call", "reasoning") or item.get("role") == "assistant"
 
 
 def chat_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Checked items as the messages of a chat."""
+    """Converts checked items to the messages of a chat."""
     messages: list[dict[str, Any]] = []
-    turn: dict[str, Any] | None = None  # the assistant's, while its items come
+    turn: dict[str, Any] | None = None  # the assistant's message, while its items follow
 
     def assistant(*unfilled: str) -> dict[str, Any]:
-        """The turn that is open, if none of these fields is filled in it; else a new one."""
+        """The open assistant message if none of these fields is set in it; otherwise a new one."""
         nonlocal turn
         if turn is None or any(turn.get(name) for name in unfilled):
             turn = {"role": "assistant", "content": ""}
@@ -100,14 +103,15 @@ def chat_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
 
 
 def _checked(item: Any, param: str) -> Item:
-    """The item with its type, and an id if it has none."""
+    """Checks an item and adds its type and, if missing, its id."""
     if not isinstance(item, dict):
         raise _misfit(param, "must be an object", code="invalid_type")
     kind = item.get("type") or ("message" if "role" in item else None)
     if not isinstance(kind, str) or kind not in _FIELDS:
         shown = f", got {kind[:40]!r}" if isinstance(kind, str) else ""
         raise InvalidRequestError(
-            f"{param}.type must be one of {', '.join(_FIELDS)}{shown}: only these are served.",
+            f"{param}.type must be one of {', '.join(_FIELDS)}{shown}: no other types are "
+            "supported.",
             param=f"{param}.type",
             code="unsupported_parameter" if isinstance(kind, str) else "invalid_value",
         )
@@ -143,7 +147,7 @@ def _check_strings(item: Mapping[str, Any], names: Sequence[str], param: str) ->
 
 
 def _check_content(item: Mapping[str, Any], name: str, param: str) -> None:
-    """A string, or a list of parts with text."""
+    """Checks that a field is a string, or a list of parts with text."""
     if item.get(name) is None:
         raise _misfit(f"{param}.{name}", "is missing", code="missing_required_parameter")
     content = item[name]
@@ -161,7 +165,8 @@ def _check_part(part: Any, param: str) -> None:
     if kind not in (*_TEXT_PARTS, "refusal"):
         shown = f", got {kind[:40]!r}" if isinstance(kind, str) else ""
         raise InvalidRequestError(
-            f"{param}.type must be one of {', '.join(_TEXT_PARTS)}, as only text is served{shown}.",
+            f"{param}.type must be one of {', '.join(_TEXT_PARTS)}, because only text is "
+            f"supported{shown}.",
             param=f"{param}.type",
         )
     if not isinstance(part.get(field), str):
@@ -200,7 +205,7 @@ def _text(content: str | list[Any]) -> str:
 
 
 def _reasoning_text(item: Item) -> str:
-    """What the model thought; of a summary only if there is nothing else."""
+    """The text of the reasoning. The summary is only used if there is no content."""
     parts = item.get("content") or item.get("summary") or []
     return "\n".join(part["text"] for part in parts)
 

@@ -1,4 +1,4 @@
-"""The items of a stored request, a page at a time."""
+"""Returns the input items of a stored response in pages."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ _MAX_PAGE, _DEFAULT_PAGE = 100, 20
 
 
 def item_page(items: bytes, query: Mapping[str, str]) -> dict[str, Any]:
-    """`limit` items in `order` (desc: the last first) behind the item `after`."""
+    """A page of `limit` items in `order` (desc: the last first), beginning after the item
+    `after`."""
     everything: list[dict[str, Any]] = msgspec.json.decode(b"[" + items + b"]")
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
-        raise InvalidRequestError("order must be asc or desc.", param="order")
+        raise InvalidRequestError(f"order must be asc or desc, got {order[:20]!r}.", param="order")
     limit = query.get("limit", str(_DEFAULT_PAGE))
     is_number = limit.isascii() and limit.isdecimal() and len(limit) <= 3
     if not (is_number and 1 <= int(limit) <= _MAX_PAGE):
-        raise InvalidRequestError(f"limit must be 1 to {_MAX_PAGE}.", param="limit")
+        raise InvalidRequestError(
+            f"limit must be an integer from 1 to {_MAX_PAGE}, got {limit[:20]!r}.", param="limit"
+        )
     if order == "desc":
         everything.reverse()
     after = query.get("after")
@@ -29,7 +32,7 @@ def item_page(items: bytes, query: Mapping[str, str]) -> dict[str, Any]:
         ids = [item["id"] for item in everything]
         if after not in ids:
             raise InvalidRequestError(
-                f"after: there is no item {after[:80]!r} in this request.", param="after"
+                f"after: this request has no item {after[:80]!r}.", param="after"
             )
         everything = everything[ids.index(after) + 1 :]
     page = everything[: int(limit)]

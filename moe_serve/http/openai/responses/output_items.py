@@ -1,4 +1,4 @@
-"""The answer as output items, and the events of a stream as they grow.
+"""Converts the answer to output items, and to the events of a stream.
 
 One item is open at a time; the next one closes it:
 
@@ -21,7 +21,7 @@ Status = Literal["completed", "incomplete"]
 
 
 class OutputItems:
-    """Takes deltas, gives events; `items` are those that have ended."""
+    """Takes deltas and returns events. `items` has the finished items."""
 
     def __init__(self) -> None:
         self.items: list[Item] = []
@@ -30,13 +30,14 @@ class OutputItems:
         self._call_index = -1
 
     def push(self, delta: AssistantDelta, logprobs: Logprobs = ()) -> list[Event]:
-        """`logprobs` are of the tokens of this delta; only a message keeps them.
+        """The events for one delta. `logprobs` belong to its tokens; only messages keep them.
 
-        A token may show no text: before any item its logprobs wait for what it is the start of,
-        and within a call or reasoning they are dropped.
+        A token may add no text. Before the first item its logprobs wait for the item that it
+        begins; within a call or reasoning they are dropped.
         """
         events: list[Event] = []
-        begun = self._call_index  # the rest of its call comes first: text ends its item
+        # the rest of an open call comes first, because text would close its item
+        begun = self._call_index
         for call in delta.calls:
             if call.index == begun:
                 events += self._call(call)
@@ -57,7 +58,7 @@ class OutputItems:
         return events
 
     def finish(self, status: Status) -> list[Event]:
-        """End the open item. An answer without any gets an empty message."""
+        """Closes the open item. An answer without items gets an empty message."""
         events: list[Event] = []
         if self._open is None and not self.items:
             if self._waiting:
@@ -67,7 +68,7 @@ class OutputItems:
         return events + self._end(status)
 
     def snapshot(self) -> list[Item]:
-        """The items so far, an open one as incomplete."""
+        """The items so far. An open item is shown as incomplete."""
         if self._open is None:
             return list(self.items)
         return [*self.items, self._open.ended("incomplete")]
@@ -87,11 +88,13 @@ class OutputItems:
         events: list[Event] = []
         if delta.index != self._call_index:
             assert delta.index == self._call_index + 1, "calls come one after the other"
-            assert delta.id is not None and delta.name is not None, "a call begins with its name"
+            assert delta.id is not None and delta.name is not None, (
+                "a call begins with its id and name"
+            )
             self._call_index = delta.index
             events += self._end("completed")
             events += self._begin(_OpenCall(delta.id, delta.name, len(self.items)))
-        assert isinstance(self._open, _OpenCall), "no text comes within a call"
+        assert isinstance(self._open, _OpenCall), "text does not interrupt a call"
         if delta.arguments:
             events.append(self._open.add(delta.arguments))
         return events
@@ -112,7 +115,7 @@ class OutputItems:
 
 
 class _OpenText:
-    """A message or reasoning with one part of text."""
+    """An open message or reasoning item with one text part."""
 
     def __init__(self, kind: Literal["message", "reasoning"], output_index: int) -> None:
         self.kind = kind
@@ -163,7 +166,7 @@ class _OpenText:
 
 
 class _OpenCall:
-    """A call of a function."""
+    """An open function call."""
 
     def __init__(self, call_id: str, name: str, output_index: int) -> None:
         self._call_id, self._name = call_id, name

@@ -1,4 +1,4 @@
-"""The response object, as it is answered, stored and shown in events."""
+"""The response object, as it is returned, stored and sent in events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseRecord:
-    """What stays the same from a response's start to its end."""
+    """The data of a response that does not change between its start and its end."""
 
     id: str
     created_at: int
@@ -76,7 +76,7 @@ def usage_json(usage: Usage) -> dict[str, Any]:
 
 
 def _error(error: ApiError) -> dict[str, Any]:
-    """The codes are a closed set of OpenAI's, so ours is not among them."""
+    """The error object. OpenAI's codes are a closed set that does not contain our own."""
     code = "rate_limit_exceeded" if error.status == 429 else "server_error"
     return {"code": code, "message": error.message}
 

@@ -1,4 +1,4 @@
-"""POST /v1/responses and /v1/responses/input_tokens; stored_routes.py reads what is stored."""
+"""POST /v1/responses and /v1/responses/input_tokens. `stored_routes.py` reads stored responses."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def responses_router(server: ServerContext) -> APIRouter:
     async def refuse_to_compact() -> Response:
         raise ApiError(
             404,
-            "This server does not compact responses: send fewer input items, or start without "
+            "This server does not compact responses. Send fewer input items, or start without "
             "previous_response_id.",
             code="route_not_found",
         )
@@ -92,14 +92,14 @@ def responses_router(server: ServerContext) -> APIRouter:
 
 
 def _conversation(store: ResponseStore, body: ResponsesBody, owner: str) -> bytes:
-    """The items before the request's own, as a JSON list."""
+    """The items before those of the request, as a JSON list."""
     if body.previous_response_id is None:
         return b"[]"
     entry = store.get(body.previous_response_id, owner, param="previous_response_id")
     if not entry.is_ended:
         raise ApiError(
             400,
-            f"The response {entry.id!r} has not ended yet.",
+            f"The response {entry.id!r} is still running. Wait for its end.",
             code="invalid_value",
             param="previous_response_id",
         )
@@ -119,7 +119,7 @@ def _stream(
     async def events() -> AsyncIterator[bytes]:
         async for chunk in run.events():
             if run.result:
-                _keep(run, keeper)  # before the client hears of the end, and asks for it
+                _keep(run, keeper)  # before the client sees the end and may ask for it
             yield chunk
 
     style = SseStyle(write_error=run.failed_event, end=b"")

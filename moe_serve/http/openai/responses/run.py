@@ -1,4 +1,4 @@
-"""One response from its start to its end."""
+"""Runs one response from start to end."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from moe_serve.text.tokenizer import Tokenizer
 
 
 class ResponseRun:
-    """Reads the chat, and numbers the events that it makes of it.
+    """Reads the chat and numbers the events that it makes from it.
 
-    `result` is the response object once `events` has come to its end.
+    `result` is the response object after `events` has ended.
     """
 
     def __init__(self, record: ResponseRecord, chat: ChatGeneration, tokenizer: Tokenizer) -> None:
@@ -35,7 +35,7 @@ class ResponseRun:
         self._num_events = 0
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The server-sent events; several may come in one chunk."""
+        """The server-sent events. One chunk may hold several."""
         for kind in ("created", "in_progress"):
             start = self.record.as_json("in_progress", ())
             yield self._write([{"type": f"response.{kind}", "response": start}])
@@ -46,7 +46,7 @@ class ResponseRun:
         yield self._write(last) if is_small else await asyncio.to_thread(self._write, last)
 
     def failed(self, error: ApiError) -> dict[str, Any]:
-        """The response object of a run that this error ended."""
+        """The response object of a run that ended with this error."""
         usage = usage_json(self.chat.usage())
         return self.record.as_json("failed", self._output.snapshot(), usage, error)
 

@@ -1,6 +1,6 @@
-"""Responses in memory, for GET and previous_response_id: bounded in number, bytes and age.
+"""Stores responses in memory, for GET and previous_response_id: limited in number, bytes and age.
 
-An entry belongs to the API key that made it; for every other key it does not exist.
+An entry belongs to the API key that created it. For every other key it does not exist.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from moe_serve.http.schema.errors import ApiError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredResponse:
-    """Everything is JSON already, so that its size is known.
+    """A stored response. All fields are JSON text, so that their size is known.
 
-    `history` are the items before the request's own, `items` its own, `output` the answer's: each
-    the inside of a JSON list.
+    `history` has the items before the request, `items` those of the request and `output` those of
+    the answer: each is the inside of a JSON list.
     """
 
     id: str
@@ -41,10 +41,11 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The oldest entries leave when there are too many, or too many bytes.
+    """Keeps the newest responses. The oldest are removed beyond the limits of number and bytes.
 
-    What still runs stays as long as something else can leave, and does not expire: nobody could
-    read or cancel it any more. `on_loss` is told of one that leaves all the same.
+    A running response does not expire, and finished ones are removed before it: otherwise it could
+    no longer be read or cancelled. `on_loss` is called if a running response is removed
+    nevertheless.
     """
 
     def __init__(
@@ -65,7 +66,8 @@ class ResponseStore:
         return len(self._entries)
 
     def put(self, entry: StoredResponse) -> None:
-        """Keep the entry, as the newest. One larger than the whole store is not kept."""
+        """Stores the entry as the newest one. An entry larger than the whole store is not
+        stored."""
         self._forget(entry.id)
         if entry.num_bytes > self._max_bytes:
             return
@@ -81,19 +83,19 @@ class ResponseStore:
         return response_id in self._entries
 
     def replace(self, entry: StoredResponse) -> None:
-        """Put it in the place of the one with its id, unless that has been deleted meanwhile."""
+        """Replaces the entry with the same id, unless it has been deleted meanwhile."""
         if entry.id in self._entries:
             self.put(entry)
 
     def get(self, response_id: str, owner: str, *, param: str | None = None) -> StoredResponse:
-        """The owner's entry; raises a 404 that does not tell others' entries from none."""
+        """Returns the owner's entry. Otherwise raises a 404, whether or not another key owns it."""
         self._drop_expired()
         found = self._entries.get(response_id)
         if found is None or found[1].owner != owner:
             raise ApiError(
                 404,
-                f"There is no response {response_id[:80]!r}: it was not stored, has expired, or "
-                "belongs to another key.",
+                f"The response {response_id[:80]!r} does not exist: it was not stored, has "
+                "expired, or belongs to another API key.",
                 code="response_not_found",
                 param=param,
             )
@@ -109,7 +111,7 @@ class ResponseStore:
             self.num_bytes -= found[1].num_bytes
 
     def _drop_expired(self) -> None:
-        """Entries are in the order of their times."""
+        """Removes expired entries. Entries are in the order of their times."""
         deadline, expired = self._clock() - self._ttl_s, []
         for response_id, (since, entry) in self._entries.items():
             if since > deadline:
@@ -120,7 +122,7 @@ class ResponseStore:
             self._forget(response_id)
 
     def _push_out(self) -> None:
-        """The oldest that has ended, or where there is none the oldest."""
+        """Removes the oldest finished entry; if all are running, the oldest entry."""
         ended = (name for name, (_, entry) in self._entries.items() if entry.is_ended)
         oldest = next(ended, None) or next(iter(self._entries))
         is_loss = not self._entries[oldest][1].is_ended

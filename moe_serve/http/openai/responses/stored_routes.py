@@ -1,4 +1,4 @@
-"""GET, DELETE and cancel of the responses that are stored."""
+"""GET, DELETE and cancel of stored responses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def stored_router(store: ResponseStore, runs: BackgroundRuns) -> APIRouter:
         if request.query_params.get("stream", "false").lower() == "true":
             raise ApiError(
                 400,
-                "The events of a response can only be read while it is made.",
+                "The events of a response can only be streamed while it is created, not "
+                "afterwards.",
                 code="unsupported_parameter",
                 param="stream",
             )
@@ -40,7 +41,7 @@ def stored_router(store: ResponseStore, runs: BackgroundRuns) -> APIRouter:
         if not found["background"]:
             raise ApiError(
                 400,
-                "Only a response with background: true can be cancelled; to end another, close "
+                "Only a response with background: true can be cancelled. To end another, close "
                 "its connection.",
                 code="not_cancellable",
             )

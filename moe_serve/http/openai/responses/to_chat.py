@@ -1,4 +1,4 @@
-"""A request for a response, and the items before it, as the body of a chat."""
+"""Converts a request for a response, and the items before it, to the body of a chat."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_serve.http.schema.chat_fields import renamed_fields
 from moe_serve.http.schema.schemas import ChatBody
 from moe_serve.http.schema.strict_schema import parse_body
 
-# What a chat calls a field, and what the client called it.
+# The names of a chat's fields, and the client's names for them.
 OWN_NAMES: Mapping[str, str] = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -29,7 +29,8 @@ OWN_IGNORED: Mapping[str, str] = {**OWN_NAMES, "reasoning_content": "reasoning"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TranslatedRequest:
-    """`items` are the request's own, with ids; `ignored` names what had no effect."""
+    """A translated request. `items` are its own, with ids; `ignored` names fields without
+    effect."""
 
     chat: ChatBody
     items: tuple[Item, ...]
@@ -39,7 +40,7 @@ class TranslatedRequest:
 def translate(
     body: ResponsesBody, history: Sequence[Item], *, is_strict: bool
 ) -> TranslatedRequest:
-    """The chat that answers this request. `history` are the items before its own."""
+    """Converts the request to a chat. `history` has the items before those of the request."""
     ignored = body.check(is_strict=is_strict)
     items, of_items = input_items(body.input, is_strict=is_strict)
     content, of_tools = _chat_content(body, [*history, *items], is_strict=is_strict)
@@ -76,5 +77,7 @@ def _chat_content(
         content |= {"tools": allowed, "tool_choice": choice}
         content["parallel_tool_calls"] = body.parallel_tool_calls
     elif choice not in (None, "none", "auto"):
-        raise InvalidRequestError("tool_choice needs tools.", param="tool_choice")
+        raise InvalidRequestError(
+            "tool_choice requires at least one function in tools.", param="tool_choice"
+        )
     return {name: value for name, value in content.items() if value is not None}, ignored

@@ -1,4 +1,4 @@
-"""Tools, the choice among them and the format of the text, as a chat has them."""
+"""Converts tools, the choice among them and the text format to those of a chat."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from moe_serve.http.openai.responses.body import FORMAT_FIELDS
 from moe_serve.http.schema.parameters import check_fields
 
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
-# Known, and without a meaning for functions that the client runs.
+# Known fields without meaning for functions that the client runs.
 _IGNORED_FUNCTION_FIELDS = frozenset({"allowed_callers", "defer_loading", "output_schema"})
 _CHOICES = ("none", "auto", "required")
 
 
 def chat_tools(tools: Sequence[Any], *, is_strict: bool) -> tuple[list[dict[str, Any]], list[str]]:
-    """`tools` as a chat has them, and the names of the fields without effect."""
+    """Returns `tools` in the form of a chat, and the names of the fields without effect."""
     converted: list[dict[str, Any]] = []
     ignored: list[str] = []
     for i, tool in enumerate(tools):
@@ -24,7 +24,8 @@ def chat_tools(tools: Sequence[Any], *, is_strict: bool) -> tuple[list[dict[str,
         if kind != "function":
             shown = f", got {kind[:40]!r}" if isinstance(kind, str) else ""
             raise InvalidRequestError(
-                f"tools.{i}.type must be 'function', as the server runs no tools itself{shown}.",
+                f"tools.{i}.type must be 'function', because the server does not run tools "
+                f"itself{shown}.",
                 param=f"tools.{i}.type",
                 code="unsupported_parameter" if isinstance(kind, str) else "invalid_value",
             )
@@ -39,7 +40,7 @@ def chat_tools(tools: Sequence[Any], *, is_strict: bool) -> tuple[list[dict[str,
 def chat_tool_choice(
     choice: Any, tools: Sequence[Mapping[str, Any]]
 ) -> tuple[Any, list[Mapping[str, Any]]]:
-    """`tool_choice` as a chat has it, and the tools that it leaves."""
+    """Returns `tool_choice` in the form of a chat, and the tools that it allows."""
     if isinstance(choice, dict) and choice.get("type") == "function":
         name = choice.get("name")
         return {"type": "function", "function": {"name": name}}, list(tools)
@@ -60,20 +61,21 @@ def _allowed_tools(
     mode, allowed = choice.get("mode"), choice.get("tools")
     if mode not in ("auto", "required") or not isinstance(allowed, list):
         raise InvalidRequestError(
-            "tool_choice of type allowed_tools needs mode 'auto' or 'required' and a list tools.",
+            "tool_choice of type allowed_tools requires mode 'auto' or 'required' and a list "
+            "tools.",
             param="tool_choice",
         )
     names = [entry.get("name") if isinstance(entry, dict) else None for entry in allowed]
     left = [tool for tool in tools if tool["function"].get("name") in names]
     if not left:
         raise InvalidRequestError(
-            "tool_choice allows none of the tools.", param="tool_choice.tools"
+            "tool_choice.tools names none of the functions in tools.", param="tool_choice.tools"
         )
     return mode, left
 
 
 def chat_response_format(text_format: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """`text.format` as the `response_format` of a chat; None: any text."""
+    """Converts `text.format` to the `response_format` of a chat; None: any text."""
     if text_format is None:
         return None
     kind = text_format.get("type")

@@ -1,4 +1,4 @@
-// One line of a bar diagram: a name, a bar from 0 to 1 with an optional mark, a figure.
+// One line of a bar chart: a name, a bar from 0 to 1 with an optional mark, a figure.
 import { element, setText } from "../shared/element.js";
 
 export class BarRow {
@@ -23,7 +23,7 @@ export class BarRow {
   }
 }
 
-/** As many rows as there are items, the old ones kept. */
+/** Adjusts the number of rows to the items and keeps existing rows. */
 export function fitRows(host, rows, count, make = () => new BarRow()) {
   while (rows.length < count) {
     const row = make();

@@ -1,5 +1,5 @@
-// Colours for numbers, for light and dark pages, chosen so that colour-blind readers can tell them
-// apart: blue against orange around the mean, one blue from pale to deep for counts.
+// Colours for numbers on light and dark pages, which colour-blind readers can distinguish:
+// blue against orange around the mean, one blue from pale to deep for counts.
 
 const DIVERGING = {
   light: [[0, "#6b9fd4"], [0.25, "#b3cfea"], [0.5, "#eef1f4"], [0.75, "#f0a35a"], [1, "#8f3500"]],
@@ -11,7 +11,7 @@ const SEQUENTIAL = {
 };
 const SPAN = 2; // factors of two on either side of the mean
 
-/** Where a share of the mean stands between 0 (a quarter or less) and 1 (four times or more). */
+/** Maps a ratio to the mean to 0 (a quarter or less) ... 1 (four times or more). */
 export function placeAroundMean(ratio) {
   if (ratio <= 0) return 0;
   return Math.min(1, Math.max(0, 0.5 + Math.log2(ratio) / (2 * SPAN)));

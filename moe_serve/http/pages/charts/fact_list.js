@@ -8,7 +8,7 @@ export class FactList {
     this.node = element("dl", { class: "facts" });
   }
 
-  /** `facts`: [[name, text]]; a text of null leaves the line out. */
+  /** `facts`: [[name, text]]; a null text omits the line. */
   update(facts) {
     const shown = facts.filter(([, text]) => text !== null);
     const names = shown.map(([name]) => name);

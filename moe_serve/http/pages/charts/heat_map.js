@@ -1,16 +1,16 @@
 // A grid of coloured cells on a canvas: layers down, experts across. The pointer or the arrow keys
-// pick a cell and its words are shown and read out.
+// select a cell, whose text is shown and read out.
 import { colour, element } from "../shared/element.js";
 import { announce, hideTooltip, showTooltip } from "../shared/tooltip.js";
 
-const LEFT = 34; // room for the layers' numbers
+const LEFT = 34; // space for the layer numbers
 const BOTTOM = 18;
 const HALF_LINE = 6;
-const MIN_GAP_CELL = 5; // below, cells touch
+const MIN_GAP_CELL = 5; // smaller cells are drawn without gaps
 
 export class HeatMap {
   #grid = { numRows: 0, numColumns: 0 };
-  #cell = null; // [row, column] that is read
+  #cell = null; // [row, column] of the reading
   #width = 0;
 
   /** `describe(row, column)` gives the lines of the tooltip; a click or Enter calls `onPick` with a cell. */
@@ -107,7 +107,7 @@ export class HeatMap {
     pen.textBaseline = "middle";
     const rowStep = Math.ceil(15 / this.#rowHeight);
     for (let row = 0; row < numRows; row += rowStep) {
-      const y = Math.max(HALF_LINE, (row + 0.5) * this.#rowHeight); // the first row may be lower than its name
+      const y = Math.max(HALF_LINE, (row + 0.5) * this.#rowHeight); // the first row may be less high than its label
       pen.fillText(`L${layerOf(row)}`, LEFT - 6, y);
     }
     pen.textAlign = "center";
@@ -173,7 +173,7 @@ export class HeatMap {
   }
 }
 
-/** The next of 1, 2, 4, 8, 16...: experts come in powers of two. */
+/** Rounds up to a power of two, as models have powers of two of experts. */
 function niceStep(least) {
   return 2 ** Math.max(0, Math.ceil(Math.log2(least)));
 }

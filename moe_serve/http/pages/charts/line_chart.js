@@ -1,5 +1,5 @@
-// Lines over the last five minutes, drawn as SVG: gaps where there is no number, a reading where
-// the pointer or the keyboard is.
+// Lines over the last five minutes, drawn as SVG: gaps for missing numbers, and a reading at
+// the position of the pointer or the keyboard.
 import { element, setText, svgElement } from "../shared/element.js";
 import { clock } from "../shared/format.js";
 import { announce, hideTooltip, showTooltip } from "../shared/tooltip.js";
@@ -9,7 +9,7 @@ const MARGIN = { top: 8, right: 8, bottom: 20, left: 48 };
 
 export class LineChart {
   #data = { t: [], now: 0, values: [] };
-  #at = null; // the place that is read, an index into t
+  #at = null; // the position of the reading, an index into t
   #width = 0;
 
   /** `series`: [{name, variable}], a colour variable each; `format` writes a value. */
@@ -31,7 +31,7 @@ export class LineChart {
     document.addEventListener("themechange", () => this.draw());
   }
 
-  /** `values`: one list per series, as long as `t`; null where nothing was measured. */
+  /** `values`: one list per series, as long as `t`; null if nothing was measured. */
   update({ t, now, values }) {
     this.#data = { t, now, values };
     const last = this.series.map(({ name }, i) => `${name} ${this.format(lastNumber(values[i]))}`);
@@ -93,7 +93,7 @@ export class LineChart {
         return;
       }
       const point = `${this.#x(t[k]).toFixed(1)} ${this.#y(value, top).toFixed(1)}`;
-      path += isDrawing ? `L${point}` : `M${point}h0`; // h0: a lone number is a dot
+      path += isDrawing ? `L${point}` : `M${point}h0`; // h0 draws a single number as a dot
       isDrawing = true;
     });
     if (!path) return [];
@@ -175,7 +175,7 @@ function nearest(times, time) {
   return best;
 }
 
-/** The next of 1, 2, 4, 5, 10, 20... : its half is a round number as well. */
+/** Rounds up to one of 1, 2, 4, 5, 10, 20...: half of it is a round number as well. */
 export function niceCeiling(value) {
   if (value <= 0) return 1;
   const power = 10 ** Math.floor(Math.log10(value));

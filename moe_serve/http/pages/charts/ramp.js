@@ -1,8 +1,8 @@
-// The legend of a colour scale: a strip of its colours with words at its ticks.
+// The legend of a colour scale: a strip of its colours with labels at its ticks.
 import { element } from "../shared/element.js";
 
 export class Ramp {
-  /** `scale(place)` gives the colour at 0..1; `ticks` are the words under the strip. */
+  /** `scale(place)` gives the colour at 0..1; `ticks` are the labels under the strip. */
   constructor(title, scale, ticks) {
     this.scale = scale;
     this.canvas = element("canvas", { width: 160, height: 1, "aria-hidden": "true" });

@@ -1,5 +1,5 @@
-// The ping-pong of one step: a track for each rank, spans coloured by what was done, the number of
-// the micro-batch inside where there is room. Waiting is a thin line.
+// The timeline of one step: a track for each rank, spans coloured by kind of work, the number of
+// the micro-batch inside if there is room. Waiting is a thin line.
 import { colour, element } from "../shared/element.js";
 import { digits, milliseconds } from "../shared/format.js";
 import { niceCeiling } from "./line_chart.js";
@@ -10,9 +10,9 @@ const LEFT = 104;
 const ROW = 30;
 const BAR = 22;
 const BOTTOM = 22;
-const TICK_PX = 80; // the least distance of two times
+const TICK_PX = 80; // the minimum distance between two time labels
 
-// Okabe and Ito's colours, which colour-blind readers can tell apart, a little darker on white.
+// Okabe and Ito's colours, which colour-blind readers can distinguish, a little darker on white.
 const KINDS = {
   attention: { light: "#1f66b8", dark: "#5aa2ee" },
   experts: { light: "#d55e00", dark: "#f08a3c" },
@@ -38,7 +38,7 @@ export class StepTimeline {
   #step = null;
   #zoom = 1;
   #width = 0;
-  #read = null; // [track, span] that is read
+  #read = null; // [track, span] with the reading
 
   constructor() {
     this.canvas = element("canvas", {
@@ -55,7 +55,7 @@ export class StepTimeline {
     document.addEventListener("themechange", () => this.draw());
   }
 
-  /** What is read is of one step: it ends with it, and its words too. */
+  /** Clears the reading and its tooltip, which belong to one step. */
   update(step) {
     if (step.number !== this.#step?.number) this.#pick(null);
     this.#step = step;
@@ -202,7 +202,7 @@ export class StepTimeline {
 
 const isCount = (value) => Number.isInteger(value) && value >= 0;
 
-/** Black or white, whichever reads better on a colour. */
+/** Returns black or white, whichever has more contrast on a colour. */
 function inkOn(background) {
   const [red, green, blue] = [1, 3, 5].map((at) => parseInt(background.slice(at, at + 2), 16));
   return 0.299 * red + 0.587 * green + 0.114 * blue > 140 ? "#10151b" : "#ffffff";

@@ -1,4 +1,4 @@
-// What happened: newest first, at most 200.
+// Shows the latest events: newest first, at most 200.
 import { element } from "../shared/element.js";
 import { clock } from "../shared/format.js";
 import { Panel } from "./panel.js";
@@ -20,7 +20,7 @@ export class EventsPanel {
   }
 
   update({ events }, isRestarted) {
-    if (isRestarted) this.#seen.clear(); // a new process counts from the beginning; old lines stay
+    if (isRestarted) this.#seen.clear(); // a new process numbers events from 1 again; old lines stay
     for (const event of events) {
       if (this.#seen.has(event.seq)) continue;
       this.#seen.add(event.seq);

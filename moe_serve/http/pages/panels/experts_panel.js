@@ -1,4 +1,4 @@
-// The heat map of the experts: how many rows each got in the window, against its layer's mean.
+// The heat map of the experts: the rows of each in the window, relative to its layer's mean.
 import { element, setText } from "../shared/element.js";
 import { bytes, count, percent, times } from "../shared/format.js";
 import { diverging, placeAroundMean } from "../charts/colour_scale.js";
@@ -8,7 +8,7 @@ import { Ramp } from "../charts/ramp.js";
 
 export class ExpertsPanel {
   #experts = null;
-  #order = null; // per layer: which expert stands in each column
+  #order = null; // per layer: the expert of each column
 
   constructor() {
     this.sorting = element("select", { id: "expert-order", change: () => this.#draw() },
@@ -26,7 +26,7 @@ export class ExpertsPanel {
     this.#experts = experts;
     if (experts === null) {
       this.panel.note("");
-      this.panel.sayInstead("This server does not count what its experts get.");
+      this.panel.sayInstead("This server does not count the rows of its experts.");
       return;
     }
     const cache = memory === null ? "" : `; resident ${bytes(memory.resident_bytes)}, hit rate ${percent(memory.hit_rate)}`;

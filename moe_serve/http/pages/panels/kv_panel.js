@@ -1,4 +1,4 @@
-// KV pages: what each tier holds for running sequences and for the prefix cache.
+// Shows the KV pages of each tier: those of running sequences and those of the prefix cache.
 import { element } from "../shared/element.js";
 import { compact, count, percent } from "../shared/format.js";
 import { BarRow, fitRows } from "../charts/bar_row.js";
@@ -24,7 +24,7 @@ export class KvPanel {
     this.panel.note(`${kv.page_tokens} tokens a page, ${hits}`);
     const lines = kv.tiers.flatMap((tier) => [
       { tier, name: `${tier.name}, in use`, number: tier.used },
-      { tier, name: `${tier.name}, prefix cache`, number: tier.cached ?? 0 }, // held by a sequence as well, or not
+      { tier, name: `${tier.name}, prefix cache`, number: tier.cached ?? 0 }, // including pages that sequences also use
     ]);
     fitRows(this.tiers, this.#rows, lines.length);
     lines.forEach(({ tier, name, number }, i) => this.#rows[i].update({

@@ -1,5 +1,5 @@
 // The frame of every part of the dashboard: a heading, a note beside it, tools, and a body that
-// gives way to a sentence when there is nothing to show.
+// is replaced by a sentence when there is nothing to show.
 import { element, setText } from "../shared/element.js";
 
 export class Panel {
@@ -18,7 +18,7 @@ export class Panel {
     setText(this.noteNode, text);
   }
 
-  /** Show `sentence` in place of the body; null shows the body. */
+  /** Shows `sentence` in place of the body; null shows the body. */
   sayInstead(sentence) {
     this.body.hidden = sentence !== null;
     this.empty.hidden = sentence === null;

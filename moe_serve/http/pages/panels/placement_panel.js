@@ -1,4 +1,4 @@
-// Where experts lie, how even that is, and how well the predictor sees what comes.
+// Shows the balance of the placement and the recall of the predictor.
 import { element } from "../shared/element.js";
 import { count, duration, percent } from "../shared/format.js";
 import { BarRow } from "../charts/bar_row.js";
@@ -16,7 +16,7 @@ export class PlacementPanel {
   update({ placement }) {
     if (placement === null) {
       this.panel.note("");
-      this.panel.sayInstead("No expert ranks: all experts lie in one place.");
+      this.panel.sayInstead("No expert ranks: all experts are in one process.");
       return;
     }
     this.panel.sayInstead(null);
@@ -42,13 +42,13 @@ export class PredictorPanel {
     this.recall = new BarRow();
     this.facts = new FactList();
     this.panel.body.append(this.recall.node, this.facts.node,
-      element("p", { class: "muted small" }, "Recall: the share of chosen experts that were foretold. Below the floor (the mark) the predictor is not followed."));
+      element("p", { class: "muted small" }, "Recall: the share of chosen experts that were predicted. Below the floor (the mark) the predictor is not used."));
   }
 
   update({ predictor }) {
     if (predictor === null) {
       this.panel.note("");
-      this.panel.sayInstead("No predictor: this server acts on what its routers choose, when they choose it.");
+      this.panel.sayInstead("No predictor: this server does not predict which experts requests will choose.");
       return;
     }
     this.panel.sayInstead(null);

@@ -1,4 +1,4 @@
-// Which ranks are there, and which are away.
+// Finds the ranks that are not serving.
 
 const CALM = new Set(["serving", "ready", "running"]);
 
@@ -6,7 +6,7 @@ export function isAway({ phase }) {
   return !CALM.has(phase);
 }
 
-/** Where nobody has KV pages: who is away with them, in words; null where there are some. */
+/** Names the ranks that are away if no rank has KV pages; null if there are pages. */
 export function whoHasThePages({ kv, ranks }) {
   const away = ranks.filter((rank) => rank.kind === "attention" && isAway(rank)).map(({ name }) => name);
   if (away.length === 0 || kv.tiers.some(({ pages }) => pages > 0)) return null;

@@ -1,4 +1,4 @@
-// How the load falls on the ranks, each beside its pool's even share.
+// Shows each rank's load beside an even share of its pool.
 import { element, setText } from "../shared/element.js";
 import { percent, plural, times } from "../shared/format.js";
 import { BarRow, fitRows } from "../charts/bar_row.js";

@@ -1,4 +1,4 @@
-// The ping-pong of the last step, with a hold button so that one step can be looked at.
+// Shows the ping-pong timeline of the last step. The hold button freezes one step.
 import { element, setText } from "../shared/element.js";
 import { milliseconds, percent, plural } from "../shared/format.js";
 import { Panel } from "./panel.js";
@@ -32,7 +32,7 @@ export class StepPanel {
       this.panel.note("");
       this.panel.sayInstead(server.layout === "one process"
         ? "No stages: one process runs attention and experts in turn, and does not record them."
-        : "No step yet: the ranks send what they did once a step has run.");
+        : "No step yet: the ranks report their times after a step.");
       return;
     }
     this.panel.sayInstead(null);
@@ -67,7 +67,7 @@ export class StepPanel {
   }
 }
 
-/** Time that is no waiting, over the step's. */
+/** The share of the step's time that is not waiting. */
 export function busyShare({ spans }, { duration_ms: durationMs }) {
   const busy = spans.filter(({ kind }) => familyOf(kind) !== "wait");
   const total = busy.reduce((sum, { start_ms: start, end_ms: end }) => sum + end - start, 0);

@@ -1,4 +1,4 @@
-// The figures that are looked at first, one line across the page.
+// Shows the most important figures in one line across the page.
 import { element, setText } from "../shared/element.js";
 import { compact, count, duration, milliseconds, percent } from "../shared/format.js";
 import { lastNumber } from "../charts/line_chart.js";

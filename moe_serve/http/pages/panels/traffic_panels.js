@@ -1,4 +1,4 @@
-// Requests, throughput and latency: lines over five minutes.
+// Shows requests, throughput and latency as lines over five minutes.
 import { element, setText } from "../shared/element.js";
 import { compact, count, milliseconds, plural } from "../shared/format.js";
 import { ChartLegend, LineChart, lastNumber } from "../charts/line_chart.js";

@@ -8,11 +8,11 @@ import { announce, hideTooltip, showTooltip } from "../shared/tooltip.js";
 import { visible } from "./visible_text.js";
 
 const LISTED_LAYERS = 8;
-const NARROW = 640; // no room for layers beside a finger; the panel below has them
+const NARROW = 640; // too narrow for a list of layers; the panel below shows them
 
 export class AnswerView {
   experts = []; // of each token
-  text = ""; // what goes back to the model in the next turn
+  text = ""; // sent back to the model in the next turn
   #spans = [];
   #strings = [];
   #tokenText = new TokenText();
@@ -20,7 +20,7 @@ export class AnswerView {
   #started = performance.now();
   #first = null;
 
-  /** `onSelect(answer, index)`; `colouring()` says how tokens are painted; `numberOf(row)` names a layer. */
+  /** `onSelect(answer, index)`; `colouring()` returns the colouring of tokens; `numberOf(row)` names a layer. */
   constructor({ onSelect, colouring, numberOf }) {
     this.onSelect = onSelect;
     this.colouring = colouring;
@@ -102,7 +102,7 @@ export class AnswerView {
     setText(span, text === "" ? "·" : visible(text));
   }
 
-  /** Text of a server that sends no experts with it. */
+  /** Shows the text of a server that sends no experts. */
   #pushPlain(text) {
     if (!text) return;
     for (const { index, text: own } of this.#tokenText.push([], text)) this.#settle(index, own);

@@ -1,7 +1,7 @@
-// One answer of POST /v1/chat/completions, piece by piece, from its server-sent events.
+// Reads one answer of POST /v1/chat/completions piece by piece from its server-sent events.
 import { NoAnswer, Refused, send } from "../shared/api.js";
 
-/** Yields {text, reasoning, tokens, experts, finishReason}; experts is null where none are sent. */
+/** Yields {text, reasoning, tokens, experts, finishReason}; experts is null if the server sends none. */
 export async function* streamChat(body, signal) {
   const response = await send("v1/chat/completions", {
     body: { ...body, stream: true, return_routed_experts: true },
@@ -13,7 +13,7 @@ export async function* streamChat(body, signal) {
     if (chunk.error) throw new Refused(500, chunk.error.message);
     for (const choice of chunk.choices ?? []) yield pieceOf(choice);
   }
-  throw new NoAnswer("The answer broke off: the server closed the stream before its end.");
+  throw new NoAnswer("The answer ended early: the server closed the stream before its end.");
 }
 
 function pieceOf(choice) {
@@ -27,7 +27,7 @@ function pieceOf(choice) {
   };
 }
 
-/** The data of each event; comments (pings) and other fields are passed over. */
+/** The data of each event; comments (pings) and other fields are skipped. */
 export async function* eventsOf(stream) {
   let rest = "";
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
@@ -44,8 +44,8 @@ export async function* eventsOf(stream) {
     }
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new NoAnswer("The answer broke off: the connection to the server was lost.");
+    throw new NoAnswer("The answer ended early: the connection to the server was lost.");
   } finally {
-    reader.cancel().catch(() => {}); // it may have failed already
+    reader.cancel().catch(() => {}); // it may already have failed
   }
 }

@@ -1,8 +1,8 @@
-// How the tokens of the answers are coloured.
+// The controls for the colouring of the answers' tokens.
 import { element } from "../shared/element.js";
 
 export class ColouringControl {
-  #layers = [0]; // the number in the model of each row of a token's experts
+  #layers = [0]; // the layer number of each row of a token's experts
 
   constructor(onChange) {
     this.onChange = onChange;
@@ -20,7 +20,7 @@ export class ColouringControl {
       element("span", { class: "colouring-fields" }, this.layerLabel, this.layer, this.expertLabel, this.expert));
   }
 
-  /** `layer`: the row of a token's experts; null means all of them, -1 a layer that has no experts. */
+  /** `layer`: the row of a token's experts; null means all rows, -1 a layer without experts. */
   get value() {
     const mode = this.mode.value;
     const number = numberIn(this.layer) ?? (mode === "expert" ? this.#layers[0] : null);
@@ -35,7 +35,7 @@ export class ColouringControl {
     this.expert.max = `${Math.max(0, numExperts - 1)}`;
   }
 
-  /** As if the fields had been filled in. */
+  /** Sets the fields as if a user had filled them in. */
   chooseExpert(row, expert) {
     this.mode.value = "expert";
     this.layer.value = `${this.#layers[row] ?? row}`;

@@ -1,4 +1,4 @@
-// Beside the conversation: the experts of the chosen token, and of the whole answer.
+// The panels beside the conversation: the experts of the chosen token and of the whole answer.
 import { element, setText } from "../shared/element.js";
 import { count, plural } from "../shared/format.js";
 import { sequential } from "../charts/colour_scale.js";
@@ -42,7 +42,7 @@ class CountsPanel {
   }
 }
 
-/** One token: its experts in frames, over the counts of the answer up to it. */
+/** The experts of one token in frames, over the counts of the answer up to this token. */
 export class TokenPanel extends CountsPanel {
   #experts = [];
 
@@ -69,7 +69,7 @@ export class TokenPanel extends CountsPanel {
   }
 }
 
-/** The whole answer. */
+/** The experts of the whole answer. */
 export class AnswerPanel extends CountsPanel {
   constructor(host, onPick) {
     super(host, onPick, {
@@ -95,7 +95,7 @@ export class AnswerPanel extends CountsPanel {
   }
 }
 
-/** What the server says of its model wins over what an answer happened to use. */
+/** The server's figures for its model take precedence over the ids seen in an answer. */
 function merged(seen, extent) {
   return {
     numLayers: Math.max(seen.numLayers, extent?.numLayers ?? 0),

@@ -1,6 +1,6 @@
-// What the experts of an answer's tokens have in common. A token's experts: one list of ids a layer.
+// Compares the experts of an answer's tokens. A token's experts: one list of ids per layer.
 
-/** Mean over layers of the shared part of two tokens' experts, 0 to 1. */
+/** The share of experts that two tokens have in common, mean over layers, 0 to 1. */
 export function similarity(one, other) {
   const shares = one.map((ids, layer) => {
     const others = new Set(other[layer] ?? []);
@@ -9,7 +9,7 @@ export function similarity(one, other) {
   return shares.reduce((sum, share) => sum + share, 0) / Math.max(1, shares.length);
 }
 
-/** How often each layer's experts were chosen by the first `numTokens` tokens. */
+/** Counts how often the first `numTokens` tokens chose each expert of each layer. */
 export function countChoices(tokens, numTokens, numLayers, numExperts) {
   const counts = Array.from({ length: numLayers }, () => new Array(numExperts).fill(0));
   for (const layers of tokens.slice(0, numTokens)) {
@@ -20,12 +20,12 @@ export function countChoices(tokens, numTokens, numLayers, numExperts) {
   return counts;
 }
 
-/** A layer's number in the model, of a row of experts: a model's first layers may be dense and have none. */
+/** The layer number in the model for a row of experts: a model's first layers may be dense, without experts. */
 export function numberOf(extent, row) {
   return extent?.layers?.[row] ?? row;
 }
 
-/** Layers, and one more than the highest id, of these tokens. */
+/** The number of layers, and the highest expert id plus one, of these tokens. */
 export function extentOf(tokens) {
   const numLayers = Math.max(0, ...tokens.map((layers) => layers.length));
   let highest = -1;

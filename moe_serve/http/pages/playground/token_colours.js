@@ -1,5 +1,5 @@
-// How a token is painted: by how much its experts are those of the token before, or by whether it
-// chose one expert (which a line below it says too, so colour alone is not needed).
+// Colours tokens: by the share of experts in common with the previous token, or by whether the token
+// chose one given expert (which a line below it also shows, so that colour alone is not needed).
 import { theme } from "../charts/colour_scale.js";
 import { similarity } from "./routing.js";
 
@@ -12,9 +12,9 @@ export function paintToken(node, tokens, index, { mode, layer, expert }) {
   if (own.length && before.length) node.style.background = similarityColour(similarity(own, before));
 }
 
-/** Plain for other experts, deeper the more are the same; always pale enough for text. */
+/** No colour for different experts, deeper the more are the same; always pale enough for text. */
 export function similarityColour(share) {
-  const alpha = (Math.sqrt(share) * (theme() === "dark" ? 0.62 : 0.55)).toFixed(3); // few are alike by chance
+  const alpha = (Math.sqrt(share) * (theme() === "dark" ? 0.62 : 0.55)).toFixed(3); // few experts are the same by chance
   return theme() === "dark" ? `rgb(40 105 175 / ${alpha})` : `rgb(86 155 220 / ${alpha})`;
 }
 

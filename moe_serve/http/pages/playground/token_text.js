@@ -1,17 +1,17 @@
-// Which part of the answer's text each token stands for.
+// Assigns parts of the answer's text to its tokens.
 //
-// Tokens and text come together but need not end together: half a character waits for its other
-// half, and what could become a stop string is held back. The text is the truth; a token without
-// text of its own is shown as a mark.
+// Tokens and text arrive together but may not end together: half a character waits for its other
+// half, and text that could become a stop string is held back. The text is always right; a token without
+// its own text is shown as a mark.
 
 const HALF = "\ufffd";
 
 export class TokenText {
-  #open = []; // indices of tokens that have no text yet
-  #text = ""; // text that no token has yet
+  #open = []; // indices of tokens without text so far
+  #text = ""; // text without a token so far
   #strings = [];
 
-  /** Takes a piece; returns [{index, text}] for the tokens that are settled now. */
+  /** Takes a piece; returns [{index, text}] for the tokens whose text is now known. */
   push(tokens, text) {
     for (const token of tokens) {
       this.#open.push(this.#strings.length);
@@ -34,12 +34,12 @@ export class TokenText {
     return settled;
   }
 
-  /** Text that came without tokens: the last token takes it. */
+  /** Assigns text that came without tokens to the last token. */
   get unclaimed() {
     return this.#text;
   }
 
-  /** All open tokens together are the text: the last one shows it, the others a mark. */
+  /** Assigns the text to all open tokens: the last one shows it, the others show a mark. */
   #settleUnlike() {
     const last = this.#open.at(-1);
     const settled = this.#open.map((index) => ({ index, text: index === last ? this.#text : "" }));

@@ -4,7 +4,7 @@ import { currentKey } from "./key.js";
 export class KeyNeeded extends Error {}
 export class NoAnswer extends Error {}
 
-/** An answer that is an error: its status, and the server's own sentence. */
+/** An error answer: its status and the server's message. */
 export class Refused extends Error {
   constructor(status, message) {
     super(message);
@@ -12,7 +12,7 @@ export class Refused extends Error {
   }
 }
 
-/** `path` from the server's root, without a slash: works behind a proxy's prefix too. */
+/** `path` is relative to the server's root, without a leading slash, so it works behind a proxy's prefix. */
 export function address(path) {
   return new URL(`../../../${path}`, import.meta.url);
 }
@@ -45,11 +45,11 @@ export async function getJson(path, timeoutMs) {
   try {
     return await response.json();
   } catch {
-    throw new NoAnswer("The server's answer broke off.");
+    throw new NoAnswer("The server's answer ended early.");
   }
 }
 
-/** A header takes bytes: UTF-8, one character for each. */
+/** Encodes text for a header, which takes bytes: UTF-8, one character per byte. */
 function asBytes(text) {
   return String.fromCharCode(...new TextEncoder().encode(text));
 }
@@ -59,7 +59,7 @@ async function refusal(response) {
   try {
     message = (await response.json()).error.message ?? message;
   } catch {
-    // not our envelope: a proxy's page, perhaps
+    // not our error envelope, perhaps a proxy's page
   }
   return response.status === 401 ? new KeyNeeded(message) : new Refused(response.status, message);
 }

@@ -1,7 +1,7 @@
-// Elements made from data, always as text: nothing here parses markup.
+// Makes elements from data. Data is always inserted as text: nothing here parses markup.
 const SVG = "http://www.w3.org/2000/svg";
 
-/** `element("p", {class: "muted"}, "text", child)`; a property that is a function listens. */
+/** `element("p", {class: "muted"}, "text", child)`; a property that is a function becomes an event listener. */
 export function element(tag, properties = {}, ...children) {
   return fill(document.createElement(tag), properties, children);
 }
@@ -20,12 +20,12 @@ function fill(node, properties, children) {
   return node;
 }
 
-/** Only when it differs, so that an unchanged page is not laid out again. */
+/** Sets the text only if it differs, so that an unchanged page needs no new layout. */
 export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-/** The value of a colour variable of base.css. */
+/** Returns the value of a colour variable of base.css. */
 export function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }

@@ -1,4 +1,4 @@
-// Numbers as people read them. null and undefined become an en dash.
+// Formats numbers for people. null and undefined become an en dash.
 const NONE = "–";
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
@@ -6,7 +6,7 @@ export function count(value) {
   return isNumber(value) ? Math.round(value).toLocaleString("en") : NONE;
 }
 
-/** 1234567 -> 1.23M, for places that are narrow. */
+/** 1234567 -> 1.23M, for narrow places. */
 export function compact(value) {
   if (!isNumber(value)) return NONE;
   const size = Math.abs(value);
@@ -60,7 +60,7 @@ export function plural(number, noun, many = `${noun}s`) {
   return `${count(number)} ${number === 1 ? noun : many}`;
 }
 
-/** Three significant digits at most. */
+/** At most three significant digits. */
 export function digits(value) {
   const size = Math.abs(value);
   if (size >= 100) return value.toFixed(0);

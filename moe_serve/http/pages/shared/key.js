@@ -1,4 +1,4 @@
-// The API key: asked for once, kept for this tab only.
+// Asks for the API key once and keeps it for this tab only.
 import { element } from "./element.js";
 
 const STORE = "moe-serve-key";
@@ -24,7 +24,7 @@ function openDialog() {
     });
     const text = key
       ? "The server did not accept that key. Enter another one."
-      : "This server wants an API key for what it shows. It is kept in this tab until you close it.";
+      : "This server requires an API key to show its state. The key is kept in this tab until you close it.";
     const form = element("form", {},
       element("h2", { id: "key-title" }, "API key"),
       element("p", {}, text),
@@ -64,6 +64,6 @@ function store(value) {
   try {
     sessionStorage.setItem(STORE, value);
   } catch {
-    // storage is switched off: the key lives as long as the page
+    // storage is disabled: the key is kept as long as the page
   }
 }

@@ -1,5 +1,5 @@
-// Asks for the state every second and says how that goes; a server that was restarted is noticed
-// by its start time, and its events are asked for from the beginning.
+// Polls the state every second and reports the connection's status. A restarted server is recognised
+// by its start time; its events are then requested from the first one.
 import { getJson, KeyNeeded, Refused } from "./api.js";
 
 const INTERVAL_MS = 1000;
@@ -9,7 +9,7 @@ const MAX_PAUSE_MS = 5000;
 export class Poller {
   #lastSeq = 0;
   #started = null;
-  #lastAnswer = null; // of this page's clock, in ms
+  #lastAnswer = null; // time of the last answer by this page's clock, in ms
   #numFailures = 0;
   #timer = null;
   #isAsking = false;
@@ -85,7 +85,7 @@ export class Poller {
     this.onStatus({ kind: "lost", text, silentMs });
   }
 
-  /** A page that nobody sees asks rarely. */
+  /** A hidden page polls rarely. */
   #pause() {
     if (document.hidden) return 15 * INTERVAL_MS;
     return Math.min(INTERVAL_MS * Math.max(1, this.#numFailures), MAX_PAUSE_MS);

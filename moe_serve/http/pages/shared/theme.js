@@ -1,4 +1,4 @@
-// Light or dark: what the system prefers, or what the button chose. A classic script, so that the
+// Light or dark theme: the system's preference, or the button's choice. A classic script, so that the
 // first paint already has the right colours.
 (() => {
   const STORE = "moe-serve-theme";
@@ -10,7 +10,7 @@
       const stored = localStorage.getItem(STORE);
       return CHOICES.includes(stored) ? stored : "auto";
     } catch {
-      return "auto"; // storage is switched off
+      return "auto"; // storage is disabled
     }
   }
 

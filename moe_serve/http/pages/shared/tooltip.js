@@ -1,11 +1,11 @@
-// One tooltip for the page, and the same words for screen readers when the keyboard moves.
+// The tooltip of the page. Screen readers get the same words when the keyboard moves.
 import { element, setText } from "./element.js";
 
 const GAP = 12;
 let box = null;
 let announcer = null;
 
-/** `lines` beside the point (in the window's coordinates). */
+/** Shows `lines` beside the point (in the window's coordinates). */
 export function showTooltip(lines, x, y) {
   if (box === null) {
     box = element("div", { class: "tooltip", role: "tooltip" });

@@ -190,7 +190,7 @@ def test_tools_and_choices() -> None:
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [named]}
     assert chat_tool_choice(allowed, tools) == ("required", tools)
     allowed["tools"] = [{"type": "function", "name": "g"}]
-    with pytest.raises(InvalidRequestError, match="none of the tools"):
+    with pytest.raises(InvalidRequestError, match="names none of the functions"):
         chat_tool_choice(allowed, tools)
     for wrong in ("always", 3, {"type": "web_search"}, {"type": "allowed_tools"}):
         with pytest.raises(InvalidRequestError, match="tool_choice"):
