@@ -56,10 +56,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
         "tracing",
     ),
     "moe_serve.cli": (
-        "counted",
-        "output_file",
-        "standard_output",
-        "wide_console",
+        "console",
         "client",
         "serve",
         "run_batch",

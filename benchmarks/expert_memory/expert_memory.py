@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from moe_serve.model.load.weight_source import OpenWeights
 from torch import Tensor
 
 from expert_memory.rounds import TOLD, Outcome, run_rounds
@@ -41,7 +40,7 @@ from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.model.checkpoint.checkpoint import Checkpoint, Shape
 from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.model.checkpoint.hf_config import HFConfig
-from moe_serve.model.load.weight_reader import WeightReader
+from moe_serve.model.load.weight_reader import OpenWeights, WeightReader
 from moe_serve.text.tokenizer import Tokenizer
 from random_model.families import Sizes
 from random_model.writer import write_random_model

@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_serve.planning.stopwatch import usual
-
 from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.control.epoch import sparse_layers
 from moe_serve.cluster.control.rank_name import RankName
@@ -40,6 +38,7 @@ from moe_serve.pipeline.costs.batch_load import BatchLoad
 from moe_serve.pipeline.costs.cost_model import Ranks
 from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES, Choice, MicroBatchChooser
 from moe_serve.pipeline.costs.online_costs import OnlineCosts, StepTiming
+from moe_serve.planning.measure import usual
 
 COLOCATED = "colocated"
 CUTS = (1, 2, 3, 4, "auto")

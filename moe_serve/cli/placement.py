@@ -11,9 +11,6 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from experts.placement.errors import PlacementError
-from experts.placement.plan_file import placement_text, read_placement
-from experts.placement.problem.placement import Placement
 from moe_serve.cli.client.admin_client import URL, AdminClient, AdminKey, Url
 from moe_serve.cli.console import wide_console
 from moe_serve.errors import RebalanceError
@@ -56,7 +53,7 @@ def apply(
     wait: Annotated[bool, typer.Option(help="Wait until the experts have moved.")] = True,
 ) -> None:
     """Put a plan into effect on a running server: experts move while it serves."""
-    content = json.loads(placement_text(_read(file)))
+    content = _read(file)
     client = _client(url, admin_key)
     found = client.ask("POST", "placement/plan", _STATUS, content)
     while wait and found["state"] != "idle":
@@ -88,11 +85,16 @@ def save(
     typer.echo(f"{file}: {len(content['layers'])} layers on {content['num_ranks']} expert ranks")
 
 
-def _read(file: Path) -> Placement:
+def _read(file: Path) -> Mapping[str, Any]:
+    """Returns the JSON of a plan's file, after the checks that need no server."""
+    from experts.placement.errors import PlacementError
+    from experts.placement.plan_file import placement_text, read_placement
+
     try:
-        return read_placement(file)
+        content: Mapping[str, Any] = json.loads(placement_text(read_placement(file)))
     except PlacementError as error:
         raise RebalanceError(str(error)) from None
+    return content
 
 
 def _client(url: str, key: str | None) -> AdminClient:

@@ -186,7 +186,7 @@ class TestCompare:
         a, b = report([record(output_tokens=8)]), report([record(output_tokens=None)])
         assert differing_settings(a, a) == [] == differing_settings(b, b)
         (said,) = differing_settings(a, b)
-        assert said.startswith("what output and TPOT count: tokens, events")
+        assert said.startswith("output and TPOT count different things: tokens, events")
 
     def test_what_differs(self) -> None:
         a = report([record()])

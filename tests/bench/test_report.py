@@ -62,7 +62,7 @@ class TestJson:
         ("content", "message"),
         [
             ("{", "is not JSON"),
-            ("[]", "no report of `moe-serve bench`"),
+            ("[]", "not a report of `moe-serve bench`"),
             ('{"schema": "moe-serve-bench", "version": 2}', "has version 2"),
             ('{"schema": "moe-serve-bench", "version": 1}', "is damaged: KeyError"),
         ],

@@ -113,7 +113,7 @@ def test_a_cluster_files_unknown_setting_is_refused(tmp_path: Path) -> None:
             "places 4 attention and 4 expert ranks, but 4 and 3 are requested",
         ),
         (["m", *RANKS, "--hostfile", "none"], "cannot read the hostfile none"),
-        (["m", *RANKS, "--emit", "slurm"], "--num-nodes, or --cluster"),
+        (["m", *RANKS, "--emit", "slurm"], "--num-nodes or --cluster"),
         (["m", *RANKS, "--emit", "shell", "--num-nodes", "2"], "give --coordinator HOST:PORT"),
         (["m", *RANKS, "--emit", "slurm", "--num-nodes", "4"], "leave 1 of 4 nodes without any"),
         (["m", *RANKS, "--num-nodes", "2", "--emit", "slurm", "--name", "A"], "cannot name"),

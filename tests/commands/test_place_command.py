@@ -332,7 +332,7 @@ def test_check_with_a_part_of_the_model(tmp_path: Path, capsys: Capture) -> None
     printed = capsys.readouterr().out
     assert "fits: " in printed and "the number of experts in a layer was not checked" in printed
     assert run(*layers, "0", "--num-experts", 4) == 0
-    assert "how many experts" not in capsys.readouterr().out
+    assert "number of experts" not in capsys.readouterr().out
 
 
 def test_copies_that_eplb_doubles_are_told(tmp_path: Path, capsys: Capture) -> None:

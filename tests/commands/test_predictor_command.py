@@ -154,7 +154,7 @@ def test_what_cannot_be_learnt_from_is_told(tmp_path: Path, capsys: Capture) -> 
     ("arguments", "message"),
     [
         (("train", "oracle", "--texts", "x", "--out", "o"), "kind cannot be 'oracle'"),
-        (("train", "all", "--out", "o"), "give --texts or --trace"),
+        (("train", "all", "--out", "o"), "give either --texts or --trace"),
         (("train", "all", "--trace", "x", "--out", "o"), "a trace holds no hidden states"),
         (("train", "request", "--trace", "x", "--out", "o"), "x does not exist"),
         (("train", "request", "--texts", "x", "--out", "o"), "x is not there"),

@@ -252,7 +252,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["-i", str(source), "-o", str(unended)], 2, "unended:1 is not a row of a batch"),
         (["-i", str(source), "-o", "/nonexistent/out"], 2, "cannot write the rows"),
         (["-i", str(source), "-o", out, "--url", "nonsense"], 2, "is not a URL such as"),
-        (["-i", str(source), "-o", out, "--url", "http://h", "--model", "m"], 2, "--url asks a"),
+        (["-i", str(source), "-o", out, "--url", "http://h", "--model", "m"], 2, "--url uses a"),
         (["-i", str(source), "-o", out, "--url", "http://127.0.0.1:1"], 1, "no server answers"),
         (["-i", str(source), "-o", out, "--url", "http://h", "--api-key", "k\n"], 2, "line break"),
     ):

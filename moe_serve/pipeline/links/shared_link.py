@@ -2,10 +2,10 @@
 
 gloo moves bytes on a thread of its own, which competes with the kernels for the rank's core, and
 spins while the main thread holds a connection's lock: with a core for each rank, sends took
-milliseconds (docs/internals/disaggregation.md). Here the main thread does everything. A sender copies its
-frame into memory that both sides have mapped and writes a notice of 24 bytes; a waiting receiver
-sleeps in poll(), and the kernel wakes it. Memory is anonymous (memfd) and its descriptor travels
-with the notice, so nothing is left behind when a process is killed.
+milliseconds (docs/internals/disaggregation.md). Here the main thread does everything. A sender
+copies its frame into memory that both sides have mapped and writes a notice of 24 bytes; a waiting
+receiver sleeps in poll(), and the kernel wakes it. Memory is anonymous (memfd) and its descriptor
+travels with the notice, so nothing is left behind when a process is killed.
 
 A slot is reused without a handshake: a rank that sends rows gets an answer before the next rows of
 the same micro-batch. Frames without rows are not answered, so short frames travel in the socket
