@@ -21,32 +21,38 @@ if TYPE_CHECKING:
 _DEVICES = ("auto", "cpu", "cuda")
 
 
+_ModelArgument = Annotated[
+    str | None,
+    typer.Argument(
+        help="Folder of a checkpoint in Hugging Face layout. Default: the demonstration model."
+    ),
+]
+_DeviceOption = Annotated[
+    str,
+    typer.Option(
+        help="Device to measure: auto (cuda if there is a CUDA GPU, else cpu), cpu or cuda."
+    ),
+]
+_NumThreadsOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Number of CPU threads of one rank. Default: torch chooses."),
+]
+_QuickOption = Annotated[
+    bool,
+    typer.Option(
+        "--quick", help="Measure fewer points: takes seconds, and the fits are less exact."
+    ),
+]
+
+
 def calibrate(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="Folder of a checkpoint in Hugging Face layout. Default: the demonstration model."
-        ),
-    ] = None,
+    model: _ModelArgument = None,
     out: Annotated[Path, typer.Option(help="JSON file for the measured costs.")] = Path(
         "calibration.json"
     ),
-    device: Annotated[
-        str,
-        typer.Option(
-            help="Device to measure: auto (cuda if there is a CUDA GPU, else cpu), cpu or cuda."
-        ),
-    ] = "auto",
-    num_threads: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of CPU threads of one rank. Default: torch chooses."),
-    ] = None,
-    quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick", help="Measure fewer points: takes seconds, and the fits are less exact."
-        ),
-    ] = False,
+    device: _DeviceOption = "auto",
+    num_threads: _NumThreadsOption = None,
+    quick: _QuickOption = False,
 ) -> None:
     """Measure what attention, experts and transfers cost on this machine.
 

@@ -22,55 +22,65 @@ if TYPE_CHECKING:
 _NUM_SHOWN = 12
 
 
+_CalibrationOption = Annotated[
+    Path, typer.Option(help="Calibration file written by `moe-serve calibrate`.")
+]
+_DevicesOption = Annotated[
+    int, typer.Option(help="Number of devices to plan for, each like the calibrated one.")
+]
+_MaxTpotMsOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Upper bound on the time per output token (TPOT), in milliseconds. Default: no bound."
+    ),
+]
+_BatchOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Number of sequences that decode at once. Default: the largest batch within "
+        "the other bounds."
+    ),
+]
+_RateOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Wanted throughput of all devices together, in output tokens per second "
+        "(instead of --batch)."
+    ),
+]
+_ContextOption = Annotated[
+    int, typer.Option(help="Tokens of one sequence, prompt and answer together.")
+]
+_MemoryBytesOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="BYTES",
+        help="Memory of one device for weights and KV cache, in bytes or as a size such as"
+        " 80GiB. Default: no bound.",
+    ),
+]
+_NetworkOption = Annotated[
+    bool,
+    typer.Option(
+        "--network",
+        help="Use the link costs measured between hosts instead of those within one host.",
+    ),
+]
+_AsJsonOption = Annotated[
+    bool, typer.Option("--json", help="Print the result as JSON, for scripts.")
+]
+
+
 def plan(
-    calibration: Annotated[
-        Path, typer.Option(help="Calibration file written by `moe-serve calibrate`.")
-    ],
-    devices: Annotated[
-        int, typer.Option(help="Number of devices to plan for, each like the calibrated one.")
-    ],
-    max_tpot_ms: Annotated[
-        float | None,
-        typer.Option(
-            help="Upper bound on the time per output token (TPOT), in milliseconds. Default: "
-            "no bound."
-        ),
-    ] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of sequences that decode at once. Default: the largest batch within "
-            "the other bounds."
-        ),
-    ] = None,
-    rate: Annotated[
-        float | None,
-        typer.Option(
-            help="Wanted throughput of all devices together, in output tokens per second "
-            "(instead of --batch)."
-        ),
-    ] = None,
-    context: Annotated[
-        int, typer.Option(help="Tokens of one sequence, prompt and answer together.")
-    ] = 1024,
-    memory_bytes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BYTES",
-            help="Memory of one device for weights and KV cache, in bytes or as a size such as"
-            " 80GiB. Default: no bound.",
-        ),
-    ] = None,
-    network: Annotated[
-        bool,
-        typer.Option(
-            "--network",
-            help="Use the link costs measured between hosts instead of those within one host.",
-        ),
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as JSON, for scripts.")
-    ] = False,
+    calibration: _CalibrationOption,
+    devices: _DevicesOption,
+    max_tpot_ms: _MaxTpotMsOption = None,
+    batch: _BatchOption = None,
+    rate: _RateOption = None,
+    context: _ContextOption = 1024,
+    memory_bytes: _MemoryBytesOption = None,
+    network: _NetworkOption = False,
+    as_json: _AsJsonOption = False,
 ) -> None:
     """Compare disaggregated layouts with one device and with replicas, and recommend one.
 

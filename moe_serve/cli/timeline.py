@@ -18,36 +18,41 @@ if TYPE_CHECKING:
     from moe_serve.pipeline.timeline.timeline_reader import Timeline
 
 
+_FileArgument = Annotated[
+    Path, typer.Argument(help="Timeline file written by `moe-serve serve --timeline FILE`.")
+]
+_OutOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Picture to write; the suffix, such as .png or .svg, sets the format.",
+        show_default="FILE with the suffix .png",
+    ),
+]
+_StepOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Number of the step to summarise and draw. Not together with --steps.",
+        show_default="draw the middle one",
+    ),
+]
+_StepsOption = Annotated[
+    str | None,
+    typer.Option(metavar="A:B", help="Range of steps to summarise and draw, both ends included."),
+]
+_LayersOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="A:B", help="Range of layers to draw, both ends included. Default: all layers."
+    ),
+]
+
+
 def timeline(
-    file: Annotated[
-        Path, typer.Argument(help="Timeline file written by `moe-serve serve --timeline FILE`.")
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Picture to write; the suffix, such as .png or .svg, sets the format.",
-            show_default="FILE with the suffix .png",
-        ),
-    ] = None,
-    step: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of the step to summarise and draw. Not together with --steps.",
-            show_default="draw the middle one",
-        ),
-    ] = None,
-    steps: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A:B", help="Range of steps to summarise and draw, both ends included."
-        ),
-    ] = None,
-    layers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A:B", help="Range of layers to draw, both ends included. Default: all layers."
-        ),
-    ] = None,
+    file: _FileArgument,
+    out: _OutOption = None,
+    step: _StepOption = None,
+    steps: _StepsOption = None,
+    layers: _LayersOption = None,
 ) -> None:
     """Summarise a recorded timeline and draw it.
 

@@ -85,6 +85,52 @@ place = typer.Typer(
 )
 
 
+_ObjectiveOption = Annotated[
+    Objective,
+    typer.Option(
+        help="Goal: balance (even loads), or fan-out (a token's experts on few nodes; "
+        "needs --trace)."
+    ),
+]
+_SlackOption = Annotated[
+    float,
+    typer.Option(
+        min=0.0,
+        help="Increase of the largest load that --objective fan-out may cost, as a share: "
+        "0.03 is 3%.",
+    ),
+]
+_SolverOption = Annotated[
+    Solver,
+    typer.Option(
+        help="Method: search; ilp (tighter bounds, takes longer); or a reference, linear, "
+        "round-robin, eplb or eplb-hierarchical (references balance slots only)."
+    ),
+]
+_OutOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="JSON file for the plan; `moe-serve serve --placement` reads it. Default: the"
+        " plan is not written."
+    ),
+]
+_ExportOption = Annotated[
+    tuple[str, Path] | None,
+    typer.Option(
+        metavar="FORMAT FILE",
+        help="Also write the plan in another format: sglang, vllm, trtllm, ascend or csv.",
+    ),
+]
+_IsQuickOption = Annotated[
+    bool,
+    typer.Option(
+        "--quick",
+        help="Skip the evaluation on held-out scenarios, the plans with other numbers of "
+        "replicas and the plan of EPLB.",
+    ),
+]
+
+
 @place.callback(invoke_without_command=True)
 def plan(
     context: typer.Context,
@@ -109,52 +155,14 @@ def plan(
     fill: Fill = True,
     balance: BalanceBy = "tokens",
     batch_size: BatchSize = 64,
-    objective: Annotated[
-        Objective,
-        typer.Option(
-            help="Goal: balance (even loads), or fan-out (a token's experts on few nodes; "
-            "needs --trace)."
-        ),
-    ] = "balance",
-    slack: Annotated[
-        float,
-        typer.Option(
-            min=0.0,
-            help="Increase of the largest load that --objective fan-out may cost, as a share: "
-            "0.03 is 3%.",
-        ),
-    ] = 0.03,
-    solver: Annotated[
-        Solver,
-        typer.Option(
-            help="Method: search; ilp (tighter bounds, takes longer); or a reference, linear, "
-            "round-robin, eplb or eplb-hierarchical (references balance slots only)."
-        ),
-    ] = "search",
+    objective: _ObjectiveOption = "balance",
+    slack: _SlackOption = 0.03,
+    solver: _SolverOption = "search",
     seconds: Seconds = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="JSON file for the plan; `moe-serve serve --placement` reads it. Default: the"
-            " plan is not written."
-        ),
-    ] = None,
-    export: Annotated[
-        tuple[str, Path] | None,
-        typer.Option(
-            metavar="FORMAT FILE",
-            help="Also write the plan in another format: sglang, vllm, trtllm, ascend or csv.",
-        ),
-    ] = None,
+    out: _OutOption = None,
+    export: _ExportOption = None,
     as_json: JsonFile = None,
-    is_quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick",
-            help="Skip the evaluation on held-out scenarios, the plans with other numbers of "
-            "replicas and the plan of EPLB.",
-        ),
-    ] = False,
+    is_quick: _IsQuickOption = False,
 ) -> None:
     """Plan which devices hold each expert and its replicas, from recorded loads.
 

@@ -116,47 +116,55 @@ def train(
     typer.echo("\n".join(lines))
 
 
+_FolderArgument = Annotated[
+    Path | None,
+    typer.Argument(help="Folder of predictors written by `moe-serve predictor train`."),
+]
+_BaselinesOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Text files to fit the baselines on. Default: no baselines are evaluated. May"
+        " be given more than once."
+    ),
+]
+_TraceOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Traces on which predictions from a request's history are evaluated (instead "
+        "of a folder and --texts). May be given more than once."
+    ),
+]
+_DropLabelOption = Annotated[
+    str,
+    typer.Option(
+        help="Leave out requests of the trace whose label ends with this text. Default: "
+        "none are left out."
+    ),
+]
+_HorizonOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Number of coming tokens of a request that are predicted.",
+        show_default="as trained: 32",
+    ),
+]
+_AsJsonOption = Annotated[
+    Path | None, typer.Option("--json", help="JSON file for all figures, by layer and label.")
+]
+
+
 @predictor.command()
 def evaluate(
-    folder: Annotated[
-        Path | None,
-        typer.Argument(help="Folder of predictors written by `moe-serve predictor train`."),
-    ] = None,
+    folder: _FolderArgument = None,
     model: Model = None,
     texts: Texts = None,
-    baselines: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Text files to fit the baselines on. Default: no baselines are evaluated. May"
-            " be given more than once."
-        ),
-    ] = None,
-    trace: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Traces on which predictions from a request's history are evaluated (instead "
-            "of a folder and --texts). May be given more than once."
-        ),
-    ] = None,
-    drop_label: Annotated[
-        str,
-        typer.Option(
-            help="Leave out requests of the trace whose label ends with this text. Default: "
-            "none are left out."
-        ),
-    ] = "",
-    horizon: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Number of coming tokens of a request that are predicted.",
-            show_default="as trained: 32",
-        ),
-    ] = None,
+    baselines: _BaselinesOption = None,
+    trace: _TraceOption = None,
+    drop_label: _DropLabelOption = "",
+    horizon: _HorizonOption = None,
     max_tokens: MaxTokens = 120_000,
-    as_json: Annotated[
-        Path | None, typer.Option("--json", help="JSON file for all figures, by layer and label.")
-    ] = None,
+    as_json: _AsJsonOption = None,
     seed: Seed = 0,
     num_threads: Threads = 1,
 ) -> None:

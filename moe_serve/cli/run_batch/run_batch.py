@@ -25,54 +25,63 @@ from moe_serve.errors import ConfigError
 EXIT_SOME_FAILED = 3
 
 
+_InputFileOption = Annotated[
+    Path,
+    typer.Option(
+        "-i",
+        "--input",
+        help="File of requests in the format of OpenAI's Batch API, one JSON object per line.",
+    ),
+]
+_OutputFileOption = Annotated[
+    Path,
+    typer.Option(
+        "-o",
+        "--output",
+        help="File for the answers, one JSON object per request. Answers that it already "
+        "holds are kept.",
+    ),
+]
+_ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Folder of a checkpoint to load in this process. Default: the demonstration model."
+    ),
+]
+_UrlOption = Annotated[
+    str | None,
+    typer.Option(
+        help="URL of a running server that answers the requests. Default: a model is "
+        "loaded in this process."
+    ),
+]
+_ApiKeyOption = Annotated[
+    str | None,
+    typer.Option(
+        envvar=API_KEY_VARIABLE, help="API key of the server at --url, or @FILE with the key."
+    ),
+]
+_ConcurrencyOption = Annotated[
+    int, typer.Option(min=1, max=4096, help="Largest number of requests in progress at once.")
+]
+_ConfigFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        help="YAML file with the configuration of the model loaded in this process; "
+        "configs/serve.yaml lists every key.",
+    ),
+]
+
+
 def run_batch(
-    input_file: Annotated[
-        Path,
-        typer.Option(
-            "-i",
-            "--input",
-            help="File of requests in the format of OpenAI's Batch API, one JSON object per line.",
-        ),
-    ],
-    output_file: Annotated[
-        Path,
-        typer.Option(
-            "-o",
-            "--output",
-            help="File for the answers, one JSON object per request. Answers that it already "
-            "holds are kept.",
-        ),
-    ],
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Folder of a checkpoint to load in this process. Default: the demonstration model."
-        ),
-    ] = None,
-    url: Annotated[
-        str | None,
-        typer.Option(
-            help="URL of a running server that answers the requests. Default: a model is "
-            "loaded in this process."
-        ),
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar=API_KEY_VARIABLE, help="API key of the server at --url, or @FILE with the key."
-        ),
-    ] = None,
-    concurrency: Annotated[
-        int, typer.Option(min=1, max=4096, help="Largest number of requests in progress at once.")
-    ] = 64,
-    config_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            help="YAML file with the configuration of the model loaded in this process; "
-            "configs/serve.yaml lists every key.",
-        ),
-    ] = None,
+    input_file: _InputFileOption,
+    output_file: _OutputFileOption,
+    model: _ModelOption = None,
+    url: _UrlOption = None,
+    api_key: _ApiKeyOption = None,
+    concurrency: _ConcurrencyOption = 64,
+    config_file: _ConfigFileOption = None,
 ) -> None:
     """Answer a file of requests: one JSON line in, one JSON row out.
 

@@ -11,46 +11,49 @@ import typer
 from moe_serve.cli.console import counted
 from moe_serve.errors import InvalidRequestError
 
+_FilesArgument = Annotated[
+    list[Path],
+    typer.Argument(
+        help="Recording of another program: a file, a folder, or the files of all ranks."
+    ),
+]
+_KindOption = Annotated[
+    str,
+    typer.Option(
+        "--from",
+        help="Format of the recording: auto (by name and content), sglang, vllm, trtllm, "
+        "npz, npy, csv or jsonl.",
+    ),
+]
+_NumExpertsOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Number of experts in a layer.", show_default="the largest id plus 1"),
+]
+_NumLayersOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Number of layers; needed for SGLang's HTTP answers, which do not state it."
+    ),
+]
+_TopKOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Experts that a token chooses; needed for SGLang's HTTP answers, which do not "
+        "state it.",
+    ),
+]
+_ModelOption = Annotated[str, typer.Option(help="Model name to store in the file. Default: none.")]
+
 
 def import_(
-    files: Annotated[
-        list[Path],
-        typer.Argument(
-            help="Recording of another program: a file, a folder, or the files of all ranks."
-        ),
-    ],
+    files: _FilesArgument,
     out: Annotated[Path, typer.Option(help="File *.safetensors to write; it must not exist yet.")],
-    kind: Annotated[
-        str,
-        typer.Option(
-            "--from",
-            help="Format of the recording: auto (by name and content), sglang, vllm, trtllm, "
-            "npz, npy, csv or jsonl.",
-        ),
-    ] = "auto",
-    num_experts: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Number of experts in a layer.", show_default="the largest id plus 1"
-        ),
-    ] = None,
-    num_layers: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Number of layers; needed for SGLang's HTTP answers, which do not state it."
-        ),
-    ] = None,
-    top_k: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Experts that a token chooses; needed for SGLang's HTTP answers, which do not "
-            "state it.",
-        ),
-    ] = None,
-    model: Annotated[
-        str, typer.Option(help="Model name to store in the file. Default: none.")
-    ] = "",
+    kind: _KindOption = "auto",
+    num_experts: _NumExpertsOption = None,
+    num_layers: _NumLayersOption = None,
+    top_k: _TopKOption = None,
+    model: _ModelOption = "",
 ) -> None:
     """Convert a routing recording of another program into a trace or a table of loads.
 

@@ -105,46 +105,55 @@ class _Output:
         return num_tokens
 
 
+_PromptsOption = Annotated[
+    Path,
+    typer.Option(
+        help='Text file with one prompt per line, or *.jsonl file with one {"prompt": ...,'
+        ' "label": ...} per line.'
+    ),
+]
+_ModelArgument = Annotated[
+    str | None,
+    typer.Argument(
+        help="Folder of a checkpoint in Hugging Face layout. Default: the demonstration model."
+    ),
+]
+_OutOption = Annotated[
+    Path,
+    typer.Option(
+        help=f"File *{_SUFFIX} to write, or a new folder for a recording in several parts."
+    ),
+]
+_MaxTokensOption = Annotated[
+    int, typer.Option(min=1, help="Largest number of tokens in an answer.")
+]
+_TemperatureOption = Annotated[
+    float,
+    typer.Option(
+        min=0.0, max=2.0, help="Sampling temperature; 0 always takes the most likely token."
+    ),
+]
+_WeightsOption = Annotated[
+    bool,
+    typer.Option(help="Also record the weights that the routers give to the chosen experts."),
+]
+_ConfigFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", help="YAML file with the configuration; configs/serve.yaml lists every key."
+    ),
+]
+
+
 def record(
-    prompts: Annotated[
-        Path,
-        typer.Option(
-            help='Text file with one prompt per line, or *.jsonl file with one {"prompt": ...,'
-            ' "label": ...} per line.'
-        ),
-    ],
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="Folder of a checkpoint in Hugging Face layout. Default: the demonstration model."
-        ),
-    ] = None,
-    out: Annotated[
-        Path,
-        typer.Option(
-            help=f"File *{_SUFFIX} to write, or a new folder for a recording in several parts."
-        ),
-    ] = Path("trace.safetensors"),
-    max_tokens: Annotated[
-        int, typer.Option(min=1, help="Largest number of tokens in an answer.")
-    ] = 64,
-    temperature: Annotated[
-        float,
-        typer.Option(
-            min=0.0, max=2.0, help="Sampling temperature; 0 always takes the most likely token."
-        ),
-    ] = 0.0,
-    weights: Annotated[
-        bool,
-        typer.Option(help="Also record the weights that the routers give to the chosen experts."),
-    ] = False,
+    prompts: _PromptsOption,
+    model: _ModelArgument = None,
+    out: _OutOption = Path("trace.safetensors"),
+    max_tokens: _MaxTokensOption = 64,
+    temperature: _TemperatureOption = 0.0,
+    weights: _WeightsOption = False,
     tokens: Annotated[bool, typer.Option(help="Also record the token ids.")] = True,
-    config_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--config", help="YAML file with the configuration; configs/serve.yaml lists every key."
-        ),
-    ] = None,
+    config_file: _ConfigFileOption = None,
 ) -> None:
     """Answer prompts and record which experts every token chose.
 

@@ -18,40 +18,45 @@ if TYPE_CHECKING:
     from routing_predictor.traces.trace_stats import Activation, Drift, LayerLoad, Loads
 
 
+_FilesArgument = Annotated[
+    list[Path],
+    typer.Argument(
+        help="Trace files, folders of recorded parts, or one file written by `moe-serve "
+        "trace import`."
+    ),
+]
+_JsonFileOption = Annotated[Path | None, typer.Option("--json", help="JSON file for all figures.")]
+_HeatmapOption = Annotated[
+    Path | None,
+    typer.Option(help="PNG file for a heat map of the load of each expert in each layer."),
+]
+_NumRanksOption = Annotated[
+    int,
+    typer.Option(
+        "--ranks",
+        min=1,
+        help="Number of expert ranks, for the balance when each rank holds an equal run of"
+        " experts.",
+    ),
+]
+_NumWindowsOption = Annotated[
+    int,
+    typer.Option(
+        "--windows",
+        min=1,
+        max=1000,
+        help="Number of equal windows that the tokens are split into, to measure how loads"
+        " drift between them.",
+    ),
+]
+
+
 def show(
-    files: Annotated[
-        list[Path],
-        typer.Argument(
-            help="Trace files, folders of recorded parts, or one file written by `moe-serve "
-            "trace import`."
-        ),
-    ],
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="JSON file for all figures.")
-    ] = None,
-    heatmap: Annotated[
-        Path | None,
-        typer.Option(help="PNG file for a heat map of the load of each expert in each layer."),
-    ] = None,
-    num_ranks: Annotated[
-        int,
-        typer.Option(
-            "--ranks",
-            min=1,
-            help="Number of expert ranks, for the balance when each rank holds an equal run of"
-            " experts.",
-        ),
-    ] = 4,
-    num_windows: Annotated[
-        int,
-        typer.Option(
-            "--windows",
-            min=1,
-            max=1000,
-            help="Number of equal windows that the tokens are split into, to measure how loads"
-            " drift between them.",
-        ),
-    ] = 8,
+    files: _FilesArgument,
+    json_file: _JsonFileOption = None,
+    heatmap: _HeatmapOption = None,
+    num_ranks: _NumRanksOption = 4,
+    num_windows: _NumWindowsOption = 8,
 ) -> None:
     """Show the load of the experts, the experts that a batch activates, and how loads drift."""
     from routing_predictor.traces.heat_map import draw_heat_map

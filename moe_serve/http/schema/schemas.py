@@ -121,11 +121,7 @@ class GenerationBody(StructuredFields):
         return self.has_usage_chunk and bool(options and options.continuous_usage_stats)
 
     def stream_usage(self, *, is_forced: bool) -> tuple[bool, bool]:
-        """Returns whether the stream ends with its usage, and whether each chunk has the usage so
-        far.
-
-        `is_forced`: the server adds both to every stream.
-        """
+        """Returns whether the end of a stream, and whether each of its chunks, has the usage."""
         return is_forced or self.has_usage_chunk, is_forced or self.has_usage_in_chunks
 
     def check(self, *, is_strict: bool) -> list[str]:
@@ -197,8 +193,7 @@ class ChatBody(GenerationBody):
 
     @property
     def echoed(self) -> str:
-        """The text that `echo` puts in front of the answer: the content of a last assistant
-        message."""
+        """The content of a last assistant message, which `echo` puts before the answer."""
         last = self.messages[-1]
         if not self.echo or last.role != "assistant":
             return ""
@@ -212,8 +207,7 @@ class ChatBody(GenerationBody):
 
     @property
     def has_displaced_format(self) -> bool:
-        """True if a forced tool call takes the place of the answer that `response_format`
-        describes."""
+        """True if a forced tool call replaces the answer that `response_format` describes."""
         has_format = self.response_format is not None and self.response_format.type != "text"
         return has_format and self.forces_call
 
@@ -341,8 +335,7 @@ class CompletionBody(GenerationBody):
         return "prompt_logprobs" if self.prompt_logprobs is not None else "echo with logprobs"
 
     def sampling_params(self) -> SamplingParams:
-        """The parameters for the engine. It generates one token for a prompt-only request, dropped
-        later."""
+        """The engine's parameters; a prompt-only request generates one token, dropped later."""
         return self._sampling_params(
             max_tokens=1 if self.is_prompt_only else self.max_tokens,
             logprobs=self.logprobs,
