@@ -72,7 +72,7 @@ app.add_typer(
     placement,
     name="placement",
     rich_help_panel="Inspect",
-    help="Show, save or re-balance the expert placement of a running server.",
+    help="Show, apply, save or re-balance the expert placement of a running server.",
 )
 app.command(rich_help_panel="Plan")(calibrate)
 app.command(rich_help_panel="Plan")(plan)
