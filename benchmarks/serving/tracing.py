@@ -43,8 +43,8 @@ from moe_serve.http.dashboard.facts import dashboard_facts
 from moe_serve.pipeline.route_tap import RouteTap
 
 _OWN: tuple[tuple[type, str], ...] = (
-    (RouteListeners, "asked"),
-    (RouteListeners, "tell"),
+    (RouteListeners, "with_requests"),
+    (RouteListeners, "notify"),
     (RouteTap, "end"),
 )
 _DEFAULT = TraceConfig().sample_rate

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ("--attention-ranks", "1", "--expert-ranks", "2", "--num-threads", "1")
 WAIT_S = 90.0
 HEARTBEAT_S = 1.5
+RANK_MODULE = "moe_serve.cluster.ranks.worker"
 pytestmark = pytest.mark.timeout(400)
 
 
@@ -57,8 +58,13 @@ def complaints(said: str) -> list[str]:
     return [line for line in said.splitlines() if " INFO moe_serve.startup: " not in line]
 
 
-def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+def children_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Every process below the server: its ranks and those that render chats."""
     return psutil.Process(process.pid).children(recursive=True)
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return [child for child in children_of(process) if RANK_MODULE in child.cmdline()]
 
 
 def assert_all_end(ranks: list[psutil.Process]) -> None:
@@ -88,8 +94,8 @@ def answer_in_background(url: str, answers: list[httpx.Response]) -> threading.T
 def test_ctrl_c_drains_and_leaves_nothing() -> None:
     with serving() as server:
         url = url_of(server)
-        ranks = ranks_of(server)
-        assert len(ranks) == 3
+        children = children_of(server)
+        assert len(ranks_of(server)) == 3
         answers: list[httpx.Response] = []
         thread = answer_in_background(url, answers)
         server.send_signal(signal.SIGINT)
@@ -99,7 +105,7 @@ def test_ctrl_c_drains_and_leaves_nothing() -> None:
         assert server.wait(WAIT_S) == 0
         assert server.stderr is not None
         assert complaints(server.stderr.read()) == [], "nothing to say about it"
-        assert_all_end(ranks)
+        assert_all_end(children)
 
 
 def test_ctrl_c_while_ranks_load() -> None:
@@ -121,10 +127,10 @@ def test_ranks_end_with_their_coordinator() -> None:
     """Killed, it can tell nobody. A frozen rank goes too."""
     with serving() as server:
         url_of(server)
-        ranks = ranks_of(server)
-        ranks[1].suspend()
+        children = children_of(server)
+        ranks_of(server)[1].suspend()
         server.kill()
-        assert_all_end(ranks)
+        assert_all_end(children)
 
 
 def test_a_coordinator_that_was_stopped_itself_loses_nobody() -> None:

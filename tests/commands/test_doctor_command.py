@@ -56,7 +56,7 @@ def checks_of(section: str = "limits", is_torch_on: bool = True, **facts: Any) -
         ("limits", {"shared_memory_free_bytes": None}, "shared memory", "ok", "no /dev/shm"),
         ("network", {"port": "taken by another program"}, "port", "warning", "choose another"),
         ("clock", {"synchronised": False}, "clock", "warning", "synchronised"),
-        ("clock", {"synchronised": None}, "clock", "ok", "nobody knows"),
+        ("clock", {"synchronised": None}, "clock", "ok", "it is unknown whether"),
         ("clock", {}, "llguidance", "warning", "no structured output: not installed"),
     ],
 )

@@ -157,7 +157,7 @@ def test_what_cannot_be_learnt_from_is_told(tmp_path: Path, capsys: Capture) -> 
         (("train", "all", "--out", "o"), "give either --texts or --trace"),
         (("train", "all", "--trace", "x", "--out", "o"), "a trace holds no hidden states"),
         (("train", "request", "--trace", "x", "--out", "o"), "x does not exist"),
-        (("train", "request", "--texts", "x", "--out", "o"), "x is not there"),
+        (("train", "request", "--texts", "x", "--out", "o"), "x does not exist"),
         (("train", "all", "--texts", "x", "--loss", "mse", "--out", "o"), "loss cannot be 'mse'"),
         (("train", "all", "--texts", "x", "--out", "no/such"), "no is not a folder"),
         (("train", "all", "--texts", "x", "--out", "taken"), "--out taken is a file"),

@@ -138,7 +138,7 @@ def test_what_is_said_where_it_does_not_fit(free: Callable[[int], None]) -> None
 
 def test_pages_for_not_even_one_request(free: Callable[[int], None]) -> None:
     free(2**40)
-    with pytest.raises(ConfigError, match="does not hold one request of max_model_len"):
+    with pytest.raises(ConfigError, match="too small for one request of max_model_len"):
         plan_memory(EngineConfig(model=CPU, cache=CacheConfig(num_pages=2)))
 
 

@@ -168,7 +168,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
             placement_version="p1",
         )
 
-    with pytest.raises(PredictorError, match="no predictor lies in"):
+    with pytest.raises(PredictorError, match="holds no such predictor"):
         load()
     write_predictor(tmp_path, CARD, RequestMLP(24, 2, 6, 16))
     load()

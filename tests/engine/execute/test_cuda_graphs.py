@@ -133,7 +133,7 @@ def test_on_is_refused_where_nothing_can_be_captured(tiny: str) -> None:
 
 def test_why_nothing_is_captured() -> None:
     cuda, kernels = torch.device("cuda"), make_kernels("torch", torch.float32)
-    assert "these are torch" in str(cuda_graphs.capture_refusal(kernels, cuda, 1))
+    assert "the kernels are torch" in str(cuda_graphs.capture_refusal(kernels, cuda, 1))
 
     class Capturable:
         name, can_be_captured = "triton", True

@@ -204,7 +204,7 @@ def test_yaml_that_the_engine_would_refuse() -> None:
         ({"num_slots": 5}, r"num_slots is 5, but its layers have \[4\] slots"),
         ({"initial_global_assignments": {0: SLOTS[0]}}, r"missing \(\[1, 2\]\)"),
         ({"initial_global_assignments": {"a": [0]}}, "must be layer numbers, got 'a'"),
-        ({"layer_updates_per_iter": -1}, "is -1, not a count"),
+        ({"layer_updates_per_iter": -1}, "must be a whole number, 0 or more, got -1"),
         ({"ep_size": 2}, r"unknown \(\['ep_size'\]\)"),
     ):
         with pytest.raises(PlacementError, match=message):

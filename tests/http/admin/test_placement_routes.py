@@ -126,8 +126,8 @@ def test_a_plan_is_applied(client_of: MakeClient) -> None:
             "[]": "format",
             "{": "Expecting property name",
             "": "Expecting value",
-            text.replace('"version": 1', '"version": 7'): "version is 7",
-            text.replace('"1":', '"1": [], "1":'): "'1' is there twice",
+            text.replace('"version": 1', '"version": 7'): "version must be 1, got 7",
+            text.replace('"1":', '"1": [], "1":'): "key '1' occurs twice",
             text.replace("[[0],", "[[],"): "1 experts are on no rank",
         }.items():
             answer = post(content=wrong)

@@ -232,7 +232,7 @@ def test_what_was_forgotten_is_compiled_before_the_engine_needs_it() -> None:
 
 def test_a_model_without_an_end_takes_no_constraint() -> None:
     gate = GrammarGate(Grammars(lambda: Vocabulary((b"a",), frozenset(), ())), YesGuard())
-    with pytest.raises(InvalidGrammarError, match="no end of text"):
+    with pytest.raises(InvalidGrammarError, match="no end-of-text token"):
         gate.check(Constraint("regex", "a"))
 
 
@@ -335,7 +335,7 @@ def test_one_client_cannot_fill_the_line() -> None:
             for i in range(MAX_WAITING_OF_CLIENT + 1)
         ]
         await asyncio.sleep(0)
-        with pytest.raises(ServerOverloadedError, match="32 of them of this client"):
+        with pytest.raises(ServerOverloadedError, match="32 of them from this client"):
             await gate.admit(Constraint("regex", "y"), "greedy")
         other = asyncio.create_task(gate.admit(Constraint("regex", "z"), "other"))
         slow.go.set()

@@ -14,7 +14,7 @@ from moe_kernels.gpu.sampling.api import draw, least_probabilities, sample
 from moe_kernels.gpu.sampling.heuristics import SamplingConfig, sampling_config
 from moe_kernels.gpu.sampling.rows import SamplingRows
 from moe_serve.engine.request.sampling_params import SamplingParams
-from moe_serve.engine.sampling import nucleus
+from moe_serve.engine.sampling import sampler
 
 VOCAB = 300
 ROOMY = SamplingConfig(block=128, num_blocks=3, block_blocks=4, num_warps=1, capacity=512)
@@ -80,7 +80,7 @@ def test_the_cut_is_the_definitions(case: Case, device: torch.device) -> None:
         told = f"{min_p=}, {top_k=}, {top_p=}: {kept[row].sum()} instead of {wanted[row].sum()}"
         assert torch.equal(kept[row], wanted[row]), told
     params = [SamplingParams(min_p=m, top_k=k, top_p=max(p, 1e-9)) for m, k, p in filters]
-    server = nucleus.least_probabilities(probs.cpu(), params).to(device)
+    server = sampler.least_probabilities(probs.cpu(), params).to(device)
     is_possible = probs > 0
     assert torch.equal((probs >= server) & is_possible, kept & is_possible), "not the server's cut"
 
