@@ -12,13 +12,12 @@ from torch import Tensor
 
 from experts.expert_layer import ExpertLayer, MakeBank
 from experts.memory.expert_memory import ExpertMemory
-from experts.routed_rows import RoutedRows
 from experts.slot_room import SlotRoom
 from moe_kernels.interface.kernels import ExpertBank
 
 
 class ExpertStage:
-    """Runs the experts of one layer at a time: `run(layer, rows)` returns the rows' weighted expert
+    """Holds the experts of each layer: `layer(i).total(...)` returns the rows' weighted expert
     outputs, [T, D] in fp32."""
 
     def __init__(
@@ -37,8 +36,11 @@ class ExpertStage:
         """The layers that have routed experts, held here or elsewhere."""
         return tuple(layer for layer, banks in enumerate(self._layers) if banks is not None)
 
-    def run(self, layer: int, rows: RoutedRows) -> Tensor:
-        return self._of(layer).total(rows.x_TD, rows.expert_ids_TK, rows.weights_TK)
+    def layer(self, layer: int) -> ExpertLayer:
+        """Return the experts of a layer, which must not be a dense one."""
+        banks = self._layers[layer]
+        assert banks is not None, f"rows were sent for layer {layer}, which has no routed experts"
+        return banks
 
     def partial(
         self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor
@@ -46,10 +48,10 @@ class ExpertStage:
         """Return the part [T, D] in fp64 that the experts held here contribute to the rows' sums;
         id -1 marks a choice held elsewhere.
 
-        The parts of all ranks, added in any order and rounded to fp32, equal bit for bit what `run`
-        returns where all experts are in one place.
+        The parts of all ranks, added in any order and rounded to fp32, equal bit for bit the total
+        where all experts are in one place.
         """
-        return self._of(layer).partial(x_TD, expert_ids_TK, weights_TK)
+        return self.layer(layer).partial(x_TD, expert_ids_TK, weights_TK)
 
     def foresee(self, layer: int, micro_batch: int, following_E: Tensor | None) -> None:
         """Announce which experts a micro-batch will need in the next layer; called before its rows
@@ -74,7 +76,7 @@ class ExpertStage:
     def take(self, layer: int, make_bank: MakeBank, experts: Collection[int]) -> None:
         """Take over experts that are not held yet; `make_bank` reads their weights unless a memory
         reads them later."""
-        self._of(layer).take(make_bank, experts)
+        self.layer(layer).take(make_bank, experts)
 
     def drop_added(self) -> None:
         """Release all experts that were taken over."""
@@ -90,9 +92,4 @@ class ExpertStage:
         if self.room is not None:
             self.room.switch(held)
         for layer, experts in held.items():
-            self._of(layer).own(experts)
-
-    def _of(self, layer: int) -> ExpertLayer:
-        banks = self._layers[layer]
-        assert banks is not None, f"rows were sent for layer {layer}, which has no routed experts"
-        return banks
+            self.layer(layer).own(experts)

@@ -16,18 +16,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from expert_memory.rounds import interval
 from expert_memory.texts import draw, token_streams
-from experts.expert_stage import ExpertStage
 from experts.placement.replicas.replica_choice import LayerChoice, ReplicaPolicy
-from experts.routed_rows import RoutedRows
 from harness.environment import describe_environment
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.model.stage.attention_stage import Routed
 from moe_serve.offline.llm import LLM
+from moe_serve.pipeline.transport import LocalTransport
 from moe_serve.text.tokenizer import Tokenizer
 
 POLICIES: tuple[ReplicaPolicy, ...] = (
@@ -64,20 +63,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _choices(options: argparse.Namespace) -> Choices:
     """Return the routing of all rows of the prompts, by layer."""
     kept: dict[int, list[NDArray[np.int64]]] = {}
-    run = ExpertStage.run
+    dispatch = LocalTransport.dispatch
 
-    def keeping(stage: ExpertStage, layer: int, rows: RoutedRows) -> torch.Tensor:
-        kept.setdefault(layer, []).append(rows.expert_ids_TK.numpy().copy())
-        return run(stage, layer, rows)
+    def keeping(to: LocalTransport, layer: int, micro_batch: int, routed: Routed) -> None:
+        kept.setdefault(layer, []).append(routed.rows.expert_ids_TK.numpy().copy())
+        dispatch(to, layer, micro_batch, routed)
 
-    ExpertStage.run = keeping  # type: ignore[assignment,method-assign]
+    LocalTransport.dispatch = keeping  # type: ignore[method-assign]
     try:
         streams = token_streams(options.texts, Tokenizer.load(demo_model_folder()))
         with LLM(prefix_cache=False) as llm:
             prompts = draw(streams, options.prompts, 64, seed=0)
             llm.generate(prompts, SamplingParams(max_tokens=32, ignore_eos=True))
     finally:
-        ExpertStage.run = run  # type: ignore[method-assign]
+        LocalTransport.dispatch = dispatch  # type: ignore[method-assign]
     return {layer: np.concatenate(parts) for layer, parts in sorted(kept.items())}
 
 

@@ -71,7 +71,8 @@ class HiddenCapture:
             if entering_TD is not None:
                 before.append(entering_TD)
                 between.append(hidden_TD.half())
-            out_TD = self._experts.run(layer, routed.rows)
+            rows, experts = routed.rows, self._experts.layer(layer)
+            out_TD = experts.total(rows.x_TD, rows.expert_ids_TK, rows.weights_TK)
             hidden_TD = stage.add(hidden_TD, out_TD, stage.shared(layer, routed.x_TD))
         return CapturedLayers(
             expert_ids_TLK=torch.stack(ids, 1).to(torch.int16).numpy(),

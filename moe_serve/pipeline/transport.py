@@ -6,7 +6,6 @@ other micro-batches' attention: that is the ping-pong.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
@@ -53,11 +52,12 @@ class LocalTransport:
 
     def dispatch(self, layer: int, micro_batch: int, routed: Routed) -> None:
         assert micro_batch not in self._results, f"micro-batch {micro_batch} is still in flight"
-        rows = routed.rows
+        rows, x_TD = routed.rows, routed.rows.x_TD
         if self._wire is not None:
-            rows = replace(rows, x_TD=as_received(self._wire, rows.x_TD))
+            x_TD = as_received(self._wire, x_TD)
         self._stage.foresee(layer, micro_batch, routed.foreseen_E)
-        self._results[micro_batch] = self._stage.run(layer, rows)
+        experts = self._stage.layer(layer)
+        self._results[micro_batch] = experts.total(x_TD, rows.expert_ids_TK, rows.weights_TK)
 
     def combine(self, layer: int, micro_batch: int) -> Tensor:
         return self._results.pop(micro_batch)

@@ -81,7 +81,8 @@ def time_experts(
 
     def layers() -> None:
         for layer, part in rows.items():
-            model.experts.run(layer, part)
+            experts = model.experts.layer(layer)
+            experts.total(part.x_TD, part.expert_ids_TK, part.weights_TK)
 
     ids = [part.expert_ids_TK for part in rows.values()]
     return ExpertSample(

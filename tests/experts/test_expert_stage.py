@@ -14,7 +14,6 @@ import transformers
 from torch import Tensor
 
 from experts.expert_stage import ExpertStage
-from experts.routed_rows import RoutedRows
 from moe_kernels.choice import KernelsName, native_refusal
 from moe_kernels.cpu.native_library import NativeLibrary
 from moe_serve.model.checkpoint.checkpoint import Checkpoint
@@ -82,7 +81,7 @@ def test_parts_add_up_to_the_whole(folder: Path, name: KernelsName) -> None:
             assert not whole.held(layer), f"layer {layer} is dense"
             continue
         assert whole.held(layer) == frozenset(range(NUM_EXPERTS)), f"layer {layer}"
-        want_TD = whole.run(layer, RoutedRows(*rows(width)))
+        want_TD = whole.layer(layer).total(*rows(width))
         total_TD = part_of(second, layer, width) + part_of(first, layer, width)
         assert total_TD.dtype == torch.float64, f"parts are {total_TD.dtype}"
         assert torch.equal(total_TD.float(), want_TD), f"{name}, layer {layer}: parts differ"
@@ -94,17 +93,17 @@ def test_takeovers_come_and_go(folder: Path, name: KernelsName) -> None:
     whole = loader.expert_stage()
     stage = loader.expert_stage([[1, 3], [], [0]])
     x_TD, ids_TK, weights_TK = rows(loader.spec.width)
-    want_TD = whole.run(0, RoutedRows(x_TD, ids_TK, weights_TK))
+    want_TD = whole.layer(0).total(x_TD, ids_TK, weights_TK)
     alone_TD = stage.partial(0, x_TD, only(ids_TK, {1, 3}), weights_TK)
     stage.add(0, loader.expert_bank(0, [0, 5]), [0, 5])
     stage.add(0, loader.expert_bank(0, [4]), [4])
     with pytest.raises(AssertionError, match=r"experts \[2\], which are not here"):
-        stage.run(0, RoutedRows(x_TD, ids_TK, weights_TK))
+        stage.layer(0).total(x_TD, ids_TK, weights_TK)
     with pytest.raises(AssertionError, match=r"experts \[1, 4\] are held already"):
         stage.add(0, loader.expert_bank(0, [1, 2, 4]), [1, 2, 4])
     stage.add(0, loader.expert_bank(0, [2]), [2])
     assert stage.held(0) == frozenset(range(NUM_EXPERTS)), f"holds {sorted(stage.held(0))}"
-    assert torch.equal(stage.run(0, RoutedRows(x_TD, ids_TK, weights_TK)), want_TD), name
+    assert torch.equal(stage.layer(0).total(x_TD, ids_TK, weights_TK), want_TD), name
     stage.drop_added()
     assert (stage.held(0), stage.held(2)) == (frozenset({1, 3}), frozenset({0}))
     again_TD = stage.partial(0, x_TD, only(ids_TK, {1, 3}), weights_TK)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from experts.routed_rows import RoutedRows
 from moe_kernels.choice import KernelsName
 from moe_serve.model.load.load_expert_memory import MemoryBudget
 from moe_serve.model.load.loader import ModelLoader
@@ -71,8 +70,8 @@ def test_packed_experts_in_slots(
         ids_TK = chosen_TE.topk(spec.router.top_k).indices.sort().values
         x_TD = torch.randn(ROWS, spec.width, generator=generator)
         weights_TK = torch.rand(ids_TK.shape, generator=generator)
-        rows = RoutedRows(x_TD.to(device), ids_TK.to(device), weights_TK.to(device))
-        got_TD, want_TD = stage.run(layer, rows), whole.run(layer, rows)
+        rows = x_TD.to(device), ids_TK.to(device), weights_TK.to(device)
+        got_TD, want_TD = stage.layer(layer).total(*rows), whole.layer(layer).total(*rows)
         assert torch.equal(got_TD, want_TD), f"{name}, {kernels}, layer {layer}"
     assert stage.memory is not None, "there is a budget"
     stats = stage.memory.stats

@@ -45,9 +45,6 @@ class Sums:
         factors_T = (torch.where(ids_TK < 0, 0, ids_TK + 1) * weights_TK).sum(1)
         return x_TD.double() * factors_T[:, None]
 
-    def run(self, layer: int, rows: RoutedRows) -> Tensor:
-        return self.partial(layer, rows.x_TD, rows.expert_ids_TK, rows.weights_TK).float()
-
 
 @dataclass(slots=True)
 class Pair:
