@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.cache.prefix_cache import PrefixCache
+from moe_serve.clock import REAL_CLOCK, Clock
 from moe_serve.config.sections import PAGE_SIZE, SchedulerConfig
 from moe_serve.engine.execute.step_executor import (
     NAN,
@@ -60,13 +61,14 @@ class Engine:
         ids: Iterator[int] | None = None,
         policy: BatchPolicy = FIFO,
         routes: RouteListeners | None = None,
+        clock: Clock = REAL_CLOCK,
     ) -> None:
         assert max_model_len <= num_pages * PAGE_SIZE, "one full sequence must fit the cache"
         self._executor = executor
         cache = PrefixCache(num_pages, sampled_pages)
         identity = model_identity if has_prefix_cache else None
         sharing = PrefixSharing(cache, identity, executor.finite_pages)
-        self._policy, self._scheduler = policy, Scheduler(scheduler, cache, sharing, policy)
+        self._policy, self._scheduler = policy, Scheduler(scheduler, cache, sharing, policy, clock)
         self._routes = RouteListeners() if routes is None else routes
         self._micro_batches, self.max_model_len = micro_batches, max_model_len
         self._stop = StopRule(eos_token_ids, max_model_len)
