@@ -42,7 +42,8 @@ _WAIT_S = 0.1  # wait for lost ranks between two checks for `stop`
 
 
 class Coordinator:
-    """Used by the engine thread only, except `stop`, `outage_s` and `open_steps`."""
+    """Implements StepCoordinator for ranks that are processes. Used by the engine thread only,
+    except `stop`, `outage_s` and `open_steps`."""
 
     def __init__(
         self,
