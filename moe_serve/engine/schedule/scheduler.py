@@ -71,6 +71,7 @@ class Scheduler:
             return None
 
     def add(self, sequence: Sequence) -> None:
+        sequence.page_size = self.cache.page_size
         self.sharing.register(sequence)
         self.waiting.add(sequence)
 

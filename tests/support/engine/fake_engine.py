@@ -32,6 +32,7 @@ def make_engine(
             max_num_seqs=max_num_seqs, max_batched_tokens=budget, max_passed_over_s=max_wait_s
         ),
         num_pages=num_pages,
+        page_size=runner.page_size,
         micro_batches=micro_batches,
         max_model_len=160,
         eos_token_ids=eos,
