@@ -119,6 +119,7 @@ LEAVES: Mapping[str, frozenset[str]] = {
     # The lazy public names.
     "moe_serve": frozenset({"moe_serve.offline", "moe_serve.engine"}),
     "moe_serve.errors": frozenset(),
+    "moe_serve.clock": frozenset(),
     "moe_serve.child_python": frozenset(),
     "moe_serve.config": frozenset({"moe_serve.errors", "moe_serve.regular_file"}),
     "moe_serve.json_text": frozenset(),

@@ -10,7 +10,6 @@ import torch
 from gpu_bench.job import Job
 from gpu_bench.random_weights import random_weights
 from moe_serve.config.sections import (
-    PAGE_SIZE,
     CacheConfig,
     DeviceName,
     DtypeName,
@@ -28,7 +27,7 @@ class OwnEngine:
 
     def __init__(self, job: Job) -> None:
         entrant, work, device = job.entrant, job.work, torch.device(job.device)
-        pages_of_each = -(-(work.longest + 1) // PAGE_SIZE)
+        pages_of_each = -(-(work.longest + 1) // CacheConfig().page_size)
         is_torch_set = bool(entrant.weights) and device.type == "cpu"
         config = EngineConfig(
             model=ModelConfig(
@@ -79,5 +78,5 @@ class OwnEngine:
 
 
 def _num_batch_pages(job: Job) -> int:
-    work = job.work
-    return work.batch_size * -(-(work.batch_prompt + work.batch_output + 1) // PAGE_SIZE)
+    work, page_size = job.work, CacheConfig().page_size
+    return work.batch_size * -(-(work.batch_prompt + work.batch_output + 1) // page_size)

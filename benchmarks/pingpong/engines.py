@@ -35,9 +35,9 @@ from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.pipeline.costs.batch_load import BatchLoad
-from moe_serve.pipeline.costs.cost_model import Ranks
 from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES, Choice, MicroBatchChooser
-from moe_serve.pipeline.costs.online_costs import OnlineCosts, StepTiming
+from moe_serve.pipeline.costs.online_costs import OnlineCosts
+from moe_serve.pipeline.costs.step_costs import Ranks, StepTiming
 from moe_serve.planning.measure import usual
 
 COLOCATED = "colocated"

@@ -23,7 +23,7 @@ from torch import Tensor
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cluster.control.secret import ClusterSecret
 from moe_serve.cluster.control.store import StoreServer, connect_store
-from moe_serve.config.sections import PAGE_SIZE
+from moe_serve.config.sections import CacheConfig
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.stage.step_inputs import StepInputs
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
@@ -89,10 +89,11 @@ class AttentionOfPair(PairRank):
     def __init__(self, job: RankJob) -> None:
         super().__init__(job)
         self._stage = self.loader.attention_stage(job.context)
-        self._pages = -(-job.context // PAGE_SIZE)  # of one sequence
+        page_size = CacheConfig().page_size
+        self._pages = -(-job.context // page_size)  # of one sequence
         num_pages = 1 + job.max_rows * self._pages
         device = torch.device("cpu")
-        self._cache = KVCache(self.spec, num_pages, self.loader.dtype, device)
+        self._cache = KVCache(self.spec, num_pages, page_size, self.loader.dtype, device)
 
     @torch.inference_mode()
     def take_steps(self, group: TimedGroup, series: Series) -> Iterator[StepMarks]:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_serve.config.sections import PAGE_SIZE, SchedulerConfig
+from moe_serve.config.sections import CacheConfig, SchedulerConfig
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.execute.step_executor import LocalExecutor
 from moe_serve.engine.request.client import EngineStats
@@ -33,7 +33,7 @@ from moe_serve.engine.sampling.sampler import Sampler
 from moe_serve.model.step_plan import StepPlan
 
 BLOCK_TOKENS = 512
-PAGES_PER_BLOCK = BLOCK_TOKENS // PAGE_SIZE
+PAGES_PER_BLOCK = BLOCK_TOKENS // CacheConfig().page_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The tensors behind the KV pages of one attention rank.
 
-P pages (plus the empty page 0 and a scratch page), Hkv key/value heads, D head width; page size 16
-tokens. A model with latent attention has one "head", the latent with the shared key, and no
+P pages (plus the empty page 0 and a scratch page) of S tokens, Hkv key/value heads, D head width. A
+model with latent attention has one "head", the latent with the shared key, and no
 separate values.
 """
 
@@ -14,14 +14,13 @@ import torch
 from numpy.typing import NDArray
 
 from moe_kernels.interface.kernels import KVPages
-from moe_serve.config.sections import PAGE_SIZE
 from moe_serve.model.spec import ModelSpec
 
 _PAGES_AT_ONCE = 256  # pages of a layer that `finite` copies at a time
 
 
 class KVCache:
-    """Keys [P + 2, Hkv, 16, D] and values [P + 2, Hkv, 16, Dv] by layer, initialised to zero.
+    """Keys [P + 2, Hkv, S, D] and values [P + 2, Hkv, S, Dv] by layer, initialised to zero.
 
     The last page is scratch: padded rows of a recorded step write to it, and no sequence reads it.
     Zeros matter: a page's tail is multiplied by probability 0, and 0 * NaN would be NaN. For the
@@ -29,11 +28,18 @@ class KVCache:
     """
 
     def __init__(
-        self, spec: ModelSpec, num_pages: int, dtype: torch.dtype, device: torch.device
+        self,
+        spec: ModelSpec,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        self.num_pages, self.num_kv_heads = num_pages, spec.attention.num_kv_heads
+        self.num_pages, self.page_size = num_pages, page_size
+        self.num_kv_heads = spec.attention.num_kv_heads
         self.layers = tuple(
-            _zeroed_pages(spec, num_pages + 2, dtype, device) for _ in range(spec.num_layers)
+            _zeroed_pages(spec, (num_pages + 2, page_size), dtype, device)
+            for _ in range(spec.num_layers)
         )
         is_latent = spec.latent is not None  # the values are then a part of the keys
         self._parts = [
@@ -51,21 +57,21 @@ class KVCache:
     def rows(
         self, tables: Sequence[Sequence[int]], starts: Sequence[int], counts: Sequence[int]
     ) -> NDArray[np.int64]:
-        """Return the rows for new tokens' keys, with the cache seen as [(P + 2) * Hkv * 16, D].
+        """Return the rows for new tokens' keys, with the cache seen as [(P + 2) * Hkv * S, D].
 
         Sequence i writes positions [starts[i], starts[i] + counts[i]) -> [T * Hkv], token-major.
         """
         pages, offsets = [], []
         for table, start, count in zip(tables, starts, counts, strict=True):
             positions = np.arange(start, start + count)
-            pages.append(np.asarray(table, dtype=np.int64)[positions // PAGE_SIZE])
-            offsets.append(positions % PAGE_SIZE)
+            pages.append(np.asarray(table, dtype=np.int64)[positions // self.page_size])
+            offsets.append(positions % self.page_size)
         return self.rows_at(np.concatenate(pages), np.concatenate(offsets))
 
     def rows_at(self, pages: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the rows of tokens given by page and offset in the page, [T] each -> [T * Hkv]."""
-        slots = pages * (self.num_kv_heads * PAGE_SIZE) + offsets
-        heads = np.arange(self.num_kv_heads) * PAGE_SIZE
+        slots = pages * (self.num_kv_heads * self.page_size) + offsets
+        heads = np.arange(self.num_kv_heads) * self.page_size
         rows: NDArray[np.int64] = (slots[:, None] + heads[None]).reshape(-1)
         return rows
 
@@ -99,10 +105,11 @@ class KVCache:
 
 
 def _zeroed_pages(
-    spec: ModelSpec, num_pages: int, dtype: torch.dtype, device: torch.device
+    spec: ModelSpec, size: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> KVPages:
-    a = spec.attention
-    shape = (num_pages, a.num_kv_heads, PAGE_SIZE)
+    """Make pages; `size` is their number and the tokens of each."""
+    a, (num_pages, page_size) = spec.attention, size
+    shape = (num_pages, a.num_kv_heads, page_size)
     keys = torch.zeros((*shape, a.head_dim), dtype=dtype, device=device)
     if spec.latent is not None:
         return KVPages(keys, keys[..., : a.value_width])

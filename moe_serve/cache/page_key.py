@@ -1,7 +1,7 @@
 """Names a page's content by a chain of SHA-256 hashes from the root to the page.
 
     root          = sha256(model identity, adapter, salt)
-    key of page i = sha256(key of page i - 1, its 16 token ids)     page -1 is the root
+    key of page i = sha256(key of page i - 1, its token ids)        page -1 is the root
 
 Two pages have the same key only if model, adapter, salt and every token up to the page's end are
 the same, so a key also names the content to another rank or a slower tier.
@@ -15,10 +15,7 @@ from hashlib import sha256
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.config.sections import PAGE_SIZE
-
 TOKEN_DTYPE = np.dtype("<i4")
-_PAGE_BYTES = PAGE_SIZE * TOKEN_DTYPE.itemsize
 
 
 def root_key(model_identity: bytes, adapter_id: int, cache_salt: str) -> bytes:
@@ -41,16 +38,16 @@ def token_array(token_ids: Sequence[int]) -> NDArray[np.int32]:
 
 
 def page_key(parent: bytes, tokens: NDArray[np.int32]) -> bytes:
-    """Return the key of one page after the page (or root) `parent`; it may hold fewer than 16
-    tokens.
+    """Return the key of one page after the page (or root) `parent`; it may hold fewer
+    tokens than others.
     """
     return sha256(parent + tokens.tobytes()).digest()
 
 
-def following_keys(parent: bytes, tokens: NDArray[np.int32]) -> list[bytes]:
+def following_keys(parent: bytes, tokens: NDArray[np.int32], page_size: int) -> list[bytes]:
     """Return the keys of the whole pages that `tokens` fill after the page (or root) `parent`."""
-    data, keys = tokens.tobytes(), []
-    for end in range(_PAGE_BYTES, len(data) + 1, _PAGE_BYTES):
-        parent = sha256(parent + data[end - _PAGE_BYTES : end]).digest()
+    data, keys, page_bytes = tokens.tobytes(), [], page_size * TOKEN_DTYPE.itemsize
+    for end in range(page_bytes, len(data) + 1, page_bytes):
+        parent = sha256(parent + data[end - page_bytes : end]).digest()
         keys.append(parent)
     return keys

@@ -11,11 +11,11 @@ it. A page that becomes free without being evicted is dropped from the sample.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from moe_serve.cache.histogram import Histogram, HistogramCounter
+from moe_serve.clock import REAL_CLOCK, Clock
 
 BOUNDS_S = (
     *(0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0),
@@ -55,7 +55,7 @@ class SampledPages:
     def __init__(
         self,
         rate: float,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = REAL_CLOCK,
         draw: Callable[[], float] | None = None,
     ) -> None:
         """`rate`: the share of pages to sample, 0 to 1.

@@ -88,11 +88,11 @@ class PagePool:
 class PrefixCache:
     """Hands out pages, keeps those whose values are known, and evicts when pages run out."""
 
-    def __init__(self, num_pages: int, sampled: SampledPages | None = None) -> None:
+    def __init__(self, num_pages: int, page_size: int, sampled: SampledPages | None = None) -> None:
         """`sampled`: the pages whose times are measured; None disables measuring."""
-        self._pool = PagePool(num_pages)
+        self._pool, self.page_size = PagePool(num_pages), page_size
         self.sampled = SampledPages(0.0) if sampled is None else sampled
-        self.tree = PrefixTree(num_pages)
+        self.tree = PrefixTree(num_pages, page_size)
         self._idle: OrderedDict[int, None] = OrderedDict()  # longest idle first
         self.num_evicted = 0
 

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.cache.page_key import TOKEN_DTYPE
-from moe_serve.config.sections import PAGE_SIZE
 
 _NO_TOKEN = -1  # fills the rest of a page that is not full
 _NO_PAGE = 0  # page 0 is the empty page; here it means the root, or the end of a chain
@@ -28,14 +27,14 @@ class PrefixTree:
     searches this chain for a page with common first tokens.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, page_size: int) -> None:
         size = num_pages + 1
         self._page_of: dict[bytes, int] = {}
         self._key: list[bytes] = [b""] * size
         self._parent_key: list[bytes] = [b""] * size
         self._parent = array("q", bytes(8 * size))
         self._num_children = array("q", bytes(8 * size))
-        self._tokens = np.zeros((size, PAGE_SIZE), dtype=TOKEN_DTYPE)
+        self._tokens = np.zeros((size, page_size), dtype=TOKEN_DTYPE)
         self._chain: dict[bytes, int] = {}  # parent key and first token -> latest child
         self._earlier = array("q", bytes(8 * size))
         self._later = array("q", bytes(8 * size))
@@ -58,7 +57,7 @@ class PrefixTree:
     def insert(self, page: int, key: bytes, parent_key: bytes, tokens: NDArray[np.int32]) -> None:
         """Add a page whose parent is in the tree or is the root.
 
-        A page with fewer than 16 tokens always stays a leaf; it can only be copied from.
+        A page that is not full always stays a leaf; it can only be copied from.
         """
         assert key not in self._page_of, f"page {page} has the key of page {self._page_of[key]}"
         assert page not in self, f"page {page} is in the tree already"
@@ -92,8 +91,8 @@ class PrefixTree:
         """Return the child of `parent_key` that begins most like `tokens` -> (page, tokens in
         common).
 
-        (0, 0) if no child begins with the first of them. At most 16 tokens are compared, with the
-        latest few pages only: a system prompt may have a hundred thousand continuations.
+        (0, 0) if no child begins with the first of them. At most a page of tokens is compared, and
+        the latest few pages only: a system prompt may have a hundred thousand continuations.
         """
         best, most = _NO_PAGE, 0
         page = self._chain.get(_place(parent_key, tokens), _NO_PAGE) if len(tokens) else _NO_PAGE

@@ -12,7 +12,7 @@ from moe_serve.cluster.members.pool_watch import PoolWatch, make_watch
 from moe_serve.cluster.members.rank_starter import LocalStarter
 from moe_serve.cluster.rebalance.planner import Plan, plan_in_process
 from moe_serve.cluster.started_ranks import MakeStarter, StartedRanks
-from moe_serve.config.sections import PAGE_SIZE, EngineConfig
+from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import (
     BuiltEngine,
     eos_token_ids_of,
@@ -85,7 +85,7 @@ def _layout(model: ClusterModel, first: Loaded, seconds: float) -> Layout:
         weight_format=first.weight_format,
         num_threads=model.num_threads,
         num_pages=first.num_pages * num_ranks,
-        page_size=PAGE_SIZE,
+        page_size=config.cache.page_size,
         kv_bytes=first.kv_bytes * num_ranks,
         micro_batches=MAX_MICRO_BATCHES if cuts == "auto" else cuts,
         load_seconds=seconds,

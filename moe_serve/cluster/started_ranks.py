@@ -174,6 +174,7 @@ class StartedRanks:
             executor,
             scheduler=config.scheduler,
             num_pages=loaded.num_pages,
+            page_size=config.cache.page_size,
             micro_batches=1,
             max_model_len=max_model_len_of(config.model, spec),
             eos_token_ids=eos_token_ids_of(self._model.folder, spec),

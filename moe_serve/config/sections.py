@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-PAGE_SIZE = 16  # tokens in a KV page
-
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+PageSize = Literal[8, 16, 32, 64, 128]
 KernelsName = Literal["auto", "native", "torch", "triton"]
 CudaGraphsName = Literal["auto", "on", "off"]
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -76,9 +75,10 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The size of the KV cache (at most one of the two may be set), and whether prefixes are
-    shared."""
+    """The size of the KV cache (at most one of `num_pages` and `memory_bytes` may be set), and
+    whether prefixes are shared."""
 
+    page_size: PageSize = 16  # tokens in a page
     num_pages: int | None = None
     memory_bytes: int | None = None  # None and None: enough for `max_num_seqs` average requests
     prefix_cache: bool = True  # requests reuse pages of equal beginnings

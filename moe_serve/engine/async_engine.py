@@ -11,10 +11,10 @@ import asyncio
 import dataclasses
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from moe_serve.clock import REAL_CLOCK, Clock
 from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.build import BuiltEngine
 from moe_serve.engine.driven_engine import DrivenEngine
@@ -34,10 +34,12 @@ _Command = GenerationRequest | str  # a request to add, or the id of one to abor
 class AsyncEngine:
     """Implements `EngineClient`. All public methods but `close` run on the event loop's thread."""
 
-    def __init__(self, built: BuiltEngine, limits: SchedulerConfig) -> None:
+    def __init__(
+        self, built: BuiltEngine, limits: SchedulerConfig, clock: Clock = REAL_CLOCK
+    ) -> None:
         self._engine: DrivenEngine = built.engine
         self.layout: Layout = built.layout
-        self._limits = limits
+        self._limits, self._clock = limits, clock
         self._inbox: deque[_Command] = deque()
         self._num_submitted = 0  # written by the event loop's thread
         self._num_taken = 0  # written by the engine thread
@@ -45,7 +47,7 @@ class AsyncEngine:
         self._engine.set_waker(self._wake.set)
         self._is_closing = self._is_draining = False
         self._death: str | None = None
-        self._last_turn = time.monotonic()  # last pass of the engine thread's loop
+        self._last_turn = clock()  # last pass of the engine thread's loop
         self._last_error: float | None = None  # when a request failed
         self._next_check = 0.0
         self._queues: dict[str, DeltaQueue] = {}
@@ -86,7 +88,7 @@ class AsyncEngine:
         for request in requests:
             self._queues[request.request_id] = queue
         if not self._engine.has_work:
-            self._last_turn = time.monotonic()  # it was idle, not stuck
+            self._last_turn = self._clock()  # it was idle, not stuck
         self._num_submitted += len(requests)
         self._inbox.extend(requests)
         self._wake.set()
@@ -102,7 +104,7 @@ class AsyncEngine:
         self._is_draining = True
 
     def stats(self) -> EngineStats:
-        stats, now = self._engine.stats(), time.monotonic()
+        stats, now = self._engine.stats(), self._clock()
         return dataclasses.replace(
             stats,
             num_waiting=stats.num_waiting + self._num_in_inbox,
@@ -153,7 +155,7 @@ class AsyncEngine:
         """Run the engine thread, the only thread that touches the engine."""
         try:
             while not self._is_closing:
-                self._last_turn = time.monotonic()
+                self._last_turn = self._clock()
                 self._wake.clear()
                 self._take_inbox()
                 if self._engine.has_work:
@@ -168,11 +170,11 @@ class AsyncEngine:
         self._call_loop(self._end_all)
 
     def _check_idle_engine(self) -> None:
-        clock = time.monotonic()
-        if clock >= self._next_check:
+        start = self._clock()
+        if start >= self._next_check:
             self._engine.check_integrity()
-            end = time.monotonic()
-            self._next_check = end + (end - clock) / _IDLE_CHECK_SHARE
+            end = self._clock()
+            self._next_check = end + (end - start) / _IDLE_CHECK_SHARE
 
     def _take_inbox(self) -> None:
         while self._inbox:
@@ -199,7 +201,7 @@ class AsyncEngine:
         told: list[DeltaQueue] = []
         for delta in deltas:
             if delta.finish_reason is FinishReason.ERROR:
-                self._last_error = time.monotonic()
+                self._last_error = self._clock()
             queue = self._queues.get(delta.request_id)
             if queue is not None:
                 if queue.add(delta):

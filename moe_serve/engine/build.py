@@ -14,8 +14,8 @@ from moe_kernels.choice import default_num_threads
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cache.model_identity import model_identity
 from moe_serve.cache.page_times import SampledPages
-from moe_serve.cache.sizing import num_pages
-from moe_serve.config.sections import PAGE_SIZE, EngineConfig, ModelConfig
+from moe_serve.cache.sizing import check_page_size, num_pages
+from moe_serve.config.sections import EngineConfig, ModelConfig
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.execute.cuda_graphs import with_cuda_graphs
@@ -95,6 +95,7 @@ def build_engine(
     num_threads = config.model.num_threads or default_num_threads()
     folder, device = model_folder(config.model), device_of(config.model)
     loader = open_loader(folder, config.model, num_threads, device, progress, open_weights)
+    check_page_size(config.cache.page_size, loader.kernels)
     torch.set_num_threads(1 if loader.kernels.has_own_threads else num_threads)
     spec, max_model_len = loader.spec, max_model_len_of(config.model, loader.spec)
     eos = eos_token_ids_of(folder, spec)
@@ -111,12 +112,12 @@ def build_engine(
     runner, graphs = with_cuda_graphs(pipeline, part.stage, part.cache, config, max_model_len, cuts)
     watched = WatchedRunner(runner, log)
     masks = AnswerMasks(spec.vocab_size, eos, grammars)
-    sampler = make_sampler(eos, loader.kernels)
-    executor = LocalExecutor(watched, sampler, tap, experts.memory, masks)
+    executor = LocalExecutor(watched, make_sampler(eos, loader.kernels), tap, experts.memory, masks)
     engine = Engine(
         executor,
         scheduler=config.scheduler,
         num_pages=part.num_pages,
+        page_size=config.cache.page_size,
         micro_batches=cuts,
         max_model_len=max_model_len,
         eos_token_ids=eos,
@@ -167,7 +168,7 @@ def _layout(
         expert_weights=loader.expert_weights,
         num_threads=config.model.num_threads or default_num_threads(),
         num_pages=part.num_pages,
-        page_size=PAGE_SIZE,
+        page_size=config.cache.page_size,
         kv_bytes=part.kv_bytes,
         micro_batches=config.pipeline.num_in_one_process,
         load_seconds=load_seconds,
@@ -220,8 +221,9 @@ def load_attention(
         max_num_seqs=config.scheduler.max_num_seqs,
         available_bytes=free_bytes(loader.device),
     )
-    cache = KVCache(spec, pages, loader.dtype, loader.device)
-    return AttentionPart(stage, cache, pages, pages * PAGE_SIZE * token_bytes)
+    page_size = config.cache.page_size
+    cache = KVCache(spec, pages, page_size, loader.dtype, loader.device)
+    return AttentionPart(stage, cache, pages, pages * page_size * token_bytes)
 
 
 def open_loader(

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.cache.prefix_cache import PrefixCache
-from moe_serve.config.sections import PAGE_SIZE, SchedulerConfig
+from moe_serve.clock import REAL_CLOCK, Clock
+from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.execute.step_executor import (
     NAN,
     NO_TOKEN,
@@ -41,8 +42,7 @@ class Engine:
 
     `begin_step` and `end_step` split a step around its computation, so that several engines can
     step together. While a step runs, `begin_ahead` may begin the next one if its contents are
-    certain. A sequence that ends in between is computed once more in vain and keeps its pages until
-    then.
+    certain. A sequence that ends in between keeps its pages and is computed once more in vain.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Engine:
         *,
         scheduler: SchedulerConfig,
         num_pages: int,
+        page_size: int = 16,
         micro_batches: int,
         max_model_len: int,
         eos_token_ids: frozenset[int],
@@ -60,14 +61,14 @@ class Engine:
         ids: Iterator[int] | None = None,
         policy: BatchPolicy = FIFO,
         routes: RouteListeners | None = None,
+        clock: Clock = REAL_CLOCK,
     ) -> None:
-        assert max_model_len <= num_pages * PAGE_SIZE, "one full sequence must fit the cache"
-        self._executor = executor
-        cache = PrefixCache(num_pages, sampled_pages)
+        assert max_model_len <= num_pages * page_size, "one full sequence must fit the cache"
+        cache = PrefixCache(num_pages, page_size, sampled_pages)
         identity = model_identity if has_prefix_cache else None
         sharing = PrefixSharing(cache, identity, executor.finite_pages)
-        self._policy, self._scheduler = policy, Scheduler(scheduler, cache, sharing, policy)
-        self._routes = RouteListeners() if routes is None else routes
+        self._policy, self._scheduler = policy, Scheduler(scheduler, cache, sharing, policy, clock)
+        self._executor, self._routes = executor, RouteListeners() if routes is None else routes
         self._micro_batches, self.max_model_len = micro_batches, max_model_len
         self._stop = StopRule(eos_token_ids, max_model_len)
         self._ids = itertools.count() if ids is None else ids  # sequence ids
@@ -104,8 +105,9 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request, even if this raises ExecutorLostError. Unknown ids are ignored."""
         if request_id in self._sequences:
-            aborted = TokenDelta(request_id=request_id, finish_reason=FinishReason.ABORT)
-            self._pending.append(aborted)
+            self._pending.append(
+                TokenDelta(request_id=request_id, finish_reason=FinishReason.ABORT)
+            )
             self._end([self._sequences[request_id]])
 
     @property

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from experts.expert_stage import ExpertStage
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.config.sections import PAGE_SIZE
+from moe_serve.config.sections import CacheConfig
 from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
 
@@ -38,8 +38,9 @@ class HiddenCapture:
     def __init__(self, stage: AttentionStage, experts: ExpertStage, max_tokens: int) -> None:
         self._stage, self._experts, self._max_tokens = stage, experts, max_tokens
         device = torch.device("cpu")
-        num_pages = -(-max_tokens // PAGE_SIZE) * 2
-        self._cache = KVCache(stage.spec, num_pages, stage.dtype, device)
+        page_size = CacheConfig().page_size
+        num_pages = -(-max_tokens // page_size) * 2
+        self._cache = KVCache(stage.spec, num_pages, page_size, stage.dtype, device)
 
     def batches(self, documents: Sequence[Tokens]) -> Iterator[list[int]]:
         """Yield indices of documents to run together: at most `max_tokens` tokens, but at least one
@@ -58,7 +59,7 @@ class HiddenCapture:
     def run(self, documents: Sequence[Tokens], *, has_hidden: bool = True) -> CapturedLayers:
         """Pass documents through all layers. Each is read from its start."""
         stage, cache = self._stage, self._cache
-        inputs = stage.make_inputs(_as_batch(documents), cache, cache.device)
+        inputs = stage.make_inputs(_as_batch(documents, cache.page_size), cache, cache.device)
         hidden_TD = stage.embed(inputs)
         ids, before, between = list[Tensor](), list[Tensor](), list[Tensor]()
         for layer in range(stage.spec.num_layers):
@@ -81,10 +82,10 @@ class HiddenCapture:
         )
 
 
-def _as_batch(documents: Sequence[Tokens]) -> MicroBatch:
+def _as_batch(documents: Sequence[Tokens], page_size: int) -> MicroBatch:
     slices, page = [], 1
     for index, tokens in enumerate(documents):
-        num_pages = -(-len(tokens) // PAGE_SIZE)
+        num_pages = -(-len(tokens) // page_size)
         slices.append(
             SequenceSlice(
                 sequence_id=index,

@@ -16,9 +16,9 @@ from typing import Literal
 
 from moe_serve.errors import ConfigError
 from moe_serve.pipeline.costs.batch_load import BatchLoad
-from moe_serve.pipeline.costs.cost_model import Ranks, StageCosts
 from moe_serve.pipeline.costs.lockstep import simulate_layers
 from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES
+from moe_serve.pipeline.costs.step_costs import Ranks, StepCosts, step_time
 from moe_serve.planning.calibration_file import Calibration, ModelFacts
 
 MAX_BATCH = 65536
@@ -102,13 +102,13 @@ class _Candidate:
             BatchLoad.decode(share + (rank < more), context) for rank in range(self.num_holders)
         ]
 
-    def step_s(self, costs: StageCosts, batch: int, context: int) -> float:
+    def step_s(self, costs: StepCosts, batch: int, context: int) -> float:
         loads = self.loads(batch, context)
         if self.kind in ("colocated", "replicated"):
             return costs.colocated_time(loads[0])
-        return costs.step_time(loads, self.num_micro_batches, self.ranks)
+        return step_time(costs, loads, self.num_micro_batches, self.ranks)
 
-    def simulated_s(self, costs: StageCosts, batch: int, context: int) -> float:
+    def simulated_s(self, costs: StepCosts, batch: int, context: int) -> float:
         """Returns the time of the same step by discrete simulation."""
         loads = self.loads(batch, context)
         parts = zip(*(load.split(self.num_micro_batches) for load in loads), strict=True)

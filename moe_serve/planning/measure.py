@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from experts.routed_rows import RoutedRows
-from moe_serve.config.sections import PAGE_SIZE
 from moe_serve.model.stage.step_inputs import StepInputs, make_step_inputs
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
 from moe_serve.pipeline.costs.batch_load import BatchLoad
@@ -139,10 +138,9 @@ class Case:
     num_rows: int
     start: int
 
-    @property
-    def num_pages(self) -> int:
+    def num_pages(self, page_size: int) -> int:
         """Returns the pages of one sequence."""
-        return -(-(self.start + self.num_rows) // PAGE_SIZE)
+        return -(-(self.start + self.num_rows) // page_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +156,8 @@ def attention_cases(model: MeasuredModel, is_quick: bool) -> list[Case]:
     decode, chunks = (_QUICK_DECODE, _QUICK_CHUNKS) if is_quick else (_DECODE, _CHUNKS)
     cases = [Case(n, 1, min(context, model.max_context) - 1) for n, context in decode]
     cases += [Case(1, n, start) for n, start in chunks if start + n <= model.max_context]
-    limit = model.cache.num_pages
-    return [c for c in dict.fromkeys(cases) if c.num_sequences * c.num_pages <= limit]
+    limit, size = model.cache.num_pages, model.cache.page_size
+    return [c for c in dict.fromkeys(cases) if c.num_sequences * c.num_pages(size) <= limit]
 
 
 @torch.inference_mode()
@@ -200,12 +198,13 @@ def _slices(model: MeasuredModel, case: Case) -> tuple[SequenceSlice, ...]:
     """Gives every sequence pages of its own, as different requests have. Page 0 is the empty
     one."""
     tokens = np.arange(case.num_rows, dtype=np.int64) % model.spec.vocab_size
+    num_pages = case.num_pages(model.cache.page_size)
     return tuple(
         SequenceSlice(
             index,
             case.start,
             tokens,
-            tuple(range(1 + index * case.num_pages, 1 + (index + 1) * case.num_pages)),
+            tuple(range(1 + index * num_pages, 1 + (index + 1) * num_pages)),
             1,
         )
         for index in range(case.num_sequences)

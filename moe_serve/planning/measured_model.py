@@ -12,7 +12,7 @@ from experts.expert_stage import ExpertStage
 from moe_kernels.choice import default_num_threads
 from moe_kernels.interface.kernels import Kernels
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.config.sections import PAGE_SIZE
+from moe_serve.config.sections import CacheConfig
 from moe_serve.errors import ConfigError
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.load.model_tensors import LoadProgress
@@ -65,7 +65,7 @@ class MeasuredModel:
 
     @property
     def num_cached_tokens(self) -> int:
-        return self.cache.num_pages * PAGE_SIZE
+        return self.cache.num_pages * self.cache.page_size
 
 
 def load_measured_model(
@@ -83,7 +83,9 @@ def load_measured_model(
     experts = loader.expert_stage()
     max_context = min(spec.max_positions, 16384)
     attention = loader.attention_stage(max_context)
-    num_pages = _num_pages(spec.kv_bytes_per_token(loader.dtype.itemsize), device)
+    page_size = CacheConfig().page_size
+    page_bytes = page_size * spec.kv_bytes_per_token(loader.dtype.itemsize)
+    num_pages = _num_pages(page_bytes, device)
     return MeasuredModel(
         folder=folder,
         spec=spec,
@@ -93,8 +95,8 @@ def load_measured_model(
         num_threads=threads,
         attention=attention,
         experts=experts,
-        cache=KVCache(spec, num_pages, loader.dtype, device),
-        max_context=min(max_context, num_pages * PAGE_SIZE),
+        cache=KVCache(spec, num_pages, page_size, loader.dtype, device),
+        max_context=min(max_context, num_pages * page_size),
     )
 
 
@@ -107,10 +109,10 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda" if name == "cuda" or (name == "auto" and has_cuda) else "cpu")
 
 
-def _num_pages(token_bytes: int, device: torch.device) -> int:
+def _num_pages(page_bytes: int, device: torch.device) -> int:
     if device.type == "cuda":
         free = int(torch.cuda.mem_get_info(device)[0])
     else:
         free = int(psutil.virtual_memory().available)
     budget = min(_CACHE_BYTES, int(free * _CACHE_SHARE))
-    return max(1, budget // (token_bytes * PAGE_SIZE))
+    return max(1, budget // page_bytes)

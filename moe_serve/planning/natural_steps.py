@@ -110,6 +110,7 @@ def _engine(model: MeasuredModel, num_sequences: int, transport: LocalTransport)
             max_queued_requests=num_sequences,
         ),
         num_pages=model.cache.num_pages,
+        page_size=model.cache.page_size,
         micro_batches=1,
         max_model_len=model.max_context,
         eos_token_ids=eos_token_ids,

@@ -10,7 +10,7 @@ import torch
 from experts.placement.problem.placement import Placement
 from moe_serve.cache.sizing import num_pages
 from moe_serve.cluster.members.cluster_model import num_slots, placement_of, read_spec
-from moe_serve.config.sections import PAGE_SIZE, EngineConfig
+from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import device_of, max_model_len_of, model_folder
 from moe_serve.engine.execute.next_layer_prediction import num_foreseen
 from moe_serve.engine.memory.free_memory import free_bytes
@@ -124,7 +124,7 @@ class _Planner:
             max_num_seqs=self.config.scheduler.max_num_seqs,
             available_bytes=available,
         )
-        return pages, pages * PAGE_SIZE * token_bytes
+        return pages, pages * self.config.cache.page_size * token_bytes
 
     def _buffers(self) -> int:
         """Returns the bytes of frames between one attention and one expert rank, for the largest

@@ -15,7 +15,7 @@ from moe_serve.cache.kv_cache import KVCache
 def make_cache(num_pages: int = 7) -> KVCache:
     attention = SimpleNamespace(num_kv_heads=2, head_dim=4, value_width=4)
     spec: Any = SimpleNamespace(attention=attention, latent=None, num_layers=2)
-    cache = KVCache(spec, num_pages, torch.float32, torch.device("cpu"))
+    cache = KVCache(spec, num_pages, 16, torch.float32, torch.device("cpu"))
     for i, layer in enumerate(cache.layers):
         for part in (layer.keys, layer.values):
             part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(i)))

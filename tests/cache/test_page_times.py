@@ -19,11 +19,11 @@ class World:
         self.now = 100.0
         draw = None if draws is None else iter(draws).__next__
         self.sampled = SampledPages(rate, lambda: self.now, draw)
-        self.cache = PrefixCache(3, self.sampled)
+        self.cache = PrefixCache(3, 16, self.sampled)
 
     def enter(self, page: int, first_token: int) -> int:
         tokens = token_array(range(first_token, first_token + 16))
-        (key,) = following_keys(ROOT, tokens)
+        (key,) = following_keys(ROOT, tokens, 16)
         return self.cache.enter(page, key, ROOT, tokens)
 
     def times(self) -> PageTimes:

@@ -32,14 +32,14 @@ def test_a_key_names_model_adapter_salt_and_all_tokens_before() -> None:
         root_key(b"model", 0, "\ud800"),
     }
     assert len(roots) == 6
-    first, second = following_keys(ROOT, run_of(1, 100))
-    assert following_keys(ROOT, run_of(1)) == [first]
-    assert following_keys(first, run_of(100)) == [second]
-    assert following_keys(ROOT, run_of(100)) != [second], "the pages before are part of the key"
-    assert following_keys(ROOT, run_of(1)[:15]) == [], "a page that is not full has no key"
+    first, second = following_keys(ROOT, run_of(1, 100), 16)
+    assert following_keys(ROOT, run_of(1), 16) == [first]
+    assert following_keys(first, run_of(100), 16) == [second]
+    assert following_keys(ROOT, run_of(100), 16) != [second], "the pages before are part of the key"
+    assert following_keys(ROOT, run_of(1)[:15], 16) == [], "a page that is not full has no key"
     changed = run_of(1, 100)
     changed[3] += 1
-    assert not set(following_keys(ROOT, changed)) & {first, second}
+    assert not set(following_keys(ROOT, changed, 16)) & {first, second}
 
 
 def test_model_identity_sees_config_weights_and_details(tmp_path: Path) -> None:
@@ -63,12 +63,12 @@ def test_num_in_common() -> None:
 
 
 def test_most_alike_looks_at_children_of_one_parent_only() -> None:
-    tree = PrefixTree(9)
-    (key_a,) = following_keys(ROOT, run_of(1))
+    tree = PrefixTree(9, 16)
+    (key_a,) = following_keys(ROOT, run_of(1), 16)
     tree.insert(4, key_a, ROOT, run_of(1))
     for page, tokens in ((5, [7] * 5 + [8] * 11), (6, [7] * 9 + [8] * 7), (7, [9] * 16)):
         array = token_array(tokens)
-        tree.insert(page, following_keys(key_a, array)[0], key_a, array)
+        tree.insert(page, following_keys(key_a, array, 16)[0], key_a, array)
     assert tree.most_alike(key_a, token_array([7] * 7)) == (6, 7)
     assert tree.most_alike(key_a, token_array([7] * 5 + [8] * 9)) == (5, 14)
     assert tree.most_alike(key_a, token_array([6])) == (0, 0)
@@ -83,8 +83,8 @@ def test_most_alike_looks_at_children_of_one_parent_only() -> None:
 
 
 def test_a_parent_cannot_leave_before_its_children() -> None:
-    tree = PrefixTree(3)
-    first, second = following_keys(ROOT, run_of(1, 2))
+    tree = PrefixTree(3, 16)
+    first, second = following_keys(ROOT, run_of(1, 2), 16)
     tree.insert(1, first, ROOT, run_of(1))
     tree.insert(2, second, first, run_of(2))
     with pytest.raises(AssertionError, match="page 1 has 1 children"):
@@ -97,7 +97,7 @@ class Owner:
     """A sequence as the cache sees it: what it wants, and the pages it has."""
 
     def __init__(self, cache: PrefixCache, tokens: np.ndarray) -> None:
-        self.keys = following_keys(ROOT, tokens)
+        self.keys = following_keys(ROOT, tokens, 16)
         self.found = cache.find(self.keys)
         cache.hold(self.found)
         self.pages = self.found + cache.allocate(len(self.keys) - len(self.found))
@@ -108,7 +108,7 @@ class Owner:
 
 
 def test_idle_pages_go_leaf_first_and_least_recently_used_first() -> None:
-    cache = PrefixCache(6)
+    cache = PrefixCache(6, 16)
     a = Owner(cache, run_of(1, 2, 3))
     b = Owner(cache, run_of(1, 2, 4))
     assert b.found == a.pages[:2] and cache.num_cached == 4
@@ -127,9 +127,9 @@ def test_idle_pages_go_leaf_first_and_least_recently_used_first() -> None:
 
 
 def test_the_same_content_is_kept_once() -> None:
-    cache = PrefixCache(6)
+    cache = PrefixCache(6, 16)
     pages = cache.allocate(2)
-    (key,) = following_keys(ROOT, run_of(1))
+    (key,) = following_keys(ROOT, run_of(1), 16)
     kept = [cache.enter(page, key, ROOT, run_of(1)) for page in (*pages, pages[0])]
     assert kept == [pages[0]] * 3
     cache.check_integrity([[pages[0]], [pages[0]]])
@@ -137,7 +137,7 @@ def test_the_same_content_is_kept_once() -> None:
 
 
 def test_forget_drops_idle_leaves_only() -> None:
-    cache = PrefixCache(6)
+    cache = PrefixCache(6, 16)
     a = Owner(cache, run_of(1, 2, 3))
     b = Owner(cache, run_of(1, 2))
     cache.release(a.pages)
@@ -150,7 +150,7 @@ def test_forget_drops_idle_leaves_only() -> None:
 
 def test_integrity_sees_what_is_wrong() -> None:
     def broken(do: Callable[[PrefixCache, Owner], object], complaint: str) -> None:
-        cache = PrefixCache(6)
+        cache = PrefixCache(6, 16)
         owner = Owner(cache, run_of(1, 2, 3))
         cache.release(owner.pages)
         cache.check_integrity([])
@@ -170,7 +170,7 @@ def test_random_owners_against_a_model_in_ten_lines(seed: int) -> None:
     """The model: paths by their last use; whoever is used marks all its prefixes as used, the
     longest first; the one unmarked for longest goes."""
     rng, capacity = random.Random(seed), 24
-    cache, order = PrefixCache(capacity), []  # order: token paths, oldest first
+    cache, order = PrefixCache(capacity, 16), []  # order: token paths, oldest first
     for _ in range(400):
         path = tuple(rng.choice((10, 30, 50)) for _ in range(rng.randint(1, 6)))
         prefixes = [path[:n] for n in range(len(path), 0, -1)]

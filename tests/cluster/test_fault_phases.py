@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,54 +26,24 @@ from moe_serve.model.load.loader import ModelLoader
 from moe_serve.pipeline.exchange.expert_loop import ExpertLoop
 from moe_serve.pipeline.exchange.group_transport import GroupTransport
 from moe_serve.pipeline.links import data_group
-from tests.support.cluster.fault_drive import DEADLINE_S, FaultDrive, fault_config, undisturbed
-from tests.support.cluster.fault_starter import Faults, FaultStarter, no_message
+from tests.support.cluster.fault_drive import (
+    DEADLINE_S,
+    OF,
+    VOCAB_SIZE,
+    WANTED,
+    FaultDrive,
+    assert_recovers,
+    driven,
+    fault_config,
+    undisturbed,
+)
+from tests.support.cluster.fault_starter import Faults, no_message
 from tests.support.cluster.layouts import Answer, requests
-
-VOCAB_SIZE = 4096  # of the demonstration model
-OF = fault_config(2, 3)
-WANTED = requests(8, VOCAB_SIZE, num_tokens=10)
 
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Answer]:
     return undisturbed(OF, WANTED)
-
-
-@pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
-    made = Faults(monkeypatch)
-    yield made
-    made.thawed.set()
-
-
-@contextmanager
-def driven(faults: Faults, of: EngineConfig = OF) -> Iterator[tuple[FaultDrive, FaultStarter]]:
-    """A cluster of threads, and who starts them."""
-    made: list[FaultStarter] = []
-
-    def make(*arguments: Any) -> FaultStarter:
-        made.append(FaultStarter(faults, *arguments))
-        return made[0]
-
-    with FaultDrive(of, make) as drive:
-        try:
-            yield drive, made[0]
-        finally:
-            faults.thawed.set()
-
-
-def assert_recovers(
-    drive: FaultDrive, expected: dict[str, Answer], num_lost: int | None = None
-) -> None:
-    """Serves under the fault, and again when everybody is back."""
-    assert drive.serve(WANTED) == expected, "a token changed"
-    if num_lost is not None:
-        assert drive.membership.num_lost == num_lost
-    drive.wait_until_complete()
-    assert drive.serve(WANTED) == expected, "a token changed after the recovery"
-    stats = drive.engine.stats()
-    assert stats.num_free_pages == stats.num_pages, "every page is free again"
 
 
 @pytest.mark.parametrize(
@@ -160,45 +128,6 @@ def test_no_room_for_a_takeover(
     assert "expert-1 could not take over experts" in caplog.text
 
 
-def test_lost_and_back_before_anybody_looks(faults: Faults, expected: dict[str, Answer]) -> None:
-    """The engine sees the same names in the epoch, but pages and prefixes are gone."""
-    with driven(faults) as (drive, starter):
-        assert drive.serve(WANTED) == expected
-        for name in ("attention-0", "attention-1", "expert-0", "expert-1", "expert-2"):
-            starter.crash(name)
-        assert_recovers(drive, expected, num_lost=5)
-
-
-def test_requests_wait_while_a_pool_is_empty(faults: Faults, expected: dict[str, Answer]) -> None:
-    """New ones are taken, aborted ones leave, and the engine's thread is never held for long."""
-    with driven(faults, fault_config(1, 1)) as (drive, starter):
-        drive.wait_until_complete()
-        start = starter.start
-        starter.start = lambda rank: None  # type: ignore[method-assign,assignment]
-        starter.crash("attention-0")
-        end = time.monotonic() + DEADLINE_S
-        while drive.engine.stats().outage_s == 0:
-            assert time.monotonic() < end, "nobody noticed"
-            drive.engine.step()
-        answers = {request.request_id: Answer() for request in WANTED}
-        for request in WANTED:
-            drive.engine.add(request)
-        drive.engine.abort("r3")
-        (aborted,) = drive.engine.step()
-        assert (aborted.request_id, aborted.finish_reason) == ("r3", FinishReason.ABORT)
-        stats = drive.engine.stats()
-        assert stats.outage_s > 0 and stats.num_waiting == len(WANTED) - 1
-        starter.start = start  # type: ignore[method-assign]
-        starter.start(drive.state("attention-0").name)
-        del answers["r3"]
-        while any(answer.end is None for answer in answers.values()):
-            assert time.monotonic() < end, "hangs"
-            for delta in drive.engine.step():
-                answers[delta.request_id].take(delta)
-        assert drive.engine.stats().outage_s == 0
-    assert answers == {name: answer for name, answer in expected.items() if name != "r3"}
-
-
 @pytest.mark.parametrize(
     ("rank", "owner", "function", "nth"),
     [
@@ -258,20 +187,6 @@ def test_malformed_frames_are_dropped(
         assert "expert-1 sent frames that are no messages" in caplog.text
         starter.garble("expert-1", b"\xff" * 64)  # no frame can be that long
         assert_recovers(drive, expected, num_lost=1)
-
-
-def test_a_step_is_repeated_with_a_report(
-    faults: Faults, expected: dict[str, Answer], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Which rank, which step, which layer, which micro-batch, which operation."""
-    faults.at(ExpertLoop, "_sums", faults.die, rank="expert-1", time=20)
-    with driven(faults) as (drive, _):
-        assert drive.serve(WANTED) == expected
-    line = next(
-        text for text in caplog.messages if "is repeated" in text
-    )  # a step ahead may follow
-    operation = r"(dispatch|combine) of step \d+, layer \d+, micro-batch \d+\)"
-    assert re.search(rf"^step \d+ is repeated: .*expert-1 is lost \({operation}: ", line), line
 
 
 def test_a_request_that_ends_every_rank_ends_itself(

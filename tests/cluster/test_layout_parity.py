@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
+from moe_serve.cluster.steps.coordinator import Coordinator
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.request.request import TokenLogprob
 from moe_serve.pipeline.exchange.group_transport import GroupTransport
@@ -169,6 +170,7 @@ def test_a_dispatch_that_fails_half_way_holds_nobody_up(monkeypatch: pytest.Monk
     try:
         assert serve(engine, wanted) == colocated(of, wanted)
         assert next(calls) > 62, "it failed"
+        assert isinstance(engine._coordinator, Coordinator)
         assert engine._coordinator.num_repeats == 0, "and no epoch broke"
     finally:
         engine.close()

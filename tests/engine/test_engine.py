@@ -1,4 +1,4 @@
-"""The engine on a fake model: scheduling, preemption, aborts, faults, and nothing left behind."""
+"""The engine on a fake model: ends, aborts, faults, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -8,62 +8,12 @@ from typing import Any
 
 import pytest
 
-from moe_serve.config.sections import SchedulerConfig
-from moe_serve.engine.engine import Engine
-from moe_serve.engine.execute.step_executor import LocalExecutor
-from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
-from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.request import FinishReason
 from moe_serve.engine.sampling.sampler import Sampler
-from moe_serve.engine.schedule.policy.arrival_order import FIFO, ArrivalOrder
+from moe_serve.engine.schedule.policy.arrival_order import ArrivalOrder
 from moe_serve.engine.schedule.policy.longest_first import split
-from moe_serve.engine.schedule.policy.policy import BatchPolicy
+from tests.support.engine.fake_engine import make_engine, request, run, tokens
 from tests.support.engine.fake_runner import VOCAB_SIZE, FakeRunner, continuation
-
-
-def make_engine(
-    runner: FakeRunner,
-    *,
-    num_pages: int = 64,
-    max_num_seqs: int = 8,
-    budget: int = 64,
-    micro_batches: int = 1,
-    eos: frozenset[int] = frozenset(),
-    policy: BatchPolicy = FIFO,
-) -> Engine:
-    return Engine(
-        LocalExecutor(runner, Sampler(eos)),
-        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_batched_tokens=budget),
-        num_pages=num_pages,
-        micro_batches=micro_batches,
-        max_model_len=160,
-        eos_token_ids=eos,
-        policy=policy,
-    )
-
-
-def request(name: str, prompt: list[int], **params: object) -> GenerationRequest:
-    fields = {"temperature": 0.0, "max_tokens": 10} | params
-    return GenerationRequest(
-        request_id=name,
-        prompt_token_ids=tuple(prompt),
-        params=SamplingParams(**fields),  # type: ignore[arg-type]
-    )
-
-
-def run(engine: Engine) -> dict[str, list[TokenDelta]]:
-    """Step until idle, checking integrity after every step."""
-    result: dict[str, list[TokenDelta]] = {}
-    while engine.has_work:
-        for delta in engine.step():
-            result.setdefault(delta.request_id, []).append(delta)
-        engine.check_integrity()
-    stats = engine.stats()
-    assert stats.num_free_pages == stats.num_pages, "all pages are free when nothing runs"
-    return result
-
-
-def tokens(deltas: list[TokenDelta]) -> list[int]:
-    return [token for delta in deltas for token in delta.token_ids]
 
 
 def test_one_request() -> None:
@@ -73,72 +23,6 @@ def test_one_request() -> None:
     assert tokens(deltas) == continuation([3, 4, 5], 10)
     assert deltas[-1].finish_reason is FinishReason.LENGTH
     assert all(d.finish_reason is None for d in deltas[:-1])
-
-
-@pytest.mark.parametrize("budget", [1, 2, 3, 5])
-def test_fewer_tokens_in_a_step_than_seats_hold_nobody_up(budget: int) -> None:
-    """Who would find no room in the next steps is not started: all who run go on in each."""
-    engine = make_engine(FakeRunner(), max_num_seqs=8, budget=budget)
-    prompts = {f"r{i}": [1 + i] * (1 + 5 * i % 13) for i in range(8)}
-    for name, prompt in prompts.items():
-        engine.add(request(name, prompt, max_tokens=5 + len(prompt)))
-    steps: dict[str, list[int]] = {}
-    number = 0
-    while engine.has_work:
-        number += 1
-        for delta in engine.step():
-            steps.setdefault(delta.request_id, []).extend([number] * len(delta.token_ids))
-        assert engine.stats().num_running <= budget
-    assert steps.keys() == prompts.keys()
-    for name, prompt in prompts.items():
-        first = steps[name][0]
-        assert steps[name] == list(range(first, first + 5 + len(prompt))), name
-
-
-@pytest.mark.parametrize("budget", [1, 7, 64])
-def test_prompts_are_read_in_chunks_within_the_budget(budget: int) -> None:
-    runner = FakeRunner()
-    engine = make_engine(runner, budget=budget)
-    prompts = {name: [ord(name), *range(1, 40)] for name in "abc"}
-    for name, prompt in prompts.items():
-        engine.add(request(name, prompt))
-    result = run(engine)
-    for name, prompt in prompts.items():
-        assert tokens(result[name]) == continuation(prompt, 10), name
-    assert max(sum(b.num_tokens for b in plan.micro_batches) for plan in runner.plans) <= budget
-
-
-def test_new_requests_join_at_any_step() -> None:
-    engine = make_engine(FakeRunner())
-    engine.add(request("a", [1], max_tokens=20))
-    engine.step()
-    engine.add(request("b", [2], max_tokens=3))
-    deltas = engine.step()
-    assert {d.request_id for d in deltas} == {"a", "b"}
-    run(engine)
-
-
-def test_decode_goes_before_prompts() -> None:
-    runner = FakeRunner()
-    engine = make_engine(runner, budget=8)
-    engine.add(request("a", [1]))
-    engine.step()
-    engine.add(request("b", list(range(1, 100))))
-    engine.step()
-    first, second = runner.plans[-1].slices
-    assert {len(first.token_ids), len(second.token_ids)} == {1, 7}
-    run(engine)
-
-
-def test_when_pages_run_out_the_last_to_arrive_is_computed_again() -> None:
-    engine = make_engine(FakeRunner(), num_pages=10)
-    prompts = {name: [ord(name)] * 30 for name in "abcd"}
-    for name, prompt in prompts.items():
-        engine.add(request(name, prompt, max_tokens=60))
-    result = run(engine)
-    assert engine.stats().num_preemptions > 0
-    for name, prompt in prompts.items():
-        assert tokens(result[name]) == continuation(prompt, 60), name
 
 
 def test_a_full_context_ends_by_length() -> None:

@@ -26,7 +26,7 @@ def logits(folder: Path, dtype: torch.dtype, has_front: bool) -> Tensor:
     assert all(front is not None for front in stage._fronts), "the native kernels have it"
     if not has_front:
         stage._fronts = (None,) * loader.spec.num_layers
-    cache = KVCache(loader.spec, 9, dtype, CPU)
+    cache = KVCache(loader.spec, 9, 16, dtype, CPU)
     pipeline = Pipeline(stage, LocalTransport(loader.expert_stage()), cache, CPU)
     ids, parts = np.arange(1, 46), []
     for start, end in ((0, 33), (33, 44), (44, 45)):

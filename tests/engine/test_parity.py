@@ -45,7 +45,7 @@ def test_logits(
 ) -> None:
     folder, cpu = checkpoints[variant], torch.device("cpu")
     loader = ModelLoader(folder, kernels=kernels)
-    kv = KVCache(loader.spec, 9, torch.float32, cpu)
+    kv = KVCache(loader.spec, 9, 16, torch.float32, cpu)
     transport = LocalTransport(loader.expert_stage())
     pipeline = Pipeline(loader.attention_stage(512), transport, kv, cpu)
     (prompt,) = random_prompts([100])

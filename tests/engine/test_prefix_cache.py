@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from moe_kernels.choice import KernelsName
-from moe_serve.config.sections import PAGE_SIZE
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.offline.llm import LLM
 from moe_serve.offline.outputs import RequestOutput
+from tests.support.engine.fake_runner import PAGE_SIZE
 from tests.support.kernels.kernel_sets import KERNEL_SETS
 
 Dtype = Literal["float32", "bfloat16"]

@@ -33,7 +33,7 @@ def served(tokens: np.ndarray) -> np.ndarray:
     """[T, L, K]: a prompt in the server's own loop, in two chunks of prefill."""
     cpu = torch.device("cpu")
     loader = open_loader(demo_model_folder(), ModelConfig(), 1, cpu, None)
-    stage, cache = loader.attention_stage(128), KVCache(loader.spec, 8, loader.dtype, cpu)
+    stage, cache = loader.attention_stage(128), KVCache(loader.spec, 8, 16, loader.dtype, cpu)
     tap = RouteTap(loader.spec.router.num_experts)
     pipeline = Pipeline(stage, LocalTransport(loader.expert_stage()), cache, cpu, tap=tap)
     whole = SequenceSlice(

@@ -57,6 +57,7 @@ class NativeKernels:
     """Implements Kernels. `num_threads` is fixed at construction."""
 
     has_own_threads = True
+    least_page_size = 16  # keys are packed sixteen at a time, all from one page
     has_packed_products = False
     can_be_captured = False
     can_split_columns = True

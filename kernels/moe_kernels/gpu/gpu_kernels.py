@@ -66,6 +66,7 @@ class TritonKernels:
     """Implements Kernels. Linears are grouped products too, so that every row keeps its bits."""
 
     has_own_threads = False
+    least_page_size = 1
     has_packed_products = True
     can_be_captured = True
     can_split_columns = False  # not checked on a card yet

@@ -221,6 +221,11 @@ class Kernels(Protocol):
         ...
 
     @property
+    def least_page_size(self) -> int:
+        """The fewest tokens that a KV page may hold; a power of two."""
+        ...
+
+    @property
     def has_packed_products(self) -> bool:
         """True if packed experts are multiplied as they are, not dequantised in every call."""
         ...

@@ -72,6 +72,7 @@ def plan_attention(step: StepTokens, shape: AttentionShape, device: torch.device
     small = 8 // math.gcd(8, group)
     large = small * max(1, _LARGE_TILE_TOKENS // small)
     offsets = np.concatenate(([0], np.cumsum(query_lens)[:-1]))
+    assert BLOCK_TOKENS % step.page_size == 0, f"pages of {step.page_size} tokens"
     pages_per_block = BLOCK_TOKENS // step.page_size
     tables = _pad_tables(step.page_tables, pages_per_block)
     segments = []

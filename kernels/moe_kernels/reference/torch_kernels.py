@@ -72,6 +72,7 @@ class TorchKernels:
     """Implements Kernels."""
 
     has_own_threads = False
+    least_page_size = 1
     has_packed_products = False
     can_be_captured = False  # experts are looped over on the host
     can_split_columns = False  # oneDNN and MKL choose sums by the shape

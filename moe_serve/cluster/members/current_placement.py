@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from experts.placement.problem.placement import Placement
+from moe_serve.clock import REAL_CLOCK, Clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +15,7 @@ class PlacementVersion:
 
     number: int
     placement: Placement
-    since: float  # time.monotonic()
+    since: float  # on the cluster's clock
 
 
 class CurrentPlacement:
@@ -25,8 +25,9 @@ class CurrentPlacement:
     lost.
     """
 
-    def __init__(self, placement: Placement) -> None:
-        self._version = PlacementVersion(number=0, placement=placement, since=time.monotonic())
+    def __init__(self, placement: Placement, clock: Clock = REAL_CLOCK) -> None:
+        self._clock = clock
+        self._version = PlacementVersion(number=0, placement=placement, since=clock())
         self._listeners: list[Callable[[Placement], None]] = []
 
     @property
@@ -39,6 +40,6 @@ class CurrentPlacement:
 
     def switch(self, number: int, placement: Placement) -> None:
         assert number > self._version.number, f"{number} after {self._version.number}"
-        self._version = PlacementVersion(number=number, placement=placement, since=time.monotonic())
+        self._version = PlacementVersion(number=number, placement=placement, since=self._clock())
         for hear in self._listeners:
             hear(placement)

@@ -20,9 +20,9 @@ from moe_serve.engine.watch.recent_pools import RecentPools
 from moe_serve.errors import ConfigError
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.costs.batch_load import BatchLoad
-from moe_serve.pipeline.costs.cost_model import Ranks, StageCosts
 from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES, Choice, MicroBatchChooser
-from moe_serve.pipeline.costs.online_costs import OnlineCosts, StepTiming
+from moe_serve.pipeline.costs.online_costs import OnlineCosts
+from moe_serve.pipeline.costs.step_costs import Ranks, StepCosts, StepTiming
 from moe_serve.pipeline.timeline.timeline import Role, Track, decode_records
 from moe_serve.pipeline.timeline.timeline_file import TimelineWriter
 from moe_serve.planning.calibration_file import read_calibration
@@ -207,7 +207,7 @@ def make_watch(config: EngineConfig, model: ClusterModel) -> PoolWatch:
             ) from error
     if cuts != "auto":
         return PoolWatch(None, cuts, writer)
-    costs: StageCosts | OnlineCosts = OnlineCosts(len(sparse_layers(model.spec)))
+    costs: StepCosts = OnlineCosts(len(sparse_layers(model.spec)))
     if cluster.calibration is not None:
         costs = read_calibration(Path(cluster.calibration).expanduser()).costs
     ranks = Ranks(

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from moe_serve.clock import REAL_CLOCK, Clock
 from moe_serve.cluster.control.messages import Order, StepDone, StepServed
 from moe_serve.cluster.control.rank_link import Event
 from moe_serve.cluster.members.membership import Membership
@@ -28,8 +28,8 @@ def _ignore(name: str, report: object) -> None:
 class RankCalls:
     """Used by the engine thread only, except `stop`."""
 
-    def __init__(self, membership: Membership, watch: PoolWatch) -> None:
-        self._membership, self._watch = membership, watch
+    def __init__(self, membership: Membership, watch: PoolWatch, clock: Clock = REAL_CLOCK) -> None:
+        self._membership, self._watch, self.clock = membership, watch, clock
         self.on_event: Callable[[Event], None] = lambda event: None  # set by the coordinator
         self._stop_at = math.inf
 
@@ -49,15 +49,15 @@ class RankCalls:
     def stop(self) -> None:
         """Ends all waits soon, including the present one, because the server ends. On any
         thread."""
-        self._stop_at = time.monotonic() + _STOP_S
+        self._stop_at = self.clock() + _STOP_S
 
     @property
     def is_stopped(self) -> bool:
-        return time.monotonic() >= self._stop_at
+        return self.clock() >= self._stop_at
 
     def wait_for_event(self, deadline: float) -> Event | None:
         """Returns the next event; None at the deadline, or once `stop` was called."""
-        while (remaining_s := min(deadline, self._stop_at) - time.monotonic()) > 0:
+        while (remaining_s := min(deadline, self._stop_at) - self.clock()) > 0:
             if (event := self.next_event(min(remaining_s, _LOOK_S))) is not None:
                 return event
         return self.next_event(0.0)
@@ -88,7 +88,7 @@ class RankCalls:
         roster, answers = self._membership.roster, dict[str, Any]()
         # By process: a restarted one does not know the order.
         waiting = {name: roster[name].num_starts for name in orders}
-        deadline = time.monotonic() + timeout_s
+        deadline = self.clock() + timeout_s
         while True:
             for name, start in list(waiting.items()):
                 if not roster[name].is_present or roster[name].num_starts != start:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
+from moe_serve.cache.sizing import check_page_size
 from moe_serve.cluster.control.epoch import layout_of, meet, sparse_layers, split_of, wire_of
 from moe_serve.cluster.control.messages import (
     Configure,
@@ -80,6 +81,7 @@ class AttentionRank:
         config, folder = configure.config, Path(configure.folder)
         device = rank_device(config.model)
         self._loader = open_loader(folder, config.model, configure.num_threads, device, progress)
+        check_page_size(config.cache.page_size, self._loader.kernels)
         torch.set_num_threads(1 if self._loader.kernels.has_own_threads else configure.num_threads)
         self._spec = self._loader.spec
         num_shards = config.cluster.attention_tp

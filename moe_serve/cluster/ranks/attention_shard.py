@@ -104,7 +104,7 @@ class AttentionShard:
         if isinstance(pages, EndShard):
             return
         assert isinstance(pages, MakePages), f"{type(pages).__name__} before MakePages"
-        cache = KVCache(stage.spec, pages.num_pages, loader.dtype, device)
+        cache = KVCache(stage.spec, pages.num_pages, config.cache.page_size, loader.dtype, device)
         pipeline = Pipeline(stage, FollowerTransport(self._group), cache, device)
         self._tell([True])  # ready
         while not isinstance(order := self._next(), EndShard):

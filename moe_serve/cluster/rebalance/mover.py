@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import logging
 import queue
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from experts.placement.problem.placement import Placement
+from moe_serve.clock import REAL_CLOCK, Clock
 from moe_serve.cluster.control.messages import (
     DropPlacement,
     Order,
@@ -127,7 +127,7 @@ class Mover:
         send: SendOrder,
         current: CurrentPlacement,
         limits: MoverLimits,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = REAL_CLOCK,
     ) -> None:
         self._roster, self._send, self._current = roster, send, current
         self._limits, self._clock = limits, clock

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from experts.placement.errors import PlacementError
 from experts.placement.problem.placement import Placement
+from moe_serve.clock import REAL_CLOCK, Clock
 from moe_serve.cluster.control.epoch import sparse_layers
 from moe_serve.cluster.members.cluster_model import ClusterModel
 from moe_serve.cluster.members.current_placement import CurrentPlacement, PlacementVersion
@@ -60,10 +60,11 @@ class Rebalancer:
         window: LoadWindow,
         proposer: Proposer,
         mover: Mover,
+        clock: Clock = REAL_CLOCK,
     ) -> None:
         self._mode, self._interval_s = mode, interval_s
         self._current, self._window = current, window
-        self._proposer, self._mover = proposer, mover
+        self._proposer, self._mover, self._clock = proposer, mover, clock
         self._wake: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._state: RebalanceState = "idle"
@@ -144,7 +145,7 @@ class Rebalancer:
         return PlacementBrief(
             state=state,
             version=version.number,
-            age_s=time.monotonic() - version.since,
+            age_s=self._clock() - version.since,
             last=last,
             num_plans={outcome: outcomes.get(outcome, 0) for outcome in OUTCOMES},
         )
@@ -161,7 +162,7 @@ class Rebalancer:
             mode=self._mode,
             state=self.state,
             version=version.number,
-            age_s=time.monotonic() - version.since,
+            age_s=self._clock() - version.since,
             num_counted_tokens=window.num_tokens,
             balance=BalanceFigures(
                 before=None if before is None else before.balancedness,
@@ -179,7 +180,7 @@ class Rebalancer:
     def _judged(self, window: WindowCounts, version: PlacementVersion) -> Forecast | None:
         """Forecasts the present placement. A large model takes a moment, so the result is reused
         for _FRESH_S."""
-        last, now = self._judgement, time.monotonic()
+        last, now = self._judgement, self._clock()
         if last is None or last.version != version.number or now - last.at >= _FRESH_S:
             found = self._proposer.judge(window, version.placement)
             self._judgement = last = _Judgement(version.number, now, found)

@@ -11,8 +11,8 @@ from moe_serve.cache.page_times import PageTimes
 from moe_serve.cluster.control.messages import StepDone
 from moe_serve.cluster.members.pool_watch import PoolWatch
 from moe_serve.cluster.members.roster import statuses
-from moe_serve.cluster.steps.coordinator import Coordinator
 from moe_serve.cluster.steps.remote_executor import RemoteExecutor, as_outcome
+from moe_serve.cluster.steps.step_coordinator import StepCoordinator
 from moe_serve.cluster.steps.step_in_flight import (
     MAX_MOVES,
     RankLostError,
@@ -48,7 +48,7 @@ class ClusterEngine:
 
     def __init__(
         self,
-        coordinator: Coordinator,
+        coordinator: StepCoordinator,
         make_engine: MakeEngine,
         watch: PoolWatch,
         close: Callable[[], None],

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -43,7 +42,8 @@ _WAIT_S = 0.1  # wait for lost ranks between two checks for `stop`
 
 
 class Coordinator:
-    """Used by the engine thread only, except `stop`, `outage_s` and `open_steps`."""
+    """Implements StepCoordinator for ranks that are processes. Used by the engine thread only,
+    except `stop`, `outage_s` and `open_steps`."""
 
     def __init__(
         self,
@@ -58,15 +58,15 @@ class Coordinator:
         start_timeout_s: float,
     ) -> None:
         self.membership, self._calls, self._maker, self._watch = membership, calls, maker, watch
-        self._current, self._mover = current, mover
+        self._current, self._mover, self._clock = current, mover, calls.clock
         self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
         self._epoch, self._step = Epoch(), 0
         self._number = 0  # number of the last epoch tried
         self._torn_by = ""  # why members cannot reach each other, though all are there
-        self._outage_since: float | None = time.monotonic()
+        self._outage_since: float | None = self._clock()
         self._is_stopping = threading.Event()
         self._open: list[StepInFlight] = []  # steps under way, in order
-        self._last_end = 0.0  # the last end of a step, by time.perf_counter()
+        self._last_end = 0.0  # the last end of a step
         calls.on_event = self._note
         membership.is_due = lambda: mover.has_news  # a move can time out in an idle engine too
         self.num_repeats = 0
@@ -84,12 +84,12 @@ class Coordinator:
     def outage_s(self) -> float:
         """Returns for how many seconds no step could be computed; 0 while one can."""
         since = self._outage_since
-        return 0.0 if since is None else time.monotonic() - since
+        return 0.0 if since is None else self._clock() - since
 
     @property
     def open_steps(self) -> list[str]:
         """Describes the steps under way and the ranks they wait for. On any thread."""
-        return [flight.describe() for flight in list(self._open)]
+        return [flight.describe(self._clock()) for flight in list(self._open)]
 
     def stop(self) -> None:
         """Ends the wait for lost ranks, and soon that for answers. On any thread."""
@@ -224,7 +224,7 @@ class Coordinator:
     def _note_outage(self) -> None:
         """Starts the outage when the epoch breaks; a rank that joins causes none."""
         if self._outage_since is None and not self._is_whole:
-            self._outage_since = time.monotonic()
+            self._outage_since = self._clock()
         if self.outage_s > self._start_timeout_s:
             raise ClusterError(
                 f"no step could be computed for {self._start_timeout_s:g} s; the last loss: "
@@ -245,9 +245,7 @@ class Coordinator:
         """Sends a step out."""
         epoch = self._epoch
         self._step += 1
-        flight = StepInFlight(
-            self._step, epoch.number, dict(works), time.perf_counter(), set(works)
-        )
+        flight = StepInFlight(self._step, epoch.number, dict(works), self._clock(), set(works))
         if not works:
             return flight
         self._open.append(flight)
@@ -277,7 +275,7 @@ class Coordinator:
 
     def _await_end(self, flight: StepInFlight) -> None:
         """Waits for the ranks that compute a step."""
-        deadline = time.monotonic() + 10 * self._timeout_s
+        deadline = self._clock() + 10 * self._timeout_s
         while flight.waiting:
             if self._calls.wait_for_event(deadline) is None:
                 if self._calls.is_stopped:
@@ -286,7 +284,7 @@ class Coordinator:
                     self._give_up_silent(flight)
         if flight in self._open:
             self._open.remove(flight)
-            now, start = time.perf_counter(), max(flight.start, self._last_end)
+            now, start = self._clock(), max(flight.start, self._last_end)
             self._watch.ended(flight.step, now - start, flight.is_sound)
             if flight.is_sound:
                 self._mover.times.add(now - start)

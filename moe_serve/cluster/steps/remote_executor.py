@@ -14,7 +14,7 @@ from moe_serve.cluster.control.messages import (
 )
 from moe_serve.cluster.ranks.mirror import pack_tokens
 from moe_serve.cluster.ranks.packing import unpack_choices
-from moe_serve.cluster.steps.coordinator import Coordinator
+from moe_serve.cluster.steps.step_coordinator import StepCoordinator
 from moe_serve.cluster.steps.step_in_flight import RankWork
 from moe_serve.engine.execute.step_executor import RowFailure, StepOutcome
 from moe_serve.engine.request.sequence import Sequence
@@ -26,7 +26,7 @@ class RemoteExecutor:
     """Implements StepExecutor for one process of an attention rank. It remembers what the rank
     knows, so that a step's message holds only what is new."""
 
-    def __init__(self, coordinator: Coordinator, name: str) -> None:
+    def __init__(self, coordinator: StepCoordinator, name: str) -> None:
         self._coordinator, self.name = coordinator, name
         self._start = coordinator.epoch.starts[name]
         self._tables: dict[int, tuple[int, ...]] = {}  # of sequences that the rank mirrors

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -54,7 +53,7 @@ class StepInFlight:
     step: int
     epoch: int
     works: dict[str, RankWork]
-    start: float  # time.perf_counter()
+    start: float  # on the coordinator's clock
     waiting: set[str]
     results: dict[str, StepDone | Exception] = field(default_factory=dict)
     troubles: list[str] = field(default_factory=list)  # why it must be repeated
@@ -86,9 +85,9 @@ class StepInFlight:
     def why(self) -> str:
         return "; ".join(self.troubles)
 
-    def describe(self) -> str:
+    def describe(self, now: float) -> str:
         """Describes the step for a hang report, on any thread."""
-        seconds = time.perf_counter() - self.start
+        seconds = now - self.start
         num_tokens = sum(sum(work.rows) for work in list(self.works.values()))
         return (
             f"step {self.step} was sent out {seconds:.1f} s ago with {num_tokens} tokens; it waits "

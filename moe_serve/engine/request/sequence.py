@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.cache.page_key import following_keys, token_array
-from moe_serve.config.sections import PAGE_SIZE
 from moe_serve.engine.request.matcher import SequenceMatcher
 from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenLogprob
 from moe_serve.engine.request.thought_counter import ThoughtCounter
@@ -40,6 +39,7 @@ class Sequence:
         "num_shared_pages",
         "output_counts",
         "page_keys",
+        "page_size",
         "page_table",
         "prompt_logprobs",
         "request",
@@ -64,6 +64,7 @@ class Sequence:
         self.waits_since = request.arrival_time  # or when it was last put back, same clock
         self.is_proven = True  # nothing computed since the last valid sampled token
         self.is_sound = True  # no NaN or infinity was found in its pages
+        self.page_size = 0  # of the cache that has its pages; kept by the scheduler
         self.page_table: list[int] = []
         self.num_shared_pages = 0  # at the table's start, visible to other sequences
         self.num_found_pages = 0  # shared pages that it found when it started
@@ -119,12 +120,12 @@ class Sequence:
 
     def num_missing_pages(self, num_tokens: int) -> int:
         """Return the number of pages to add so that the table covers `num_tokens` tokens."""
-        return -(-num_tokens // PAGE_SIZE) - len(self.page_table)
+        return -(-num_tokens // self.page_size) - len(self.page_table)
 
     @property
     def num_full_pages(self) -> int:
         """Number of completely computed pages, which are no longer written to."""
-        return self.num_computed_tokens // PAGE_SIZE
+        return self.num_computed_tokens // self.page_size
 
     @property
     def can_share(self) -> bool:
@@ -134,8 +135,9 @@ class Sequence:
         """Extend `page_keys` to the first `num_pages` pages, which must be full of tokens."""
         known = len(self.page_keys) - 1
         if num_pages > known:
-            tokens = token_array(self.token_ids[known * PAGE_SIZE : num_pages * PAGE_SIZE])
-            self.page_keys += following_keys(self.page_keys[-1], tokens)
+            size = self.page_size
+            tokens = token_array(self.token_ids[known * size : num_pages * size])
+            self.page_keys += following_keys(self.page_keys[-1], tokens, size)
 
     def pending(self, count: int) -> NDArray[np.int64]:
         """Return the next `count` tokens to compute."""

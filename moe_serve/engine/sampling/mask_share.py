@@ -9,10 +9,10 @@ which tokens it gets.
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
+from moe_serve.clock import Clock
 from moe_serve.engine.request.constraint import Constraint
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.sampling.answer_masks import MaskCost
@@ -31,7 +31,7 @@ class MaskShare:
     `max_held_s`: see `SchedulerConfig`.
     """
 
-    def __init__(self, max_held_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, max_held_s: float, clock: Clock) -> None:
         self._max_held_s, self._clock = max_held_s, clock
         self._balance_s = _BURST_S
         self._earned_at = self._asked_at = clock()

@@ -1,7 +1,7 @@
 """Shares computed pages between sequences.
 
 A sequence gives a page once it is full, its step has succeeded and its values are finite. Another
-one takes it by reference if it wants all its 16 tokens, or copies it if it wants only the first
+one takes it by reference if it wants all its tokens, or copies it if it wants only the first
 tokens (copy on write: it will write the rest).
 """
 
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from moe_serve.cache.page_key import page_key, root_key, token_array
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.cache.prefix_tree import num_in_common
-from moe_serve.config.sections import PAGE_SIZE
 from moe_serve.engine.request.sequence import Sequence
 
 # On a CPU, copying and checking a page takes about the time of one token of a prompt.
@@ -35,6 +34,7 @@ class PrefixSharing:
         finite_pages: Callable[[list[int]], list[bool]],
     ) -> None:
         self._cache, self._identity, self._finite_pages = cache, model_identity, finite_pages
+        self._page_size = cache.page_size
         self._computing: dict[bytes, int] = {}  # key of a page -> the sequence that will give it
         self._copies: list[tuple[int, int]] = []
         self.num_queried_tokens = self.num_hit_tokens = 0
@@ -57,7 +57,7 @@ class PrefixSharing:
             return []
         if sequence.awaited_key in self._computing:
             return None
-        num_wanted = (sequence.num_tokens - 1) // PAGE_SIZE
+        num_wanted = (sequence.num_tokens - 1) // self._page_size
         sequence.extend_keys(num_wanted)
         keys = sequence.page_keys[1 : num_wanted + 1]
         pages = self._cache.find(keys)
@@ -72,7 +72,7 @@ class PrefixSharing:
         assert not sequence.page_table, f"sequence {sequence.id} has pages before it starts"
         self._cache.hold(pages)
         sequence.page_table = list(pages)
-        sequence.num_computed_tokens = len(pages) * PAGE_SIZE
+        sequence.num_computed_tokens = len(pages) * self._page_size
         sequence.num_shared_pages = sequence.num_found_pages = len(pages)
         if not sequence.can_share:
             return
@@ -80,7 +80,7 @@ class PrefixSharing:
             if can_copy:
                 self._copy_beginning(sequence, running)
             self._count(sequence)
-        num_full = sequence.num_tokens // PAGE_SIZE
+        num_full = sequence.num_tokens // self._page_size
         sequence.extend_keys(num_full)
         for key in sequence.page_keys[len(pages) + 1 : num_full + 1]:
             self._computing.setdefault(key, sequence.id)
@@ -94,7 +94,7 @@ class PrefixSharing:
     def _copy_beginning(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
         """Request a copy of the page that begins most like the sequence's next one."""
         start, most = sequence.num_computed_tokens, sequence.num_tokens - 1
-        wanted = token_array(sequence.token_ids[start : min(start + PAGE_SIZE, most)])
+        wanted = token_array(sequence.token_ids[start : min(start + self._page_size, most)])
         if len(wanted) < _LEAST_COPIED_TOKENS:
             return
         source, count = self._most_alike(sequence, wanted, running)
@@ -112,7 +112,7 @@ class PrefixSharing:
         """Return a page and the number of its tokens that match. It is a cached page, or the last
         one of a running sequence (n > 1, equal prompts) whose values are finite so far."""
         index = sequence.num_shared_pages
-        parent_key, start = sequence.page_keys[index], index * PAGE_SIZE
+        parent_key, start = sequence.page_keys[index], index * self._page_size
         best, most = self._cache.tree.most_alike(parent_key, wanted)
         for other in running:
             if other.num_computed_tokens - start <= most or other.num_full_pages != index:
@@ -156,7 +156,7 @@ class PrefixSharing:
             if not (sequence.can_share or (is_end and sequence.is_sound)):
                 continue
             num_pages = sequence.num_full_pages
-            if is_end and sequence.num_computed_tokens % PAGE_SIZE >= _LEAST_COPIED_TOKENS:
+            if is_end and sequence.num_computed_tokens % self._page_size >= _LEAST_COPIED_TOKENS:
                 num_pages += 1
             if num_pages > sequence.num_shared_pages:
                 fresh.append((sequence, range(sequence.num_shared_pages, num_pages)))
@@ -177,11 +177,12 @@ class PrefixSharing:
         if self._identity is None:
             return
         sequence.extend_keys(min(span.stop, sequence.num_full_pages))
-        start, end = span.start * PAGE_SIZE, sequence.num_computed_tokens
-        ids = token_array(sequence.token_ids[start : min(span.stop * PAGE_SIZE, end)])
+        size = self._page_size
+        start, end = span.start * size, sequence.num_computed_tokens
+        ids = token_array(sequence.token_ids[start : min(span.stop * size, end)])
         for index in span:
-            tokens = ids[index * PAGE_SIZE - start :][:PAGE_SIZE]
-            parent_key, is_full = sequence.page_keys[index], len(tokens) == PAGE_SIZE
+            tokens = ids[index * size - start :][:size]
+            parent_key, is_full = sequence.page_keys[index], len(tokens) == size
             key = sequence.page_keys[index + 1] if is_full else page_key(parent_key, tokens)
             page = self._cache.enter(sequence.page_table[index], key, parent_key, tokens)
             sequence.page_table[index] = page

@@ -2,10 +2,10 @@
 
 Prompts and answers follow one rule: every running sequence has tokens that are not computed yet,
 and a step computes some of them under a token budget. Sequences with one token left (decode) go
-first, then prompts in the order in which they started, then waiting sequences, the most urgent
-first. A running sequence is never put back for a more urgent one. When pages run out, the least
-urgent running sequence (among several, the one that started last) gives its pages back and waits,
-ahead of all equally urgent ones, to be computed again.
+first, then prompts that are being read, then waiting sequences. `Urgency` decides the order of each
+kind. A running sequence is never put back for a more urgent one. When pages run out, the least
+urgent running sequence gives its pages back and waits, ahead of all equally urgent ones, to be
+computed again.
 
 A sequence starts with its cached tokens. If a running sequence is computing its next page, it waits
 for that page, and those behind it may start first. The batch policy may also let others go first,
@@ -14,17 +14,18 @@ within bounds.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 from moe_serve.cache.prefix_cache import PrefixCache
+from moe_serve.clock import Clock
 from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.request.sequence import Schedule, Sequence
 from moe_serve.engine.request.step_tokens import StepTokenCounter
 from moe_serve.engine.sampling.mask_share import MaskShare
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
 from moe_serve.engine.schedule.prefix_sharing import PrefixSharing
+from moe_serve.engine.schedule.urgency import Urgency
 from moe_serve.engine.schedule.waiting_queue import Skipped, WaitingQueue
 
 
@@ -37,12 +38,17 @@ class Scheduler:
         cache: PrefixCache,
         sharing: PrefixSharing,
         policy: BatchPolicy,
+        clock: Clock,
+        urgency: Urgency | None = None,
     ) -> None:
+        """`urgency` replaces the configured rule."""
         self._config, self.cache, self.sharing, self.policy = config, cache, sharing, policy
-        self.waiting = WaitingQueue(config.max_passed_over_s)
+        self._urgency = urgency = urgency or Urgency(config.max_passed_over_s)
+        self._clock = clock
+        self.waiting = WaitingQueue(urgency, clock)
         self.running: list[Sequence] = []  # in the order in which they started
         self.skipped = Skipped()
-        self.mask_share = MaskShare(config.max_held_s)
+        self.mask_share = MaskShare(config.max_held_s, clock)
         self.num_preemptions = 0
         self.num_missed_tokens = 0  # prompt tokens of started sequences, not found in the cache
         self.step_tokens = StepTokenCounter()
@@ -65,6 +71,7 @@ class Scheduler:
             return None
 
     def add(self, sequence: Sequence) -> None:
+        sequence.page_size = self.cache.page_size
         self.sharing.register(sequence)
         self.waiting.add(sequence)
 
@@ -97,8 +104,7 @@ class Scheduler:
         chosen: Schedule = {}
         budget = self._config.max_batched_tokens
         num_preempted = self.num_preemptions
-        decoding = [s for s in self.running if s.num_pending_tokens == 1]
-        reading = [s for s in self.running if s.num_pending_tokens > 1]
+        decoding, reading = self._urgency.in_step(self.running)
         is_alone = not (reading or self.waiting and self._has_seat)
         decoding = self.mask_share.affordable(decoding, is_alone=is_alone)
         for sequence in (*decoding, *reading):
@@ -177,7 +183,7 @@ class Scheduler:
                 started.append(sequence)
                 sequence.is_running = True
                 if sequence.started_at is None:
-                    sequence.started_at = time.monotonic()
+                    sequence.started_at = self._clock()
                     self.num_missed_tokens += sequence.num_pending_tokens
                 self.policy.started(sequence)
                 count = min(sequence.num_pending_tokens, budget)
@@ -196,11 +202,6 @@ class Scheduler:
     def _has_seat(self) -> bool:
         return len(self.running) < self._config.max_num_seqs
 
-    @property
-    def _least_urgent(self) -> Sequence:
-        """The least urgent running sequence; among several, the one that started last."""
-        return max(reversed(self.running), key=lambda s: s.request.priority)
-
     def _num_spare_pages(self, sequence: Sequence, found: list[int]) -> int:
         """Return the pages left after a sequence takes those for its prompt and one token, and the
         running prompts take those they still need."""
@@ -215,7 +216,7 @@ class Scheduler:
             return False  # preempted a moment ago
         needed = sequence.num_missing_pages(sequence.num_computed_tokens + count)
         while needed > self.cache.num_available:
-            victim = self._least_urgent
+            victim = self._urgency.victim(self.running)
             self._preempt(victim, chosen)
             if victim is sequence:
                 return False

@@ -1,32 +1,29 @@
-"""Orders the waiting sequences, and records those that the policy skipped.
+"""Holds the waiting sequences, and records those that the policy skipped.
 
-The line is in order of arrival, with sequences that were put back in front. The most urgent start
-first (the lowest `priority`), and equally urgent ones in the line's order. Each `step_s` of waiting
-counts as one of priority, so an endless flow of urgent requests starves no request:
-
-    line          a 0   b 2   c 0   d 2      (b has waited for two steps)
-    groups        [a b c]  [d]
+The line is in order of arrival, with sequences that were put back in front. `Urgency` decides which
+of them start first; equally urgent ones start in the line's order.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Items
 
+from moe_serve.clock import Clock
 from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.schedule.urgency import Urgency
 
 
 class WaitingQueue:
     """The scheduler's waiting sequences. Only the length and `line` may be read from other
     threads."""
 
-    def __init__(self, step_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._step_s, self._clock = step_s, clock
+    def __init__(self, urgency: Urgency, clock: Clock) -> None:
+        self._urgency, self._clock = urgency, clock
         self._line: deque[Sequence] = deque()
-        self._num_of: Counter[int] = Counter()  # waiting sequences by priority
+        self._num_of: Counter[int] = Counter()  # waiting sequences by their level
 
     def __len__(self) -> int:
         return len(self._line)
@@ -43,38 +40,28 @@ class WaitingQueue:
     def add(self, sequence: Sequence) -> None:
         """Add a sequence at the end."""
         self._line.append(sequence)
-        self._num_of[sequence.request.priority] += 1
+        self._num_of[self._urgency.level(sequence)] += 1
 
     def put_back(self, sequence: Sequence) -> None:
         """Add a preempted sequence, ahead of all equally urgent ones."""
         sequence.waits_since = self._clock()
         self._line.appendleft(sequence)
-        self._num_of[sequence.request.priority] += 1
+        self._num_of[self._urgency.level(sequence)] += 1
 
     def remove(self, sequence: Sequence) -> None:
         self._line.remove(sequence)
-        priority = sequence.request.priority
-        self._num_of[priority] -= 1
-        if not self._num_of[priority]:
-            del self._num_of[priority]
+        level = self._urgency.level(sequence)
+        self._num_of[level] -= 1
+        if not self._num_of[level]:
+            del self._num_of[level]
 
     def groups(self) -> Iterator[Items[Sequence]]:
-        """Yield groups of equally urgent sequences, the most urgent first, each in the line's
-        order. With one priority, or if `step_s` is 0, the only group is the line."""
-        if len(self._num_of) < 2 or self._step_s == 0:
-            yield self._line
-            return
-        now = self._clock()
-        groups: dict[int, list[Sequence]] = {}
-        for sequence in self._line:
-            num_steps = int((now - sequence.waits_since) / self._step_s)
-            groups.setdefault(sequence.request.priority - num_steps, []).append(sequence)
-        for urgency in sorted(groups):
-            yield groups[urgency]
+        """Yield groups of equally urgent sequences, see `Urgency.groups`."""
+        return self._urgency.groups(self._line, self._num_of, self._clock())
 
     def check_integrity(self) -> None:
         """Assert that the counts match the line."""
-        counts = Counter(s.request.priority for s in self._line)
+        counts = Counter(map(self._urgency.level, self._line))
         assert counts == self._num_of, f"{counts} wait, and {self._num_of} are counted"
 
 

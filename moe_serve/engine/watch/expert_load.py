@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_serve.clock import REAL_CLOCK, Clock
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.routes.route_records import RouteRecord
 
@@ -77,7 +77,7 @@ class ExpertLoad:
         *,
         interval_s: float = INTERVAL_S,
         stride: int = STRIDE,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = REAL_CLOCK,
     ) -> None:
         """`layers` are the numbers of the model's layers with routed experts."""
         self.layers, self.num_experts, self.top_k = tuple(layers), num_experts, top_k

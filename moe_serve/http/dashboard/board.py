@@ -107,7 +107,7 @@ class Board:
                 "generated_total": stats.num_generated_tokens,
             },
             "latency": parts.latency_part(recent),
-            "kv": parts.kv_part(stats),
+            "kv": parts.kv_part(stats, facts.cache.page_size),
             "experts": parts.experts_part(load, counts),
             "expert_memory": parts.memory_part(stats),
             "ranks": parts.ranks_part(stats, shares),

@@ -46,7 +46,11 @@ def dashboard_facts(built: BuiltEngine, config: EngineConfig) -> DashboardFacts:
         layout=layout_line(built.layout),
         max_running=config.scheduler.max_num_seqs * max(1, built.layout.attention_ranks),
         max_waiting=config.scheduler.max_queued_requests,
-        cache=CacheFacts(has_prefix_cache=config.cache.prefix_cache, dtype=built.layout.dtype),
+        cache=CacheFacts(
+            has_prefix_cache=config.cache.prefix_cache,
+            page_size=built.layout.page_size,
+            dtype=built.layout.dtype,
+        ),
         experts=_counted(built),
         predictor=_predictor(config),
         last_step=built.last_step,

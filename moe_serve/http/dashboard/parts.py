@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_serve.config.sections import PAGE_SIZE
 from moe_serve.engine.request.client import EngineStats
 from moe_serve.engine.routes.placement_control import PlacementBrief
 from moe_serve.engine.watch.expert_load import WINDOW_S, ExpertCounts, ExpertLoad
@@ -38,7 +37,7 @@ def latency_part(recent: RecentRequests) -> Part:
     }
 
 
-def kv_part(stats: EngineStats) -> Part:
+def kv_part(stats: EngineStats, page_size: int) -> Part:
     """The KV cache. `used`: pages of sequences; `cached`: pages in the prefix cache, in use or
     not."""
     queried = stats.num_queried_tokens
@@ -49,7 +48,7 @@ def kv_part(stats: EngineStats) -> Part:
         "cached": stats.num_cached_pages,
     }
     return {
-        "page_tokens": PAGE_SIZE,
+        "page_tokens": page_size,
         "tiers": [memory],
         "prefix_hit_rate": stats.num_hit_tokens / queried if queried else None,
     }

@@ -14,7 +14,6 @@ from typing import Literal
 from prometheus_client.core import Metric
 
 from experts.memory.memory_stats import MemoryStats
-from moe_serve.config.sections import PAGE_SIZE
 from moe_serve.engine.request.client import EngineStats
 from moe_serve.engine.request.policy_stats import PolicyStats
 from moe_serve.engine.request.pool_stats import PoolStats
@@ -29,6 +28,7 @@ class CacheFacts:
     """Properties of the KV cache that come from the configuration and the model."""
 
     has_prefix_cache: bool = True
+    page_size: int = 16  # tokens
     dtype: str = "auto"  # of its values
 
 
@@ -113,9 +113,9 @@ def cache_families(stats: EngineStats, facts: CacheFacts, make: FamilyMaker) -> 
     """The KV cache: its shape, prefix cache hits, and the lifetime of pages."""
     # The labels have vLLM's names and values, because gateways that route by free pages read them.
     labels = {
-        "block_size": str(PAGE_SIZE),
+        "block_size": str(facts.page_size),
         "num_gpu_blocks": str(stats.num_pages),
-        "kv_cache_size_tokens": str(stats.num_pages * PAGE_SIZE),
+        "kv_cache_size_tokens": str(stats.num_pages * facts.page_size),
         "enable_prefix_caching": str(facts.has_prefix_cache),
         "cache_dtype": facts.dtype,
     }

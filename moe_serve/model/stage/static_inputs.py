@@ -24,7 +24,6 @@ from moe_kernels.interface.attention_shape import AttentionShape, StepTokens
 from moe_kernels.interface.fixed_attention import DecodeRoom, FixedAttention
 from moe_kernels.interface.kernels import Kernels
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.config.sections import PAGE_SIZE
 from moe_serve.model.spec import ModelSpec
 from moe_serve.model.stage.step_inputs import StepInputs
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
@@ -79,16 +78,17 @@ class StaticInputs:
         rows = [*slices, *[self._padding(slices)] * num_padded]
         starts = np.array([s.start for s in rows], dtype=np.int64)
         pages = np.full(len(rows), self._cache.scratch_page, dtype=np.int64)
-        pages[:num_rows] = [s.page_table[s.start // PAGE_SIZE] for s in slices]
+        page_size = self._cache.page_size
+        pages[:num_rows] = [s.page_table[s.start // page_size] for s in slices]
         wanted = np.flatnonzero([s.num_logits for s in slices])
         numbers = self._packed_numbers(
             np.array([s.token_ids[0] for s in rows], dtype=np.int64),
             starts,
-            self._cache.rows_at(pages, starts % PAGE_SIZE),
+            self._cache.rows_at(pages, starts % page_size),
             wanted,
         )
         ones = np.ones(len(rows), dtype=np.int64)
-        step = StepTokens(ones, starts, [s.page_table for s in rows], PAGE_SIZE)
+        step = StepTokens(ones, starts, [s.page_table for s in rows], page_size)
         plans = {shape: fixed.pack(step) for shape, fixed in self._attention.items()}
         return PackedInputs(numbers, plans, num_rows, len(wanted))
 
@@ -133,7 +133,7 @@ def make_static_inputs(
     max_positions: int,
 ) -> StaticInputs | None:
     """Make inputs for all steps of this size; None if the kernels have no plan for them."""
-    room = DecodeRoom(size=size, max_positions=max_positions, page_size=PAGE_SIZE)
+    room = DecodeRoom(size=size, max_positions=max_positions, page_size=cache.page_size)
     attention = {}
     for shape in dict.fromkeys(layer.attention for layer in spec.layers):
         fixed = kernels.fixed_attention(room, shape, cache.device)

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_serve.pipeline.costs.batch_load import BatchLoad
-from moe_serve.pipeline.costs.step_seconds import LayerTimes, step_seconds
+from moe_serve.pipeline.costs.step_costs import Ranks, StepTiming
+from moe_serve.pipeline.costs.step_seconds import LayerTimes
 
 HEADER_BYTES = 64  # of a message
 _CHOICE_BYTES = 8  # an expert's number and its weight
@@ -107,20 +108,6 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
-    """The numbers of attention ranks and expert ranks in a layout.
-
-    `imbalance`: the busiest expert rank's share divided by the mean share; `is_router_on_experts`:
-    the expert ranks choose experts, so rows go to all of them.
-    """
-
-    num_attention: int
-    num_experts: int
-    imbalance: float = 1.0
-    is_router_on_experts: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LinkCosts:
     """Costs of exchanging one micro-batch's rows of one layer between two ranks, by message size.
 
@@ -135,7 +122,7 @@ class LinkCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCosts:
-    """All constants of one model on one machine.
+    """All constants of one model on one machine, as a calibration found them. Implements StepCosts.
 
     `fixed`: scheduling, head and greedy sampling of a step, by rows; `sampling`: the extra time of
     drawing by temperature.
@@ -149,13 +136,22 @@ class StageCosts:
     fixed: Line
     sampling: Line
 
+    @property
+    def is_ready(self) -> bool:
+        return True
+
+    @property
+    def version(self) -> int:
+        """Return 0, as a calibration does not change."""
+        return 0
+
+    def observe(self, loads: Sequence[BatchLoad], num_parts: int, timing: StepTiming) -> None:
+        """Does nothing, as a calibration does not learn."""
+
     def layer_times(
         self, micro_batches: Sequence[Sequence[BatchLoad]], ranks: Ranks
     ) -> tuple[LayerTimes, ...]:
-        """Predict the times of all layers.
-
-        `micro_batches[j]` holds every attention rank's load in micro-batch j.
-        """
+        """See `StepCosts.layer_times`."""
         traffic = [self._traffic(loads, ranks) for loads in micro_batches]
         work = [self._expert_work(sum(x.num_rows for x in loads), ranks) for loads in micro_batches]
         nothing = (0.0,) * len(micro_batches)
@@ -182,16 +178,8 @@ class StageCosts:
             )
         return tuple(times)
 
-    def step_time(self, loads: Sequence[BatchLoad], num_micro_batches: int, ranks: Ranks) -> float:
-        """Predict the seconds of a step; `loads[a]` is the load of attention rank a."""
-        parts = zip(*(load.split(num_micro_batches) for load in loads), strict=True)
-        layers = self.layer_times(list(parts), ranks)
-        return step_seconds(layers) + self.fixed_seconds(loads)
-
     def colocated_time(self, load: BatchLoad) -> float:
-        """Predict the seconds of a step on one device that has everything: no transfers and no
-        overlap.
-        """
+        """See `StepCosts.colocated_time`."""
         total = sum(
             layer.num_layers
             * (

@@ -17,9 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_serve.pipeline.costs.batch_load import BatchLoad
-from moe_serve.pipeline.costs.cost_model import Ranks, StageCosts
-from moe_serve.pipeline.costs.online_costs import OnlineCosts, StepTiming
-from moe_serve.pipeline.costs.step_seconds import step_seconds
+from moe_serve.pipeline.costs.step_costs import Ranks, StepCosts, StepTiming, step_time
 
 MAX_MICRO_BATCHES = 4
 Reason = Literal["one sequence", "not measured yet", "trying out", "predicted best"]
@@ -140,20 +138,16 @@ class _Record:
 
 
 class MicroBatchChooser:
-    """Chooses the number of micro-batches for one layout.
-
-    `costs`: a calibration's StageCosts, or OnlineCosts, which the chooser then updates.
-    """
+    """Chooses the number of micro-batches for one layout. Its costs learn from the steps."""
 
     def __init__(
         self,
-        costs: StageCosts | OnlineCosts,
+        costs: StepCosts,
         ranks: Ranks,
         max_micro_batches: int = MAX_MICRO_BATCHES,
     ) -> None:
         assert 1 <= max_micro_batches <= MAX_MICRO_BATCHES, f"{max_micro_batches} micro-batches"
         self._costs, self._ranks, self._max = costs, ranks, max_micro_batches
-        self._online = costs if isinstance(costs, OnlineCosts) else None
         self._version = 0
         self._plans: dict[tuple[int, ...], tuple[float, ...]] = {}
         self._records: dict[tuple[int, bool], _Record] = {}
@@ -163,7 +157,7 @@ class MicroBatchChooser:
         limit = min(self._max, max(load.num_sequences for load in loads))
         if limit <= 1:
             return Choice(1, (), "one sequence")
-        if self._online is not None and not self._online.is_ready:
+        if not self._costs.is_ready:
             return Choice(1, (), "not measured yet")
         record = self._record(loads)
         seconds = record.corrected(self._predicted(loads))[:limit]
@@ -177,16 +171,16 @@ class MicroBatchChooser:
 
     def observe(self, loads: Sequence[BatchLoad], choice: Choice, timing: StepTiming) -> None:
         """Record a finished step. Do not call it for steps that were repeated or failed."""
-        if self._online is not None:  # first, so that these loads can be predicted below
-            self._online.observe(loads, choice.num_micro_batches, timing)
+        # First, so that these loads can be predicted below.
+        self._costs.observe(loads, choice.num_micro_batches, timing)
         if choice.seconds:
             index = choice.num_micro_batches - 1
             self._record(loads).observe(index, loads, timing.seconds)
 
     def _predicted(self, loads: Sequence[BatchLoad]) -> tuple[float, ...]:
         """Predict seconds by m - 1; cached by the first four bits of the loads."""
-        if self._online is not None and self._online.version != self._version:
-            self._version = self._online.version
+        if self._costs.version != self._version:
+            self._version = self._costs.version
             self._plans.clear()
         key = tuple([_rounded(number) for load in loads for number in _numbers(load)])
         plan = self._plans.get(key)
@@ -197,12 +191,8 @@ class MicroBatchChooser:
         return plan
 
     def _predict(self, loads: Sequence[BatchLoad]) -> tuple[float, ...]:
-        costs, fixed_s = self._costs, self._costs.fixed_seconds(loads)
-        seconds = []
-        for num_parts in range(1, self._max + 1):
-            parts = list(zip(*(load.split(num_parts) for load in loads), strict=True))
-            seconds.append(fixed_s + step_seconds(costs.layer_times(parts, self._ranks)))
-        return tuple(seconds)
+        choices = range(1, self._max + 1)
+        return tuple([step_time(self._costs, loads, num, self._ranks) for num in choices])
 
     def _record(self, loads: Sequence[BatchLoad]) -> _Record:
         """Return the record for the size, to within a factor of two, and for whether the step has

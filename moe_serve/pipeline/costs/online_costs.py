@@ -9,30 +9,15 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from moe_serve.pipeline.costs.batch_load import BatchLoad
-from moe_serve.pipeline.costs.cost_model import Ranks
+from moe_serve.pipeline.costs.step_costs import Ranks, StepTiming
 from moe_serve.pipeline.costs.step_seconds import LayerTimes
 
 _WEIGHT = 0.2  # weight of a new measurement
 _MOST_SLOWER = 1.25  # a new measurement counts as at most this times the average
 _DRIFT = 0.05  # a change of an average that makes a new version
 _LEAST_S = 1e-9
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTiming:
-    """Durations of a step, as its ranks and the coordinator measured them; each a difference of one
-    clock.
-
-    With several ranks, the values of the one that computed longest.
-    """
-
-    seconds: float  # the whole step
-    attention_s: float  # in the attention stages of all layers and micro-batches
-    experts_s: float  # in the expert stages of all layers and micro-batches
-    wait_s: float  # time an attention rank waited for the experts' sums
 
 
 class RowAverages:
@@ -92,7 +77,7 @@ class RowAverages:
 
 
 class OnlineCosts:
-    """T_a, T_e and T_c of one layout, as the mean over its layers."""
+    """T_a, T_e and T_c of one layout, as the mean over its layers. Implements StepCosts."""
 
     def __init__(self, num_layers: int) -> None:
         assert num_layers > 0, f"a pipeline of {num_layers} layers has nothing to measure"
@@ -106,9 +91,7 @@ class OnlineCosts:
 
     @property
     def version(self) -> int:
-        """Version number; grows whenever predictions may have changed by more than a few
-        percent.
-        """
+        """See `StepCosts.version`."""
         return self._attention.version + self._experts.version + self._transfer.version
 
     def observe(self, loads: Sequence[BatchLoad], num_parts: int, timing: StepTiming) -> None:
@@ -131,7 +114,7 @@ class OnlineCosts:
     def layer_times(
         self, micro_batches: Sequence[Sequence[BatchLoad]], ranks: Ranks
     ) -> tuple[LayerTimes, ...]:
-        """Predict as `StageCosts.layer_times`; `ranks` are those that were measured."""
+        """See `StepCosts.layer_times`; `ranks` are those that were measured."""
         totals = [sum(load.num_rows for load in loads) for loads in micro_batches]
         most = [max(load.num_rows for load in loads) for loads in micro_batches]
         return (
@@ -142,6 +125,12 @@ class OnlineCosts:
                 transfer_s=tuple(self._transfer.seconds(rows) for rows in totals),
             ),
         )
+
+    def colocated_time(self, load: BatchLoad) -> float:
+        """See `StepCosts.colocated_time`."""
+        rows = load.num_rows
+        layer_s = self._attention.seconds(rows) + self._experts.seconds(rows)
+        return self._num_layers * layer_s + self.fixed_seconds([load])
 
     def fixed_seconds(self, loads: Sequence[BatchLoad]) -> float:
         return self._fixed.seconds(sum(load.num_rows for load in loads))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.schedule.urgency import Urgency
 from moe_serve.engine.schedule.waiting_queue import WaitingQueue
 
 
@@ -22,7 +23,7 @@ def waiting(key: int, priority: int = 0, arrival: float = 0.0) -> Sequence:
 
 
 def line_of(*sequences: Sequence, clock: Callable[[], float] = lambda: 0.0) -> WaitingQueue:
-    line = WaitingQueue(5.0, clock)
+    line = WaitingQueue(Urgency(5.0), clock)
     for sequence in sequences:
         line.add(sequence)
     line.check_integrity()
@@ -84,7 +85,7 @@ def test_an_urgent_flow_is_overtaken_by_who_waits() -> None:
 
 
 def test_where_waiting_is_worth_everything_the_order_is_that_of_arrival() -> None:
-    line = WaitingQueue(0.0, lambda: 0.0)
+    line = WaitingQueue(Urgency(0.0), lambda: 0.0)
     for key, level in enumerate((3, -2, 0)):
         line.add(waiting(key, level))
     assert ids_of(line) == [[0, 1, 2]]

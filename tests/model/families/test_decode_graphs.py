@@ -86,7 +86,7 @@ def test_replayed_steps_have_the_bits_of_the_layers(
 ) -> None:
     loader = ModelLoader(folders[name], kernels=kernels, dtype=dtype)
     stage, experts = loader.attention_stage(MAX_POSITIONS), loader.expert_stage()
-    plain_cache, cache = (KVCache(loader.spec, 25, dtype, CPU) for _ in range(2))
+    plain_cache, cache = (KVCache(loader.spec, 25, 16, dtype, CPU) for _ in range(2))
     plain = Pipeline(stage, LocalTransport(experts), plain_cache, CPU)
     pipeline = Pipeline(stage, LocalTransport(experts), cache, CPU)
     recorder = EagerRecorder()
@@ -104,7 +104,7 @@ def test_replayed_steps_have_the_bits_of_the_layers(
 
 def test_padding_copies_the_shortest_row_and_writes_to_scratch(folders: dict[str, Path]) -> None:
     loader = ModelLoader(folders["qwen3_moe"])
-    cache = KVCache(loader.spec, 25, loader.dtype, CPU)
+    cache = KVCache(loader.spec, 25, 16, loader.dtype, CPU)
     static = make_static_inputs(GraphSize(4, 128), cache, loader.spec, loader.kernels, 128)
     assert static is not None, "there is a plan for any room"
     places = [t.data_ptr() for t in static.tensors]
@@ -132,7 +132,7 @@ def test_a_row_of_nan_stays_alone(folders: dict[str, Path]) -> None:
     stage, experts = loader.attention_stage(MAX_POSITIONS), loader.expert_stage()
     results: list[Tensor] = []
     for is_graphed in (False, True):
-        cache = KVCache(loader.spec, 25, loader.dtype, CPU)
+        cache = KVCache(loader.spec, 25, 16, loader.dtype, CPU)
         pipeline = Pipeline(stage, LocalTransport(experts), cache, CPU)
         runner: Pipeline | GraphedPipeline = pipeline
         if is_graphed:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.config.sections import PAGE_SIZE
 from moe_serve.model.load.loader import ModelLoader
 from tests.support.families.cases.deepseek import CASES
 from tests.support.families.parity import write_checkpoint
@@ -20,6 +19,8 @@ from tests.support.families.published_latent import (
     V3,
     spec_of,
 )
+
+PAGE_SIZE = 16
 
 
 def test_deepseek_v3_holds_576_values_per_token_and_layer() -> None:
@@ -48,7 +49,7 @@ def test_the_cache_holds_no_more_than_that(dtype: torch.dtype, tmp_path: Path) -
     """Memory that is really held: keys and values are views of one storage."""
     spec = ModelLoader(write_checkpoint(tmp_path, CASES["deepseek_v3-groups"])).spec
     num_pages = 4
-    cache = KVCache(spec, num_pages, dtype, torch.device("cpu"))
+    cache = KVCache(spec, num_pages, PAGE_SIZE, dtype, torch.device("cpu"))
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for layer in cache.layers

@@ -84,7 +84,7 @@ def logits(
     """Of all tokens, fed in steps of these lengths, in fp32."""
     loader = ModelLoader(folder, kernels=kernels, dtype=torch.float32, device=device)
     assert loader.kernels.name.startswith(kernels), f"{loader.kernels.name}, not {kernels}"
-    cache = KVCache(loader.spec, 5, torch.float32, device)
+    cache = KVCache(loader.spec, 5, 16, torch.float32, device)
     stage = loader.attention_stage(64)
     pipeline = Pipeline(stage, LocalTransport(loader.expert_stage()), cache, device)
     parts, start = [], 0

@@ -56,7 +56,7 @@ def load(folder: Path, device: torch.device) -> ModelLoader:
 
 
 def make_caches(loader: ModelLoader) -> tuple[KVCache, KVCache]:
-    one, other = (KVCache(loader.spec, 5, torch.float32, loader.device) for _ in range(2))
+    one, other = (KVCache(loader.spec, 5, 16, torch.float32, loader.device) for _ in range(2))
     return one, other
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from moe_serve.pipeline.costs.batch_load import BatchLoad
-from moe_serve.pipeline.costs.cost_model import AttentionCost, Experts, Line, LinkCosts, Ranks
+from moe_serve.pipeline.costs.cost_model import AttentionCost, Experts, Line, LinkCosts
+from moe_serve.pipeline.costs.step_costs import Ranks, step_time
 from tests.support.pipeline.synthetic_costs import synthetic_costs
 
 NONE = Line(0.0, 0.0)
@@ -67,6 +68,6 @@ def test_dense_layers_have_no_experts_and_no_transfers() -> None:
 def test_colocated_is_one_micro_batch_without_transfers() -> None:
     costs = replace(synthetic_costs(), link=LinkCosts(attention=NONE, experts=NONE, transfer=NONE))
     load = BatchLoad.decode(16, 100)
-    assert costs.colocated_time(load) == pytest.approx(costs.step_time([load], 1, ONE_EACH))
+    assert costs.colocated_time(load) == pytest.approx(step_time(costs, [load], 1, ONE_EACH))
     many = BatchLoad.decode(128, 100)
-    assert costs.step_time([many], 2, ONE_EACH) < costs.colocated_time(many)
+    assert step_time(costs, [many], 2, ONE_EACH) < costs.colocated_time(many)

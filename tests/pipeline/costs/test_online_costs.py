@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from moe_serve.pipeline.costs.batch_load import BatchLoad
-from moe_serve.pipeline.costs.cost_model import Ranks
 from moe_serve.pipeline.costs.online_costs import OnlineCosts, RowAverages
+from moe_serve.pipeline.costs.step_costs import Ranks, StepCosts, step_time
 from tests.support.pipeline.synthetic_costs import NUM_LAYERS, simulated_timing, synthetic_costs
 
 RANKS = Ranks(num_attention=2, num_experts=2)
@@ -53,3 +53,24 @@ def test_finds_the_stages_times(num_sequences: int) -> None:
     assert found.experts_s == pytest.approx(true.experts_s)
     assert found.transfer_s == pytest.approx(true.transfer_s)
     assert online.fixed_seconds(loads) == pytest.approx(costs.fixed_seconds(loads))
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_calibrated_and_measured_costs_predict_the_same_step(num_parts: int) -> None:
+    """Both are read through `StepCosts`: the second has seen steps of the first only."""
+    calibrated, measured = synthetic_costs(weights=0.0), OnlineCosts(NUM_LAYERS)
+    models: tuple[StepCosts, ...] = (calibrated, measured)
+    loads = [BatchLoad.decode(16, 100)] * 2
+    halves = [load.split(2)[0] for load in loads]
+    for seen in (loads, halves):
+        measured.observe(seen, 1, simulated_timing(calibrated, seen, 1, RANKS))
+    first, second = (step_time(costs, loads, num_parts, RANKS) for costs in models)
+    assert second == pytest.approx(first, rel=0.05)
+    assert all(costs.is_ready for costs in models)
+
+
+def test_one_device_with_everything_waits_for_no_message() -> None:
+    costs, online = synthetic_costs(transfer=0.0), OnlineCosts(NUM_LAYERS)
+    load, alone = BatchLoad.decode(16, 100), Ranks(num_attention=1, num_experts=1)
+    online.observe([load], 1, simulated_timing(costs, [load], 1, alone))
+    assert online.colocated_time(load) == pytest.approx(step_time(costs, [load], 1, alone))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +17,8 @@ from moe_serve.cluster.steps.coordinator import Coordinator
 from moe_serve.config.sections import CacheConfig, ClusterConfig, EngineConfig, SchedulerConfig
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.request.request import GenerationRequest
-from tests.support.cluster.layouts import Answer, config, serve
+from tests.support.cluster.fault_starter import Faults, FaultStarter
+from tests.support.cluster.layouts import Answer, config, requests, serve
 
 DEADLINE_S = 100.0  # of anything in here; a hang is a failure, not a wait
 
@@ -62,6 +64,9 @@ class FaultDrive:
         )  # fmt: skip
         assert isinstance(built.engine, ClusterEngine), "ranks were asked for"
         self.engine: ClusterEngine = built.engine
+        assert isinstance(self.engine._coordinator, Coordinator), (
+            "the ranks are processes or threads"
+        )
         self.coordinator: Coordinator = self.engine._coordinator
         self.membership: Membership = self.coordinator.membership
         self.hurt = Hurt()
@@ -128,3 +133,37 @@ class FaultDrive:
                 self.hurt.served = time.monotonic() - self.hurt.at
         self.engine.check_integrity()
         return answers
+
+
+VOCAB_SIZE = 4096  # of the demonstration model
+OF = fault_config(2, 3)
+WANTED = requests(8, VOCAB_SIZE, num_tokens=10)
+
+
+@contextmanager
+def driven(faults: Faults, of: EngineConfig = OF) -> Iterator[tuple[FaultDrive, FaultStarter]]:
+    """A cluster of threads, and who starts them."""
+    made: list[FaultStarter] = []
+
+    def make(*arguments: Any) -> FaultStarter:
+        made.append(FaultStarter(faults, *arguments))
+        return made[0]
+
+    with FaultDrive(of, make) as drive:
+        try:
+            yield drive, made[0]
+        finally:
+            faults.thawed.set()
+
+
+def assert_recovers(
+    drive: FaultDrive, expected: dict[str, Answer], num_lost: int | None = None
+) -> None:
+    """Serves under the fault, and again when everybody is back."""
+    assert drive.serve(WANTED) == expected, "a token changed"
+    if num_lost is not None:
+        assert drive.membership.num_lost == num_lost
+    drive.wait_until_complete()
+    assert drive.serve(WANTED) == expected, "a token changed after the recovery"
+    stats = drive.engine.stats()
+    assert stats.num_free_pages == stats.num_pages, "every page is free again"

@@ -34,7 +34,8 @@ def continuation(prompt: list[int], count: int) -> list[int]:
 class FakeRunner:
     """Implements StepRunner; remembers the plans; can be told to fail or to give NaN."""
 
-    def __init__(self) -> None:
+    def __init__(self, page_size: int = PAGE_SIZE) -> None:
+        self.page_size = page_size
         self.plans: list[StepPlan] = []
         self.cleared: list[int] = []
         self.copied: list[tuple[int, int]] = []
@@ -65,7 +66,7 @@ class FakeRunner:
     def clear_pages(self, pages: list[int]) -> None:
         self.cleared += pages
         for page in pages:
-            self.slots[page] = [0] * PAGE_SIZE
+            self.slots[page] = [0] * self.page_size
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         self.copied += pairs
@@ -77,17 +78,19 @@ class FakeRunner:
         return [NAN not in self.slots[page] for page in pages]
 
     def _write(self, start: int, tokens: list[int], table: tuple[int, ...]) -> None:
-        assert len(table) * PAGE_SIZE >= start + len(tokens), "a slice has pages for its tokens"
+        assert len(table) * self.page_size >= start + len(tokens), (
+            "a slice has its pages"
+        )
         for position, token in enumerate(tokens, start):
-            page = self.slots.setdefault(table[position // PAGE_SIZE], [0] * PAGE_SIZE)
-            page[position % PAGE_SIZE] = NAN if token == self.nan_after_token else token
+            page = self.slots.setdefault(table[position // self.page_size], [0] * self.page_size)
+            page[position % self.page_size] = NAN if token == self.nan_after_token else token
 
     def _rows(self, first: int, end: int, table: tuple[int, ...]) -> list[Tensor]:
         """Logits of positions [first, end). NaN anywhere in a page spoils a row, also behind it:
         a masked value is multiplied by 0."""
         rows = []
         for position in range(first, end):
-            pages = table[: position // PAGE_SIZE + 1]
+            pages = table[: position // self.page_size + 1]
             slots = [slot for page in pages for slot in self.slots[page]]
             row = torch.zeros(VOCAB_SIZE)
             row[next_token(slots[: position + 1])] = 5.0

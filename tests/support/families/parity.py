@@ -139,7 +139,7 @@ def model_logits(
     loader = ModelLoader(
         folder, kernels=kernels, dtype=dtype, device=device, expert_weights=expert_weights
     )
-    kv = KVCache(loader.spec, 9, dtype, device)
+    kv = KVCache(loader.spec, 9, 16, dtype, device)
     stage = loader.attention_stage(512)
     pipeline = Pipeline(stage, LocalTransport(loader.expert_stage()), kv, device)
     pages, parts = (4, 9, 1, 7, 2, 8, 3), []

@@ -67,7 +67,7 @@ def _run(
 ) -> tuple[Tensor, int]:
     loader = ModelLoader(folder, kernels="native", dtype=dtype, num_threads=1)
     stage: AttentionStage = loader.attention_stage(512, group)
-    cache = KVCache(stage.spec, 9, dtype, CPU)
+    cache = KVCache(stage.spec, 9, 16, dtype, CPU)
     if group.is_leader:
         transport = LeaderTransport(LocalTransport(loader.expert_stage()), group)
         pipeline = Pipeline(stage, transport, cache, CPU)

@@ -12,11 +12,10 @@ from moe_serve.pipeline.costs.cost_model import (
     LayerCosts,
     Line,
     LinkCosts,
-    Ranks,
     StageCosts,
 )
 from moe_serve.pipeline.costs.lockstep import simulate_layers
-from moe_serve.pipeline.costs.online_costs import StepTiming
+from moe_serve.pipeline.costs.step_costs import Ranks, StepTiming
 
 NUM_LAYERS = 6
 

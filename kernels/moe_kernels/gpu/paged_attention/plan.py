@@ -241,6 +241,7 @@ def _lay_out(step: StepTokens, shape: AttentionShape, config: AttentionConfig) -
     tile_of_item = np.repeat(np.arange(len(num_items)), num_items)
     split = np.arange(len(tile_of_item)) - (item_start - first)[tile_of_item]
     longest = max((len(table) for table in step.page_tables), default=0)
+    assert config.split_tokens % step.page_size == 0, f"pages of {step.page_size} tokens"
     pages_per_split = config.split_tokens // step.page_size
     sizes = PlanSizes(
         num_sequences=len(lens),

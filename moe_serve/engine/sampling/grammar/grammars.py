@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
@@ -12,6 +11,7 @@ from functools import cached_property
 
 import llguidance
 
+from moe_serve.clock import REAL_CLOCK, Clock
 from moe_serve.engine.request.constraint import Constraint
 from moe_serve.engine.sampling.grammar.compiler import compile_constraint
 from moe_serve.engine.sampling.grammar.limits import (
@@ -35,8 +35,8 @@ class _Patience:
     """The seconds that steps may still wait for grammars: a share of the time, saved up to a
     limit."""
 
-    def __init__(self) -> None:
-        self._left_s, self._told_at = COMPILE_TIMEOUT_S, time.monotonic()
+    def __init__(self, now: float) -> None:
+        self._left_s, self._told_at = COMPILE_TIMEOUT_S, now
 
     def left(self, now: float) -> float:
         earned_s, self._told_at = PATIENCE_SHARE * (now - self._told_at), now
@@ -50,14 +50,19 @@ class _Patience:
 class Grammars:
     """The compiled grammars of one model. Thread-safe: the server compiles, the engine follows."""
 
-    def __init__(self, read: Callable[[], Vocabulary], max_kept: int = MAX_KEPT) -> None:
+    def __init__(
+        self,
+        read: Callable[[], Vocabulary],
+        max_kept: int = MAX_KEPT,
+        clock: Clock = REAL_CLOCK,
+    ) -> None:
         """`read` reads the vocabulary; it is called at the first constraint."""
-        self._read, self._max_kept = read, max_kept
+        self._read, self._max_kept, self._clock = read, max_kept, clock
         self._kept: OrderedDict[bytes, llguidance.LLMatcher] = OrderedDict()
         self._lock = threading.RLock()
         self._threads = ThreadPoolExecutor(MAX_COMPILING, "moe-serve-grammar-step")
         self._compiling: dict[bytes, Future[llguidance.LLMatcher]] = {}
-        self._patience = _Patience()
+        self._patience = _Patience(clock())
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -81,8 +86,8 @@ class Grammars:
         if self.has(constraint):
             return self.matcher(constraint)
         assert self.vocabulary.tokenizer is not None  # made once, whatever it takes
-        key, clock = digest(constraint), time.monotonic()
-        patience_s = self._patience.left(clock)
+        key, since = digest(constraint), self._clock()
+        patience_s = self._patience.left(since)
         with self._lock:
             work = self._compiling.get(key)
             if work is None:
@@ -96,7 +101,7 @@ class Grammars:
                 "the request again later"
             ) from None
         finally:
-            self._patience.spend(time.monotonic() - clock)
+            self._patience.spend(self._clock() - since)
 
     def matcher(self, constraint: Constraint) -> llguidance.LLMatcher:
         """Return a new matcher at the grammar's beginning. Raises InvalidGrammarError."""

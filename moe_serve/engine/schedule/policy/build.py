@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from moe_serve.cache.model_identity import model_identity
-from moe_serve.config.sections import EngineConfig, SchedulerConfig
+from moe_serve.clock import REAL_CLOCK, Clock
+from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.request.placement_version import placement_version
 from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.engine.schedule.policy.ageing import Ageing
@@ -46,6 +46,7 @@ def policy_maker(
     spec: ModelSpec,
     routes: RouteListeners,
     loads: RankLoads | None = None,
+    clock: Clock = REAL_CLOCK,
 ) -> MakePolicy:
     """Return a function that builds an engine's policy. Several engines share what is known of
     requests.
@@ -65,6 +66,7 @@ def policy_maker(
         followed,
         config.predictor.refresh_tokens,
         max(1, config.cluster.attention_ranks),
+        clock,
     )
     routes.add(source)
     bounds, expected = Bounds(), None
@@ -73,17 +75,18 @@ def policy_maker(
     if scheduler.batch_policy != "expert-aware":
         plain = FIFO if scheduler.batch_policy == "fifo" else BALANCED
         return lambda: Observed(plain, source, bounds.window, expected)
-    return lambda: ExpertAware(source, table, _ageing(scheduler), cost, bounds, loads, expected)
+
+    def expert_aware() -> BatchPolicy:
+        ageing = Ageing(scheduler.max_passed_over, scheduler.max_passed_over_s, clock)
+        return ExpertAware(source, table, ageing, cost, bounds, loads, expected)
+
+    return expert_aware
 
 
 def _has_memory(config: EngineConfig) -> bool:
     """Return whether the expert memory is limited and its policy uses expected experts."""
     model = config.model
     return model.expert_memory_bytes is not None and model.expert_memory_policy != "lru"
-
-
-def _ageing(config: SchedulerConfig) -> Ageing:
-    return Ageing(config.max_passed_over, config.max_passed_over_s, time.monotonic)
 
 
 def _predictor(config: EngineConfig, folder: Path, spec: ModelSpec) -> FollowedPredictor | None:

@@ -9,7 +9,6 @@ R requests, L layers, E experts, K choices, N tokens.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_serve.clock import REAL_CLOCK, Clock
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.routes.route_records import RouteRecord
 from moe_serve.engine.schedule.policy.concave_cost import Floats
@@ -29,6 +29,7 @@ from routing_predictor.requests.request_predictor import RequestPredictor
 _SHARE_S = 1e-3  # per step, for all engines of a server
 _LARGEST_PREFIX = 512  # tokens that a predictor is given
 _WEIGHT = 0.2  # weight of a new time measurement
+_LEAST_S = 1e-9  # of one signature, if the clock stands still
 _DECODE_STRIDE = 4  # one in this many decode steps of a request is observed
 _MOST_OBSERVED = 128  # observed tokens of a prompt's chunk
 
@@ -55,8 +56,10 @@ class LiveSignatures:
         followed: FollowedPredictor | None,
         refresh_tokens: int,
         num_engines: int = 1,
+        clock: Clock = REAL_CLOCK,
     ) -> None:
         """`num_engines` share this object and its time."""
+        self._clock = clock
         self._table, self._followed, self._refresh = table, followed, refresh_tokens
         self._history = ChoiceHistory(num_experts)
         self._made_at: dict[int, int] = {}  # sequence id -> its tokens when its signature was made
@@ -100,9 +103,9 @@ class LiveSignatures:
                 break
         if not due:
             return
-        clock = time.perf_counter()
+        since = self._clock()
         self._make(due)
-        seconds = (time.perf_counter() - clock) / len(due)
+        seconds = max(_LEAST_S, (self._clock() - since) / len(due))
         self._seconds_each += _WEIGHT * (seconds - self._seconds_each)
 
     def wants(self, step: int, sequences: Mapping[int, Sequence]) -> Collection[int]:

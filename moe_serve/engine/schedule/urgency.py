@@ -1,0 +1,64 @@
+"""Decides which sequence goes first, and which one gives its pages back.
+
+The lowest `priority` is the most urgent. Each `step_s` of waiting counts as one of priority, so an
+endless flow of urgent requests starves no request:
+
+    line          a 0   b 2   c 0   d 2      (b has waited for two steps)
+    groups        [a b c]  [d]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from collections.abc import Sequence as Items
+
+from moe_serve.engine.request.sequence import Sequence
+
+
+class Urgency:
+    """The scheduler's only rule of order. A rule is a function of the sequences and the time."""
+
+    def __init__(self, step_s: float) -> None:
+        """With `step_s` 0, waiting counts for more than any priority: sequences start in order of
+        arrival."""
+        self._step_s = step_s
+
+    def key(self, sequence: Sequence, now: float) -> int:
+        """Return the urgency of a waiting sequence; the lowest starts first."""
+        num_steps = int((now - sequence.waits_since) / self._step_s) if self._step_s else 0
+        return self.level(sequence) - num_steps
+
+    def level(self, sequence: Sequence) -> int:
+        """Return the part of the urgency that does not change while the sequence is here."""
+        return sequence.request.priority
+
+    def groups(
+        self, line: Items[Sequence], levels: Collection[int], now: float
+    ) -> Iterator[Items[Sequence]]:
+        """Yield groups of equally urgent waiting sequences, the most urgent first, each in the
+        order of `line`.
+
+        `levels` are the different levels in the line. With one level, or if `step_s` is 0, the only
+        group is the line itself.
+        """
+        if len(levels) < 2 or self._step_s == 0:
+            yield line
+            return
+        groups: dict[int, list[Sequence]] = {}
+        for sequence in line:
+            groups.setdefault(self.key(sequence, now), []).append(sequence)
+        for key in sorted(groups):
+            yield groups[key]
+
+    def in_step(self, running: Items[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """Return the running sequences in the order in which a step serves them: those that decode,
+        then those that still read their prompts. `running` is in the order in which they started,
+        which was that of urgency, and both parts keep it."""
+        decoding = [s for s in running if s.num_pending_tokens == 1]
+        reading = [s for s in running if s.num_pending_tokens > 1]
+        return decoding, reading
+
+    def victim(self, running: Items[Sequence]) -> Sequence:
+        """Return the running sequence that gives its pages back: the least urgent one; among
+        several, the one that started last."""
+        return max(reversed(running), key=self.level)
