@@ -116,7 +116,7 @@ class AnswerMasks:
 def _is_masked(point: SamplingPoint) -> bool:
     """Return whether a row needs a mask. Within its thinking budget and after the reasoning it does
     not."""
-    params = point.params
+    params = point.sequence.request.params
     is_thinking_free = _is_thinking_free(point)
     is_bound = params.constraint or params.allowed_token_ids or params.bad_word_ids
     return bool(is_bound or not is_thinking_free)
@@ -124,7 +124,8 @@ def _is_masked(point: SamplingPoint) -> bool:
 
 def _is_thinking_free(point: SamplingPoint) -> bool:
     """Read the history and return whether the thinking budget leaves the next token free."""
-    params, sequence = point.params, point.sequence
+    sequence = point.sequence
+    params = sequence.request.params
     markers, budget = params.limited_thinking, params.thinking_token_budget
     if markers is None or budget is None:
         return True

@@ -57,9 +57,10 @@ class Sampler:
         top_S, ids_S = adjusted_SV.max(dim=-1)
         tokens = ids_S.tolist()
         is_valid = torch.isfinite(top_S).tolist()
-        drawing = [i for i, p in enumerate(points) if is_valid[i] and not p.params.is_greedy]
+        params = [point.params for point in points]
+        drawing = [i for i, p in enumerate(params) if is_valid[i] and not p.is_greedy]
         for wants_filter in (False, True):
-            rows = [i for i in drawing if _has_filter(points[i].params) == wants_filter]
+            rows = [i for i in drawing if _has_filter(params[i]) == wants_filter]
             if rows:
                 drawn = _draw(adjusted_SV[rows], [points[i] for i in rows], wants_filter)
                 for row, token in zip(rows, drawn, strict=True):

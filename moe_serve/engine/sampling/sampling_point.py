@@ -57,7 +57,8 @@ class SamplingPoint(msgspec.Struct, frozen=True, gc=False):
     @property
     def is_short(self) -> bool:
         """Whether the answer is below the minimum length."""
-        return self.num_output_tokens < self.params.min_tokens
+        sequence = self.sequence
+        return self.position - sequence.num_prompt_tokens < sequence.request.params.min_tokens
 
     @property
     def bans_end(self) -> bool:
